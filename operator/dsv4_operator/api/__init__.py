@@ -1,9 +1,14 @@
 """The `DSV4Deployment` object: specification, status, and reading it from text. Pure."""
 
 from dsv4_operator.api.cluster import (
+    FabricMember,
+    FabricSpec,
     ImagePullPolicy,
+    NetworkMode,
+    NetworkSpec,
     NodeLossPolicy,
     NodeLossSpec,
+    PortsSpec,
     SecretKeyRef,
     StorageSpec,
     StorageType,
@@ -11,40 +16,33 @@ from dsv4_operator.api.cluster import (
     Toleration,
     TolerationOperator,
 )
-from dsv4_operator.api.deployment import API_VERSION, KIND, DSV4Deployment, Metadata
-from dsv4_operator.api.engine import (
+from dsv4_operator.api.deployment import API_VERSION, KIND, DSV4Deployment, Metadata, load, parse
+from dsv4_operator.api.policy import ClusterPolicy
+from dsv4_operator.api.rules import Finding, InvalidDeployment
+from dsv4_operator.api.spec import (
+    BackoffSpec,
     CudagraphMode,
+    DeploymentSpec,
     EngineSpec,
     EngineTimeouts,
     EnvVar,
     Executor,
-    KvCacheDtype,
-    SpeculativeMethod,
-    SpeculativeSpec,
-)
-from dsv4_operator.api.findings import Finding, InvalidDeployment
-from dsv4_operator.api.gateway import GatewaySpec
-from dsv4_operator.api.load import load, parse
-from dsv4_operator.api.model_source import (
+    GatewaySpec,
+    Hardware,
     HttpSource,
     HuggingFaceSource,
+    KvCacheDtype,
     ModelSource,
+    ModelSpec,
     NanoSource,
     Precision,
-    S3Source,
-    StagingSpec,
-)
-from dsv4_operator.api.network import FabricMember, FabricSpec, NetworkMode, NetworkSpec, PortsSpec
-from dsv4_operator.api.policy import ClusterPolicy
-from dsv4_operator.api.reasons import ConditionStatus, ConditionType, Reason
-from dsv4_operator.api.spec import (
-    BackoffSpec,
-    DeploymentSpec,
-    Hardware,
-    ModelSpec,
     RecoverySpec,
     RolloutSpec,
     RolloutStrategy,
+    S3Source,
+    SpeculativeMethod,
+    SpeculativeSpec,
+    StagingSpec,
     TablesPlace,
     TopologySpec,
     Variant,
@@ -52,6 +50,8 @@ from dsv4_operator.api.spec import (
 from dsv4_operator.api.status import (
     HISTORY_LENGTH,
     Condition,
+    ConditionStatus,
+    ConditionType,
     DeploymentPhase,
     DeploymentStatus,
     FailureStatus,
@@ -61,6 +61,7 @@ from dsv4_operator.api.status import (
     MeasuredItem,
     MeasuredStatus,
     MemberStatus,
+    Reason,
     RejectedStatus,
     RolloutStatus,
     read_status,

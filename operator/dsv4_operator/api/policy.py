@@ -13,14 +13,12 @@ from typing import Annotated
 import yaml
 from pydantic import Field, ValidationError
 
-from dsv4_operator.api.cluster import ResourceName, StorageType
+from dsv4_operator.api.cluster import NetworkMode, ResourceName, StorageType
 from dsv4_operator.api.deployment import DSV4Deployment
-from dsv4_operator.api.findings import Finding, translate
-from dsv4_operator.api.network import NetworkMode
-from dsv4_operator.api.parts import Count, SpecPart
+from dsv4_operator.api.rules import Finding, translate
 from dsv4_operator.api.security import flag_reason, variable_reason
 from dsv4_operator.api.spec import Hardware
-from dsv4_operator.api.values import Matches, quoted
+from dsv4_operator.api.values import Count, Matches, SpecPart, quoted
 
 ANY = "*"
 """In a list of namespaces or of taints: all of them."""

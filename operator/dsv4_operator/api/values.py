@@ -1,4 +1,6 @@
-"""Durations, quantities and times: written as Kubernetes writes them, plain numbers in memory.
+"""Values and base class of the specification: durations, quantities, times, bounded text.
+
+Values are written in the notation of Kubernetes and held as plain numbers:
 
 | type       | written              | in memory                   |
 |------------|----------------------|-----------------------------|
@@ -18,10 +20,20 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, PlainSerializer, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from dsv4_runtime.contract import Document
 from dsv4_runtime.contract.secrets import has_secret
 
 _MILLISECONDS = {"h": 3_600_000, "m": 60_000, "s": 1_000, "ms": 1}
@@ -328,3 +340,24 @@ _READERS: Mapping[bool, tuple[Any, Any]] = {
     False: (parse_duration, format_duration),
 }
 """For whole numbers, which are bytes, and others, which are seconds: functions that read a text and write a value."""
+
+
+Count = Annotated[int, Field(strict=True)]
+"""A whole number; text and fractions are refused instead of converted."""
+
+PortNumber = Annotated[Count, Field(ge=1024, le=65535)]
+
+
+class SpecPart(Document):
+    """A part of the specification."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """Take a known field that is null for one that is not there, as API servers do."""
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        known = {field.alias for field in cls.model_fields.values()} | set(cls.model_fields)
+        return {name: value for name, value in data.items() if value is not None or name not in known}

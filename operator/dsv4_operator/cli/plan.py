@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4_operator.api import DSV4Deployment, Hardware, Reason
-from dsv4_operator.backends.local.checkpoint import model_here
+from dsv4_operator.backends.local.facts import model_here
 from dsv4_operator.cli import plan_evidence, plan_text
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
 from dsv4_operator.cli.output import DocumentFormat, fitted, note, render_document, render_table, say

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from dsv4_operator.api.reasons import ConditionStatus, ConditionType
-from dsv4_operator.api.status import DeploymentStatus, FailureStatus, GroupPhase, GroupStatus
+from dsv4_operator.api.status import (
+    ConditionStatus,
+    ConditionType,
+    DeploymentStatus,
+    FailureStatus,
+    GroupPhase,
+    GroupStatus,
+)
 from dsv4_operator.cli import words
 from dsv4_operator.cli.errors import ExitCode
 from dsv4_operator.cli.output import render_table

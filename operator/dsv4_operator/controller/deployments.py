@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, InvalidDeployment, Metadata, Reason
-from dsv4_operator.api.load import parse
+from dsv4_operator.api.deployment import parse
 from dsv4_operator.api.status import read_status
 from dsv4_operator.backends.base import Backend
-from dsv4_operator.controller.parts import REPEAT_SECONDS, Part, text_of
+from dsv4_operator.controller.queue import REPEAT_SECONDS, Part, text_of
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler, Refused, StatusLost
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, Conflict, Kube, Manifest, NotFound
-from dsv4_operator.kube.owned import DeploymentKey
+from dsv4_operator.kube.cache import DeploymentKey
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
 from dsv4_operator.lifecycle.decide import QUIET_SECONDS
 from dsv4_operator.planning import PlanRefused

@@ -16,18 +16,15 @@ from pathlib import Path
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment
 from dsv4_operator.api.policy import PolicyError, parse_policy
-from dsv4_operator.backends import table
+from dsv4_operator.backends import registry
 from dsv4_operator.builders import names, paths
+from dsv4_operator.controller.admission import AdmissionServer
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.lease import Lease
-from dsv4_operator.controller.metrics import OperatorMetrics
-from dsv4_operator.controller.parts import Part, is_expected
-from dsv4_operator.controller.queue import WorkQueue
+from dsv4_operator.controller.observability import OperatorMetrics, ProbeServer, Recorder
+from dsv4_operator.controller.queue import Part, WorkQueue, is_expected
 from dsv4_operator.controller.reconcile import Endpoints, StatusLost
-from dsv4_operator.controller.recorder import Recorder
-from dsv4_operator.controller.server import ProbeServer
 from dsv4_operator.controller.watching import DeploymentWatch
-from dsv4_operator.controller.webhook import AdmissionServer
 from dsv4_operator.kube import (
     DSV4_DEPLOYMENTS,
     Access,
@@ -40,8 +37,7 @@ from dsv4_operator.kube import (
     find_access,
 )
 from dsv4_operator.kube.access import SERVICE_ACCOUNT
-from dsv4_operator.kube.cache import PodKey
-from dsv4_operator.kube.owned import DeploymentKey
+from dsv4_operator.kube.cache import DeploymentKey, PodKey
 from dsv4_operator.lifecycle import Event
 from dsv4_runtime.contract.logfile import log_to
 
@@ -158,7 +154,7 @@ class Operator:
         )
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
         self._owned = OwnedCache(self._kube, namespaces=options.namespaces, changed=self._changed)
-        given = table.BackendDependencies(
+        given = registry.BackendDependencies(
             self._kube,
             self._pods,
             self._owned,
@@ -167,7 +163,7 @@ class Operator:
             self._agents_changed,
             access.in_cluster,
         )
-        self._backends = table.Backends(given)
+        self._backends = registry.Backends(given)
         self._deployments = Deployments(
             Dependencies(self._kube, self._backends.of, endpoints, self._happened, failed=self._part_failed)
         )

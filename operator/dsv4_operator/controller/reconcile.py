@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from dsv4_operator.api import ConditionType, DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, Reason
 from dsv4_operator.backends.base import Backend, BackendError
-from dsv4_operator.controller.parts import REPEAT_SECONDS, Backoffs, Failure, Part, is_expected, text_of
+from dsv4_operator.controller.queue import REPEAT_SECONDS, Backoffs, Failure, Part, is_expected, text_of
 from dsv4_operator.lifecycle import (
     Action,
     CollectEvidence,

@@ -12,15 +12,21 @@ import sys
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, Hardware
-from dsv4_operator.backends.local import gpus, network, publish
+from dsv4_operator.backends.local import gpus, network
 from dsv4_operator.backends.local.backend import LocalBackend
-from dsv4_operator.backends.local.claims import claimed
-from dsv4_operator.backends.local.gateway import LocalGateways, check_keyless, check_secrets
-from dsv4_operator.backends.local.gpus import Card
-from dsv4_operator.backends.local.publish import Publisher, Target
-from dsv4_operator.backends.local.software import Software, cuda_software
+from dsv4_operator.backends.local.gateway import (
+    LOOPBACK,
+    Listeners,
+    LocalGateways,
+    Publisher,
+    Target,
+    bind_loopback,
+    check_keyless,
+    check_secrets,
+)
+from dsv4_operator.backends.local.gpus import Card, claimed
+from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
-from dsv4_operator.backends.local.toolkit import check_compilers
 from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
@@ -86,14 +92,14 @@ def _enter(
 ) -> None:
     """Move into a private network where that can be had, and run the loop there."""
     ports = deployment.spec.network.ports
-    listeners = publish.bind({"api": ports.api, "dashboard": ports.dashboard})
+    listeners = bind_loopback({"api": ports.api, "dashboard": ports.dashboard})
     try:
         network.enter_private_network()
     except network.NoNamespacesError as error:
         check_keyless(deployment, str(error))
         note = f"shared: the members share this machine's network, because {error}"
         # The member listens on these itself, and on two more; better to know now than when it has started.
-        others = publish.bind({"agent": ports.agent, "gcs": ports.gcs})
+        others = bind_loopback({"agent": ports.agent, "gcs": ports.gcs})
         for listener in (*listeners.values(), *others.values()):
             listener.close()
         listeners = {}
@@ -117,7 +123,7 @@ def _enter(
 async def _loop(
     state: DeploymentState,
     deployment: DSV4Deployment,
-    listeners: publish.Listeners,
+    listeners: Listeners,
     backend: LocalBackend,
     gateways: LocalGateways,
     news: asyncio.Event,
@@ -141,7 +147,7 @@ async def _loop(
 
     reconciler = Reconciler(
         backend,
-        Endpoints(f"http://{publish.LOOPBACK}:{ports.api}/v1", f"http://{publish.LOOPBACK}:{ports.dashboard}"),
+        Endpoints(f"http://{LOOPBACK}:{ports.api}/v1", f"http://{LOOPBACK}:{ports.dashboard}"),
         save=save,
     )
     try:

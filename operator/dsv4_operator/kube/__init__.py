@@ -2,21 +2,9 @@
 
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube.access import Access, AccessError, find_access
-from dsv4_operator.kube.base import Kube, KubeReader, Listing, WatchEvent
-from dsv4_operator.kube.cache import Cache, PodCache
-from dsv4_operator.kube.client import Client
-from dsv4_operator.kube.errors import (
-    AlreadyExists,
-    Conflict,
-    Forbidden,
-    Gone,
-    Invalid,
-    KubeError,
-    NotFound,
-    Unavailable,
-)
+from dsv4_operator.kube.cache import Cache, OwnedCache, PodCache
+from dsv4_operator.kube.client import Client, Kube, KubeReader, Listing, WatchEvent
 from dsv4_operator.kube.exact import apply_exactly
-from dsv4_operator.kube.owned import OwnedCache
 from dsv4_operator.kube.resources import (
     CONFIG_MAPS,
     CUSTOM_RESOURCE_DEFINITIONS,
@@ -28,7 +16,15 @@ from dsv4_operator.kube.resources import (
     PODS,
     SECRETS,
     SERVICES,
+    AlreadyExists,
+    Conflict,
+    Forbidden,
+    Gone,
+    Invalid,
+    KubeError,
+    NotFound,
     Resource,
+    Unavailable,
     resource_of,
 )
 

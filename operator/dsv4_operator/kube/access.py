@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from dsv4_operator.kube.errors import KubeError
+from dsv4_operator.kube.resources import KubeError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _PLUGIN_SECONDS = 60.0

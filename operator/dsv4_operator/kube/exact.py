@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dsv4_operator.builders.names import DOMAIN, MANAGER, Manifest
-from dsv4_operator.kube.base import Kube
-from dsv4_operator.kube.errors import Conflict, Invalid
-from dsv4_operator.kube.resources import Resource, resource_of
+from dsv4_operator.kube.client import Kube
+from dsv4_operator.kube.resources import Conflict, Invalid, Resource, resource_of
 
 _log = logging.getLogger("dsv4")
 

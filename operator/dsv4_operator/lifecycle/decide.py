@@ -1,4 +1,4 @@
-"""The life of a group: one pure step of it.
+"""Decision about one group: a pure step from status and observation to actions.
 
 ```
 PENDING ──claim──▶ FORMING ──all members seen──▶ STARTING ──▶ SERVING ◀──▶ RESTARTING (level 1, by the head's agent)
@@ -9,26 +9,25 @@ PENDING ──claim──▶ FORMING ──all members seen──▶ STARTING �
        changed                                └──── claim ────┴───── claim, when wanted again ─────┘
 ```
 
-UPDATING and DRAINING are planned ends: an engine that is healthy finishes its open requests first (`Drain`).
+UPDATING and DRAINING are planned ends: a healthy engine finishes its open requests first (`Drain`).
 
-Three rules make it safe to be interrupted anywhere, with nothing but the last kept status to go on from:
+Three rules make every step safe to interrupt; the next step needs only the last saved status:
 
-* An incarnation gets its number in one decision (the claim, which also uses a restart) and its members in the next
-  one, which is only reached if the claim was kept. So no number is used twice, and no restart is free.
+* An incarnation gets its number in one decision (the claim, which also uses a restart) and its members in the next one,
+  which is reached only if the claim was saved. So no number is used twice, and no restart is free.
 * `Form` is always preceded, in the same list, by `Fence` of every earlier incarnation that is not known to have ended
-  (`GroupStatus.fenced_below`). So it does not matter if the observation was stale: fencing looks for itself.
-* A planned end is kept before anything is done for it. So no group that is to live has an engine that was asked to end,
-  one that was is never taken for one that stops by itself, and a change of mind forms no number that was fenced.
+  (`GroupStatus.fenced_below`). So a stale observation does no harm: fencing reads the live state.
+* A planned end is saved before any action is taken for it. So a group that is to live never has an engine in drain, a
+  requested drain is never taken for a failure, and a reverted change never forms a number that was fenced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from dsv4_operator.api import DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
-from dsv4_operator.api.annotations import is_paused
-from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, Drain, Fence, Forget, Form, Planner
+from dsv4_operator.api.deployment import is_paused
 from dsv4_operator.lifecycle.diagnosis import diagnose
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.lifecycle.watch import (
@@ -42,8 +41,76 @@ from dsv4_operator.lifecycle.watch import (
     with_restarts,
 )
 from dsv4_operator.planning import PlanRefused, revision
-from dsv4_runtime.contract import Failure, Health, Phase, permit
+from dsv4_runtime.contract import Failure, GroupPlan, Health, Phase, permit
 from dsv4_runtime.contract.recovery import within
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Create the members of `plan` that do not exist (`Backend.ensure`)."""
+
+    plan: GroupPlan
+    deployment: DSV4Deployment
+    """Deployment that the plan was made from."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectEvidence:
+    """Save what the members left, then `record_evidence`. If it fails, go on: evidence never delays a recovery."""
+
+    key: GroupKey
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Have a healthy engine finish its open requests; until it says that it has, do none of the actions after it."""
+
+    key: GroupKey
+    incarnation: int
+    seconds: float
+    """The longest that they get, from the first time that the engine is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """End every member; until it has failed or is over, do none of the actions after it."""
+
+    key: GroupKey
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Remove what fencing left."""
+
+    key: GroupKey
+    incarnation: int
+
+
+Action = Form | CollectEvidence | Drain | Fence | Forget
+
+Planner = Callable[[int, Sequence[float]], GroupPlan]
+"""Makes the plan of an incarnation from its number and the restarts that are used; raises `PlanRefused`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Decision about one group now."""
+
+    actions: tuple[Action, ...]
+    """In this order; one that fails ends the list, except `CollectEvidence`, and so does one that is not over yet."""
+    next_look: float
+    """Unix time at which to decide again at the latest; any news is a reason to do so earlier."""
+    status: GroupStatus
+    """To be kept, also when an action failed. The next decision must be given the status as it was last kept."""
+    completed: GroupStatus | None = None
+    """To be kept in the place of `status` once every action is over; None: `status`."""
+    refusal: PlanRefused | None = None
+    """Reason why the specification could not be planned, if it had to be."""
+    error: Exception | None = None
+    """Exception of a decision or a plan that failed because of a defect; the group stays as it is."""
+
 
 LOOK_SECONDS = 1.0
 """Between looks at a group that runs or changes."""

@@ -22,10 +22,9 @@ from dsv4_operator.api import (
     RolloutStatus,
     RolloutStrategy,
 )
-from dsv4_operator.api.annotations import is_paused
+from dsv4_operator.api.deployment import is_paused
 from dsv4_operator.api.values import format_duration
-from dsv4_operator.lifecycle.actions import Decision, Planner
-from dsv4_operator.lifecycle.decide import LOOK_SECONDS, decide
+from dsv4_operator.lifecycle.decide import LOOK_SECONDS, Decision, Planner, decide
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.lifecycle.status import death_sentence
 from dsv4_operator.lifecycle.watch import ALIVE

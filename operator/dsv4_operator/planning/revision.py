@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.api.annotations import RESTART_AT, restart_at
+from dsv4_operator.api.deployment import RESTART_AT, restart_at
 
 APPLIED_WITHOUT_RESTART = {"suspend", "replicas", "recovery", "rollout", "gateway"}
 """Fields of the specification that change without a new incarnation."""

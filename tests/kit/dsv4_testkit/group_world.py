@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
 from dsv4_operator.api import DSV4Deployment, GroupStatus, load
-from dsv4_operator.api.annotations import PAUSED, RESTART_AT
+from dsv4_operator.api.deployment import PAUSED, RESTART_AT
 from dsv4_operator.lifecycle import (
     Action,
     CollectEvidence,

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from dsv4_operator.backends.pods import PodsBackend
-from dsv4_operator.backends.pods.agents import AgentReport, Endpoint
 from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.backends.pods.observe import AgentReport, Endpoint
 from dsv4_operator.builders import names
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.reconcile import Endpoints

@@ -14,7 +14,7 @@ from dsv4_operator.api import (
     Reason,
     load,
 )
-from dsv4_operator.api.annotations import PAUSED, RESTART_AT
+from dsv4_operator.api.deployment import PAUSED, RESTART_AT
 from dsv4_operator.lifecycle import (
     Action,
     CollectEvidence,

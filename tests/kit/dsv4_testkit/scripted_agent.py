@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from dsv4_operator.backends.pods.capacity import is_member
+from dsv4_operator.backends.pods.scheduling import is_member
 from dsv4_operator.builders import names, paths
 from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Kube, Manifest, PodCache
 from dsv4_runtime.agent.decide.peer import Peer

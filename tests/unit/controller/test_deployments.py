@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_operator.api import ClusterPolicy, DeploymentStatus, DSV4Deployment, parse
-from dsv4_operator.backends import table
+from dsv4_operator.backends import registry
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.backends.pods.ownership import ObjectTerminating
@@ -226,7 +226,7 @@ async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalBackend
         state = DeploymentState(Path(root), "nano")
         state.prepare()
         backend = LocalBackend(state, isolated=False, changed=lambda: None)
-        monkeypatch.setitem(table.BACKENDS, "Processes", lambda _: backend)
+        monkeypatch.setitem(registry.BACKENDS, "Processes", lambda _: backend)
         yield backend
         for _, incarnation, _ in list(backend._members):
             async with asyncio.timeout(30):
@@ -237,7 +237,9 @@ async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalBackend
 
 def deployments_of(server: Any, told: list[Event]) -> Deployments:
     nothing: Any = object()
-    backends = table.Backends(table.BackendDependencies(server, nothing, nothing, "", ClusterPolicy(), lambda *_: None))
+    backends = registry.Backends(
+        registry.BackendDependencies(server, nothing, nothing, "", ClusterPolicy(), lambda *_: None)
+    )
     return Deployments(
         Dependencies(server, backends.of, lambda _: Endpoints("", ""), lambda _, event: told.append(event))
     )

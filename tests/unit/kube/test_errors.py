@@ -15,8 +15,7 @@ from dsv4_operator.kube import (
     Unavailable,
     resource_of,
 )
-from dsv4_operator.kube.errors import error_of
-from dsv4_operator.kube.resources import DSV4_DEPLOYMENTS, NODES, PODS
+from dsv4_operator.kube.resources import DSV4_DEPLOYMENTS, NODES, PODS, error_of
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from words import short
 
 from dsv4_operator.api import GroupPhase
-from dsv4_operator.api.annotations import PAUSED, RESTART_AT
+from dsv4_operator.api.deployment import PAUSED, RESTART_AT
 
 Scene = Any
 

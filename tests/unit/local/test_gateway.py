@@ -13,10 +13,10 @@ import pytest
 from pydantic import ValidationError
 
 from dsv4_operator.api import DSV4Deployment, GatewaySpec
-from dsv4_operator.backends.local import publish
 from dsv4_operator.backends.local.gateway import (
     MAX_DRAIN_SECONDS,
     LocalGateways,
+    bind_loopback,
     check_keyless,
     check_secrets,
     settings,
@@ -123,7 +123,7 @@ async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> No
     state = DeploymentState(tmp_path, "n")
     state.directory.mkdir()
     state.token_key.write_text("k")
-    listener = publish.bind({"api": 0})["api"]
+    listener = bind_loopback({"api": 0})["api"]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     gateway = LocalGateways(deployment(), state, [AWAY])
     await gateway.start(listener)
@@ -161,7 +161,7 @@ async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path) -> No
     state = DeploymentState(tmp_path, "n")
     state.directory.mkdir()
     state.token_key.write_text("k")
-    listener = publish.bind({"api": 0})["api"]
+    listener = bind_loopback({"api": 0})["api"]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     gateways = LocalGateways(deployment(), state, [AWAY, AWAY.model_copy(update={"group": 1})])
     await gateways.start(listener)
@@ -195,7 +195,7 @@ async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(tmp_p
     state = DeploymentState(tmp_path, "n")
     state.directory.mkdir()
     state.token_key.write_text("k")
-    listener = publish.bind({"api": 0})["api"]
+    listener = bind_loopback({"api": 0})["api"]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
     with gateway_groups.groups() as (ports, doomed):
         places = [f"http://127.0.0.1:{port}" for port in ports]

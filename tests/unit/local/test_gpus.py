@@ -13,9 +13,8 @@ import pytest
 from dsv4_operator.api import DSV4Deployment, Hardware, load
 from dsv4_operator.backends.local import gpus
 from dsv4_operator.backends.local.backend import LocalBackend
-from dsv4_operator.backends.local.claims import claimed
 from dsv4_operator.backends.local.facts import local_facts
-from dsv4_operator.backends.local.gpus import Found
+from dsv4_operator.backends.local.gpus import Found, claimed
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.cli.errors import CommandError
@@ -143,7 +142,7 @@ import sys, time
 from dsv4_testkit.fake_nvml import FakeNvml, Gpu
 from dsv4_operator.api import Hardware, TopologySpec
 from dsv4_operator.backends.local import gpus
-from dsv4_operator.backends.local.claims import claimed
+from dsv4_operator.backends.local.gpus import claimed
 gpus.pynvml = FakeNvml(*[Gpu(uuid=uuid) for uuid in {[card.uuid for card in found.cards]!r}])
 with claimed(TopologySpec(hardware=Hardware.H100), gpus.find()) as cards:
     print(cards[0].index, flush=True)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import Condition, ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment, Reason
-from dsv4_operator.backends.pods.balance import LOOK_SECONDS, Balance, surplus_gateway
 from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.backends.pods.gateways import LOOK_SECONDS, Balance, surplus_gateway
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import Unavailable
 from dsv4_testkit.fake_kube import FakeKube

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, MemberStatus, NodeLossSpec
 from dsv4_operator.backends import pods
 from dsv4_operator.backends.base import Backend
-from dsv4_operator.backends.pods import PodsBackend, evidence
+from dsv4_operator.backends.pods import PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import FenceError, Fencer
+from dsv4_operator.backends.pods.frontend import Superseded, TokenKeys, move_head
+from dsv4_operator.backends.pods.observe import KEPT_EVIDENCE
 from dsv4_operator.backends.pods.ownership import ForeignObject, ObjectTerminating, OwnedObjects, managed_by_apply
-from dsv4_operator.backends.pods.services import Superseded, move_head
-from dsv4_operator.backends.pods.token import TokenKeys
 from dsv4_operator.builders import frontend, group, names
 from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Conflict, Forbidden, Invalid, Kube, Unavailable
 from dsv4_operator.lifecycle import GroupKey
@@ -117,7 +117,7 @@ async def life(kube: FakeKube) -> tuple[list[Exception], set[str]]:
         fresh = backend_of(kube)
         await collected(errors, fresh.ensure_frontend(two, serving(incarnation)))
         await fresh.close()
-        for number in range(incarnation, incarnation + 1 + evidence.KEEP):
+        for number in range(incarnation, incarnation + 1 + KEPT_EVIDENCE):
             await call("collect_evidence", two, 0, number)
         await call("drain", two, 0, incarnation, 0.1)
         if incarnation == 1:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus
-from dsv4_operator.backends.local import evidence, gpus, network
+from dsv4_operator.backends.local import gpus, network
 from dsv4_operator.backends.local.facts import available_memory, local_facts
 from dsv4_operator.backends.local.gateway import LocalGateways
 from dsv4_operator.backends.local.gpus import Card
-from dsv4_operator.backends.local.processes import children, outside_ids
+from dsv4_operator.backends.local.network import children, outside_ids
 from dsv4_operator.backends.local.software import Software
-from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.backends.local.state import DeploymentState, collect_evidence
 from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.planning.facts import Facts
@@ -207,7 +207,7 @@ class LocalBackend:
         """See `Backend`."""
         members = (await self.observe(deployment, group)).members
         deadline = time.monotonic() + _EVIDENCE_SECONDS
-        work = asyncio.to_thread(evidence.collect, self._state, group, incarnation, members, deadline=deadline)
+        work = asyncio.to_thread(collect_evidence, self._state, group, incarnation, members, deadline=deadline)
         try:
             async with asyncio.timeout(_EVIDENCE_SECONDS + _LAST_FILE_SECONDS):
                 found = await work

@@ -1,18 +1,20 @@
-"""The gateways of a local deployment: children of the loop that are started again within a second if they end."""
+"""Front end of a local deployment: gateway processes, restarted within a second if they end, and published ports."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import DSV4Deployment, PortsSpec
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.planning.gateway import gateway_settings
@@ -21,6 +23,95 @@ from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySett
 from dsv4_runtime.contract.secrets import is_secret_name
 
 _log = logging.getLogger("dsv4")
+
+_CHUNK = 65536
+_CONNECT_SECONDS = 5.0
+LOOPBACK = "127.0.0.1"
+
+Listeners = dict[str, socket.socket]
+"""Listening sockets by the name of their field below `spec.network.ports`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Destination of a published port."""
+
+    address: str
+    port: int
+
+
+def bind_loopback(ports: Mapping[str, int]) -> Listeners:
+    """Return listening sockets on loopback.
+
+    Sockets keep the network that they were made in, so these go on listening on the machine's own loopback after the
+    process has moved to another network.
+
+    Raises:
+        StateError: a port is taken; no socket stays open.
+    """
+    sockets: Listeners = {}
+    try:
+        for name, port in ports.items():
+            listener = socket.socket()
+            sockets[name] = listener
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((LOOPBACK, port))
+                listener.listen(128)
+            except OSError as error:
+                where = f"spec.network.ports.{name}: " if name in PortsSpec.model_fields else ""
+                remedy = "end the process that has it" + (" or choose another port" if where else "")
+                raise StateError(
+                    f"{where}port {port} of {LOOPBACK}, which the {name} needs, cannot be used "
+                    f"({error.strerror}); {remedy}"
+                ) from error
+    except StateError:
+        for listener in sockets.values():
+            listener.close()
+        raise
+    return sockets
+
+
+class Publisher:
+    """Passes connections of one listening socket on to a target, byte for byte."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._server: asyncio.Server | None = None
+
+    async def start(self, listener: socket.socket) -> None:
+        """Begin to accept."""
+        self._server = await asyncio.start_server(self._serve, sock=listener)
+
+    def close(self) -> None:
+        """Stop listening; open connections end with the process or with their target."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            try:
+                async with asyncio.timeout(_CONNECT_SECONDS):
+                    upstream_reader, upstream_writer = await asyncio.open_connection(
+                        self._target.address, self._target.port
+                    )
+            except (OSError, TimeoutError):
+                return
+            with contextlib.closing(upstream_writer):
+                await asyncio.gather(_copy(reader, upstream_writer), _copy(upstream_reader, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy until the end, then say so to the other side, which may still be sending."""
+    try:
+        while data := await reader.read(_CHUNK):
+            writer.write(data)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+    except OSError:
+        writer.close()
+
 
 MAX_DRAIN_SECONDS = 15.0
 """`dsv4 down` waits 40 s for the loop, which has its members to end as well."""

@@ -1,9 +1,8 @@
-"""A private network for the members, made of namespaces that no name and no interface of the machine refers to.
+"""Private network and namespaces of local members, without any name or interface on the machine.
 
-The loop itself moves into a fresh network namespace that holds a bridge; every member gets a namespace with one end
-of a veth pair. Nothing of it is visible on the machine, and the kernel removes all of it once the last process inside
-has ended and its sockets are done, however that came about: there is nothing to clean up. Only the listening sockets
-that the loop opened before it moved (see `publish`) lead in.
+The loop moves into a new network namespace that contains a bridge; every member gets a namespace with one end of a veth
+pair. The kernel removes all of it after the last process inside has ended and its sockets are closed, so no cleanup is
+needed. Only listening sockets that the loop opened before it moved (`gateway.bind_loopback`) lead in.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
@@ -145,3 +145,34 @@ def _ip(arguments: str, prefix: Sequence[str] = ()) -> None:
     subprocess.run(
         [*prefix, "ip", *arguments.split()], check=True, capture_output=True, text=True, timeout=_COMMAND_SECONDS
     )
+
+
+def children(pid: int) -> list[int]:
+    """Return the direct children of `pid`."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def outside_ids(inside: int) -> dict[int, int]:
+    """Map the process ids in the process namespace of `inside` (an id of this machine) to this machine's ids."""
+    try:
+        wanted = os.readlink(f"/proc/{inside}/ns/pid")
+    except OSError:
+        return {}
+    found = {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            if os.readlink(f"/proc/{entry.name}/ns/pid") != wanted:
+                continue
+            status = Path(f"/proc/{entry.name}/status").read_text()
+        except OSError:
+            continue
+        for line in status.splitlines():
+            if line.startswith("NSpid:"):
+                found[int(line.split()[-1])] = int(entry.name)
+                break
+    return found

@@ -1,11 +1,20 @@
-"""Software installed beside dsv4 for engines on GPUs, from packages' metadata: nothing here imports vLLM or torch."""
+"""Software that engines on this machine need: vLLM, torch, Ray, the CUDA toolkit and compilers.
+
+Versions are read from package metadata; nothing here imports vLLM or torch. vLLM's libraries compile kernels on the serving
+machine: DeepGEMM and FlashInfer run CUDA's nvcc (prefill on SM12x always uses FlashInfer), Triton builds its launcher with
+the C compiler and Python's headers, and torch on CPU compiles with g++.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -13,8 +22,178 @@ from pathlib import Path
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.state import DeploymentState, StateError
-from dsv4_operator.backends.local.toolkit import Release, check_compilers, cuda_home
 from dsv4_operator.planning.images import Device, ImageProfile, profiles
+
+LEAST = (12, 9)
+"""Release of nvcc that DeepGEMM asks for."""
+_SYSTEM = Path("/usr/local/cuda")
+_ANSWER_SECONDS = 10.0
+
+Release = tuple[int, int]
+"""Release of CUDA: major, minor."""
+
+
+def cuda_home(torch: Release, links: Path, named: Mapping[str, str], *, needed: bool) -> Path | None:
+    """Return the CUDA toolkit for the engine: that which the user names, this machine's, or Python's packages'.
+
+    Args:
+        torch: the CUDA of the installed torch.
+        links: directory that is made for a toolkit of packages, which lacks what linkers look for.
+        named: the variables of the engine.
+        needed: whether an engine cannot run without one.
+
+    Raises:
+        StateError: CUDA_HOME is no toolkit that fits, or there is none and it is needed.
+    """
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if own := named.get(name):
+            if problem := _problem(Path(own), torch):
+                raise StateError(f"{name} is {own}, and {problem}; name a toolkit of CUDA {torch[0]}, or unset it")
+            return Path(own)
+    problems = []
+    for home in _here(torch):
+        problem = _problem(home, torch)
+        if problem is None:
+            return home if (home / "lib64").exists() else _linked(home, links)
+        problems.append(problem)
+    if not needed:
+        return None
+    found = f" ({'; '.join(problems)})" if problems else ""
+    raise StateError(
+        f"vLLM compiles kernels of DeepSeek-V4 with CUDA's nvcc, and there is none of CUDA {torch[0]}{found}; "
+        "`make gpu-setup` in dsv4's checkout makes an environment that has it, .venv-gpu, or install NVIDIA's CUDA "
+        "toolkit and set CUDA_HOME"
+    )
+
+
+def check_compilers(*, cpu: bool) -> None:
+    """Check that there is what builds launchers, hosts' parts of kernels and kernels for CPU.
+
+    Args:
+        cpu: the engine is vLLM's CPU build, which is linked with libnuma.
+
+    Raises:
+        StateError: a C or C++ compiler, Python's headers or libnuma are missing.
+    """
+    python = sysconfig.get_python_version()
+    missing = {
+        name: package
+        for name, package, there in (
+            ("a C compiler (gcc)", "gcc", _compiler("CC", "gcc", "clang")),
+            ("a C++ compiler (g++)", "g++", _compiler("CXX", "g++")),
+            (f"Python.h of Python {python}", f"python{python}-dev", _python_headers()),
+            ("libnuma.so.1", "libnuma1", not cpu or _loads("libnuma.so.1")),
+        )
+        if not there
+    }
+    if missing:
+        raise StateError(
+            f"vLLM compiles kernels on this machine, and {' and '.join(missing)} cannot be found; install what has it "
+            f"(Debian, Ubuntu: apt-get install {' '.join(missing.values())})"
+        )
+
+
+def _compiler(variable: str, *names: str) -> bool:
+    return any(map(shutil.which, [os.environ[variable]] if os.environ.get(variable) else names))
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _python_headers() -> bool:
+    # Where Triton looks: Debian's own scheme has paths of packages that users install.
+    scheme = sysconfig.get_default_scheme()
+    paths = sysconfig.get_paths(scheme="posix_prefix" if scheme == "posix_local" else scheme)
+    return Path(paths["include"], "Python.h").is_file()
+
+
+def _problem(home: Path, torch: Release) -> str | None:
+    """Return why `home` is no toolkit for torch's CUDA, None if it is one."""
+    nvcc = home / "bin" / "nvcc"
+    if not nvcc.is_file():
+        return "it has no bin/nvcc"
+    release = _release(nvcc)
+    if release is None:
+        return f"{nvcc} does not say its release"
+    if release[0] != torch[0] or release < LEAST:
+        return f"{nvcc} is of CUDA {_text(release)}"
+    headers = _headers(home)
+    if headers is not None and headers != release:
+        # CUDA's C++ headers refuse to be compiled so.
+        return f"{nvcc} is of CUDA {_text(release)} and the headers beside it of {_text(headers)}"
+    return None
+
+
+def _release(nvcc: Path) -> Release | None:
+    try:
+        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"release (\d+)\.(\d+)", told.stdout)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _headers(home: Path) -> Release | None:
+    try:
+        text = (home / "include" / "cuda_runtime_api.h").read_text(errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^#define\s+CUDART_VERSION\s+(\d+)", text, re.MULTILINE)
+    return (int(found[1]) // 1000, int(found[1]) % 1000 // 10) if found else None
+
+
+def _here(torch: Release) -> Iterator[Path]:
+    """Yield the toolkits of this machine: of PATH, NVIDIA's, and what `nvidia-cuda-nvcc` and its like make together."""
+    on_path = shutil.which("nvcc")
+    homes = [Path(on_path).resolve().parent.parent] if on_path else []
+    spec = importlib.util.find_spec("nvidia")
+    packages = (spec.submodule_search_locations or ()) if spec else ()
+    for home in (*homes, _SYSTEM, *(Path(place, f"cu{torch[0]}") for place in packages)):
+        if (home / "bin" / "nvcc").is_file():
+            yield home
+
+
+def _linked(home: Path, links: Path) -> Path:
+    """Make `links` a toolkit as NVIDIA's installer lays it out, of links to `home` of Python's packages.
+
+    These have libraries without the names that `-lcudart` finds, and the driver's is not beside them.
+    """
+    (links / "lib64" / "stubs").mkdir(parents=True, exist_ok=True)
+    wanted = {links / name: home / name for name in ("bin", "include", "nvvm")}
+    for library in sorted((home / "lib").glob("lib*")):
+        wanted[links / "lib64" / library.name] = library
+        plain, so, _ = library.name.partition(".so.")
+        if so:
+            wanted[links / "lib64" / f"{plain}.so"] = library
+    for driver in _driver():
+        wanted[links / "lib64" / "stubs" / "libcuda.so"] = driver
+    for link, target in wanted.items():
+        if not (link.is_symlink() and link.readlink() == target):
+            fresh = link.with_name(f".{link.name}.{os.getpid()}")
+            fresh.symlink_to(target)
+            fresh.replace(link)
+    return links
+
+
+def _driver() -> Iterable[Path]:
+    """Return where the loader finds the driver's library, if it does."""
+    try:
+        told = subprocess.run(
+            ["/sbin/ldconfig", "-p"], capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return [Path(path) for path in re.findall(r"\blibcuda\.so\.1 .*=> (\S+)", told.stdout)[:1]]
+
+
+def _text(release: Release) -> str:
+    return f"{release[0]}.{release[1]}"
+
 
 _INSTALL = "`make gpu-setup` in dsv4's checkout makes an environment that has it, .venv-gpu"
 _FASTEST = "instanttensor"

@@ -1,22 +1,22 @@
-"""The state directory: where `dsv4 up` keeps what outlives a process, and how its parts find each other.
+"""State directory of `dsv4 up`: files that outlive a process, and evidence of incarnations that failed.
 
 ```
 <root>/                     ~/.dsv4, or $DSV4_STATE_DIR, or --state-dir
   weights/                  checkpoints, shared by all deployments
-  secrets/<name>/<key>      what a specification names by a secretKeyRef; yours to make, mode 0600
+  secrets/<name>/<key>      values of secretKeyRef fields; created by the user, mode 0600
   <name>/                   of one deployment; no deployment may be called weights or secrets
-    lock                    held (flock) by the running loop; holds its process id
+    lock                    held (flock) by the running loop; contains its process id
     manifest.json           the deployment as the user gave it
     object.json             the same with its status, as `kubectl get -o json` would print it
-    loop.log                what the loop and its events say
-    token                   what Ray, the agents and vLLM's port of the present incarnation ask for (mode 0600)
-    token-key               what the tokens of all incarnations are made with, for the gateway (mode 0600)
+    loop.log                log and events of the loop
+    token                   token of the present incarnation for Ray, the agents and vLLM's port (mode 0600)
+    token-key               key from which the tokens of all incarnations are derived, for the gateway (mode 0600)
     i<incarnation>/plan.json
     i<incarnation>/m<rank>/ agent.log, ray.log, vllm.log, ray/ (Ray's own session directory)
     evidence/<incarnation>-<time>/
-    g<group>/               the same two of every group but the first, which has them above
+    g<group>/               token, incarnations and evidence of every group but the first, which has them above
 ```
-Every file is replaced as a whole, so a reader never sees half of one.
+Every file is replaced as a whole, so a reader never sees a partial file.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, SecretKeyRef
 from dsv4_operator.api.deployment import NAME_PATTERN
+from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_runtime.contract.files import replace_file
+from dsv4_runtime.contract.log_lines import without_client_text
 
 # Ray makes Unix sockets 60 characters below a member's directory, and a socket's path may have 107.
 MAX_MEMBER_PATH = 44
@@ -286,3 +288,70 @@ def _read(path: Path) -> DSV4Deployment | None:
     except FileNotFoundError:
         return None
     return DSV4Deployment.model_validate_json(text)
+
+
+_TAIL_BYTES = 256 * 1024
+_RAY_FILES = 60
+# As many as the agent keeps of deaths that it mends itself, in the same directory.
+_KEEP = 10
+
+
+def collect_evidence(
+    state: DeploymentState, group: int, incarnation: int, members: Iterable[ObservedMember], *, deadline: float
+) -> Path | None:
+    """Copy plan, statuses and the ends of all logs; None when the incarnation left nothing.
+
+    Args:
+        state: of the deployment.
+        group: whose incarnation.
+        incarnation: which.
+        members: as last observed.
+        deadline: monotonic time after which no further file is begun; what is there by then is kept.
+    """
+    source = state.incarnation(incarnation, group)
+    if not source.is_dir():
+        return None
+    target = state.evidence(group) / f"{incarnation}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source / "plan.json", target)
+    for member in members:
+        if member.incarnation == incarnation:
+            seen = {
+                "rank": member.rank,
+                "node": member.node,
+                "started": member.started,
+                "ended": member.ended,
+                "endedTime": member.ended_time,
+                "heard": member.heard,
+                "status": member.status.to_dict() if member.status else None,
+            }
+            (target / f"m{member.rank}-status.json").write_text(json.dumps(seen, indent=2) + "\n")
+    for directory in sorted(source.glob("m*")):
+        for log in sorted(directory.glob("*.log")):
+            _copy_tail(log, target / f"{directory.name}-{log.name}", deadline)
+        ray = sorted((directory / "ray").glob("session_*/logs/*"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for log in [path for path in ray if path.is_file() and path.stat().st_size > 0][:_RAY_FILES]:
+            _copy_tail(log, target / f"{directory.name}-ray" / log.name, deadline)
+    _retain(state.evidence(group))
+    return target
+
+
+def _copy_tail(source: Path, target: Path, deadline: float) -> None:
+    if time.monotonic() > deadline:
+        return
+    target.parent.mkdir(exist_ok=True)
+    with source.open("rb") as file:
+        size = source.stat().st_size
+        file.seek(max(0, size - _TAIL_BYTES))
+        tail = file.read(_TAIL_BYTES)
+    if source.name == "vllm.log" or source.name.startswith("worker-"):
+        # vLLM logs what clients send, which is not kept.
+        lines = tail.decode(errors="replace").replace("\r\n", "\n").split("\n")
+        tail = "".join(f"{line}\n" for line in without_client_text(lines) if line).encode()
+    target.write_bytes(tail)
+
+
+def _retain(directory: Path) -> None:
+    """Remove all but the newest: a restart loop must not fill the disk."""
+    for old in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEEP]:
+        shutil.rmtree(old, ignore_errors=True)

@@ -16,17 +16,23 @@ from dataclasses import dataclass, field, replace
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods import evidence, scheduling
-from dsv4_operator.backends.pods.agents import AgentWatch
-from dsv4_operator.backends.pods.balance import Balance
-from dsv4_operator.backends.pods.canary import Canaries
-from dsv4_operator.backends.pods.capacity import Owner, Snapshot
+from dsv4_operator.backends.pods import scheduling
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer
-from dsv4_operator.backends.pods.observe import Member, endpoint_of, member_of, observed, wrong_labels
+from dsv4_operator.backends.pods.frontend import Frontends, TokenKeys, move_head, require_secrets
+from dsv4_operator.backends.pods.gateways import Balance, Canaries
+from dsv4_operator.backends.pods.observe import (
+    AgentWatch,
+    Member,
+    endpoint_of,
+    evidence_config,
+    member_of,
+    observed,
+    superfluous_evidence,
+    wrong_labels,
+)
 from dsv4_operator.backends.pods.ownership import all_done
-from dsv4_operator.backends.pods.services import Frontends, move_head
-from dsv4_operator.backends.pods.token import TokenKeys, require_secrets
+from dsv4_operator.backends.pods.scheduling import Owner, Snapshot
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import member, names, paths
 from dsv4_operator.builders.names import Manifest
@@ -256,11 +262,11 @@ class PodsBackend:
         answers = await asyncio.gather(*(self._evidence(pod, token_key) for pod in pods.values()))
         told = dict(zip(pods, answers, strict=True))
         ordered = sorted(members, key=lambda one: one.rank)
-        config = evidence.config(deployment, group, incarnation, ordered, told)
+        config = evidence_config(deployment, group, incarnation, ordered, told)
         await self._objects.apply(config)
         chosen = names.labels(key.deployment, component=names.EVIDENCE, group=group)
         kept = await self._kube.list(CONFIG_MAPS, key.namespace, labels=names.selector(chosen))
-        for one in evidence.superfluous([one for one in kept if names.belongs(one, key.uid)]):
+        for one in superfluous_evidence([one for one in kept if names.belongs(one, key.uid)]):
             await self._objects.delete(CONFIG_MAPS, one, key.uid)
         return f"configmap {key.namespace}/{config['metadata']['name']}"
 

@@ -11,8 +11,8 @@ from typing import Protocol
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, StorageType
 from dsv4_operator.api.policy import violations
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods.capacity import Owner, PodRequests, Snapshot, owner_of, pod_requests, readable
 from dsv4_operator.backends.pods.ownership import OwnedObjects
+from dsv4_operator.backends.pods.scheduling import Owner, PodRequests, Snapshot, owner_of, pod_requests, readable
 from dsv4_operator.builders import member
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import NODES, Kube, KubeReader
@@ -38,7 +38,7 @@ class PodView(Protocol):
 
 
 class OwnedView(Protocol):
-    """Owned objects in memory (`dsv4_operator.kube.owned.OwnedCache`); may lag behind the API server."""
+    """Owned objects in memory (`dsv4_operator.kube.cache.OwnedCache`); may lag behind the API server."""
 
     def versions(self, namespace: str, deployment: str) -> frozenset[tuple[str, str, str]]:
         """Return kind, name and version of the objects that `deployment` owns beside its members."""

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 
 from dsv4_operator.api import NodeLossPolicy, NodeLossSpec
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods.capacity import node_of
 from dsv4_operator.backends.pods.observe import not_ready_since
 from dsv4_operator.backends.pods.ownership import OwnedObjects, all_done
+from dsv4_operator.backends.pods.scheduling import node_of
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, Kube, KubeReader, Resource

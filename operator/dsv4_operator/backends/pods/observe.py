@@ -1,19 +1,195 @@
-"""A pod as a member of a group: pure functions over what the API server says of it."""
+"""Members of a group as observed: pods, reports of their agents, and evidence of an incarnation that died.
+
+Evidence is a ConfigMap of at most 64 KiB. It never contains a prompt, because agents report none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4_operator.api import KIND
+from dsv4_operator.api import KIND, DSV4Deployment
 from dsv4_operator.api.values import parse_time
-from dsv4_operator.backends.pods.agents import AgentReport, Endpoint
-from dsv4_operator.backends.pods.capacity import node_of
+from dsv4_operator.backends.pods.scheduling import node_of
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.lifecycle.observed import ObservedMember
-from dsv4_runtime.contract import Cause
+from dsv4_runtime.client import AGENT_ERRORS, SILENCE_SECONDS, AgentClient
+from dsv4_runtime.contract import AgentStatus, Cause, GroupReport
+from dsv4_runtime.contract.backoff import backoff
+from dsv4_runtime.contract.clock import unix_time
+
+_log = logging.getLogger("dsv4")
+
+_POLL_SECONDS = 0.2
+_CHECK_SECONDS = 1.0
+_WITNESS_SECONDS = 0.4
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Address and port at which an agent listens."""
+
+    address: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Return the base URL."""
+        return f"http://{self.address}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReport:
+    """The latest that is known of an agent."""
+
+    status: AgentStatus
+    heard: float
+    """Unix time, by this machine's clock."""
+
+
+class AgentWatch:
+    """Watches the agents of one incarnation until closed. A broken stream is no death: reports only get older."""
+
+    def __init__(
+        self,
+        client: AgentClient,
+        incarnation: int,
+        token_key: Callable[[], Awaitable[str | None]],
+        changed: Callable[[], None],
+    ) -> None:
+        """Args:
+        client: connections.
+        incarnation: what agents of other incarnations report is dropped.
+        token_key: the deployment's; None while there is none.
+        changed: called when something new was reported.
+        """
+        self._client = client
+        self.incarnation = incarnation
+        self._token_key = token_key
+        self._changed = changed
+        self._endpoints: Mapping[int, Endpoint] = {}
+        self._reports: dict[int, AgentReport] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def follow(self, endpoints: Mapping[int, Endpoint]) -> None:
+        """Watch the members' agents at `endpoints`, by rank, from now on."""
+        moved = endpoints.get(0) != self._endpoints.get(0)
+        self._endpoints = dict(endpoints)
+        # A watch that a defect ended begins again.
+        if self._tasks and not moved and not any(task.done() for task in self._tasks):
+            return
+        self.stop()
+        self._tasks = [asyncio.create_task(self._poll_stale_agents())]
+        if 0 in endpoints:
+            self._tasks.append(asyncio.create_task(self._watch_head(endpoints[0])))
+
+    def report(self, rank: int) -> AgentReport | None:
+        """Return what the agent of `rank` said last; None if it was not heard yet."""
+        return self._reports.get(rank)
+
+    def stop(self) -> None:
+        """Watch no more; connections end by themselves."""
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = []
+
+    async def close(self) -> None:
+        """End all connections."""
+        tasks = self._tasks
+        self.stop()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch_head(self, head: Endpoint) -> None:
+        """Follow the head's stream, again and again."""
+        failures = 0
+        while True:
+            try:
+                stream = self._client.watch_group(head.url, await self._token_key())
+                async with contextlib.aclosing(stream):
+                    members: dict[int, AgentStatus] = {}
+                    async for report in stream:
+                        members = self._take_group(report, members)
+                        failures = 0
+            except AGENT_ERRORS as error:
+                _log.debug("the stream of %s is broken: %s", head.url, str(error) or type(error).__name__)
+            failures += 1
+            await asyncio.sleep(backoff(failures, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE))
+
+    def _take_group(self, report: GroupReport, members: dict[int, AgentStatus]) -> dict[int, AgentStatus]:
+        """Keep one report of the head; return the statuses that later reports refer to."""
+        now = unix_time()
+        if report.members is not None:
+            members = {status.rank: status for status in report.members}
+        news = False
+        for rank, age in report.ages.items():
+            if rank in members:
+                news |= self._take(rank, members[rank], now - age)
+        if news:
+            self._changed()
+        return members
+
+    async def _poll_stale_agents(self) -> None:
+        """Ask each agent itself that was not heard of lately: the head's own way to it may be what is broken.
+
+        Nobody is waited for: one that is gone must not keep another from saying so.
+        """
+        polls: dict[int, asyncio.Task[None]] = {}
+        try:
+            while True:
+                stale = self._stale(unix_time())
+                polls = {rank: task for rank, task in polls.items() if not task.done()}
+                for rank in stale:
+                    if rank not in polls:
+                        polls[rank] = asyncio.create_task(self._poll(rank))
+                await asyncio.sleep(_POLL_SECONDS if stale else _CHECK_SECONDS)
+        finally:
+            for task in polls.values():
+                task.cancel()
+
+    def _stale(self, now: float) -> list[int]:
+        """Return the ranks to poll. Once the head has fallen silent, what the others say of it is the verdict."""
+        head = self._reports.get(0)
+        headless = head is not None and head.heard < now - SILENCE_SECONDS
+        oldest = now - (_WITNESS_SECONDS if headless else SILENCE_SECONDS)
+        return [rank for rank in self._endpoints if rank not in self._reports or self._reports[rank].heard < oldest]
+
+    async def _poll(self, rank: int) -> None:
+        """Keep what the agent of `rank` answers, if it does."""
+        endpoint = self._endpoints.get(rank)
+        if endpoint is None:
+            return
+        try:
+            status = await self._client.status(endpoint.url, await self._token_key())
+        except ValueError:
+            await asyncio.sleep(_CHECK_SECONDS)
+            return
+        except AGENT_ERRORS:
+            return
+        if (status.rank, status.incarnation) != (rank, self.incarnation):
+            # It stays stale whatever it answers: no next poll soon.
+            await asyncio.sleep(_CHECK_SECONDS)
+        elif self._take(rank, status, unix_time()):
+            self._changed()
+
+    def _take(self, rank: int, status: AgentStatus, heard: float) -> bool:
+        """Keep a report unless a later one is known; return whether it says anything new."""
+        known = self._reports.get(rank)
+        if status.incarnation != self.incarnation or (known is not None and known.heard > heard):
+            return False
+        self._reports[rank] = AgentReport(status, heard)
+        return known is None or _news(known.status) != _news(status)
+
+
+def _news(status: AgentStatus) -> tuple[object, ...]:
+    return status.phase, status.verdict, status.joined, status.engine, status.progress
+
 
 SCHEDULE_SECONDS = 60.0
 """A pod for which the scheduler finds no place for so long is a failure: dsv4 chose its node because it had room."""
@@ -217,3 +393,74 @@ def _time(text: object, default: float) -> float:
         return parse_time(text)
     except ValueError:
         return default
+
+
+KEPT_EVIDENCE = 5
+_BYTES = 60 * 1024
+"""Of all entries; the rest of 64 KiB is for the object itself."""
+_LINES = (200, 100, 50, 20, 5, 0)
+"""Last lines of each log that are kept: as many as there is room for."""
+
+
+def evidence_config(
+    deployment: DSV4Deployment,
+    group: int,
+    incarnation: int,
+    members: Sequence[ObservedMember],
+    told: Mapping[int, bytes | None],
+) -> Manifest:
+    """Build the ConfigMap.
+
+    Args:
+        deployment: whose.
+        group: which group.
+        incarnation: which of its incarnations.
+        members: as last observed.
+        told: rank to what its agent answered to `/v1/evidence`; None if it did not.
+    """
+    room = _BYTES // max(1, len(members))
+    data = {f"m{member.rank}.json": _entry(member, told.get(member.rank), room) for member in members}
+    name = names.evidence_name(deployment.metadata.name, group, incarnation)
+    about = names.metadata(deployment, name, component=names.EVIDENCE, group=group, incarnation=incarnation)
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
+
+
+def superfluous_evidence(kept: Sequence[Manifest]) -> list[Manifest]:
+    """Return all but the newest."""
+    return sorted(kept, key=lambda one: names.number(one, names.INCARNATION) or 0)[:-KEPT_EVIDENCE]
+
+
+def _entry(member: ObservedMember, told: bytes | None, room: int) -> str:
+    seen: dict[str, Any] = {
+        "rank": member.rank,
+        "node": member.node,
+        "started": member.started,
+        "ended": member.ended,
+        "endedTime": member.ended_time,
+        "heard": member.heard,
+        "status": member.status.to_dict() if member.status is not None else None,
+        "agent": "did not answer" if told is None else None,
+    }
+    agent = _parsed(told)
+    for lines in _LINES:
+        text = json.dumps({**seen, **_shortened(agent, lines)}, indent=1, ensure_ascii=False)
+        if len(text.encode()) <= room:
+            return text
+    return json.dumps({**seen, "status": None, "agent": "left out for want of room"})
+
+
+def _parsed(told: bytes | None) -> dict[str, Any]:
+    try:
+        answer = json.loads(told or b"{}")
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _shortened(agent: Mapping[str, Any], lines: int) -> dict[str, Any]:
+    logs = agent.get("lastLines") or {}
+    found: dict[str, Any] = {name: agent[name] for name in ("firstFatal", "memory") if name in agent}
+    if lines:
+        found["lastLines"] = {name: log[-lines:] for name, log in logs.items()}
+        found["window"] = (agent.get("window") or [])[-lines:]
+    return found

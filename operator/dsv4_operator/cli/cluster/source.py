@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_operator.api import DSV4Deployment, InvalidDeployment, parse
-from dsv4_operator.api.annotations import PAUSED, RESTART_AT, is_paused
-from dsv4_operator.api.deployment import NAME_PATTERN
+from dsv4_operator.api.deployment import NAME_PATTERN, PAUSED, RESTART_AT, is_paused
 from dsv4_operator.api.values import format_time, parse_time
 from dsv4_operator.builders import paths
 from dsv4_operator.builders.names import head_name, incarnation_name, mounted_name
@@ -97,8 +96,7 @@ class ClusterSource:
 
     def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
         """Return the cluster's nodes, as the operator sees them; machines of the catalog if they may not be listed."""
-        from dsv4_operator.backends.pods.capacity import Snapshot
-        from dsv4_operator.backends.pods.scheduling import facts
+        from dsv4_operator.backends.pods.scheduling import Snapshot, facts
 
         if not chosen:
             try:

@@ -1,4 +1,4 @@
-"""The backends that an operator has, by name: a new one is a folder and a line here."""
+"""Registry of backends by name; a new backend is a folder and a line here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, InvalidDeployment
-from dsv4_operator.api.findings import Finding
+from dsv4_operator.api.rules import Finding
 from dsv4_operator.api.spec import DEFAULT_BACKEND
 from dsv4_operator.api.values import quoted
 from dsv4_operator.backends.base import Backend
