@@ -403,21 +403,3 @@ def _remove(data: Any, location: tuple[int | str, ...]) -> bool:
         return False
     del holder[key]
     return True
-
-
-__all__ = [
-    "HISTORY_LENGTH",
-    "Condition",
-    "DeploymentPhase",
-    "DeploymentStatus",
-    "FailureStatus",
-    "GroupPhase",
-    "GroupStatus",
-    "KvCacheStatus",
-    "MeasuredItem",
-    "MeasuredStatus",
-    "MemberStatus",
-    "RejectedStatus",
-    "RolloutStatus",
-    "read_status",
-]

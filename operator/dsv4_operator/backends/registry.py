@@ -11,18 +11,17 @@ from dsv4_operator.api.spec import DEFAULT_BACKEND
 from dsv4_operator.api.values import quoted
 from dsv4_operator.backends.base import Backend
 from dsv4_operator.backends.pods import Cluster, PodsBackend
-from dsv4_operator.backends.pods.cluster import OwnedView, PodView
-from dsv4_operator.kube import Kube
+from dsv4_operator.kube import Client, OwnedCache, PodCache
 
 
 @dataclass(frozen=True, slots=True)
 class BackendDependencies:
     """Dependencies from which backends are made."""
 
-    kube: Kube
-    pods: PodView
+    kube: Client
+    pods: PodCache
     """Of the namespaces that the operator watches."""
-    owned: OwnedView
+    owned: OwnedCache
     runtime_image: str
     """Of members and gateways whose deployment names no image."""
     policy: ClusterPolicy

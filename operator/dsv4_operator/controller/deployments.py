@@ -14,7 +14,7 @@ from dsv4_operator.api.status import read_status
 from dsv4_operator.backends.base import Backend
 from dsv4_operator.controller.queue import REPEAT_SECONDS, Part, text_of
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler, Refused, StatusLost
-from dsv4_operator.kube import DSV4_DEPLOYMENTS, Conflict, Kube, Manifest, NotFound
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, Client, Conflict, Manifest, NotFound
 from dsv4_operator.kube.cache import DeploymentKey
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
 from dsv4_operator.lifecycle.decide import QUIET_SECONDS
@@ -34,7 +34,7 @@ _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fiel
 class Dependencies:
     """Dependencies of reconciling a deployment."""
 
-    kube: Kube
+    kube: Client
     backend: Callable[[DSV4Deployment], Backend]
     """Backend that runs the members of a deployment; raises InvalidDeployment where there is no such backend."""
     endpoints: Callable[[DSV4Deployment], Endpoints]

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from dsv4_operator.kube import LEASES, AlreadyExists, Conflict, Kube, KubeError, Manifest
+from dsv4_operator.kube import LEASES, AlreadyExists, Client, Conflict, KubeError, Manifest
 
 _log = logging.getLogger("dsv4")
 
@@ -33,7 +33,7 @@ class Lease:
 
     def __init__(
         self,
-        kube: Kube,
+        kube: Client,
         namespace: str,
         name: str,
         identity: str,

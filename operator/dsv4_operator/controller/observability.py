@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from dsv4_operator.api import DeploymentPhase, DeploymentStatus
-from dsv4_operator.kube import DSV4_DEPLOYMENTS, EVENTS, AlreadyExists, Kube, KubeError, Manifest, NotFound
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, EVENTS, AlreadyExists, Client, KubeError, Manifest, NotFound
 from dsv4_operator.lifecycle import Event
 
 _log = logging.getLogger("dsv4")
@@ -105,9 +105,6 @@ class _StatusCollector:
         yield GaugeMetricFamily("dsv4_operator_queue", "Deployments in the work queue", self._waiting())
 
 
-__all__ = ["OperatorMetrics"]
-
-
 _CONTROLLER = "dsv4.dev/operator"
 _LONGEST_NOTE = 1024
 _WAITING = 10_000
@@ -123,7 +120,7 @@ class Recorder:
     a count on the first.
     """
 
-    def __init__(self, kube: Kube, instance: str) -> None:
+    def __init__(self, kube: Client, instance: str) -> None:
         """Args:
         kube: the API server.
         instance: which process this is, for people.

@@ -3,11 +3,10 @@
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube.access import Access, AccessError, find_access
 from dsv4_operator.kube.cache import Cache, OwnedCache, PodCache
-from dsv4_operator.kube.client import Client, Kube, KubeReader, Listing, WatchEvent
+from dsv4_operator.kube.client import Client, KubeReader, Listing, WatchEvent
 from dsv4_operator.kube.exact import apply_exactly
 from dsv4_operator.kube.resources import (
     CONFIG_MAPS,
-    CUSTOM_RESOURCE_DEFINITIONS,
     DEPLOYMENTS,
     DSV4_DEPLOYMENTS,
     EVENTS,
@@ -30,7 +29,6 @@ from dsv4_operator.kube.resources import (
 
 __all__ = [
     "CONFIG_MAPS",
-    "CUSTOM_RESOURCE_DEFINITIONS",
     "DEPLOYMENTS",
     "DSV4_DEPLOYMENTS",
     "EVENTS",
@@ -48,7 +46,6 @@ __all__ = [
     "Forbidden",
     "Gone",
     "Invalid",
-    "Kube",
     "KubeError",
     "KubeReader",
     "Listing",

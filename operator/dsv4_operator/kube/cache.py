@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from dsv4_operator.api import KIND
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube.client import Kube
+from dsv4_operator.kube.client import Client
 from dsv4_operator.kube.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -48,7 +48,7 @@ class Cache(Generic[CacheKeyT]):
 
     def __init__(
         self,
-        kube: Kube,
+        kube: Client,
         resource: Resource,
         key: Callable[[Manifest], CacheKeyT],
         *,
@@ -196,7 +196,7 @@ class PodCache(Cache[PodKey]):
     """The pods of a cluster: members of groups and gateways, by their labels, and what all others take of a node."""
 
     def __init__(
-        self, kube: Kube, *, namespaces: Sequence[str] = (), changed: Callable[[PodKey], None] | None = None
+        self, kube: Client, *, namespaces: Sequence[str] = (), changed: Callable[[PodKey], None] | None = None
     ) -> None:
         """See `Cache`. `changed` is called for members and gateways only."""
 
@@ -269,7 +269,7 @@ class OwnedCache:
     """The Services, ConfigMaps, gateways, budgets and policies of all deployments, kept up to date by watches."""
 
     def __init__(
-        self, kube: Kube, *, namespaces: Sequence[str] = (), changed: Callable[[DeploymentKey], None] | None = None
+        self, kube: Client, *, namespaces: Sequence[str] = (), changed: Callable[[DeploymentKey], None] | None = None
     ) -> None:
         """Args:
         kube: the API server.

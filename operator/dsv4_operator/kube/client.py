@@ -8,7 +8,7 @@ import math
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import aiohttp
 import orjson
@@ -45,97 +45,6 @@ class WatchEvent:
         return str(self.object["metadata"]["resourceVersion"])
 
 
-class KubeReader(Protocol):
-    """The API server, to read from. Every method raises `KubeError` or a child of it, and nothing else, and is bounded
-    in time.
-    """
-
-    async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
-        """Return the object, live; None if there is none."""
-        ...
-
-    async def list(
-        self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
-    ) -> Manifests:
-        """Return all objects, live. `namespace` None: of all namespaces; `labels` and `fields` are selectors."""
-        ...
-
-    async def listing(
-        self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
-    ) -> Listing:
-        """Return what `list` does, with the resource version to watch from."""
-        ...
-
-    def watch(
-        self,
-        resource: Resource,
-        namespace: str | None = None,
-        *,
-        labels: str | None = None,
-        fields: str | None = None,
-        resource_version: str,
-    ) -> AsyncIterator[WatchEvent]:
-        """Yield changes since `resource_version`, until the server ends the stream (5 min); `Gone`: list again."""
-        ...
-
-
-class Kube(KubeReader, Protocol):
-    """The API server, to read from and to write to; see `KubeReader`."""
-
-    async def apply(self, manifest: Manifest, *, manager: str = MANAGER) -> Manifest:
-        """Apply on the server's side as field manager `manager`, over others' fields too; create what is not there.
-
-        With `metadata.uid`: only that very object; `Invalid` if there is another one of its name, `Conflict` without
-        one. With `metadata.resourceVersion`: only that version; `Conflict` if there is another one.
-        """
-        ...
-
-    async def create(self, manifest: Manifest) -> Manifest:
-        """Create the object; `AlreadyExists` if there is one."""
-        ...
-
-    async def patch(
-        self,
-        resource: Resource,
-        namespace: str | None,
-        name: str,
-        changes: Mapping[str, Any],
-        *,
-        subresource: str | None = None,
-    ) -> Manifest:
-        """Apply a JSON merge patch: None removes a field, lists are replaced.
-
-        With `metadata.uid` in it: only that very object; `Conflict` or `Invalid` if there is another one of its name.
-        """
-        ...
-
-    async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
-        """Replace with PUT; `Conflict` if `metadata.resourceVersion` is not the present one.
-
-        To the subresource `status` the server takes over nothing but the status, so the rest may be left out.
-        """
-        ...
-
-    async def delete(
-        self,
-        resource: Resource,
-        namespace: str | None,
-        name: str,
-        *,
-        uid: str | None = None,
-        grace_seconds: int | None = None,
-    ) -> None:
-        """Delete the object, and in the background what it owns. One that is gone is fine.
-
-        With `uid`: only that very object; `Conflict` if there is another one of its name.
-        """
-        ...
-
-    async def evict(self, namespace: str, name: str, *, uid: str) -> None:
-        """Evict that very pod; `Unavailable` if a PodDisruptionBudget does not allow it now."""
-        ...
-
-
 REQUEST_SECONDS = 30.0
 _CONNECT_SECONDS = 5.0
 _WATCH_SECONDS = 300
@@ -151,8 +60,8 @@ _CREDENTIAL_SECONDS = 60.0
 _PAGE = 500
 
 
-class Client:
-    """`Kube` over HTTP."""
+class KubeReader:
+    """Read access to the API server over HTTP. Every method raises `KubeError` and nothing else, and has a time limit."""
 
     def __init__(
         self,
@@ -168,7 +77,7 @@ class Client:
         """
         self.access = access
         self._guard = guard
-        self._asked_one = asked or _ignore
+        self._asked_one = asked or (lambda _method, _status: None)
         self._sessions: _Sessions | None = None
         self._credential = Credential()
         self._asked = -math.inf
@@ -191,7 +100,7 @@ class Client:
             await asyncio.sleep(_CLOSING_SECONDS)
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
-        """See `Kube`."""
+        """Return the live object; None if there is none."""
         try:
             return await self._ask("GET", resource.path(namespace, name))
         except NotFound:
@@ -200,13 +109,13 @@ class Client:
     async def list(
         self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
     ) -> Manifests:
-        """See `Kube`."""
+        """Return all live objects; `namespace` None: of all namespaces. `labels` and `fields` are selectors."""
         return (await self.listing(resource, namespace, labels=labels, fields=fields)).items
 
     async def listing(
         self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
     ) -> Listing:
-        """See `Kube`."""
+        """Return the result of `list` with the resource version from which to watch."""
         query = _selectors(labels, fields) | {"limit": str(_PAGE)}
         items: Manifests = []
         while True:
@@ -220,69 +129,6 @@ class Client:
                 return Listing(items, version)
             query["continue"] = following
 
-    async def apply(self, manifest: Manifest, *, manager: str = MANAGER) -> Manifest:
-        """See `Kube`."""
-        return await self._ask(
-            "PATCH",
-            _path(manifest),
-            manifest,
-            {"fieldManager": manager, "force": "true"},
-            "application/apply-patch+yaml",
-        )
-
-    async def create(self, manifest: Manifest) -> Manifest:
-        """See `Kube`."""
-        path = resource_of(manifest).path(manifest["metadata"].get("namespace"))
-        return await self._ask("POST", path, manifest, {"fieldManager": MANAGER})
-
-    async def patch(
-        self,
-        resource: Resource,
-        namespace: str | None,
-        name: str,
-        changes: Mapping[str, Any],
-        *,
-        subresource: str | None = None,
-    ) -> Manifest:
-        """See `Kube`."""
-        path = resource.path(namespace, name, subresource)
-        return await self._ask("PATCH", path, changes, {"fieldManager": MANAGER}, "application/merge-patch+json")
-
-    async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
-        """See `Kube`."""
-        return await self._ask("PUT", _path(manifest, subresource), manifest, {"fieldManager": MANAGER})
-
-    async def delete(
-        self,
-        resource: Resource,
-        namespace: str | None,
-        name: str,
-        *,
-        uid: str | None = None,
-        grace_seconds: int | None = None,
-    ) -> None:
-        """See `Kube`."""
-        options: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
-        if uid is not None:
-            options["preconditions"] = {"uid": uid}
-        if grace_seconds is not None:
-            options["gracePeriodSeconds"] = grace_seconds
-        with contextlib.suppress(NotFound):
-            await self._ask("DELETE", resource.path(namespace, name), options)
-
-    async def evict(self, namespace: str, name: str, *, uid: str) -> None:
-        """See `Kube`."""
-        eviction: Manifest = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"namespace": namespace, "name": name},
-            "deleteOptions": {"preconditions": {"uid": uid}},
-        }
-        try:
-            await self._ask("POST", PODS.path(namespace, name, "eviction"), eviction)
-        except NotFound:
-            return
-
     async def watch(
         self,
         resource: Resource,
@@ -292,7 +138,7 @@ class Client:
         fields: str | None = None,
         resource_version: str,
     ) -> AsyncGenerator[WatchEvent]:
-        """See `Kube`."""
+        """Yield changes since `resource_version`, until the server ends the stream (5 min); `Gone`: list again."""
         path = resource.path(namespace)
         query = _selectors(labels, fields) | {
             "watch": "1",
@@ -383,6 +229,86 @@ class Client:
             return self._sessions, self._credential.token
 
 
+class Client(KubeReader):
+    """Read and write access to the API server; errors and time limits as in `KubeReader`."""
+
+    async def apply(self, manifest: Manifest, *, manager: str = MANAGER) -> Manifest:
+        """Apply on the server as field manager `manager`, also over fields of other managers; create a missing object.
+
+        With `metadata.uid`: only the object with that uid; `Invalid` if another object has its name, `Conflict` if none
+        has. With `metadata.resourceVersion`: only that version; `Conflict` if the object has another one.
+        """
+        return await self._ask(
+            "PATCH",
+            _path(manifest),
+            manifest,
+            {"fieldManager": manager, "force": "true"},
+            "application/apply-patch+yaml",
+        )
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        """Create the object; `AlreadyExists` if there is one."""
+        path = resource_of(manifest).path(manifest["metadata"].get("namespace"))
+        return await self._ask("POST", path, manifest, {"fieldManager": MANAGER})
+
+    async def patch(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        changes: Mapping[str, Any],
+        *,
+        subresource: str | None = None,
+    ) -> Manifest:
+        """Apply a JSON merge patch: None removes a field, lists are replaced.
+
+        With `metadata.uid` in it: only the object with that uid; `Conflict` or `Invalid` if another one has its name.
+        """
+        path = resource.path(namespace, name, subresource)
+        return await self._ask("PATCH", path, changes, {"fieldManager": MANAGER}, "application/merge-patch+json")
+
+    async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
+        """Replace with PUT; `Conflict` if `metadata.resourceVersion` is not the present one.
+
+        For the subresource `status` the server uses only the status, so the rest may be omitted.
+        """
+        return await self._ask("PUT", _path(manifest, subresource), manifest, {"fieldManager": MANAGER})
+
+    async def delete(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        *,
+        uid: str | None = None,
+        grace_seconds: int | None = None,
+    ) -> None:
+        """Delete the object, and in the background its dependents; a missing object is no error.
+
+        With `uid`: only the object with that uid; `Conflict` if another object has its name.
+        """
+        options: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        with contextlib.suppress(NotFound):
+            await self._ask("DELETE", resource.path(namespace, name), options)
+
+    async def evict(self, namespace: str, name: str, *, uid: str) -> None:
+        """Evict the pod with that uid; `Unavailable` if a PodDisruptionBudget does not allow it now."""
+        eviction: Manifest = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"namespace": namespace, "name": name},
+            "deleteOptions": {"preconditions": {"uid": uid}},
+        }
+        try:
+            await self._ask("POST", PODS.path(namespace, name, "eviction"), eviction)
+        except NotFound:
+            return
+
+
 @dataclass(frozen=True, slots=True)
 class _Sessions:
     """Connections to the API server with one credential."""
@@ -413,10 +339,6 @@ class _GuardedBody(aiohttp.BytesPayload):
 
 
 def _allow() -> None:
-    return
-
-
-def _ignore(_method: str, _status: int) -> None:
     return
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dsv4_operator.builders.names import DOMAIN, MANAGER, Manifest
-from dsv4_operator.kube.client import Kube
+from dsv4_operator.kube.client import Client
 from dsv4_operator.kube.resources import Conflict, Invalid, Resource, resource_of
 
 _log = logging.getLogger("dsv4")
@@ -33,7 +33,7 @@ _FieldSet = Mapping[str, Any]
 """A node of `fieldsV1`: `f:NAME` is a field, `k:{...}`, `v:...` and `i:...` are items of a list, `.` is itself."""
 
 
-async def apply_exactly(kube: Kube, manifest: Manifest) -> Manifest:
+async def apply_exactly(kube: Client, manifest: Manifest) -> Manifest:
     """Apply `manifest`, and remove what others added to the object; return it as it is then.
 
     Fields that the API server, its admission or Kubernetes' own controllers fill in stay as they are.
@@ -69,7 +69,7 @@ async def apply_exactly(kube: Kube, manifest: Manifest) -> Manifest:
     return await _clean(kube, manifest, live)
 
 
-async def _clean(kube: Kube, manifest: Manifest, live: Manifest) -> Manifest:
+async def _clean(kube: Client, manifest: Manifest, live: Manifest) -> Manifest:
     """Remove what others added to `live`; return the object as it is then, `live` itself if there was nothing."""
     namespace, name, resource = live["metadata"].get("namespace"), live["metadata"]["name"], resource_of(manifest)
     for last in (*[False] * (_TRIES - 1), True):
@@ -91,7 +91,7 @@ async def _clean(kube: Kube, manifest: Manifest, live: Manifest) -> Manifest:
     raise AssertionError("the last try returns or raises")
 
 
-async def _live(kube: Kube, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
+async def _live(kube: Client, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
     """Return the object as it is; None if there is none. The operator may list these kinds, not get them."""
     return next(iter(await kube.list(resource, namespace, fields=f"metadata.name={name}")), None)
 

@@ -12,9 +12,9 @@ from dsv4_operator.lifecycle.decide import (
     decide,
     record_evidence,
 )
-from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
-from dsv4_operator.lifecycle.rollout import Planners, Turn, decide_groups, versions, with_accepted
-from dsv4_operator.lifecycle.status import Event, EventType, Problem, compute_status, events, given_up, refused_status
+from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
+from dsv4_operator.lifecycle.rollout import decide_groups, versions, with_accepted
+from dsv4_operator.lifecycle.status import Event, EventType, compute_status, events, given_up, refused_status
 
 __all__ = [
     "Action",
@@ -29,11 +29,7 @@ __all__ = [
     "GroupKey",
     "Observed",
     "ObservedMember",
-    "ObservedProcess",
     "Planner",
-    "Planners",
-    "Problem",
-    "Turn",
     "compute_status",
     "decide",
     "decide_groups",

@@ -22,7 +22,7 @@ from dsv4_operator.backends.pods.ownership import ObjectTerminating
 from dsv4_operator.controller.admission import judge
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.reconcile import Endpoints
-from dsv4_operator.kube import Kube, Manifest
+from dsv4_operator.kube import Client, Manifest
 from dsv4_operator.lifecycle import Event
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning.facts import Facts
@@ -71,7 +71,7 @@ class NoMachines:
 async def test_what_was_written_here_is_no_news() -> None:
     server, backend = server_of(), NoMachines()
     kube: Any = server
-    found: Kube = kube
+    found: Client = kube
     made: Any = backend
     dependencies = Dependencies(
         found, lambda _: made, lambda _: Endpoints("", ""), lambda *_: None, clock=lambda: 1000.0

@@ -24,7 +24,7 @@ from dsv4_operator.backends.pods.frontend import Superseded, TokenKeys, move_hea
 from dsv4_operator.backends.pods.observe import KEPT_EVIDENCE
 from dsv4_operator.backends.pods.ownership import ForeignObject, ObjectTerminating, OwnedObjects, managed_by_apply
 from dsv4_operator.builders import frontend, group, names
-from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Conflict, Forbidden, Invalid, Kube, Unavailable
+from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Client, Conflict, Forbidden, Invalid, Unavailable
 from dsv4_operator.lifecycle import GroupKey
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
@@ -246,7 +246,7 @@ def test_nothing_else_of_the_backend_writes_to_the_api_server() -> None:
                 if on.endswith(("kube", "client")):
                     found.append((file.name, on))
     assert {name for name, _ in found} == {"ownership.py"}
-    assert {name for name, _ in inspect.getmembers(Kube, inspect.isfunction)} >= WRITES
+    assert {name for name, _ in inspect.getmembers(Client, inspect.isfunction)} >= WRITES
 
 
 async def test_the_text_names_the_object_its_owner_and_the_remedy() -> None:

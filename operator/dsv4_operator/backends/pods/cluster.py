@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, StorageType
 from dsv4_operator.api.policy import violations
@@ -15,7 +14,7 @@ from dsv4_operator.backends.pods.ownership import OwnedObjects
 from dsv4_operator.backends.pods.scheduling import Owner, PodRequests, Snapshot, owner_of, pod_requests, readable
 from dsv4_operator.builders import member
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import NODES, Kube, KubeReader
+from dsv4_operator.kube import NODES, Client, KubeReader, OwnedCache, PodCache
 
 _DEFAULT_POLICY = ClusterPolicy()
 
@@ -23,26 +22,6 @@ _RESERVED_SECONDS = 15.0
 """For which the nodes of a plan are kept until its pods are being made: a status has to be written before."""
 _MADE_SECONDS = 60.0
 """After which a pod that was to be made must have been seen: requests take 30 s at most."""
-
-
-class PodView(Protocol):
-    """Pods in memory (`dsv4_operator.kube.cache.PodCache`); may lag behind the API server."""
-
-    def pods(self, namespace: str, deployment: str, group: int) -> list[Manifest]:
-        """Return the members of one group, of every incarnation, or the gateways (`GATEWAYS`); not to be changed."""
-        ...
-
-    def all(self) -> Iterable[Manifest]:
-        """Return every pod, also of other programs; not to be changed."""
-        ...
-
-
-class OwnedView(Protocol):
-    """Owned objects in memory (`dsv4_operator.kube.cache.OwnedCache`); may lag behind the API server."""
-
-    def versions(self, namespace: str, deployment: str) -> frozenset[tuple[str, str, str]]:
-        """Return kind, name and version of the objects that `deployment` owns beside its members."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +39,12 @@ class Cluster:
 
     def __init__(
         self,
-        kube: Kube,
-        pods: PodView,
+        kube: Client,
+        pods: PodCache,
         *,
         runtime_image: str,
         policy: ClusterPolicy = _DEFAULT_POLICY,
-        owned: OwnedView | None = None,
+        owned: OwnedCache | None = None,
         in_cluster: bool = False,
     ) -> None:
         """Args:

@@ -20,7 +20,7 @@ from dsv4_operator.backends.pods.ownership import OwnedObjects, all_done
 from dsv4_operator.backends.pods.scheduling import node_of
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, Kube, KubeReader, Resource
+from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, Client, KubeReader, Resource
 from dsv4_operator.lifecycle.observed import GroupKey
 
 _log = logging.getLogger("dsv4")
@@ -39,7 +39,7 @@ class FenceError(BackendError):
 class Fencer:
     """Ends incarnations, and removes what was theirs."""
 
-    def __init__(self, kube: Kube, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, kube: Client, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._kube: KubeReader = kube
         self._objects = OwnedObjects(kube)
         self._monotonic = monotonic

@@ -17,7 +17,7 @@ from dsv4_operator.backends.pods.ownership import OwnedObjects, all_done
 from dsv4_operator.builders import frontend, names, paths
 from dsv4_operator.builders import group as group_objects
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SECRETS, SERVICES, Conflict, Kube, KubeError, KubeReader
+from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SECRETS, SERVICES, Client, Conflict, KubeError, KubeReader
 from dsv4_operator.kube.cache import Versions
 from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.watch import ALIVE
@@ -32,7 +32,7 @@ _FRESH_SECONDS = 60.0
 class TokenKeys:
     """The token keys of all deployments, remembered so that not every question to an agent costs a request."""
 
-    def __init__(self, kube: Kube) -> None:
+    def __init__(self, kube: Client) -> None:
         self._kube: KubeReader = kube
         self._objects = OwnedObjects(kube)
         self._known: dict[tuple[str, str], tuple[str | None, str, float]] = {}

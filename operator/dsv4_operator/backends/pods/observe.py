@@ -265,12 +265,6 @@ def wrong_labels(member: Member, deployment: str, group: int) -> str | None:
     return f"labels of pod {pod} were changed, so Services do not find it; kubectl label --overwrite pod {pod} {told}"
 
 
-def incarnation_of(one: Manifest) -> int | None:
-    """Return the incarnation in the labels of an object; None if there is none that can be read."""
-    text = names.part(one, "metadata", "labels").get(names.INCARNATION)
-    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10 else None
-
-
 def endpoint_of(pod: Manifest) -> Endpoint | None:
     """Return where its agent listens; None while it has no address."""
     # Containers of others say nothing about the member.

@@ -15,7 +15,7 @@ from dsv4_operator.api import KIND, Reason
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import MANAGER, Manifest
-from dsv4_operator.kube import AlreadyExists, Conflict, Invalid, Kube, NotFound, Resource, apply_exactly, resource_of
+from dsv4_operator.kube import AlreadyExists, Client, Conflict, Invalid, NotFound, Resource, apply_exactly, resource_of
 
 _TRIES = 6
 _RETRY_SECONDS = 2.0
@@ -37,7 +37,7 @@ class ObjectTerminating(BackendError):
 class OwnedObjects:
     """Creates, applies and deletes objects of deployments; see the module."""
 
-    def __init__(self, kube: Kube) -> None:
+    def __init__(self, kube: Client) -> None:
         self._kube = kube
 
     async def find(self, manifest: Manifest) -> Manifest | None:
