@@ -12,6 +12,8 @@ from dsv4_operator.api.values import AbsolutePath, Count, Duration, Matches, Por
 _DOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
 _LABEL = r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
 
+_LONG_PREFIX = ((r"^[^/]{254}", "has a prefix of more than 253 characters; shorten it"),)
+
 NodeName = Annotated[str, Matches(_DOMAIN, "is not the name of a node; write it as kubectl get nodes does", 253)]
 ObjectName = Annotated[str, Matches(_DOMAIN, "is not the name of an object; use a-z, 0-9, - and .", 253)]
 Namespace = Annotated[
@@ -40,7 +42,7 @@ LabelKey = Annotated[
         rf"({_DOMAIN}/)?{_LABEL}",
         "is not the key of a label; write for example kubernetes.io/arch",
         317,
-        never=((r"^[^/]{254}", "has a prefix of more than 253 characters; shorten it"),),
+        never=_LONG_PREFIX,
     ),
 ]
 _ANY_DOMAIN = _DOMAIN.replace("a-z", "A-Za-z")
@@ -50,7 +52,7 @@ AnnotationKey = Annotated[
         rf"({_ANY_DOMAIN}/)?{_LABEL}",
         "is not the key of an annotation; write for example example.com/note",
         317,
-        never=((r"^[^/]{254}", "has a prefix of more than 253 characters; shorten it"),),
+        never=_LONG_PREFIX,
     ),
 ]
 TaintKey = Annotated[
@@ -59,7 +61,7 @@ TaintKey = Annotated[
         rf"(({_DOMAIN}/)?{_LABEL})?",
         "is not the key of a taint; write for example nvidia.com/gpu",
         317,
-        never=((r"^[^/]{254}", "has a prefix of more than 253 characters; shorten it"),),
+        never=_LONG_PREFIX,
     ),
 ]
 LabelValue = Annotated[

@@ -21,6 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from dsv4_operator.api import values
 from dsv4_operator.api.deployment import DSV4Deployment
+from dsv4_operator.api.rules import model_in
 from dsv4_operator.api.security import (
     ENDPOINT_VARIABLES,
     FLAGS,
@@ -73,7 +74,7 @@ def reference() -> str:
 
 def _tables(path: str, field: FieldInfo) -> Iterator[str]:
     """Yield the table of the model that `field` holds, then those of the models within it."""
-    model = _model(field.annotation)
+    model = model_in(field.annotation)
     if model is None:
         return
     rows = [_row(part) for part in model.model_fields.items()]
@@ -149,14 +150,6 @@ def _is_list(annotation: Any) -> bool:
     if get_origin(annotation) is tuple:
         return True
     return get_origin(annotation) in (Union, UnionType) and any(map(_is_list, get_args(annotation)))
-
-
-def _model(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, UnionType, tuple, Annotated):
-        return next(filter(None, map(_model, get_args(annotation))), None)
-    return None
 
 
 def _vocabulary(title: str, words: type[StrEnum]) -> str:

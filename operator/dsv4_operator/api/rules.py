@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -165,18 +165,18 @@ def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[st
     for step in location:
         if isinstance(step, str) and current is not None:
             fields = {field.alias or name: field for name, field in current.model_fields.items()}
-            current = _model_in(fields[step].annotation) if step in fields else None
+            current = model_in(fields[step].annotation) if step in fields else None
     if current is None:
         return []
     return [field.alias or name for name, field in current.model_fields.items()]
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def model_in(annotation: Any) -> type[BaseModel] | None:
     """Return the model that `annotation` is, or holds as an option or as the entries of a tuple."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if get_origin(annotation) in {Union, UnionType, tuple}:
-        return next(filter(None, map(_model_in, get_args(annotation))), None)
+    if get_origin(annotation) in (Union, UnionType, tuple, Annotated):
+        return next(filter(None, map(model_in, get_args(annotation))), None)
     return None
 
 
@@ -239,11 +239,7 @@ def _model(model: ModelSpec) -> Iterator[Finding]:
             "spec.model.source.huggingFace",
             "the variant Nano is not published; give nano instead, for example nano: {seed: 0}",
         )
-    names = model.served_names or ()
-    for index, name in enumerate(names):
-        path = f"spec.model.servedNames[{index}]"
-        if name in names[:index]:
-            yield Finding(path, f"{quoted(name)} is there twice; remove one")
+    yield from _twice("spec.model.servedNames", model.served_names or ())
 
 
 def _hardware(spec: DeploymentSpec) -> Iterator[Finding]:
@@ -292,9 +288,7 @@ def _topology(topology: TopologySpec, variant: Variant) -> Iterator[Finding]:
 
 
 def _nodes(topology: TopologySpec) -> Iterator[Finding]:
-    for index, name in enumerate(topology.nodes):
-        if name in topology.nodes[:index]:
-            yield Finding(f"spec.topology.nodes[{index}]", f"{quoted(name)} is there twice; remove one")
+    yield from _twice("spec.topology.nodes", topology.nodes)
     for index, toleration in enumerate(topology.tolerations):
         path = f"spec.topology.tolerations[{index}]"
         exists = toleration.operator is TolerationOperator.EXISTS
@@ -330,13 +324,13 @@ def _engine(engine: EngineSpec, hardware: Hardware) -> Iterator[Finding]:
         if size > MOST_BYTES:
             what = f"has {size} bytes, and the most is {MOST_BYTES}; a plan has to fit into a ConfigMap, so shorten it"
             yield Finding(f"spec.engine.{name}", what)
-    yield from _twice("spec.engine.imagePullSecrets", [secret.name for secret in engine.image_pull_secrets], "name")
+    yield from _twice("spec.engine.imagePullSecrets", [secret.name for secret in engine.image_pull_secrets], ".name")
 
 
-def _twice(path: str, keys: list[str], field: str) -> Iterator[Finding]:
+def _twice(path: str, keys: Sequence[str], field: str = "") -> Iterator[Finding]:
     for index, key in enumerate(keys):
         if key in keys[:index]:
-            yield Finding(f"{path}[{index}].{field}", f"{quoted(key)} is there twice; remove one")
+            yield Finding(f"{path}[{index}]{field}", f"{quoted(key)} is there twice; remove one")
 
 
 def _length(spec: DeploymentSpec) -> Iterator[Finding]:
@@ -400,4 +394,4 @@ def _recovery(spec: DeploymentSpec) -> Iterator[Finding]:
 
 def _fabric(spec: DeploymentSpec) -> Iterator[Finding]:
     ranks = [str(member.rank) for member in spec.network.fabric.members]
-    yield from _twice("spec.network.fabric.members", ranks, "rank")
+    yield from _twice("spec.network.fabric.members", ranks, ".rank")

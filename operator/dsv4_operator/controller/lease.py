@@ -105,7 +105,7 @@ class Lease:
         held, self._renewed, self._held = self._held, None, None
         if held is None:
             return
-        spec = held["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _now()}
+        spec = held["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": micro_time()}
         try:
             async with asyncio.timeout(2.0):
                 await self._kube.replace(held | {"spec": spec})
@@ -152,14 +152,14 @@ class Lease:
             return False
         begun = self._clock()
         try:
-            self._held = await self._kube.replace(held | {"spec": held["spec"] | {"renewTime": _now()}})
+            self._held = await self._kube.replace(held | {"spec": held["spec"] | {"renewTime": micro_time()}})
         except Conflict:
             found = await self._kube.get(LEASES, self._namespace, self._name)
             if found is None or (found.get("spec") or {}).get("holderIdentity") != self.identity:
                 return False
             # Of this very process: a renewal whose answer was lost, and which is older than `begun`. Once more.
             begun = self._clock()
-            self._held = await self._kube.replace(found | {"spec": found["spec"] | {"renewTime": _now()}})
+            self._held = await self._kube.replace(found | {"spec": found["spec"] | {"renewTime": micro_time()}})
         self._renewed = begun
         return True
 
@@ -167,12 +167,12 @@ class Lease:
         return {
             "holderIdentity": self.identity,
             "leaseDurationSeconds": LEASE_SECONDS,
-            "acquireTime": _now(),
-            "renewTime": _now(),
+            "acquireTime": micro_time(),
+            "renewTime": micro_time(),
             "leaseTransitions": transitions,
         }
 
 
-def _now() -> str:
-    """Return a `metav1.MicroTime`, only for people."""
+def micro_time() -> str:
+    """Return the time now as `metav1.MicroTime`."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import hashlib
 import logging
 from collections import Counter as Tally
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from dsv4_operator.api import DeploymentPhase, DeploymentStatus
+from dsv4_operator.controller.lease import micro_time
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, EVENTS, AlreadyExists, Client, KubeError, Manifest, NotFound
 from dsv4_operator.lifecycle import Event
 
@@ -63,7 +64,7 @@ class OperatorMetrics:
         leading: Callable[[], bool],
         waiting: Callable[[], int],
     ) -> None:
-        """Have the state computed at every scrape.
+        """Compute the gauges at every scrape.
 
         Args:
             statuses: of all deployments.
@@ -77,19 +78,16 @@ class OperatorMetrics:
         return generate_latest(self._registry)
 
 
+@dataclass(frozen=True, slots=True)
 class _StatusCollector:
-    def __init__(
-        self,
-        statuses: Callable[[], Iterable[DeploymentStatus]],
-        leading: Callable[[], bool],
-        waiting: Callable[[], int],
-    ) -> None:
-        self._statuses, self._leading, self._waiting = statuses, leading, waiting
+    statuses: Callable[[], Iterable[DeploymentStatus]]
+    leading: Callable[[], bool]
+    waiting: Callable[[], int]
 
     def collect(self) -> Iterable[Metric]:
         phases: Tally[DeploymentPhase] = Tally()
         ready = groups = restarts = 0
-        for status in self._statuses():
+        for status in self.statuses():
             phases[status.phase] += 1
             ready += status.ready_replicas
             groups += status.replicas
@@ -101,8 +99,8 @@ class _StatusCollector:
         yield GaugeMetricFamily("dsv4_groups", "Groups that exist", groups)
         yield GaugeMetricFamily("dsv4_groups_ready", "Groups that answer", ready)
         yield GaugeMetricFamily("dsv4_restarts", "Restarts of any level of the groups that exist", restarts)
-        yield GaugeMetricFamily("dsv4_operator_leading", "1 while this process holds the lease", int(self._leading()))
-        yield GaugeMetricFamily("dsv4_operator_queue", "Deployments in the work queue", self._waiting())
+        yield GaugeMetricFamily("dsv4_operator_leading", "1 while this process holds the lease", int(self.leading()))
+        yield GaugeMetricFamily("dsv4_operator_queue", "Deployments in the work queue", self.waiting())
 
 
 _CONTROLLER = "dsv4.dev/operator"
@@ -135,7 +133,7 @@ class Recorder:
         where = "{namespace}/{name}".format_map(about["metadata"])
         _log.info("%s: %s %s: %s", where, event.type, event.reason, event.message)
         try:
-            self._queue.put_nowait(event_manifest(about, event, self._instance, _now()))
+            self._queue.put_nowait(event_manifest(about, event, self._instance, micro_time()))
         except asyncio.QueueFull:
             _log.warning("too many events wait: one was dropped")
 
@@ -210,10 +208,6 @@ def event_manifest(about: Manifest, event: Event, instance: str, time: str) -> M
             "uid": uid,
         },
     }
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"

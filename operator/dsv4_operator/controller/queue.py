@@ -118,17 +118,18 @@ class WorkQueue(Generic[QueueKeyT]):
                 turns.begun = None
             if pause is not None:
                 await asyncio.sleep(least)
-                await _wait(turns.news, pause - least)
+                await wait_for(turns.news, pause - least)
             elif not turns.news.is_set():
                 del self._turns[key]
                 return
 
 
-async def _wait(news: asyncio.Event, seconds: float) -> None:
-    # Not `wait_for`, which before Python 3.12 loses a cancellation that comes together with the news.
+async def wait_for(event: asyncio.Event, seconds: float) -> None:
+    """Wait for `event`, at most `seconds`."""
+    # Not `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes together with the news.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(max(0.0, seconds)):
-            await news.wait()
+            await event.wait()
 
 
 def _log_failure(key: object, error: Exception, pause: float) -> None:

@@ -141,7 +141,7 @@ class Reconciler:
         self._endpoints = endpoints
         self._save = save
         self._tell = tell or _log_event
-        self._failed = failed or _ignore
+        self._failed = failed or (lambda _part, _failure: None)
         self._progress_interval = progress_interval
         self._next_progress = -math.inf
         self._clock = clock
@@ -567,10 +567,6 @@ def _retrieve(task: asyncio.Future[Any]) -> None:
     """Take note of the exception of work that was cancelled after it failed."""
     if not task.cancelled():
         task.exception()
-
-
-def _ignore(_part: Part, _failure: Failure) -> None:
-    return
 
 
 def _but_for_progress(status: DeploymentStatus) -> DeploymentStatus:

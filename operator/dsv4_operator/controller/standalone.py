@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -27,7 +26,7 @@ from dsv4_operator.backends.local.gateway import (
 from dsv4_operator.backends.local.gpus import Card, claimed
 from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
-from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS
+from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, wait_for
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
 from dsv4_operator.planning.members import head_ports
@@ -172,7 +171,7 @@ async def _loop(
                 pause = backoff(failures, first=FIRST_BACKOFF_SECONDS, longest=_LONGEST_BACKOFF_SECONDS)
             if reconciler.ended:
                 break
-            await _wait(news, pause)
+            await wait_for(news, pause)
     finally:
         await gateways.stop()
         publisher.close()
@@ -194,12 +193,6 @@ def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateways:
 def _dashboard_port(deployment: DSV4Deployment) -> int:
     """Return where rank 0 of a private network has Ray's dashboard."""
     return head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT
-
-
-async def _wait(news: asyncio.Event, seconds: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await news.wait()
 
 
 if __name__ == "__main__":

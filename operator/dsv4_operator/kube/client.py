@@ -160,7 +160,7 @@ class KubeReader:
         query: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> Manifest:
-        guard = self._guard if method != "GET" and self._guard is not None else _allow
+        guard = self._guard if method != "GET" and self._guard is not None else (lambda: None)
         guard()
         limits = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=_CONNECT_SECONDS)
         data = None if body is None else _GuardedBody(orjson.dumps(body), guard)
@@ -336,10 +336,6 @@ class _GuardedBody(aiohttp.BytesPayload):
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
         self._guard()
         await super().write_with_length(writer, content_length)
-
-
-def _allow() -> None:
-    return
 
 
 def _path(manifest: Manifest, subresource: str | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_runtime.contract import AgentStatus, Cause
@@ -59,6 +60,18 @@ class ObservedMember:
     heard: float | None = None
     """Unix time, by the observer's clock, of that answer."""
     processes: tuple[ObservedProcess, ...] = field(default=())
+
+    def summary(self) -> dict[str, Any]:
+        """Return the member as JSON values for its evidence."""
+        return {
+            "rank": self.rank,
+            "node": self.node,
+            "started": self.started,
+            "ended": self.ended,
+            "endedTime": self.ended_time,
+            "heard": self.heard,
+            "status": self.status.to_dict() if self.status is not None else None,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,21 @@ def test_only_the_newest_ten_stay(state: DeploymentState) -> None:
     assert len(list(state.evidence().iterdir())) == 10
 
 
+def test_the_time_in_the_name_decides_which_evidence_stays(state: DeploymentState) -> None:
+    state.incarnation(3).mkdir(parents=True)
+    (state.incarnation(3) / "plan.json").write_text("{}")
+    kept = [f"{number}-2026010{number}T000000Z" for number in range(1, 10)]
+    # Of an agent; and of a clock that was ahead, which would stay for ever.
+    old = ["7-g2-20251231T000000Z", "8-20991231T000000Z"]
+    for age, name in enumerate((*kept, *old)):
+        (state.evidence() / name).mkdir(parents=True)
+        # As after the restore of a backup: the oldest were written last.
+        os.utime(state.evidence() / name, (1e9 - age if name in kept else 2e9,) * 2)
+    newest = collect_evidence(state, 0, 3, [], deadline=time.monotonic() + 5)
+    assert newest is not None
+    assert {path.name for path in state.evidence().iterdir()} == {*kept, newest.name}
+
+
 @pytest.mark.parametrize(
     ("code", "log", "text"),
     [

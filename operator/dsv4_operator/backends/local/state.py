@@ -294,6 +294,9 @@ _TAIL_BYTES = 256 * 1024
 _RAY_FILES = 60
 # As many as the agent keeps of deaths that it mends itself, in the same directory.
 _KEEP = 10
+_NAME_TIME = re.compile(r"\d{8}T\d{6}Z")
+# Clocks of file servers differ.
+_CLOCK_SECONDS = 60.0
 
 
 def collect_evidence(
@@ -311,28 +314,20 @@ def collect_evidence(
     source = state.incarnation(incarnation, group)
     if not source.is_dir():
         return None
-    target = state.evidence(group) / f"{incarnation}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    target = state.evidence(group) / f"{incarnation}-{_name_time(time.time())}"
     target.mkdir(parents=True, exist_ok=True)
     shutil.copy(source / "plan.json", target)
     for member in members:
         if member.incarnation == incarnation:
-            seen = {
-                "rank": member.rank,
-                "node": member.node,
-                "started": member.started,
-                "ended": member.ended,
-                "endedTime": member.ended_time,
-                "heard": member.heard,
-                "status": member.status.to_dict() if member.status else None,
-            }
-            (target / f"m{member.rank}-status.json").write_text(json.dumps(seen, indent=2) + "\n")
+            text = json.dumps(member.summary(), indent=2) + "\n"
+            (target / f"m{member.rank}-status.json").write_text(text)
     for directory in sorted(source.glob("m*")):
         for log in sorted(directory.glob("*.log")):
             _copy_tail(log, target / f"{directory.name}-{log.name}", deadline)
         ray = sorted((directory / "ray").glob("session_*/logs/*"), key=lambda path: path.stat().st_mtime, reverse=True)
         for log in [path for path in ray if path.is_file() and path.stat().st_size > 0][:_RAY_FILES]:
             _copy_tail(log, target / f"{directory.name}-ray" / log.name, deadline)
-    _retain(state.evidence(group))
+    _retain(target.parent, target)
     return target
 
 
@@ -351,7 +346,21 @@ def _copy_tail(source: Path, target: Path, deadline: float) -> None:
     target.write_bytes(tail)
 
 
-def _retain(directory: Path) -> None:
-    """Remove all but the newest: a restart loop must not fill the disk."""
-    for old in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEEP]:
+def _retain(directory: Path, new: Path) -> None:
+    """Remove all but the newest entries, by the time in their names; `new` stays. A restart loop must not fill the disk.
+
+    Modification times change when a backup is restored. A time in the future was written under a wrong clock and counts
+    as the oldest.
+    """
+    now = _name_time(time.time() + _CLOCK_SECONDS)
+
+    def age(path: Path) -> tuple[bool, str]:
+        written = path.name.rpartition("-")[2]
+        return path == new, written if _NAME_TIME.fullmatch(written) and written <= now else ""
+
+    for old in sorted(directory.iterdir(), key=age)[:-_KEEP]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _name_time(seconds: float) -> str:
+    return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(seconds))

@@ -425,16 +425,7 @@ def superfluous_evidence(kept: Sequence[Manifest]) -> list[Manifest]:
 
 
 def _entry(member: ObservedMember, told: bytes | None, room: int) -> str:
-    seen: dict[str, Any] = {
-        "rank": member.rank,
-        "node": member.node,
-        "started": member.started,
-        "ended": member.ended,
-        "endedTime": member.ended_time,
-        "heard": member.heard,
-        "status": member.status.to_dict() if member.status is not None else None,
-        "agent": "did not answer" if told is None else None,
-    }
+    seen = {**member.summary(), "agent": "did not answer" if told is None else None}
     agent = _parsed(told)
     for lines in _LINES:
         text = json.dumps({**seen, **_shortened(agent, lines)}, indent=1, ensure_ascii=False)
