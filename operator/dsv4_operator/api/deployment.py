@@ -127,7 +127,7 @@ def restart_at(deployment: DSV4Deployment) -> str | None:
 
 
 def is_paused(deployment: DSV4Deployment) -> bool:
-    """Tell whether dsv4 is asked to keep its hands off."""
+    """Return whether dsv4 is asked to keep its hands off."""
     return deployment.metadata.annotations.get(PAUSED, "").lower() == "true"
 
 

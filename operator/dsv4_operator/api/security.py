@@ -353,5 +353,5 @@ ENDPOINT_VARIABLES = (
 
 
 def is_link_local(text: str) -> bool:
-    """Tell whether a URL in `text` has a link-local address or the metadata service of a cloud as its host."""
+    """Return whether a URL in `text` has a link-local address or the metadata service of a cloud as its host."""
     return any(re.search(pattern, text, re.ASCII) for pattern in LINK_LOCAL)

@@ -212,7 +212,7 @@ class FailureStatus(StatusPart):
 
     @property
     def deterministic(self) -> bool:
-        """Tell whether trying again cannot help if the same happens again."""
+        """Return whether trying again cannot help if the same happens again."""
         return self.cause.deterministic or self.weights_doubted is True
 
 

@@ -1,4 +1,4 @@
-"""Every deployment of the cluster: what was last heard of it, and one reconciler for each."""
+"""Deployments of the cluster: the latest object and the reconciler of each."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from dsv4_runtime.contract.clock import unix_time
 _log = logging.getLogger("dsv4")
 
 _TRIES = 3
-# Loading takes minutes, and its progress is news every second.
+# # Loading takes minutes, and its progress changes every second.
 _PROGRESS_SECONDS = 5.0
 _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """Dependencies of reconciling a deployment."""
+    """Dependencies of the reconciliation of deployments."""
 
     kube: Client
     backend: Callable[[DSV4Deployment], Backend]
-    """Backend that runs the members of a deployment; raises InvalidDeployment where there is no such backend."""
+    """Returns the backend of a deployment; raises InvalidDeployment if there is no such backend."""
     endpoints: Callable[[DSV4Deployment], Endpoints]
     tell: Callable[[Manifest, Event], None]
-    """Told of everything that happened, with the object that it happened to."""
+    """Called with every event and the object that it is about."""
     clock: Callable[[], float] = unix_time
     failed: Callable[[DeploymentKey, Part], None] = lambda *_: None
     """Called with every failure of a part of a reconcile."""
 
 
 class Deployments:
-    """The work of the queue: `look` is one turn of one deployment."""
+    """Reconciliation of all deployments for the work queue."""
 
     def __init__(self, dependencies: Dependencies) -> None:
         self._dependencies = dependencies
@@ -54,10 +54,10 @@ class Deployments:
         self._states: dict[DeploymentKey, _DeploymentTurns] = {}
 
     def told(self, manifest: Manifest, gone: bool) -> DeploymentKey | None:
-        """Take note of an event of the watch; return the deployment to reconcile, None if nothing changed.
+        """Store an event of the watch; return the deployment to reconcile, None if nothing changed.
 
-        Events of one UID come in order, but those of two objects that had the same name one after the other do not. So
-        an older version replaces no later one, and the end of another object is no news.
+        Events of one UID are ordered, but those of two successive objects of the same name are not. So an older version
+        never replaces a later one, and the deletion of another object is ignored.
         """
         metadata = manifest["metadata"]
         key = metadata["namespace"], metadata["name"]
@@ -75,23 +75,23 @@ class Deployments:
         return None if state is not None and state.wrote(manifest) else key
 
     def knows(self, key: DeploymentKey) -> bool:
-        """Tell whether there is such a deployment, as far as was heard."""
+        """Return whether the watch has reported such a deployment."""
         return key in self._heard
 
     def statuses(self) -> Iterator[DeploymentStatus]:
-        """Yield the status of every deployment that was looked at."""
+        """Yield the status of every deployment that was reconciled."""
         for state in self._states.values():
             if state.status is not None:
                 yield state.status
 
     async def close(self) -> None:
-        """Let go of all connections; nothing on the cluster is touched."""
+        """Close all connections; objects on the cluster are not changed."""
         for state in self._states.values():
             await state.close()
         self._states.clear()
 
     async def look(self, key: DeploymentKey) -> float | None:
-        """Take one turn, and return the seconds until the next one is due, None when the deployment is gone."""
+        """Reconcile once, and return the seconds until the next reconcile, None if the deployment is gone."""
         heard, state = self._heard.get(key), self._states.get(key)
         if state is not None and (heard is None or heard["metadata"]["uid"] != state.uid):
             del self._states[key]
@@ -100,7 +100,7 @@ class Deployments:
         if heard is None:
             return None
         if state is None or state.due:
-            # The watch may be late or have missed the end, and the status is what the first decision builds on.
+            # # The watch may lag or have missed the deletion, and the first decision builds on the status.
             live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
             if live is None or live["metadata"]["uid"] != heard["metadata"]["uid"]:
                 return await self._replace(key, heard, live)
@@ -113,7 +113,7 @@ class Deployments:
         except _DeletedError:
             return await self._replace(key, heard, await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key))
         except StatusLost:
-            # Its memory is worth nothing any more. The next look begins with what is there.
+            # # The state in memory is invalid. The next reconcile starts from the object.
             del self._states[key]
             await state.close()
             raise
@@ -124,7 +124,7 @@ class Deployments:
         return pause
 
     async def _replace(self, key: DeploymentKey, heard: Manifest, live: Manifest | None) -> float | None:
-        """Forget the object `heard`, which does not exist any more, and go on with `live`, which has its name now."""
+        """Drop the object `heard`, which no longer exists, and continue with `live`, which has its name now."""
         state = self._states.pop(key, None)
         if state is not None:
             await state.close()
@@ -148,22 +148,22 @@ class _DeletedError(StatusLost):
 
 @dataclass(frozen=True, slots=True)
 class _Specification:
-    """Specification that a manifest puts in force."""
+    """Specification in force for a manifest."""
 
     deployment: DSV4Deployment | None
-    """The manifest, or the last valid one; None: there is none, and no group that needs one."""
+    """The manifest, or the last valid one; None: there is none, and no group needs one."""
     refused: Refused | None = None
     """Refusal of the manifest; None: it is valid."""
 
 
 class _DeploymentTurns:
-    """One deployment, from its first look until it is gone."""
+    """One deployment, from its first reconcile until it is gone."""
 
     def __init__(self, dependencies: Dependencies, live: Manifest) -> None:
         self._dependencies = dependencies
         self._manifest = live
         self._written: object = live.get("status") or {}
-        """The status as the server has it."""
+        """The status on the API server."""
         self._version: str = live["metadata"]["resourceVersion"]
         self._read: tuple[object, _Specification] | None = None
         self._backend: Backend | None = None
@@ -171,15 +171,15 @@ class _DeploymentTurns:
         self._problem: tuple[str, float] | None = None
         """Failure of the whole reconcile, and the Unix time of its latest event."""
         self._confirmed = -math.inf
-        """Monotonic time at which the API server had the object."""
+        """Monotonic time of the last confirmation by the API server."""
 
     @property
     def due(self) -> bool:
-        """Return whether to read the object from the API server: the watch may have missed its end."""
+        """Return whether to read the object from the API server: the watch may have missed its deletion."""
         return time.monotonic() - self._confirmed >= QUIET_SECONDS
 
     def confirm(self) -> None:
-        """Note that the API server has the object."""
+        """Record that the object exists on the API server."""
         self._confirmed = time.monotonic()
 
     async def close(self) -> None:
@@ -198,15 +198,15 @@ class _DeploymentTurns:
         return self._reconciler.status if self._reconciler is not None else None
 
     def wrote(self, heard: Manifest) -> bool:
-        """Tell whether that is the version that was written here last."""
+        """Return whether this is the version that this process wrote last."""
         metadata = heard["metadata"]
         return bool(metadata["uid"] == self.uid and metadata["resourceVersion"] == self._version)
 
     def see(self, heard: Manifest) -> None:
-        """Take over what was heard, unless a later version is known.
+        """Store the object, unless a later version is known.
 
         Raises:
-            _StrangeStatusError: its status is not the one that was written here.
+            _StrangeStatusError: its status is not the one written by this process.
         """
         if _number(heard) > int(self._version):
             if (heard.get("status") or {}) != self._written:
@@ -222,7 +222,7 @@ class _DeploymentTurns:
         refused, deployment = found.refused, found.deployment
         if deployment is not None and self._backend is None:
             try:
-                # `spec.backend` cannot change: the definition refuses it.
+                # # `spec.backend` is immutable.
                 self._backend = self._dependencies.backend(deployment)
             except InvalidDeployment as refusal:
                 refused = self._refused(refusal)
@@ -252,7 +252,7 @@ class _DeploymentTurns:
             self._tell(Event(EventType.WARNING, Reason.ACTION_FAILED, problem))
 
     def _specification(self) -> _Specification:
-        """Read the manifest; anew only when something in it changed that dsv4 reads."""
+        """Parse the manifest; cached until a field changes that dsv4 reads."""
         metadata = {name: value for name, value in self._manifest["metadata"].items() if name in _METADATA}
         if self._read is None or self._read[0] != metadata:
             status = self.status or read_status(self._written)
@@ -292,7 +292,7 @@ class _DeploymentTurns:
         await self._write(changed.status)
 
     async def _write(self, status: DeploymentStatus) -> None:
-        """Write the status through /status, over the very status that the decision built on, or not at all."""
+        """Write the status through /status, only over the status on which the decision was based."""
         metadata = self._manifest["metadata"]
         namespace, name = metadata["namespace"], metadata["name"]
         for _ in range(_TRIES):
@@ -317,5 +317,5 @@ class _DeploymentTurns:
 
 
 def _number(manifest: Manifest) -> int:
-    """Return the number of its version: later ones have higher numbers; Kubernetes lets clients rely on it."""
+    """Return the resource version as a number; Kubernetes guarantees that later versions are greater."""
     return int(manifest["metadata"]["resourceVersion"])

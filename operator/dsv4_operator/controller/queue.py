@@ -28,19 +28,19 @@ FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 1.0, 300.0
 
 @dataclass(slots=True)
 class _Turns:
-    """One key."""
+    """State of one key."""
 
     news: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     begun: float | None = None
-    """Beginning of the present turn, by the loop's clock; None between turns."""
+    """Start of the present turn, by the clock of the event loop; None between turns."""
 
 
 class WorkQueue(Generic[QueueKeyT]):
-    """Calls `work` for every key that was added: at once after news, else when the last turn asked for it.
+    """Calls `work` for every added key: immediately after an event, else at the time that the last call returned.
 
-    No two turns of one key overlap; news during a turn are a reason for another one. A turn that raised is repeated
-    after a backoff of 1 s to `longest` with jitter, which news cut short, but not below its first second.
+    Calls for one key never overlap; an event during a call causes another one. A call that raised is repeated after a
+    backoff of 1 s to `longest` with jitter; an event shortens it to 1 s at least.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class WorkQueue(Generic[QueueKeyT]):
         failed: Callable[[QueueKeyT, Exception, float], None] | None = None,
     ) -> None:
         """Args:
-        work: one turn. Returns the seconds until the next one, None if the key is done with.
-        workers: turns at once.
-        apart: seconds between two turns of one key, unless the first asked for less: news come in crowds, and one
-            look at them all is enough.
-        longest: longest wait in seconds after a turn that raised.
-        failed: told of every turn that raised, and of the wait that follows.
+        work: processes a key. Returns the seconds until the next call, None if the key is complete.
+        workers: concurrent calls.
+        apart: minimum seconds between two calls for one key, unless the first returned less; bursts of events cause one
+            call.
+        longest: longest backoff in seconds.
+        failed: called after every call that raised, with the backoff.
         """
         self._work = work
         self._longest = longest
@@ -69,7 +69,7 @@ class WorkQueue(Generic[QueueKeyT]):
         self._closed = False
 
     def add(self, key: QueueKeyT) -> None:
-        """Note that there is news of `key`."""
+        """Record an event of `key`."""
         if self._closed:
             return
         turns = self._turns.get(key)
@@ -79,17 +79,17 @@ class WorkQueue(Generic[QueueKeyT]):
         turns.news.set()
 
     def __len__(self) -> int:
-        """Return the keys that are not done with."""
+        """Return the number of keys that are not complete."""
         return len(self._turns)
 
     @property
     def longest_turn(self) -> float:
-        """Return the seconds that the longest of the turns under way has taken."""
+        """Return the seconds that the longest running call has taken."""
         begun = [turns.begun for turns in self._turns.values() if turns.begun is not None]
         return asyncio.get_running_loop().time() - min(begun) if begun else 0.0
 
     async def close(self) -> None:
-        """End all turns, also those under way: every action may be interrupted."""
+        """Cancel all calls, including running ones: every action may be interrupted."""
         self._closed = True
         tasks = [turns.task for turns in self._turns.values() if turns.task is not None]
         for task in tasks:
@@ -126,7 +126,7 @@ class WorkQueue(Generic[QueueKeyT]):
 
 async def wait_for(event: asyncio.Event, seconds: float) -> None:
     """Wait for `event`, at most `seconds`."""
-    # Not `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes together with the news.
+    # # Not `asyncio.wait_for`, which before Python 3.12 loses a cancellation that coincides with the event.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(max(0.0, seconds)):
             await event.wait()
@@ -139,7 +139,7 @@ def _log_failure(key: object, error: Exception, pause: float) -> None:
 FIRST_SECONDS = 1.0
 """Wait after the first failure of a part."""
 REPEAT_SECONDS = 1800.0
-"""Between two events about a failure that lasts: the API server drops an event after an hour."""
+"""Interval between events about a lasting failure: the API server drops events after an hour."""
 _LONGEST_MESSAGE = 500
 _QUOTED_OR_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|\S+')
 _EXPECTED = (BackendError, KubeError, OSError, TimeoutError)
@@ -147,7 +147,7 @@ _EXPECTED = (BackendError, KubeError, OSError, TimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a reconcile that fails and is repeated by itself."""
+    """A part of a reconcile that fails and is repeated separately."""
 
     name: str
     """`machines`, `observe`, `decide`, `plan`, `act`, `frontend` or `status`; a label of the metrics."""
@@ -159,14 +159,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Failures in a row of one part."""
+    """Consecutive failures of one part."""
 
     count: int
     until: float
     """Unix time of the next attempt."""
     message: str
     what: object
-    """Identity of the attempt; another one does not wait."""
+    """Identity of the attempt; the backoff does not apply to other attempts."""
     reported: float
     """Unix time of the latest event about `message`."""
     reason: Reason = Reason.ACTION_FAILED
@@ -174,14 +174,14 @@ class Failure:
 
 
 class Backoffs:
-    """The parts that fail now, with the time of the next attempt of each. It has no clock: times are arguments."""
+    """Failing parts with the time of the next attempt of each. Without a clock: times are arguments."""
 
     def __init__(self, jitter: Callable[[], float] = lambda: random.uniform(0.9, 1.1)) -> None:  # noqa: S311
         self._failures: dict[Part, Failure] = {}
         self._jitter = jitter
 
     def waits(self, part: Part, now: float, what: object = None) -> bool:
-        """Return whether the same attempt failed and its wait is not over."""
+        """Return whether the same attempt failed and is in backoff."""
         known = self._failures.get(part)
         return known is not None and known.what == what and now < known.until
 
@@ -195,13 +195,13 @@ class Backoffs:
         reason: Reason = Reason.ACTION_FAILED,
         seconds: float | None = None,
     ) -> tuple[Failure, bool]:
-        """Count a failure; return it, and whether it is to be reported as an event.
+        """Count a failure; return it, and whether to report it as an event.
 
         Args:
-            part: it failed.
+            part: the failed part.
             message: the error, for users.
             now: Unix time.
-            what: identity of the attempt; another one does not wait.
+            what: identity of the attempt; the backoff does not apply to other attempts.
             reason: of the event and the condition.
             seconds: until the next attempt; None: with backoff.
         """
@@ -218,7 +218,7 @@ class Backoffs:
         self._failures.pop(part, None)
 
     def keep(self, groups: Iterable[int]) -> None:
-        """Drop the failures of all groups but these."""
+        """Drop the failures of all groups except `groups`."""
         kept = {None, *groups}
         self._failures = {part: failure for part, failure in self._failures.items() if part.group in kept}
 
@@ -239,7 +239,7 @@ class Backoffs:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Return whether `error` describes a condition outside of this process, not a defect."""
+    """Return whether `error` describes an external condition, not a defect."""
     return isinstance(error, _EXPECTED)
 
 

@@ -1,4 +1,4 @@
-"""One reconcile of one deployment, the same for every backend."""
+"""Reconciliation of one deployment, the same for every backend."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ _PROGRESS: Mapping[str, object] = {
     "message": "",
     "processes": (),
 }
-"""Fields of a member's status that tell its progress."""
+"""Progress fields of a member's status."""
 
 AGAIN_SECONDS = 0.5
-"""Between looks while members are being ended, or their evidence is collected; news make it earlier."""
+"""Interval while members are being ended or their evidence is collected; events shorten it."""
 _EVIDENCE_SECONDS = 15.0
 _EVIDENCE_WAIT_SECONDS = 1.0
-"""For which a turn waits for evidence: mostly it is there by then."""
+"""Time for which a reconcile waits for evidence; usually sufficient."""
 
 _REPEATING = frozenset({ConditionType.PROGRESSING, ConditionType.READY})
 
 _WAIT_SECONDS = 1.0
-"""For which a reconcile waits for the machines or the front end: mostly they are done by then."""
+"""Time for which a reconcile waits for the machines or the front end; usually sufficient."""
 _ACT_SECONDS = 3.0
-"""For which a reconcile waits for the actions of all groups: a request may take ten times as long."""
+"""Time for which a reconcile waits for the actions of all groups; a request may take ten times as long."""
 _LONGEST_SECONDS = 5.0
-"""Longest backoff of a part that handling a death needs."""
+"""Longest backoff of a part that the handling of a death needs."""
 _FORM_SECONDS = 60.0
 """Longest backoff of creating members that the API server refuses, for example because of a quota."""
 _STATUS = Part("status", _LONGEST_SECONDS)
@@ -100,7 +100,7 @@ class Refused:
 
 
 class StatusLost(Exception):
-    """The deployment or its status is not the one that this process knows: what it remembers must be dropped."""
+    """The deployment or its status is not the one in the memory of this process, which must be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,13 @@ class _Executed:
 
     status: GroupStatus
     failed: bool = False
-    """Whether an action failed, or waits for another attempt."""
+    """Whether an action failed, or is in backoff."""
     waits: bool = False
-    """Whether members are still being ended, or their evidence is being collected: ask again soon."""
+    """Whether members are still being ended, or their evidence is being collected; the next reconcile comes soon."""
 
 
 class Reconciler:
-    """Brings the groups of one deployment to what its specification asks for, one look at a time."""
+    """Reconciles the groups of one deployment with its specification."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class Reconciler:
         """Args:
         backend: runs the members.
         endpoints: URLs for the status.
-        save: stores the deployment with its status; must raise if it could not, since decisions build on it.
-        tell: called once with every event; None: it is logged.
+        save: stores the deployment with its status; must raise on failure, since decisions build on the saved status.
+        tell: called once per event; None: events are logged.
         failed: called with every failure of a part.
         progress_interval: seconds after a save in which a change of progress alone is not saved.
         clock: Unix time.
@@ -151,25 +151,25 @@ class Reconciler:
         """Time of the first reconcile."""
         self._backoffs = Backoffs()
         self._tasks: dict[tuple[Part, str], asyncio.Future[Any]] = {}
-        """Work of parts that takes longer than `_WAIT_SECONDS`, by part and identity."""
+        """Running work of parts that takes longer than `_WAIT_SECONDS`, by part and identity."""
         self._acting: dict[int, tuple[GroupStatus, asyncio.Task[_Executed]]] = {}
-        """Actions that take longer than `_ACT_SECONDS`, by group, with the status that they began with."""
+        """Running actions that take longer than `_ACT_SECONDS`, by group, with the status at their start."""
         self._evidence: dict[tuple[int, int], asyncio.Task[str | None]] = {}
-        """Evidence that is being collected, by group and incarnation: it takes up to 15 s."""
+        """Running evidence collections, by group and incarnation; each takes up to 15 s."""
         self._strange: dict[int, dict[str, float]] = {}
         """By group: texts of `Observed.strange`, with the Unix time of the latest event about each."""
         self._unplanned: dict[int, Exception] = {}
-        """Defects that the planner showed in this reconcile, by group."""
+        """Defects of the planner in this reconcile, by group."""
         self.ended = False
-        """Whether the deployment was to be deleted and nothing of it is left."""
+        """Whether a deleted deployment has no members left."""
 
     @property
     def status(self) -> DeploymentStatus | None:
-        """Return the latest one; None before the first reconcile."""
+        """Return the latest status; None before the first reconcile."""
         return self._kept
 
     async def close(self) -> None:
-        """Cancel everything that runs between reconciles."""
+        """Cancel all work that runs between reconciles."""
         acting = [task for _, task in self._acting.values()]
         tasks = [*self._evidence.values(), *self._tasks.values(), *acting]
         for task in tasks:
@@ -184,16 +184,16 @@ class Reconciler:
     ) -> float:
         """Reconcile once; return the seconds until the next reconcile is due.
 
-        Each part (machines, observation, plan and actions of each group, front end, status) fails by itself: its
-        failure becomes an event and a condition, and it is repeated after its own backoff, while the others go on.
+        Each part (machines, observation, plan and actions of each group, front end, status) fails separately: a failure
+        becomes an event and a condition, and the part is repeated after its own backoff, while the others continue.
 
         Args:
             deployment: the last valid specification.
             deleting: the deployment is being deleted.
-            refused: refusal of the specification as it is now; None: `deployment` is that specification.
+            refused: refusal of the present specification; None: `deployment` is that specification.
 
         Raises:
-            StatusLost: as `save` raised it.
+            StatusLost: raised by `save`.
         """
         known = self._with_results(self._kept if self._kept is not None else deployment.status)
         if self._began is None:
@@ -244,7 +244,7 @@ class Reconciler:
 
         reported = True
         if any(isinstance(action, CollectEvidence) for decision in decisions for action in decision.actions):
-            # What died is told before it is ended, which takes long on a node that is gone.
+            # # Report a death before its members are ended, which takes long on a lost node.
             reported = await keep([decision.status for decision in decisions])
         executed = await self._execute_all(deployment, decisions, reported=reported)
         saved = await keep([one.status for one in executed])
@@ -261,7 +261,7 @@ class Reconciler:
         return max(0.0, min(due, now + QUIET_SECONDS) - now)
 
     def _with_results(self, known: DeploymentStatus) -> DeploymentStatus:
-        """Return `known` with the results of actions that took longer than a reconcile and are over."""
+        """Return `known` with the results of long actions that have completed."""
         groups = list(known.groups)
         for index, (begun, task) in list(self._acting.items()):
             if not task.done():
@@ -274,7 +274,7 @@ class Reconciler:
     async def _execute_all(
         self, deployment: DSV4Deployment, decisions: Sequence[Decision], *, reported: bool
     ) -> list[_Executed]:
-        """Act for all groups side by side; what takes long goes on while other groups are decided again."""
+        """Run the actions of all groups in parallel; long ones continue while other groups are decided again."""
         tasks = {
             index: asyncio.create_task(self._execute(deployment, index, decision, reported=reported))
             for index, decision in enumerate(decisions)
@@ -291,14 +291,14 @@ class Reconciler:
         ]
 
     def _drop_tasks(self, wanted: Mapping[str, DSV4Deployment], *, deleting: bool) -> None:
-        """Cancel work whose result nothing needs any more."""
+        """Cancel work whose result is no longer needed."""
         for name in list(self._tasks):
             part, what = name
             if (part is _MACHINES and what not in wanted) or (part is _FRONTEND and deleting):
                 self._tasks.pop(name).cancel()
 
     def _check_decisions(self, decisions: Sequence[Decision]) -> None:
-        """Report the groups that could not be decided or planned because of a defect."""
+        """Report groups that could not be decided or planned because of a defect."""
         for index, decision in enumerate(decisions):
             attempts = (("decide", decision.error, "decided"), ("plan", self._unplanned.get(index), "planned"))
             for name, error, what in attempts:
@@ -310,7 +310,7 @@ class Reconciler:
         self._unplanned.clear()
 
     async def _machines(self, name: str, deployment: DSV4Deployment, refused: Refused | None) -> Facts | PlanRefused:
-        """Return the machines for `deployment`, whose revision is `name`, or the reason why nothing can be planned."""
+        """Return the machines for `deployment`, whose revision is `name`, or the refusal if nothing can be planned."""
         if refused is not None and not refused.formable:
             return refused.refusal
         found = await self._run(
@@ -343,7 +343,7 @@ class Reconciler:
         return observed, frozenset(blind)
 
     def _report_strange(self, group: int, texts: Sequence[str]) -> None:
-        """Report objects that were ignored or changed, as events: once, and again every half hour."""
+        """Report ignored or changed objects as events: once, and again every half hour."""
         now, known = self._clock(), self._strange.get(group, {})
         self._strange[group] = reported = {text: known.get(text, -math.inf) for text in texts}
         for text in texts:
@@ -360,9 +360,10 @@ class Reconciler:
         )
 
     async def _run(self, part: Part, what: str, work: Callable[[], Awaitable[ResultT]], problem: str) -> ResultT | None:
-        """Return the result of `work`; None while it runs longer than `_WAIT_SECONDS`, or fails and waits.
+        """Return the result of `work`; None while it runs longer than `_WAIT_SECONDS`, or is in backoff after a
+        failure.
 
-        A reconcile waits for it once; later ones collect the result.
+        The first reconcile waits for the result; later ones collect it.
         """
         task = self._tasks.get((part, what))
         if task is None:
@@ -383,8 +384,8 @@ class Reconciler:
         return result
 
     def _fail(self, part: Part, error: Exception, problem: str, what: object = None) -> None:
-        """Note that `part` failed: log it, and report it as an event unless that was done lately."""
-        # The text of a backend says what cannot be done.
+        """Record a failure of `part`: log it, and report it as an event unless it was reported recently."""
+        # # Messages of a backend already name the failed operation.
         message = text_of(error) if isinstance(error, BackendError) or not problem else f"{problem}: {text_of(error)}"
         now = self._clock()
         reason = error.reason if isinstance(error, BackendError) else Reason.ACTION_FAILED
@@ -409,7 +410,7 @@ class Reconciler:
             if isinstance(facts, PlanRefused):
                 raise facts
             try:
-                # Only earlier incarnations: what one logs must not change its own plan.
+                # # Only of earlier incarnations: the measurements of an incarnation must not change its own plan.
                 found = replace(facts, measured=measured_of(known, incarnation))
                 made = plan_group(deployment, found, group=group, incarnation=incarnation, restarts=restarts)
                 self._backend.reserve(deployment, made)
@@ -423,9 +424,9 @@ class Reconciler:
         return plan
 
     def _listens(self, group: GroupStatus, observed: Sequence[Observed]) -> bool:
-        """Tell whether to hear first, because this process has only just begun and heard nobody yet.
+        """Return whether to wait for reports because this process has just started.
 
-        Members that answered its predecessor are not silent because nobody listened.
+        Members that answered the previous process are not silent because of its restart.
         """
         if self._began is None or self._clock() - self._began >= FRESH_SECONDS or group.phase not in ALIVE:
             return False
@@ -440,15 +441,15 @@ class Reconciler:
     async def _execute(
         self, deployment: DSV4Deployment, index: int, decision: Decision, *, reported: bool
     ) -> _Executed:
-        """Act in order; the first action that fails, waits after a failure, or is not over yet ends the list.
+        """Execute actions in order, until one fails, is in backoff, or is not complete.
 
-        Evidence that cannot be collected is no reason to stop: it never delays a recovery beyond its time.
+        A failed evidence collection does not stop the list, and never delays a recovery beyond its time limit.
 
         Args:
-            deployment: the specification that is in force.
+            deployment: the specification in force.
             index: index of the group.
-            decision: what to do about it.
-            reported: whether the death of a member was stored, which comes before everything that ends it.
+            decision: the decision about the group.
+            reported: whether the death of a member was saved, which must precede every action that ends it.
         """
         status = decision.status
         if not reported and any(isinstance(action, CollectEvidence) for action in decision.actions):
@@ -470,7 +471,7 @@ class Reconciler:
         return _Executed(decision.completed if decision.completed is not None else status)
 
     async def _act(self, deployment: DSV4Deployment, action: Action, status: GroupStatus) -> tuple[bool, GroupStatus]:
-        """Return whether `action` is over, and the status with the evidence that came meanwhile."""
+        """Return whether `action` is complete, and the status with evidence that was collected meanwhile."""
         if not isinstance(action, Form | Drain):
             over, status = await self._collected(deployment, action, status)
             if not over:
@@ -489,9 +490,9 @@ class Reconciler:
     async def _collected(
         self, deployment: DSV4Deployment, action: CollectEvidence | Fence | Forget, status: GroupStatus
     ) -> tuple[bool, GroupStatus]:
-        """Return whether no evidence of the action's incarnation is being collected any more, and the status with it.
+        """Return whether no evidence collection of the action's incarnation is running, and the status with its result.
 
-        Begins to collect it if that is what `action` asks for. Whoever ends members waits for what they leave.
+        Starts a collection for `CollectEvidence`. Members are ended only after their evidence was collected.
         """
         key, incarnation = action.key, action.incarnation
         name = key.group, incarnation
@@ -517,13 +518,13 @@ class Reconciler:
             return None
 
     async def _keep(self, deployment: DSV4Deployment, status: DeploymentStatus, *, deleting: bool) -> bool:
-        """Save the status if it changed, and report what happened; return whether decisions may build on it.
+        """Save the status if it changed, and emit events; return whether decisions may build on it.
 
-        If it cannot be saved, the one that was saved last stays in force: nothing may be formed on a status that was
-        not saved. A deletion needs none.
+        If the status cannot be saved, the last saved one stays in force: nothing may be formed on an unsaved status. A
+        deletion does not need a saved status.
 
         Raises:
-            StatusLost: as `save` raised it.
+            StatusLost: raised by `save`.
         """
         saved = self._saved if self._saved is not None else deployment.status
         self._kept = status
@@ -552,32 +553,32 @@ class Reconciler:
 
 
 def _due(decision: Decision, executed: _Executed, now: float, *, saved: bool) -> float:
-    """Return the Unix time at which a group is decided again: at once only if all that was decided was done."""
+    """Return the Unix time of the next decision: immediately only if all actions were completed."""
     if executed.waits:
         return now + AGAIN_SECONDS
     return max(decision.next_look, now + LOOK_SECONDS if executed.failed or not saved else now)
 
 
 def _identity(action: Action) -> tuple[str, int]:
-    """Return kind and incarnation of `action`: an attempt of another kind or incarnation does not wait for it."""
+    """Return kind and incarnation of `action`; the backoff applies only to the same kind and incarnation."""
     return type(action).__name__, action.plan.incarnation if isinstance(action, Form) else action.incarnation
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:
-    """Take note of the exception of work that was cancelled after it failed."""
+    """Retrieve the exception of work that was cancelled after it failed."""
     if not task.cancelled():
         task.exception()
 
 
 def _but_for_progress(status: DeploymentStatus) -> DeploymentStatus:
-    """Return `status` without how far its members have come, which changes from second to second."""
+    """Return `status` without the progress of its members, which changes every second."""
     groups = []
     for group in status.groups:
-        # An agent that never answered yet has not fallen silent: it starts.
+        # # An agent that has never answered is starting, not silent.
         starts = [{**_PROGRESS, "silent_since": None} if one.phase is None else _PROGRESS for one in group.members]
         members = tuple(one.model_copy(update=update) for one, update in zip(group.members, starts, strict=True))
         groups.append(group.model_copy(update={"members": members}))
-    # These repeat it for a group that drains; whatever else they say is in the groups' phases too.
+    # # Their messages repeat the progress of a group in drain; the phases of the groups contain the rest.
     conditions = tuple(
         one.model_copy(update={"message": ""}) if one.type in _REPEATING else one for one in status.conditions
     )

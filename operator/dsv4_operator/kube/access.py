@@ -58,12 +58,12 @@ class Access:
 
     @property
     def changing(self) -> bool:
-        """Tell whether a later credential may be another one."""
+        """Return whether a later credential may be another one."""
         return self.plugin is not None or self.token_file is not None
 
     @property
     def in_cluster(self) -> bool:
-        """Tell whether it is the account of the pod that this process runs in."""
+        """Return whether it is the account of the pod that this process runs in."""
         return self.token_file == SERVICE_ACCOUNT / "token"
 
     def credentials(self) -> Credential:

@@ -122,19 +122,19 @@ def foreign_changes(wanted: Manifest, live: Manifest) -> Manifest:
 
 
 def _is_own(wanted: Manifest, live: Manifest) -> bool:
-    """Tell whether `live` is the object that `wanted` is about, and of the same owner: of others nothing is removed."""
+    """Return whether `live` is the object that `wanted` is about, and of the same owner: of others nothing is removed."""
     uid = wanted["metadata"].get("uid")
     owners = [{one.get("uid") for one in found["metadata"].get("ownerReferences") or []} for found in (wanted, live)]
     return uid in (None, live["metadata"]["uid"]) and bool(owners[0]) and owners[0] <= owners[1]
 
 
 def _frozen(wanted: Manifest, live: Manifest) -> bool:
-    """Tell whether somebody else made the object, a ConfigMap, immutable."""
+    """Return whether somebody else made the object, a ConfigMap, immutable."""
     return bool(live.get("immutable")) and not wanted.get("immutable") and _is_own(wanted, live)
 
 
 def _tolerated(path: Sequence[str]) -> bool:
-    """Tell whether others may have that field: labels and annotations of the object, its finalizers and owners."""
+    """Return whether others may have that field: labels and annotations of the object, its finalizers and owners."""
     if path[0] == "status":
         return True
     if path[:4] == ("spec", "template", "metadata", "annotations"):

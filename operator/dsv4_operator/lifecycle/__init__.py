@@ -1,4 +1,4 @@
-"""Lifecycle of groups: from what was observed to what to do, what to say, and what to report. Pure."""
+"""Lifecycle of groups: decisions, status and events, computed from observations. Pure."""
 
 from dsv4_operator.lifecycle.decide import (
     Action,

@@ -51,12 +51,13 @@ class Form:
 
     plan: GroupPlan
     deployment: DSV4Deployment
-    """Deployment that the plan was made from."""
+    """Deployment from which the plan was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectEvidence:
-    """Save what the members left, then `record_evidence`. If it fails, go on: evidence never delays a recovery."""
+    """Save the evidence of the members, then call `record_evidence`. A failure is ignored: evidence never delays a
+    recovery."""
 
     key: GroupKey
     incarnation: int
@@ -64,17 +65,17 @@ class CollectEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Have a healthy engine finish its open requests; until it says that it has, do none of the actions after it."""
+    """Let a healthy engine finish its open requests; actions after it wait until the drain is complete."""
 
     key: GroupKey
     incarnation: int
     seconds: float
-    """The longest that they get, from the first time that the engine is asked."""
+    """Upper bound, counted from the first drain request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """End every member; until it has failed or is over, do none of the actions after it."""
+    """End every member; actions after it wait until it has failed or is complete."""
 
     key: GroupKey
     incarnation: int
@@ -82,7 +83,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Remove what fencing left."""
+    """Remove the objects and files that remain after fencing."""
 
     key: GroupKey
     incarnation: int
@@ -91,40 +92,41 @@ class Forget:
 Action = Form | CollectEvidence | Drain | Fence | Forget
 
 Planner = Callable[[int, Sequence[float]], GroupPlan]
-"""Makes the plan of an incarnation from its number and the restarts that are used; raises `PlanRefused`."""
+"""Returns the plan of an incarnation, given its number and the used restarts; raises `PlanRefused`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision about one group now."""
+    """Decision about one group at one moment."""
 
     actions: tuple[Action, ...]
-    """In this order; one that fails ends the list, except `CollectEvidence`, and so does one that is not over yet."""
+    """Actions in order. A failed action ends the list, except `CollectEvidence`; so does an action that is not
+    complete."""
     next_look: float
-    """Unix time at which to decide again at the latest; any news is a reason to do so earlier."""
+    """Unix time of the next decision at the latest; any event triggers it earlier."""
     status: GroupStatus
-    """To be kept, also when an action failed. The next decision must be given the status as it was last kept."""
+    """Status to save, also if an action failed. The next decision must get the status as it was last saved."""
     completed: GroupStatus | None = None
-    """To be kept in the place of `status` once every action is over; None: `status`."""
+    """Status to save instead of `status` once every action is complete; None: `status`."""
     refusal: PlanRefused | None = None
-    """Reason why the specification could not be planned, if it had to be."""
+    """Refusal of the plan, if a plan was needed."""
     error: Exception | None = None
-    """Exception of a decision or a plan that failed because of a defect; the group stays as it is."""
+    """Exception of a decision or plan that failed because of a defect; the group stays unchanged."""
 
 
 LOOK_SECONDS = 1.0
-"""Between looks at a group that runs or changes."""
+"""Interval between decisions about a group that runs or changes."""
 REFUSED_SECONDS = 15.0
-"""Between attempts to plan on machines that were refused; they may change without saying so."""
+"""Interval between attempts to plan on machines that were refused; they may change without an event."""
 QUIET_SECONDS = 300.0
-"""Between looks at a group that waits for its specification to change."""
+"""Interval between decisions about a group that waits for a change of its specification."""
 DRAIN_GRACE_SECONDS = 60.0
-"""Beyond the time that open requests get, until an agent is not asked any more that should have called it over.
+"""Grace beyond the drain timeout, after which an agent that has not ended its drain is no longer waited for.
 
-So much that clocks which differ cut nobody off.
+Large enough that different clocks do not shorten a drain.
 """
 DRAIN_SILENCE_SECONDS = 5.0
-"""Without a word of the head's agent, until its engine is not waited for any more."""
+"""Silence of the head's agent after which its engine is no longer waited for."""
 
 _PLANNED_ENDS = frozenset({GroupPhase.UPDATING, GroupPhase.DRAINING})
 
@@ -139,22 +141,23 @@ def decide(
     deleting: bool = False,
     held: bool = False,
 ) -> Decision:
-    """Return what to do about one group now.
+    """Return the decision about one group at `now`.
 
     Args:
-        deployment: the version of the specification that this group is to have (`rollout`).
+        deployment: the version of the specification for this group (`rollout`).
         observed: the group's members, of every incarnation.
-        previous: the status as it was last kept, from an earlier decision; None before the first.
-        plan: makes the plan of an incarnation of this group.
+        previous: the last saved status of an earlier decision; None before the first.
+        plan: returns the plan of an incarnation of this group.
         now: Unix time.
-        deleting: the deployment is being deleted. It is done when a decision says `STOPPED` and its actions succeeded.
-        held: a group that serves from another specification goes on doing so.
+        deleting: the deployment is being deleted. Deletion is complete when a decision has the phase `STOPPED` and its
+            actions succeeded.
+        held: a group that serves from another specification keeps serving it.
     """
     return _Step(deployment, observed, plan, round(now, 3), held=held).decide(previous, deleting)
 
 
 def record_evidence(status: GroupStatus, incarnation: int, where: str | None) -> GroupStatus:
-    """Return `status` with the place of the evidence that `CollectEvidence` saved of `incarnation`'s latest death."""
+    """Return `status` with the location of the evidence that `CollectEvidence` saved for `incarnation`'s latest death."""
     history = list(status.history)
     for index in reversed(range(len(history))):
         if where is not None and history[index].incarnation == incarnation:
@@ -164,7 +167,7 @@ def record_evidence(status: GroupStatus, incarnation: int, where: str | None) ->
 
 
 class _Step:
-    """The arguments of one decision; every method is pure."""
+    """Arguments of one decision; every method is pure."""
 
     __slots__ = ("deployment", "held", "key", "now", "observed", "plan", "policy")
 
@@ -207,14 +210,14 @@ class _Step:
         return status.model_copy(update={"phase_time": self.now})
 
     def _refreshed(self, group: GroupStatus) -> GroupStatus:
-        """Return `group` with what can be concluded from the observation and the clock alone."""
+        """Return `group` updated from the observation and the clock alone."""
         window = self.policy.window_seconds
-        # Names of others matter for the first number alone; later ones are higher.
+        # # Names used by other deployments matter only for the first number; later numbers are higher.
         taken = 0 if group.incarnation else self.observed.taken
         seen = max((taken, *(member.incarnation for member in self.observed.members)))
         update: dict[str, object] = {
             "restarts": tuple(within(window, group.restarts, self.now)),
-            # Members of an incarnation are only made after all earlier ones were fenced.
+            # # Members of an incarnation are created only after all earlier ones were fenced.
             "fenced_below": max(group.fenced_below, seen),
         }
         asked = group.exhausted_generation != self.generation or group.revision != revision(self.deployment)
@@ -238,11 +241,11 @@ class _Step:
         return Decision(self._end_observed(keep=group.incarnation), self.now + LOOK_SECONDS, group)
 
     def _form(self, group: GroupStatus) -> Decision:
-        """Make the members that were claimed; again and again until all were seen."""
+        """Create the members of the claimed incarnation; repeated until all were observed."""
         try:
             plan = self.plan(group.incarnation, group.restarts)
         except PlanRefused as refusal:
-            # Members that exist already are supervised as those of any other group.
+            # # Existing members are supervised like those of any other group.
             pause = LOOK_SECONDS if group.members else REFUSED_SECONDS
             return Decision(self._end_observed(keep=group.incarnation), self.now + pause, group, refusal=refusal)
         group = group.model_copy(update={"expected_ready_seconds": plan.expectations.ready_seconds})
@@ -254,13 +257,13 @@ class _Step:
             return Decision(others, self.now, group)
         present = {member.rank for member in self.observed.members if member.incarnation == group.incarnation}
         if {member.rank for member in group.members} - present:
-            # One is gone that was there. Making it again would be the restart of a single rank.
+            # # A member disappeared. Creating it again would restart a single rank.
             return Decision(others, self.now + LOOK_SECONDS, group)
         form = Form(plan, self.deployment)
         return Decision((*others, *self._fence_unproven(group), form), self.now + LOOK_SECONDS, group)
 
     def _handle_death(self, group: GroupStatus, death: Failure) -> Decision:
-        """End a dead incarnation and keep its evidence: levels 2 and 3."""
+        """End a dead incarnation and save its evidence: levels 2 and 3."""
         failure = failure_status(death, group, self.generation)
         allowed = permit(self.policy, group.restarts, self.now)
         exhausted = allowed.at is None or _twice(group.history, failure)
@@ -281,12 +284,12 @@ class _Step:
         return Decision(actions, self.now, group.model_copy(update=update))
 
     def _given_up(self, group: GroupStatus) -> Decision:
-        """End only what survived its fencing (level 3); what is left of the dead stays to be looked at."""
+        """End only members that survived fencing (level 3); objects of dead members are kept for inspection."""
         fences = tuple(Fence(self.key, number) for number in sorted(self._live()))
         return Decision(fences, self.now + (LOOK_SECONDS if fences else QUIET_SECONDS), group)
 
     def _update(self, group: GroupStatus) -> Decision:
-        """End an incarnation of an older specification, unless the new one cannot be planned at all."""
+        """End an incarnation of an older specification, unless the new one cannot be planned."""
         try:
             self.plan(group.incarnation + 1, group.restarts)
         except PlanRefused as refusal:
@@ -295,7 +298,8 @@ class _Step:
         return Decision(self._end_observed(keep=group.incarnation), self.now, updating)
 
     def _next_incarnation(self, group: GroupStatus) -> Decision:
-        """End what still runs, wait for the budget, claim the next number: nothing is meant to run now."""
+        """End running members, wait for the restart budget, then claim the next number; no member should run in this
+        state."""
         if self._drains(group):
             group = with_members(group, self.observed, self.now)
             return Decision(self._end_drained(group), self.now + LOOK_SECONDS, group)
@@ -303,12 +307,12 @@ class _Step:
         if self._live():
             return Decision(actions, self.now + LOOK_SECONDS, group)
         wanted = revision(self.deployment)
-        # To try another specification is no restart of this one.
+        # # Trying another specification is no restart of this one.
         charged = group.phase is GroupPhase.RECOVERING and group.revision == wanted
         if charged:
             at = permit(self.policy, group.restarts, self.now).at
             if at is None:
-                # The budget was lowered while the restart waited.
+                # # The budget was lowered during the backoff.
                 update: dict[str, object] = {
                     "phase": GroupPhase.FAILED,
                     "exhausted_generation": self.generation,
@@ -318,7 +322,7 @@ class _Step:
             if at > self.now:
                 return Decision(actions, at, group.model_copy(update={"next_restart_time": at}))
         restarts = (*group.restarts, self.now) if charged else group.restarts
-        # `fenced_below` also remembers the members of others, whom a lost status had made strangers.
+        # # `fenced_below` includes members whose owner is unknown after a status was lost.
         incarnation = max(group.incarnation, group.fenced_below) + 1
         try:
             plan = self.plan(incarnation, restarts)
@@ -343,12 +347,12 @@ class _Step:
         return Decision(actions, self.now, claimed)
 
     def _stop(self, group: GroupStatus, target: GroupPhase, *, at_once: bool = False) -> Decision:
-        """End everything on request and stay so.
+        """End all members on request and keep the group stopped.
 
         Args:
-            group: as it is.
-            target: what it is in the end.
-            at_once: its gateway ends as well, and waits for the open requests itself: the engine need not.
+            group: the present status.
+            target: the final phase.
+            at_once: skip the drain; the gateway ends as well and waits for the open requests.
         """
         quiet = GroupPhase.SUSPENDED, GroupPhase.STOPPED
         drained = not self.observed.members and group.phase in (GroupPhase.PENDING, GroupPhase.DRAINING, *quiet)
@@ -376,10 +380,10 @@ class _Step:
         return Decision(actions, self.now + QUIET_SECONDS, ending, ending.model_copy(update={"phase": target}))
 
     def _drains(self, group: GroupStatus) -> bool:
-        """Tell whether a group that is to end has a healthy engine, which may have open requests to finish.
+        """Return whether a group that is to end has a healthy engine, which may have open requests to finish.
 
-        It has if all members are there, and the head says nothing but that its engine serves or finishes. Who has just
-        begun to look has not heard the head, and one that is out of reach says no more: to ask it finds out.
+        This holds if all members are present and the head reports only an engine that serves or drains. After a restart
+        of the operator, or with an unreachable head, the head's status may be unknown; the drain call finds out.
         """
         if group.phase not in _PLANNED_ENDS:
             return False
@@ -396,23 +400,23 @@ class _Step:
         if head is None:
             return True
         bound = self.deployment.spec.engine.timeouts.drain + DRAIN_GRACE_SECONDS
-        # A member's clock that is ahead must not hold up its end.
+        # # The clock of a member may be ahead; it must not delay the end.
         began = head.phase_time if head.phase_time <= self.now else group.phase_time or self.now
         finishes = head.phase is Phase.DRAINING and self.now - began < bound
         return (finishes or head.phase is Phase.SERVING) and head.verdict.health is not Health.DEAD
 
     def _end_drained(self, group: GroupStatus) -> tuple[Action, ...]:
-        """End all that is seen, the present incarnation last and not before its open requests."""
+        """End all observed incarnations, the present one last and only after its drain."""
         drain = Drain(self.key, group.incarnation, self.deployment.spec.engine.timeouts.drain)
         return (*self._end_observed(keep=group.incarnation), drain, *self._end(group.incarnation))
 
     def _fence_unproven(self, group: GroupStatus) -> tuple[Action, ...]:
-        """End every earlier incarnation that may have members that the observation does not show."""
+        """Fence every earlier incarnation that may have members missing from the observation."""
         first = max(1, group.fenced_below)
         return tuple(Fence(self.key, number) for number in range(first, group.incarnation))
 
     def _end_observed(self, keep: int | None = None) -> tuple[Action, ...]:
-        """End and forget every incarnation that is seen, but number `keep`."""
+        """End and forget every observed incarnation except number `keep`."""
         numbers = sorted({member.incarnation for member in self.observed.members} - {keep})
         return tuple(action for number in numbers for action in self._end(number))
 
@@ -426,10 +430,10 @@ class _Step:
 
 
 def _twice(history: Iterable[FailureStatus], failure: FailureStatus) -> bool:
-    """Tell whether the death before this one had the same cause, one that trying again cannot mend.
+    """Return whether the preceding death had the same deterministic cause.
 
-    Members of one incarnation may each tell that they cannot go on, for one reason and at their own times: that is one
-    death. An engine that died twice in one incarnation died twice.
+    Members of one incarnation may report one failure separately and at different times: this counts as one death. An
+    engine that died twice in one incarnation died twice.
     """
     earlier = [known for known in history if not same_death(known, failure) and not _one_attempt(known, failure)]
     if not earlier or not (failure.deterministic and earlier[-1].deterministic):
@@ -439,5 +443,5 @@ def _twice(history: Iterable[FailureStatus], failure: FailureStatus) -> bool:
 
 
 def _one_attempt(one: FailureStatus, other: FailureStatus) -> bool:
-    """Tell whether both ended the same incarnation, without an engine's life of its own to tell them apart."""
+    """Return whether both ended the same incarnation and no engine generation distinguishes them."""
     return one.incarnation == other.incarnation and None in (one.engine_generation, other.engine_generation)

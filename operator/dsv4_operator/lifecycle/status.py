@@ -32,11 +32,11 @@ _LONGEST = 1000
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A failure that lasts; it is tried again."""
+    """A lasting failure; the operation is repeated."""
 
     message: str
     group: int | None = None
-    """Index of the group that it concerns; None: the whole deployment."""
+    """Index of the affected group; None: the whole deployment."""
     reason: Reason = Reason.ACTION_FAILED
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Problem:
 
 
 def joined(problems: Iterable[object]) -> str:
-    """Return all of them as one text of at most 1,000 characters."""
+    """Return all problems as one text of at most 1,000 characters."""
     text = "; ".join(map(str, problems))
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
@@ -61,9 +61,9 @@ _ENDS = frozenset({GroupPhase.UPDATING, GroupPhase.DRAINING})
 _GONE = frozenset({GroupPhase.SUSPENDED, GroupPhase.STOPPED})
 
 FORMING_SECONDS = 300.0
-"""From the number of an incarnation to its last member; a group that takes longer is reported as down.
+"""Time from the claim of an incarnation to its last member; a group that takes longer is reported as down.
 
-It uses no restart: the same incarnation is tried again until the API server takes its members.
+It uses no restart: the same incarnation is tried again until the API server accepts its members.
 """
 
 
@@ -86,21 +86,21 @@ def compute_status(
     """Return the status of `deployment`.
 
     Args:
-        deployment: the specification that the groups were decided by.
-        groups: the statuses of its groups, those no longer wanted included.
-        refusal: why a group could not be planned, if one could not.
+        deployment: the specification used for the decisions about the groups.
+        groups: the statuses of its groups, including those that are no longer wanted.
+        refusal: the refusal of a group's plan, if there was one.
         endpoint: base URL of the API, where known.
         dashboard: URL of the Ray dashboard, where known.
-        previous: the status as it was last kept; gives the times of conditions that stay as they are.
+        previous: the last saved status; source of the times of unchanged conditions.
         now: Unix time.
         deleting: the deployment is being deleted.
-        rollout: which specification served, and which was given up; None: as in `previous`.
+        rollout: the specification that served and the one that was given up; None: as in `previous`.
         refused_generation: `metadata.generation` of the present specification if it breaks a rule (`refusal`), so that
             `deployment` has the last valid one; None: it breaks none.
-        problems: parts of the reconcile that fail.
+        problems: failing parts of the reconcile.
         blind: indices of groups whose members cannot be observed.
-        unreachable: why no request through the endpoint is answered, although groups answer; None: it is, or no backend
-            tries it.
+        unreachable: reason why no request through the endpoint is answered, although groups answer; None: requests are
+            answered, or the backend sends none.
     """
     if rollout is None:
         rollout = previous.rollout if previous is not None else RolloutStatus()
@@ -131,7 +131,8 @@ def compute_status(
 def _without_removed(
     groups: tuple[GroupStatus, ...], deployment: DSV4Deployment, *, deleting: bool
 ) -> tuple[tuple[GroupStatus, ...], int]:
-    """Return the groups without those that ended because fewer are wanted, and the highest incarnation of these."""
+    """Return the groups without those that ended because `spec.replicas` was reduced, and the highest incarnation of
+    these."""
     kept = len(groups)
     while kept > deployment.spec.replicas and groups[kept - 1].phase is GroupPhase.STOPPED and not deleting:
         kept -= 1
@@ -142,11 +143,11 @@ def _without_removed(
 def refused_status(previous: DeploymentStatus, why: str, generation: int, now: float) -> DeploymentStatus:
     """Return `previous` for a specification that breaks a rule, of a deployment whose groups cannot be supervised.
 
-    They go on running, if there are any, but nothing is known of them.
+    Running groups continue, but their state is unknown.
 
     Args:
-        previous: the status as it was last kept.
-        why: what is wrong and how to mend it.
+        previous: the last saved status.
+        why: the broken rule and the remedy.
         generation: the deployment's `metadata.generation`.
         now: Unix time.
     """
@@ -176,7 +177,7 @@ def death_sentence(failure: FailureStatus) -> str:
 
 
 def is_down(group: GroupStatus) -> bool:
-    """Tell whether the group died and does not serve again yet."""
+    """Return whether the group died and does not serve again yet."""
     if group.phase in (GroupPhase.RESTARTING, GroupPhase.RECOVERING, GroupPhase.FAILED):
         return True
     unrecovered = group.last_failure is not None and group.last_failure.recover_seconds is None
@@ -184,7 +185,7 @@ def is_down(group: GroupStatus) -> bool:
 
 
 def exhausted_sentence(deployment: DSV4Deployment, group: GroupStatus) -> str:
-    """Return why recovery of `group` was given up, and what to do."""
+    """Return the reason why recovery of `group` was given up, and the remedy."""
     recovery = deployment.spec.recovery
     last = group.last_failure
     if last is not None and last.deterministic and len(group.restarts) < recovery.max_restarts:
@@ -199,7 +200,7 @@ def exhausted_sentence(deployment: DSV4Deployment, group: GroupStatus) -> str:
 
 
 def given_up(deployment: DSV4Deployment, status: DeploymentStatus, group: int) -> str | None:
-    """Return why `group` will not come back by itself, for its clients; None if it may."""
+    """Return the reason why `group` will not recover by itself, for its clients; None if it may."""
     known = next((one for one in status.groups if one.index == group), None)
     return exhausted_sentence(deployment, known) if known is not None and known.phase is GroupPhase.FAILED else None
 
@@ -225,7 +226,7 @@ class _View:
 
     @property
     def ready(self) -> int:
-        """Return how many wanted groups are observed to serve."""
+        """Return the number of wanted groups that are observed to serve."""
         return sum(group.phase is GroupPhase.SERVING for group in self.wanted if group.index not in self.blind)
 
     @property
@@ -234,12 +235,12 @@ class _View:
         return next((group for group in self.wanted if is_down(group) or self.is_stuck(group)), None)
 
     def is_stuck(self, group: GroupStatus) -> bool:
-        """Return whether members of `group` should exist for long and do not."""
+        """Return whether members of `group` are missing longer than `FORMING_SECONDS`."""
         since = group.formed_time
         return group.phase is GroupPhase.FORMING and since is not None and self.now - since > FORMING_SECONDS
 
     def told(self, group: GroupStatus, text: str) -> str:
-        """Return `text` with what fails of `group`."""
+        """Return `text` with the problems of `group`."""
         return joined((text, *(one.message for one in self.problems if one.group in (None, group.index))))
 
 
@@ -280,7 +281,7 @@ def _acceptance(view: _View) -> tuple[bool | None, Reason, str]:
         return True, Reason.PLAN_ACCEPTED, "the specification fits the machines"
     if refusal.reason is not Reason.ACTION_FAILED:
         return False, refusal.reason, refusal.message
-    # Nothing was found out about the specification: what is known of it stays.
+    # # There is no result about the specification; the last one stays.
     known = view.previous.condition(ConditionType.ACCEPTED) if view.previous is not None else None
     if known is not None and known.observed_generation == view.deployment.metadata.generation:
         value = None if known.status is ConditionStatus.UNKNOWN else known.status is ConditionStatus.TRUE
@@ -309,7 +310,7 @@ def _rolled_back(rollout: RolloutStatus) -> _Fact:
 
 
 def rollback_sentence(rejected: RejectedStatus) -> str:
-    """Return why a specification was given up, and what to do."""
+    """Return the reason why a specification was given up, and the remedy."""
     return (
         f"the specification was given up: {rejected.message}; groups go back to the last one that all of them answered "
         "with; mend that, then apply a changed specification to try again"
@@ -366,7 +367,7 @@ def _deployment_phase(view: _View) -> DeploymentPhase:
 
 
 def _down(view: _View, group: GroupStatus) -> tuple[Reason, str]:
-    """Return why `group` is down."""
+    """Return the reason why `group` is down."""
     if not view.is_stuck(group):
         return Reason.GROUP_DEAD, view.told(group, _down_sentence(group))
     bound = format_duration(FORMING_SECONDS)
@@ -410,7 +411,7 @@ def _condition(
 
 
 class EventType(StrEnum):
-    """The two types that Kubernetes knows."""
+    """Event types of Kubernetes."""
 
     NORMAL = "Normal"
     WARNING = "Warning"
@@ -418,17 +419,17 @@ class EventType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened, for people."""
+    """One event of a deployment."""
 
     type: EventType
     reason: Reason
     message: str
     group: int | None = None
-    """The group that it happened to; None for the whole deployment."""
+    """Affected group; None for the whole deployment."""
 
 
 def events(previous: DeploymentStatus | None, new: DeploymentStatus) -> tuple[Event, ...]:
-    """Return what happened between `previous`, None before the first status, and `new`, in a sensible order."""
+    """Return the events between `previous`, None before the first status, and `new`, in order of occurrence."""
     known = {group.index: group for group in previous.groups} if previous else {}
     found = [*_accepted(previous, new)]
     for group in new.groups:
@@ -450,7 +451,7 @@ def _accepted(previous: DeploymentStatus | None, new: DeploymentStatus) -> Itera
 
 
 def _endpoint(previous: DeploymentStatus | None, new: DeploymentStatus) -> Iterator[Event]:
-    """Yield that users are not answered although all groups answer, once until they are answered again."""
+    """Yield one event when users get no answer although all groups answer; the next one only after a recovery."""
     before = previous.condition(ConditionType.READY) if previous else None
     now = new.condition(ConditionType.READY)
     if now is not None and _fails(now) and not (before is not None and _fails(before)):
@@ -458,7 +459,7 @@ def _endpoint(previous: DeploymentStatus | None, new: DeploymentStatus) -> Itera
 
 
 def _fails(ready: Condition) -> bool:
-    """Tell whether a request through the endpoint failed; one that was not sent yet is no news."""
+    """Return whether a request through the endpoint failed; a request that was not sent yet is no failure."""
     return ready.reason is Reason.ENDPOINT_NOT_READY and not ready.message.endswith(UNTRIED)
 
 

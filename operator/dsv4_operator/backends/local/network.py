@@ -129,7 +129,7 @@ def _port(incarnation: int, place: int) -> str:
 
 
 def in_own_network(pid: int) -> bool:
-    """Tell whether process `pid` has left the caller's network namespace."""
+    """Return whether process `pid` has left the caller's network namespace."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
     except OSError:

@@ -322,7 +322,7 @@ class PodsBackend:
         return self._cluster.pods.pods(namespace, name, GATEWAYS)
 
     def _stands(self, deployment: DSV4Deployment) -> bool:
-        """Tell whether every group has all its members, so that no node has to be found for any."""
+        """Return whether every group has all its members, so that no node has to be found for any."""
         size = deployment.spec.topology.nodes_per_group
         for group in range(deployment.spec.replicas):
             members = self._members(deployment, group)

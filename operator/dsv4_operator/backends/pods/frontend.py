@@ -202,7 +202,7 @@ class Frontend:
 
 
 def was_placed(status: DeploymentStatus) -> bool:
-    """Tell whether a group ever had a plan: a deployment that fits nowhere gets no gateways, which would take room.
+    """Return whether a group ever had a plan: a deployment that fits nowhere gets no gateways, which would take room.
 
     Every decision leaves a status with groups, so one without tells nothing.
     """
@@ -296,7 +296,7 @@ class Frontends:
         return self._cluster.owned.versions(namespace, name) if self._cluster.owned is not None else frozenset()
 
     def _disturbed(self, known: _Known, versions: Versions) -> bool:
-        """Tell whether somebody else removed or changed an object since it was last looked at."""
+        """Return whether somebody else removed or changed an object since it was last looked at."""
         settling = time.monotonic() - known.written < _SETTLE_SECONDS
         if not settling and self._cluster.owned is not None and known.frontend.names - _names(versions):
             # Made again at the latest look, and removed again before this one.

@@ -186,7 +186,7 @@ def problem_of(status: int, body: bytes) -> str | None:
 
 
 def is_ready(pod: Manifest) -> bool:
-    """Tell whether `pod` is among the endpoints of its Service."""
+    """Return whether `pod` is among the endpoints of its Service."""
     if pod["metadata"].get("deletionTimestamp") or not _address(pod):
         return False
     conditions = (pod.get("status") or {}).get("conditions") or []
@@ -293,7 +293,7 @@ class Balance:
 
 
 def is_own(pod: Manifest, deployment: str) -> bool:
-    """Tell whether a ReplicaSet of the gateways of `deployment` made `pod`; anybody can give a pod their labels."""
+    """Return whether a ReplicaSet of the gateways of `deployment` made `pod`; anybody can give a pod their labels."""
     owners = pod["metadata"].get("ownerReferences") or []
     group = str((pod["metadata"].get("labels") or {}).get(GROUP, ""))
     stem = f"{gateway_name(deployment, int(group))}-" if group.isdigit() else ""
@@ -331,7 +331,7 @@ def free_nodes(nodes: Iterable[NodeCapacity], pods: Iterable[Manifest]) -> froze
 
 
 def _settled(deployment: DSV4Deployment, status: DeploymentStatus, pods: Sequence[Manifest]) -> bool:
-    """Tell whether `deployment` is Ready, and all of its gateways are, and no others are there."""
+    """Return whether `deployment` is Ready, and all of its gateways are, and no others are there."""
     ready = status.condition(ConditionType.READY)
     if ready is None or ready.status is not ConditionStatus.TRUE:
         return False
@@ -339,7 +339,7 @@ def _settled(deployment: DSV4Deployment, status: DeploymentStatus, pods: Sequenc
 
 
 def _open(node: Manifest) -> bool:
-    """Tell whether a pod without tolerations may go to `node`."""
+    """Return whether a pod without tolerations may go to `node`."""
     spec, conditions = node.get("spec") or {}, (node.get("status") or {}).get("conditions") or []
     if spec.get("unschedulable") or any(one.get("effect") != "PreferNoSchedule" for one in spec.get("taints") or []):
         return False

@@ -137,7 +137,7 @@ class OwnedObjects:
             await self.delete(resource, live, owner_uid)
 
     async def _replaced(self, live: Manifest, manifest: Manifest) -> bool:
-        """Tell whether another object has the name of `live` by now: API servers refuse its UID as `Invalid` then."""
+        """Return whether another object has the name of `live` by now: API servers refuse its UID as `Invalid` then."""
         now = await self.find(manifest)
         return now is None or now["metadata"]["uid"] != live["metadata"]["uid"]
 

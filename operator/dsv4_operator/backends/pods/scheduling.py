@@ -192,12 +192,12 @@ def pod_requests(pod: Manifest) -> PodRequests | None:
 
 
 def has_ended(pod: Manifest) -> bool:
-    """Tell whether every container of `pod` has ended for good, so that it takes nothing any more."""
+    """Return whether every container of `pod` has ended for good, so that it takes nothing any more."""
     return names.part(pod, "status").get("phase") in ("Succeeded", "Failed")
 
 
 def is_member(pod: Manifest) -> bool:
-    """Tell whether `pod` is a member of a group of some deployment."""
+    """Return whether `pod` is a member of a group of some deployment."""
     labels = names.part(pod, "metadata", "labels")
     return labels.get(names.MANAGED_BY) == names.MANAGER and labels.get(names.COMPONENT) == names.MEMBER
 
