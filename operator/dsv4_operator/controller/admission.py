@@ -1,9 +1,10 @@
-"""The optional admission webhook: it refuses at `kubectl apply` what the reconciler would refuse, with the same message.
+"""The optional admission webhook: it refuses at `kubectl apply` everything that the reconciler refuses, with the same
+message.
 
-The webhook is a convenience, not a safeguard: the reconciler checks every object again. The webhook writes nothing and has
-no data about the nodes, so findings that depend on nodes are warnings. Any client that reaches the port can send requests
-that the API server would reject. The server therefore runs in its own thread with its own event loop, and rejects large
-requests before parsing, because parsing holds the interpreter lock and would block the operator's loop.
+The webhook is a convenience, not a safeguard: the reconciler checks every object again. The webhook writes nothing and
+has no data about the nodes, so findings that depend on nodes are warnings. Any client that reaches the port can send
+requests that the API server would reject. The server therefore runs in its own thread with its own event loop, and
+rejects large requests before parsing, because parsing holds the interpreter lock and would block the operator's loop.
 Protocol: https://kubernetes.io/docs/reference/access-authn-authz/extensible-admission-controllers/
 """
 
@@ -40,7 +41,7 @@ _DEFAULT_POLICY = ClusterPolicy()
 _API_VERSION = "admission.k8s.io/v1"
 _MADE_LETTERS = 5
 _ANY_MEMORY = 2**50
-"""Of a machine without an accelerator, which the catalog cannot know."""
+"""Assumed memory of a machine without an accelerator, which the catalog does not list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,14 @@ def judge(
     policy: ClusterPolicy = _DEFAULT_POLICY,
     runtime_image: str = "",
 ) -> AdmissionResult:
-    """Return what the reconciler would say of `new` before it looks at the nodes.
+    """Return the refusal or warnings of the reconciler for `new`, as far as they do not depend on nodes.
 
     Args:
         new: the manifest, as the API server has it after defaulting.
-        old: the one that it replaces. A change of labels and annotations, and one that only stops the deployment, is
-            never refused, also where the specification is older than a rule.
-        policy: what deployments may have of nodes.
-        runtime_image: the operator's own, which all may run.
+        old: the replaced manifest. A change of labels and annotations alone, or one that only stops the deployment, is
+            never refused, even if the specification is older than a rule.
+        policy: limits on the use of nodes.
+        runtime_image: the operator's image, which all deployments may run.
     """
     if old is not None and (old.get("spec") == new.get("spec") or _only_stops(new, old)):
         return AdmissionResult()
@@ -75,7 +76,8 @@ def judge(
         return AdmissionResult(str(error))
     forbidden = "; ".join(map(str, violations(deployment, policy, runtime_image)))
     if deployment.spec.suspend or not deployment.spec.replicas:
-        # Nothing is planned. What is not allowed is refused all the same: `kubectl scale` would start it unseen.
+        # # Nothing is planned, but the policy applies: `kubectl scale` would start the deployment without another
+        # check.
         return AdmissionResult(forbidden or None)
     facts = replace(_usual_machines(deployment), forbidden=forbidden)
     try:
@@ -89,10 +91,10 @@ def judge(
 
 
 def review(asked: Manifest, policy: ClusterPolicy = _DEFAULT_POLICY, runtime_image: str = "") -> Manifest:
-    """Answer an AdmissionReview.
+    """Return the answer to an AdmissionReview.
 
     Raises:
-        KeyError: it is none.
+        KeyError: `asked` is no AdmissionReview.
     """
     request = asked["request"]
     verdict = judge(request["object"], request.get("oldObject"), policy, runtime_image)
@@ -111,7 +113,7 @@ def _only_stops(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
 
 
 def _judged(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a verdict depends on, with a name as the API server is about to make it of `generateName`."""
+    """Return the parts of the manifest that the verdict depends on, with a sample name for `generateName`."""
     metadata = manifest["metadata"]
     judged = {key: value for key, value in manifest.items() if key != "status"}
     if "name" in metadata or "generateName" not in metadata:
@@ -123,7 +125,7 @@ def _usual_machines(deployment: DSV4Deployment) -> Facts:
     kind = machine(deployment.spec.topology.hardware)
     if not kind.sm:
         kind = replace(kind, memory_bytes=_ANY_MEMORY)
-    # No path is part of a verdict.
+    # # The verdict does not depend on paths.
     return catalog_facts(deployment, kind, state_root="/", weights_root="/")
 
 
@@ -133,22 +135,23 @@ _STOP_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 
 _MOST_BYTES = 4 * 2**20
-"""Bytes of a review: etcd takes objects of 1.5 MiB, an update brings the old one along, and 1 MiB is for the rest."""
+"""Bytes of a review: etcd accepts objects of 1.5 MiB, an update contains the old object too, and 1 MiB is for the rest.
+"""
 _MOST_VALUES = 100_000
-"""Commas and colons in a review: to parse as many takes 15 ms, for which no other thread runs. The largest deployments
-have a tenth of them."""
+"""Commas and colons in a review: parsing that many blocks all threads for 15 ms. The largest deployments have a tenth.
+"""
 _REVIEWS = 4
-"""Reviews that are computed at once."""
+"""Concurrent reviews."""
 _OPEN = 16
-"""Requests that are read, wait or are computed: 64 MiB at most."""
+"""Requests that are read, queued or processed: 64 MiB at most."""
 _CONNECTIONS = 256
 _HANDSHAKE_SECONDS = 5.0
 _SECONDS = 4.0
-"""From a request's head to its answer: the API server waits for 5."""
+"""Time from a request's head to its answer: the API server waits for 5 s."""
 
 
 class _Server(web.Server):
-    """Closes connections beyond a number of them: each takes a descriptor, which the operator needs too."""
+    """Server that closes connections beyond a limit: each uses a descriptor, which the operator needs too."""
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
@@ -157,17 +160,17 @@ class _Server(web.Server):
 
 
 class AdmissionServer:
-    """Answers AdmissionReviews over TLS. A certificate that is renewed in place is taken over within half a minute."""
+    """Answers AdmissionReviews over TLS. A certificate that is renewed in place is loaded within half a minute."""
 
     def __init__(self, port: int, certificates: Path, policy: ClusterPolicy, runtime_image: str) -> None:
         """Args:
-        port: where to listen, on all addresses.
-        certificates: a directory with `tls.crt` and `tls.key`, as a Secret of kind `kubernetes.io/tls` is mounted.
-        policy: what deployments may have of nodes.
-        runtime_image: the operator's.
+        port: port to listen on, on all addresses.
+        certificates: directory with `tls.crt` and `tls.key`, as a Secret of type `kubernetes.io/tls` is mounted.
+        policy: limits on the use of nodes.
+        runtime_image: the operator's image.
 
         Raises:
-            OSError, ssl.SSLError: they cannot be read.
+            OSError, ssl.SSLError: the files cannot be read.
         """
         self._port, self._policy, self._runtime_image = port, policy, runtime_image
         self._files = certificates / "tls.crt", certificates / "tls.key"
@@ -175,7 +178,7 @@ class AdmissionServer:
         self._stamp = self._look()
         self._context.load_cert_chain(*self._files)
         self.open = 0
-        """Requests that are not answered."""
+        """Open requests."""
         self._reviewers = concurrent.futures.ThreadPoolExecutor(_REVIEWS, "review")
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._stop: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -191,13 +194,13 @@ class AdmissionServer:
         await asyncio.wrap_future(self._started)
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop the server."""
         if not self._stop.done():
             self._stop.set_result(None)
         await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
 
     def renew(self) -> None:
-        """Use the certificate that is there now for whoever connects from now on."""
+        """Load a renewed certificate for new connections."""
         try:
             stamp = self._look()
             if stamp != self._stamp:

@@ -25,7 +25,7 @@ _BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 30, 60)
 
 
 class OperatorMetrics:
-    """Counters in a registry of their own; what can be looked up is looked up at each scrape."""
+    """Counters in a registry of their own; gauges are computed at each scrape."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry(auto_describe=True)
@@ -44,7 +44,7 @@ class OperatorMetrics:
             "dsv4_operator_failures", "Failures of parts of the reconcile loop", ["part"], registry=registry
         )
         self._events = Counter("dsv4_operator_events", "What happened to deployments", ["reason"], registry=registry)
-        # A rate needs the zero before the first.
+        # # A rate needs a zero before the first increment.
         for result in ("ok", "error"):
             self.looks.labels(result)
         for part in ("observe", "machines", "decide", "plan", "act", "frontend", "status"):
@@ -55,7 +55,7 @@ class OperatorMetrics:
         self._requests.labels(method, status).inc()
 
     def happened(self, event: Event) -> None:
-        """Count something that happened to a deployment."""
+        """Count an event of a deployment."""
         self._events.labels(event.reason.value).inc()
 
     def observe(
@@ -74,7 +74,7 @@ class OperatorMetrics:
         self._registry.register(_StatusCollector(statuses, leading, waiting))
 
     def text(self) -> bytes:
-        """Return all of them in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -107,21 +107,20 @@ _CONTROLLER = "dsv4.dev/operator"
 _LONGEST_NOTE = 1024
 _WAITING = 10_000
 _PAUSE_SECONDS = 0.05
-"""Between two events: when hundreds of groups form or die at once, the API server has more urgent things to do."""
+"""Interval between events: when hundreds of groups form or die at once, other requests are more urgent."""
 _REMEMBERED = 1000
 
 
 class Recorder:
-    """Posts events in the background, so that no recovery waits for them; what cannot be posted is only logged.
+    """Posts events in the background, so that no recovery waits for them; failures are only logged.
 
-    The name of an event is made of what it says. So one that is told again, by this process or by the next one, becomes
-    a count on the first.
+    The name of an event is a hash of its content, so a repeated event, also of another process, increments a count.
     """
 
     def __init__(self, kube: Client, instance: str) -> None:
         """Args:
         kube: the API server.
-        instance: which process this is, for people.
+        instance: name of this process, for the event.
         """
         self._kube = kube
         self._instance = instance
@@ -129,7 +128,7 @@ class Recorder:
         self._counts: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     def record(self, about: Manifest, event: Event) -> None:
-        """Log `event` of the object `about`, and post it soon."""
+        """Log `event` about an object, and queue it for posting."""
         where = "{namespace}/{name}".format_map(about["metadata"])
         _log.info("%s: %s %s: %s", where, event.type, event.reason, event.message)
         try:
@@ -166,7 +165,7 @@ class Recorder:
                 known = await self._kube.get(EVENTS, namespace, name) or {}
                 count = int((known.get("series") or {}).get("count") or 1)
                 await self._count(manifest, count)
-        # The most recently used ones stay.
+        # # Evict the least recently used entry.
         self._counts[namespace, name] = count + 1
         if len(self._counts) > _REMEMBERED:
             self._counts.popitem(last=False)
@@ -178,13 +177,13 @@ class Recorder:
 
 
 def event_manifest(about: Manifest, event: Event, instance: str, time: str) -> Manifest:
-    """Return `event` as an object of the API.
+    """Return `event` as an API object.
 
     Args:
-        about: the object that it happened to.
-        event: what happened.
-        instance: the process that says so.
-        time: when, as `metav1.MicroTime`.
+        about: the object that the event is about.
+        event: the event.
+        instance: the reporting process.
+        time: its time, as `metav1.MicroTime`.
     """
     namespace, name, uid = (about["metadata"][field] for field in ("namespace", "name", "uid"))
     note = event.message if event.group is None else f"group {event.group}: {event.message}"
@@ -213,18 +212,18 @@ def event_manifest(about: Manifest, event: Event, instance: str, time: str) -> M
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 Problem = Callable[[], str | None]
-"""Problem in words for people; None if there is none."""
+"""Returns the problem as text; None if there is none."""
 
 
 class ProbeServer:
-    """Answers probes and scrapes."""
+    """Serves probes and metrics."""
 
     def __init__(self, port: int, *, live: Problem, ready: Problem, metrics: Callable[[], bytes]) -> None:
         """Args:
-        port: where to listen, on all addresses.
-        live: what only a new process would mend.
-        ready: what keeps this process from its work.
-        metrics: in Prometheus' text format.
+        port: port to listen on, on all addresses.
+        live: problem that only a restart of the process solves.
+        ready: problem that keeps this process from its work.
+        metrics: metrics in Prometheus' text format.
         """
         self._port = port
         application = web.Application()
@@ -247,7 +246,7 @@ class ProbeServer:
         await web.TCPSite(self._runner, None, self._port).start()
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop the server."""
         await self._runner.cleanup()
 
 

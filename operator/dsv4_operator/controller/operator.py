@@ -47,30 +47,30 @@ LEASE_NAME = "dsv4-operator"
 _WORKERS = 64
 _APART_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 15.0
-"""After a reconcile that failed as a whole. Parts of it have backoffs of their own."""
+"""Longest backoff of a reconcile that failed as a whole. Its parts have their own backoffs."""
 _CERTIFICATES = Path("/etc/dsv4/webhook")
 _DEFINITION_SECONDS = 5.0
-# The longest turn ends the members of a group, which may take as long as their grace period, one after the other.
+# # The longest reconcile ends the members of a group one after the other, each within its grace period.
 _LONGEST_TURN_SECONDS = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorOptions:
-    """Options that the operator runs with."""
+    """Options of the operator process."""
 
     namespaces: tuple[str, ...]
-    """Namespaces in which deployments are looked for; none means everywhere."""
+    """Namespaces of the watched deployments; empty: all."""
     lease_namespace: str
     metrics_port: int
     webhook_port: int | None
     """None: no admission webhook."""
     webhook_certificates: Path
     identity: str
-    """Of this process, unlike any other's that runs."""
+    """Unique name of this process."""
     runtime_image: str
-    """Of members and gateways whose deployment names no image."""
+    """Image of members and gateways whose deployment names none."""
     policy: ClusterPolicy
-    """The limits on what deployments have of nodes."""
+    """Limits on the use of nodes by deployments."""
 
 
 class CannotServe(Exception):
@@ -78,7 +78,7 @@ class CannotServe(Exception):
 
 
 class Lost(Exception):
-    """Something that this process cannot be without is gone; it ends, and its successor begins anew."""
+    """A resource that the process needs is lost; the process ends, and its successor starts anew."""
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def main() -> None:
     arguments = command_line().parse_args()
     log_to(None)
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    # It warns that it ignores signals, as it should in its thread.
+    # # kopf warns that it ignores signals, which is intended in its thread.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     try:
         access = find_access(kubeconfig=arguments.kubeconfig)
@@ -112,7 +112,7 @@ def main() -> None:
         asyncio.run(Operator(access, options).run())
     except Lost as loss:
         _log.error("%s: ending", loss)
-        # At once: whoever waits for a task here would go on acting without a lease.
+        # # Exit immediately: waiting for a task would continue work without a lease.
         os._exit(1)
     except CannotServe as error:
         print(error, file=sys.stderr)
@@ -139,12 +139,12 @@ class Operator:
 
     def __init__(self, access: Access, options: OperatorOptions) -> None:
         """Args:
-        access: which cluster, and as whom.
-        options: how it runs.
+        access: API server and account.
+        options: options of the process.
         """
         self._access, self._options = access, options
         self._metrics = OperatorMetrics()
-        # The lease is renewed past the guard that asks it, and past the connections of everything else.
+        # # Renewals bypass the guard that checks the lease, and the connections of all other requests.
         self._plain = Client(access, asked=self._metrics.asked)
         self._lease = Lease(self._plain, options.lease_namespace, LEASE_NAME, options.identity)
         self._kube = Client(access, guard=self._lease.check, asked=self._metrics.asked)
@@ -201,7 +201,7 @@ class Operator:
                 await server.close()
 
     async def _serve(self) -> list[ProbeServer | AdmissionServer]:
-        """Serve probes, metrics, and the webhook if there is one: leader or not, whoever runs answers."""
+        """Start the probe and metrics server, and the webhook if there is one, also without the lease."""
         port, webhook = self._options.metrics_port, self._options.webhook_port
         probes = ProbeServer(port, live=self._stuck, ready=self._unready, metrics=self._metrics.text)
         try:
@@ -222,10 +222,10 @@ class Operator:
         return [probes, admission]
 
     async def _work(self) -> None:
-        """Run everything from the lease on."""
+        """Acquire the lease and run all tasks that need it."""
         self._waits_for = "the definition of DSV4Deployment"
         await self._definition()
-        # One that waits for its turn is as ready as it can be.
+        # # A standby that waits for the lease is ready.
         self._waits_for = None
         await self._lease.acquire()
         _log.info("%s leads", self._lease.identity)
@@ -256,7 +256,7 @@ class Operator:
             await watch.close()
 
     async def _definition(self) -> None:
-        """Wait until the API server knows what a DSV4Deployment is, and lets this account list them."""
+        """Wait until the API server serves DSV4Deployment and this account may list them."""
         where: Sequence[str | None] = self._options.namespaces or (None,)
         told = None
         while True:
@@ -314,7 +314,7 @@ class Operator:
 
 
 def endpoints(deployment: DSV4Deployment) -> Endpoints:
-    """Return where users inside the cluster reach `deployment`."""
+    """Return the URLs of `deployment` for users inside the cluster."""
     name, namespace = deployment.metadata.name, deployment.metadata.namespace
     dashboard, _ = paths.HEAD_PORTS["dashboard"]
     return Endpoints(
@@ -324,9 +324,7 @@ def endpoints(deployment: DSV4Deployment) -> Endpoints:
 
 
 def _identity() -> str:
-    """Return a name unlike any other's. A container that starts again in its pod is the same one: its predecessor has
-    ended.
-    """
+    """Return a unique name. A container that restarts in its pod keeps the name, because its predecessor has ended."""
     host = socket.gethostname()
     return host if (SERVICE_ACCOUNT / "token").exists() else f"{host}_{uuid.uuid4().hex[:8]}"
 

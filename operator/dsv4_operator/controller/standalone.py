@@ -1,4 +1,4 @@
-"""`dsv4 up`'s own process: the reconcile loop over one file, with members that live and die with it."""
+"""Process of `dsv4 up`: the reconcile loop over one file; its members end with it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from dsv4_runtime.contract.logfile import log_to
 _log = logging.getLogger("dsv4")
 
 _LONGEST_BACKOFF_SECONDS = 15.0
-"""After a reconcile that failed as a whole. Parts of it have backoffs of their own."""
+"""Longest backoff of a reconcile that failed as a whole. Its parts have their own backoffs."""
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
         if options.attached is not None:
             network.die_with_parent(signal.SIGTERM)
             if os.getppid() != options.attached:
-                # It ended before this process could ask to be told.
+                # # The parent ended before the signal was registered.
                 return
         with state.lock():
             _run(state)
@@ -71,14 +71,14 @@ def _run(state: DeploymentState) -> None:
     deployment = state.manifest()
     if deployment is None:
         raise StateError(f"{state.name!r} has no manifest; start it with `dsv4 up FILE`")
-    # Of a loop that was killed: its members ended with it.
+    # # Files of a killed loop, whose members ended with it.
     state.forget_incarnations()
     check_secrets(deployment, state)
     if deployment.spec.topology.hardware is Hardware.CPU:
         check_compilers(cpu=True)
         _enter(state, deployment)
         return
-    # Held from here to the end of this process, in the machine's own network.
+    # # Held until the end of this process, in the machine's own network.
     with claimed(deployment.spec.topology, gpus.find(), max(deployment.spec.replicas, 1)) as cards:
         _enter(state, deployment, cards, cuda_software(deployment, state, cards))
 
@@ -89,7 +89,7 @@ def _enter(
     cards: tuple[Card, ...] = (),
     software: Software | None = None,
 ) -> None:
-    """Move into a private network where that can be had, and run the loop there."""
+    """Enter a private network if possible, and run the loop there."""
     ports = deployment.spec.network.ports
     listeners = bind_loopback({"api": ports.api, "dashboard": ports.dashboard})
     try:
@@ -97,7 +97,7 @@ def _enter(
     except network.NoNamespacesError as error:
         check_keyless(deployment, str(error))
         note = f"shared: the members share this machine's network, because {error}"
-        # The member listens on these itself, and on two more; better to know now than when it has started.
+        # # The member itself listens on these ports and two more; conflicts are reported before the start.
         others = bind_loopback({"agent": ports.agent, "gcs": ports.gcs})
         for listener in (*listeners.values(), *others.values()):
             listener.close()
@@ -108,7 +108,7 @@ def _enter(
     annotations = {**deployment.metadata.annotations, NETWORK_ANNOTATION: note}
     metadata = deployment.metadata.model_copy(update={"annotations": annotations})
     deployment = deployment.model_copy(update={"metadata": metadata})
-    # Before anything slow, so that nobody takes the status of an earlier life for this one's.
+    # # Before any slow step, so that the status of an earlier run is not taken for this one's.
     state.save_object(deployment)
     for card in cards:
         _log.info("%s", card.title)
@@ -155,11 +155,11 @@ async def _loop(
         while True:
             news.clear()
             if not state.directory.exists() and not stop.is_set():
-                # `dsv4 down` could not find it any more.
+                # # Without its directory, `dsv4 down` cannot find the deployment.
                 _log.error("%s was removed: ending", state.directory)
                 stop.set()
             if stop.is_set() and not drained:
-                # Before its members end, and the engine with them.
+                # # Before the members and the engine end.
                 await gateways.stop()
                 drained = True
             try:
@@ -181,7 +181,7 @@ async def _loop(
 
 
 def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateways:
-    """Return the gateways in front of the groups' heads, as a private network has them."""
+    """Return the gateways of a private network, with the addresses of the groups' heads."""
     ports, size = head_ports(deployment, isolated=True), deployment.spec.topology.nodes_per_group
     heads = []
     for group in range(max(deployment.spec.replicas, 1)):
@@ -191,7 +191,7 @@ def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateways:
 
 
 def _dashboard_port(deployment: DSV4Deployment) -> int:
-    """Return where rank 0 of a private network has Ray's dashboard."""
+    """Return the port of Ray's dashboard on rank 0 of a private network."""
     return head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT
 
 

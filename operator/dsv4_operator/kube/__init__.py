@@ -1,4 +1,5 @@
-"""The only code that speaks to the API server of Kubernetes. Everything is asynchronous; objects are plain dicts."""
+"""Client of the Kubernetes API server, the only one of the operator. All calls are asynchronous; objects are plain
+dicts."""
 
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube.access import Access, AccessError, find_access

@@ -31,8 +31,8 @@ _log = logging.getLogger("dsv4")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 _STABLE_SECONDS = 30.0
-"""A watch that lasted so long is opened again at once; servers end them after minutes."""
-# It only says where a watch may go on.
+"""Duration after which an ended watch is opened again immediately; servers end watches after minutes."""
+# # Contains only the resource version to continue from.
 _BOOKMARK = "BOOKMARK"
 
 CacheKeyT = TypeVar("CacheKeyT")
@@ -40,10 +40,10 @@ _NamespacedName = tuple[str, str]
 
 
 class Cache(Generic[CacheKeyT]):
-    """All objects of one kind that a label selector chooses, found by a key that is made of each.
+    """All objects of one resource that a label selector matches, indexed by a key of each object.
 
-    It lags behind the server, by milliseconds or, while the server cannot be reached, by minutes (`silence`). Who is
-    about to act on the absence of an object asks the server.
+    The cache lags behind the server by milliseconds or, while the server is unreachable, by minutes (`silence`). Before
+    an action based on the absence of an object, read it from the server.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Cache(Generic[CacheKeyT]):
     ) -> None:
         """Args:
         kube: the API server.
-        resource: which kind.
-        key: by what objects are found; several may have the same.
-        namespaces: where; none means everywhere.
-        labels: the selector, which the server applies.
-        changed: called with the key of every object that came, changed or went.
-        keep: returns what is kept of an object, None if nothing; by default all of it.
+        resource: kind of the objects.
+        key: returns the index key of an object; several objects may share one.
+        namespaces: watched namespaces; empty: all.
+        labels: label selector, applied by the server.
+        changed: called with the key of every added, changed or deleted object.
+        keep: returns the part of an object to keep, None to drop it; default: all of it.
         clock: seconds, only for `silence`.
         """
         self._kube = kube
@@ -80,21 +80,21 @@ class Cache(Generic[CacheKeyT]):
         self._keys: dict[_NamespacedName, CacheKeyT] = {}
         self._heard: dict[str | None, float] = {}
         self.synced = asyncio.Event()
-        """Set when everything was listed once."""
+        """Set after the first complete list."""
 
     def objects(self, key: CacheKeyT) -> list[Manifest]:
-        """Return the objects with `key`, in no order. They are shared: do not change them."""
+        """Return the objects with `key`, in no order. They are shared and must not be modified."""
         found = self._objects.get(key)
         return list(found.values()) if found else []
 
     def all(self) -> Iterable[Manifest]:
-        """Return every object. They are shared: do not change them."""
+        """Return every object. They are shared and must not be modified."""
         for found in self._objects.values():
             yield from found.values()
 
     @property
     def silence(self) -> float:
-        """Return the seconds since the server was last heard, of the namespace that was silent for the longest time."""
+        """Return the seconds since the last data from the server, of the namespace with the longest silence."""
         if len(self._heard) < len(self._places):
             return float("inf")
         return self._clock() - min(self._heard.values())
@@ -106,7 +106,7 @@ class Cache(Generic[CacheKeyT]):
                 tasks.create_task(self._follow(place))
 
     async def _follow(self, place: str | None) -> None:
-        """Follow one namespace: list, then watch, and list again when the server has forgotten where the watch was."""
+        """Follow one namespace: list, then watch, and list again when the resource version has expired."""
         version: str | None = None
         failures = 0
         while True:
@@ -129,10 +129,10 @@ class Cache(Generic[CacheKeyT]):
             except KubeError as error:
                 problem = str(error)
             except Exception as error:
-                # Whatever is wrong with one answer or object, the others are followed.
+                # # An invalid answer or object must not end the watch of the others.
                 version, problem = None, f"{type(error).__name__}: {error}"
                 _log.error("watching %s failed", self._resource.plural, exc_info=error)
-            # A server or a proxy that ends streams at once, in good order or not, is not asked as often as it likes.
+            # # Backoff for a server or proxy that ends streams immediately.
             failures = 1 if self._clock() - begun > _STABLE_SECONDS else failures + 1
             if failures == 1:
                 continue
@@ -153,7 +153,7 @@ class Cache(Generic[CacheKeyT]):
         return listing.resource_version
 
     def _put(self, item: Manifest) -> None:
-        # Half of an object's bytes, and of no use here.
+        # # Half of an object's bytes, and not used.
         item["metadata"].pop("managedFields", None)
         kept = self._keep(item) if self._keep is not None else item
         if kept is None:
@@ -188,12 +188,12 @@ PodKey = tuple[str, str, int]
 """Namespace, deployment, group."""
 
 GATEWAYS = -2
-"""In place of the group: the gateways of a deployment, of all of its groups."""
+"""Value of the group in the key of gateways, for all groups of a deployment."""
 _OTHERS: PodKey = ("", "", -1)
 
 
 class PodCache(Cache[PodKey]):
-    """The pods of a cluster: members of groups and gateways, by their labels, and what all others take of a node."""
+    """Pods of a cluster: members and gateways by their labels, and the resource requests of all other pods."""
 
     def __init__(
         self, kube: Client, *, namespaces: Sequence[str] = (), changed: Callable[[PodKey], None] | None = None
@@ -209,7 +209,7 @@ class PodCache(Cache[PodKey]):
     def pods(self, namespace: str, deployment: str, group: int) -> list[Manifest]:
         """Return the members of one group, of every incarnation, or the `GATEWAYS`.
 
-        They are shared: do not change them.
+        They are shared and must not be modified.
         """
         return self.objects((namespace, deployment, group))
 
@@ -220,7 +220,7 @@ def _name(item: Manifest) -> _NamespacedName:
 
 
 def _pod_key(pod: Manifest) -> PodKey:
-    """Return the group that `pod` is a member of: by owner and name, which nobody can change, else by its labels."""
+    """Return the group of a member pod: by owner and name, which are immutable, else by its labels."""
     owners = names.parts(pod, "metadata", "ownerReferences")
     member = names.parse_member_name(str(pod["metadata"].get("name")))
     if member is not None and any(one.get("kind") == KIND and one.get("name") == member[0] for one in owners):
@@ -238,7 +238,7 @@ def _pod_key(pod: Manifest) -> PodKey:
 
 
 def _kept_of_pod(pod: Manifest) -> Manifest | None:
-    """Return members and gateways as they are, and of any other pod that runs the fields that the scheduler reads."""
+    """Return members and gateways unchanged, and of any other running pod the fields that the scheduler reads."""
     if _pod_key(pod) != _OTHERS:
         return pod
     status, spec, metadata = pod.get("status") or {}, pod.get("spec") or {}, pod["metadata"]
@@ -266,18 +266,18 @@ Versions = frozenset[tuple[str, str, str]]
 
 
 class OwnedCache:
-    """The Services, ConfigMaps, gateways, budgets and policies of all deployments, kept up to date by watches."""
+    """Services, ConfigMaps, gateways, budgets and policies of all deployments, kept up to date by watches."""
 
     def __init__(
         self, kube: Client, *, namespaces: Sequence[str] = (), changed: Callable[[DeploymentKey], None] | None = None
     ) -> None:
         """Args:
         kube: the API server.
-        namespaces: where; none means everywhere.
-        changed: called with the deployment of every object that came, changed or went.
+        namespaces: watched namespaces; empty: all.
+        changed: called with the deployment of every added, changed or deleted object.
         """
         chosen = f"{names.MANAGED_BY}={names.MANAGER}"
-        # Plans and evidence come and go with incarnations, and nobody reads a plan after its members have begun.
+        # # Plans and evidence belong to incarnations, and plans are read only at the start of members.
         lasting = f"{chosen},!{names.INCARNATION}"
         self._caches = {
             resource.kind: Cache(
@@ -299,7 +299,7 @@ class OwnedCache:
                 tasks.create_task(cache.run())
 
     def versions(self, namespace: str, deployment: str) -> Versions:
-        """Return which objects `deployment` has. They change with what people change, not with an object's status."""
+        """Return the objects of `deployment` with their versions. A change of an object's status does not change them."""
         return frozenset(
             (kind, one["metadata"]["name"], _version(one))
             for kind, cache in self._caches.items()
@@ -313,7 +313,7 @@ def _key(item: Manifest) -> DeploymentKey:
 
 
 def _version(item: Manifest) -> str:
-    """Return a version that an object's status does not change: the generation and labels, of kinds that have one."""
+    """Return a version that is independent of the status: generation, labels and owners, for kinds with a generation."""
     metadata = item["metadata"]
     if not metadata.get("generation"):
         return str(metadata["resourceVersion"])

@@ -23,39 +23,39 @@ Manifests = list[Manifest]
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A collection as it was at one moment."""
+    """Result of a list request."""
 
     items: Manifests
-    """Without `apiVersion` and `kind`, as the server lists them."""
+    """Objects without `apiVersion` and `kind`, as the server lists them."""
     resource_version: str
-    """Version to begin to watch from."""
+    """Version to start a watch from."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """A change."""
+    """Event of a watch."""
 
     type: str
-    """`ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`; of a bookmark only the resource version has a meaning."""
+    """`ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`; a bookmark contains only the resource version."""
     object: Manifest
 
     @property
     def resource_version(self) -> str:
-        """Return the resource version to go on to watch from."""
+        """Return the resource version to continue the watch from."""
         return str(self.object["metadata"]["resourceVersion"])
 
 
 REQUEST_SECONDS = 30.0
 _CONNECT_SECONDS = 5.0
 _WATCH_SECONDS = 300
-# The server sends a bookmark about once a minute, so a stream that is silent for longer is broken.
+# # The server sends a bookmark about once a minute, so a longer silence means a broken stream.
 _SILENCE_SECONDS = 90.0
 _CLOSING_SECONDS = 0.25
 _CONNECTIONS = 64
-"""For requests. Watches have connections of their own: each holds one for minutes."""
+"""Limit for requests. Watches use separate connections, because each holds one for minutes."""
 _LINE_BYTES = 32 * 2**20
-"""Of one event of a watch; etcd takes objects of 1.5 MiB."""
-# A pod's token is replaced when most of its hour is over.
+"""Limit of one watch event; etcd accepts objects of 1.5 MiB."""
+# # A pod's token is replaced when most of its hour has passed.
 _CREDENTIAL_SECONDS = 60.0
 _PAGE = 500
 
@@ -71,9 +71,9 @@ class KubeReader:
         asked: Callable[[str, int], None] | None = None,
     ) -> None:
         """Args:
-        access: which server, and as whom.
+        access: API server and account.
         guard: called before every write; raises if this process may not write any more.
-        asked: told the method and the status of every answer; 0: there was none.
+        asked: called with method and status of every answer; 0: there was none.
         """
         self.access = access
         self._guard = guard
@@ -81,7 +81,7 @@ class KubeReader:
         self._sessions: _Sessions | None = None
         self._credential = Credential()
         self._asked = -math.inf
-        """Time at which the credential was asked for."""
+        """Time of the latest credential."""
         self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -96,7 +96,7 @@ class KubeReader:
             sessions, self._sessions = self._sessions, None
             await sessions.requests.close()
             await sessions.watches.close()
-            # asyncio closes a connection whose TLS handshake was cut short later than its owner hears of it.
+            # # asyncio closes a connection after an incomplete TLS handshake later than it reports.
             await asyncio.sleep(_CLOSING_SECONDS)
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
@@ -170,7 +170,7 @@ class KubeReader:
                 with _expected(f"{method} {path}"):
                     return _mapping(orjson.loads(content))
         except Unavailable:
-            # A write that the guard stopped on its way looks like a broken connection.
+            # # A write that the guard stopped appears as a broken connection.
             guard()
             raise
 
@@ -184,7 +184,7 @@ class KubeReader:
         content_type: str,
         limits: aiohttp.ClientTimeout,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """Yield the answer, if it is a good one."""
+        """Yield the answer if its status is no error."""
         request = f"{method} {path}"
         try:
             for patience in (_CREDENTIAL_SECONDS, 0.0):
@@ -202,7 +202,7 @@ class KubeReader:
                 ):
                     self._asked_one(method, response.status)
                     if response.status == 401 and patience:
-                        # A credential that has ended: once more with a new one.
+                        # # The credential has expired: repeat with a new one.
                         continue
                     if response.status >= 400:
                         raise _error(request, response.status, await response.read())
@@ -216,7 +216,7 @@ class KubeReader:
             raise Unavailable(f"{request}: {self.access.server} cannot be reached: {error}") from error
 
     async def _connected(self, patience: float) -> tuple[_Sessions, str | None]:
-        """Return the connections and the token to show on them, at most `patience` seconds old if it can change."""
+        """Return the connections and the bearer token, which is at most `patience` seconds old if it can change."""
         async with self._opening:
             now = asyncio.get_running_loop().time()
             if self._sessions is None or (self.access.changing and now - self._asked > patience):
@@ -315,7 +315,7 @@ class _Sessions:
 
     requests: aiohttp.ClientSession
     watches: aiohttp.ClientSession
-    """Without a limit: with a shared one, watches of many namespaces leave no connection for requests."""
+    """Without a limit: with a shared one, watches of many namespaces would leave no connection for requests."""
 
 
 def _session(tls: ssl.SSLContext | None, *, limit: int) -> aiohttp.ClientSession:
@@ -324,9 +324,9 @@ def _session(tls: ssl.SSLContext | None, *, limit: int) -> aiohttp.ClientSession
 
 
 class _GuardedBody(aiohttp.BytesPayload):
-    """A body that is checked once more when its bytes are sent: until then a request may wait for a connection.
+    """A body that checks the guard again when it is sent, because a request may wait for a connection until then.
 
-    Without its body the server takes a request for incomplete, and does nothing.
+    Without its body the server treats the request as incomplete, and does nothing.
     """
 
     def __init__(self, data: bytes, guard: Callable[[], None]) -> None:
@@ -363,10 +363,10 @@ def _mapping(content: object) -> Manifest:
 
 
 def _named(item: object) -> Manifest:
-    """Return an object of the API, which has a name.
+    """Return an API object with a name.
 
     Raises:
-        KeyError, TypeError: it is something else.
+        KeyError, TypeError: it is no such object.
     """
     manifest = _mapping(item)
     if not isinstance(manifest["metadata"]["name"], str):
@@ -385,7 +385,7 @@ def _watch_event(request: str, line: bytes) -> WatchEvent:
         event = WatchEvent(str(content["type"]), _mapping(content["object"]))
         if event.type == "ERROR":
             reason, message = str(event.object.get("reason", "")), str(event.object.get("message", ""))
-            # `Expired` is the reason that goes with 410, whatever the code says.
+            # # `Expired` is the reason of status 410, whatever the code.
             code = 410 if reason in ("Expired", "Gone") else int(event.object.get("code") or 500)
         elif event.resource_version and (event.type == "BOOKMARK" or _named(event.object)):
             return event
@@ -399,16 +399,16 @@ def _error(request: str, status: int, body: bytes) -> KubeError:
         answer = orjson.loads(body)
         return error_of(request, status, answer.get("reason", ""), answer.get("message", ""))
     except (ValueError, AttributeError):
-        # A proxy's words, or the server's before it serves its API.
+        # # Text of a proxy, or of the server before its API is served.
         return error_of(request, status, "", body[:500].decode(errors="replace").strip())
 
 
 @contextlib.asynccontextmanager
 async def _aborted_unless_read(response: aiohttp.ClientResponse) -> AsyncGenerator[None]:
-    """Close the connection at once of an answer that is not read to its end, such as a watch's.
+    """Close the connection of an answer that is not read to its end, such as a watch's.
 
-    Nothing else can use it, and asyncio would hold it up to 30 s for the server's part of the end of TLS, after
-    `ClientSession.close` too.
+    It cannot be reused, and asyncio would keep it up to 30 s for the server's part of the TLS shutdown, even after
+    `ClientSession.close`.
     """
     try:
         yield
@@ -418,7 +418,7 @@ async def _aborted_unless_read(response: aiohttp.ClientResponse) -> AsyncGenerat
 
 
 async def _lines(request: str, stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield lines of up to 32 MiB; those of the reader have to be shorter."""
+    """Yield lines of up to 32 MiB; the reader itself has a lower limit."""
     pieces: list[bytes] = []
     size = 0
     async for chunk in stream.iter_any():

@@ -11,7 +11,7 @@ from dsv4_operator.api.deployment import API_VERSION, KIND
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One kind of object."""
+    """A resource of the API."""
 
     api_version: str
     kind: str
@@ -62,22 +62,22 @@ _KNOWN = {
 
 
 def resource_of(manifest: Mapping[str, Any]) -> Resource:
-    """Return the kind of the object `manifest`.
+    """Return the resource of the object `manifest`.
 
     Raises:
-        KeyError: none that dsv4 writes.
+        KeyError: dsv4 does not write this kind.
     """
     return _KNOWN[manifest["apiVersion"], manifest["kind"]]
 
 
 class KubeError(Exception):
-    """The API server refused or failed a request; the text begins with the request and ends with the server's words."""
+    """A failed request to the API server; the text begins with the request and ends with the server's message."""
 
     def __init__(self, message: str, *, status: int = 0, reason: str = "") -> None:
         """Args:
-        message: the request and what the server said of it.
+        message: the request and the server's message.
         status: HTTP status; 0 if there was no answer.
-        reason: the server's word for it (`metav1.StatusReason`), empty without one.
+        reason: `metav1.StatusReason`, empty without one.
         """
         super().__init__(message)
         self.status = status
@@ -85,19 +85,19 @@ class KubeError(Exception):
 
 
 class NotFound(KubeError):
-    """There is no such object, or no such kind of object."""
+    """The object, or its kind, does not exist."""
 
 
 class AlreadyExists(KubeError):
-    """An object of that name is there already."""
+    """An object of that name exists already."""
 
 
 class Conflict(KubeError):
-    """The object is not the one, or not the version, that the request was about."""
+    """The object, or its version, is not the one of the request."""
 
 
 class Forbidden(KubeError):
-    """The account may not do that (401 and 403)."""
+    """The account lacks the permission (401 and 403)."""
 
 
 class Invalid(KubeError):
@@ -109,7 +109,7 @@ class Gone(KubeError):
 
 
 class Unavailable(KubeError):
-    """No answer in time, or a server that is overloaded or failing. Trying again later may help."""
+    """No answer in time, or a server that is overloaded or failing. A retry may succeed."""
 
 
 _BY_STATUS: dict[int, type[KubeError]] = {
@@ -125,7 +125,7 @@ _BY_STATUS: dict[int, type[KubeError]] = {
 
 
 def error_of(request: str, status: int, reason: str, message: str) -> KubeError:
-    """Make the error for an answer.
+    """Return the error for an answer.
 
     Args:
         request: method and path, for the text.
