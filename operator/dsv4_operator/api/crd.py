@@ -1,12 +1,13 @@
 """The CustomResourceDefinition, generated from the models: `python -m dsv4_operator.api.crd > manifests/crd.yaml`.
 
-The schema enforces the rules of single fields; CEL enforces the rules over several fields (`rules`) with the same remedy,
-as far as CEL can express them. The operator checks every object again.
+The schema enforces the rules of single fields; CEL enforces the rules over several fields (`rules`) with the same
+remedy, as far as CEL can express them. The operator checks every object again.
 
-The JSON schema of pydantic contains references, unions with null, titles and numeric exclusive bounds, which the API server
-rejects or drops. Its own refusals repeat the refused text, which may be a secret, and round the bounds of fractions; so both
-are CEL rules with a reason that omits the value. The descriptions state defaults, and the server does not fill them in:
-the stored object stays as the user wrote it, and server-side apply has no owner for unset fields.
+The JSON schema of pydantic contains references, unions with null, titles and numeric exclusive bounds, which the API
+server rejects or drops. Its own refusals repeat the refused text, which may be a secret, and round the bounds of
+fractions; so both are CEL rules with a reason that omits the value. The descriptions state defaults, and the server
+does not fill them in: the stored object stays as the user wrote it, and server-side apply has no owner for unset
+fields.
 """
 
 from __future__ import annotations

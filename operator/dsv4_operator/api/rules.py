@@ -1,4 +1,5 @@
-"""Findings about a manifest, each with field, value and remedy, and the rules over several fields of a specification."""
+"""Findings about a manifest, each with field, value and remedy, and the rules over several fields of a
+specification."""
 
 from __future__ import annotations
 

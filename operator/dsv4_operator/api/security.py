@@ -3,14 +3,15 @@
 Three sets of rules:
 
 * Flags and variables that dsv4 sets itself (`owned_flag`, `owned_env`); each has the field to use instead.
-* Flags and variables that reach beyond their deployment. A deployment may not run its own image unless the administrator
-  allows it, so no other setting may load code into the engine, make it read files of the pod for clients, or send data to
-  another host. `FLAGS` are refused unless `policy.engineFlags` lists them. Variables are accepted only if they match
-  `VARIABLES`, or are in `policy.engineVariables`, and do not match `REFUSED_VARIABLES`, because every library in the image
-  can read variables. `dsv4 up` accepts all of them: the engine has the rights of the user who starts it.
-* URLs of link-local addresses and of cloud metadata services. Members fetch URLs from the network of their node and report
-  errors, so a URL must not reach a service that only nodes may access. Names are checked as text; network policies have
-  to restrict the addresses that they resolve to.
+* Flags and variables that reach beyond their deployment. A deployment may not run its own image unless the
+  administrator allows it, so no other setting may load code into the engine, make it read files of the pod for clients,
+  or send data to another host. `FLAGS` are refused unless `policy.engineFlags` lists them. Variables are accepted
+  if `policy.engineVariables` lists them, or if they match `VARIABLES` and not `REFUSED_VARIABLES`, because every
+  library in the image can read variables. `dsv4 up` accepts all of them: the engine has the rights of the user who
+  starts it.
+* URLs of link-local addresses and of cloud metadata services. Members fetch URLs from the network of their node and
+  report errors, so a URL must not reach a service that only nodes may access. Names are checked as text; network
+  policies have to restrict the addresses that they resolve to.
 
 The chart enforces the second and the third set in CEL, from the tables of `api.documents`.
 """

@@ -16,18 +16,18 @@ from dsv4_operator.kube import Client, OwnedCache, PodCache
 
 @dataclass(frozen=True, slots=True)
 class BackendDependencies:
-    """Dependencies from which backends are made."""
+    """Dependencies of backends."""
 
     kube: Client
     pods: PodCache
-    """Of the namespaces that the operator watches."""
+    """Pods of the watched namespaces."""
     owned: OwnedCache
     runtime_image: str
-    """Of members and gateways whose deployment names no image."""
+    """Image of members and gateways whose deployment names none."""
     policy: ClusterPolicy
-    """The limits on what deployments have of nodes."""
+    """Limits on the use of nodes by deployments."""
     changed: Callable[[str, str], None]
-    """Called with namespace and name of a deployment of which there is news."""
+    """Called with namespace and name of a deployment after a change."""
     in_cluster: bool = False
     """Whether this process is a pod of the cluster."""
 
@@ -45,11 +45,11 @@ def _pods(given: BackendDependencies) -> Backend:
 
 
 BACKENDS: dict[str, Callable[[BackendDependencies], Backend]] = {DEFAULT_BACKEND: _pods}
-"""By what `spec.backend` calls them."""
+"""By the values of `spec.backend`."""
 
 
 def check(deployment: DSV4Deployment) -> None:
-    """Refuse a deployment for which there is no backend.
+    """Check that the backend of a deployment exists.
 
     Raises:
         InvalidDeployment: `spec.backend` is none of `BACKENDS`.
@@ -67,7 +67,7 @@ class Backends:
         self._made = {name: make(given) for name, make in BACKENDS.items()}
 
     def of(self, deployment: DSV4Deployment) -> Backend:
-        """Return what runs the members of `deployment`.
+        """Return the backend of `deployment`.
 
         Raises:
             InvalidDeployment: there is no such backend.

@@ -92,7 +92,8 @@ class DeploymentWatch:
 
 
 def watch_settings() -> kopf.OperatorSettings:
-    """Return settings that write nothing: no finalizers, annotations, events or peers; every request has a time limit."""
+    """Return settings that write nothing: no finalizers, annotations, events or peers; every request has a time
+    limit."""
     settings = kopf.OperatorSettings()
     settings.peering.standalone = True
     settings.posting.enabled = False

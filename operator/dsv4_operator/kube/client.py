@@ -61,7 +61,8 @@ _PAGE = 500
 
 
 class KubeReader:
-    """Read access to the API server over HTTP. Every method raises `KubeError` and nothing else, and has a time limit."""
+    """Read access to the API server over HTTP. Every method raises `KubeError` and nothing else, and has a time
+    limit."""
 
     def __init__(
         self,

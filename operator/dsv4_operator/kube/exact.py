@@ -93,7 +93,8 @@ async def _clean(kube: Client, manifest: Manifest, live: Manifest) -> Manifest:
 
 
 async def _live(kube: Client, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
-    """Return the live object; None if there is none. The operator has permission to list these kinds, not to get them."""
+    """Return the live object; None if there is none. The operator has permission to list these kinds, not to get
+    them."""
     return next(iter(await kube.list(resource, namespace, fields=f"metadata.name={name}")), None)
 
 

@@ -157,7 +157,8 @@ def decide(
 
 
 def record_evidence(status: GroupStatus, incarnation: int, where: str | None) -> GroupStatus:
-    """Return `status` with the location of the evidence that `CollectEvidence` saved for `incarnation`'s latest death."""
+    """Return `status` with the location of the evidence that `CollectEvidence` saved for `incarnation`'s latest
+    death."""
     history = list(status.history)
     for index in reversed(range(len(history))):
         if where is not None and history[index].incarnation == incarnation:

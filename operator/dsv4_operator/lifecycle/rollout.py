@@ -224,7 +224,8 @@ def _judged(
 
 
 def _failed(group: GroupStatus, current: str, deadline: float, now: float) -> str | None:
-    """Return the reason why the specification with fingerprint `current` failed in `group`; None while it may succeed."""
+    """Return the reason why the specification with fingerprint `current` failed in `group`; None while it may
+    succeed."""
     if group.revision != current:
         return None
     death = group.last_failure

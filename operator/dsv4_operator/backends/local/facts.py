@@ -29,16 +29,16 @@ def local_facts(
     cards: Sequence[Card] = (),
     software: Software | None = None,
 ) -> Facts:
-    """Return as many stand-in nodes as the groups ask for, sharing this machine's processors and memory equally.
+    """Return the stand-in nodes of all groups, which share this machine's processors and memory equally.
 
     Args:
         deployment: the specification.
-        state: where its files go.
-        isolated: whether members get networks of their own.
-        memory: bytes that the members may count on together. Default: what is free now. Where members run already,
-            their own memory is free for the plan that follows them, so the caller gives what was free without them.
-        cards: the GPUs that the deployment holds, shared out among the nodes; none on CPU.
-        software: installed for engines on them; none on CPU.
+        state: its files.
+        isolated: whether members have their own networks.
+        memory: bytes for all members together. Default: the free memory now. Memory of running members is free for
+            their successors, so the caller passes the amount that was free without them.
+        cards: the GPUs of the deployment, divided among the nodes; none on CPU.
+        software: installed software for engines on them; none on CPU.
     """
     count = deployment.spec.topology.nodes_per_group * max(deployment.spec.replicas, 1) if isolated else 1
     software = software or Software()
@@ -51,7 +51,7 @@ def local_facts(
             interface=network.INTERFACE if isolated else "lo",
             cpus=max(1, cpus // count),
             memory_bytes=memory,
-            # Whatever else is in the machine: without cards the members run vLLM's CPU build.
+            # # Without cards, members run vLLM's CPU build, regardless of GPUs in the machine.
             machine=cards[0].machine if cards else "cpu",
             gpus=tuple(map(_gpu, cards[place * len(cards) // count : (place + 1) * len(cards) // count])),
         )
@@ -76,9 +76,7 @@ def _gpu(card: Card) -> GpuFacts:
 
 
 def resident_memory(pids: Iterable[int]) -> int:
-    """Return the bytes of these processes, shared pages divided among those that share them; one that ended counts
-    nothing.
-    """
+    """Return the proportional set size of the processes in bytes; processes that ended count as 0."""
     total = 0
     for pid in pids:
         try:
@@ -90,23 +88,23 @@ def resident_memory(pids: Iterable[int]) -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes that programs could have now without swapping."""
+    """Return the bytes that programs can allocate without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/meminfo has no MemAvailable; dsv4 needs Linux 3.14 or newer")
 
 
-_HEADER_LIMIT = 100 * 2**20  # safetensors' own
+_HEADER_LIMIT = 100 * 2**20  # # Limit of safetensors.
 
 
 def model_here(spec: ModelSpec) -> Model | None:
-    """Return the model that a deployment names by its path, from its files or its `config.json` alone.
+    """Return the model at the path of a deployment, read from its files or its `config.json` alone.
 
-    None if neither is on this machine, or the name says which of those with that configuration it is.
+    None if neither is on this machine, or if the name already identifies the checkpoint.
 
     Raises:
-        BadCheckpoint: the files are there and cannot be understood; the text names the file.
+        BadCheckpoint: a file cannot be parsed; the text contains its name.
     """
     place = spec.source.path or spec.source.shared_path
     if place is None:
@@ -124,10 +122,10 @@ def model_here(spec: ModelSpec) -> Model | None:
 
 
 def read_checkpoint(folder: Path, variant: str) -> Model | None:
-    """Return the checkpoint in `folder`; None if files of it are missing.
+    """Return the checkpoint in `folder`; None if files are missing.
 
     Raises:
-        BadCheckpoint: a file cannot be understood.
+        BadCheckpoint: a file cannot be parsed.
     """
     config, index = folder / "config.json", folder / "model.safetensors.index.json"
     if not config.is_file() or not index.is_file():

@@ -43,11 +43,11 @@ class Target:
 def bind_loopback(ports: Mapping[str, int]) -> Listeners:
     """Return listening sockets on loopback.
 
-    Sockets keep the network that they were made in, so these go on listening on the machine's own loopback after the
-    process has moved to another network.
+    Sockets stay in the network namespace of their creation, so these listen on the machine's loopback after the process
+    has moved to another one.
 
     Raises:
-        StateError: a port is taken; no socket stays open.
+        StateError: a port is in use; no socket stays open.
     """
     sockets: Listeners = {}
     try:
@@ -73,14 +73,14 @@ def bind_loopback(ports: Mapping[str, int]) -> Listeners:
 
 
 class Publisher:
-    """Passes connections of one listening socket on to a target, byte for byte."""
+    """Forwards connections of a listening socket to a target."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._server: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
-        """Begin to accept."""
+        """Start to accept connections."""
         self._server = await asyncio.start_server(self._serve, sock=listener)
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Publisher:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until the end, then say so to the other side, which may still be sending."""
+    """Copy until the end of the stream, then close the write side of the peer, which may still be sending."""
     try:
         while data := await reader.read(_CHUNK):
             writer.write(data)
@@ -114,25 +114,25 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 MAX_DRAIN_SECONDS = 15.0
-"""`dsv4 down` waits 40 s for the loop, which has its members to end as well."""
+"""Upper bound of the drain: `dsv4 down` waits 40 s for the loop, which has to end its members too."""
 _LAST_SECONDS = 5.0
-"""From the end of the drain until the process is killed."""
+"""Time from the end of the drain to SIGKILL."""
 _RESTART_SECONDS = 0.5
 
 
 def settings(deployment: DSV4Deployment, state: DeploymentState) -> GatewaySettings:
-    """Return what the gateway of a group of this deployment is told."""
+    """Return the settings of a gateway of this deployment."""
     spec = deployment.spec.gateway
     drain = min(spec.drain, MAX_DRAIN_SECONDS)
-    # The socket stays open in the loop: connections wait in it for the next process.
+    # # The loop keeps the socket open: connections wait in its queue for the next process.
     return gateway_settings(deployment, drain_seconds=drain, secrets_root=str(state.secrets), lame_duck_seconds=0.0)
 
 
 def check_secrets(deployment: DSV4Deployment, state: DeploymentState) -> None:
-    """Refuse secrets that the members or the gateway could not use.
+    """Check the secrets of members and gateway.
 
     Raises:
-        StateError: one cannot be read, others may read it, or it has no key.
+        StateError: a secret cannot be read, is readable by others, or contains no key.
     """
     source, keys = deployment.spec.model.source.secret_key_ref, deployment.spec.gateway.api_keys
     if source is not None:
@@ -148,10 +148,10 @@ def check_secrets(deployment: DSV4Deployment, state: DeploymentState) -> None:
 
 
 def check_keyless(deployment: DSV4Deployment, reason: str) -> None:
-    """Refuse keys where there is no private network for `reason`, and so no gateway to ask for them.
+    """Refuse API keys without a private network, because then there is no gateway to check them.
 
     Raises:
-        StateError: there are keys.
+        StateError: API keys are set.
     """
     if deployment.spec.gateway.api_keys is not None:
         raise StateError(
@@ -161,16 +161,16 @@ def check_keyless(deployment: DSV4Deployment, reason: str) -> None:
 
 
 class LocalGateways:
-    """The gateways of one deployment: one for each group, all on one socket, and each serves every group.
+    """The gateways of one deployment: one per group, all on one socket; each serves every group.
 
     The head of a group has the same address and ports in every incarnation.
     """
 
     def __init__(self, deployment: DSV4Deployment, state: DeploymentState, heads: Sequence[GroupRoute]) -> None:
         """Args:
-        deployment: of whose specification the limits are.
-        state: where their files go.
-        heads: of each group, in their order.
+        deployment: source of the limits.
+        state: files of the deployment.
+        heads: routes of the groups, in order.
         """
         self._heads, self._token_key_file = tuple(heads), str(state.token_key)
         limits = settings(deployment, state)
@@ -180,15 +180,15 @@ class LocalGateways:
         ]
 
     async def start(self, listener: socket.socket) -> None:
-        """Begin to accept on `listener`, which stays open here: connections wait in it while there is no process."""
+        """Start the processes on `listener`, which stays open here: connections wait in its queue without a process."""
         for gateway in self._all:
             await gateway.start(listener)
 
     def tell(self, given_up: Callable[[int], str | None]) -> None:
-        """Have every gateway know why each group will not come back by itself; None: it may.
+        """Update the routes with the reason why each group will not recover; None: it may.
 
         Args:
-            given_up: asked of each group.
+            given_up: returns the reason of a group.
 
         Raises:
             OSError: a route cannot be written.
@@ -198,7 +198,7 @@ class LocalGateways:
             gateway.follow(self._route(group, heads))
 
     async def stop(self) -> None:
-        """Let them finish what they have begun, and end them."""
+        """Drain and end the gateways."""
         await asyncio.gather(*(gateway.stop() for gateway in self._all))
 
     def _route(self, group: int, heads: Sequence[GroupRoute]) -> GatewayRoute:
@@ -223,7 +223,7 @@ class _GatewayProcess:
         self._supervisor = asyncio.create_task(self._supervise(listener))
 
     def follow(self, route: GatewayRoute) -> None:
-        """Go by another route from now on."""
+        """Replace the route."""
         if self._supervisor is not None and route != self._route:
             replace_file(self._files[1], route.to_json(indent=2) + "\n")
             self._route = route

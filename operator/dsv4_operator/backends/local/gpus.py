@@ -1,8 +1,8 @@
 """NVIDIA GPUs of this machine, read with NVML, and the claims of deployments on them.
 
-A claim is an abstract Unix socket whose name contains the UUID of the GPU. The kernel binds a name to one process at a time,
-for all users and state directories, and frees it when that process ends. Claims are made before the loop enters its own
-network namespace, because abstract sockets belong to a network namespace.
+A claim is an abstract Unix socket whose name contains the UUID of the GPU. The kernel binds a name to one process at a
+time, for all users and state directories, and frees it when that process ends. Claims are made before the loop enters
+its own network namespace, because abstract sockets belong to a network namespace.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ except ImportError:
     pynvml = None
 
 _ANSWER_SECONDS = 10.0
-"""A driver that has to wake the GPUs up first takes a few seconds; a broken one never answers."""
+"""A driver that has to wake the GPUs takes a few seconds; a broken one never answers."""
 _DEVICE = Path("/dev/nvidia0")
-"""Made by the driver for the first GPU."""
+"""Created by the driver for the first GPU."""
 _HOLDERS = 3
-"""Processes that a refusal names."""
+"""Processes listed in a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,37 +41,37 @@ class Card:
     """One GPU."""
 
     index: int
-    """As NVML and `nvidia-smi` count."""
+    """Index of NVML and `nvidia-smi`."""
     uuid: str
-    """`GPU-…`, as `CUDA_VISIBLE_DEVICES` takes it."""
+    """`GPU-…`, as used in `CUDA_VISIBLE_DEVICES`."""
     name: str
     capability: tuple[int, int]
     """Compute capability, (major, minor)."""
     memory_bytes: int | None = None
-    """All of its memory; None where it is the machine's own (GB10)."""
+    """Total memory; None if it is the machine's own (GB10)."""
     free_bytes: int | None = None
     holders: tuple[tuple[int, int], ...] = ()
-    """(process id, bytes) of each process that has memory there, as far as the driver tells."""
+    """(process id, bytes) of each process with memory on the GPU, as far as the driver reports them."""
 
     @property
     def machine(self) -> str | None:
-        """Return its machine in the catalog; None if the catalog has none."""
+        """Return its machine in the catalog; None if it is not listed."""
         return product_machine(self.name)
 
     @property
     def hardware(self) -> str:
-        """Return the `spec.topology.hardware` that it belongs to; empty if there is none."""
+        """Return its value of `spec.topology.hardware`; empty if there is none."""
         return machine_named(self.machine).hardware if self.machine else ""
 
     @property
     def title(self) -> str:
-        """Return it in words, for people."""
+        """Return its index, name and UUID as text."""
         return f"GPU {self.index} ({self.name}, {self.uuid})"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Result of asking NVML about this machine."""
+    """GPUs that NVML reported."""
 
     cards: tuple[Card, ...] = ()
     driver: str = ""
@@ -80,14 +80,14 @@ class Found:
     """Reason why there are no cards."""
 
     def kinds(self) -> str:
-        """Describe the cards for people: `2 × NVIDIA H100 80GB HBM3`."""
+        """Return the cards as text: `2 × NVIDIA H100 80GB HBM3`."""
         names = [card.name for card in self.cards]
         return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) or "no GPU"
 
 
 def find(*, seconds: float = _ANSWER_SECONDS) -> Found:
-    """Return the GPUs that this machine has and `CUDA_VISIBLE_DEVICES` does not exclude; none where nothing answers
-    within `seconds`. The question is asked in a thread of its own, because a broken driver may never answer."""
+    """Return the GPUs of this machine that `CUDA_VISIBLE_DEVICES` does not exclude; none without an answer within
+    `seconds`. NVML runs in its own thread, because a broken driver may never answer."""
     if pynvml is None:
         return Found(problem="the package nvidia-ml-py is not installed (pip install nvidia-ml-py)")
     answers: list[Found] = []
@@ -100,8 +100,8 @@ def find(*, seconds: float = _ANSWER_SECONDS) -> Found:
 
 
 def look_again(cards: tuple[Card, ...]) -> tuple[Card, ...]:
-    """Return `cards` as they are now. Of one that does not answer any more nothing but its name is known; its member
-    finds out why."""
+    """Return `cards` with their present state. A card without an answer keeps only its identity; its member reports the
+    reason."""
     if not cards:
         return ()
     now = {card.uuid: card for card in find().cards}
@@ -109,11 +109,10 @@ def look_again(cards: tuple[Card, ...]) -> tuple[Card, ...]:
 
 
 def hardware_here() -> tuple[Hardware, str]:
-    """Return what `spec.topology.hardware` is on this machine: that of its first GPU in the catalog, else `CPU` and why
-    no GPU is used.
+    """Return the hardware of this machine: that of its first GPU in the catalog, else `CPU` and the reason.
 
     Raises:
-        LookupError: there are GPUs, and for now the driver does not tell which. Nobody who has them wants the CPU.
+        LookupError: there are GPUs, but the driver does not answer. A fallback to CPU would not be intended.
     """
     found = find()
     known = next((card.hardware for card in found.cards if card.hardware), None)
@@ -125,7 +124,7 @@ def hardware_here() -> tuple[Hardware, str]:
 
 
 def taken_by(card: Card) -> str:
-    """Return who has memory of `card`, the greatest first, as a refusal says it; empty if nobody is told."""
+    """Return the processes with the most memory on `card`, as text; empty if none are known."""
     most = sorted(card.holders, key=lambda holder: -holder[1])[:_HOLDERS]
     return ", ".join(f"process {pid}{_process_name(pid)} holds {size / GIB:.1f} GiB" for pid, size in most)
 
@@ -134,7 +133,7 @@ def _process_name(pid: int) -> str:
     try:
         return f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
     except OSError:
-        # Of another process namespace, or ended.
+        # # In another process namespace, or ended.
         return ""
 
 
@@ -159,7 +158,7 @@ def _ask() -> Found:
 def _cards() -> Iterator[Card]:
     for index in range(pynvml.nvmlDeviceGetCount()):
         with contextlib.suppress(pynvml.NVMLError):
-            # One that has fallen off the bus keeps its number and answers nothing.
+            # # A GPU that has fallen off the bus keeps its index and does not answer.
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = _optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
             processes = _optional(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
@@ -175,7 +174,7 @@ def _cards() -> Iterator[Card]:
 
 
 def _visible(cards: tuple[Card, ...], variable: str | None) -> tuple[Card, ...]:
-    """Return the cards that `CUDA_VISIBLE_DEVICES` names, by number or start of the UUID; all if it is not set."""
+    """Return the cards that match `CUDA_VISIBLE_DEVICES`, by index or prefix of the UUID; all if it is not set."""
     if variable is None:
         return cards
     names = [name.strip() for name in variable.split(",") if name.strip()]
@@ -198,10 +197,10 @@ _SECONDS = 1.0
 
 @contextmanager
 def claimed(topology: TopologySpec, found: Found, groups: int = 1) -> Iterator[tuple[Card, ...]]:
-    """Hold as many GPUs as so many groups of `topology` need, while entered; those with the most free memory first.
+    """Claim the GPUs for `groups` groups of `topology` while entered; GPUs with the most free memory first.
 
     Raises:
-        StateError: there are too few of that kind, or other deployments have them.
+        StateError: there are too few GPUs of that kind, or other deployments hold them.
     """
     fitting = [card for card in found.cards if card.hardware == topology.hardware]
     count = topology.world_size * groups
@@ -225,7 +224,7 @@ def claimed(topology: TopologySpec, found: Found, groups: int = 1) -> Iterator[t
 
 
 def _least_used(card: Card) -> tuple[int, int]:
-    """Rank by used memory in steps of a GiB, so that GPUs which nobody uses come in their own order."""
+    """Sort key: used memory in steps of a GiB, so that unused GPUs keep their order, then the index."""
     used = (card.memory_bytes or 0) - (card.free_bytes or 0)
     return used // GIB, card.index
 
@@ -261,7 +260,7 @@ def _claim(card: Card) -> socket.socket | None:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(_socket_name(card))
-        # Whoever finds the name taken connects to learn whose it is.
+        # # Other processes connect to this socket to find its owner.
         sock.listen(1)
     except OSError as error:
         sock.close()
@@ -272,7 +271,7 @@ def _claim(card: Card) -> socket.socket | None:
 
 
 def _holder(card: Card) -> str:
-    """Say who has `card`, for people."""
+    """Return the holder of `card` as text."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(_SECONDS)
         try:

@@ -1,8 +1,9 @@
 """Software that engines on this machine need: vLLM, torch, Ray, the CUDA toolkit and compilers.
 
-Versions are read from package metadata; nothing here imports vLLM or torch. vLLM's libraries compile kernels on the serving
-machine: DeepGEMM and FlashInfer run CUDA's nvcc (prefill on SM12x always uses FlashInfer), Triton builds its launcher with
-the C compiler and Python's headers, and torch on CPU compiles with g++.
+Versions are read from package metadata; nothing here imports vLLM or torch. vLLM's libraries compile kernels on the
+serving
+machine: DeepGEMM and FlashInfer run CUDA's nvcc (prefill on SM12x always uses FlashInfer), Triton builds its launcher
+with the C compiler and Python's headers, and torch on CPU compiles with g++.
 """
 
 from __future__ import annotations
