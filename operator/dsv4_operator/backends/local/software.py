@@ -26,7 +26,7 @@ from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.planning.images import Device, ImageProfile, profiles
 
 LEAST = (12, 9)
-"""Release of nvcc that DeepGEMM asks for."""
+"""Minimum release of nvcc for DeepGEMM."""
 _SYSTEM = Path("/usr/local/cuda")
 _ANSWER_SECONDS = 10.0
 
@@ -35,16 +35,16 @@ Release = tuple[int, int]
 
 
 def cuda_home(torch: Release, links: Path, named: Mapping[str, str], *, needed: bool) -> Path | None:
-    """Return the CUDA toolkit for the engine: that which the user names, this machine's, or Python's packages'.
+    """Return the CUDA toolkit for the engine: the user's, this machine's, or that of Python packages.
 
     Args:
-        torch: the CUDA of the installed torch.
-        links: directory that is made for a toolkit of packages, which lacks what linkers look for.
-        named: the variables of the engine.
-        needed: whether an engine cannot run without one.
+        torch: CUDA release of the installed torch.
+        links: directory to create for a toolkit of packages, which lacks the library names that linkers need.
+        named: environment variables of the engine.
+        needed: whether an engine cannot run without a toolkit.
 
     Raises:
-        StateError: CUDA_HOME is no toolkit that fits, or there is none and it is needed.
+        StateError: CUDA_HOME is no suitable toolkit, or there is none and it is needed.
     """
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if own := named.get(name):
@@ -68,7 +68,7 @@ def cuda_home(torch: Release, links: Path, named: Mapping[str, str], *, needed: 
 
 
 def check_compilers(*, cpu: bool) -> None:
-    """Check that there is what builds launchers, hosts' parts of kernels and kernels for CPU.
+    """Check the compilers, headers and libraries that engines need to compile kernels.
 
     Args:
         cpu: the engine is vLLM's CPU build, which is linked with libnuma.
@@ -107,14 +107,14 @@ def _loads(library: str) -> bool:
 
 
 def _python_headers() -> bool:
-    # Where Triton looks: Debian's own scheme has paths of packages that users install.
+    # # The same path as in Triton: Debian's own scheme contains the paths of user packages.
     scheme = sysconfig.get_default_scheme()
     paths = sysconfig.get_paths(scheme="posix_prefix" if scheme == "posix_local" else scheme)
     return Path(paths["include"], "Python.h").is_file()
 
 
 def _problem(home: Path, torch: Release) -> str | None:
-    """Return why `home` is no toolkit for torch's CUDA, None if it is one."""
+    """Return the reason why `home` is no toolkit for torch's CUDA, None if it is one."""
     nvcc = home / "bin" / "nvcc"
     if not nvcc.is_file():
         return "it has no bin/nvcc"
@@ -125,7 +125,7 @@ def _problem(home: Path, torch: Release) -> str | None:
         return f"{nvcc} is of CUDA {_text(release)}"
     headers = _headers(home)
     if headers is not None and headers != release:
-        # CUDA's C++ headers refuse to be compiled so.
+        # # CUDA's C++ headers reject another release.
         return f"{nvcc} is of CUDA {_text(release)} and the headers beside it of {_text(headers)}"
     return None
 
@@ -149,7 +149,8 @@ def _headers(home: Path) -> Release | None:
 
 
 def _here(torch: Release) -> Iterator[Path]:
-    """Yield the toolkits of this machine: of PATH, NVIDIA's, and what `nvidia-cuda-nvcc` and its like make together."""
+    """Yield the toolkits of this machine: from PATH, NVIDIA's installer, and Python packages such as
+    `nvidia-cuda-nvcc`."""
     on_path = shutil.which("nvcc")
     homes = [Path(on_path).resolve().parent.parent] if on_path else []
     spec = importlib.util.find_spec("nvidia")
@@ -160,9 +161,9 @@ def _here(torch: Release) -> Iterator[Path]:
 
 
 def _linked(home: Path, links: Path) -> Path:
-    """Make `links` a toolkit as NVIDIA's installer lays it out, of links to `home` of Python's packages.
+    """Create in `links` the directory layout of NVIDIA's installer, as links to `home` of the Python packages.
 
-    These have libraries without the names that `-lcudart` finds, and the driver's is not beside them.
+    The packages lack the library names for `-lcudart` and the driver's library.
     """
     (links / "lib64" / "stubs").mkdir(parents=True, exist_ok=True)
     wanted = {links / name: home / name for name in ("bin", "include", "nvvm")}
@@ -182,7 +183,7 @@ def _linked(home: Path, links: Path) -> Path:
 
 
 def _driver() -> Iterable[Path]:
-    """Return where the loader finds the driver's library, if it does."""
+    """Return the path of the driver's library from the loader's cache, if there is one."""
     try:
         told = subprocess.run(
             ["/sbin/ldconfig", "-p"], capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
@@ -202,19 +203,19 @@ _FASTEST = "instanttensor"
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Software of this machine that engines on its GPUs run with."""
+    """Installed software for engines on GPUs."""
 
     profile: ImageProfile | None = None
-    """Profile of the vLLM that is installed; None: the specification names one."""
+    """Profile of the installed vLLM; None: the specification names one."""
     cuda_home: str = ""
     """Directory of the CUDA toolkit; empty: there is none, and none is needed."""
 
 
 def cuda_software(deployment: DSV4Deployment, state: DeploymentState, cards: Sequence[Card]) -> Software:
-    """Return what is installed for the engines of `deployment` on `cards`.
+    """Return the installed software for the engines of `deployment` on `cards`.
 
     Raises:
-        StateError: something is missing; the text names it and the remedy.
+        StateError: something is missing; the text contains it and the remedy.
     """
     engine = deployment.spec.engine
     profile = cuda_profile(engine.profile)
@@ -223,17 +224,17 @@ def cuda_software(deployment: DSV4Deployment, state: DeploymentState, cards: Seq
     named = {**os.environ, **{one.name: one.value for one in engine.env}}
     _, torch = _installed()
     links = state.weights.parent / "cache" / f"cuda-{torch[0]}.{torch[1]}"
-    # Without stock kernels an engine on Hopper needs no compiler but Triton's; on SM12x its prefill is FlashInfer's.
+    # # Without stock kernels an engine on Hopper needs only Triton's compiler; prefill on SM12x uses FlashInfer.
     needed = engine.kernels == "off" or any(card.capability[0] >= 12 for card in cards)
     home = cuda_home(torch, links, named, needed=needed)
     return Software(profile, str(home or ""))
 
 
 def cuda_profile(named: str | None = None) -> ImageProfile | None:
-    """Return the image profile of the vLLM that is installed here; None if the specification has `named` one.
+    """Return the image profile of the installed vLLM; None if the specification has `named` one.
 
     Raises:
-        StateError: there is none for CUDA, no profile describes it, or what it needs beside it is missing.
+        StateError: there is no vLLM for CUDA, no profile describes it, or a requirement is missing.
     """
     found, _ = _installed()
     if named is not None:
@@ -252,7 +253,7 @@ def cuda_profile(named: str | None = None) -> ImageProfile | None:
 
 
 def check_weights(deployment: DSV4Deployment) -> None:
-    """Refuse a directory that has no checkpoint, before anything is started for it.
+    """Check that the directory of the weights contains a checkpoint.
 
     Raises:
         StateError: `spec.model.source.path` has no configuration.
@@ -266,10 +267,10 @@ def check_weights(deployment: DSV4Deployment) -> None:
 
 
 def _installed() -> tuple[str, Release]:
-    """Return the version of vLLM and the CUDA of its torch.
+    """Return the version of vLLM and the CUDA release of its torch.
 
     Raises:
-        StateError: either is not there or not for CUDA, Ray is missing, or vLLM would not find dsv4's plugin.
+        StateError: vLLM or torch is missing or not for CUDA, Ray is missing, or vLLM would not find dsv4's plugin.
     """
     vllm = _version("vllm")
     if vllm is None or "cpu" in vllm:
@@ -292,7 +293,7 @@ def _installed() -> tuple[str, Release]:
 
 
 def _torch_cuda() -> Release | None:
-    """Return the CUDA that the installed torch is built for, by the file in which it keeps its version."""
+    """Return the CUDA release of the installed torch, from its version file."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -26,20 +26,21 @@ from dsv4_runtime.contract.token import new_key, new_token
 _log = logging.getLogger("dsv4")
 
 _FRESH_SECONDS = 60.0
-"""For which a Secret is believed to be there that was, where members are made."""
+"""Time for which an observed Secret is assumed to exist when members are created."""
 
 
 class TokenKeys:
-    """The token keys of all deployments, remembered so that not every question to an agent costs a request."""
+    """Cache of the token keys of all deployments, so that requests to agents cost no request to the API server."""
 
     def __init__(self, kube: Client) -> None:
         self._kube: KubeReader = kube
         self._objects = OwnedObjects(kube)
         self._known: dict[tuple[str, str], tuple[str | None, str, float]] = {}
-        """By namespace and name: uid of the deployment, key, and monotonic time at which the API server had it."""
+        """By namespace and name: uid of the deployment, key, and monotonic time of the latest confirmation by the API
+        server."""
 
     async def ensure(self, deployment: DSV4Deployment, seconds: float = _FRESH_SECONDS) -> str:
-        """Return the key, which the API server had within the last `seconds`; made if it is gone.
+        """Return the key, confirmed by the API server within the last `seconds`; created if it is missing.
 
         Raises:
             BackendError: see `_key_of`.
@@ -49,24 +50,24 @@ class TokenKeys:
         known = self._known.get((metadata.namespace, metadata.name))
         if known is not None and known[0] == metadata.uid and time.monotonic() - known[2] <= seconds:
             return known[1]
-        # Of running agents the tokens were made with it: a Secret that somebody removed is made again as it was.
+        # # Tokens of running agents derive from this key, so a deleted Secret is created again with the same content.
         earlier = known[1] if known is not None and known[0] == metadata.uid else None
         key = await self._key_of(deployment, earlier)
         self._known[metadata.namespace, metadata.name] = metadata.uid, key, time.monotonic()
         return key
 
     async def make_token(self, deployment: DSV4Deployment, group_index: int, incarnation: int) -> None:
-        """Make the Secret with the token of a new incarnation, if no earlier try has made it.
+        """Create the Secret with the token of a new incarnation, unless it exists.
 
         Raises:
-            BackendError: see `_key_of`; or the Secret's name is somebody else's.
+            BackendError: see `_key_of`; or the Secret belongs to another owner.
             KubeError: see `_key_of`; or the API server refused the Secret.
         """
         token = new_token(await self.ensure(deployment))
         await self._objects.create(group_objects.token_secret(deployment, group_index, incarnation, token))
 
     async def of(self, deployment: DSV4Deployment) -> str | None:
-        """Return the key for what agents are asked with, however old; None while it cannot be had."""
+        """Return the key for requests to agents, of any age; None if it is not available."""
         metadata = deployment.metadata
         known = self._known.get((metadata.namespace, metadata.name))
         if known is not None and known[0] == metadata.uid:
@@ -78,13 +79,13 @@ class TokenKeys:
             return None
 
     async def _key_of(self, deployment: DSV4Deployment, earlier: str | None) -> str:
-        """Return the token key of `deployment`; made if there is none, from `earlier` if that is known.
+        """Return the token key of `deployment`; created if there is none, from `earlier` if that is known.
 
         Raises:
-            BackendError: the Secret belongs to somebody else, or is being deleted.
-            KubeError: the Secret cannot be read or made, or has no key.
+            BackendError: the Secret belongs to another owner, or is being deleted.
+            KubeError: the Secret cannot be read or created, or has no key.
         """
-        # A deployment that never had a group has none, most likely.
+        # # A deployment without groups most likely has no key.
         older = bool(deployment.status.groups)
         wanted = group_objects.token_key_secret(deployment, earlier or "")
         known = await self._objects.find(wanted) if older or earlier is not None else None
@@ -101,22 +102,22 @@ class TokenKeys:
         return found
 
     async def _key_before_uid(self, deployment: DSV4Deployment) -> str | None:
-        """Return the key in the Secret of the earlier name, with which the tokens of running agents were made."""
+        """Return the key in the Secret with the former name, from which the tokens of running agents derive."""
         metadata = deployment.metadata
         found = await self._kube.get(SECRETS, metadata.namespace, names.earlier_token_key_name(metadata.name))
         return _entry(found) if found is not None and names.belongs(found, metadata.uid) else None
 
     def release(self, namespace: str, name: str) -> None:
-        """Drop what is remembered of one deployment."""
+        """Drop the data of one deployment."""
         self._known.pop((namespace, name), None)
 
 
 async def require_secrets(kube: KubeReader, deployment: DSV4Deployment) -> None:
-    """See that what `deployment` names by a `secretKeyRef` is there: without it, its pods would wait and not say why.
+    """Check that all Secrets of `deployment` exist: without them its pods would wait without a message.
 
     Raises:
-        BackendError: it is not; the text names the field, the Secret and the remedy.
-        KubeError: it cannot be read.
+        BackendError: one is missing; the text contains the field, the Secret and the remedy.
+        KubeError: a Secret cannot be read.
     """
     namespace, gateway = deployment.metadata.namespace, deployment.spec.gateway
     source = deployment.spec.model.source.secret_key_ref
@@ -140,28 +141,28 @@ def _entry(secret: Manifest | None) -> str | None:
 
 
 _AGAIN_SECONDS = 600.0
-"""Between looks whether somebody else changed or removed it: nothing of it is watched."""
+"""Interval between checks for changes by other clients, in addition to the watches."""
 _GONE = frozenset({GroupPhase.SUSPENDED, GroupPhase.STOPPED})
 
 
 class Frontend:
-    """The frontend of one deployment. Remembers what was applied, so that nothing is written twice."""
+    """Front end of one deployment. Caches the applied objects, so that only changes are written."""
 
     def __init__(self, cluster: Cluster, token_key: Callable[[], Awaitable[str]]) -> None:
         """Args:
-        cluster: where.
-        token_key: makes the deployment's token key if there is none.
+        cluster: shared state of the cluster.
+        token_key: creates the deployment's token key if there is none.
         """
         self._cluster = cluster
         self._token_key = token_key
         self._built: tuple[DSV4Deployment, list[str | None], bool, list[Manifest]] | None = None
-        """Inputs of the objects at the latest look, and the objects."""
+        """Inputs of the latest objects, and the objects."""
         self._applied: list[Manifest] = []
         self._time = -math.inf
 
     @property
     def names(self) -> frozenset[tuple[str, str]]:
-        """Return kind and name of what was applied."""
+        """Return kind and name of the applied objects."""
         return frozenset((one["kind"], one["metadata"]["name"]) for one in self._applied)
 
     async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
@@ -182,7 +183,7 @@ class Frontend:
         await self._token_key()
         await all_done(*(self._cluster.objects.apply(one) for one in changed))
         if deployment.metadata.generation > 1:
-            # The first version of a specification follows none that asked for more groups.
+            # # The first generation cannot have had more groups.
             await self._remove_superfluous(deployment, len(lost))
         self._applied = wanted
         if due:
@@ -202,15 +203,16 @@ class Frontend:
 
 
 def was_placed(status: DeploymentStatus) -> bool:
-    """Return whether a group ever had a plan: a deployment that fits nowhere gets no gateways, which would take room.
+    """Return whether a group ever had a plan: a deployment that fits nowhere gets no gateways, which would use
+    resources.
 
-    Every decision leaves a status with groups, so one without tells nothing.
+    Every decision saves groups, so a status without groups gives no information.
     """
     return not status.groups or any(group.incarnation for group in status.groups)
 
 
 def routed_groups(deployment: DSV4Deployment, status: DeploymentStatus) -> int:
-    """Return how many groups have routes and gateways: those that are wanted, and those that still finish requests."""
+    """Return the number of groups with routes and gateways: wanted groups, and those in drain."""
     ending = (group.index + 1 for group in status.groups if group.phase not in _GONE)
     return max((deployment.spec.replicas, *ending))
 
@@ -229,29 +231,30 @@ def _objects(deployment: DSV4Deployment, lost: Sequence[str | None], image: str,
 
 
 _SETTLE_SECONDS = 3.0
-"""After a write of our own, in which the objects that came or changed are taken for what was written."""
+"""Time after a write in which new or changed objects are attributed to it."""
 _SECRET_SECONDS = 600.0
-"""Between looks at the Secret of a deployment at rest: Secrets are not watched, since who may list one may list all."""
+"""Interval between reads of the Secret of an idle deployment: Secrets are not watched, since permission to list one is
+permission to list all."""
 
 
 class Superseded(BackendError):
-    """Another operator has formed a later incarnation: what this one knows is out of date."""
+    """Another operator has formed a later incarnation, so the state of this one is out of date."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """One deployment's objects, as they were applied last."""
+    """Applied objects of one deployment."""
 
     uid: str | None
     frontend: Frontend
     versions: Versions
-    """Of what the deployment owned, as far as it was seen."""
+    """Versions of the owned objects at the latest observation."""
     written: float = -math.inf
     """Monotonic time of the last write."""
 
 
 class Frontends:
-    """The objects of all deployments, applied when they should be others, and when somebody changed or removed one."""
+    """Front ends of all deployments: objects are applied after a change of the wanted state or by another client."""
 
     def __init__(self, cluster: Cluster, keys: TokenKeys) -> None:
         self._cluster = cluster
@@ -289,17 +292,17 @@ class Frontends:
             known.written = time.monotonic()
 
     def release(self, namespace: str, name: str) -> None:
-        """Drop what is remembered of one deployment."""
+        """Drop the data of one deployment."""
         self._known.pop((namespace, name), None)
 
     def _versions(self, namespace: str, name: str) -> Versions:
         return self._cluster.owned.versions(namespace, name) if self._cluster.owned is not None else frozenset()
 
     def _disturbed(self, known: _Known, versions: Versions) -> bool:
-        """Return whether somebody else removed or changed an object since it was last looked at."""
+        """Return whether another client removed or changed an object since the latest observation."""
         settling = time.monotonic() - known.written < _SETTLE_SECONDS
         if not settling and self._cluster.owned is not None and known.frontend.names - _names(versions):
-            # Made again at the latest look, and removed again before this one.
+            # # Created again at the latest reconcile, and removed again since.
             return True
         if versions == known.versions:
             return False
@@ -307,16 +310,16 @@ class Frontends:
 
 
 async def move_head(owned: OwnedObjects, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
-    """Have the Service of the group's head name `incarnation`, unless it names a later one.
+    """Set the incarnation of the head's Service, unless it has a later one.
 
-    The API server compares versions: of two operators that form at once, one that lost its lease and does not know it
-    yet gets no further, and its incarnation does not come back. Pods that it had sent before do not start, because
-    whoever fenced them removed the plan that they mount.
+    The API server compares versions: of two operators that form at once, one that has lost its lease without noticing
+    gets no further, and its incarnation does not return. Pods that it had created before do not start, because fencing
+    removed the plan that they mount.
 
     Raises:
         Superseded: a later incarnation was formed.
-        BackendError: the Service belongs to somebody else, or is being deleted.
-        KubeError: somebody else changed the Service at the same time, or the API server refused it.
+        BackendError: the Service belongs to another owner, or is being deleted.
+        KubeError: the Service was changed at the same time, or the API server refused it.
     """
     wanted = group_objects.head_service(deployment, group, incarnation)
     live = await owned.find(wanted)
@@ -343,5 +346,5 @@ def _incarnation(service: Manifest) -> int:
 
 
 def _names(versions: Versions) -> frozenset[tuple[str, str]]:
-    """Return kind and name of the objects that are there."""
+    """Return kind and name of the objects."""
     return frozenset((kind, name) for kind, name, _ in versions)

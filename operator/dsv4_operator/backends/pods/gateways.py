@@ -31,17 +31,17 @@ _log = logging.getLogger("dsv4")
 
 CANARY_PATH = "/dsv4/canary"
 _SECONDS = 12.0
-"""The longest wait for an answer: the gateway's own limit is 10 s."""
+"""Limit for an answer: the gateway's own limit is 10 s."""
 _AT_ONCE = 32
-"""Requests at the same time, of all deployments."""
+"""Concurrent requests of all deployments."""
 _LARGEST_BYTES = 16 * 1024
 _REASON_CHARS = 300
 _SAME = {"ErrImagePull": "ImagePullBackOff"}
-"""Reasons between which kubelets alternate."""
+"""Equivalent reasons, between which kubelets alternate."""
 
 TokenKey = Callable[[DSV4Deployment], Awaitable[str | None]]
 Ask = Callable[[str, str], Awaitable[str | None]]
-"""Sends the request to a base URL with a token; returns why it failed."""
+"""Sends the request to a base URL with a token; returns the failure."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _Watched:
 
 
 class Canaries:
-    """Knows of every deployment whether users reach it. Never waits for an answer, and ends nothing."""
+    """Reachability of all deployments for users, tested by requests in the background."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class Canaries:
     ) -> None:
         """Args:
         token_key: returns the token key of a deployment.
-        gateways: returns the pods of a deployment's gateways, from memory.
-        through_service: whether names of Services resolve here, as they do in a pod; else gateways are asked directly.
-        changed: called with namespace and name of a deployment of which something else is known now.
+        gateways: returns the cached pods of a deployment's gateways.
+        through_service: whether names of Services resolve, as in a pod; otherwise requests go to the gateways directly.
+        changed: called with namespace and name of a deployment after a change of its result.
         ask: sends the request.
         """
         self._token_key = token_key
@@ -82,11 +82,11 @@ class Canaries:
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
     def problem(self, deployment: DSV4Deployment, groups: Iterable[GroupStatus]) -> str | None:
-        """Return why users do not reach `deployment`, as far as is known; None: they do. Begins a request that is due.
+        """Return the reason why users cannot reach `deployment`; None: they can. Starts a request if one is due.
 
         Args:
-            deployment: with its status as it was last kept.
-            groups: as they are now.
+            deployment: with its last saved status.
+            groups: their present statuses.
         """
         name, now = (deployment.metadata.namespace, deployment.metadata.name), time.monotonic()
         lives, pods = lives_of(groups), self._gateways(*name)
@@ -101,13 +101,13 @@ class Canaries:
         return known.canary.problem
 
     def release(self, namespace: str, name: str) -> None:
-        """Drop what is known of one deployment."""
+        """Drop the data of one deployment."""
         known = self._known.pop((namespace, name), None)
         if known is not None and known.task is not None:
             known.task.cancel()
 
     async def close(self) -> None:
-        """End all requests."""
+        """Cancel all requests."""
         tasks = [known.task for known in self._known.values() if known.task is not None]
         for name in list(self._known):
             self.release(*name)
@@ -122,7 +122,7 @@ class Canaries:
             async with self._slots:
                 problem = await self._request(deployment, pods)
         except Exception as error:
-            # Whatever it is, it is no reason to end anything.
+            # # No failure of a request may end the task.
             _log.exception("%s/%s: the request through its endpoint failed", metadata.namespace, metadata.name)
             problem = f"{type(error).__name__}: {error}"
         finally:
@@ -153,7 +153,7 @@ class Canaries:
     async def _get(self, url: str, token: str) -> str | None:
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=_SECONDS)
-            # A new connection each time, so that the Service chooses a gateway each time.
+            # # A new connection per request, so that the Service selects a gateway each time.
             connector = aiohttp.TCPConnector(limit=_AT_ONCE, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector, timeout=limits, auto_decompress=False)
         try:
@@ -171,7 +171,7 @@ class Canaries:
 
 
 def problem_of(status: int, body: bytes) -> str | None:
-    """Return why a gateway's answer tells that users are not answered; None: they are."""
+    """Return the problem in a gateway's answer; None: users get answers."""
     try:
         report = CanaryReport.model_validate_json(body)
     except ValueError:
@@ -214,12 +214,12 @@ def _url(pod: Manifest) -> str:
 
 
 def _waiting(pods: Sequence[Manifest]) -> str:
-    """Return why the first of `pods` does not run, in Kubernetes' words."""
+    """Return the reason why the first of `pods` does not run, in the terms of Kubernetes."""
     if not pods:
         return "there is none yet"
     pod = min(pods, key=lambda one: str(one["metadata"]["name"]))
     status = pod.get("status") or {}
-    # Without messages: a kubelet changes the words of one failure from try to try.
+    # # Without messages: kubelets vary the text of one failure.
     waiting = [
         f"{_SAME.get(reason, reason)} of {container.get('image')}"
         for container in status.get("containerStatuses") or []
@@ -231,40 +231,40 @@ def _waiting(pods: Sequence[Manifest]) -> str:
 
 
 LOOK_SECONDS = 60.0
-"""Between two looks at the nodes, and the shortest time that a node must be there before a gateway moves to it."""
+"""Interval between checks of the nodes, and minimum presence of a node before a gateway moves to it."""
 _LONGEST_SECONDS = 3600.0
-"""Between two moves, where the scheduler puts gateways back to the same node each time."""
+"""Longest interval between moves, if the scheduler places gateways on the same node each time."""
 
 
 @dataclass(slots=True)
 class _Crowded:
-    """A deployment with several gateways on one node, since it was noticed."""
+    """A deployment with several gateways on one node."""
 
     next_look: float
     """Monotonic time."""
     free: frozenset[str] = frozenset()
-    """Nodes that could take a gateway at the latest look."""
+    """Nodes with room for a gateway at the latest check."""
     moves: int = 0
 
 
 class Balance:
-    """Evicts at most one gateway a minute of each deployment, and only while everything of it is ready."""
+    """Evicts at most one gateway a minute of each deployment, and only while the deployment is ready."""
 
     def __init__(self, cluster: Cluster, gateways: Callable[[str, str], Sequence[Manifest]]) -> None:
         """Args:
-        cluster: where.
-        gateways: returns the pods of a deployment's gateways, from memory.
+        cluster: shared state of the cluster.
+        gateways: returns the cached pods of a deployment's gateways.
         """
         self._cluster = cluster
         self._gateways = gateways
         self._crowded: dict[tuple[str, str], _Crowded] = {}
 
     def release(self, namespace: str, name: str) -> None:
-        """Drop what is remembered of one deployment."""
+        """Drop the data of one deployment."""
         self._crowded.pop((namespace, name), None)
 
     async def look(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
-        """Move one gateway if it is time. What cannot be done is logged, and tried again at a later look."""
+        """Move one gateway if due. Failures are logged, and the move is repeated later."""
         name, now = (deployment.metadata.namespace, deployment.metadata.name), time.monotonic()
         pods = [pod for pod in self._gateways(*name) if not has_ended(pod) and is_own(pod, name[1])]
         if not _settled(deployment, status, pods):
@@ -293,7 +293,7 @@ class Balance:
 
 
 def is_own(pod: Manifest, deployment: str) -> bool:
-    """Return whether a ReplicaSet of the gateways of `deployment` made `pod`; anybody can give a pod their labels."""
+    """Return whether a ReplicaSet of `deployment`'s gateways owns `pod`; labels are no proof."""
     owners = pod["metadata"].get("ownerReferences") or []
     group = str((pod["metadata"].get("labels") or {}).get(GROUP, ""))
     stem = f"{gateway_name(deployment, int(group))}-" if group.isdigit() else ""
@@ -302,7 +302,7 @@ def is_own(pod: Manifest, deployment: str) -> bool:
 
 
 def surplus_gateway(pods: Iterable[Manifest]) -> Manifest | None:
-    """Return the youngest gateway of the node that has most of them; None if no node has several."""
+    """Return the youngest gateway of the node with the most gateways; None if no node has several."""
     placed = [pod for pod in pods if pod["spec"].get("nodeName")]
     count = Counter(pod["spec"]["nodeName"] for pod in placed)
     crowded = [pod for pod in placed if count[pod["spec"]["nodeName"]] > 1]
@@ -318,7 +318,7 @@ def surplus_gateway(pods: Iterable[Manifest]) -> Manifest | None:
 
 
 def free_nodes(nodes: Iterable[NodeCapacity], pods: Iterable[Manifest]) -> frozenset[str]:
-    """Return the nodes without a gateway of `pods` on which the scheduler could put one."""
+    """Return the nodes without a gateway of `pods` that can take one."""
     taken = {pod["spec"].get("nodeName") for pod in pods}
     wanted = {"cpu": quantity(GATEWAY_REQUESTS["cpu"]) * 1000, "memory": quantity(GATEWAY_REQUESTS["memory"])}
     return frozenset(
@@ -331,7 +331,7 @@ def free_nodes(nodes: Iterable[NodeCapacity], pods: Iterable[Manifest]) -> froze
 
 
 def _settled(deployment: DSV4Deployment, status: DeploymentStatus, pods: Sequence[Manifest]) -> bool:
-    """Return whether `deployment` is Ready, and all of its gateways are, and no others are there."""
+    """Return whether `deployment` is Ready with exactly the wanted gateways, all of them ready."""
     ready = status.condition(ConditionType.READY)
     if ready is None or ready.status is not ConditionStatus.TRUE:
         return False
@@ -339,7 +339,7 @@ def _settled(deployment: DSV4Deployment, status: DeploymentStatus, pods: Sequenc
 
 
 def _open(node: Manifest) -> bool:
-    """Return whether a pod without tolerations may go to `node`."""
+    """Return whether `node` accepts pods without tolerations."""
     spec, conditions = node.get("spec") or {}, (node.get("status") or {}).get("conditions") or []
     if spec.get("unschedulable") or any(one.get("effect") != "PreferNoSchedule" for one in spec.get("taints") or []):
         return False

@@ -34,7 +34,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address and port at which an agent listens."""
+    """Address and port of an agent."""
 
     address: str
     port: int
@@ -47,15 +47,15 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """The latest that is known of an agent."""
+    """Latest report of an agent."""
 
     status: AgentStatus
     heard: float
-    """Unix time, by this machine's clock."""
+    """Unix time of its arrival, by this machine's clock."""
 
 
 class AgentWatch:
-    """Watches the agents of one incarnation until closed. A broken stream is no death: reports only get older."""
+    """Watches the agents of one incarnation until closed. A broken stream only leaves the reports older."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class AgentWatch:
     ) -> None:
         """Args:
         client: connections.
-        incarnation: what agents of other incarnations report is dropped.
-        token_key: the deployment's; None while there is none.
-        changed: called when something new was reported.
+        incarnation: reports of agents of other incarnations are dropped.
+        token_key: returns the deployment's token key; None while there is none.
+        changed: called after a new report.
         """
         self._client = client
         self.incarnation = incarnation
@@ -82,7 +82,7 @@ class AgentWatch:
         """Watch the members' agents at `endpoints`, by rank, from now on."""
         moved = endpoints.get(0) != self._endpoints.get(0)
         self._endpoints = dict(endpoints)
-        # A watch that a defect ended begins again.
+        # # A task that ended because of a defect is started again.
         if self._tasks and not moved and not any(task.done() for task in self._tasks):
             return
         self.stop()
@@ -91,11 +91,11 @@ class AgentWatch:
             self._tasks.append(asyncio.create_task(self._watch_head(endpoints[0])))
 
     def report(self, rank: int) -> AgentReport | None:
-        """Return what the agent of `rank` said last; None if it was not heard yet."""
+        """Return the latest report of `rank`'s agent; None before the first."""
         return self._reports.get(rank)
 
     def stop(self) -> None:
-        """Watch no more; connections end by themselves."""
+        """Cancel the watches; connections end in the background."""
         for task in self._tasks:
             task.cancel()
         self._tasks = []
@@ -107,7 +107,7 @@ class AgentWatch:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch_head(self, head: Endpoint) -> None:
-        """Follow the head's stream, again and again."""
+        """Follow the head's stream, with backoff after failures."""
         failures = 0
         while True:
             try:
@@ -123,7 +123,7 @@ class AgentWatch:
             await asyncio.sleep(backoff(failures, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE))
 
     def _take_group(self, report: GroupReport, members: dict[int, AgentStatus]) -> dict[int, AgentStatus]:
-        """Keep one report of the head; return the statuses that later reports refer to."""
+        """Store one report of the head; return the statuses that later reports refer to."""
         now = unix_time()
         if report.members is not None:
             members = {status.rank: status for status in report.members}
@@ -136,9 +136,9 @@ class AgentWatch:
         return members
 
     async def _poll_stale_agents(self) -> None:
-        """Ask each agent itself that was not heard of lately: the head's own way to it may be what is broken.
+        """Poll each agent without a recent report directly: the connection from the head to it may be broken.
 
-        Nobody is waited for: one that is gone must not keep another from saying so.
+        Polls run concurrently: an agent without an answer must not delay the others.
         """
         polls: dict[int, asyncio.Task[None]] = {}
         try:
@@ -154,14 +154,14 @@ class AgentWatch:
                 task.cancel()
 
     def _stale(self, now: float) -> list[int]:
-        """Return the ranks to poll. Once the head has fallen silent, what the others say of it is the verdict."""
+        """Return the ranks to poll. After the loss of the head, the reports of the others decide the verdict."""
         head = self._reports.get(0)
         headless = head is not None and head.heard < now - SILENCE_SECONDS
         oldest = now - (_WITNESS_SECONDS if headless else SILENCE_SECONDS)
         return [rank for rank in self._endpoints if rank not in self._reports or self._reports[rank].heard < oldest]
 
     async def _poll(self, rank: int) -> None:
-        """Keep what the agent of `rank` answers, if it does."""
+        """Store the answer of `rank`'s agent, if there is one."""
         endpoint = self._endpoints.get(rank)
         if endpoint is None:
             return
@@ -173,13 +173,13 @@ class AgentWatch:
         except AGENT_ERRORS:
             return
         if (status.rank, status.incarnation) != (rank, self.incarnation):
-            # It stays stale whatever it answers: no next poll soon.
+            # # The agent stays stale, so the next poll is delayed.
             await asyncio.sleep(_CHECK_SECONDS)
         elif self._take(rank, status, unix_time()):
             self._changed()
 
     def _take(self, rank: int, status: AgentStatus, heard: float) -> bool:
-        """Keep a report unless a later one is known; return whether it says anything new."""
+        """Store a report unless a later one is known; return whether it differs from the previous one."""
         known = self._reports.get(rank)
         if status.incarnation != self.incarnation or (known is not None and known.heard > heard):
             return False
@@ -192,14 +192,14 @@ def _news(status: AgentStatus) -> tuple[object, ...]:
 
 
 SCHEDULE_SECONDS = 60.0
-"""A pod for which the scheduler finds no place for so long is a failure: dsv4 chose its node because it had room."""
+"""Time after which an unschedulable pod is a failure: dsv4 chose its node because it had free resources."""
 IMAGE_SECONDS = 180.0
-"""An image that cannot be fetched, or a container that cannot be made, is tried again for so long."""
+"""Time for retries of an image pull or of the creation of a container."""
 WAIT_SECONDS = 1800.0
-"""Until a container must run, however large its image is."""
+"""Upper bound for the start of a container, for any size of its image."""
 
 _AGENT = "agent"
-"""Name of the container that is the member."""
+"""Name of the member's container."""
 _HOPELESS = frozenset(
     {
         "ErrImagePull",
@@ -226,8 +226,8 @@ class Member:
 def member_of(pod: Manifest, deployment: str, group: int, owner: str | None) -> Member | str:
     """Return `pod` as a member, or the reason why it is none.
 
-    Its incarnation and its rank are read from its name, which nobody can change; a label can be changed by anyone who
-    may write pods.
+    Incarnation and rank are read from its name, which is immutable; labels can be changed by any client with permission
+    to write pods.
 
     Args:
         pod: as the API server has it.
@@ -252,7 +252,7 @@ def owners_of(pod: Manifest) -> frozenset[str]:
 
 
 def wrong_labels(member: Member, deployment: str, group: int) -> str | None:
-    """Return which labels of a member somebody removed or changed; None if none."""
+    """Return the removed or changed labels of a member as text; None if there are none."""
     wanted = names.labels(
         deployment, component=names.MEMBER, group=group, incarnation=member.incarnation, rank=member.rank
     )
@@ -266,8 +266,8 @@ def wrong_labels(member: Member, deployment: str, group: int) -> str | None:
 
 
 def endpoint_of(pod: Manifest) -> Endpoint | None:
-    """Return where its agent listens; None while it has no address."""
-    # Containers of others say nothing about the member.
+    """Return the endpoint of its agent; None while it has no address."""
+    # # Injected containers are ignored.
     agent = next((one for one in names.parts(pod, "spec", "containers") if one.get("name") == _AGENT), {})
     address = names.part(pod, "status").get("podIP")
     number = next((one.get("containerPort") for one in names.parts(agent, "ports") if one.get("name") == "agent"), None)
@@ -277,16 +277,16 @@ def endpoint_of(pod: Manifest) -> Endpoint | None:
 def observed(
     member: Member, report: AgentReport | None, noticed: float | None, now: float, *, since: float, formed: bool
 ) -> ObservedMember:
-    """Return `member` with everything that is known of it.
+    """Return the observation of `member`.
 
     Args:
         member: its pod.
-        report: what its agent said last.
-        noticed: Unix time at which its end was first seen; None: now.
+        report: the latest report of its agent.
+        noticed: Unix time at which its end was first observed; None: now.
         now: Unix time.
-        since: Unix time at which the pod was first seen: how long it has waited is not counted from the API server's
-            time of its creation, which is of another clock.
-        formed: whether all members of its incarnation have addresses: until then its agent waits for them.
+        since: Unix time of the first observation of the pod: waits are not measured from its creation, which is a time
+            of the API server's clock.
+        formed: whether all members of its incarnation have addresses; until then its agent waits for them.
     """
     pod = member.pod
     ended, cause = _end(pod, report, now - since)
@@ -307,16 +307,16 @@ def observed(
 
 
 def not_ready_since(node: Manifest) -> str | None:
-    """Return since when `node` is not there for Kubernetes, in the API server's words; None if it is there."""
+    """Return the time since which Kubernetes reports `node` as not ready, as text; None if it is ready."""
     conditions = names.parts(node, "status", "conditions")
     ready: Mapping[str, Any] = next((one for one in conditions if one.get("type") == "Ready"), {})
     return None if ready.get("status") == "True" else str(ready.get("lastTransitionTime") or "never ready")
 
 
 def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | None, Cause | None]:
-    """Return how the member ended, for people, and why if that is known."""
+    """Return how the member ended, and the cause if known."""
     status = names.part(pod, "status")
-    # With containers of others in the pod its phase is theirs too, but then all of them have ended.
+    # # The phase of a pod includes injected containers, but at these values all containers have ended.
     if status.get("phase") in ("Succeeded", "Failed"):
         return _last_words(status)
     terminated = next((one for one in _states(status, "terminated")), None)
@@ -339,7 +339,7 @@ def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | N
 
 def _last_words(status: Mapping[str, Any]) -> tuple[str, Cause | None]:
     if status.get("reason"):
-        # The kubelet ended the pod itself: evicted, out of a resource, its node shut down.
+        # # The kubelet ended the pod: eviction, resource shortage, shutdown of the node.
         lost = Cause.NODE_LOST if status["reason"] in ("NodeLost", "NodeShutdown", "Terminated") else None
         return f"{status['reason']}: {str(status.get('message', ''))[:300]}".rstrip(": "), lost
     terminated = next((one for one in _states(status, "terminated")), None)
@@ -391,9 +391,9 @@ def _time(text: object, default: float) -> float:
 
 KEPT_EVIDENCE = 5
 _BYTES = 60 * 1024
-"""Of all entries; the rest of 64 KiB is for the object itself."""
+"""Limit of all entries; the rest of 64 KiB is for the object itself."""
 _LINES = (200, 100, 50, 20, 5, 0)
-"""Last lines of each log that are kept: as many as there is room for."""
+"""Numbers of last lines of each log, tried until the entry fits."""
 
 
 def evidence_config(
@@ -403,14 +403,14 @@ def evidence_config(
     members: Sequence[ObservedMember],
     told: Mapping[int, bytes | None],
 ) -> Manifest:
-    """Build the ConfigMap.
+    """Return the ConfigMap.
 
     Args:
-        deployment: whose.
-        group: which group.
-        incarnation: which of its incarnations.
+        deployment: the owner.
+        group: index of the group.
+        incarnation: number of the incarnation.
         members: as last observed.
-        told: rank to what its agent answered to `/v1/evidence`; None if it did not.
+        told: rank to the answer of its agent to `/v1/evidence`; None without one.
     """
     room = _BYTES // max(1, len(members))
     data = {f"m{member.rank}.json": _entry(member, told.get(member.rank), room) for member in members}
@@ -420,7 +420,7 @@ def evidence_config(
 
 
 def superfluous_evidence(kept: Sequence[Manifest]) -> list[Manifest]:
-    """Return all but the newest."""
+    """Return all but the newest ConfigMaps."""
     return sorted(kept, key=lambda one: names.number(one, names.INCARNATION) or 0)[:-KEPT_EVIDENCE]
 
 

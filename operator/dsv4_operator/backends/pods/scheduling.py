@@ -25,7 +25,7 @@ from dsv4_runtime.contract import GroupPlan
 _GROUP_KEY = (names.DEPLOYMENT, names.GROUP)
 
 PODS = "pods"
-"""The resource of which each pod takes one; nodes allow 110 by default."""
+"""Resource of which each pod uses one; nodes allow 110 by default."""
 
 Owner = tuple[str, str, str, str]
 """Namespace, deployment and group of a member, and the UID of the deployment."""
@@ -33,28 +33,28 @@ Owner = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A cluster at one moment. What is on each node is worked out once, however many groups ask."""
+    """Snapshot of a cluster. The free resources of each node are computed once for all groups."""
 
     nodes: tuple[Manifest, ...]
     requests: tuple[PodRequests, ...]
-    """Of the pods of all namespaces, also of other programs: they take from the same nodes."""
+    """Requests of the pods of all namespaces, including other programs on the same nodes."""
     expected: tuple[PodRequests, ...] = ()
-    """Resources of pods that are about to be there."""
+    """Requests of pods that are being created."""
 
     @classmethod
     def of_pods(cls, nodes: Iterable[Manifest], pods: Iterable[Manifest]) -> Snapshot:
-        """Return the moment at which `nodes` and `pods` were listed."""
+        """Return the snapshot of the listed `nodes` and `pods`."""
         return cls(tuple(nodes), tuple(found for pod in pods if (found := pod_requests(pod)) is not None))
 
     def expecting(self, expected: Iterable[PodRequests]) -> Snapshot:
-        """Return the same moment with other pods about to be there."""
+        """Return the same snapshot with other expected pods."""
         changed = Snapshot(self.nodes, self.requests, tuple(expected))
-        # Found already, and the same.
+        # # Unchanged, so the computed value is reused.
         changed.__dict__.update(_listed=self._listed)
         return changed
 
     def of(self, owner: Owner) -> Sequence[Manifest]:
-        """Return the members of one group, those about to be there included."""
+        """Return the members of one group, including expected ones."""
         return [one.pod for one in self._members.get(owner, ())]
 
     @cached_property
@@ -67,7 +67,7 @@ class Snapshot:
 
     @cached_property
     def _listed(self) -> Mapping[str, NodeCapacity]:
-        """Return every node with what is left beside the pods that are there."""
+        """Return every node with its free resources beside the existing pods."""
         found = {}
         for node in self.nodes:
             allocatable = names.part(node, "status", "allocatable")
@@ -77,13 +77,13 @@ class Snapshot:
 
     @cached_property
     def _left(self) -> Mapping[str, NodeCapacity]:
-        """Return every node with what is left beside all pods."""
+        """Return every node with its free resources beside all pods."""
         return _with_reserved({name: node.copy() for name, node in self._listed.items()}, self.expected)
 
     def capacity_for(self, owner: Owner) -> list[NodeCapacity]:
-        """Return every node with what is left beside all pods but those of the group `owner`.
+        """Return every node with its free resources beside all pods except those of the group `owner`.
 
-        These end before new ones come. The list is the caller's own: it may reserve on it.
+        These end before new ones are created. The caller owns the list and may reserve on it.
         """
         found = {name: node.copy() for name, node in self._left.items()}
         for one in self._members.get(owner, ()):
@@ -94,25 +94,25 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PodRequests:
-    """Resources that one pod takes of its node."""
+    """Resource requests of one pod on its node."""
 
     pod: Manifest
     node: str
     owner: Owner | None
-    """None: it is no member of a group."""
+    """None: the pod is no member of a group."""
     requests: Mapping[str, int]
     """In the units of `NodeCapacity.free`."""
 
 
 @dataclass(slots=True, eq=False)
 class NodeCapacity:
-    """One node with what is left of it for one group."""
+    """One node with its free resources for one group."""
 
     manifest: Manifest
     free: dict[str, int]
-    """Processors in thousandths, memory in bytes, devices by count."""
+    """CPUs in thousandths, memory in bytes, devices by count."""
     members: list[Manifest] = field(default_factory=list)
-    """Pods of members of other groups."""
+    """Pods of other groups' members."""
 
     @property
     def name(self) -> str:
@@ -120,7 +120,7 @@ class NodeCapacity:
         return str(self.manifest["metadata"]["name"])
 
     def copy(self) -> NodeCapacity:
-        """Return another one, to reserve on. Both share the fields until one replaces its own."""
+        """Return a copy to reserve on. Both share their fields until one replaces its own."""
         return NodeCapacity(self.manifest, self.free, self.members)
 
     def reserve(self, pod: PodRequests) -> None:
@@ -130,7 +130,7 @@ class NodeCapacity:
             self.members = [*self.members, pod.pod]
 
     def release(self, pod: PodRequests) -> None:
-        """Add the requests of a pod that ends before others come."""
+        """Add the requests of a pod that ends before others are created."""
         self.take({resource: -number for resource, number in pod.requests.items()})
         self.members = [member for member in self.members if member is not pod.pod]
 
@@ -143,7 +143,7 @@ class NodeCapacity:
 
 
 def readable(node: Manifest) -> bool:
-    """Return whether `node` has the form of a node as far as it is read: one that has not must not hide the others."""
+    """Return whether the used fields of `node` have the expected types; a malformed node must not hide the others."""
     for path in (("metadata", "labels"), ("spec",), ("status", "allocatable"), ("status", "capacity")):
         if not isinstance(_at(node, *path), dict | None):
             return False
@@ -170,7 +170,7 @@ def _is_amount(value: object) -> bool:
 
 
 def node_of(pod: Manifest) -> str | None:
-    """Return the node that `pod` is on, or is meant for; None while it may go anywhere."""
+    """Return the node of `pod`, or the one required by its affinity; None if it may run on any."""
     name = names.part(pod, "spec").get("nodeName")
     if name:
         return str(name)
@@ -184,7 +184,7 @@ def node_of(pod: Manifest) -> str | None:
 
 
 def pod_requests(pod: Manifest) -> PodRequests | None:
-    """Return what `pod` takes of its node; None if it has none, or has ended."""
+    """Return the requests of `pod` on its node; None if it has no node, or has ended."""
     name = node_of(pod)
     if name is None or has_ended(pod):
         return None
@@ -192,7 +192,7 @@ def pod_requests(pod: Manifest) -> PodRequests | None:
 
 
 def has_ended(pod: Manifest) -> bool:
-    """Return whether every container of `pod` has ended for good, so that it takes nothing any more."""
+    """Return whether all containers of `pod` have ended permanently, so that it uses no resources."""
     return names.part(pod, "status").get("phase") in ("Succeeded", "Failed")
 
 
@@ -203,7 +203,7 @@ def is_member(pod: Manifest) -> bool:
 
 
 def owner_of(pod: Manifest) -> Owner:
-    """Return whose member `pod` is."""
+    """Return the owner of the member `pod`."""
     metadata = pod["metadata"]
     deployment, group = (str(metadata["labels"].get(key, "")) for key in _GROUP_KEY)
     return str(metadata["namespace"]), deployment, group, str((names.controller_of(pod) or {}).get("uid") or "")
@@ -217,10 +217,10 @@ def _with_reserved(nodes: dict[str, NodeCapacity], pods: Iterable[PodRequests]) 
 
 
 def _counted_requests(pod: Manifest) -> dict[str, int]:
-    """Return the requests of `pod` as the scheduler counts them.
+    """Return the requests of `pod`, computed as in the scheduler.
 
-    Source: `PodRequests` of k8s.io/component-helpers/resource, without resizing in place. Containers run together with
-    the sidecars, an initial container with the sidecars before it. Requests of the pod itself replace the sum.
+    Source: `PodRequests` of k8s.io/component-helpers/resource, without in-place resizing. Containers run together with
+    the sidecars, an init container with the sidecars before it. Requests of the pod itself replace the sum.
     """
     spec = names.part(pod, "spec")
     total: dict[str, int] = defaultdict(int)
@@ -260,7 +260,7 @@ def _rounded_up(quantities: Mapping[str, object]) -> dict[str, int]:
 
 
 def _scaled(resource: str, text: object) -> Fraction:
-    """Return an amount in the units of `NodeCapacity.free`; nothing where it cannot be read."""
+    """Return an amount in the units of `NodeCapacity.free`; 0 if it cannot be parsed."""
     try:
         return quantity(str(text)) * (1000 if resource == "cpu" else 1)
     except ValueError:
@@ -268,14 +268,14 @@ def _scaled(resource: str, text: object) -> Fraction:
 
 
 _NAMED = 4
-"""Nodes that a refusal names."""
+"""Nodes listed in a refusal."""
 _SPARK_64GB = 80 * GIB
 
 
 def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
-    """Return the machines of every group of `deployment`, and why the others cannot be used.
+    """Return the machines of every group of `deployment`, and the reasons against other nodes.
 
-    A group keeps the nodes that it has or had: its weights and compiled kernels are there.
+    A group keeps its present or former nodes, which have its weights and compiled kernels.
     """
     topology, namespace, name = deployment.spec.topology, deployment.metadata.namespace, deployment.metadata.name
     size = topology.nodes_per_group
@@ -314,13 +314,13 @@ def group_owner(deployment: DSV4Deployment, group: int) -> Owner:
 
 
 def stand_ins(deployment: DSV4Deployment, plan: GroupPlan) -> list[PodRequests]:
-    """Return what the members of `plan` will take, before their pods are there."""
+    """Return the requests of the members of `plan`, before their pods exist."""
     memory = plan.expectations.memory_bytes
     return [_stand_in(deployment, plan.group, member.rank, member.node or "", memory) for member in plan.members]
 
 
 def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) -> str | None:
-    """Return why the members of `plan` do not fit on the nodes that it names, for people; None if they do.
+    """Return the reason why the members of `plan` do not fit on its nodes; None if they do.
 
     The plan may be older than `snapshot`: a node may have been lost, cordoned or filled since.
     """
@@ -346,7 +346,7 @@ def _choose(
     present: Mapping[int, str],
     reasons: dict[str, str],
 ) -> list[NodeCapacity]:
-    """Return the nodes of the group's ranks in order, as many as there are; why others do not fit goes to `reasons`."""
+    """Return the nodes of the group's ranks in order, as many as fit; reasons against others are added to `reasons`."""
     topology = deployment.spec.topology
     size = topology.nodes_per_group
     pins: Sequence[str] = topology.nodes[group * size : (group + 1) * size] if topology.nodes else ()
@@ -388,7 +388,7 @@ def _choose(
 
 
 def _unfit(deployment: DSV4Deployment, node: Manifest) -> str | None:
-    """Return why no member of `deployment` may go to `node`, whatever else is there."""
+    """Return the reason why no member of `deployment` may run on `node`, regardless of other pods."""
     spec, metadata = node.get("spec") or {}, node["metadata"]
     labels: Mapping[str, str] = metadata.get("labels") or {}
     ready = next((one for one in _conditions(node) if one.get("type") == "Ready"), {})
@@ -428,7 +428,7 @@ def _member_requests(deployment: DSV4Deployment, memory_bytes: int) -> dict[str,
 
 
 def _short(node: NodeCapacity, wanted: Mapping[str, int]) -> str | None:
-    """Say which resource is not there."""
+    """Return the first insufficient resource as text; None if all suffice."""
     for resource, number in wanted.items():
         free = node.free.get(resource, 0)
         if free < number:
@@ -441,7 +441,7 @@ def _short(node: NodeCapacity, wanted: Mapping[str, int]) -> str | None:
 
 
 def _crowded(deployment: DSV4Deployment, node: NodeCapacity) -> str | None:
-    """Say which member there does not go together with one of `deployment`."""
+    """Return the conflict with a member on the node as text; None if there is none."""
     on_host = deployment.spec.network_mode is NetworkMode.HOST_NETWORK
     for pod in node.members:
         alone = bool((pod["spec"].get("affinity") or {}).get("podAntiAffinity"))
@@ -455,7 +455,7 @@ def _crowded(deployment: DSV4Deployment, node: NodeCapacity) -> str | None:
 
 
 def _nodes(deployment: DSV4Deployment, group: int, present: Iterable[Manifest]) -> dict[int, str]:
-    """Map each rank to the node that the group's latest incarnation has it on, or had it on."""
+    """Map each rank to the present or last node of the group's latest incarnation."""
     known = next((one for one in deployment.status.groups if one.index == group), None)
     found = {one.rank: one.node for one in known.members} if known is not None else {}
     places = [(names.parse_member_name(pod["metadata"]["name"]), node_of(pod)) for pod in present]
@@ -470,14 +470,14 @@ def _node_facts(
     spec, namespace, name = deployment.spec, deployment.metadata.namespace, deployment.metadata.name
     shared = sum(other is node for other in chosen)
     cpus = int(quantity(node.manifest["status"]["allocatable"].get("cpu", "1")))
-    # Nodes that are containers of one machine, as kind makes them, each have all of its processors.
+    # # Nodes that are containers of one machine, as in kind, each report all of its CPUs.
     beside = sum(other is node or _is_same_machine(other.manifest, node.manifest) for other in chosen)
     on_host = spec.network_mode is NetworkMode.HOST_NETWORK
     address = names.member_address(namespace, name, group, "{incarnation}", rank)
     return NodeFacts(
         name=node.name,
         address=_internal_address(node.manifest) if on_host else address,
-        # Every network plugin calls a pod's interface so; of a node's the agents find the ones that matter.
+        # # The interface name of pods in every network plugin; the agents detect the interfaces of nodes.
         interface="" if on_host else "eth0",
         cpus=max(1, cpus // beside),
         memory_bytes=max(0, node.free.get("memory", 0)) // shared,
@@ -491,21 +491,22 @@ def _is_same_machine(one: Manifest, other: Manifest) -> bool:
 
 
 def _machine(node: Manifest) -> str | None:
-    """Return the catalog's id of what GPU feature discovery found on `node`; None: nothing, or nothing in it."""
+    """Return the catalog id of the GPU that GPU feature discovery found on `node`; None: none, or not in the
+    catalog."""
     machine = product_machine(str((node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product", "")))
     memory = quantity((node.get("status") or {}).get("capacity", {}).get("memory", "0"))
     return "gb10-64gb" if machine == "gb10" and 0 < memory < _SPARK_64GB else machine
 
 
 def _internal_address(node: Manifest) -> str:
-    """Return the node's own address; its name if it tells none, which the agent's check of addresses then refuses."""
+    """Return the node's internal address; its name if there is none, which the agent's address check then refuses."""
     addresses = (node.get("status") or {}).get("addresses") or []
     internal = (one["address"] for one in addresses if one.get("type") == "InternalIP")
     return str(next(internal, node["metadata"]["name"]))
 
 
 def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memory_bytes: int) -> PodRequests:
-    """Return what a member will take, before its pod is there."""
+    """Return the requests of a member, before its pod exists."""
     owner = group_owner(deployment, group)
     about = names.labels(owner[1], component=names.MEMBER, group=group, incarnation=0, rank=rank)
     alone = {"podAntiAffinity": {"required": True}} if deployment.spec.topology.exclusive else {}
