@@ -1,4 +1,4 @@
-"""The `DSV4Deployment` object: specification, status, and reading it from text. Pure."""
+"""The `DSV4Deployment` object: specification, status and parsing. Pure."""
 
 from dsv4_operator.api.cluster import (
     NetworkMode,

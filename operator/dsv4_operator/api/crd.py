@@ -49,21 +49,20 @@ from dsv4_runtime.contract.secrets import VALUES, VARIABLE
 Schema = dict[str, Any]
 
 _LONGEST_WORD = 64
-"""Characters of a word of an enum, which bound the cost of its rule."""
+"""Longest value of an enum in characters, which bounds the cost of its rule."""
 _KEPT = ("type", "description", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "format")
 
 
 def structural(model: type[BaseModel], lists: Mapping[str, str], *, enums: bool = True) -> Schema:
-    """Return the schema of `model`, as it is written on the wire.
+    """Return the structural schema of `model` in its wire format.
 
     Args:
         model: not recursive.
-        lists: name of a list field to the key that its entries are told apart by, empty for a set of words; all other
-            lists are written as a whole.
-        enums: whether only the known words of an enum are taken. Not in a status: what a newer version writes is kept.
+        lists: name of a list field to the merge key of its entries, empty for a set; all other lists are atomic.
+        enums: whether only known enum values are accepted. Not in a status, which a newer version may have written.
 
     Raises:
-        ValueError: something that a structural schema cannot say.
+        ValueError: the model has no structural schema.
     """
     document = model.model_json_schema(by_alias=True)
     return _Converter(document.pop("$defs", {}), lists, enums=enums).node(document, "")
@@ -76,7 +75,7 @@ class _Converter:
         self._enums = enums
 
     def node(self, node: Schema, name: str) -> Schema:
-        """Return the part of the schema below the field `name`."""
+        """Return the schema of the field `name`."""
         node = self._resolved(node)
         kept = {key: node[key] for key in _KEPT if key in node}
         if text := _description(node):
@@ -95,7 +94,7 @@ class _Converter:
             _ruled(kept, rule(f"self in {json.dumps(words)}", f"is unknown; use one of {', '.join(words)}"))
         _ruled(kept, *(_text(*given) for given in node.get("texts", ())))
         if node.get("type") == "integer" and self._enums:
-            # 1.0 is a whole number for a schema, and none for a rule and for `parse`.
+            # # 1.0 is an integer in a schema, but not in a rule or in `parse`.
             _ruled(kept, rule("self == int(self)", "is not a whole number; write it without a fraction"))
         if node.get("type") == "number" and "minimum" in kept:
             low, high = float(kept.pop("minimum")), float(kept.pop("maximum"))
@@ -109,7 +108,7 @@ class _Converter:
         return kept
 
     def _resolved(self, node: Schema) -> Schema:
-        """Return `node` without references and without the null of an optional field."""
+        """Return `node` with references resolved and without the null of an optional field."""
         while True:
             options = [option for option in node.get("anyOf", ()) if option != {"type": "null"}]
             if len(options) == 1:
@@ -157,14 +156,14 @@ def _quantity(bounds: Schema) -> tuple[Schema, ...]:
 
 
 def _ruled(schema: Schema, *rules: Schema) -> Schema:
-    """Return `schema` with further rules."""
+    """Add rules to `schema`, and return it."""
     if rules:
         schema.setdefault("x-kubernetes-validations", []).extend(rules)
     return schema
 
 
 def _list_schema(items: Schema, key: str | None) -> Schema:
-    """Convert one list; `key` is as in `structural`, and None means that the list is written as a whole."""
+    """Return the schema of a list; `key` as in `structural`, None for an atomic list."""
     if key is None:
         return {"items": items, "x-kubernetes-list-type": "atomic"}
     if not key:
@@ -174,14 +173,14 @@ def _list_schema(items: Schema, key: str | None) -> Schema:
 
 
 def rule(expression: str, message: str) -> Schema:
-    """Return one entry of `x-kubernetes-validations`: in CEL what must hold, and the refusal if it does not."""
+    """Return one entry of `x-kubernetes-validations`: a CEL condition, and the message if it is false."""
     return {"rule": expression, "message": message}
 
 
 def without_values(schema: Schema) -> Schema:
-    """Return `schema`, whose rules now have refusals without the value, which may be a secret.
+    """Set a reason in the rules of `schema` that omits the value, which may be a secret; return `schema`.
 
-    API servers repeat text and numbers that break a rule, unless the reason is that they are forbidden.
+    API servers repeat invalid text and numbers, unless the reason is that they are forbidden.
     """
     for part in (*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")):
         if part:
@@ -193,12 +192,12 @@ def without_values(schema: Schema) -> Schema:
 
 
 def text_of(text: str) -> str:
-    """Return `text` as a literal of CEL."""
+    """Return `text` as a CEL literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _either(kept: Schema, options: list[Schema]) -> Schema:
-    """Return one word, or a number within bounds."""
+    """Return the schema of one constant or a number within bounds."""
     word = next((option.get("const") for option in options if option.get("type") == "string"), None)
     number = next((option for option in options if option.get("type") == "integer"), None)
     if word is None or number is None or len(options) != 2:
@@ -213,7 +212,7 @@ def _either(kept: Schema, options: list[Schema]) -> Schema:
 
 
 def _own(node: Schema) -> Schema:
-    """Return what a field says of itself, which wins over what its type says."""
+    """Return the field's own description and default, which override those of its type."""
     return {key: node[key] for key in ("description", "default") if key in node}
 
 
@@ -260,7 +259,7 @@ _PORTS = {"api": 8000, "dashboard": 8265, "gcs": 6379, "agent": 8090}
 def definition() -> dict[str, Any]:
     """Return the CustomResourceDefinition as JSON values."""
     spec = structural(DeploymentSpec, _SPEC_LISTS)
-    spec["properties"]["replicas"]["default"] = 1  # `kubectl scale` needs a number to begin with.
+    spec["properties"]["replicas"]["default"] = 1  # # `kubectl scale` needs an initial number.
     for path, rules in _rules().items():
         _at(spec, path).setdefault("x-kubernetes-validations", []).extend(rules)
     without_values(spec)
@@ -282,7 +281,7 @@ def definition() -> dict[str, Any]:
                 f"metadata.name: at most {LONGEST_NAME} lower-case letters, digits and dashes; begin with a letter",
             ),
             rule(
-                # Objects have no status when they are created. One that exists from before this rule goes on.
+                # # Objects have no status at their creation. Existing ones from before this rule stay valid.
                 f"has(self.status) || !self.metadata.name.matches({text_of(TAKEN_PATTERN)})",
                 "metadata.name: ends as the Services of another deployment's groups do; write another end than a "
                 "number and head, or a number and i with a number",
@@ -362,7 +361,7 @@ def _model_rules() -> dict[str, list[Schema]]:
             ),
         ],
         "model.variant": [rule("self == oldSelf", "cannot change; delete the deployment and make another one")],
-        # No set: of what a set has twice, an API server repeats the text.
+        # # Not a set, because an API server repeats the duplicate in its message.
         "model.servedNames": [rule("self.all(a, self.exists_one(b, a == b))", "a name is there twice; remove one")],
         "model.source": [
             rule(
@@ -429,7 +428,7 @@ def _engine_rules() -> dict[str, list[Schema]]:
             ),
         ],
         "engine.extraArgs[]": [
-            # Several rules, because API servers bound what each may cost.
+            # # Several rules, because API servers limit the cost of each.
             *(
                 rule(
                     f"!({among('self', _cel_list(owned_flags()[number : number + _AT_ONCE]), _cel_list(OTHER_FLAGS))})",
@@ -487,7 +486,7 @@ def _whole() -> list[Schema]:
             f"engine.maxModelLen: more than Nano has; the most is {LONGEST_NANO}",
         ),
         rule(
-            # With `orValue` the API server takes the strings for as long as strings can be.
+            # # With `orValue` the API server assumes the maximum length of the strings.
             f"has(self.backend) ? (has(oldSelf.backend) ? self.backend == oldSelf.backend "
             f": self.backend == '{DEFAULT_BACKEND}') "
             f": !has(oldSelf.backend) || oldSelf.backend == '{DEFAULT_BACKEND}'",
@@ -510,7 +509,7 @@ def _cel_list(words: Iterable[str]) -> str:
 
 
 def _at(schema: Schema, path: str) -> Schema:
-    """Return the part of `schema` at `path`, `a.b[].c`; `[]` are the entries of a list."""
+    """Return the part of `schema` at `path`, `a.b[].c`; `[]` selects the entries of a list."""
     for step in filter(None, path.split(".")):
         name = step.removesuffix("[]")
         schema = schema["properties"][name]

@@ -21,14 +21,14 @@ API_VERSION: Literal["dsv4.dev/v1alpha1"] = "dsv4.dev/v1alpha1"
 KIND: Literal["DSV4Deployment"] = "DSV4Deployment"
 
 LONGEST_NAME = 45
-"""Names of members are made from the deployment's and must fit Kubernetes' 63 characters."""
+"""Names of members contain the deployment's name, and Kubernetes limits them to 63 characters."""
 
 NAME_PATTERN = "[a-z]([a-z0-9-]*[a-z0-9])?"
-"""Pattern that all of a name must match."""
+"""Pattern of the whole name."""
 
 
 TAKEN_PATTERN = "-[0-9]+-(head|i[0-9]+)$"
-"""Pattern of the ends of names that Services of groups have: `chat-0-head` is one of the deployment `chat`."""
+"""Pattern of name endings used by Services of groups: `chat-0-head` belongs to the deployment `chat`."""
 
 
 def _taken(name: str) -> str:
@@ -47,11 +47,11 @@ Name = Annotated[
 
 
 _MOST_ANNOTATION_BYTES = 2**18
-"""Bytes of the annotations of one object, which API servers bound."""
+"""Limit of API servers for the annotations of an object, in bytes."""
 
 
 def _texts(value: Any) -> Any:
-    # API servers read null as an empty text.
+    # # API servers read null as an empty string.
     return {key: "" if text is None else text for key, text in value.items()} if isinstance(value, dict) else value
 
 
@@ -68,17 +68,17 @@ class Metadata(SpecPart):
     name: Name
     """Lower-case letters, digits and dashes, at most 45; not with an end such as `-0-head` or `-0-i1`."""
     namespace: Namespace = "default"
-    """The Kubernetes namespace."""
+    """Kubernetes namespace."""
     generation: Annotated[Count, Field(ge=0)] = 1
-    """Grows with every change of the specification; whoever stores the object counts it."""
+    """Generation of the specification, incremented with every change."""
     uid: str | None = None
     """Set by Kubernetes."""
     labels: Annotated[dict[LabelKey, LabelValue], BeforeValidator(_texts)] = Field(default_factory=dict)
-    """Labels, for people's own use."""
+    """Labels for use by clients."""
     annotations: Annotated[dict[AnnotationKey, str], BeforeValidator(_texts), AfterValidator(_small)] = Field(
         default_factory=dict
     )
-    """Annotations, for people's own use."""
+    """Annotations for use by clients."""
 
 
 class DSV4Deployment(Document):
@@ -100,7 +100,7 @@ class DSV4Deployment(Document):
     @model_validator(mode="after")
     def _rules(self) -> Self:
         findings = check_spec(self.spec)
-        # One that exists from before this rule goes on.
+        # # Existing objects from before this rule stay valid.
         if re.search(TAKEN_PATTERN, self.metadata.name) and self.status == DeploymentStatus():
             findings = (*findings, Finding("metadata.name", _taken(self.metadata.name)))
         if findings:
@@ -110,24 +110,24 @@ class DSV4Deployment(Document):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Return the model names that the API answers to."""
+        """Return the model names of the API."""
         return self.spec.model.served_names or (self.metadata.name,)
 
 
 RESTART_AT = "dsv4.dev/restart-at"
-"""A new value, by custom the present time: every group is ended and formed again, as `kubectl rollout restart` does."""
+"""A new value, usually the present time, restarts every group, as `kubectl rollout restart` does."""
 
 PAUSED = "dsv4.dev/paused"
-"""`true`: nothing is formed, ended or recovered until it is removed; the status goes on saying what is there."""
+"""`true` pauses the reconciliation: no group is formed, ended or recovered; the status is still updated."""
 
 
 def restart_at(deployment: DSV4Deployment) -> str | None:
-    """Return when a restart was last asked for; None if never."""
+    """Return the value of the latest restart request; None if there is none."""
     return deployment.metadata.annotations.get(RESTART_AT)
 
 
 def is_paused(deployment: DSV4Deployment) -> bool:
-    """Return whether dsv4 is asked to keep its hands off."""
+    """Return whether the reconciliation is paused."""
     return deployment.metadata.annotations.get(PAUSED, "").lower() == "true"
 
 
@@ -142,22 +142,22 @@ _SERVER_FIELDS = (
     "resourceVersion",
     "selfLink",
 )
-"""Metadata that `kubectl get -o yaml` shows; a manifest may bring it, and nothing here reads it."""
+"""Metadata in the output of `kubectl get -o yaml`; accepted in a manifest and ignored."""
 
 _MOST_VALUES = 20_000
-"""Values in metadata and specification. A specification that has all it may have has 2,000; to check ten times as many
-takes 0.1 s."""
+"""Limit of values in metadata and specification. The largest specification has 2,000; checking ten times as many takes
+0.1 s."""
 
 
 def load(text: str, hardware: Callable[[], str] | None = None) -> DSV4Deployment:
-    """Return the deployment that `text`, YAML or JSON, describes.
+    """Return the deployment in `text`, YAML or JSON.
 
     Args:
         text: one document.
-        hardware: asked for `spec.topology.hardware` where `text` leaves it out; None: it must be there.
+        hardware: returns the default of `spec.topology.hardware`; None: the field is required.
 
     Raises:
-        InvalidDeployment: `text` is not one document of this kind, or breaks a rule. All findings at once.
+        InvalidDeployment: `text` is not one document of this kind, or breaks a rule. Contains all findings.
     """
     document = _document(text)
     spec = document.get("spec") if isinstance(document, dict) else None
@@ -168,10 +168,10 @@ def load(text: str, hardware: Callable[[], str] | None = None) -> DSV4Deployment
 
 
 def parse(data: object) -> DSV4Deployment:
-    """Return the deployment in `data`, JSON values with the names of the wire, for example from the Kubernetes API.
+    """Return the deployment in `data`, JSON values in the wire format, for example from the Kubernetes API.
 
     Raises:
-        InvalidDeployment: as `load` does.
+        InvalidDeployment: as in `load`.
     """
     if not isinstance(data, dict):
         raise InvalidDeployment([Finding("", f"a {KIND} is a mapping that begins with apiVersion: {API_VERSION}")])
@@ -183,7 +183,7 @@ def parse(data: object) -> DSV4Deployment:
         data = {**data, "metadata": kept}
     _bound({key: value for key, value in data.items() if key != "status"})
     try:
-        # Only the names of the wire: what works here must also work with kubectl.
+        # # Only wire names: a valid file must also work with kubectl.
         return DSV4Deployment.model_validate(data, by_alias=True, by_name=False)
     except ValidationError as error:
         raise InvalidDeployment(translate(error, DSV4Deployment)) from None
@@ -197,7 +197,7 @@ def _expect(data: dict[str, Any], field: str, wanted: str) -> None:
 
 
 def _bound(data: dict[str, Any]) -> None:
-    """Refuse what has more values than any deployment, before each of them is looked at."""
+    """Refuse objects with more values than any valid deployment, before each value is checked."""
     count = 0
     rest: list[dict[Any, Any] | list[Any]] = [data]
     while rest:
@@ -237,7 +237,7 @@ def _document(text: str) -> object:
 
 
 class _ManifestLoader(yaml.SafeLoader):
-    """YAML as Kubernetes reads it: no dates, and no key twice."""
+    """YAML as parsed by Kubernetes: no dates, no duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()

@@ -50,7 +50,7 @@ _MARKS = (
     (get_args(values.Quantity)[1], "quantity"),
     (get_args(values.Time)[1], "time"),
 )
-"""Metadata of a field that tells our own types from plain numbers."""
+"""Field metadata that marks the types of `values`."""
 _FEW = 6
 _NAMES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
@@ -73,7 +73,7 @@ def reference() -> str:
 
 
 def _tables(path: str, field: FieldInfo) -> Iterator[str]:
-    """Yield the table of the model that `field` holds, then those of the models within it."""
+    """Yield the table of `field`'s model, then those of nested models."""
     model = model_in(field.annotation)
     if model is None:
         return
@@ -157,7 +157,7 @@ def _vocabulary(title: str, words: type[StrEnum]) -> str:
 
 
 def security_tables() -> dict[str, object]:
-    """Return what the chart needs: the lists, and the conditions of CEL over them."""
+    """Return the tables for the chart: lists, and CEL conditions over them."""
     return {
         "flags": {flag: spellings(flag) for flag in FLAGS},
         "otherFlags": list(OTHER_FLAGS),

@@ -20,21 +20,21 @@ from dsv4_operator.api.values import format_duration, quoted
 from dsv4_runtime.contract.secrets import has_secret, is_secret_name
 
 RULES_ERROR = "dsv4_rules"
-"""Type of the pydantic error whose context holds findings of our own."""
+"""Type of a pydantic error whose context contains findings."""
 MOST_FINDINGS = 20
-"""Findings that are told one by one: nobody reads more, and each unknown name is compared with all known ones."""
+"""Limit of reported findings: each unknown name is compared with all known ones."""
 _LONGEST_STEP = 317
-"""Characters of a name that are shown in a path: those of the longest label's key."""
+"""Characters of a name in a path: the longest key of a label."""
 _LONGEST_NAME = 64
-"""Characters of a name that may be a known one's misspelling."""
+"""Longest name that is compared with known ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong."""
+    """One problem of a manifest."""
 
     path: str
-    """The field, as `spec.engine.maxModelLen` or `spec.engine.env[0].name`; empty for the whole text."""
+    """Path of the field, `spec.engine.maxModelLen` or `spec.engine.env[0].name`; empty for the whole text."""
     message: str
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Finding:
 
 
 class InvalidDeployment(ValueError):
-    """A text or an object that is no valid `DSV4Deployment`; its text has one line a finding."""
+    """An invalid `DSV4Deployment`; its text has one line per finding."""
 
     def __init__(self, findings: Iterable[Finding]) -> None:
         self.findings = tuple(findings)
@@ -50,7 +50,7 @@ class InvalidDeployment(ValueError):
 
 
 def translate(error: ValidationError, model: type[BaseModel]) -> tuple[Finding, ...]:
-    """Return the first findings behind pydantic's `error` about `model`, in its order, and how many more there are."""
+    """Return the first findings of pydantic's `error` about `model`, in order, and the number of further ones."""
     findings: list[Finding] = []
     details = error.errors(include_url=False)
     for number, detail in enumerate(details):
@@ -58,7 +58,7 @@ def translate(error: ValidationError, model: type[BaseModel]) -> tuple[Finding, 
             findings.append(Finding("", f"{len(details) - number} more findings; correct the ones above first"))
             break
         if detail["type"] == "too_short" and any(_within(other["loc"], detail["loc"]) for other in details):
-            continue  # It only counts the entries that were right.
+            continue  # # Counts only the valid entries.
         if detail["type"] == RULES_ERROR:
             findings += detail["ctx"]["findings"]
         else:
@@ -72,7 +72,7 @@ def _within(inner: Sequence[int | str], outer: Sequence[int | str]) -> bool:
 
 
 def dotted(location: Sequence[int | str]) -> str:
-    """Return `("spec", "engine", "env", 0, "name")` as `spec.engine.env[0].name`."""
+    """Return a location such as `("spec", "engine", "env", 0, "name")` as `spec.engine.env[0].name`."""
     text = ""
     for step in location:
         if isinstance(step, int):
@@ -85,7 +85,7 @@ def dotted(location: Sequence[int | str]) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the remedy for an unknown `name`: the nearest known one, or all of them."""
+    """Return the remedy for an unknown `name`: the nearest known one, or the list of all."""
     names = list(known)
     nearest = len(name) <= _LONGEST_NAME and (
         get_close_matches(name, names, n=1, cutoff=0.6) or [other for other in names if other.lower() == name.lower()]
@@ -95,7 +95,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    # Text for the engine and URLs may have a secret in them, whatever is wrong with them.
+    # # Invalid text for the engine and invalid URLs may contain a secret.
     private = _PRIVATE & set(detail["loc"]) and isinstance(value, str) and _SECRET_WORD.search(value[:_LOOKED_AT])
     shown = "the value" if private else quoted(value)
     if kind == "extra_forbidden":
@@ -120,7 +120,7 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 _PRIVATE = frozenset({"value", "extraArgs", "url", "endpoint"})
-"""Fields whose values no refusal shows where they speak of a secret."""
+"""Fields whose values are omitted from messages if they contain a word for a secret."""
 _SECRET_WORD = re.compile(r"(?i)key|token|secret|passw|credential|[@?#]")
 _LOOKED_AT = 4096
 _REQUIRED = {
@@ -161,7 +161,7 @@ def _choices(context: Mapping[str, Any]) -> str:
 
 
 def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """Return the names on the wire of the fields that the mapping at `location` may have."""
+    """Return the wire names of the fields of the mapping at `location`."""
     current: type[BaseModel] | None = model
     for step in location:
         if isinstance(step, str) and current is not None:
@@ -173,7 +173,7 @@ def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[st
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model that `annotation` is, or holds as an option or as the entries of a tuple."""
+    """Return the model in `annotation`: itself, an option, or the entries of a tuple."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, UnionType, tuple, Annotated):
@@ -191,8 +191,8 @@ _SOURCES = {
 }
 
 MOST_BYTES = 2**17
-"""Bytes of all variables, and of all arguments, of an engine: with quotes and line breaks escaped, a plan of 16 members
-still fits into a ConfigMap, which takes 1 MiB."""
+"""Limit of the bytes of all variables, and of all arguments, of an engine: with escapes, a plan of 16 members still
+fits into a ConfigMap of 1 MiB."""
 
 ELSEWHERE = (
     "remove it: whoever may read the deployment would read it; for sources and API keys there is secretKeyRef in "
@@ -200,7 +200,7 @@ ELSEWHERE = (
 )
 
 LONGEST_NANO = 8192
-"""Positions that the Nano model has; the others have as many as the field allows."""
+"""Context length of the Nano model; that of the others is bounded by the field."""
 
 TENSOR_PARALLEL_SIZES = {
     Variant.NANO: (1, 2),
@@ -211,7 +211,7 @@ TENSOR_PARALLEL_SIZES = {
 
 
 def check_spec(spec: DeploymentSpec) -> tuple[Finding, ...]:
-    """Return everything that is wrong with `spec` although each field by itself is right."""
+    """Return the findings about `spec` that concern several fields."""
     return (
         *_model(spec.model),
         *_hardware(spec),
@@ -346,7 +346,7 @@ def _extra_args(args: tuple[str, ...]) -> Iterator[Finding]:
     for index, arg in enumerate(args):
         remedy = owned_flag(arg)
         if remedy:
-            # Without its value, which may be a secret.
+            # # Without the value, which may be a secret.
             flag = quoted(arg.split("=", 1)[0])
             yield Finding(f"spec.engine.extraArgs[{index}]", f"{flag} is set by dsv4; {remedy}")
         elif has_secret(arg):

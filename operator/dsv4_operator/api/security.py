@@ -107,7 +107,7 @@ _SHORT = {
     "-asc": "--api-server-count",
 }
 OTHER_FLAGS = ("-ac", "-cc", "-dc", "-q", "--reasoning-parser")
-"""Flags of vLLM that are what they are, although a flag that is looked for begins like them."""
+"""Flags of vLLM that are prefixes of an owned flag, but distinct flags."""
 _OWNED_VARIABLES = {
     "VLLM_HOST_IP": _NO_FIELD,
     "VLLM_HOST_PORT": _NO_FIELD,
@@ -148,20 +148,20 @@ def owned_flags() -> tuple[str, ...]:
 
 
 def owned_variables() -> tuple[str, ...]:
-    """Return the environment variables that dsv4 sets itself, beside all that begin with `DSV4_`."""
+    """Return the environment variables that dsv4 sets itself, besides those with the prefix `DSV4_`."""
     return tuple(_OWNED_VARIABLES)
 
 
 def flag_among(arg: str, flags: Iterable[str], others: Collection[str] = OTHER_FLAGS) -> str | None:
     """Return the flag of `flags` that `arg`, one word of vLLM's command line, sets; None if it sets none of them.
 
-    vLLM's parser takes `_` for `-`, `--flag=value`, `--flag.key value`, any beginning of a flag, and a value right
+    vLLM's parser accepts `_` for `-`, `--flag=value`, `--flag.key value`, any prefix of a flag, and a value directly
     after a flag of one letter (`-n2`); all of these are found. `among` is the same in CEL.
 
     Args:
         arg: the word.
         flags: names of flags, with their dashes.
-        others: flags that are not looked for, written in full, although one of `flags` begins like them.
+        others: full names of other flags that are prefixes of one of `flags`.
     """
     if not arg.startswith("-"):
         return None
@@ -173,7 +173,7 @@ def flag_among(arg: str, flags: Iterable[str], others: Collection[str] = OTHER_F
 
 
 def among(arg: str, flags: str, others: str) -> str:
-    """Return the condition of CEL that `flag_among` is: whether the text `arg` sets one of the list `flags`."""
+    """Return `flag_among` as a CEL condition: whether the text `arg` sets one of the list `flags`."""
     parts = f"{arg}.split('=', 2)[0].split('.', 2)[0].replace('_', '-')"
     return (
         f"{arg}.startsWith('-') && [{parts}].exists(flag, !(flag in {others}) && {flags}.exists(known, "
@@ -182,7 +182,7 @@ def among(arg: str, flags: str, others: str) -> str:
 
 
 def owned_flag(arg: str) -> str | None:
-    """Return the remedy if `arg`, one word of vLLM's command line, sets something that is dsv4's; None otherwise."""
+    """Return the remedy if `arg`, one word of vLLM's command line, sets a flag owned by dsv4; None otherwise."""
     found = flag_among(arg, owned_flags())
     if found is None:
         return None
@@ -193,7 +193,7 @@ def owned_flag(arg: str) -> str | None:
 
 
 def owned_env(name: str) -> str | None:
-    """Return the remedy if the environment variable `name` is dsv4's; None if it is not."""
+    """Return the remedy if dsv4 owns the environment variable `name`; None otherwise."""
     if name.startswith("DSV4_"):
         return _NO_FIELD
     return _OWNED_VARIABLES.get(name)
@@ -260,7 +260,7 @@ VARIABLES: dict[str, str] = {
     r"TZ|LANG|LC_\w+|NO_COLOR|FORCE_COLOR|VERBOSE|MAX_JOBS|NVCC_THREADS|TOKENIZERS_PARALLELISM": "locale, threads",
     r"PYTHON(UNBUFFERED|FAULTHANDLER|HASHSEED)": "Python, where it loads nothing",
 }
-"""Names of variables that are taken, as patterns of the whole name, with what they are read by."""
+"""Patterns of the whole names of accepted variables, with the programs that read them."""
 
 REFUSED_VARIABLES: dict[str, str] = {
     r"\w+_(PATHS?|DIRS?|FOLDER|FILE|HOME|ROOT|BASE|OUT|LIB|SO)(_\w+)?|VLLM_(ASSETS|MEDIA)_CACHE": _FILE,
@@ -272,11 +272,11 @@ REFUSED_VARIABLES: dict[str, str] = {
     r"VLLM_(SKIP_MODEL_NAME_VALIDATION|RAY_EXTRA_ENV_VAR\w+)": _CLIENTS,
     r"VLLM_(DEBUG_LOG_API_SERVER_RESPONSE|REQUEST_BODY_LOG_LEVEL|TRACE_FUNCTION)": _PROMPTS,
 }
-"""Names of those that are refused all the same, with the reason."""
+"""Patterns of the names of refused variables, with the reason; they override `VARIABLES`."""
 
 
 def spellings(flag: str) -> tuple[str, ...]:
-    """Return the names that vLLM has for `flag` and its opposite."""
+    """Return the spellings of `flag` and of its negation in vLLM."""
     bare = flag.removeprefix("--").removeprefix("enable-")
     return (flag, f"--no-{flag.removeprefix('--')}", *((f"--disable-{bare}",) if flag.startswith("--enable-") else ()))
 
@@ -287,11 +287,12 @@ def _refused(allowed: tuple[str, ...]) -> dict[str, str]:
 
 
 def flag_reason(arg: str, allowed: tuple[str, ...]) -> tuple[str, str] | None:
-    """Return the flag that `arg`, one word of vLLM's command line, sets and may not, with the reason; None: it may.
+    """Return the refused flag that `arg`, one word of vLLM's command line, sets, with the reason; None if it is
+    accepted.
 
     Args:
-        arg: as it is written, in any of the ways that vLLM's parser reads (`flag_among`).
-        allowed: flags that the administrator allows.
+        arg: in any notation of vLLM's parser (`flag_among`).
+        allowed: flags allowed by the administrator.
     """
     refused = _refused(allowed)
     found = flag_among(arg, refused, (*OTHER_FLAGS, *allowed))
@@ -299,7 +300,7 @@ def flag_reason(arg: str, allowed: tuple[str, ...]) -> tuple[str, str] | None:
 
 
 def variable_reason(name: str, allowed: tuple[str, ...]) -> str | None:
-    """Return why the environment variable `name` may not be set; None if it may."""
+    """Return the reason why the environment variable `name` is refused; None if it is accepted."""
     if name in allowed or "*" in allowed:
         return None
     for pattern, reason in REFUSED_VARIABLES.items():
@@ -312,10 +313,10 @@ def variable_reason(name: str, allowed: tuple[str, ...]) -> str | None:
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _PORT = r"(:(6553[0-5]|655[0-2][0-9]|65[0-4][0-9]{2}|6[0-4][0-9]{3}|[1-5][0-9]{4}|[1-9][0-9]{0,3}))?"
 _LABEL = r"[A-Za-z0-9_]([\w-]*[A-Za-z0-9_])?"
-# No number in any of the ways to write one: programs take 2852039166, 0xa9.0xfe.43518 and 0251.254.43518 for addresses.
+# # No number in any notation: programs accept 2852039166, 0xa9.0xfe.43518 and 0251.254.43518 as addresses.
 _LAST_LABEL = r"([A-Za-z_]([\w-]*\w)?|[1-9][0-9]*[A-Za-z_-]([\w-]*\w)?|0[0-9]*[A-WYZa-wyz_-]([\w-]*\w)?)"
 _NAME = rf"({_LABEL}\.)*{_LAST_LABEL}\.?"
-# Addresses that are routed or private. All other prefixes are local, mapped or translated.
+# # Routed or private addresses. All other prefixes are local, mapped or translated.
 _V6 = r"\[(::1|([23][0-9A-Fa-f]{3}|[Ff][CcDd][0-9A-Fa-f]{2})(:[0-9A-Fa-f]{0,4}){2,7})\]"
 
 _AT = r"(?i)://([^/\s]*@)?"
@@ -323,18 +324,18 @@ _END = r"\.?([:/?#\s\"',;]|$)"
 LINK_LOCAL = (
     rf"{_AT}(169\.254\.|(168\.63\.129\.16|100\.100\.100\.200|192\.0\.0\.192|metadata(\.google)?(\.internal)?|metadata\."
     rf"(goog|azure\.(internal|com)|tencentyun\.com|packet\.net)|instance-data(\.ec2\.internal)?){_END})",
-    # The same as one number, with numbers of other bases, with fewer numbers, and within addresses of IPv6.
+    # # The same as one number, in other bases, with fewer numbers, and within IPv6 addresses.
     rf"{_AT}((0x[0-9a-f]+|[0-9]{{8,}}|(0+251|0x0*a9|169)\.(254|0+376|0x0*fe|[0-9]{{4,}}|0x[0-9a-f]{{3,}})(\.[0-9a-fx]+)*)"
     rf"{_END}|\[([0:]*(f{{4}}:)?(a9fe:|169\.254\.)|fe[89ab]|0*64:f+9b:|2002:0*a9fe:|fd00:0*ec2:))",
 )
-"""Patterns of a text with a URL in it that has such a host."""
+"""Patterns of a text that contains a URL with such a host."""
 LINK_LOCAL_SHORT = r"(?i)://([^/\s]*@)?(169\.254\.|metadata\.google|\[fe[89ab]|\[::(ffff:)?(a9fe|169))"
-"""The usual ones of them: API servers bound what the rules of a definition may cost together. The whole patterns are a
-part of the policy of the chart."""
+"""The most common of them, because API servers limit the total cost of a definition's rules. The policy of the chart
+contains the complete patterns."""
 LINK_LOCAL_REFUSAL = "names a link-local address or the metadata service of a cloud; write the host of a store"
 
 URL = Matches(
-    # A host and a path: no user, no query and no fragment, which may have secrets in them.
+    # # Host and path only: user, query and fragment may contain secrets.
     rf"https?://({_NAME}|{_BYTE}(\.{_BYTE}){{3}}|{_V6}){_PORT}(/[!\"$->@-~]*)?",
     "is not a URL of a host and a path; begin it with https:// and a host name, and put secrets into a Secret "
     "and name it in secretKeyRef",
@@ -350,9 +351,9 @@ ENDPOINT_VARIABLES = (
     "AWS_ENDPOINT_URL_S3",
     "S3_ENDPOINT_URL",
 )
-"""Environment variables that name a Hub or a store; what is true of the URL of a source is true of theirs."""
+"""Environment variables with the URL of a Hub or store; the rules of source URLs apply to them."""
 
 
 def is_link_local(text: str) -> bool:
-    """Return whether a URL in `text` has a link-local address or the metadata service of a cloud as its host."""
+    """Return whether `text` contains a URL whose host is a link-local address or a cloud metadata service."""
     return any(re.search(pattern, text, re.ASCII) for pattern in LINK_LOCAL)

@@ -274,7 +274,7 @@ class Frontends:
         await self._keys.ensure(deployment, _SECRET_SECONDS)
 
     async def _apply(self, deployment: DSV4Deployment, status: DeploymentStatus, versions: Versions) -> None:
-        """Apply everything again, which writes nothing where nothing differs."""
+        """Apply all objects again; unchanged ones cause no write."""
         frontend = Frontend(self._cluster, functools.partial(self._keys.ensure, deployment))
         await frontend.ensure(deployment, status)
         for group in status.groups:
@@ -286,7 +286,7 @@ class Frontends:
         self._known[name] = _Known(deployment.metadata.uid, frontend, versions, time.monotonic())
 
     def wrote(self, namespace: str, name: str) -> None:
-        """Take note that objects of a deployment are written now: their versions will be others."""
+        """Record a write of a deployment's objects, after which their versions change."""
         known = self._known.get((namespace, name))
         if known is not None:
             known.written = time.monotonic()
