@@ -348,7 +348,6 @@ def _rules() -> dict[str, list[Schema]]:
 
 
 def _model_rules() -> dict[str, list[Schema]]:
-    """Return the rules of `spec.model`, by path."""
     return {
         "model": [
             rule(
@@ -374,7 +373,6 @@ def _model_rules() -> dict[str, list[Schema]]:
 
 
 def _topology_rules() -> dict[str, list[Schema]]:
-    """Return the rules of `spec.topology`, by path."""
     return {
         "topology": [
             rule(
@@ -404,7 +402,6 @@ def _topology_rules() -> dict[str, list[Schema]]:
 
 
 def _engine_rules() -> dict[str, list[Schema]]:
-    """Return the rules of `spec.engine`, by path."""
     return {
         "engine": [
             rule(
@@ -451,7 +448,6 @@ def _engine_rules() -> dict[str, list[Schema]]:
 
 
 def _whole() -> list[Schema]:
-    """Return the rules over several parts of the specification."""
     world, pipeline = (text.replace("self.", "self.topology.") for text in (_WORLD, _PIPELINE))
     tensor = f"self.topology.?tensorParallelSize.orValue({world} / {pipeline})"
     sizes = [

@@ -86,60 +86,38 @@ _OWNED_FLAGS = {
     "--hf-token": "use spec.model.source.huggingFace.secretKeyRef",
 }
 _SHORT = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-dpl": "--data-parallel-size-local",
-    "-dpa": "--data-parallel-address",
-    "-dpb": "--data-parallel-backend",
-    "-dpe": "--data-parallel-external-lb",
-    "-dph": "--data-parallel-hybrid-lb",
-    "-dpm": "--data-parallel-multi-port-external-lb",
-    "-dpn": "--data-parallel-rank",
-    "-dpp": "--data-parallel-rpc-port",
-    "-dpr": "--data-parallel-start-rank",
-    "-dcp": "--decode-context-parallel-size",
-    "-pcp": "--prefill-context-parallel-size",
-    "-ep": "--enable-expert-parallel",
-    "-sc": "--speculative-config",
-    "-n": "--nnodes",
-    "-r": "--node-rank",
+    "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
+    "-dpl": "--data-parallel-size-local", "-dpa": "--data-parallel-address", "-dpb": "--data-parallel-backend",
+    "-dpe": "--data-parallel-external-lb", "-dph": "--data-parallel-hybrid-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb", "-dpn": "--data-parallel-rank",
+    "-dpp": "--data-parallel-rpc-port", "-dpr": "--data-parallel-start-rank",
+    "-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size",
+    "-ep": "--enable-expert-parallel", "-sc": "--speculative-config", "-n": "--nnodes", "-r": "--node-rank",
     "-asc": "--api-server-count",
-}
+}  # fmt: skip
 OTHER_FLAGS = ("-ac", "-cc", "-dc", "-q", "--reasoning-parser")
 """Flags of vLLM that are prefixes of an owned flag, but distinct flags."""
 _OWNED_VARIABLES = {
-    "VLLM_HOST_IP": _NO_FIELD,
-    "VLLM_HOST_PORT": _NO_FIELD,
-    "VLLM_PORT": _NO_FIELD,
-    "VLLM_PLUGINS": _NO_FIELD,
     "VLLM_CPU_KVCACHE_SPACE": "use spec.engine.kvCacheMemory",
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "use spec.engine.timeouts.executeModel",
     "VLLM_ENGINE_READY_TIMEOUT_S": "use spec.engine.timeouts.load",
-    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": _NO_FIELD,
     "CUDA_VISIBLE_DEVICES": "use spec.topology.devicesPerNode",
-    "GLOO_SOCKET_IFNAME": _NO_FIELD,
-    "NCCL_HOSTID": _NO_FIELD,
-    "NCCL_SOCKET_IFNAME": _NO_FIELD,
     "NCCL_IB_HCA": "use spec.network.fabric.members[].hcas",
     "NCCL_IB_GID_INDEX": "use spec.network.fabric.members[].gidIndex",
-    "TP_SOCKET_IFNAME": _NO_FIELD,
     "UCX_NET_DEVICES": "use spec.network.fabric.members[].hcas",
     "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "use spec.engine.executor",
     "RAY_CGRAPH_get_timeout": "use spec.engine.timeouts.executeModel",
     "RAY_CGRAPH_submit_timeout": "use spec.engine.timeouts.executeModel",
-    "RAY_ADDRESS": _NO_FIELD,
-    "RAY_AUTH_MODE": _NO_FIELD,
-    "RAY_AUTH_TOKEN": _NO_FIELD,
-    "RAY_AUTH_TOKEN_PATH": _NO_FIELD,
-    "RAY_NODE_IP_ADDRESS": _NO_FIELD,
-    "RAY_OVERRIDE_NODE_IP_ADDRESS": _NO_FIELD,
-    "LD_PRELOAD": _NO_FIELD,
-    "PATH": _NO_FIELD,
-    "HOME": _NO_FIELD,
-    "PYTHONPATH": _NO_FIELD,
-    "PYTHONHOME": _NO_FIELD,
-}
+    **dict.fromkeys(
+        (
+            "VLLM_HOST_IP", "VLLM_HOST_PORT", "VLLM_PORT", "VLLM_PLUGINS", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH",
+            "GLOO_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "RAY_ADDRESS",
+            "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_NODE_IP_ADDRESS",
+            "RAY_OVERRIDE_NODE_IP_ADDRESS", "LD_PRELOAD", "PATH", "HOME", "PYTHONPATH", "PYTHONHOME",
+        ),
+        _NO_FIELD,
+    ),
+}  # fmt: skip
 
 
 def owned_flags() -> tuple[str, ...]:

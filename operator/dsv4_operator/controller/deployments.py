@@ -148,8 +148,6 @@ class _DeletedError(StatusLost):
 
 @dataclass(frozen=True, slots=True)
 class _Specification:
-    """Specification in force for a manifest."""
-
     deployment: DSV4Deployment | None
     """The manifest, or the last valid one; None: there is none, and no group needs one."""
     refused: Refused | None = None

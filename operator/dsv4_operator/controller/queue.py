@@ -28,8 +28,6 @@ FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 1.0, 300.0
 
 @dataclass(slots=True)
 class _Turns:
-    """State of one key."""
-
     news: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     begun: float | None = None

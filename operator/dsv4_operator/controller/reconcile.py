@@ -105,8 +105,6 @@ class StatusLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Executed:
-    """Result of a decision's actions."""
-
     status: GroupStatus
     failed: bool = False
     """Whether an action failed, or is in backoff."""

@@ -191,7 +191,6 @@ def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateways:
 
 
 def _dashboard_port(deployment: DSV4Deployment) -> int:
-    """Return the port of Ray's dashboard on rank 0 of a private network."""
     return head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT
 
 

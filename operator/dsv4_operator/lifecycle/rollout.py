@@ -186,7 +186,6 @@ def _served(deployment: DSV4Deployment, rollout: RolloutStatus) -> DSV4Deploymen
 
 
 def _target(deployment: DSV4Deployment, served: DSV4Deployment | None, rollout: RolloutStatus) -> DSV4Deployment:
-    """Return the target version of the groups."""
     return served if rollout.rejected is not None and served is not None else deployment
 
 

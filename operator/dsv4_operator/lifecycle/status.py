@@ -367,7 +367,6 @@ def _deployment_phase(view: _View) -> DeploymentPhase:
 
 
 def _down(view: _View, group: GroupStatus) -> tuple[Reason, str]:
-    """Return the reason why `group` is down."""
     if not view.is_stuck(group):
         return Reason.GROUP_DEAD, view.told(group, _down_sentence(group))
     bound = format_duration(FORMING_SECONDS)

@@ -47,8 +47,6 @@ _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
 
 @dataclass(slots=True)
 class _RunningMember:
-    """A member that this backend started."""
-
     plan: GroupPlan
     member: MemberPlan
     process: asyncio.subprocess.Process

@@ -206,8 +206,6 @@ class LocalGateways:
 
 
 class _GatewayProcess:
-    """One gateway: its files and its process."""
-
     def __init__(self, limits: GatewaySettings, directory: Path, route: GatewayRoute, *, alone: bool) -> None:
         self._settings, self._route, self._alone = limits, route, alone
         number = f"-{route.group}" if route.group else ""

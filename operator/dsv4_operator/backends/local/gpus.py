@@ -271,7 +271,6 @@ def _claim(card: Card) -> socket.socket | None:
 
 
 def _holder(card: Card) -> str:
-    """Return the holder of `card` as text."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(_SECONDS)
         try:

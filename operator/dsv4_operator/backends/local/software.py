@@ -131,11 +131,7 @@ def _problem(home: Path, torch: Release) -> str | None:
 
 
 def _release(nvcc: Path) -> Release | None:
-    try:
-        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.search(r"release (\d+)\.(\d+)", told.stdout)
+    found = re.search(r"release (\d+)\.(\d+)", _output(nvcc, "--version"))
     return (int(found[1]), int(found[2])) if found else None
 
 
@@ -184,13 +180,16 @@ def _linked(home: Path, links: Path) -> Path:
 
 def _driver() -> Iterable[Path]:
     """Return the path of the driver's library from the loader's cache, if there is one."""
+    found = re.findall(r"\blibcuda\.so\.1 .*=> (\S+)", _output("/sbin/ldconfig", "-p"))
+    return [Path(path) for path in found[:1]]
+
+
+def _output(*command: str | Path) -> str:
+    """Return the standard output of a program; empty if it cannot be run or does not end in time."""
     try:
-        told = subprocess.run(
-            ["/sbin/ldconfig", "-p"], capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
-        )
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return [Path(path) for path in re.findall(r"\blibcuda\.so\.1 .*=> (\S+)", told.stdout)[:1]]
+        return ""
 
 
 def _text(release: Release) -> str:

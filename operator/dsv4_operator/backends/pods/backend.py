@@ -72,8 +72,6 @@ class _GroupCache:
 
 @dataclass(frozen=True, slots=True)
 class _KnownFacts:
-    """Facts of one revision of a deployment, with their age."""
-
     generation: int
     time: float
     """Monotonic time."""
@@ -305,7 +303,6 @@ class PodsBackend:
         return tuple(sorted((*ignored, *labels)))
 
     def _seen(self, deployment: DSV4Deployment, group: int, incarnation: int) -> list[str]:
-        """Return the names of the pods of one incarnation in the cache."""
         members = self._members(deployment, group)
         return [str(one.pod["metadata"]["name"]) for one in members if one.incarnation == incarnation]
 
@@ -330,7 +327,6 @@ class PodsBackend:
         return True
 
     async def _ranks(self, deployment: DSV4Deployment, group: int, incarnation: int) -> frozenset[int]:
-        """Return the ranks of the members on the API server."""
         metadata = deployment.metadata
         pods = await self._fencer.live(GroupKey.of(deployment, group), incarnation)
         found = (member_of(pod, metadata.name, group, metadata.uid) for pod in pods)

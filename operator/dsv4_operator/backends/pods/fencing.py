@@ -177,7 +177,6 @@ class Fencer:
 
 
 def _grace(pod: Manifest) -> int:
-    """Return the grace period of a deleted pod's processes in seconds."""
     return int(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
 
 

@@ -243,8 +243,6 @@ class Superseded(BackendError):
 
 @dataclass(slots=True)
 class _Known:
-    """Applied objects of one deployment."""
-
     uid: str | None
     frontend: Frontend
     versions: Versions
@@ -346,5 +344,4 @@ def _incarnation(service: Manifest) -> int:
 
 
 def _names(versions: Versions) -> frozenset[tuple[str, str]]:
-    """Return kind and name of the objects."""
     return frozenset((kind, name) for kind, name, _ in versions)

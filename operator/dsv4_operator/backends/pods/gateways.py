@@ -18,7 +18,7 @@ import aiohttp
 from dsv4_operator.api import ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment, GroupStatus, Reason
 from dsv4_operator.api.values import quantity
 from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.backends.pods.scheduling import NodeCapacity, has_ended
+from dsv4_operator.backends.pods.scheduling import NodeCapacity, condition, has_ended
 from dsv4_operator.builders import paths
 from dsv4_operator.builders.frontend import GATEWAY_REQUESTS, gateways_of
 from dsv4_operator.builders.names import GROUP, Manifest, gateway_name
@@ -46,8 +46,6 @@ Ask = Callable[[str, str], Awaitable[str | None]]
 
 @dataclass(slots=True)
 class _Watched:
-    """One deployment."""
-
     uid: str | None
     canary: Canary
     task: asyncio.Task[None] | None = None
@@ -189,8 +187,7 @@ def is_ready(pod: Manifest) -> bool:
     """Return whether `pod` is among the endpoints of its Service."""
     if pod["metadata"].get("deletionTimestamp") or not _address(pod):
         return False
-    conditions = (pod.get("status") or {}).get("conditions") or []
-    return any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions)
+    return condition(pod, "Ready").get("status") == "True"
 
 
 def _first(deployment: DSV4Deployment, lives: Lives, gateways: frozenset[str], now: float) -> Canary:
@@ -340,7 +337,7 @@ def _settled(deployment: DSV4Deployment, status: DeploymentStatus, pods: Sequenc
 
 def _open(node: Manifest) -> bool:
     """Return whether `node` accepts pods without tolerations."""
-    spec, conditions = node.get("spec") or {}, (node.get("status") or {}).get("conditions") or []
+    spec = node.get("spec") or {}
     if spec.get("unschedulable") or any(one.get("effect") != "PreferNoSchedule" for one in spec.get("taints") or []):
         return False
-    return any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions)
+    return condition(node, "Ready").get("status") == "True"

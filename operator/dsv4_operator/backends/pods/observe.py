@@ -15,7 +15,7 @@ from typing import Any
 
 from dsv4_operator.api import KIND, DSV4Deployment
 from dsv4_operator.api.values import parse_time
-from dsv4_operator.backends.pods.scheduling import node_of
+from dsv4_operator.backends.pods.scheduling import condition, node_of
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.lifecycle.observed import ObservedMember
@@ -308,8 +308,7 @@ def observed(
 
 def not_ready_since(node: Manifest) -> str | None:
     """Return the time since which Kubernetes reports `node` as not ready, as text; None if it is ready."""
-    conditions = names.parts(node, "status", "conditions")
-    ready: Mapping[str, Any] = next((one for one in conditions if one.get("type") == "Ready"), {})
+    ready = condition(node, "Ready")
     return None if ready.get("status") == "True" else str(ready.get("lastTransitionTime") or "never ready")
 
 
@@ -326,7 +325,7 @@ def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | N
         return None, None
     if pod["metadata"].get("deletionTimestamp"):
         return "its pod was deleted before its agent answered", None
-    unschedulable = _unschedulable(status)
+    unschedulable = _unschedulable(pod)
     if unschedulable is not None and age > SCHEDULE_SECONDS:
         return f"not scheduled for {age:.0f} s: {unschedulable}", Cause.FORMATION_TIMEOUT
     hopeless = next((one for one in _states(status, "waiting") if one.get("reason") in _HOPELESS), None)
@@ -354,7 +353,7 @@ def _last_words(status: Mapping[str, Any]) -> tuple[str, Cause | None]:
 
 def _waiting(pod: Manifest, *, formed: bool) -> str | None:
     status = names.part(pod, "status")
-    unschedulable = _unschedulable(status)
+    unschedulable = _unschedulable(pod)
     if unschedulable is not None:
         return f"not scheduled: {unschedulable}"
     state = next((one for one in _states(status, "waiting")), None)
@@ -365,11 +364,11 @@ def _waiting(pod: Manifest, *, formed: bool) -> str | None:
     return None if formed else "its agent waits for the addresses of the other members"
 
 
-def _unschedulable(status: Mapping[str, Any]) -> str | None:
-    for condition in names.parts(status, "conditions"):
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return str(condition.get("message") or condition.get("reason") or "no reason given")[:300]
-    return None
+def _unschedulable(pod: Manifest) -> str | None:
+    found = condition(pod, "PodScheduled")
+    if found.get("status") != "False":
+        return None
+    return str(found.get("message") or found.get("reason") or "no reason given")[:300]
 
 
 def _started(status: Mapping[str, Any]) -> bool:

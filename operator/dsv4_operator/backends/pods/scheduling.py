@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -167,6 +167,11 @@ def _is_amount(value: object) -> bool:
     except ValueError:
         return False
     return True
+
+
+def condition(manifest: Manifest, kind: str) -> Mapping[str, Any]:
+    """Return the condition of type `kind` of a node or pod; empty without one."""
+    return next((one for one in names.parts(manifest, "status", "conditions") if one.get("type") == kind), {})
 
 
 def node_of(pod: Manifest) -> str | None:
@@ -391,7 +396,7 @@ def _unfit(deployment: DSV4Deployment, node: Manifest) -> str | None:
     """Return the reason why no member of `deployment` may run on `node`, regardless of other pods."""
     spec, metadata = node.get("spec") or {}, node["metadata"]
     labels: Mapping[str, str] = metadata.get("labels") or {}
-    ready = next((one for one in _conditions(node) if one.get("type") == "Ready"), {})
+    ready = condition(node, "Ready")
     if ready.get("status") != "True":
         return f"is not ready since {ready.get('lastTransitionTime', 'it was made')}"
     if spec.get("unschedulable"):
@@ -519,10 +524,6 @@ def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memo
         },
     }
     return PodRequests(pod, node, owner, _member_requests(deployment, memory_bytes))
-
-
-def _conditions(node: Manifest) -> Iterator[Mapping[str, str]]:
-    yield from (node.get("status") or {}).get("conditions") or []
 
 
 def _told(reasons: Mapping[str, str], nodes: bool) -> str:
