@@ -117,7 +117,7 @@ async def test_a_guard_keeps_from_writing_and_not_from_reading(
         raise Conflict("not now")
 
     told: list[tuple[str, int]] = []
-    async with Client(kube.access, guard=no, asked=lambda *answer: told.append(answer)) as guarded:
+    async with Client(kube.access, guard=no, on_answer=lambda *answer: told.append(answer)) as guarded:
         assert await guarded.list(PODS, namespace) == []
         with pytest.raises(Conflict, match="not now"):
             await guarded.create(config(namespace, "a"))

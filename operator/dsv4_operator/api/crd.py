@@ -94,7 +94,7 @@ class _Converter:
             _ruled(kept, rule(f"self in {json.dumps(words)}", f"is unknown; use one of {', '.join(words)}"))
         _ruled(kept, *(_text(*given) for given in node.get("texts", ())))
         if node.get("type") == "integer" and self._enums:
-            # # 1.0 is an integer in a schema, but not in a rule or in `parse`.
+            # 1.0 is an integer in a schema, but not in a rule or in `parse`.
             _ruled(kept, rule("self == int(self)", "is not a whole number; write it without a fraction"))
         if node.get("type") == "number" and "minimum" in kept:
             low, high = float(kept.pop("minimum")), float(kept.pop("maximum"))
@@ -259,7 +259,7 @@ _PORTS = {"api": 8000, "dashboard": 8265, "gcs": 6379, "agent": 8090}
 def definition() -> dict[str, Any]:
     """Return the CustomResourceDefinition as JSON values."""
     spec = structural(DeploymentSpec, _SPEC_LISTS)
-    spec["properties"]["replicas"]["default"] = 1  # # `kubectl scale` needs an initial number.
+    spec["properties"]["replicas"]["default"] = 1  # `kubectl scale` needs an initial number.
     for path, rules in _rules().items():
         _at(spec, path).setdefault("x-kubernetes-validations", []).extend(rules)
     without_values(spec)
@@ -281,7 +281,7 @@ def definition() -> dict[str, Any]:
                 f"metadata.name: at most {LONGEST_NAME} lower-case letters, digits and dashes; begin with a letter",
             ),
             rule(
-                # # Objects have no status at their creation. Existing ones from before this rule stay valid.
+                # Objects have no status at their creation. Existing ones from before this rule stay valid.
                 f"has(self.status) || !self.metadata.name.matches({text_of(TAKEN_PATTERN)})",
                 "metadata.name: ends as the Services of another deployment's groups do; write another end than a "
                 "number and head, or a number and i with a number",
@@ -360,7 +360,7 @@ def _model_rules() -> dict[str, list[Schema]]:
             ),
         ],
         "model.variant": [rule("self == oldSelf", "cannot change; delete the deployment and make another one")],
-        # # Not a set, because an API server repeats the duplicate in its message.
+        # Not a set, because an API server repeats the duplicate in its message.
         "model.servedNames": [rule("self.all(a, self.exists_one(b, a == b))", "a name is there twice; remove one")],
         "model.source": [
             rule(
@@ -425,7 +425,7 @@ def _engine_rules() -> dict[str, list[Schema]]:
             ),
         ],
         "engine.extraArgs[]": [
-            # # Several rules, because API servers limit the cost of each.
+            # Several rules, because API servers limit the cost of each.
             *(
                 rule(
                     f"!({among('self', _cel_list(owned_flags()[number : number + _AT_ONCE]), _cel_list(OTHER_FLAGS))})",
@@ -482,7 +482,7 @@ def _whole() -> list[Schema]:
             f"engine.maxModelLen: more than Nano has; the most is {LONGEST_NANO}",
         ),
         rule(
-            # # With `orValue` the API server assumes the maximum length of the strings.
+            # With `orValue` the API server assumes the maximum length of the strings.
             f"has(self.backend) ? (has(oldSelf.backend) ? self.backend == oldSelf.backend "
             f": self.backend == '{DEFAULT_BACKEND}') "
             f": !has(oldSelf.backend) || oldSelf.backend == '{DEFAULT_BACKEND}'",

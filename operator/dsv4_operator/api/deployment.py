@@ -51,7 +51,7 @@ _MOST_ANNOTATION_BYTES = 2**18
 
 
 def _texts(value: Any) -> Any:
-    # # API servers read null as an empty string.
+    # API servers read null as an empty string.
     return {key: "" if text is None else text for key, text in value.items()} if isinstance(value, dict) else value
 
 
@@ -100,7 +100,7 @@ class DSV4Deployment(Document):
     @model_validator(mode="after")
     def _rules(self) -> Self:
         findings = check_spec(self.spec)
-        # # Existing objects from before this rule stay valid.
+        # Existing objects from before this rule stay valid.
         if re.search(TAKEN_PATTERN, self.metadata.name) and self.status == DeploymentStatus():
             findings = (*findings, Finding("metadata.name", _taken(self.metadata.name)))
         if findings:
@@ -183,7 +183,7 @@ def parse(data: object) -> DSV4Deployment:
         data = {**data, "metadata": kept}
     _bound({key: value for key, value in data.items() if key != "status"})
     try:
-        # # Only wire names: a valid file must also work with kubectl.
+        # Only wire names: a valid file must also work with kubectl.
         return DSV4Deployment.model_validate(data, by_alias=True, by_name=False)
     except ValidationError as error:
         raise InvalidDeployment(translate(error, DSV4Deployment)) from None

@@ -158,7 +158,7 @@ def _network(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Find
 def _settings(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Finding]:
     engine = deployment.spec.engine
     if _listed(deployment.metadata.namespace, policy.any_image_namespaces):
-        return  # # Own images can do everything that these settings can.
+        return  # Own images can do everything that these settings can.
     for index, arg in enumerate(engine.extra_args):
         if found := flag_reason(arg, policy.engine_flags):
             flag, reason = found

@@ -58,7 +58,7 @@ def translate(error: ValidationError, model: type[BaseModel]) -> tuple[Finding, 
             findings.append(Finding("", f"{len(details) - number} more findings; correct the ones above first"))
             break
         if detail["type"] == "too_short" and any(_within(other["loc"], detail["loc"]) for other in details):
-            continue  # # Counts only the valid entries.
+            continue  # Counts only the valid entries.
         if detail["type"] == RULES_ERROR:
             findings += detail["ctx"]["findings"]
         else:
@@ -95,7 +95,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    # # Invalid text for the engine and invalid URLs may contain a secret.
+    # Invalid text for the engine and invalid URLs may contain a secret.
     private = _PRIVATE & set(detail["loc"]) and isinstance(value, str) and _SECRET_WORD.search(value[:_LOOKED_AT])
     shown = "the value" if private else quoted(value)
     if kind == "extra_forbidden":
@@ -346,7 +346,7 @@ def _extra_args(args: tuple[str, ...]) -> Iterator[Finding]:
     for index, arg in enumerate(args):
         remedy = owned_flag(arg)
         if remedy:
-            # # Without the value, which may be a secret.
+            # Without the value, which may be a secret.
             flag = quoted(arg.split("=", 1)[0])
             yield Finding(f"spec.engine.extraArgs[{index}]", f"{flag} is set by dsv4; {remedy}")
         elif has_secret(arg):

@@ -291,10 +291,10 @@ def variable_reason(name: str, allowed: tuple[str, ...]) -> str | None:
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _PORT = r"(:(6553[0-5]|655[0-2][0-9]|65[0-4][0-9]{2}|6[0-4][0-9]{3}|[1-5][0-9]{4}|[1-9][0-9]{0,3}))?"
 _LABEL = r"[A-Za-z0-9_]([\w-]*[A-Za-z0-9_])?"
-# # No number in any notation: programs accept 2852039166, 0xa9.0xfe.43518 and 0251.254.43518 as addresses.
+# No number in any notation: programs accept 2852039166, 0xa9.0xfe.43518 and 0251.254.43518 as addresses.
 _LAST_LABEL = r"([A-Za-z_]([\w-]*\w)?|[1-9][0-9]*[A-Za-z_-]([\w-]*\w)?|0[0-9]*[A-WYZa-wyz_-]([\w-]*\w)?)"
 _NAME = rf"({_LABEL}\.)*{_LAST_LABEL}\.?"
-# # Routed or private addresses. All other prefixes are local, mapped or translated.
+# Routed or private addresses. All other prefixes are local, mapped or translated.
 _V6 = r"\[(::1|([23][0-9A-Fa-f]{3}|[Ff][CcDd][0-9A-Fa-f]{2})(:[0-9A-Fa-f]{0,4}){2,7})\]"
 
 _AT = r"(?i)://([^/\s]*@)?"
@@ -302,7 +302,7 @@ _END = r"\.?([:/?#\s\"',;]|$)"
 LINK_LOCAL = (
     rf"{_AT}(169\.254\.|(168\.63\.129\.16|100\.100\.100\.200|192\.0\.0\.192|metadata(\.google)?(\.internal)?|metadata\."
     rf"(goog|azure\.(internal|com)|tencentyun\.com|packet\.net)|instance-data(\.ec2\.internal)?){_END})",
-    # # The same as one number, in other bases, with fewer numbers, and within IPv6 addresses.
+    # The same as one number, in other bases, with fewer numbers, and within IPv6 addresses.
     rf"{_AT}((0x[0-9a-f]+|[0-9]{{8,}}|(0+251|0x0*a9|169)\.(254|0+376|0x0*fe|[0-9]{{4,}}|0x[0-9a-f]{{3,}})(\.[0-9a-fx]+)*)"
     rf"{_END}|\[([0:]*(f{{4}}:)?(a9fe:|169\.254\.)|fe[89ab]|0*64:f+9b:|2002:0*a9fe:|fd00:0*ec2:))",
 )
@@ -313,7 +313,7 @@ contains the complete patterns."""
 LINK_LOCAL_REFUSAL = "names a link-local address or the metadata service of a cloud; write the host of a store"
 
 URL = Matches(
-    # # Host and path only: user, query and fragment may contain secrets.
+    # Host and path only: user, query and fragment may contain secrets.
     rf"https?://({_NAME}|{_BYTE}(\.{_BYTE}){{3}}|{_V6}){_PORT}(/[!\"$->@-~]*)?",
     "is not a URL of a host and a path; begin it with https:// and a host name, and put secrets into a Secret "
     "and name it in secretKeyRef",

@@ -196,7 +196,7 @@ _REPO = Matches(r"[\w.-]+/[\w.-]+", "is not a repository; write OWNER/NAME, for 
 _COMMIT = Matches(
     r"[0-9a-f]{40}", "is not a commit; write all 40 hex digits, so that the weights cannot change", longest=40
 )
-# # Rules of all S3-compatible stores; bucket names at AWS from before 2018 may differ.
+# Rules of all S3-compatible stores; bucket names at AWS from before 2018 may differ.
 _BUCKET = Matches(
     r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "is not a bucket; write its name alone, 3 to 63 of a-z, 0-9, - and .", 63
 )
@@ -340,7 +340,7 @@ _ServedName = Annotated[
 
 
 def _without_nulls(value: Any) -> Any:
-    # # API servers drop entries that are null.
+    # API servers drop entries that are null.
     return {key: text for key, text in value.items() if text is not None} if isinstance(value, dict) else value
 
 

@@ -167,7 +167,7 @@ class Between:
     def _check(self, value: float) -> float:
         parse, write = _READERS[isinstance(value, int)]
         if not parse(self.least) <= value <= parse(self.most):
-            # # Larger fractions have lost digits, and would be shown differently.
+            # Larger fractions have lost digits, and would be shown differently.
             shown = write(value) if isinstance(value, int) or value < _EXACT_SECONDS else "the value"
             raise ValueError(f"{shown} {self.refusal}")
         return value
@@ -286,7 +286,7 @@ def _seconds(value: float) -> float:
 
 
 def _written_duration(value: Any) -> float:
-    # # A bare number in a manifest has no unit; a Python default (float) is in seconds.
+    # A bare number in a manifest has no unit; a Python default (float) is in seconds.
     if isinstance(value, int) and not isinstance(value, bool):
         raise ValueError(f"{value} has no unit; write it as Kubernetes does, for example {value}s")  # noqa: TRY004
     if isinstance(value, str) and not re.fullmatch(DURATION_PATTERN, value[: LONGEST_DURATION + 1]):

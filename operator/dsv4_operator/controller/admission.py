@@ -76,7 +76,7 @@ def judge(
         return AdmissionResult(str(error))
     forbidden = "; ".join(map(str, violations(deployment, policy, runtime_image)))
     if deployment.spec.suspend or not deployment.spec.replicas:
-        # # Nothing is planned, but the policy applies: `kubectl scale` would start the deployment without another
+        # Nothing is planned, but the policy applies: `kubectl scale` would start the deployment without another
         # check.
         return AdmissionResult(forbidden or None)
     facts = replace(_usual_machines(deployment), forbidden=forbidden)
@@ -125,7 +125,7 @@ def _usual_machines(deployment: DSV4Deployment) -> Facts:
     kind = machine(deployment.spec.topology.hardware)
     if not kind.sm:
         kind = replace(kind, memory_bytes=_ANY_MEMORY)
-    # # The verdict does not depend on paths.
+    # The verdict does not depend on paths.
     return catalog_facts(deployment, kind, state_root="/", weights_root="/")
 
 

@@ -17,7 +17,7 @@ from dsv4_operator.controller.reconcile import Endpoints, Reconciler, Refused, S
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, Client, Conflict, Manifest, NotFound
 from dsv4_operator.kube.cache import DeploymentKey
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
-from dsv4_operator.lifecycle.decide import QUIET_SECONDS
+from dsv4_operator.lifecycle.decide import RESYNC_SECONDS
 from dsv4_operator.planning import PlanRefused
 from dsv4_operator.planning.accepted import last_valid
 from dsv4_runtime.contract.clock import unix_time
@@ -25,7 +25,7 @@ from dsv4_runtime.contract.clock import unix_time
 _log = logging.getLogger("dsv4")
 
 _TRIES = 3
-# # Loading takes minutes, and its progress changes every second.
+# Loading takes minutes, and its progress changes every second.
 _PROGRESS_SECONDS = 5.0
 _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
 
@@ -38,7 +38,7 @@ class Dependencies:
     backend: Callable[[DSV4Deployment], Backend]
     """Returns the backend of a deployment; raises InvalidDeployment if there is no such backend."""
     endpoints: Callable[[DSV4Deployment], Endpoints]
-    tell: Callable[[Manifest, Event], None]
+    record: Callable[[Manifest, Event], None]
     """Called with every event and the object that it is about."""
     clock: Callable[[], float] = unix_time
     failed: Callable[[DeploymentKey, Part], None] = lambda *_: None
@@ -50,10 +50,10 @@ class Deployments:
 
     def __init__(self, dependencies: Dependencies) -> None:
         self._dependencies = dependencies
-        self._heard: dict[DeploymentKey, Manifest] = {}
-        self._states: dict[DeploymentKey, _DeploymentTurns] = {}
+        self._cached: dict[DeploymentKey, Manifest] = {}
+        self._states: dict[DeploymentKey, _DeploymentController] = {}
 
-    def told(self, manifest: Manifest, gone: bool) -> DeploymentKey | None:
+    def handle_event(self, manifest: Manifest, gone: bool) -> DeploymentKey | None:
         """Store an event of the watch; return the deployment to reconcile, None if nothing changed.
 
         Events of one UID are ordered, but those of two successive objects of the same name are not. So an older version
@@ -62,21 +62,21 @@ class Deployments:
         metadata = manifest["metadata"]
         key = metadata["namespace"], metadata["name"]
         metadata.pop("managedFields", None)
-        known = self._heard.get(key)
+        known = self._cached.get(key)
         if gone:
             if known is None or known["metadata"]["uid"] != metadata["uid"]:
                 return None
-            del self._heard[key]
+            del self._cached[key]
             return key
         if known is not None and _number(manifest) < _number(known):
             return None
-        self._heard[key] = manifest
+        self._cached[key] = manifest
         state = self._states.get(key)
-        return None if state is not None and state.wrote(manifest) else key
+        return None if state is not None and state.is_own_write(manifest) else key
 
     def knows(self, key: DeploymentKey) -> bool:
         """Return whether the watch has reported such a deployment."""
-        return key in self._heard
+        return key in self._cached
 
     def statuses(self) -> Iterator[DeploymentStatus]:
         """Yield the status of every deployment that was reconciled."""
@@ -90,55 +90,55 @@ class Deployments:
             await state.close()
         self._states.clear()
 
-    async def look(self, key: DeploymentKey) -> float | None:
+    async def reconcile(self, key: DeploymentKey) -> float | None:
         """Reconcile once, and return the seconds until the next reconcile, None if the deployment is gone."""
-        heard, state = self._heard.get(key), self._states.get(key)
-        if state is not None and (heard is None or heard["metadata"]["uid"] != state.uid):
+        cached, state = self._cached.get(key), self._states.get(key)
+        if state is not None and (cached is None or cached["metadata"]["uid"] != state.uid):
             del self._states[key]
             await state.close()
             state = None
-        if heard is None:
+        if cached is None:
             return None
         if state is None or state.due:
-            # # The watch may lag or have missed the deletion, and the first decision builds on the status.
+            # The watch may lag or have missed the deletion, and the first decision builds on the status.
             live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
-            if live is None or live["metadata"]["uid"] != heard["metadata"]["uid"]:
-                return await self._replace(key, heard, live)
+            if live is None or live["metadata"]["uid"] != cached["metadata"]["uid"]:
+                return await self._replace(key, cached, live)
             if state is None:
-                state = self._states[key] = _DeploymentTurns(self._dependencies, live)
+                state = self._states[key] = _DeploymentController(self._dependencies, live)
             state.confirm()
         try:
-            state.see(heard)
-            pause = await state.look()
+            state.update(cached)
+            pause = await state.reconcile()
         except _DeletedError:
-            return await self._replace(key, heard, await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key))
+            return await self._replace(key, cached, await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key))
         except StatusLost:
-            # # The state in memory is invalid. The next reconcile starts from the object.
+            # The state in memory is invalid. The next reconcile starts from the object.
             del self._states[key]
             await state.close()
             raise
         except Exception as error:
-            state.complain(text_of(error))
+            state.report_failure(text_of(error))
             raise
-        state.complain(None)
+        state.report_failure(None)
         return pause
 
-    async def _replace(self, key: DeploymentKey, heard: Manifest, live: Manifest | None) -> float | None:
-        """Drop the object `heard`, which no longer exists, and continue with `live`, which has its name now."""
+    async def _replace(self, key: DeploymentKey, cached: Manifest, live: Manifest | None) -> float | None:
+        """Drop the object `cached`, which no longer exists, and continue with `live`, which has its name now."""
         state = self._states.pop(key, None)
         if state is not None:
             await state.close()
-        latest = self._heard.get(key)
-        if latest is not None and latest["metadata"]["uid"] == heard["metadata"]["uid"]:
-            del self._heard[key]
+        latest = self._cached.get(key)
+        if latest is not None and latest["metadata"]["uid"] == cached["metadata"]["uid"]:
+            del self._cached[key]
             latest = None
         if live is not None and (latest is None or _number(live) > _number(latest)):
             live["metadata"].pop("managedFields", None)
-            latest = self._heard[key] = live
+            latest = self._cached[key] = live
         return None if latest is None else 0.0
 
 
-class _StrangeStatusError(StatusLost):
+class _ForeignStatusError(StatusLost):
     """Another writer changed the status."""
 
 
@@ -154,7 +154,7 @@ class _Specification:
     """Refusal of the manifest; None: it is valid."""
 
 
-class _DeploymentTurns:
+class _DeploymentController:
     """One deployment, from its first reconcile until it is gone."""
 
     def __init__(self, dependencies: Dependencies, live: Manifest) -> None:
@@ -174,7 +174,7 @@ class _DeploymentTurns:
     @property
     def due(self) -> bool:
         """Return whether to read the object from the API server: the watch may have missed its deletion."""
-        return time.monotonic() - self._confirmed >= QUIET_SECONDS
+        return time.monotonic() - self._confirmed >= RESYNC_SECONDS
 
     def confirm(self) -> None:
         """Record that the object exists on the API server."""
@@ -195,59 +195,59 @@ class _DeploymentTurns:
     def status(self) -> DeploymentStatus | None:
         return self._reconciler.status if self._reconciler is not None else None
 
-    def wrote(self, heard: Manifest) -> bool:
+    def is_own_write(self, cached: Manifest) -> bool:
         """Return whether this is the version that this process wrote last."""
-        metadata = heard["metadata"]
+        metadata = cached["metadata"]
         return bool(metadata["uid"] == self.uid and metadata["resourceVersion"] == self._version)
 
-    def see(self, heard: Manifest) -> None:
+    def update(self, cached: Manifest) -> None:
         """Store the object, unless a later version is known.
 
         Raises:
             _StrangeStatusError: its status is not the one written by this process.
         """
-        if _number(heard) > int(self._version):
-            if (heard.get("status") or {}) != self._written:
-                where = "{namespace}/{name}".format_map(heard["metadata"])
-                raise _StrangeStatusError(f"{where}: its status was written by somebody else")
-            self._version = heard["metadata"]["resourceVersion"]
-        if _number(heard) > _number(self._manifest):
-            self._manifest = heard
+        if _number(cached) > int(self._version):
+            if (cached.get("status") or {}) != self._written:
+                where = "{namespace}/{name}".format_map(cached["metadata"])
+                raise _ForeignStatusError(f"{where}: its status was written by somebody else")
+            self._version = cached["metadata"]["resourceVersion"]
+        if _number(cached) > _number(self._manifest):
+            self._manifest = cached
 
-    async def look(self) -> float:
+    async def reconcile(self) -> float:
         deleting = "deletionTimestamp" in self._manifest["metadata"]
         found = self._specification()
         refused, deployment = found.refused, found.deployment
         if deployment is not None and self._backend is None:
             try:
-                # # `spec.backend` is immutable.
+                # `spec.backend` is immutable.
                 self._backend = self._dependencies.backend(deployment)
             except InvalidDeployment as refusal:
                 refused = self._refused(refusal)
         if deployment is None or self._backend is None:
             await self._refuse(refused.refusal.message if refused is not None else "")
-            return QUIET_SECONDS
+            return RESYNC_SECONDS
         if self._reconciler is None:
             key = deployment.metadata.namespace, deployment.metadata.name
             self._reconciler = Reconciler(
                 self._backend,
                 self._dependencies.endpoints(deployment),
                 save=self._save,
-                tell=self._tell,
+                record=self._record,
                 failed=lambda part, _: self._dependencies.failed(key, part),
                 progress_interval=_PROGRESS_SECONDS,
                 clock=self._dependencies.clock,
             )
         return await self._reconciler.reconcile(deployment, deleting=deleting, refused=refused)
 
-    def complain(self, problem: str | None) -> None:
+    def report_failure(self, problem: str | None) -> None:
         """Report a failure of the whole reconcile: at once, and again every half hour while it lasts."""
         now = self._dependencies.clock()
         if problem is None:
             self._problem = None
         elif self._problem is None or self._problem[0] != problem or not 0 <= now - self._problem[1] < REPEAT_SECONDS:
             self._problem = problem, now
-            self._tell(Event(EventType.WARNING, Reason.ACTION_FAILED, problem))
+            self._record(Event(EventType.WARNING, Reason.ACTION_FAILED, problem))
 
     def _specification(self) -> _Specification:
         """Parse the manifest; cached until a field changes that dsv4 reads."""
@@ -281,10 +281,10 @@ class _DeploymentTurns:
         if status != known:
             await self._write(status)
             for event in events(known, status):
-                self._tell(event)
+                self._record(event)
 
-    def _tell(self, event: Event) -> None:
-        self._dependencies.tell(self._manifest, event)
+    def _record(self, event: Event) -> None:
+        self._dependencies.record(self._manifest, event)
 
     async def _save(self, changed: DSV4Deployment) -> None:
         await self._write(changed.status)
@@ -307,7 +307,7 @@ class _DeploymentTurns:
                 live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, namespace, name)
                 if live is None or live["metadata"]["uid"] != self.uid:
                     raise _DeletedError(f"{namespace}/{name} was deleted while it was reconciled") from None
-                self.see(live)
+                self.update(live)
                 continue
             self._written, self._version = answer.get("status") or {}, answer["metadata"]["resourceVersion"]
             return

@@ -95,7 +95,7 @@ class Lease:
                     if not await self._renew():
                         break
             except Exception as error:
-                # # An unreadable answer counts as none; the deadline decides.
+                # An unreadable answer counts as none; the deadline decides.
                 _log.warning("the lease cannot be renewed: %s", error)
         self._renewed = None
         _log.error("the lease %s/%s is lost", self._namespace, self._name)
@@ -157,7 +157,7 @@ class Lease:
             found = await self._kube.get(LEASES, self._namespace, self._name)
             if found is None or (found.get("spec") or {}).get("holderIdentity") != self.identity:
                 return False
-            # # Held by this process: the answer of a renewal before `begun` was lost. Repeat it.
+            # Held by this process: the answer of a renewal before `begun` was lost. Repeat it.
             begun = self._clock()
             self._held = await self._kube.replace(found | {"spec": found["spec"] | {"renewTime": micro_time()}})
         self._renewed = begun

@@ -30,7 +30,7 @@ class OperatorMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry(auto_describe=True)
         registry = self._registry
-        self.looks = Counter(
+        self.reconciles = Counter(
             "dsv4_operator_looks", "Turns of the reconcile loop by how they ended", ["result"], registry=registry
         )
         self.seconds = Histogram(
@@ -44,17 +44,17 @@ class OperatorMetrics:
             "dsv4_operator_failures", "Failures of parts of the reconcile loop", ["part"], registry=registry
         )
         self._events = Counter("dsv4_operator_events", "What happened to deployments", ["reason"], registry=registry)
-        # # A rate needs a zero before the first increment.
+        # A rate needs a zero before the first increment.
         for result in ("ok", "error"):
-            self.looks.labels(result)
+            self.reconciles.labels(result)
         for part in ("observe", "machines", "decide", "plan", "act", "frontend", "status"):
             self.failures.labels(part)
 
-    def asked(self, method: str, status: int) -> None:
+    def count_request(self, method: str, status: int) -> None:
         """Count a request that the API server answered."""
         self._requests.labels(method, status).inc()
 
-    def happened(self, event: Event) -> None:
+    def count_event(self, event: Event) -> None:
         """Count an event of a deployment."""
         self._events.labels(event.reason.value).inc()
 
@@ -165,7 +165,7 @@ class Recorder:
                 known = await self._kube.get(EVENTS, namespace, name) or {}
                 count = int((known.get("series") or {}).get("count") or 1)
                 await self._count(manifest, count)
-        # # Evict the least recently used entry.
+        # Evict the least recently used entry.
         self._counts[namespace, name] = count + 1
         if len(self._counts) > _REMEMBERED:
             self._counts.popitem(last=False)

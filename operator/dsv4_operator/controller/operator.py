@@ -45,12 +45,12 @@ _log = logging.getLogger("dsv4")
 
 LEASE_NAME = "dsv4-operator"
 _WORKERS = 64
-_APART_SECONDS = 0.1
+_MIN_INTERVAL_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 15.0
 """Longest backoff of a reconcile that failed as a whole. Its parts have their own backoffs."""
 _CERTIFICATES = Path("/etc/dsv4/webhook")
 _DEFINITION_SECONDS = 5.0
-# # The longest reconcile ends the members of a group one after the other, each within its grace period.
+# The longest reconcile ends the members of a group one after the other, each within its grace period.
 _LONGEST_TURN_SECONDS = 900.0
 
 
@@ -77,7 +77,7 @@ class CannotServe(Exception):
     """A port or a certificate cannot be used; the text names the flag and the reason."""
 
 
-class Lost(Exception):
+class DependencyLost(Exception):
     """A resource that the process needs is lost; the process ends, and its successor starts anew."""
 
 
@@ -86,7 +86,7 @@ def main() -> None:
     arguments = command_line().parse_args()
     log_to(None)
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    # # kopf warns that it ignores signals, which is intended in its thread.
+    # kopf warns that it ignores signals, which is intended in its thread.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     try:
         access = find_access(kubeconfig=arguments.kubeconfig)
@@ -110,9 +110,9 @@ def main() -> None:
     )
     try:
         asyncio.run(Operator(access, options).run())
-    except Lost as loss:
+    except DependencyLost as loss:
         _log.error("%s: ending", loss)
-        # # Exit immediately: waiting for a task would continue work without a lease.
+        # Exit immediately: waiting for a task would continue work without a lease.
         os._exit(1)
     except CannotServe as error:
         print(error, file=sys.stderr)
@@ -144,13 +144,17 @@ class Operator:
         """
         self._access, self._options = access, options
         self._metrics = OperatorMetrics()
-        # # Renewals bypass the guard that checks the lease, and the connections of all other requests.
-        self._plain = Client(access, asked=self._metrics.asked)
+        # Renewals bypass the guard that checks the lease, and the connections of all other requests.
+        self._plain = Client(access, on_answer=self._metrics.count_request)
         self._lease = Lease(self._plain, options.lease_namespace, LEASE_NAME, options.identity)
-        self._kube = Client(access, guard=self._lease.check, asked=self._metrics.asked)
+        self._kube = Client(access, guard=self._lease.check, on_answer=self._metrics.count_request)
         self._recorder = Recorder(self._kube, options.identity)
         self._queue: WorkQueue[DeploymentKey] = WorkQueue(
-            self._look, workers=_WORKERS, apart=_APART_SECONDS, longest=_LONGEST_BACKOFF_SECONDS, failed=self._failed
+            self._reconcile,
+            workers=_WORKERS,
+            min_interval=_MIN_INTERVAL_SECONDS,
+            longest=_LONGEST_BACKOFF_SECONDS,
+            failed=self._failed,
         )
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
         self._owned = OwnedCache(self._kube, namespaces=options.namespaces, changed=self._changed)
@@ -165,7 +169,7 @@ class Operator:
         )
         self._backends = registry.Backends(given)
         self._deployments = Deployments(
-            Dependencies(self._kube, self._backends.of, endpoints, self._happened, failed=self._part_failed)
+            Dependencies(self._kube, self._backends.of, endpoints, self._record, failed=self._part_failed)
         )
         self._metrics.observe(self._deployments.statuses, lambda: self._lease.holds, lambda: len(self._queue))
         self._waits_for: str | None = "starting"
@@ -203,7 +207,9 @@ class Operator:
     async def _serve(self) -> list[ProbeServer | AdmissionServer]:
         """Start the probe and metrics server, and the webhook if there is one, also without the lease."""
         port, webhook = self._options.metrics_port, self._options.webhook_port
-        probes = ProbeServer(port, live=self._stuck, ready=self._unready, metrics=self._metrics.text)
+        probes = ProbeServer(
+            port, live=self._liveness_problem, ready=self._readiness_problem, metrics=self._metrics.text
+        )
         try:
             await probes.start()
         except OSError as error:
@@ -225,12 +231,12 @@ class Operator:
         """Acquire the lease and run all tasks that need it."""
         self._waits_for = "the definition of DSV4Deployment"
         await self._definition()
-        # # A standby that waits for the lease is ready.
+        # A standby that waits for the lease is ready.
         self._waits_for = None
         await self._lease.acquire()
         _log.info("%s leads", self._lease.identity)
         self._waits_for = "the pods"
-        watch = DeploymentWatch(self._access, self._options.namespaces, self._told, self._watch_ended.set)
+        watch = DeploymentWatch(self._access, self._options.namespaces, self._on_event, self._watch_ended.set)
         ends = {
             asyncio.create_task(self._lease.keep()): "the lease",
             asyncio.create_task(self._watch_ended.wait()): "the watch of the deployments",
@@ -246,7 +252,7 @@ class Operator:
             watch.start()
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             task = done.pop()
-            raise Lost(f"{ends[task]} ended") from task.exception()
+            raise DependencyLost(f"{ends[task]} ended") from task.exception()
         finally:
             await self._queue.close()
             await self._deployments.close()
@@ -271,8 +277,8 @@ class Operator:
             else:
                 return
 
-    def _told(self, manifest: Manifest, gone: bool) -> None:
-        key = self._deployments.told(manifest, gone)
+    def _on_event(self, manifest: Manifest, gone: bool) -> None:
+        key = self._deployments.handle_event(manifest, gone)
         if key is not None:
             self._queue.add(key)
 
@@ -286,30 +292,30 @@ class Operator:
     def _agents_changed(self, namespace: str, name: str) -> None:
         self._queue.add((namespace, name))
 
-    def _happened(self, about: Manifest, event: Event) -> None:
-        self._metrics.happened(event)
+    def _record(self, about: Manifest, event: Event) -> None:
+        self._metrics.count_event(event)
         self._recorder.record(about, event)
 
-    async def _look(self, key: DeploymentKey) -> float | None:
+    async def _reconcile(self, key: DeploymentKey) -> float | None:
         with self._metrics.seconds.time():
-            pause = await self._deployments.look(key)
-        self._metrics.looks.labels("ok").inc()
+            pause = await self._deployments.reconcile(key)
+        self._metrics.reconciles.labels("ok").inc()
         return pause
 
     def _part_failed(self, _key: DeploymentKey, part: Part) -> None:
         self._metrics.failures.labels(part.name).inc()
 
     def _failed(self, key: DeploymentKey, error: Exception, pause: float) -> None:
-        self._metrics.looks.labels("error").inc()
+        self._metrics.reconciles.labels("error").inc()
         unexpected = None if is_expected(error) or isinstance(error, StatusLost) else error
         said = str(error) or type(error).__name__
         _log.error("%s/%s: %s; again in %.1f s", *key, said, pause, exc_info=unexpected)
 
-    def _stuck(self) -> str | None:
-        longest = self._queue.longest_turn
+    def _liveness_problem(self) -> str | None:
+        longest = self._queue.longest_call
         return f"a turn has taken {longest:.0f} s" if longest > _LONGEST_TURN_SECONDS else None
 
-    def _unready(self) -> str | None:
+    def _readiness_problem(self) -> str | None:
         return f"waiting for {self._waits_for}" if self._waits_for is not None else None
 
 

@@ -27,8 +27,8 @@ FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 1.0, 300.0
 
 
 @dataclass(slots=True)
-class _Turns:
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+class _KeyState:
+    event: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     begun: float | None = None
     """Start of the present turn, by the clock of the event loop; None between turns."""
@@ -46,7 +46,7 @@ class WorkQueue(Generic[QueueKeyT]):
         work: Callable[[QueueKeyT], Awaitable[float | None]],
         *,
         workers: int = 16,
-        apart: float = 0.0,
+        min_interval: float = 0.0,
         longest: float = LONGEST_BACKOFF_SECONDS,
         failed: Callable[[QueueKeyT, Exception, float], None] | None = None,
     ) -> None:
@@ -61,51 +61,51 @@ class WorkQueue(Generic[QueueKeyT]):
         self._work = work
         self._longest = longest
         self._slots = asyncio.Semaphore(workers)
-        self._apart = apart
+        self._min_interval = min_interval
         self._failed = failed or _log_failure
-        self._turns: dict[QueueKeyT, _Turns] = {}
+        self._states: dict[QueueKeyT, _KeyState] = {}
         self._closed = False
 
     def add(self, key: QueueKeyT) -> None:
         """Record an event of `key`."""
         if self._closed:
             return
-        turns = self._turns.get(key)
-        if turns is None:
-            turns = self._turns[key] = _Turns()
-            turns.task = asyncio.create_task(self._serve(key, turns), name=f"turns of {key}")
-        turns.news.set()
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = _KeyState()
+            state.task = asyncio.create_task(self._serve(key, state), name=f"turns of {key}")
+        state.event.set()
 
     def __len__(self) -> int:
         """Return the number of keys that are not complete."""
-        return len(self._turns)
+        return len(self._states)
 
     @property
-    def longest_turn(self) -> float:
+    def longest_call(self) -> float:
         """Return the seconds that the longest running call has taken."""
-        begun = [turns.begun for turns in self._turns.values() if turns.begun is not None]
+        begun = [state.begun for state in self._states.values() if state.begun is not None]
         return asyncio.get_running_loop().time() - min(begun) if begun else 0.0
 
     async def close(self) -> None:
         """Cancel all calls, including running ones: every action may be interrupted."""
         self._closed = True
-        tasks = [turns.task for turns in self._turns.values() if turns.task is not None]
+        tasks = [state.task for state in self._states.values() if state.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._turns.clear()
+        self._states.clear()
 
-    async def _serve(self, key: QueueKeyT, turns: _Turns) -> None:
+    async def _serve(self, key: QueueKeyT, state: _KeyState) -> None:
         failures = 0
         while True:
-            turns.news.clear()
+            state.event.clear()
             least = 0.0
             try:
                 async with self._slots:
-                    turns.begun = asyncio.get_running_loop().time()
+                    state.begun = asyncio.get_running_loop().time()
                     pause = await self._work(key)
                 failures = 0
-                least = min(pause or 0.0, self._apart)
+                least = min(pause or 0.0, self._min_interval)
             except Exception as error:
                 failures += 1
                 wait = backoff(failures, first=FIRST_BACKOFF_SECONDS, longest=self._longest)
@@ -113,18 +113,18 @@ class WorkQueue(Generic[QueueKeyT]):
                 least = min(pause, FIRST_BACKOFF_SECONDS)
                 self._failed(key, error, pause)
             finally:
-                turns.begun = None
+                state.begun = None
             if pause is not None:
                 await asyncio.sleep(least)
-                await wait_for(turns.news, pause - least)
-            elif not turns.news.is_set():
-                del self._turns[key]
+                await wait_for(state.event, pause - least)
+            elif not state.event.is_set():
+                del self._states[key]
                 return
 
 
 async def wait_for(event: asyncio.Event, seconds: float) -> None:
     """Wait for `event`, at most `seconds`."""
-    # # Not `asyncio.wait_for`, which before Python 3.12 loses a cancellation that coincides with the event.
+    # Not `asyncio.wait_for`, which before Python 3.12 loses a cancellation that coincides with the event.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(max(0.0, seconds)):
             await event.wait()

@@ -30,7 +30,7 @@ from dsv4_operator.lifecycle import (
     versions,
     with_accepted,
 )
-from dsv4_operator.lifecycle.decide import LOOK_SECONDS, QUIET_SECONDS
+from dsv4_operator.lifecycle.decide import POLL_SECONDS, RESYNC_SECONDS
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.lifecycle.watch import ALIVE, FRESH_SECONDS
 from dsv4_operator.planning import PlanRefused, plan_group, revision
@@ -121,7 +121,7 @@ class Reconciler:
         endpoints: Endpoints,
         *,
         save: Callable[[DSV4Deployment], Awaitable[None]],
-        tell: Callable[[Event], None] | None = None,
+        record: Callable[[Event], None] | None = None,
         failed: Callable[[Part, Failure], None] | None = None,
         progress_interval: float = 0.0,
         clock: Callable[[], float] = unix_time,
@@ -138,7 +138,7 @@ class Reconciler:
         self._backend = backend
         self._endpoints = endpoints
         self._save = save
-        self._tell = tell or _log_event
+        self._record = record or _log_event
         self._failed = failed or (lambda _part, _failure: None)
         self._progress_interval = progress_interval
         self._next_progress = -math.inf
@@ -154,8 +154,8 @@ class Reconciler:
         """Running actions that take longer than `_ACT_SECONDS`, by group, with the status at their start."""
         self._evidence: dict[tuple[int, int], asyncio.Task[str | None]] = {}
         """Running evidence collections, by group and incarnation; each takes up to 15 s."""
-        self._strange: dict[int, dict[str, float]] = {}
-        """By group: texts of `Observed.strange`, with the Unix time of the latest event about each."""
+        self._anomalies: dict[int, dict[str, float]] = {}
+        """By group: texts of `Observed.anomalies`, with the Unix time of the latest event about each."""
         self._unplanned: dict[int, Exception] = {}
         """Defects of the planner in this reconcile, by group."""
         self.ended = False
@@ -199,8 +199,8 @@ class Reconciler:
         wanted = {revision(version): version for version in versions(deployment, known)}
         self._drop_tasks(wanted, deleting=deleting)
         machines = {name: await self._machines(name, version, refused) for name, version in wanted.items()}
-        observed, blind = await self._observe(deployment, range(max(deployment.spec.replicas, len(known.groups))))
-        unheard = [] if deleting else [group.index for group in known.groups if self._listens(group, observed)]
+        observed, unobserved = await self._observe(deployment, range(max(deployment.spec.replicas, len(known.groups))))
+        unreported = [] if deleting else [group.index for group in known.groups if self._listens(group, observed)]
         turn = decide_groups(
             deployment,
             observed,
@@ -208,8 +208,8 @@ class Reconciler:
             lambda version, index: self._planner(version, machines, known, index),
             self._clock(),
             deleting=deleting,
-            unheard=frozenset((*unheard, *self._acting)),
-            blind=blind,
+            unreported=frozenset((*unreported, *self._acting)),
+            unobserved=unobserved,
         )
         decisions = turn.decisions
         self._backoffs.keep(range(len(decisions)))
@@ -235,14 +235,14 @@ class Reconciler:
                 rollout=rollout,
                 refused_generation=refused.generation if refused is not None else None,
                 problems=self._backoffs.problems(),
-                blind=blind,
+                unobserved=unobserved,
                 unreachable=None if deleting else self._backend.endpoint_problem(deployment, groups),
             )
             return await self._keep(deployment, status, deleting=deleting)
 
         reported = True
         if any(isinstance(action, CollectEvidence) for decision in decisions for action in decision.actions):
-            # # Report a death before its members are ended, which takes long on a lost node.
+            # Report a death before its members are ended, which takes long on a lost node.
             reported = await keep([decision.status for decision in decisions])
         executed = await self._execute_all(deployment, decisions, reported=reported)
         saved = await keep([one.status for one in executed])
@@ -250,13 +250,13 @@ class Reconciler:
             await self._ensure_frontend(deployment, self._kept if self._kept is not None else known)
         waits = any(one.waits for one in executed)
         done = all(one.status.phase is GroupPhase.STOPPED and not one.failed for one in executed)
-        self.ended = deleting and done and not waits and not blind
+        self.ended = deleting and done and not waits and not unobserved
         now = self._clock()
         dues = [_due(decision, one, now, saved=saved) for decision, one in zip(decisions, executed, strict=True)]
-        due = min((*dues, self._backoffs.due(now)), default=now + QUIET_SECONDS)
+        due = min((*dues, self._backoffs.due(now)), default=now + RESYNC_SECONDS)
         if self._tasks:
             due = min(due, now + AGAIN_SECONDS)
-        return max(0.0, min(due, now + QUIET_SECONDS) - now)
+        return max(0.0, min(due, now + RESYNC_SECONDS) - now)
 
     def _with_results(self, known: DeploymentStatus) -> DeploymentStatus:
         """Return `known` with the results of long actions that have completed."""
@@ -323,31 +323,31 @@ class Reconciler:
         self, deployment: DSV4Deployment, groups: Sequence[int]
     ) -> tuple[list[Observed], frozenset[int]]:
         """Return the members of each group, and the groups whose members cannot be observed now."""
-        observed, blind = [], set()
+        observed, unobserved = [], set()
         for group in groups:
             part = Part("observe", _LONGEST_SECONDS, group)
             found = Observed(GroupKey.of(deployment, group), ())
             if self._backoffs.waits(part, self._clock()):
-                blind.add(group)
+                unobserved.add(group)
             else:
                 try:
                     found = await self._backend.observe(deployment, group)
                     self._backoffs.succeeded(part)
-                    self._report_strange(group, found.strange)
+                    self._report_anomalies(group, found.anomalies)
                 except Exception as error:
                     self._fail(part, error, "its members cannot be observed")
-                    blind.add(group)
+                    unobserved.add(group)
             observed.append(found)
-        return observed, frozenset(blind)
+        return observed, frozenset(unobserved)
 
-    def _report_strange(self, group: int, texts: Sequence[str]) -> None:
+    def _report_anomalies(self, group: int, texts: Sequence[str]) -> None:
         """Report ignored or changed objects as events: once, and again every half hour."""
-        now, known = self._clock(), self._strange.get(group, {})
-        self._strange[group] = reported = {text: known.get(text, -math.inf) for text in texts}
+        now, known = self._clock(), self._anomalies.get(group, {})
+        self._anomalies[group] = reported = {text: known.get(text, -math.inf) for text in texts}
         for text in texts:
             if not 0 <= now - reported[text] < REPEAT_SECONDS:
                 reported[text] = now
-                self._tell(Event(EventType.WARNING, Reason.OBJECT_IGNORED, text, group))
+                self._record(Event(EventType.WARNING, Reason.OBJECT_IGNORED, text, group))
 
     async def _ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         await self._run(
@@ -383,7 +383,7 @@ class Reconciler:
 
     def _fail(self, part: Part, error: Exception, problem: str, what: object = None) -> None:
         """Record a failure of `part`: log it, and report it as an event unless it was reported recently."""
-        # # Messages of a backend already name the failed operation.
+        # Messages of a backend already name the failed operation.
         message = text_of(error) if isinstance(error, BackendError) or not problem else f"{problem}: {text_of(error)}"
         now = self._clock()
         reason = error.reason if isinstance(error, BackendError) else Reason.ACTION_FAILED
@@ -394,7 +394,7 @@ class Reconciler:
         _log.error("%s%s; again in %.1f s", where, message, failure.until - now, exc_info=unexpected)
         self._failed(part, failure)
         if news:
-            self._tell(Event(EventType.WARNING, reason, message, part.group))
+            self._record(Event(EventType.WARNING, reason, message, part.group))
 
     def _planner(
         self,
@@ -408,7 +408,7 @@ class Reconciler:
             if isinstance(facts, PlanRefused):
                 raise facts
             try:
-                # # Only of earlier incarnations: the measurements of an incarnation must not change its own plan.
+                # Only of earlier incarnations: the measurements of an incarnation must not change its own plan.
                 found = replace(facts, measured=measured_of(known, incarnation))
                 made = plan_group(deployment, found, group=group, incarnation=incarnation, restarts=restarts)
                 self._backend.reserve(deployment, made)
@@ -546,7 +546,7 @@ class Reconciler:
         self._backoffs.succeeded(_STATUS)
         self._saved, self._next_progress = status, self._clock() + self._progress_interval
         for event in events(saved, status):
-            self._tell(event)
+            self._record(event)
         return True
 
 
@@ -554,7 +554,7 @@ def _due(decision: Decision, executed: _Executed, now: float, *, saved: bool) ->
     """Return the Unix time of the next decision: immediately only if all actions were completed."""
     if executed.waits:
         return now + AGAIN_SECONDS
-    return max(decision.next_look, now + LOOK_SECONDS if executed.failed or not saved else now)
+    return max(decision.next_time, now + POLL_SECONDS if executed.failed or not saved else now)
 
 
 def _identity(action: Action) -> tuple[str, int]:
@@ -572,11 +572,11 @@ def _but_for_progress(status: DeploymentStatus) -> DeploymentStatus:
     """Return `status` without the progress of its members, which changes every second."""
     groups = []
     for group in status.groups:
-        # # An agent that has never answered is starting, not silent.
+        # An agent that has never answered is starting, not silent.
         starts = [{**_PROGRESS, "silent_since": None} if one.phase is None else _PROGRESS for one in group.members]
         members = tuple(one.model_copy(update=update) for one, update in zip(group.members, starts, strict=True))
         groups.append(group.model_copy(update={"members": members}))
-    # # Their messages repeat the progress of a group in drain; the phases of the groups contain the rest.
+    # Their messages repeat the progress of a group in drain; the phases of the groups contain the rest.
     conditions = tuple(
         one.model_copy(update={"message": ""}) if one.type in _REPEATING else one for one in status.conditions
     )

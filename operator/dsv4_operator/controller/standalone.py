@@ -58,7 +58,7 @@ def main() -> None:
         if options.attached is not None:
             network.die_with_parent(signal.SIGTERM)
             if os.getppid() != options.attached:
-                # # The parent ended before the signal was registered.
+                # The parent ended before the signal was registered.
                 return
         with state.lock():
             _run(state)
@@ -71,14 +71,14 @@ def _run(state: DeploymentState) -> None:
     deployment = state.manifest()
     if deployment is None:
         raise StateError(f"{state.name!r} has no manifest; start it with `dsv4 up FILE`")
-    # # Files of a killed loop, whose members ended with it.
+    # Files of a killed loop, whose members ended with it.
     state.forget_incarnations()
     check_secrets(deployment, state)
     if deployment.spec.topology.hardware is Hardware.CPU:
         check_compilers(cpu=True)
         _enter(state, deployment)
         return
-    # # Held until the end of this process, in the machine's own network.
+    # Held until the end of this process, in the machine's own network.
     with claimed(deployment.spec.topology, gpus.find(), max(deployment.spec.replicas, 1)) as cards:
         _enter(state, deployment, cards, cuda_software(deployment, state, cards))
 
@@ -97,7 +97,7 @@ def _enter(
     except network.NoNamespacesError as error:
         check_keyless(deployment, str(error))
         note = f"shared: the members share this machine's network, because {error}"
-        # # The member itself listens on these ports and two more; conflicts are reported before the start.
+        # The member itself listens on these ports and two more; conflicts are reported before the start.
         others = bind_loopback({"agent": ports.agent, "gcs": ports.gcs})
         for listener in (*listeners.values(), *others.values()):
             listener.close()
@@ -108,7 +108,7 @@ def _enter(
     annotations = {**deployment.metadata.annotations, NETWORK_ANNOTATION: note}
     metadata = deployment.metadata.model_copy(update={"annotations": annotations})
     deployment = deployment.model_copy(update={"metadata": metadata})
-    # # Before any slow step, so that the status of an earlier run is not taken for this one's.
+    # Before any slow step, so that the status of an earlier run is not taken for this one's.
     state.save_object(deployment)
     for card in cards:
         _log.info("%s", card.title)
@@ -125,13 +125,13 @@ async def _loop(
     listeners: Listeners,
     backend: LocalBackend,
     gateways: LocalGateways,
-    news: asyncio.Event,
+    event: asyncio.Event,
 ) -> None:
     stop = asyncio.Event()
 
     def end() -> None:
         stop.set()
-        news.set()
+        event.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
@@ -153,13 +153,13 @@ async def _loop(
         failures = 0
         drained = False
         while True:
-            news.clear()
+            event.clear()
             if not state.directory.exists() and not stop.is_set():
-                # # Without its directory, `dsv4 down` cannot find the deployment.
+                # Without its directory, `dsv4 down` cannot find the deployment.
                 _log.error("%s was removed: ending", state.directory)
                 stop.set()
             if stop.is_set() and not drained:
-                # # Before the members and the engine end.
+                # Before the members and the engine end.
                 await gateways.stop()
                 drained = True
             try:
@@ -171,7 +171,7 @@ async def _loop(
                 pause = backoff(failures, first=FIRST_BACKOFF_SECONDS, longest=_LONGEST_BACKOFF_SECONDS)
             if reconciler.ended:
                 break
-            await wait_for(news, pause)
+            await wait_for(event, pause)
     finally:
         await gateways.stop()
         publisher.close()

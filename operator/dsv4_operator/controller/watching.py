@@ -30,7 +30,7 @@ class DeploymentWatch:
         self,
         access: Access,
         namespaces: Sequence[str],
-        told: Callable[[Manifest, bool], None],
+        on_change: Callable[[Manifest, bool], None],
         ended: Callable[[], None],
     ) -> None:
         """Args:
@@ -40,7 +40,7 @@ class DeploymentWatch:
         ended: called in the caller's loop when the watch has ended, which only happens on a failure.
         """
         self._access, self._namespaces = access, tuple(namespaces)
-        self._told, self._ended = told, ended
+        self._on_change, self._ended = on_change, ended
         self._loop = asyncio.get_running_loop()
         self._stop: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="kopf", daemon=True)
@@ -71,22 +71,22 @@ class DeploymentWatch:
                 loop.call_soon_threadsafe(stop.set)
 
         self._stop.add_done_callback(end)
-        # # kopf's default contains the user's name, and the user of a container may have none. Its type is private.
+        # kopf's default contains the user's name, and the user of a container may have none. Its type is private.
         identity: Any = "dsv4-operator"
         await kopf.operator(
             identity=identity,
-            registry=_registry(self._access, self._hand_over),
+            registry=_registry(self._access, self._forward),
             settings=watch_settings(),
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
             stop_flag=stop,
         )
 
-    def _hand_over(self, manifest: Manifest, gone: bool) -> None:
-        self._call(self._told, manifest, gone)
+    def _forward(self, manifest: Manifest, gone: bool) -> None:
+        self._call(self._on_change, manifest, gone)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        # # The caller's loop may be closed.
+        # The caller's loop may be closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -97,7 +97,7 @@ def watch_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.peering.standalone = True
     settings.posting.enabled = False
-    # # Needs no permission to list namespaces and definitions; the operator has checked that the definition exists.
+    # Needs no permission to list namespaces and definitions; the operator has checked that the definition exists.
     settings.scanning.disabled = True
     settings.watching.server_timeout = 300
     settings.watching.client_timeout = 310
@@ -105,14 +105,14 @@ def watch_settings() -> kopf.OperatorSettings:
     settings.watching.chunk_size = 500
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
-    # # A worker is kept for 5 s after an event, so a limit would bound the number of active objects; workers only
+    # A worker is kept for 5 s after an event, so a limit would bound the number of active objects; workers only
     # forward events.
     settings.queueing.worker_limit = None
     settings.process.ultimate_exiting_timeout = None
     return settings
 
 
-def _registry(access: Access, hand_over: Callable[[Manifest, bool], None]) -> kopf.OperatorRegistry:
+def _registry(access: Access, forward: Callable[[Manifest, bool], None]) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     async def login(**_: Any) -> kopf.ConnectionInfo:
@@ -126,10 +126,10 @@ def _registry(access: Access, hand_over: Callable[[Manifest, bool], None]) -> ko
             private_key_data=credential.key,
         )
 
-    async def tell(event: Any, **_: Any) -> None:
-        hand_over(dict(event["object"]), event["type"] == "DELETED")
+    async def on_event(event: Any, **_: Any) -> None:
+        forward(dict(event["object"]), event["type"] == "DELETED")
 
     group, version = DSV4_DEPLOYMENTS.api_version.split("/")
     kopf.on.login(registry=registry)(login)
-    kopf.on.event(group, version, DSV4_DEPLOYMENTS.plural, registry=registry)(tell)
+    kopf.on.event(group, version, DSV4_DEPLOYMENTS.plural, registry=registry)(on_event)
     return registry

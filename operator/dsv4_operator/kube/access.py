@@ -73,7 +73,7 @@ class Access:
             AccessError: the file or the program gave none.
         """
         if self.plugin is not None:
-            return _ask(self.plugin, self.server)
+            return _run_plugin(self.plugin, self.server)
         if self.token_file is not None:
             try:
                 return Credential(token=self.token_file.read_text().strip())
@@ -91,7 +91,7 @@ class Access:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         if credential.certificate and credential.key:
-            # # `ssl` loads certificates only from files.
+            # `ssl` loads certificates only from files.
             with tempfile.NamedTemporaryFile("w", suffix=".pem") as pair:
                 pair.write(f"{credential.certificate}\n{credential.key}")
                 pair.flush()
@@ -195,7 +195,7 @@ def _pem(entry: Mapping[str, Any], name: str, home: Path) -> str | None:
         raise AccessError(f"{name} of the kubeconfig cannot be read: {error}") from None
 
 
-def _ask(plugin: Mapping[str, Any], server: str) -> Credential:
+def _run_plugin(plugin: Mapping[str, Any], server: str) -> Credential:
     """Run a credential plugin (client-go's ExecCredential)."""
     command = [plugin["command"], *(plugin.get("args") or ())]
     version = plugin.get("apiVersion", "client.authentication.k8s.io/v1")

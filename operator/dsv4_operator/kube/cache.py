@@ -32,7 +32,7 @@ _log = logging.getLogger("dsv4")
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 _STABLE_SECONDS = 30.0
 """Duration after which an ended watch is opened again immediately; servers end watches after minutes."""
-# # Contains only the resource version to continue from.
+# Contains only the resource version to continue from.
 _BOOKMARK = "BOOKMARK"
 
 CacheKeyT = TypeVar("CacheKeyT")
@@ -71,14 +71,14 @@ class Cache(Generic[CacheKeyT]):
         self._kube = kube
         self._resource = resource
         self._key = key
-        self._places: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._labels = labels
         self._changed = changed
         self._keep = keep
         self._clock = clock
         self._objects: dict[CacheKeyT, dict[_NamespacedName, Manifest]] = defaultdict(dict)
         self._keys: dict[_NamespacedName, CacheKeyT] = {}
-        self._heard: dict[str | None, float] = {}
+        self._last_data: dict[str | None, float] = {}
         self.synced = asyncio.Event()
         """Set after the first complete list."""
 
@@ -95,17 +95,17 @@ class Cache(Generic[CacheKeyT]):
     @property
     def silence(self) -> float:
         """Return the seconds since the last data from the server, of the namespace with the longest silence."""
-        if len(self._heard) < len(self._places):
+        if len(self._last_data) < len(self._namespaces):
             return float("inf")
-        return self._clock() - min(self._heard.values())
+        return self._clock() - min(self._last_data.values())
 
     async def run(self) -> None:
         """Keep the cache up to date until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for place in self._places:
-                tasks.create_task(self._follow(place))
+            for namespace in self._namespaces:
+                tasks.create_task(self._follow(namespace))
 
-    async def _follow(self, place: str | None) -> None:
+    async def _follow(self, namespace: str | None) -> None:
         """Follow one namespace: list, then watch, and list again when the resource version has expired."""
         version: str | None = None
         failures = 0
@@ -114,11 +114,11 @@ class Cache(Generic[CacheKeyT]):
             begun = self._clock()
             try:
                 if version is None:
-                    version = await self._list(place)
+                    version = await self._list(namespace)
                 async for event in self._kube.watch(
-                    self._resource, place, labels=self._labels, resource_version=version
+                    self._resource, namespace, labels=self._labels, resource_version=version
                 ):
-                    self._heard[place] = self._clock()
+                    self._last_data[namespace] = self._clock()
                     version = event.resource_version
                     if event.type == "DELETED":
                         self._drop(_name(event.object))
@@ -129,10 +129,10 @@ class Cache(Generic[CacheKeyT]):
             except KubeError as error:
                 problem = str(error)
             except Exception as error:
-                # # An invalid answer or object must not end the watch of the others.
+                # An invalid answer or object must not end the watch of the others.
                 version, problem = None, f"{type(error).__name__}: {error}"
                 _log.error("watching %s failed", self._resource.plural, exc_info=error)
-            # # Backoff for a server or proxy that ends streams immediately.
+            # Backoff for a server or proxy that ends streams immediately.
             failures = 1 if self._clock() - begun > _STABLE_SECONDS else failures + 1
             if failures == 1:
                 continue
@@ -140,20 +140,20 @@ class Cache(Generic[CacheKeyT]):
             _log.warning("watching %s is broken, again in %.1f s: %s", self._resource.plural, pause, problem)
             await asyncio.sleep(pause)
 
-    async def _list(self, place: str | None) -> str:
-        listing = await self._kube.listing(self._resource, place, labels=self._labels)
-        self._heard[place] = self._clock()
+    async def _list(self, namespace: str | None) -> str:
+        listing = await self._kube.listing(self._resource, namespace, labels=self._labels)
+        self._last_data[namespace] = self._clock()
         present = set(map(_name, listing.items))
-        for name in [name for name in self._keys if place in (None, name[0]) and name not in present]:
+        for name in [name for name in self._keys if namespace in (None, name[0]) and name not in present]:
             self._drop(name)
         for item in listing.items:
             self._put(item)
-        if len(self._heard) == len(self._places):
+        if len(self._last_data) == len(self._namespaces):
             self.synced.set()
         return listing.resource_version
 
     def _put(self, item: Manifest) -> None:
-        # # Half of an object's bytes, and not used.
+        # Half of an object's bytes, and not used.
         item["metadata"].pop("managedFields", None)
         kept = self._keep(item) if self._keep is not None else item
         if kept is None:
@@ -168,7 +168,7 @@ class Cache(Generic[CacheKeyT]):
         self._keys[name] = key
         self._objects[key][name] = item
         if before is None or before["metadata"].get("resourceVersion") != item["metadata"].get("resourceVersion"):
-            self._tell(key)
+            self._notify(key)
 
     def _drop(self, name: _NamespacedName) -> None:
         key = self._keys.pop(name, None)
@@ -177,9 +177,9 @@ class Cache(Generic[CacheKeyT]):
         self._objects[key].pop(name, None)
         if not self._objects[key]:
             del self._objects[key]
-        self._tell(key)
+        self._notify(key)
 
-    def _tell(self, key: CacheKeyT) -> None:
+    def _notify(self, key: CacheKeyT) -> None:
         if self._changed is not None:
             self._changed(key)
 
@@ -200,11 +200,11 @@ class PodCache(Cache[PodKey]):
     ) -> None:
         """See `Cache`. `changed` is called for members and gateways only."""
 
-        def tell(key: PodKey) -> None:
+        def notify(key: PodKey) -> None:
             if changed is not None and key != _OTHERS:
                 changed(key)
 
-        super().__init__(kube, PODS, _pod_key, namespaces=namespaces, changed=tell, keep=_kept_of_pod)
+        super().__init__(kube, PODS, _pod_key, namespaces=namespaces, changed=notify, keep=_kept_of_pod)
 
     def pods(self, namespace: str, deployment: str, group: int) -> list[Manifest]:
         """Return the members of one group, of every incarnation, or the `GATEWAYS`.
@@ -277,7 +277,7 @@ class OwnedCache:
         changed: called with the deployment of every added, changed or deleted object.
         """
         chosen = f"{names.MANAGED_BY}={names.MANAGER}"
-        # # Plans and evidence belong to incarnations, and plans are read only at the start of members.
+        # Plans and evidence belong to incarnations, and plans are read only at the start of members.
         lasting = f"{chosen},!{names.INCARNATION}"
         self._caches = {
             resource.kind: Cache(

@@ -48,14 +48,14 @@ class WatchEvent:
 REQUEST_SECONDS = 30.0
 _CONNECT_SECONDS = 5.0
 _WATCH_SECONDS = 300
-# # The server sends a bookmark about once a minute, so a longer silence means a broken stream.
+# The server sends a bookmark about once a minute, so a longer silence means a broken stream.
 _SILENCE_SECONDS = 90.0
 _CLOSING_SECONDS = 0.25
 _CONNECTIONS = 64
 """Limit for requests. Watches use separate connections, because each holds one for minutes."""
 _LINE_BYTES = 32 * 2**20
 """Limit of one watch event; etcd accepts objects of 1.5 MiB."""
-# # A pod's token is replaced when most of its hour has passed.
+# A pod's token is replaced when most of its hour has passed.
 _CREDENTIAL_SECONDS = 60.0
 _PAGE = 500
 
@@ -69,7 +69,7 @@ class KubeReader:
         access: Access,
         *,
         guard: Callable[[], None] | None = None,
-        asked: Callable[[str, int], None] | None = None,
+        on_answer: Callable[[str, int], None] | None = None,
     ) -> None:
         """Args:
         access: API server and account.
@@ -78,10 +78,10 @@ class KubeReader:
         """
         self.access = access
         self._guard = guard
-        self._asked_one = asked or (lambda _method, _status: None)
+        self._on_answer = on_answer or (lambda _method, _status: None)
         self._sessions: _Sessions | None = None
         self._credential = Credential()
-        self._asked = -math.inf
+        self._credential_time = -math.inf
         """Time of the latest credential."""
         self._opening = asyncio.Lock()
 
@@ -97,13 +97,13 @@ class KubeReader:
             sessions, self._sessions = self._sessions, None
             await sessions.requests.close()
             await sessions.watches.close()
-            # # asyncio closes a connection after an incomplete TLS handshake later than it reports.
+            # asyncio closes a connection after an incomplete TLS handshake later than it reports.
             await asyncio.sleep(_CLOSING_SECONDS)
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
         """Return the live object; None if there is none."""
         try:
-            return await self._ask("GET", resource.path(namespace, name))
+            return await self._request("GET", resource.path(namespace, name))
         except NotFound:
             return None
 
@@ -121,7 +121,7 @@ class KubeReader:
         items: Manifests = []
         while True:
             path = resource.path(namespace)
-            page = await self._ask("GET", path, query=query)
+            page = await self._request("GET", path, query=query)
             with _expected(f"list {path}"):
                 items += [_named(item) for item in page["items"] or []]
                 following = page["metadata"].get("continue")
@@ -153,7 +153,7 @@ class KubeReader:
             async for line in _lines(request, response.content):
                 yield _watch_event(request, line)
 
-    async def _ask(
+    async def _request(
         self,
         method: str,
         path: str,
@@ -171,7 +171,7 @@ class KubeReader:
                 with _expected(f"{method} {path}"):
                     return _mapping(orjson.loads(content))
         except Unavailable:
-            # # A write that the guard stopped appears as a broken connection.
+            # A write that the guard stopped appears as a broken connection.
             guard()
             raise
 
@@ -188,8 +188,8 @@ class KubeReader:
         """Yield the answer if its status is no error."""
         request = f"{method} {path}"
         try:
-            for patience in (_CREDENTIAL_SECONDS, 0.0):
-                sessions, token = await self._connected(patience)
+            for max_age in (_CREDENTIAL_SECONDS, 0.0):
+                sessions, token = await self._connected(max_age)
                 session = sessions.watches if "watch" in query else sessions.requests
                 headers = {"Authorization": f"Bearer {token}"} if token else {}
                 if data is not None:
@@ -201,32 +201,32 @@ class KubeReader:
                     ) as response,
                     _aborted_unless_read(response),
                 ):
-                    self._asked_one(method, response.status)
-                    if response.status == 401 and patience:
-                        # # The credential has expired: repeat with a new one.
+                    self._on_answer(method, response.status)
+                    if response.status == 401 and max_age:
+                        # The credential has expired: repeat with a new one.
                         continue
                     if response.status >= 400:
                         raise _error(request, response.status, await response.read())
                     yield response
                     return
         except TimeoutError:
-            self._asked_one(method, 0)
+            self._on_answer(method, 0)
             raise Unavailable(f"{request}: no answer in time from {self.access.server}") from None
         except (aiohttp.ClientError, OSError) as error:
-            self._asked_one(method, 0)
+            self._on_answer(method, 0)
             raise Unavailable(f"{request}: {self.access.server} cannot be reached: {error}") from error
 
-    async def _connected(self, patience: float) -> tuple[_Sessions, str | None]:
-        """Return the connections and the bearer token, which is at most `patience` seconds old if it can change."""
+    async def _connected(self, max_age: float) -> tuple[_Sessions, str | None]:
+        """Return the connections and the bearer token, which is at most `max_age` seconds old if it can change."""
         async with self._opening:
             now = asyncio.get_running_loop().time()
-            if self._sessions is None or (self.access.changing and now - self._asked > patience):
+            if self._sessions is None or (self.access.changing and now - self._credential_time > max_age):
                 credential = await asyncio.to_thread(self.access.credentials)
                 if self._sessions is None or credential.certificate != self._credential.certificate:
                     tls = await asyncio.to_thread(self.access.tls, credential)
                     await self.close()
                     self._sessions = _Sessions(_session(tls, limit=_CONNECTIONS), _session(tls, limit=0))
-                self._credential, self._asked = credential, now
+                self._credential, self._credential_time = credential, now
             return self._sessions, self._credential.token
 
 
@@ -239,7 +239,7 @@ class Client(KubeReader):
         With `metadata.uid`: only the object with that uid; `Invalid` if another object has its name, `Conflict` if none
         has. With `metadata.resourceVersion`: only that version; `Conflict` if the object has another one.
         """
-        return await self._ask(
+        return await self._request(
             "PATCH",
             _path(manifest),
             manifest,
@@ -250,7 +250,7 @@ class Client(KubeReader):
     async def create(self, manifest: Manifest) -> Manifest:
         """Create the object; `AlreadyExists` if there is one."""
         path = resource_of(manifest).path(manifest["metadata"].get("namespace"))
-        return await self._ask("POST", path, manifest, {"fieldManager": MANAGER})
+        return await self._request("POST", path, manifest, {"fieldManager": MANAGER})
 
     async def patch(
         self,
@@ -266,14 +266,14 @@ class Client(KubeReader):
         With `metadata.uid` in it: only the object with that uid; `Conflict` or `Invalid` if another one has its name.
         """
         path = resource.path(namespace, name, subresource)
-        return await self._ask("PATCH", path, changes, {"fieldManager": MANAGER}, "application/merge-patch+json")
+        return await self._request("PATCH", path, changes, {"fieldManager": MANAGER}, "application/merge-patch+json")
 
     async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
         """Replace with PUT; `Conflict` if `metadata.resourceVersion` is not the present one.
 
         For the subresource `status` the server uses only the status, so the rest may be omitted.
         """
-        return await self._ask("PUT", _path(manifest, subresource), manifest, {"fieldManager": MANAGER})
+        return await self._request("PUT", _path(manifest, subresource), manifest, {"fieldManager": MANAGER})
 
     async def delete(
         self,
@@ -294,7 +294,7 @@ class Client(KubeReader):
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
         with contextlib.suppress(NotFound):
-            await self._ask("DELETE", resource.path(namespace, name), options)
+            await self._request("DELETE", resource.path(namespace, name), options)
 
     async def evict(self, namespace: str, name: str, *, uid: str) -> None:
         """Evict the pod with that uid; `Unavailable` if a PodDisruptionBudget does not allow it now."""
@@ -305,7 +305,7 @@ class Client(KubeReader):
             "deleteOptions": {"preconditions": {"uid": uid}},
         }
         try:
-            await self._ask("POST", PODS.path(namespace, name, "eviction"), eviction)
+            await self._request("POST", PODS.path(namespace, name, "eviction"), eviction)
         except NotFound:
             return
 
@@ -386,7 +386,7 @@ def _watch_event(request: str, line: bytes) -> WatchEvent:
         event = WatchEvent(str(content["type"]), _mapping(content["object"]))
         if event.type == "ERROR":
             reason, message = str(event.object.get("reason", "")), str(event.object.get("message", ""))
-            # # `Expired` is the reason of status 410, whatever the code.
+            # `Expired` is the reason of status 410, whatever the code.
             code = 410 if reason in ("Expired", "Gone") else int(event.object.get("code") or 500)
         elif event.resource_version and (event.type == "BOOKMARK" or _named(event.object)):
             return event
@@ -400,7 +400,7 @@ def _error(request: str, status: int, body: bytes) -> KubeError:
         answer = orjson.loads(body)
         return error_of(request, status, answer.get("reason", ""), answer.get("message", ""))
     except (ValueError, AttributeError):
-        # # Text of a proxy, or of the server before its API is served.
+        # Text of a proxy, or of the server before its API is served.
         return error_of(request, status, "", body[:500].decode(errors="replace").strip())
 
 

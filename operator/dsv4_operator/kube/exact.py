@@ -47,7 +47,7 @@ async def apply_exactly(kube: Client, manifest: Manifest) -> Manifest:
     try:
         live = await kube.apply(manifest)
     except Invalid:
-        # # An addition of another manager may conflict with it, such as a port of the same name.
+        # An addition of another manager may conflict with it, such as a port of the same name.
         found = await _live(kube, resource, namespace, name)
         if found is None or not _is_own(manifest, found):
             raise
@@ -58,11 +58,11 @@ async def apply_exactly(kube: Client, manifest: Manifest) -> Manifest:
                 raise
             about = dict(metadata)
             if about.get("resourceVersion") == found["metadata"]["resourceVersion"]:
-                # # The requested version, after the removal.
+                # The requested version, after the removal.
                 about["resourceVersion"] = cleaned["metadata"]["resourceVersion"]
             live = await kube.apply({**manifest, "metadata": about})
     if _frozen(manifest, live):
-        # # Immutability cannot be undone.
+        # Immutability cannot be undone.
         _log.warning("%s %s/%s was made immutable by somebody else: it is made again", resource.kind, namespace, name)
         await kube.delete(resource, namespace, name, uid=live["metadata"]["uid"])
         anew = {field: value for field, value in metadata.items() if field not in ("uid", "resourceVersion")}
@@ -84,7 +84,7 @@ async def _clean(kube: Client, manifest: Manifest, live: Manifest) -> Manifest:
         try:
             return await kube.patch(resource, namespace, name, changes)
         except Conflict:
-            # # Controllers may have written the status.
+            # Controllers may have written the status.
             found = await _live(kube, resource, namespace, name)
             if last or found is None or found["metadata"]["uid"] != live["metadata"]["uid"]:
                 raise
@@ -109,7 +109,7 @@ def foreign_changes(wanted: Manifest, live: Manifest) -> Manifest:
     entries = live["metadata"].get("managedFields") or []
     ours = _merged([one.get("fieldsV1") or {} for one in entries if one.get("manager") == MANAGER])
     for entry in entries:
-        # # Entries of subresources belong to controllers: status, scale.
+        # Entries of subresources belong to controllers: status, scale.
         if entry.get("manager") == MANAGER or entry.get("subresource"):
             continue
         for path in _beyond(entry.get("fieldsV1") or {}, ours):
@@ -159,18 +159,18 @@ def _beyond(theirs: _FieldSet, ours: _FieldSet, path: tuple[str, ...] = ()) -> I
             continue
         kind, _, name = key.partition(":")
         if kind != "f":
-            # # An item of a list: lists are replaced as a whole.
+            # An item of a list: lists are replaced as a whole.
             if key not in ours or any(True for _ in _beyond(below, ours[key])):
                 yield path
             continue
         if key in ours and not ours[key]:
-            # # Owned as a whole.
+            # Owned as a whole.
             continue
         deeper = [part for part in below if part != "."]
         if deeper and key in ours:
             yield from _beyond(below, ours[key], (*path, name))
         elif key not in ours:
-            # # Each key of a map separately: some of them may stay.
+            # Each key of a map separately: some of them may stay.
             named = deeper and all(part.startswith("f:") for part in deeper)
             yield from _beyond(below, {}, (*path, name)) if named else [(*path, name)]
 
@@ -187,7 +187,7 @@ def _remove(changes: Manifest, path: Sequence[str], wanted: Manifest, live: Mani
         there = there[name]
         has = isinstance(kept, Mapping) and name in kept
         kept = kept[name] if has else None
-        # # An empty map would be a change itself; only metadata contains fields of other managers.
+        # An empty map would be a change itself; only metadata contains fields of other managers.
         if last or (not has and path[0] != "metadata"):
             part[name] = kept
             return

@@ -37,7 +37,7 @@ class Canary:
     """Whether engines or gateways changed since the latest request; a failure needs no confirmation then."""
     due: float = 0.0
     """Monotonic time of the next request."""
-    told: float = 0.0
+    message_time: float = 0.0
     """Monotonic time at which `problem` got its text."""
 
 
@@ -52,7 +52,7 @@ def adopted(problem: str | None, lives: Lives, gateways: frozenset[str], now: fl
 
     The first request is sent at once, and a failure is confirmed before the state changes.
     """
-    return Canary(problem, lives, gateways, changed=False, due=now, told=now)
+    return Canary(problem, lives, gateways, changed=False, due=now, message_time=now)
 
 
 def seen(known: Canary, lives: Lives, gateways: frozenset[str], now: float) -> Canary:
@@ -79,13 +79,13 @@ def answered(known: Canary, asked: Canary, problem: str | None, now: float, spre
         spread: factor of the next period, about 1, so that requests of many deployments do not coincide.
     """
     if known.lives - asked.lives:
-        # # The result does not cover the engine that started meanwhile.
+        # The result does not cover the engine that started meanwhile.
         return replace(known, due=now)
     if problem is None:
         return replace(known, problem=None, suspect=False, changed=False, due=now + PERIOD_SECONDS * spread)
     again = replace(known, changed=False, due=now + AGAIN_SECONDS * spread)
     if known.problem is None and not known.suspect and not known.changed:
         return replace(again, suspect=True)
-    if known.problem not in (None, UNTRIED) and now - known.told < TEXT_SECONDS:
+    if known.problem not in (None, UNTRIED) and now - known.message_time < TEXT_SECONDS:
         return again
-    return replace(again, problem=problem, suspect=False, told=now)
+    return replace(again, problem=problem, suspect=False, message_time=now)

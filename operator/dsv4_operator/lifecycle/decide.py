@@ -32,7 +32,7 @@ from dsv4_operator.lifecycle.diagnosis import diagnose
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.lifecycle.watch import (
     ALIVE,
-    answer,
+    agent_status,
     failure_status,
     same_death,
     watch,
@@ -102,7 +102,7 @@ class Decision:
     actions: tuple[Action, ...]
     """Actions in order. A failed action ends the list, except `CollectEvidence`; so does an action that is not
     complete."""
-    next_look: float
+    next_time: float
     """Unix time of the next decision at the latest; any event triggers it earlier."""
     status: GroupStatus
     """Status to save, also if an action failed. The next decision must get the status as it was last saved."""
@@ -114,11 +114,11 @@ class Decision:
     """Exception of a decision or plan that failed because of a defect; the group stays unchanged."""
 
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Interval between decisions about a group that runs or changes."""
 REFUSED_SECONDS = 15.0
 """Interval between attempts to plan on machines that were refused; they may change without an event."""
-QUIET_SECONDS = 300.0
+RESYNC_SECONDS = 300.0
 """Interval between decisions about a group that waits for a change of its specification."""
 DRAIN_GRACE_SECONDS = 60.0
 """Grace beyond the drain timeout, after which an agent that has not ended its drain is no longer waited for.
@@ -156,13 +156,13 @@ def decide(
     return _Step(deployment, observed, plan, round(now, 3), held=held).decide(previous, deleting)
 
 
-def record_evidence(status: GroupStatus, incarnation: int, where: str | None) -> GroupStatus:
+def record_evidence(status: GroupStatus, incarnation: int, location: str | None) -> GroupStatus:
     """Return `status` with the location of the evidence that `CollectEvidence` saved for `incarnation`'s latest
     death."""
     history = list(status.history)
     for index in reversed(range(len(history))):
-        if where is not None and history[index].incarnation == incarnation:
-            history[index] = history[index].model_copy(update={"evidence": where})
+        if location is not None and history[index].incarnation == incarnation:
+            history[index] = history[index].model_copy(update={"evidence": location})
             break
     return status.model_copy(update={"history": tuple(history), "last_failure": history[-1] if history else None})
 
@@ -190,7 +190,7 @@ class _Step:
     def decide(self, previous: GroupStatus | None, deleting: bool) -> Decision:
         group = self._refreshed(previous or GroupStatus(index=self.key.group))
         if is_paused(self.deployment) and not deleting:
-            decision = Decision((), self.now + LOOK_SECONDS, group)
+            decision = Decision((), self.now + POLL_SECONDS, group)
         elif deleting or self.key.group >= self.deployment.spec.replicas:
             decision = self._stop(group, GroupPhase.STOPPED, at_once=deleting)
         elif self.deployment.spec.suspend:
@@ -213,12 +213,12 @@ class _Step:
     def _refreshed(self, group: GroupStatus) -> GroupStatus:
         """Return `group` updated from the observation and the clock alone."""
         window = self.policy.window_seconds
-        # # Names used by other deployments matter only for the first number; later numbers are higher.
-        taken = 0 if group.incarnation else self.observed.taken
-        seen = max((taken, *(member.incarnation for member in self.observed.members)))
+        # Names used by other deployments matter only for the first number; later numbers are higher.
+        used_incarnation = 0 if group.incarnation else self.observed.used_incarnation
+        seen = max((used_incarnation, *(member.incarnation for member in self.observed.members)))
         update: dict[str, object] = {
             "restarts": tuple(within(window, group.restarts, self.now)),
-            # # Members of an incarnation are created only after all earlier ones were fenced.
+            # Members of an incarnation are created only after all earlier ones were fenced.
             "fenced_below": max(group.fenced_below, seen),
         }
         asked = group.exhausted_generation != self.generation or group.revision != revision(self.deployment)
@@ -239,29 +239,29 @@ class _Step:
             return self._update(group)
         if group.phase is GroupPhase.FORMING:
             return self._form(group)
-        return Decision(self._end_observed(keep=group.incarnation), self.now + LOOK_SECONDS, group)
+        return Decision(self._end_observed(keep=group.incarnation), self.now + POLL_SECONDS, group)
 
     def _form(self, group: GroupStatus) -> Decision:
         """Create the members of the claimed incarnation; repeated until all were observed."""
         try:
             plan = self.plan(group.incarnation, group.restarts)
         except PlanRefused as refusal:
-            # # Existing members are supervised like those of any other group.
-            pause = LOOK_SECONDS if group.members else REFUSED_SECONDS
+            # Existing members are supervised like those of any other group.
+            pause = POLL_SECONDS if group.members else REFUSED_SECONDS
             return Decision(self._end_observed(keep=group.incarnation), self.now + pause, group, refusal=refusal)
         group = group.model_copy(update={"expected_ready_seconds": plan.expectations.ready_seconds})
         others = self._end_observed(keep=group.incarnation)
         if {member.rank for member in group.members} >= {member.rank for member in plan.members}:
             started = group.model_copy(update={"phase": GroupPhase.STARTING})
-            return Decision(others, self.now + LOOK_SECONDS, started)
+            return Decision(others, self.now + POLL_SECONDS, started)
         if self._live() - {group.incarnation}:
             return Decision(others, self.now, group)
         present = {member.rank for member in self.observed.members if member.incarnation == group.incarnation}
         if {member.rank for member in group.members} - present:
-            # # A member disappeared. Creating it again would restart a single rank.
-            return Decision(others, self.now + LOOK_SECONDS, group)
+            # A member disappeared. Creating it again would restart a single rank.
+            return Decision(others, self.now + POLL_SECONDS, group)
         form = Form(plan, self.deployment)
-        return Decision((*others, *self._fence_unproven(group), form), self.now + LOOK_SECONDS, group)
+        return Decision((*others, *self._fence_unproven(group), form), self.now + POLL_SECONDS, group)
 
     def _handle_death(self, group: GroupStatus, death: Failure) -> Decision:
         """End a dead incarnation and save its evidence: levels 2 and 3."""
@@ -280,21 +280,21 @@ class _Step:
         }
         if exhausted:
             update |= {"phase": GroupPhase.FAILED, "exhausted_generation": self.generation, "next_restart_time": None}
-            return Decision(actions, self.now + LOOK_SECONDS, group.model_copy(update=update))
+            return Decision(actions, self.now + POLL_SECONDS, group.model_copy(update=update))
         update |= {"phase": GroupPhase.RECOVERING, "next_restart_time": allowed.at}
         return Decision(actions, self.now, group.model_copy(update=update))
 
     def _given_up(self, group: GroupStatus) -> Decision:
         """End only members that survived fencing (level 3); objects of dead members are kept for inspection."""
         fences = tuple(Fence(self.key, number) for number in sorted(self._live()))
-        return Decision(fences, self.now + (LOOK_SECONDS if fences else QUIET_SECONDS), group)
+        return Decision(fences, self.now + (POLL_SECONDS if fences else RESYNC_SECONDS), group)
 
     def _update(self, group: GroupStatus) -> Decision:
         """End an incarnation of an older specification, unless the new one cannot be planned."""
         try:
             self.plan(group.incarnation + 1, group.restarts)
         except PlanRefused as refusal:
-            return Decision(self._end_observed(keep=group.incarnation), self.now + LOOK_SECONDS, group, refusal=refusal)
+            return Decision(self._end_observed(keep=group.incarnation), self.now + POLL_SECONDS, group, refusal=refusal)
         updating = group.model_copy(update={"phase": GroupPhase.UPDATING, "ready_time": None})
         return Decision(self._end_observed(keep=group.incarnation), self.now, updating)
 
@@ -303,27 +303,27 @@ class _Step:
         state."""
         if self._drains(group):
             group = with_members(group, self.observed, self.now)
-            return Decision(self._end_drained(group), self.now + LOOK_SECONDS, group)
+            return Decision(self._end_drained(group), self.now + POLL_SECONDS, group)
         actions = self._end_observed()
         if self._live():
-            return Decision(actions, self.now + LOOK_SECONDS, group)
+            return Decision(actions, self.now + POLL_SECONDS, group)
         wanted = revision(self.deployment)
-        # # Trying another specification is no restart of this one.
+        # Trying another specification is no restart of this one.
         charged = group.phase is GroupPhase.RECOVERING and group.revision == wanted
         if charged:
             at = permit(self.policy, group.restarts, self.now).at
             if at is None:
-                # # The budget was lowered during the backoff.
+                # The budget was lowered during the backoff.
                 update: dict[str, object] = {
                     "phase": GroupPhase.FAILED,
                     "exhausted_generation": self.generation,
                     "next_restart_time": None,
                 }
-                return Decision(actions, self.now + QUIET_SECONDS, group.model_copy(update=update))
+                return Decision(actions, self.now + RESYNC_SECONDS, group.model_copy(update=update))
             if at > self.now:
                 return Decision(actions, at, group.model_copy(update={"next_restart_time": at}))
         restarts = (*group.restarts, self.now) if charged else group.restarts
-        # # `fenced_below` includes members whose owner is unknown after a status was lost.
+        # `fenced_below` includes members whose owner is unknown after a status was lost.
         incarnation = max(group.incarnation, group.fenced_below) + 1
         try:
             plan = self.plan(incarnation, restarts)
@@ -358,14 +358,14 @@ class _Step:
         quiet = GroupPhase.SUSPENDED, GroupPhase.STOPPED
         drained = not self.observed.members and group.phase in (GroupPhase.PENDING, GroupPhase.DRAINING, *quiet)
         if drained and group.phase is target:
-            return Decision((), self.now + QUIET_SECONDS, group)
+            return Decision((), self.now + RESYNC_SECONDS, group)
         own = (Fence(self.key, group.incarnation),) if group.incarnation else ()
-        ends, next_look = (*own, *self._end_observed()), self.now
+        ends, next_time = (*own, *self._end_observed()), self.now
         if group.phase in ALIVE:
             ends = self._end_observed(keep=group.incarnation)
         elif self._drains(group) and not at_once:
             group = with_members(group, self.observed, self.now)
-            ends, next_look = self._end_drained(group), self.now + LOOK_SECONDS
+            ends, next_time = self._end_drained(group), self.now + POLL_SECONDS
         actions = tuple(dict.fromkeys((*self._fence_unproven(group), *ends)))
         update: dict[str, object] = {
             "phase": GroupPhase.DRAINING,
@@ -377,8 +377,8 @@ class _Step:
         }
         ending = group.model_copy(update=update)
         if not drained:
-            return Decision(actions, next_look, ending)
-        return Decision(actions, self.now + QUIET_SECONDS, ending, ending.model_copy(update={"phase": target}))
+            return Decision(actions, next_time, ending)
+        return Decision(actions, self.now + RESYNC_SECONDS, ending, ending.model_copy(update={"phase": target}))
 
     def _drains(self, group: GroupStatus) -> bool:
         """Return whether a group that is to end has a healthy engine, which may have open requests to finish.
@@ -397,11 +397,11 @@ class _Step:
         known = next((member for member in seen if member.rank == 0), None)
         if known is not None and known.silent_since and self.now - known.silent_since > DRAIN_SILENCE_SECONDS:
             return False
-        head = answer(mine[0], self.key)
+        head = agent_status(mine[0], self.key)
         if head is None:
             return True
         bound = self.deployment.spec.engine.timeouts.drain + DRAIN_GRACE_SECONDS
-        # # The clock of a member may be ahead; it must not delay the end.
+        # The clock of a member may be ahead; it must not delay the end.
         began = head.phase_time if head.phase_time <= self.now else group.phase_time or self.now
         finishes = head.phase is Phase.DRAINING and self.now - began < bound
         return (finishes or head.phase is Phase.SERVING) and head.verdict.health is not Health.DEAD

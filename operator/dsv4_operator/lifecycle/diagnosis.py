@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dsv4_operator.api import GroupStatus, MemberStatus
 from dsv4_operator.lifecycle.observed import Observed, ObservedMember
-from dsv4_operator.lifecycle.watch import answer
+from dsv4_operator.lifecycle.watch import agent_status
 from dsv4_runtime.contract import Cause, Failure, Health, Phase
 
 SILENT_SECONDS = 12.0
@@ -27,7 +27,7 @@ _UNASKED = frozenset({Phase.DRAINING, Phase.STOPPED})
 
 
 @dataclass(frozen=True, slots=True)
-class _Witness:
+class _MemberFailure:
     """Failure reported by or about one member."""
 
     rank: int
@@ -45,26 +45,26 @@ def diagnose(group: GroupStatus, observed: Observed, now: float) -> Failure | No
         observed: the report of the backend.
         now: Unix time.
     """
-    witnesses = {witness.rank: witness for witness in _witnesses(group, observed, now)}
-    if not witnesses:
+    found = {one.rank: one for one in _member_failures(group, observed, now)}
+    if not found:
         return None
-    first = min(witnesses.values(), key=lambda witness: (witness.failure.time, witness.rank))
+    first = min(found.values(), key=lambda one: (one.failure.time, one.rank))
     blamed = first.failure.culprit_rank
-    if blamed in witnesses and witnesses[blamed].failure.culprit_rank == blamed:
-        return witnesses[blamed].failure
+    if blamed in found and found[blamed].failure.culprit_rank == blamed:
+        return found[blamed].failure
     return first.failure
 
 
-def _witnesses(group: GroupStatus, observed: Observed, now: float) -> Iterator[_Witness]:
+def _member_failures(group: GroupStatus, observed: Observed, now: float) -> Iterator[_MemberFailure]:
     present = {member.rank: member for member in observed.members if member.incarnation == group.incarnation}
     for member in group.members:
         failure = _failure(member, present.get(member.rank), observed, now)
         if failure is not None:
-            yield _Witness(member.rank, failure)
+            yield _MemberFailure(member.rank, failure)
 
 
 def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observed, now: float) -> Failure | None:
-    status = answer(seen, observed.key) if seen else None
+    status = agent_status(seen, observed.key) if seen else None
     if status is not None and status.phase is Phase.FAILED:
         reported = status.verdict.failure if status.verdict.health is Health.DEAD else None
         if reported is None:
@@ -93,7 +93,7 @@ def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observ
 def _heard_by_others(rank: int, observed: Observed, now: float) -> bool:
     """Return whether another member, which was heard recently itself, receives heartbeats of `rank`."""
     for other in observed.members:
-        status = answer(other, observed.key) if other.rank != rank else None
+        status = agent_status(other, observed.key) if other.rank != rank else None
         if status is None or status.signals is None or other.heard is None or now - other.heard > HEARD_SECONDS:
             continue
         if status.signals.silent.get(rank, HEARD_SECONDS) < HEARD_SECONDS:

@@ -81,8 +81,8 @@ class Observed:
     key: GroupKey
     members: tuple[ObservedMember, ...]
     """Members of every incarnation that the backend has, in no order."""
-    taken: int = 0
+    used_incarnation: int = 0
     """Highest incarnation whose names are in use by members of another owner, for example of an earlier deployment of
     the same name that are still terminating; 0: none."""
-    strange: tuple[str, ...] = ()
+    anomalies: tuple[str, ...] = ()
     """Changes of the group's objects by other clients, one sentence each: ignored pods, changed labels."""

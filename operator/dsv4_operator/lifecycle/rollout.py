@@ -24,7 +24,7 @@ from dsv4_operator.api import (
 )
 from dsv4_operator.api.deployment import is_paused
 from dsv4_operator.api.values import format_duration
-from dsv4_operator.lifecycle.decide import LOOK_SECONDS, Decision, Planner, decide
+from dsv4_operator.lifecycle.decide import POLL_SECONDS, Decision, Planner, decide
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.lifecycle.status import death_sentence
 from dsv4_operator.lifecycle.watch import ALIVE
@@ -42,7 +42,7 @@ _RUNS = ALIVE | {GroupPhase.RECOVERING}
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class GroupDecisions:
     """Decisions about all groups at one moment."""
 
     decisions: tuple[Decision, ...]
@@ -73,9 +73,9 @@ def decide_groups(
     now: float,
     *,
     deleting: bool = False,
-    unheard: frozenset[int] = frozenset(),
-    blind: frozenset[int] = frozenset(),
-) -> Turn:
+    unreported: frozenset[int] = frozenset(),
+    unobserved: frozenset[int] = frozenset(),
+) -> GroupDecisions:
     """Return the decisions about all groups.
 
     Args:
@@ -87,11 +87,11 @@ def decide_groups(
         deleting: the deployment is being deleted.
         unheard: groups without a report since the start of this process; they stay unchanged, and meanwhile no group is
             ended for another specification.
-        blind: groups whose members cannot be observed now; treated like `unheard`.
+        blind: groups whose members cannot be observed now; treated like `unreported`.
     """
     groups = {group.index: group for group in known.groups}
     if known.removed_incarnation:
-        # # A number is never used twice, also not by a new group with the index of a removed one.
+        # A number is never used twice, also not by a new group with the index of a removed one.
         for index in set(range(len(observed))) - groups.keys():
             groups[index] = GroupStatus(index=index, fenced_below=known.removed_incarnation, phase_time=round(now, 3))
     served = _served(deployment, known.rollout)
@@ -99,9 +99,9 @@ def decide_groups(
 
     def step(index: int, version: _Version) -> Decision:
         previous = groups.get(index)
-        if index in blind:
-            return Decision((), now + LOOK_SECONDS, previous or GroupStatus(index=index))
-        if index in unheard and previous is not None:
+        if index in unobserved:
+            return Decision((), now + POLL_SECONDS, previous or GroupStatus(index=index))
+        if index in unreported and previous is not None:
             return Decision((), now + LISTEN_SECONDS, previous)
         plan = planner(version.deployment, index)
         try:
@@ -109,14 +109,14 @@ def decide_groups(
                 version.deployment, observed[index], previous, plan, now, deleting=deleting, held=version.held
             )
         except Exception as error:
-            # # A defect in one group must not stop the supervision of the others.
-            return Decision((), now + LOOK_SECONDS, previous or GroupStatus(index=index), error=error)
+            # A defect in one group must not stop the supervision of the others.
+            return Decision((), now + POLL_SECONDS, previous or GroupStatus(index=index), error=error)
 
-    # # First without any turn: this gives the present state of the groups.
+    # First without any turn: this gives the present state of the groups.
     chosen = [_version(deployment, served, rollout, groups.get(index)) for index in range(len(observed))]
     decisions = [step(index, version) for index, version in enumerate(chosen)]
-    if deleting or deployment.spec.suspend or is_paused(deployment) or unheard or blind:
-        return Turn(tuple(decisions), rollout)
+    if deleting or deployment.spec.suspend or is_paused(deployment) or unreported or unobserved:
+        return GroupDecisions(tuple(decisions), rollout)
 
     wanted = [decision.status for decision in decisions[: deployment.spec.replicas]]
     rollout = _judged(rollout, deployment, served, wanted, now)
@@ -127,10 +127,10 @@ def decide_groups(
         if version == chosen[index]:
             continue
         changed = step(index, version)
-        # # A refused plan leaves a running group unchanged.
+        # A refused plan leaves a running group unchanged.
         kept = changed.refusal is None or group.phase not in _RUNS
         decisions[index] = changed if kept else replace(decisions[index], refusal=changed.refusal)
-    return Turn(tuple(decisions), rollout)
+    return GroupDecisions(tuple(decisions), rollout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def _judged(
     if rollout.rejected is not None or served is None or not deployment.spec.rollout.auto_rollback:
         return rollout
     if same_specification(formed, rollout.served):
-        # # Only a restart was requested: the same specification served before.
+        # Only a restart was requested: the same specification served before.
         return rollout
     deadline = deployment.spec.rollout.progress_deadline
     why = next((text for group in wanted if (text := _failed(group, current, deadline, now))), None)

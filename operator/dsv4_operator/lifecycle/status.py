@@ -80,7 +80,7 @@ def compute_status(
     rollout: RolloutStatus | None = None,
     refused_generation: int | None = None,
     problems: Sequence[Problem] = (),
-    blind: frozenset[int] = frozenset(),
+    unobserved: frozenset[int] = frozenset(),
     unreachable: str | None = None,
 ) -> DeploymentStatus:
     """Return the status of `deployment`.
@@ -108,7 +108,9 @@ def compute_status(
     ordered, removed = _without_removed(ordered, deployment, deleting=deleting)
     wanted = () if deleting or deployment.spec.suspend else ordered[: deployment.spec.replicas]
     expected = [group.expected_ready_seconds for group in wanted if group.expected_ready_seconds is not None]
-    view = _View(deployment, ordered, wanted, refusal, tuple(problems), blind, unreachable, now, previous, deleting)
+    view = _View(
+        deployment, ordered, wanted, refusal, tuple(problems), unobserved, unreachable, now, previous, deleting
+    )
     facts = (*_conditions(view), _rolled_back(rollout))
     current = revision(deployment) if refused_generation is None else None
     generation = deployment.metadata.generation if refused_generation is None else refused_generation
@@ -218,7 +220,7 @@ class _View:
     wanted: tuple[GroupStatus, ...]
     refusal: PlanRefused | None
     problems: tuple[Problem, ...]
-    blind: frozenset[int]
+    unobserved: frozenset[int]
     unreachable: str | None
     now: float
     previous: DeploymentStatus | None
@@ -227,7 +229,7 @@ class _View:
     @property
     def ready(self) -> int:
         """Return the number of wanted groups that are observed to serve."""
-        return sum(group.phase is GroupPhase.SERVING for group in self.wanted if group.index not in self.blind)
+        return sum(group.phase is GroupPhase.SERVING for group in self.wanted if group.index not in self.unobserved)
 
     @property
     def down(self) -> GroupStatus | None:
@@ -239,7 +241,7 @@ class _View:
         since = group.formed_time
         return group.phase is GroupPhase.FORMING and since is not None and self.now - since > FORMING_SECONDS
 
-    def told(self, group: GroupStatus, text: str) -> str:
+    def with_problems(self, group: GroupStatus, text: str) -> str:
         """Return `text` with the problems of `group`."""
         return joined((text, *(one.message for one in self.problems if one.group in (None, group.index))))
 
@@ -281,7 +283,7 @@ def _acceptance(view: _View) -> tuple[bool | None, Reason, str]:
         return True, Reason.PLAN_ACCEPTED, "the specification fits the machines"
     if refusal.reason is not Reason.ACTION_FAILED:
         return False, refusal.reason, refusal.message
-    # # There is no result about the specification; the last one stays.
+    # There is no result about the specification; the last one stays.
     known = view.previous.condition(ConditionType.ACCEPTED) if view.previous is not None else None
     if known is not None and known.observed_generation == view.deployment.metadata.generation:
         value = None if known.status is ConditionStatus.UNKNOWN else known.status is ConditionStatus.TRUE
@@ -300,7 +302,7 @@ def _progress(view: _View) -> tuple[bool, Reason, str]:
     if moving is None:
         return True, cause, joined(view.problems)
     others = [one for one in view.problems if one.group not in (None, moving.index)]
-    return True, cause, joined((view.told(moving, text), *others))
+    return True, cause, joined((view.with_problems(moving, text), *others))
 
 
 def _rolled_back(rollout: RolloutStatus) -> _Fact:
@@ -337,12 +339,16 @@ def _readiness(view: _View) -> tuple[bool | None, Reason, str]:
         return True, Reason.ALL_GROUPS_READY, count
     waiting = next((group for group in wanted if group.phase is not GroupPhase.SERVING), None)
     if waiting is None:
-        hidden = next((group for group in wanted if group.index in view.blind), None)
+        hidden = next((group for group in wanted if group.index in view.unobserved), None)
         if hidden is None:
             return False, Reason.GROUPS_NOT_READY, count
-        return None, Reason.ACTION_FAILED, f"{count}; " + view.told(hidden, f"group {hidden.index} is not observed")
+        return (
+            None,
+            Reason.ACTION_FAILED,
+            f"{count}; " + view.with_problems(hidden, f"group {hidden.index} is not observed"),
+        )
     detail = _down_sentence(waiting) if is_down(waiting) else _under_way(waiting)[1]
-    return False, Reason.GROUPS_NOT_READY, f"{count}; {view.told(waiting, detail)}"
+    return False, Reason.GROUPS_NOT_READY, f"{count}; {view.with_problems(waiting, detail)}"
 
 
 def _deployment_phase(view: _View) -> DeploymentPhase:
@@ -368,10 +374,10 @@ def _deployment_phase(view: _View) -> DeploymentPhase:
 
 def _down(view: _View, group: GroupStatus) -> tuple[Reason, str]:
     if not view.is_stuck(group):
-        return Reason.GROUP_DEAD, view.told(group, _down_sentence(group))
+        return Reason.GROUP_DEAD, view.with_problems(group, _down_sentence(group))
     bound = format_duration(FORMING_SECONDS)
     text = f"group {group.index} has not all its members {bound} after incarnation {group.incarnation} was begun"
-    return Reason.FORMING_FAILED, view.told(group, text)
+    return Reason.FORMING_FAILED, view.with_problems(group, text)
 
 
 def _under_way(group: GroupStatus) -> tuple[Reason, str]:

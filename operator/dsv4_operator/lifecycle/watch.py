@@ -34,7 +34,7 @@ FRESH_SECONDS = 3.0
 """A status older than this counts as silence."""
 
 
-def answer(member: ObservedMember, key: GroupKey) -> AgentStatus | None:
+def agent_status(member: ObservedMember, key: GroupKey) -> AgentStatus | None:
     """Return the status of `member`'s agent if it is about that member: the address may have belonged to another one
     before."""
     status = member.status
@@ -102,7 +102,7 @@ def watch(group: GroupStatus, observed: Observed, *, generation: int, now: float
         return group
     if head.engine is not None:
         group = _engine(group, head.engine, generation, now)
-    # # A group is FORMING until every member was observed, whatever the head reports.
+    # A group is FORMING until every member was observed, whatever the head reports.
     return group if group.phase is GroupPhase.FORMING else _head_phase(group, head, now)
 
 
@@ -129,7 +129,7 @@ def with_failure(group: GroupStatus, failure: FailureStatus) -> GroupStatus:
             break
     else:
         history.append(failure)
-    # # Sorted, because agents report deaths again that were dropped here.
+    # Sorted, because agents report deaths again that were dropped here.
     kept = tuple(sorted(history, key=lambda known: (known.incarnation, known.time))[-HISTORY_LENGTH:])
     return group.model_copy(update={"history": kept, "last_failure": kept[-1]})
 
@@ -165,7 +165,7 @@ def failure_status(failure: Failure, group: GroupStatus, generation: int) -> Fai
 
 def _head(group: GroupStatus, observed: Observed) -> AgentStatus | None:
     heads = (member for member in observed.members if (member.incarnation, member.rank) == (group.incarnation, 0))
-    return next((status for member in heads if (status := answer(member, observed.key))), None)
+    return next((status for member in heads if (status := agent_status(member, observed.key))), None)
 
 
 def _members(
@@ -181,10 +181,10 @@ def _members(
 
 
 def _member(member: ObservedMember, known: MemberStatus | None, key: GroupKey, now: float) -> MemberStatus:
-    status = answer(member, key)
+    status = agent_status(member, key)
     heard = member.heard if status is not None else None
     fresh = heard is not None and now - heard <= FRESH_SECONDS
-    # # Counted from the first observation of the silence: no status can arrive while no operator runs. An agent that
+    # Counted from the first observation of the silence: no status can arrive while no operator runs. An agent that
     # cannot have started is not silent.
     answers = fresh or member.waiting is not None
     silent_since = None if answers else (known and known.silent_since) or max(heard or now, now - FRESH_SECONDS)

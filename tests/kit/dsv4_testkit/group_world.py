@@ -178,7 +178,7 @@ class World:
     touched: bool = True
     """Whether the user asked for something since the last formation."""
     fence_broken: bool = False
-    blind: bool = False
+    unobserved: bool = False
     """Whether listings show no members, as one from before they were made would."""
 
     def alive(self) -> list[Member]:
@@ -186,7 +186,7 @@ class World:
 
     def observe(self) -> Observed:
         seen = tuple(member.seen(self.now) for member in self.members.values())
-        return Observed(KEY, () if self.blind else seen)
+        return Observed(KEY, () if self.unobserved else seen)
 
     def end(self, member: Member, how: str) -> None:
         if member.ended is None:

@@ -179,7 +179,7 @@ class World:
         self.told += events(known, new)
         self.kept = DeploymentStatus.model_validate_json(new.to_json())
         assert self.kept == new, "a status must survive being kept"
-        self.pause = min(decision.next_look for decision in turn.decisions) - self.now
+        self.pause = min(decision.next_time for decision in turn.decisions) - self.now
 
     def _check(self, seen: Sequence[Observed], known: DeploymentStatus, decided: Sequence[GroupStatus]) -> None:
         """No more groups are ended than may be down, and nothing is formed from what was given up."""

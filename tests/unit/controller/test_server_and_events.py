@@ -25,7 +25,7 @@ async def test_probes_say_what_is_wrong_and_metrics_are_there() -> None:
     metrics.observe(
         lambda: [DeploymentStatus(phase=DeploymentPhase.SERVING, ready_replicas=2)], lambda: True, lambda: 3
     )
-    metrics.asked("PUT", 200)
+    metrics.count_request("PUT", 200)
     port = free_port()
     server = ProbeServer(port, live=lambda: None, ready=lambda: wrong[0] if wrong else None, metrics=metrics.text)
     await server.start()

@@ -48,7 +48,7 @@ class Scene:
     refuse: bool = False
     annotations: dict[str, str] = field(default_factory=dict)
     members: list[ObservedMember] = field(default_factory=list)
-    taken: int = 0
+    used_incarnation: int = 0
     kept: GroupStatus | None = None
 
     @property
@@ -76,7 +76,7 @@ class Scene:
         self.now += after
         decision = decide(
             self.deployment,
-            Observed(KEY, tuple(self.members), self.taken),
+            Observed(KEY, tuple(self.members), self.used_incarnation),
             self.kept,
             self.plan,
             self.now,

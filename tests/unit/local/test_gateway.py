@@ -132,7 +132,7 @@ async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> No
         assert (await _get(url + "/health"))[0] == 503
         models = json.loads((await _get(url + "/v1/models"))[1])
         assert [model["id"] for model in models["data"]] == ["a", "b"]
-        gateway.tell(lambda _: "the budget is spent")
+        gateway.update_routes(lambda _: "the budget is spent")
         status, body = await _get(url + "/v1/embeddings")
         assert (status, b"the budget is spent" in body) == (503, True)
         (killed,) = pids(gateway)
@@ -179,7 +179,7 @@ async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path) -> No
                 assert {await _number(url) for _ in range(5)} == {other}
             finally:
                 os.kill(stopped, signal.SIGCONT)
-        gateways.tell(lambda group: "spent" if group else None)
+        gateways.update_routes(lambda group: "spent" if group else None)
         routes = [GatewayRoute.model_validate_json((state.directory / name).read_bytes()) for name in ROUTES]
         assert [[group.given_up for group in route.groups] for route in routes] == [[None, "spent"], ["spent", None]]
         os.kill(second, signal.SIGKILL)

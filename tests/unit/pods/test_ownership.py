@@ -478,7 +478,7 @@ async def test_a_new_deployment_takes_no_number_whose_pods_an_earlier_one_still_
     await first.ensure(older, plan_group(older, await first.facts(older), group=0, incarnation=3))
     second = backend_of(kube)
     seen = await second.observe(newer, 0)
-    assert (seen.members, seen.taken) == ((), 3)
+    assert (seen.members, seen.used_incarnation) == ((), 3)
     # What they take of their nodes is not the new one's to have.
     assert [one.name for one in (await second.facts(newer)).placed[0]] == ["spark-3", "spark-4"]
 

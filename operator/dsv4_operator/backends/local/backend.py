@@ -33,10 +33,10 @@ from dsv4_runtime.contract.token import new_key, new_token
 _log = logging.getLogger("dsv4")
 
 _START_SECONDS = 10.0
-# # Together less than the 15 s that a recovery waits for evidence: to start the last file, and to finish it.
+# Together less than the 15 s that a recovery waits for evidence: to start the last file, and to finish it.
 _EVIDENCE_SECONDS = 12.0
 _LAST_FILE_SECONDS = 2.0
-# # Without namespaces only the member itself can end its processes.
+# Without namespaces only the member itself can end its processes.
 _SHARED_FENCE_SECONDS = 20.0
 _WAIT_SECONDS = 1.0
 """Time for which a reconcile waits; usually sufficient."""
@@ -61,7 +61,7 @@ class _RunningMember:
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
     plugging: asyncio.Task[None] | None = field(default=None, repr=False)
     """Creates its interface, if it has its own network."""
-    question: asyncio.Task[None] | None = field(default=None, repr=False)
+    request: asyncio.Task[None] | None = field(default=None, repr=False)
     fenced_time: float | None = None
     """Monotonic time of the first request to end."""
 
@@ -112,10 +112,10 @@ class LocalBackend:
 
     async def close(self) -> None:
         """See `Backend`."""
-        questions = [running.question for running in self._members.values() if running.question is not None]
-        for question in questions:
-            question.cancel()
-        await asyncio.gather(*questions, return_exceptions=True)
+        requests = [running.request for running in self._members.values() if running.request is not None]
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
         await self._agents.close()
 
     async def release(self, namespace: str, name: str) -> None:
@@ -128,7 +128,7 @@ class LocalBackend:
             OSError: the gateway's route cannot be written.
         """
         if self._gateways is not None:
-            self._gateways.tell(lambda group: given_up(deployment, status, group))
+            self._gateways.update_routes(lambda group: given_up(deployment, status, group))
 
     def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
         """See `Backend`. The gateways are children of this process, and users connect to them directly."""
@@ -138,8 +138,8 @@ class LocalBackend:
         """See `Backend`."""
         if self._free is None or all(running.ended is not None for running in self._members.values()):
             self._free = available_memory()
-            self._cards = await asyncio.to_thread(gpus.look_again, self._cards)
-        # # Memory of running members is free for their successors: a group is planned again while it runs.
+            self._cards = await asyncio.to_thread(gpus.refresh, self._cards)
+        # Memory of running members is free for their successors: a group is planned again while it runs.
         return local_facts(
             deployment,
             self._state,
@@ -159,25 +159,25 @@ class LocalBackend:
         if not file.exists():
             replace_file(file, plan.to_json(indent=2) + "\n")
         if not any(known[:2] == (plan.group, plan.incarnation) for known in self._members):
-            # # The members with the previous token were fenced; new ones read the token at their start.
+            # The members with the previous token were fenced; new ones read the token at their start.
             replace_file(self._state.token(plan.group), new_token(self._token_key))
         for member in plan.members:
             key = (plan.group, plan.incarnation, member.rank)
             if key not in self._members:
                 await self._start(plan, member)
-        # # Usually complete by then; otherwise it continues in the background.
+        # Usually complete by then; otherwise it continues in the background.
         mine = [one for name, one in self._members.items() if name[:2] == (plan.group, plan.incarnation)]
         await _wait([one.plugging for one in mine])
 
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         """See `Backend`."""
         mine = [running for (number, _, _), running in self._members.items() if number == group]
-        asked = [self._asking(running) for running in mine if running.ended is None]
+        asked = [self._status_request(running) for running in mine if running.ended is None]
         if asked:
-            # # A member that does not answer must not delay the reports of the others.
+            # A member that does not answer must not delay the reports of the others.
             done, _ = await asyncio.wait(asked, timeout=_ANSWER_SECONDS)
-            for question in done:
-                question.result()
+            for request in done:
+                request.result()
         return Observed(GroupKey.of(deployment, group), tuple(self._seen(running) for running in mine))
 
     async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
@@ -229,7 +229,7 @@ class LocalBackend:
         command += ["--evidence", str(self._state.evidence(plan.group))]
         if self._isolated:
             command = network.member_command(command, plan.expectations.shm_bytes)
-        # # On SIGTERM the agent stops the member gracefully. `unshare` forwards no signal, but its end kills the
+        # On SIGTERM the agent stops the member gracefully. `unshare` forwards no signal, but its end kills the
         # member.
         on_parent_death = signal.SIGKILL if self._isolated else signal.SIGTERM
         with (directory / "agent.log").open("ab") as log:
@@ -243,7 +243,7 @@ class LocalBackend:
             )
         running = _RunningMember(plan, member, process, process.pid, unix_time())
         running.watcher = asyncio.create_task(self._await_end(running))
-        # # Recorded before any later step can fail, so that the process can be found and ended.
+        # Recorded before any later step can fail, so that the process can be found and ended.
         self._members[plan.group, plan.incarnation, member.rank] = running
         if self._isolated:
             running.plugging = asyncio.create_task(self._plug_in(running))
@@ -278,13 +278,13 @@ class LocalBackend:
         running.ended_time = unix_time()
         self._changed()
 
-    def _asking(self, running: _RunningMember) -> asyncio.Task[None]:
+    def _status_request(self, running: _RunningMember) -> asyncio.Task[None]:
         """Return the status request of a member; a running request of an earlier call is reused."""
-        if running.question is None or running.question.done():
-            running.question = asyncio.create_task(self._ask(running))
-        return running.question
+        if running.request is None or running.request.done():
+            running.request = asyncio.create_task(self._request_status(running))
+        return running.request
 
-    async def _ask(self, running: _RunningMember) -> None:
+    async def _request_status(self, running: _RunningMember) -> None:
         try:
             status = await self._agents.status(running.url, self._token_key)
         except AGENT_ERRORS:
@@ -327,7 +327,7 @@ def describe_end(code: int, log: str) -> str:
     """Return how a member ended, from the exit code of `unshare` (or of the agent) and the agent's log."""
     number = -code if code < 0 else code - 128 if code > 128 else 0
     last = log.rstrip().rpartition("\n")[2]
-    # # util-linux 2.38 cannot forward SIGKILL of its child; it logs a message and exits with 1.
+    # util-linux 2.38 cannot end itself with the SIGKILL of its child; it logs a message and exits with 1.
     if code == 1 and last == _UNSHARE_COMPLAINT:
         number = signal.SIGKILL
     if number:

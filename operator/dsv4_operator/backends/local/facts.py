@@ -12,7 +12,7 @@ from typing import Any
 from dsv4_operator.api import DSV4Deployment, ModelSpec, Variant
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.gateway import LOOPBACK
-from dsv4_operator.backends.local.gpus import Card, taken_by
+from dsv4_operator.backends.local.gpus import Card, describe_holders
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.planning.catalog import Model, checkpoint_named
@@ -51,7 +51,7 @@ def local_facts(
             interface=network.INTERFACE if isolated else "lo",
             cpus=max(1, cpus // count),
             memory_bytes=memory,
-            # # Without cards, members run vLLM's CPU build, regardless of GPUs in the machine.
+            # Without cards, members run vLLM's CPU build, regardless of GPUs in the machine.
             machine=cards[0].machine if cards else "cpu",
             gpus=tuple(map(_gpu, cards[place * len(cards) // count : (place + 1) * len(cards) // count])),
         )
@@ -72,7 +72,7 @@ def local_facts(
 
 
 def _gpu(card: Card) -> GpuFacts:
-    return GpuFacts(card.uuid, card.title, card.memory_bytes, card.free_bytes, taken_by(card))
+    return GpuFacts(card.uuid, card.title, card.memory_bytes, card.free_bytes, describe_holders(card))
 
 
 def resident_memory(pids: Iterable[int]) -> int:
@@ -95,7 +95,7 @@ def available_memory() -> int:
     raise RuntimeError("/proc/meminfo has no MemAvailable; dsv4 needs Linux 3.14 or newer")
 
 
-_HEADER_LIMIT = 100 * 2**20  # # Limit of safetensors.
+_HEADER_LIMIT = 100 * 2**20  # Limit of safetensors.
 
 
 def model_here(spec: ModelSpec) -> Model | None:

@@ -124,7 +124,7 @@ def settings(deployment: DSV4Deployment, state: DeploymentState) -> GatewaySetti
     """Return the settings of a gateway of this deployment."""
     spec = deployment.spec.gateway
     drain = min(spec.drain, MAX_DRAIN_SECONDS)
-    # # The loop keeps the socket open: connections wait in its queue for the next process.
+    # The loop keeps the socket open: connections wait in its queue for the next process.
     return gateway_settings(deployment, drain_seconds=drain, secrets_root=str(state.secrets), lame_duck_seconds=0.0)
 
 
@@ -184,7 +184,7 @@ class LocalGateways:
         for gateway in self._all:
             await gateway.start(listener)
 
-    def tell(self, given_up: Callable[[int], str | None]) -> None:
+    def update_routes(self, given_up: Callable[[int], str | None]) -> None:
         """Update the routes with the reason why each group will not recover; None: it may.
 
         Args:

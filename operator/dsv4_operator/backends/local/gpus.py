@@ -70,7 +70,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class GpuInventory:
     """GPUs that NVML reported."""
 
     cards: tuple[Card, ...] = ()
@@ -85,21 +85,23 @@ class Found:
         return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) or "no GPU"
 
 
-def find(*, seconds: float = _ANSWER_SECONDS) -> Found:
+def find(*, seconds: float = _ANSWER_SECONDS) -> GpuInventory:
     """Return the GPUs of this machine that `CUDA_VISIBLE_DEVICES` does not exclude; none without an answer within
     `seconds`. NVML runs in its own thread, because a broken driver may never answer."""
     if pynvml is None:
-        return Found(problem="the package nvidia-ml-py is not installed (pip install nvidia-ml-py)")
-    answers: list[Found] = []
+        return GpuInventory(problem="the package nvidia-ml-py is not installed (pip install nvidia-ml-py)")
+    answers: list[GpuInventory] = []
     thread = threading.Thread(target=lambda: answers.append(_ask()), name="nvml", daemon=True)
     thread.start()
     thread.join(seconds)
     if not answers:
-        return Found(problem=f"the NVIDIA driver has not answered for {seconds:g} s; see `dmesg` and `nvidia-smi`")
+        return GpuInventory(
+            problem=f"the NVIDIA driver has not answered for {seconds:g} s; see `dmesg` and `nvidia-smi`"
+        )
     return answers[0]
 
 
-def look_again(cards: tuple[Card, ...]) -> tuple[Card, ...]:
+def refresh(cards: tuple[Card, ...]) -> tuple[Card, ...]:
     """Return `cards` with their present state. A card without an answer keeps only its identity; its member reports the
     reason."""
     if not cards:
@@ -123,7 +125,7 @@ def hardware_here() -> tuple[Hardware, str]:
     return Hardware.CPU, found.problem or f"there is {found.kinds()}, which dsv4 does not know"
 
 
-def taken_by(card: Card) -> str:
+def describe_holders(card: Card) -> str:
     """Return the processes with the most memory on `card`, as text; empty if none are known."""
     most = sorted(card.holders, key=lambda holder: -holder[1])[:_HOLDERS]
     return ", ".join(f"process {pid}{_process_name(pid)} holds {size / GIB:.1f} GiB" for pid, size in most)
@@ -133,23 +135,23 @@ def _process_name(pid: int) -> str:
     try:
         return f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
     except OSError:
-        # # In another process namespace, or ended.
+        # In another process namespace, or ended.
         return ""
 
 
-def _ask() -> Found:
+def _ask() -> GpuInventory:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return Found(problem=f"no NVIDIA driver answers ({error})")
+        return GpuInventory(problem=f"no NVIDIA driver answers ({error})")
     try:
         driver = str(pynvml.nvmlSystemGetDriverVersion())
         cards = tuple(_cards())
         visible = _visible(cards, os.environ.get("CUDA_VISIBLE_DEVICES"))
         problem = "" if visible else "CUDA_VISIBLE_DEVICES excludes every GPU" if cards else "the driver has no GPU"
-        return Found(visible, driver, problem)
+        return GpuInventory(visible, driver, problem)
     except pynvml.NVMLError as error:
-        return Found(problem=f"the NVIDIA driver does not tell of its GPUs ({error})")
+        return GpuInventory(problem=f"the NVIDIA driver does not tell of its GPUs ({error})")
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
@@ -158,7 +160,7 @@ def _ask() -> Found:
 def _cards() -> Iterator[Card]:
     for index in range(pynvml.nvmlDeviceGetCount()):
         with contextlib.suppress(pynvml.NVMLError):
-            # # A GPU that has fallen off the bus keeps its index and does not answer.
+            # A GPU that has fallen off the bus keeps its index and does not answer.
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = _optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
             processes = _optional(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
@@ -178,10 +180,10 @@ def _visible(cards: tuple[Card, ...], variable: str | None) -> tuple[Card, ...]:
     if variable is None:
         return cards
     names = [name.strip() for name in variable.split(",") if name.strip()]
-    return tuple(card for card in cards if any(_means(name, card) for name in names))
+    return tuple(card for card in cards if any(_matches(name, card) for name in names))
 
 
-def _means(name: str, card: Card) -> bool:
+def _matches(name: str, card: Card) -> bool:
     return int(name) == card.index if name.isdigit() else card.uuid.startswith(name)
 
 
@@ -196,7 +198,7 @@ _SECONDS = 1.0
 
 
 @contextmanager
-def claimed(topology: TopologySpec, found: Found, groups: int = 1) -> Iterator[tuple[Card, ...]]:
+def claimed(topology: TopologySpec, found: GpuInventory, groups: int = 1) -> Iterator[tuple[Card, ...]]:
     """Claim the GPUs for `groups` groups of `topology` while entered; GPUs with the most free memory first.
 
     Raises:
@@ -230,7 +232,7 @@ def _least_used(card: Card) -> tuple[int, int]:
 
 
 def _too_few(
-    topology: TopologySpec, count: int, found: Found, fitting: Sequence[Card], taken: Sequence[tuple[Card, str]]
+    topology: TopologySpec, count: int, found: GpuInventory, fitting: Sequence[Card], taken: Sequence[tuple[Card, str]]
 ) -> str:
     kind = topology.hardware
     wanted = f"{count} GPU{'s' if count > 1 else ''} of {kind}"
@@ -260,7 +262,7 @@ def _claim(card: Card) -> socket.socket | None:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(_socket_name(card))
-        # # Other processes connect to this socket to find its owner.
+        # Other processes connect to this socket to find its owner.
         sock.listen(1)
     except OSError as error:
         sock.close()

@@ -19,7 +19,7 @@ _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _COMMAND_SECONDS = 10.0
 
-# # In new namespaces any address is free.
+# In new namespaces any address is free.
 _PREFIX, _BITS = "10.88", 20
 INTERFACE = "eth0"
 SHM = "/dev/shm"  # noqa: S108  (shared memory's place, not a temporary file)
@@ -49,7 +49,7 @@ def enter_private_network() -> None:
     for tool in ("ip", "unshare", "nsenter", "mount"):
         if shutil.which(tool) is None:
             raise NoNamespacesError(f"the program {tool!r} is not installed (Debian: iproute2, util-linux)")
-    # # Members also need mount and process namespaces; only an attempt is a reliable test in containers.
+    # Members also need mount and process namespaces; only an attempt is a reliable test in containers.
     probe = subprocess.run(
         [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", SHM],
         capture_output=True,
@@ -76,7 +76,7 @@ def enter_private_network() -> None:
         os.close(before)
 
 
-# # Namespaces of a member: network, mounts (for its own /dev/shm), System V IPC, processes. With `--kill-child` and the
+# Namespaces of a member: network, mounts (for its own /dev/shm), System V IPC, processes. With `--kill-child` and the
 # process namespace, the end of the agent or of `unshare` ends the whole member.
 UNSHARE = ("unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 

@@ -107,7 +107,7 @@ def _loads(library: str) -> bool:
 
 
 def _python_headers() -> bool:
-    # # The same path as in Triton: Debian's own scheme contains the paths of user packages.
+    # The same path as in Triton: Debian's own scheme contains the paths of user packages.
     scheme = sysconfig.get_default_scheme()
     paths = sysconfig.get_paths(scheme="posix_prefix" if scheme == "posix_local" else scheme)
     return Path(paths["include"], "Python.h").is_file()
@@ -125,7 +125,7 @@ def _problem(home: Path, torch: Release) -> str | None:
         return f"{nvcc} is of CUDA {_text(release)}"
     headers = _headers(home)
     if headers is not None and headers != release:
-        # # CUDA's C++ headers reject another release.
+        # CUDA's C++ headers reject another release.
         return f"{nvcc} is of CUDA {_text(release)} and the headers beside it of {_text(headers)}"
     return None
 
@@ -223,7 +223,7 @@ def cuda_software(deployment: DSV4Deployment, state: DeploymentState, cards: Seq
     named = {**os.environ, **{one.name: one.value for one in engine.env}}
     _, torch = _installed()
     links = state.weights.parent / "cache" / f"cuda-{torch[0]}.{torch[1]}"
-    # # Without stock kernels an engine on Hopper needs only Triton's compiler; prefill on SM12x uses FlashInfer.
+    # Without stock kernels an engine on Hopper needs only Triton's compiler; prefill on SM12x uses FlashInfer.
     needed = engine.kernels == "off" or any(card.capability[0] >= 12 for card in cards)
     home = cuda_home(torch, links, named, needed=needed)
     return Software(profile, str(home or ""))

@@ -38,7 +38,7 @@ from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_runtime.contract.files import replace_file
 from dsv4_runtime.contract.log_lines import without_client_text
 
-# # Ray creates Unix sockets 60 characters below a member's directory; the path of a socket is limited to 107.
+# Ray creates Unix sockets 60 characters below a member's directory; the path of a socket is limited to 107.
 MAX_MEMBER_PATH = 44
 _LOCK_TRIES, _LOCK_PAUSE = 10, 0.05
 
@@ -264,7 +264,7 @@ def deployments(root: Path) -> list[DeploymentState]:
     """Return every deployment below `root` that was started and not removed, by name."""
     found = []
     for path in sorted(root.glob("*/manifest.json")):
-        # # Skip other directories.
+        # Skip other directories.
         with contextlib.suppress(StateError):
             found.append(DeploymentState(root, path.parent.name))
     return found
@@ -290,10 +290,10 @@ def _read(path: Path) -> DSV4Deployment | None:
 
 _TAIL_BYTES = 256 * 1024
 _RAY_FILES = 60
-# # The same number as in the agent, which writes to the same directory.
+# The same number as in the agent, which writes to the same directory.
 _KEEP = 10
 _NAME_TIME = re.compile(r"\d{8}T\d{6}Z")
-# # Tolerance for the clocks of file servers.
+# Tolerance for the clocks of file servers.
 _CLOCK_SECONDS = 60.0
 
 
@@ -338,7 +338,7 @@ def _copy_tail(source: Path, target: Path, deadline: float) -> None:
         file.seek(max(0, size - _TAIL_BYTES))
         tail = file.read(_TAIL_BYTES)
     if source.name == "vllm.log" or source.name.startswith("worker-"):
-        # # vLLM logs content of requests, which must not be saved.
+        # vLLM logs content of requests, which must not be saved.
         lines = tail.decode(errors="replace").replace("\r\n", "\n").split("\n")
         tail = "".join(f"{line}\n" for line in without_client_text(lines) if line).encode()
     target.write_bytes(tail)

@@ -31,7 +31,7 @@ from dsv4_operator.backends.pods.observe import (
     superfluous_evidence,
     wrong_labels,
 )
-from dsv4_operator.backends.pods.ownership import all_done
+from dsv4_operator.backends.pods.ownership import gather_all
 from dsv4_operator.backends.pods.scheduling import Owner, Snapshot
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import member, names, paths
@@ -47,7 +47,7 @@ from dsv4_runtime.contract.clock import unix_time
 
 _FRESH_SECONDS = 2.0
 """Maximum age of the node data for a group that is being formed."""
-_STANDING_SECONDS = 300.0
+_COMPLETE_SECONDS = 300.0
 """Maximum age for groups with all their members: only a changed specification needs new nodes."""
 _SHOW_SECONDS = 2.0
 """Time until the cache contains new members; within it they are not created again."""
@@ -127,10 +127,10 @@ class PodsBackend:
             KubeError: the API server refused it.
         """
         if self._cluster.forbidden(deployment):
-            # # The plan is refused with the reason; existing objects are not changed.
+            # The plan is refused with the reason; existing objects are not changed.
             return
         await self._frontends.ensure(deployment, status)
-        await self._balance.look(deployment, status)
+        await self._balance.rebalance(deployment, status)
 
     def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
         """See `Backend` and `Canaries.problem`."""
@@ -139,7 +139,7 @@ class PodsBackend:
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
         generation, now = deployment.metadata.generation, time.monotonic()
-        patience = _STANDING_SECONDS if self._stands(deployment) else _FRESH_SECONDS
+        patience = _COMPLETE_SECONDS if self._is_complete(deployment) else _FRESH_SECONDS
         version, name = revision(deployment), (deployment.metadata.namespace, deployment.metadata.name)
         known = self._facts.get(name, {})
         latest = known.get(version)
@@ -156,8 +156,8 @@ class PodsBackend:
                 found = scheduling.facts(deployment, snapshot)
         except Forbidden as error:
             found = replace(scheduling.facts(deployment, Snapshot((), ())), unfit=f"the operator may not look: {error}")
-        # # Other versions while they are in use: two during a rollout.
-        recent = {other: one for other, one in known.items() if now - one.time < _STANDING_SECONDS}
+        # Other versions while they are in use: two during a rollout.
+        recent = {other: one for other, one in known.items() if now - one.time < _COMPLETE_SECONDS}
         self._facts[name] = {**recent, version: _KnownFacts(generation, now, found)}
         return found
 
@@ -181,7 +181,7 @@ class PodsBackend:
         shown = any(one.incarnation == plan.incarnation for one in self._members(deployment, plan.group))
         incarnation, when = self._group(key).made
         if not shown and incarnation == plan.incarnation and time.monotonic() - when < _SHOW_SECONDS:
-            # # The cache lags behind.
+            # The cache lags behind.
             return
         present = await self._ranks(deployment, plan.group, plan.incarnation) if shown else frozenset()
         if len(present) == len(plan.members):
@@ -189,11 +189,11 @@ class PodsBackend:
         if not present:
             await require_secrets(self._kube, deployment)
             await self._reserve_nodes(deployment, plan, host)
-        self._frontends.wrote(key.namespace, key.deployment)
+        self._frontends.record_write(key.namespace, key.deployment)
         try:
             pods = await self._prepare(deployment, plan, host, present)
         except BaseException:
-            # # No member exists, so the nodes are not needed.
+            # No member exists, so the nodes are not needed.
             self._cluster.release(_owner(key))
             raise
         self._cluster.reserve_made(pods)
@@ -201,7 +201,7 @@ class PodsBackend:
         problems = [one for one in made if isinstance(one, BaseException)]
         if problems:
             self._cluster.release(_owner(key))
-            # # The other members exist; one whose request got no answer may exist.
+            # The other members exist; one whose request got no answer may exist.
             there = (bool, Unavailable)
             self._cluster.reserve_made(pod for pod, one in zip(pods, made, strict=True) if isinstance(one, there))
             raise problems[0]
@@ -226,8 +226,8 @@ class PodsBackend:
                 ended[one.uid] = seen.ended_time
             members.append(seen)
         known.ended = ended
-        strange = self._strange(deployment, group, found)
-        return Observed(key, tuple(members), taken=self._taken(key), strange=strange)
+        anomalies = self._anomalies(deployment, group, found)
+        return Observed(key, tuple(members), used_incarnation=self._used_incarnation(key), anomalies=anomalies)
 
     async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
         """See `Backend`."""
@@ -272,7 +272,7 @@ class PodsBackend:
         seen = self._seen(deployment, group, incarnation)
         await self._fencer.forget(GroupKey.of(deployment, group), incarnation, seen)
 
-    # # Observation.
+    # Observation.
 
     def _group(self, key: GroupKey) -> _GroupCache:
         return self._groups.setdefault(key, _GroupCache())
@@ -289,10 +289,10 @@ class PodsBackend:
         found = (member_of(pod, metadata.name, group, metadata.uid) for pod in pods)
         return [one for one in found if isinstance(one, Member)]
 
-    def _strange(self, deployment: DSV4Deployment, group: int, members: Iterable[Member]) -> tuple[str, ...]:
+    def _anomalies(self, deployment: DSV4Deployment, group: int, members: Iterable[Member]) -> tuple[str, ...]:
         """Return the problems of pods with the group's labels or names."""
         metadata = deployment.metadata
-        # # Pods of an earlier deployment of this name are expected while they terminate.
+        # Pods of an earlier deployment of this name are expected while they terminate.
         pods = [
             pod
             for pod in self._cluster.pods.pods(metadata.namespace, metadata.name, group)
@@ -306,7 +306,7 @@ class PodsBackend:
         members = self._members(deployment, group)
         return [str(one.pod["metadata"]["name"]) for one in members if one.incarnation == incarnation]
 
-    def _taken(self, key: GroupKey) -> int:
+    def _used_incarnation(self, key: GroupKey) -> int:
         """Return `Observed.taken`: pods of an earlier deployment keep their names until their kubelets have ended them,
         on a lost node forever."""
         pods = self._cluster.pods.pods(key.namespace, key.deployment, key.group)
@@ -316,7 +316,7 @@ class PodsBackend:
     def _gateway_pods(self, namespace: str, name: str) -> list[Manifest]:
         return self._cluster.pods.pods(namespace, name, GATEWAYS)
 
-    def _stands(self, deployment: DSV4Deployment) -> bool:
+    def _is_complete(self, deployment: DSV4Deployment) -> bool:
         """Return whether every group has all its members, so that no new node is needed."""
         size = deployment.spec.topology.nodes_per_group
         for group in range(deployment.spec.replicas):
@@ -353,19 +353,19 @@ class PodsBackend:
             return await self._agents.evidence(endpoint.url, token_key) if endpoint is not None else None
         return None
 
-    # # Creation.
+    # Creation.
 
     async def _prepare(
         self, deployment: DSV4Deployment, plan: GroupPlan, host: member.Host, present: frozenset[int]
     ) -> list[Manifest]:
         """Create the objects that members mount or are found by; return the pods of the missing members."""
-        # # First: a late operator must neither reach the present head nor form members itself.
+        # First: a late operator must neither reach the present head nor form members itself.
         await move_head(self._objects, deployment, plan.group, plan.incarnation)
         if not await self._objects.create(objects.plan_config(deployment, plan)):
-            # # An earlier attempt wrote the plan. Without members of that attempt, the new plan may replace it.
+            # An earlier attempt wrote the plan. Without members of that attempt, the new plan may replace it.
             present = await self._ranks(deployment, plan.group, plan.incarnation)
-            plan = await self._kept(deployment, plan, read=bool(present))
-        await all_done(
+            plan = await self._existing_plan(deployment, plan, read=bool(present))
+        await gather_all(
             self._keys.make_token(deployment, plan.group, plan.incarnation),
             self._objects.apply(objects.incarnation_service(deployment, plan.group, plan.incarnation)),
         )
@@ -388,7 +388,7 @@ class PodsBackend:
             ranks = range(len(plan.members))
             self._cluster.reserve_made(member.member_pod(deployment, plan, rank, host=host) for rank in ranks)
 
-    async def _kept(self, deployment: DSV4Deployment, plan: GroupPlan, *, read: bool) -> GroupPlan:
+    async def _existing_plan(self, deployment: DSV4Deployment, plan: GroupPlan, *, read: bool) -> GroupPlan:
         """Return the plan for the members, if one was written before.
 
         Args:

@@ -69,7 +69,7 @@ class Cluster:
         """By uid of the pod: resource version and requests. Parsing quantities is the most expensive part of a
         snapshot."""
         self._reserved: dict[Owner, _Reserved] = {}
-        self._looked: float | None = None
+        self._snapshot_time: float | None = None
         self.scheduling = asyncio.Lock()
         """Held from a snapshot until its result is reserved: two groups must not take the same nodes."""
 
@@ -110,11 +110,11 @@ class Cluster:
         Raises:
             KubeError: the nodes cannot be listed.
         """
-        if self._looked is None or time.monotonic() - self._looked > seconds:
+        if self._snapshot_time is None or time.monotonic() - self._snapshot_time > seconds:
             begun = time.monotonic()
             nodes = tuple(filter(readable, await self.kube.list(NODES)))
             self._snapshot = Snapshot(nodes, self._requests_of(self.pods.all()))
-            self._looked = begun
+            self._snapshot_time = begun
             self._reserve({})
         return self._snapshot
 
@@ -132,7 +132,7 @@ class Cluster:
     def release(self, owner: Owner) -> None:
         """Drop the reservation of a group that ended or was not created; the next snapshot is read anew."""
         self._reserved.pop(owner, None)
-        self._looked = None
+        self._snapshot_time = None
 
     def _reserve(self, more: Mapping[Owner, _Reserved]) -> None:
         now = time.monotonic()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dsv4_operator.api import NodeLossPolicy, NodeLossSpec
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.observe import not_ready_since
-from dsv4_operator.backends.pods.ownership import OwnedObjects, all_done
+from dsv4_operator.backends.pods.ownership import OwnedObjects, gather_all
 from dsv4_operator.backends.pods.scheduling import node_of
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
@@ -63,7 +63,7 @@ class Fencer:
             incarnation: its number.
             seen: names of pods in the cache; finds a pod whose labels were removed.
         """
-        # # With as few labels as possible: the name identifies a member, and is immutable.
+        # With as few labels as possible: the name identifies a member, and is immutable.
         query = names.selector({names.DEPLOYMENT: key.deployment})
         wanted = key.deployment, key.group, incarnation
         found = {
@@ -103,7 +103,7 @@ class Fencer:
         begun = self._begun.setdefault((key, incarnation), now)
         late = now - begun > _GRACE_SECONDS + _OVERDUE_SECONDS
         overdue = [pod for pod in pods if late and pod["metadata"].get("deletionTimestamp")]
-        # # Pods of a lost node were removed by force, or will be soon.
+        # Pods of a lost node were removed by force, or will be soon.
         overdue = [pod for pod in overdue if await self._lost_for(pod, policy) is None]
         if overdue:
             where = ", ".join(f"{_name(pod)} on {node_of(pod) or 'no node'}" for pod in overdue)
@@ -163,7 +163,7 @@ class Fencer:
         mounted = names.mounted_name(key.deployment, key.uid, key.group, incarnation)
         # Before names contained the UID, all three had the Service's name.
         wanted = (SERVICES, name), *((kind, one) for kind in (CONFIG_MAPS, SECRETS) for one in (mounted, name))
-        await all_done(*(self._objects.delete_named(kind, key.namespace, one, key.uid) for kind, one in wanted))
+        await gather_all(*(self._objects.delete_named(kind, key.namespace, one, key.uid) for kind, one in wanted))
 
     async def _sweep_of(self, resource: Resource, key: GroupKey, query: str, incarnation: int) -> None:
         for one in await self._kube.list(resource, key.namespace, labels=query):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.backends.pods.ownership import OwnedObjects, all_done
+from dsv4_operator.backends.pods.ownership import OwnedObjects, gather_all
 from dsv4_operator.builders import frontend, names, paths
 from dsv4_operator.builders import group as group_objects
 from dsv4_operator.builders.names import Manifest
@@ -50,7 +50,7 @@ class TokenKeys:
         known = self._known.get((metadata.namespace, metadata.name))
         if known is not None and known[0] == metadata.uid and time.monotonic() - known[2] <= seconds:
             return known[1]
-        # # Tokens of running agents derive from this key, so a deleted Secret is created again with the same content.
+        # Tokens of running agents derive from this key, so a deleted Secret is created again with the same content.
         earlier = known[1] if known is not None and known[0] == metadata.uid else None
         key = await self._key_of(deployment, earlier)
         self._known[metadata.namespace, metadata.name] = metadata.uid, key, time.monotonic()
@@ -85,7 +85,7 @@ class TokenKeys:
             BackendError: the Secret belongs to another owner, or is being deleted.
             KubeError: the Secret cannot be read or created, or has no key.
         """
-        # # A deployment without groups most likely has no key.
+        # A deployment without groups most likely has no key.
         older = bool(deployment.status.groups)
         wanted = group_objects.token_key_secret(deployment, earlier or "")
         known = await self._objects.find(wanted) if older or earlier is not None else None
@@ -181,9 +181,9 @@ class Frontend:
             self._applied = wanted
             return
         await self._token_key()
-        await all_done(*(self._cluster.objects.apply(one) for one in changed))
+        await gather_all(*(self._cluster.objects.apply(one) for one in changed))
         if deployment.metadata.generation > 1:
-            # # The first generation cannot have had more groups.
+            # The first generation cannot have had more groups.
             await self._remove_superfluous(deployment, len(lost))
         self._applied = wanted
         if due:
@@ -264,7 +264,7 @@ class Frontends:
         name = deployment.metadata.namespace, deployment.metadata.name
         known = self._known.get(name)
         versions = self._versions(*name)
-        if known is not None and known.uid == deployment.metadata.uid and not self._disturbed(known, versions):
+        if known is not None and known.uid == deployment.metadata.uid and not self._changed_externally(known, versions):
             known.versions = versions
             await known.frontend.ensure(deployment, status)
         else:
@@ -283,7 +283,7 @@ class Frontends:
         name = deployment.metadata.namespace, deployment.metadata.name
         self._known[name] = _Known(deployment.metadata.uid, frontend, versions, time.monotonic())
 
-    def wrote(self, namespace: str, name: str) -> None:
+    def record_write(self, namespace: str, name: str) -> None:
         """Record a write of a deployment's objects, after which their versions change."""
         known = self._known.get((namespace, name))
         if known is not None:
@@ -296,11 +296,11 @@ class Frontends:
     def _versions(self, namespace: str, name: str) -> Versions:
         return self._cluster.owned.versions(namespace, name) if self._cluster.owned is not None else frozenset()
 
-    def _disturbed(self, known: _Known, versions: Versions) -> bool:
+    def _changed_externally(self, known: _Known, versions: Versions) -> bool:
         """Return whether another client removed or changed an object since the latest observation."""
         settling = time.monotonic() - known.written < _SETTLE_SECONDS
         if not settling and self._cluster.owned is not None and known.frontend.names - _names(versions):
-            # # Created again at the latest reconcile, and removed again since.
+            # Created again at the latest reconcile, and removed again since.
             return True
         if versions == known.versions:
             return False

@@ -120,7 +120,7 @@ class Canaries:
             async with self._slots:
                 problem = await self._request(deployment, pods)
         except Exception as error:
-            # # No failure of a request may end the task.
+            # No failure of a request may end the task.
             _log.exception("%s/%s: the request through its endpoint failed", metadata.namespace, metadata.name)
             problem = f"{type(error).__name__}: {error}"
         finally:
@@ -151,7 +151,7 @@ class Canaries:
     async def _get(self, url: str, token: str) -> str | None:
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=_SECONDS)
-            # # A new connection per request, so that the Service selects a gateway each time.
+            # A new connection per request, so that the Service selects a gateway each time.
             connector = aiohttp.TCPConnector(limit=_AT_ONCE, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector, timeout=limits, auto_decompress=False)
         try:
@@ -216,7 +216,7 @@ def _waiting(pods: Sequence[Manifest]) -> str:
         return "there is none yet"
     pod = min(pods, key=lambda one: str(one["metadata"]["name"]))
     status = pod.get("status") or {}
-    # # Without messages: kubelets vary the text of one failure.
+    # Without messages: kubelets vary the text of one failure.
     waiting = [
         f"{_SAME.get(reason, reason)} of {container.get('image')}"
         for container in status.get("containerStatuses") or []
@@ -227,17 +227,17 @@ def _waiting(pods: Sequence[Manifest]) -> str:
     return f"{pod['metadata']['name']} is {status.get('phase', 'Pending')}; {why}".rstrip("; ")[:_REASON_CHARS]
 
 
-LOOK_SECONDS = 60.0
+CHECK_SECONDS = 60.0
 """Interval between checks of the nodes, and minimum presence of a node before a gateway moves to it."""
 _LONGEST_SECONDS = 3600.0
 """Longest interval between moves, if the scheduler places gateways on the same node each time."""
 
 
 @dataclass(slots=True)
-class _Crowded:
+class _Imbalance:
     """A deployment with several gateways on one node."""
 
-    next_look: float
+    next_check: float
     """Monotonic time."""
     free: frozenset[str] = frozenset()
     """Nodes with room for a gateway at the latest check."""
@@ -254,13 +254,13 @@ class Balance:
         """
         self._cluster = cluster
         self._gateways = gateways
-        self._crowded: dict[tuple[str, str], _Crowded] = {}
+        self._imbalanced: dict[tuple[str, str], _Imbalance] = {}
 
     def release(self, namespace: str, name: str) -> None:
         """Drop the data of one deployment."""
-        self._crowded.pop((namespace, name), None)
+        self._imbalanced.pop((namespace, name), None)
 
-    async def look(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+    async def rebalance(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """Move one gateway if due. Failures are logged, and the move is repeated later."""
         name, now = (deployment.metadata.namespace, deployment.metadata.name), time.monotonic()
         pods = [pod for pod in self._gateways(*name) if not has_ended(pod) and is_own(pod, name[1])]
@@ -268,20 +268,20 @@ class Balance:
             return
         surplus = surplus_gateway(pods)
         if surplus is None:
-            self._crowded.pop(name, None)
+            self._imbalanced.pop(name, None)
             return
-        known = self._crowded.setdefault(name, _Crowded(now))
-        if now < known.next_look:
+        known = self._imbalanced.setdefault(name, _Imbalance(now))
+        if now < known.next_check:
             return
-        known.next_look = now + LOOK_SECONDS
+        known.next_check = now + CHECK_SECONDS
         try:
             async with self._cluster.scheduling:
-                nodes = (await self._cluster.snapshot(LOOK_SECONDS / 2)).capacity_for((*name, "", ""))
+                nodes = (await self._cluster.snapshot(CHECK_SECONDS / 2)).capacity_for((*name, "", ""))
             free = free_nodes(nodes, pods)
             if free & known.free:
                 await self._cluster.client.evict(name[0], surplus["metadata"]["name"], uid=surplus["metadata"]["uid"])
                 known.moves += 1
-                known.next_look = now + min(LOOK_SECONDS * 2 ** (known.moves - 1), _LONGEST_SECONDS)
+                known.next_check = now + min(CHECK_SECONDS * 2 ** (known.moves - 1), _LONGEST_SECONDS)
                 where = surplus["spec"]["nodeName"], ", ".join(sorted(free))
                 _log.info("%s/%s: moving the gateway %s from %s; free: %s", *name, surplus["metadata"]["name"], *where)
             known.free = free

@@ -82,7 +82,7 @@ class AgentWatch:
         """Watch the members' agents at `endpoints`, by rank, from now on."""
         moved = endpoints.get(0) != self._endpoints.get(0)
         self._endpoints = dict(endpoints)
-        # # A task that ended because of a defect is started again.
+        # A task that ended because of a defect is started again.
         if self._tasks and not moved and not any(task.done() for task in self._tasks):
             return
         self.stop()
@@ -173,7 +173,7 @@ class AgentWatch:
         except AGENT_ERRORS:
             return
         if (status.rank, status.incarnation) != (rank, self.incarnation):
-            # # The agent stays stale, so the next poll is delayed.
+            # The agent stays stale, so the next poll is delayed.
             await asyncio.sleep(_CHECK_SECONDS)
         elif self._take(rank, status, unix_time()):
             self._changed()
@@ -267,7 +267,7 @@ def wrong_labels(member: Member, deployment: str, group: int) -> str | None:
 
 def endpoint_of(pod: Manifest) -> Endpoint | None:
     """Return the endpoint of its agent; None while it has no address."""
-    # # Injected containers are ignored.
+    # Injected containers are ignored.
     agent = next((one for one in names.parts(pod, "spec", "containers") if one.get("name") == _AGENT), {})
     address = names.part(pod, "status").get("podIP")
     number = next((one.get("containerPort") for one in names.parts(agent, "ports") if one.get("name") == "agent"), None)
@@ -315,7 +315,7 @@ def not_ready_since(node: Manifest) -> str | None:
 def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | None, Cause | None]:
     """Return how the member ended, and the cause if known."""
     status = names.part(pod, "status")
-    # # The phase of a pod includes injected containers, but at these values all containers have ended.
+    # The phase of a pod includes injected containers, but at these values all containers have ended.
     if status.get("phase") in ("Succeeded", "Failed"):
         return _last_words(status)
     terminated = next((one for one in _states(status, "terminated")), None)
@@ -338,7 +338,7 @@ def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | N
 
 def _last_words(status: Mapping[str, Any]) -> tuple[str, Cause | None]:
     if status.get("reason"):
-        # # The kubelet ended the pod: eviction, resource shortage, shutdown of the node.
+        # The kubelet ended the pod: eviction, resource shortage, shutdown of the node.
         lost = Cause.NODE_LOST if status["reason"] in ("NodeLost", "NodeShutdown", "Terminated") else None
         return f"{status['reason']}: {str(status.get('message', ''))[:300]}".rstrip(": "), lost
     terminated = next((one for one in _states(status, "terminated")), None)

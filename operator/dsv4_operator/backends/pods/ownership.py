@@ -83,12 +83,12 @@ class OwnedObjects:
         for _ in range(_TRIES):
             live = await self.find(manifest)
             try:
-                # # Apply would create a missing object too, but also adopt one that was created meanwhile.
+                # Apply would create a missing object too, but also adopt one that was created meanwhile.
                 if live is None:
                     live = await self._kube.create(manifest)
                 await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})
             except (AlreadyExists, Conflict, NotFound):
-                # # Another object has that name now.
+                # Another object has that name now.
                 continue
             except Invalid:
                 if live is None or not await self._replaced(live, manifest):
@@ -153,7 +153,7 @@ class OwnedObjects:
         await apply_exactly(self._kube, {**manifest, "metadata": {**manifest["metadata"], **about}})
 
 
-async def all_done(*work: Awaitable[object]) -> None:
+async def gather_all(*work: Awaitable[object]) -> None:
     """Wait for all of `work`, also after a failure; raise the first error."""
     for one in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(one, BaseException):

@@ -49,7 +49,7 @@ class Snapshot:
     def expecting(self, expected: Iterable[PodRequests]) -> Snapshot:
         """Return the same snapshot with other expected pods."""
         changed = Snapshot(self.nodes, self.requests, tuple(expected))
-        # # Unchanged, so the computed value is reused.
+        # Unchanged, so the computed value is reused.
         changed.__dict__.update(_listed=self._listed)
         return changed
 
@@ -308,7 +308,7 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
         cache_root=f"{own}/cache",
         shared_weights=paths.shared_weights(storage) if on_node else None,
         placed=placed,
-        unfit=_told(reasons, bool(snapshot.nodes)),
+        unfit=_summary(reasons, bool(snapshot.nodes)),
     )
 
 
@@ -336,7 +336,7 @@ def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) ->
         if node is None:
             return f"the node {planned.node} is gone"
         wanted = _member_requests(deployment, plan.expectations.memory_bytes)
-        problem = _unfit(deployment, node.manifest) or _crowded(deployment, node) or _short(node, wanted)
+        problem = _unfit(deployment, node.manifest) or _conflict(deployment, node) or _insufficient(node, wanted)
         if problem is not None:
             return f"the node {planned.node} {problem}"
         node.take(wanted)
@@ -360,7 +360,7 @@ def _choose(
     for node in nodes:
         if topology.nodes and node.name not in pins:
             continue
-        problem = unfit[node.name] or _crowded(deployment, node) or _short(node, wanted)
+        problem = unfit[node.name] or _conflict(deployment, node) or _insufficient(node, wanted)
         if problem is None:
             fitting.append(node)
         else:
@@ -372,7 +372,7 @@ def _choose(
     alone = topology.exclusive or deployment.spec.network_mode is NetworkMode.HOST_NETWORK
     chosen: list[NodeCapacity] = []
     for rank in range(size):
-        options = [node for node in fitting if _short(node, wanted) is None and not (alone and node in chosen)]
+        options = [node for node in fitting if _insufficient(node, wanted) is None and not (alone and node in chosen)]
         if pins:
             options = [node for node in options if rank < len(pins) and node.name == pins[rank]]
         if not options:
@@ -432,7 +432,7 @@ def _member_requests(deployment: DSV4Deployment, memory_bytes: int) -> dict[str,
     return {**member.requests(deployment, memory_bytes), PODS: 1}
 
 
-def _short(node: NodeCapacity, wanted: Mapping[str, int]) -> str | None:
+def _insufficient(node: NodeCapacity, wanted: Mapping[str, int]) -> str | None:
     """Return the first insufficient resource as text; None if all suffice."""
     for resource, number in wanted.items():
         free = node.free.get(resource, 0)
@@ -445,7 +445,7 @@ def _short(node: NodeCapacity, wanted: Mapping[str, int]) -> str | None:
     return None
 
 
-def _crowded(deployment: DSV4Deployment, node: NodeCapacity) -> str | None:
+def _conflict(deployment: DSV4Deployment, node: NodeCapacity) -> str | None:
     """Return the conflict with a member on the node as text; None if there is none."""
     on_host = deployment.spec.network_mode is NetworkMode.HOST_NETWORK
     for pod in node.members:
@@ -475,14 +475,14 @@ def _node_facts(
     spec, namespace, name = deployment.spec, deployment.metadata.namespace, deployment.metadata.name
     shared = sum(other is node for other in chosen)
     cpus = int(quantity(node.manifest["status"]["allocatable"].get("cpu", "1")))
-    # # Nodes that are containers of one machine, as in kind, each report all of its CPUs.
+    # Nodes that are containers of one machine, as in kind, each report all of its CPUs.
     beside = sum(other is node or _is_same_machine(other.manifest, node.manifest) for other in chosen)
     on_host = spec.network_mode is NetworkMode.HOST_NETWORK
     address = names.member_address(namespace, name, group, "{incarnation}", rank)
     return NodeFacts(
         name=node.name,
         address=_internal_address(node.manifest) if on_host else address,
-        # # The interface name of pods in every network plugin; the agents detect the interfaces of nodes.
+        # The interface name of pods in every network plugin; the agents detect the interfaces of nodes.
         interface="" if on_host else "eth0",
         cpus=max(1, cpus // beside),
         memory_bytes=max(0, node.free.get("memory", 0)) // shared,
@@ -526,7 +526,7 @@ def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memo
     return PodRequests(pod, node, owner, _member_requests(deployment, memory_bytes))
 
 
-def _told(reasons: Mapping[str, str], nodes: bool) -> str:
+def _summary(reasons: Mapping[str, str], nodes: bool) -> str:
     if not nodes:
         return "the cluster has no nodes"
     told = [f"{name} {reason}" for name, reason in sorted(reasons.items())]

@@ -98,8 +98,8 @@ CONTROL = (
     Mutant(
         "a failing front end sets the time of the next reconcile",
         f"{_OPERATOR}/controller/reconcile.py",
-        "        due = min((*dues, self._backoffs.due(now)), default=now + QUIET_SECONDS)\n",
-        "        due = min(dues, default=now + QUIET_SECONDS)\n"
+        "        due = min((*dues, self._backoffs.due(now)), default=now + RESYNC_SECONDS)\n",
+        "        due = min(dues, default=now + RESYNC_SECONDS)\n"
         "        due = self._backoffs.due(now) if self._backoffs.due(now) < math.inf else due\n",
         ("tests/unit/controller/test_broken_inputs.py",),
     ),
@@ -120,7 +120,7 @@ CONTROL = (
     Mutant(
         "a failure is in the log only",
         f"{_OPERATOR}/controller/reconcile.py",
-        "        if news:\n            self._tell(Event(EventType.WARNING, reason, message, part.group))\n",
+        "        if news:\n            self._record(Event(EventType.WARNING, reason, message, part.group))\n",
         "",
         ("tests/unit/controller/test_refusals.py",),
     ),
@@ -415,15 +415,15 @@ CONTROL = (
     Mutant(
         "numbers of an earlier deployment's pods are used again",
         f"{_OPERATOR}/backends/pods/backend.py",
-        "taken=self._taken(key), strange=strange",
-        "strange=strange",
+        "used_incarnation=self._used_incarnation(key), anomalies=anomalies",
+        "used_incarnation=0, anomalies=anomalies",
         _OWNERSHIP,
     ),
     Mutant(
         "an incarnation gets a number that is taken",
         f"{_OPERATOR}/lifecycle/decide.py",
-        "        taken = 0 if group.incarnation else self.observed.taken\n",
-        "        taken = 0\n",
+        "        used_incarnation = 0 if group.incarnation else self.observed.used_incarnation\n",
+        "        used_incarnation = 0\n",
         ("tests/unit/lifecycle/test_decide.py",),
     ),
     Mutant(
@@ -541,15 +541,15 @@ CONTROL = (
     Mutant(
         "members are formed without fencing those before",
         f"{_OPERATOR}/lifecycle/decide.py",
-        "return Decision((*others, *self._fence_unproven(group), form), self.now + LOOK_SECONDS, group)",
-        "return Decision((*others, form), self.now + LOOK_SECONDS, group)",
+        "return Decision((*others, *self._fence_unproven(group), form), self.now + POLL_SECONDS, group)",
+        "return Decision((*others, form), self.now + POLL_SECONDS, group)",
         ("tests/unit/lifecycle/test_decide.py",),
     ),
     Mutant(
         "members are formed, then those before are fenced",
         f"{_OPERATOR}/lifecycle/decide.py",
-        "return Decision((*others, *self._fence_unproven(group), form), self.now + LOOK_SECONDS, group)",
-        "return Decision((form, *others, *self._fence_unproven(group)), self.now + LOOK_SECONDS, group)",
+        "return Decision((*others, *self._fence_unproven(group), form), self.now + POLL_SECONDS, group)",
+        "return Decision((form, *others, *self._fence_unproven(group)), self.now + POLL_SECONDS, group)",
         ("tests/unit/lifecycle/test_decide.py",),
     ),
     Mutant(
@@ -793,8 +793,8 @@ CONTROL = (
     Mutant(
         "gateways are evicted every minute for ever",
         f"{_OPERATOR}/backends/pods/gateways.py",
-        "min(LOOK_SECONDS * 2 ** (known.moves - 1), _LONGEST_SECONDS)",
-        "LOOK_SECONDS",
+        "min(CHECK_SECONDS * 2 ** (known.moves - 1), _LONGEST_SECONDS)",
+        "CHECK_SECONDS",
         ("tests/unit/pods/test_balance.py",),
     ),
     Mutant(
