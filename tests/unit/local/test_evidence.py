@@ -105,8 +105,6 @@ def test_only_the_newest_ten_stay(state: DeploymentState) -> None:
 
 
 def test_the_time_in_the_name_decides_which_evidence_stays(state: DeploymentState) -> None:
-    state.incarnation(3).mkdir(parents=True)
-    (state.incarnation(3) / "plan.json").write_text("{}")
     kept = [f"{number}-2026010{number}T000000Z" for number in range(1, 10)]
     # Of an agent; and of a clock that was ahead, which would stay for ever.
     old = ["7-g2-20251231T000000Z", "8-20991231T000000Z"]
