@@ -203,8 +203,7 @@ class FabricSpec(SpecPart):
     require_rdma: StrictBool | None = Field(default=None, alias="requireRDMA")
     """Refuse a machine without a suitable RDMA port. Default: `true` for several GB10 machines, else `false`."""
     min_bus_bandwidth_gbps: Annotated[float, Field(ge=0, le=10_000, strict=True)] = 0.0
-    """Minimum bandwidth of an all-reduce over all members in Gbit/s, measured before the model is loaded; 0: not
-    measured."""
+    """Minimum bandwidth of an all-reduce over all members in Gbit/s, measured before the load; 0: not measured."""
     members: Annotated[tuple[FabricMember, ...], Field(max_length=16)] = ()
     """Settings of single members."""
 

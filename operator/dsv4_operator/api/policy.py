@@ -57,8 +57,7 @@ class ClusterPolicy(SpecPart):
     host_network_namespaces: tuple[_Namespace, ...] = ()
     """Namespaces whose deployments may use the host network."""
     images: tuple[_Image, ...] = ()
-    """Allowed values of `spec.engine.image` besides the operator's image: whole names, or prefixes that end with `/`,
-    `:` or `@`."""
+    """Allowed images besides the operator's: whole names, or prefixes that end with `/`, `:` or `@`."""
     any_image_namespaces: tuple[_Namespace, ...] = ()
     """Namespaces whose deployments may run any image."""
     toleration_keys: tuple[_Taint, ...] = ("nvidia.com/gpu",)

@@ -1,5 +1,4 @@
-"""Findings about a manifest, each with field, value and remedy, and the rules over several fields of a
-specification."""
+"""Findings about a manifest (field, value, remedy), and the rules over several fields of a specification."""
 
 from __future__ import annotations
 

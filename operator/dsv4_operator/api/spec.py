@@ -160,8 +160,7 @@ class EngineSpec(SpecPart):
     executor: Executor = Executor.RAY_V2
     """`RayV2`, `RayLegacy` (images up to vLLM 0.32) or `MP` (groups of one machine)."""
     max_model_len: Annotated[Count, Field(ge=128, le=1_048_576)] | None = None
-    """Maximum length of a request in tokens, prompt and completion together. Default: from the model and the
-    machines."""
+    """Maximum tokens of a request, prompt and completion together. Default: from the model and the machines."""
     max_num_seqs: Annotated[Count, Field(ge=1, le=512)] = 4
     """Requests that are processed concurrently; further ones wait."""
     max_num_batched_tokens: Annotated[Count, Field(ge=64, le=65_536)] = 2048
@@ -184,8 +183,7 @@ class EngineSpec(SpecPart):
     measurements on this card; or `moe=bundled,mla_decode=stock,…`, with `auto` for all operations that are not listed.
     """
     extra_args: Annotated[tuple[_Word, ...], Field(max_length=64)] = ()
-    """Further command line arguments for vLLM. Flags that dsv4 sets itself, and flags unknown to the image, are
-    refused."""
+    """Further arguments for vLLM. Flags that dsv4 sets itself, and flags unknown to the image, are refused."""
     env: Annotated[tuple[EnvVar, ...], Field(max_length=128)] = ()
     """Further environment variables of every member. Unknown names of vLLM, Ray, NCCL and Triton are refused."""
     timeouts: EngineTimeouts = EngineTimeouts()
@@ -318,8 +316,7 @@ class GatewaySpec(SpecPart):
     max_held_bytes: Quantity = 256 * 2**20
     """Maximum total size of held requests; further ones are refused with 503."""
     request_timeout: Annotated[BoundedDuration, Between("1ms", "8760h", "1h")] = 3600.0
-    """From the arrival of a request to the last byte of its answer. Clients may request less with
-    `X-Request-Timeout`."""
+    """From the arrival of a request to the end of its answer. Clients may request less with `X-Request-Timeout`."""
     max_body_bytes: Annotated[BoundedQuantity, Between("1Ki", "1Gi")] = 64 * 2**20
     """Maximum size of a request body."""
     api_keys: ApiKeysSource | None = None
@@ -385,7 +382,7 @@ class ModelSpec(SpecPart):
     staging: StagingSpec = StagingSpec()
     """Transfer of the weights to the machines."""
     checkpoint: Annotated[str, Matches(TEXT, "has a control character; remove it", 64)] | None = None
-    """Checkpoint in the source if its name does not identify it, for example `V4-Flash-0731`. Default: from the
+    """Checkpoint, if the name of the source does not identify it, for example `V4-Flash-0731`. Default: from the
     name."""
     tables: TablesPlace = TablesPlace.MEMORY
     """`memory`, or `disk` for images whose engine reads the n-gram tables of V4.1 from disk on demand."""
@@ -481,13 +478,11 @@ class RolloutSpec(SpecPart):
     no group."""
 
     strategy: RolloutStrategy = RolloutStrategy.ROLLING_UPDATE
-    """`RollingUpdate` (one after the other) or `Recreate` (all at once). A single group is always ended and formed
-    again."""
+    """`RollingUpdate` (one after the other) or `Recreate` (all at once); a single group always restarts."""
     max_unavailable: Annotated[Count, Field(ge=1, le=32)] = 1
     """With `RollingUpdate`: a serving group is not ended while this many groups are down for any reason."""
     progress_deadline: Annotated[BoundedDuration, Between("1ms", "8760h", "1h")] = 3600.0
-    """Time in which a group must serve with a changed specification, including its recoveries; then the change has
-    failed."""
+    """Time in which a group must serve with a changed specification, including its recoveries."""
     auto_rollback: StrictBool = True
     """Roll back to the last specification with which all groups served if a changed one fails: not serving within
     `progressDeadline`, a non-retryable cause, or exhausted recovery. A failed specification is not tried again until it

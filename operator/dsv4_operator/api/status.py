@@ -94,8 +94,7 @@ class Reason(StrEnum):
     TERMINATING = "Terminating"
     STEADY = "Steady"
     ACTION_FAILED = "ActionFailed"
-    """A part of the reconcile failed and is repeated; the message contains the reason, for example from the API
-    server."""
+    """A part of the reconcile failed and is repeated; the message contains the reason."""
     FOREIGN_OBJECT = "ForeignObject"
     """An object with a needed name belongs to another owner. It is not changed."""
     OBJECT_TERMINATING = "ObjectTerminating"

@@ -135,11 +135,9 @@ _STOP_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 
 _MOST_BYTES = 4 * 2**20
-"""Bytes of a review: etcd accepts objects of 1.5 MiB, an update contains the old object too, and 1 MiB is for the rest.
-"""
+"""Bytes of a review: two objects of 1.5 MiB, the limit of etcd, and 1 MiB for the rest."""
 _MOST_VALUES = 100_000
-"""Commas and colons in a review: parsing that many blocks all threads for 15 ms. The largest deployments have a tenth.
-"""
+"""Commas and colons in a review: parsing them blocks all threads for 15 ms. Deployments have a tenth at most."""
 _REVIEWS = 4
 """Concurrent reviews."""
 _OPEN = 16

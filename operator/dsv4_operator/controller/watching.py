@@ -92,8 +92,7 @@ class DeploymentWatch:
 
 
 def watch_settings() -> kopf.OperatorSettings:
-    """Return settings that write nothing: no finalizers, annotations, events or peers; every request has a time
-    limit."""
+    """Return settings without writes (finalizers, annotations, events, peers) and with limits for requests."""
     settings = kopf.OperatorSettings()
     settings.peering.standalone = True
     settings.posting.enabled = False

@@ -1,5 +1,4 @@
-"""Client of the Kubernetes API server, the only one of the operator. All calls are asynchronous; objects are plain
-dicts."""
+"""The operator's only client of the Kubernetes API server. All calls are asynchronous; objects are dicts."""
 
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube.access import Access, AccessError, find_access

@@ -82,8 +82,7 @@ class Access:
         return self.credential
 
     def tls(self, credential: Credential) -> ssl.SSLContext | None:
-        """Return the TLS context with the authority and the client certificate; None for plain HTTP. Blocks: reads
-        files."""
+        """Return the TLS context with authority and client certificate; None for plain HTTP. Blocks: reads files."""
         if not self.server.startswith("https:"):
             return None
         context = ssl.create_default_context(cadata=self.authority)

@@ -299,8 +299,7 @@ class OwnedCache:
                 tasks.create_task(cache.run())
 
     def versions(self, namespace: str, deployment: str) -> Versions:
-        """Return the objects of `deployment` with their versions. A change of an object's status does not change
-        them."""
+        """Return the versions of `deployment`'s objects, which are independent of the objects' status."""
         return frozenset(
             (kind, one["metadata"]["name"], _version(one))
             for kind, cache in self._caches.items()
@@ -314,8 +313,7 @@ def _key(item: Manifest) -> DeploymentKey:
 
 
 def _version(item: Manifest) -> str:
-    """Return a version that is independent of the status: generation, labels and owners, for kinds with a
-    generation."""
+    """Return a version without the status: generation, labels and owners, for kinds with a generation."""
     metadata = item["metadata"]
     if not metadata.get("generation"):
         return str(metadata["resourceVersion"])

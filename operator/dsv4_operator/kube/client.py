@@ -61,8 +61,7 @@ _PAGE = 500
 
 
 class KubeReader:
-    """Read access to the API server over HTTP. Every method raises `KubeError` and nothing else, and has a time
-    limit."""
+    """Read access to the API server over HTTP. Every method has a time limit and raises only `KubeError`."""
 
     def __init__(
         self,

@@ -30,8 +30,7 @@ _ALLOWED_ANNOTATIONS = frozenset({"kubectl.kubernetes.io/restartedAt"})
 """On a pod template: set by `kubectl rollout restart`."""
 
 _FieldSet = Mapping[str, Any]
-"""A node of `fieldsV1`: `f:NAME` is a field, `k:{...}`, `v:...` and `i:...` are items of a list, `.` is the node
-itself."""
+"""A node of `fieldsV1`: `f:NAME` is a field, `k:{...}`, `v:...` and `i:...` are list items, `.` is itself."""
 
 
 async def apply_exactly(kube: Client, manifest: Manifest) -> Manifest:
@@ -93,8 +92,7 @@ async def _clean(kube: Client, manifest: Manifest, live: Manifest) -> Manifest:
 
 
 async def _live(kube: Client, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
-    """Return the live object; None if there is none. The operator has permission to list these kinds, not to get
-    them."""
+    """Return the live object; None if there is none. The operator may list these kinds, not get them."""
     return next(iter(await kube.list(resource, namespace, fields=f"metadata.name={name}")), None)
 
 

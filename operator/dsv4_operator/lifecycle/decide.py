@@ -56,8 +56,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class CollectEvidence:
-    """Save the evidence of the members, then call `record_evidence`. A failure is ignored: evidence never delays a
-    recovery."""
+    """Save the evidence of the members, then call `record_evidence`. Failures never delay a recovery."""
 
     key: GroupKey
     incarnation: int
@@ -100,8 +99,7 @@ class Decision:
     """Decision about one group at one moment."""
 
     actions: tuple[Action, ...]
-    """Actions in order. A failed action ends the list, except `CollectEvidence`; so does an action that is not
-    complete."""
+    """Actions in order. The list ends at a failed or incomplete action, except a failed `CollectEvidence`."""
     next_time: float
     """Unix time of the next decision at the latest; any event triggers it earlier."""
     status: GroupStatus
@@ -157,8 +155,7 @@ def decide(
 
 
 def record_evidence(status: GroupStatus, incarnation: int, location: str | None) -> GroupStatus:
-    """Return `status` with the location of the evidence that `CollectEvidence` saved for `incarnation`'s latest
-    death."""
+    """Return `status` with the location of the evidence of `incarnation`'s latest death."""
     history = list(status.history)
     for index in reversed(range(len(history))):
         if location is not None and history[index].incarnation == incarnation:
@@ -299,8 +296,7 @@ class _Step:
         return Decision(self._end_observed(keep=group.incarnation), self.now, updating)
 
     def _next_incarnation(self, group: GroupStatus) -> Decision:
-        """End running members, wait for the restart budget, then claim the next number; no member should run in this
-        state."""
+        """End running members, wait for the restart budget, then claim the next number."""
         if self._drains(group):
             group = with_members(group, self.observed, self.now)
             return Decision(self._end_drained(group), self.now + POLL_SECONDS, group)

@@ -223,8 +223,7 @@ def _judged(
 
 
 def _failed(group: GroupStatus, current: str, deadline: float, now: float) -> str | None:
-    """Return the reason why the specification with fingerprint `current` failed in `group`; None while it may
-    succeed."""
+    """Return the reason why the specification with fingerprint `current` failed in `group`; None if not."""
     if group.revision != current:
         return None
     death = group.last_failure

@@ -133,8 +133,7 @@ def compute_status(
 def _without_removed(
     groups: tuple[GroupStatus, ...], deployment: DSV4Deployment, *, deleting: bool
 ) -> tuple[tuple[GroupStatus, ...], int]:
-    """Return the groups without those that ended because `spec.replicas` was reduced, and the highest incarnation of
-    these."""
+    """Return the groups without those removed by a lower `spec.replicas`, and the highest incarnation of these."""
     kept = len(groups)
     while kept > deployment.spec.replicas and groups[kept - 1].phase is GroupPhase.STOPPED and not deleting:
         kept -= 1

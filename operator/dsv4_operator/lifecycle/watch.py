@@ -35,8 +35,7 @@ FRESH_SECONDS = 3.0
 
 
 def agent_status(member: ObservedMember, key: GroupKey) -> AgentStatus | None:
-    """Return the status of `member`'s agent if it is about that member: the address may have belonged to another one
-    before."""
+    """Return the status of `member`'s agent; None if it is about another member, with the same address before."""
     status = member.status
     if status is None:
         return None
@@ -219,8 +218,7 @@ def _message(member: ObservedMember, status: AgentStatus | None) -> str:
 
 
 def _processes(member: ObservedMember, status: AgentStatus | None) -> tuple[Process, ...]:
-    """Return the processes with the machine's process ids if the backend has them, else with those of the member's own
-    namespace."""
+    """Return the processes with the machine's process ids if known, else with those of the member's namespace."""
     if member.processes:
         return tuple(Process(name=process.name, pid=process.pid) for process in member.processes)
     return status.processes if status else ()

@@ -102,8 +102,7 @@ def find(*, seconds: float = _ANSWER_SECONDS) -> GpuInventory:
 
 
 def refresh(cards: tuple[Card, ...]) -> tuple[Card, ...]:
-    """Return `cards` with their present state. A card without an answer keeps only its identity; its member reports the
-    reason."""
+    """Return `cards` with their present state. A card without an answer keeps only its identity."""
     if not cards:
         return ()
     now = {card.uuid: card for card in find().cards}

@@ -145,8 +145,7 @@ def _headers(home: Path) -> Release | None:
 
 
 def _here(torch: Release) -> Iterator[Path]:
-    """Yield the toolkits of this machine: from PATH, NVIDIA's installer, and Python packages such as
-    `nvidia-cuda-nvcc`."""
+    """Yield the toolkits of this machine: from PATH, NVIDIA's installer, and Python packages."""
     on_path = shutil.which("nvcc")
     homes = [Path(on_path).resolve().parent.parent] if on_path else []
     spec = importlib.util.find_spec("nvidia")

@@ -307,8 +307,7 @@ class PodsBackend:
         return [str(one.pod["metadata"]["name"]) for one in members if one.incarnation == incarnation]
 
     def _used_incarnation(self, key: GroupKey) -> int:
-        """Return `Observed.taken`: pods of an earlier deployment keep their names until their kubelets have ended them,
-        on a lost node forever."""
+        """Return `Observed.used_incarnation`; pods keep their names until kubelets end them, on a lost node forever."""
         pods = self._cluster.pods.pods(key.namespace, key.deployment, key.group)
         others = (names.parse_member_name(pod["metadata"]["name"]) for pod in pods if not names.belongs(pod, key.uid))
         return max((one[2] for one in others if one is not None and one[:2] == (key.deployment, key.group)), default=0)

@@ -66,8 +66,7 @@ class Cluster:
         self._host = member.Host(policy, runtime_image)
         self._snapshot = Snapshot((), ())
         self._requests: dict[str, tuple[str, PodRequests | None]] = {}
-        """By uid of the pod: resource version and requests. Parsing quantities is the most expensive part of a
-        snapshot."""
+        """By uid of the pod: resource version and requests, because parsing quantities is expensive."""
         self._reserved: dict[Owner, _Reserved] = {}
         self._snapshot_time: float | None = None
         self.scheduling = asyncio.Lock()

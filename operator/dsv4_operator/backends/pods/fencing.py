@@ -136,8 +136,7 @@ class Fencer:
             await self._delete(key, pod, grace_seconds=0)
 
     async def _lost_for(self, pod: Manifest, policy: NodeLossSpec) -> float | None:
-        """Return the seconds since `pod`'s node was first seen lost; None: it is not lost, or `policy` is to wait for
-        it."""
+        """Return the seconds since `pod`'s node was first seen lost; None if not lost, or `policy` is to wait."""
         name = pod["spec"].get("nodeName")
         if policy.policy is not NodeLossPolicy.REPLACE or name is None:
             return None

@@ -36,8 +36,7 @@ class TokenKeys:
         self._kube: KubeReader = kube
         self._objects = OwnedObjects(kube)
         self._known: dict[tuple[str, str], tuple[str | None, str, float]] = {}
-        """By namespace and name: uid of the deployment, key, and monotonic time of the latest confirmation by the API
-        server."""
+        """By namespace and name: uid of the deployment, key, and monotonic time of the latest confirmation."""
 
     async def ensure(self, deployment: DSV4Deployment, seconds: float = _FRESH_SECONDS) -> str:
         """Return the key, confirmed by the API server within the last `seconds`; created if it is missing.
@@ -233,8 +232,7 @@ def _objects(deployment: DSV4Deployment, lost: Sequence[str | None], image: str,
 _SETTLE_SECONDS = 3.0
 """Time after a write in which new or changed objects are attributed to it."""
 _SECRET_SECONDS = 600.0
-"""Interval between reads of the Secret of an idle deployment: Secrets are not watched, since permission to list one is
-permission to list all."""
+"""Interval between reads of the Secret of an idle deployment; watching Secrets would need access to all."""
 
 
 class Superseded(BackendError):

@@ -496,8 +496,7 @@ def _is_same_machine(one: Manifest, other: Manifest) -> bool:
 
 
 def _machine(node: Manifest) -> str | None:
-    """Return the catalog id of the GPU that GPU feature discovery found on `node`; None: none, or not in the
-    catalog."""
+    """Return the catalog id of the GPU that GPU feature discovery found on `node`; None without one."""
     machine = product_machine(str((node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product", "")))
     memory = quantity((node.get("status") or {}).get("capacity", {}).get("memory", "0"))
     return "gb10-64gb" if machine == "gb10" and 0 < memory < _SPARK_64GB else machine
