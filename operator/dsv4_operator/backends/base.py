@@ -40,12 +40,7 @@ class Backend(Protocol):
         ...
 
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
-        """Create the missing members of the plan's incarnation; existing members are not changed.
-
-        Args:
-            deployment: the version of the specification from which the plan was made.
-            plan: of one incarnation.
-        """
+        """Create the missing members of the plan's incarnation; existing members are not changed."""
         ...
 
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
@@ -86,11 +81,8 @@ class Backend(Protocol):
         """Return the reason why no request through the public endpoint is answered; None: requests are answered, or
         none are sent.
 
-        The requests run in the background; the caller does not wait for them.
-
-        Args:
-            deployment: with the status at its first reconcile.
-            groups: the present statuses of its groups.
+        The requests run in the background; the caller does not wait for them. `deployment` has the status at its first
+        reconcile, `groups` are the present statuses.
         """
         ...
 

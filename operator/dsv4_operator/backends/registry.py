@@ -20,7 +20,6 @@ class BackendDependencies:
 
     kube: Client
     pods: PodCache
-    """Pods of the watched namespaces."""
     owned: OwnedCache
     runtime_image: str
     """Image of members and gateways whose deployment names none."""

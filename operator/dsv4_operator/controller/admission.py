@@ -139,7 +139,6 @@ _MOST_BYTES = 4 * 2**20
 _MOST_VALUES = 100_000
 """Commas and colons in a review: parsing them blocks all threads for 15 ms. Deployments have a tenth at most."""
 _REVIEWS = 4
-"""Concurrent reviews."""
 _OPEN = 16
 """Requests that are read, queued or processed: 64 MiB at most."""
 _CONNECTIONS = 256
@@ -176,7 +175,6 @@ class AdmissionServer:
         self._stamp = self._look()
         self._context.load_cert_chain(*self._files)
         self.open = 0
-        """Open requests."""
         self._reviewers = concurrent.futures.ThreadPoolExecutor(_REVIEWS, "review")
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._stop: concurrent.futures.Future[None] = concurrent.futures.Future()

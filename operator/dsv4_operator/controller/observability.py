@@ -118,10 +118,6 @@ class Recorder:
     """
 
     def __init__(self, kube: Client, instance: str) -> None:
-        """Args:
-        kube: the API server.
-        instance: name of this process, for the event.
-        """
         self._kube = kube
         self._instance = instance
         self._queue: asyncio.Queue[Manifest] = asyncio.Queue(_WAITING)
@@ -177,14 +173,7 @@ class Recorder:
 
 
 def event_manifest(about: Manifest, event: Event, instance: str, time: str) -> Manifest:
-    """Return `event` as an API object.
-
-    Args:
-        about: the object that the event is about.
-        event: the event.
-        instance: the reporting process.
-        time: its time, as `metav1.MicroTime`.
-    """
+    """Return `event`, about the object `about`, as an API object; `time` is a `metav1.MicroTime`."""
     namespace, name, uid = (about["metadata"][field] for field in ("namespace", "name", "uid"))
     note = event.message if event.group is None else f"group {event.group}: {event.message}"
     identity = hashlib.sha256("\n".join((uid, event.reason, note)).encode()).hexdigest()[:16]
@@ -219,12 +208,7 @@ class ProbeServer:
     """Serves probes and metrics."""
 
     def __init__(self, port: int, *, live: Problem, ready: Problem, metrics: Callable[[], bytes]) -> None:
-        """Args:
-        port: port to listen on, on all addresses.
-        live: problem that only a restart of the process solves.
-        ready: problem that keeps this process from its work.
-        metrics: metrics in Prometheus' text format.
-        """
+        """Serve on `port`, on all addresses; a problem of `live` requires a restart of the process."""
         self._port = port
         application = web.Application()
         application.router.add_get("/livez", _probe(live))

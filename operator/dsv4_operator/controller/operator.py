@@ -63,7 +63,6 @@ class OperatorOptions:
     lease_namespace: str
     metrics_port: int
     webhook_port: int | None
-    """None: no admission webhook."""
     webhook_certificates: Path
     identity: str
     """Unique name of this process."""
@@ -138,10 +137,6 @@ class Operator:
     """One operator process."""
 
     def __init__(self, access: Access, options: OperatorOptions) -> None:
-        """Args:
-        access: API server and account.
-        options: options of the process.
-        """
         self._access, self._options = access, options
         self._metrics = OperatorMetrics()
         # Renewals bypass the guard that checks the lease, and the connections of all other requests.

@@ -31,9 +31,7 @@ class Credential:
 
     token: str | None = None
     certificate: str | None = None
-    """PEM of the client certificate."""
     key: str | None = field(default=None, repr=False)
-    """PEM of the certificate's key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,6 @@ class Access:
     server: str
     """URL without a slash at its end."""
     namespace: str = "default"
-    """Default namespace of objects."""
     authority: str | None = None
     """PEM of the accepted certificate authorities; None: those of the machine."""
     insecure: bool = False

@@ -271,11 +271,7 @@ class OwnedCache:
     def __init__(
         self, kube: Client, *, namespaces: Sequence[str] = (), changed: Callable[[DeploymentKey], None] | None = None
     ) -> None:
-        """Args:
-        kube: the API server.
-        namespaces: watched namespaces; empty: all.
-        changed: called with the deployment of every added, changed or deleted object.
-        """
+        """See `Cache`. `changed` is called with the deployment of every changed object."""
         chosen = f"{names.MANAGED_BY}={names.MANAGER}"
         # Plans and evidence belong to incarnations, and plans are read only at the start of members.
         lasting = f"{chosen},!{names.INCARNATION}"

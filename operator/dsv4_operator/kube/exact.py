@@ -99,9 +99,7 @@ async def _live(kube: Client, resource: Resource, namespace: str | None, name: s
 def foreign_changes(wanted: Manifest, live: Manifest) -> Manifest:
     """Return the JSON merge patch that removes additions of other managers from `live`; empty if there are none.
 
-    Args:
-        wanted: the object as it was applied.
-        live: the object on the API server, with `metadata.managedFields`.
+    `wanted` is the object as applied, `live` the one on the API server with `metadata.managedFields`.
     """
     changes: Manifest = {}
     entries = live["metadata"].get("managedFields") or []

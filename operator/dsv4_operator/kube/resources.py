@@ -125,14 +125,7 @@ _BY_STATUS: dict[int, type[KubeError]] = {
 
 
 def error_of(request: str, status: int, reason: str, message: str) -> KubeError:
-    """Return the error for an answer.
-
-    Args:
-        request: method and path, for the text.
-        status: HTTP status.
-        reason: `reason` of the server's `Status` object.
-        message: its `message`.
-    """
+    """Return the error for an answer to `request` (method and path), with `reason` and `message` of its `Status`."""
     kind = AlreadyExists if reason == "AlreadyExists" else _BY_STATUS.get(status)
     if kind is None:
         kind = Unavailable if status >= 500 else KubeError

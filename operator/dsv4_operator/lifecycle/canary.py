@@ -30,7 +30,6 @@ class Canary:
     """Reason why users get no answer; None: a request was answered."""
     lives: Lives = frozenset()
     gateways: frozenset[str] = frozenset()
-    """UIDs of the ready gateways."""
     suspect: bool = False
     """Whether the latest request failed after a success; the failure needs confirmation."""
     changed: bool = True

@@ -344,12 +344,9 @@ class _Step:
         return Decision(actions, self.now, claimed)
 
     def _stop(self, group: GroupStatus, target: GroupPhase, *, at_once: bool = False) -> Decision:
-        """End all members on request and keep the group stopped.
+        """End all members on request and keep the group stopped in the phase `target`.
 
-        Args:
-            group: the present status.
-            target: the final phase.
-            at_once: skip the drain; the gateway ends as well and waits for the open requests.
+        `at_once` skips the drain: the gateway ends as well and waits for the open requests.
         """
         quiet = GroupPhase.SUSPENDED, GroupPhase.STOPPED
         drained = not self.observed.members and group.phase in (GroupPhase.PENDING, GroupPhase.DRAINING, *quiet)

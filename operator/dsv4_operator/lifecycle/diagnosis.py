@@ -38,12 +38,8 @@ def diagnose(group: GroupStatus, observed: Observed, now: float) -> Failure | No
     """Return the failure that ended the group's present incarnation; None while it may live.
 
     A report of the member takes precedence over the fact of its end. Of several members the earliest death wins. If it
-    names another dead member as the culprit, that member's report wins, unless it names a different culprit.
-
-    Args:
-        group: the status after `watch` with the same `observed` and `now`.
-        observed: the report of the backend.
-        now: Unix time.
+    names another dead member as the culprit, that member's report wins, unless it names a different culprit. `group`
+    must be the status after `watch` with the same arguments.
     """
     found = {one.rank: one for one in _member_failures(group, observed, now)}
     if not found:

@@ -144,13 +144,7 @@ def _without_removed(
 def refused_status(previous: DeploymentStatus, why: str, generation: int, now: float) -> DeploymentStatus:
     """Return `previous` for a specification that breaks a rule, of a deployment whose groups cannot be supervised.
 
-    Running groups continue, but their state is unknown.
-
-    Args:
-        previous: the last saved status.
-        why: the broken rule and the remedy.
-        generation: the deployment's `metadata.generation`.
-        now: Unix time.
+    Running groups continue, but their state is unknown. `why` is the broken rule and the remedy.
     """
     runs = any(group.phase not in _GONE and group.incarnation for group in previous.groups)
     ready = (None, f"its groups are not supervised: {why}") if runs else (False, why)

@@ -87,14 +87,7 @@ def with_restarts(group: GroupStatus, observed: Observed, window: float, now: fl
 
 
 def watch(group: GroupStatus, observed: Observed, *, generation: int, now: float) -> GroupStatus:
-    """Return `group` updated with the reports of its present incarnation.
-
-    Args:
-        group: a group in a phase of `ALIVE`.
-        observed: the report of the backend.
-        generation: the deployment's `metadata.generation`.
-        now: Unix time.
-    """
+    """Return `group`, in a phase of `ALIVE`, updated with the reports of its present incarnation."""
     group = with_members(group, observed, now)
     head = _head(group, observed)
     if head is None:

@@ -167,11 +167,6 @@ class LocalGateways:
     """
 
     def __init__(self, deployment: DSV4Deployment, state: DeploymentState, heads: Sequence[GroupRoute]) -> None:
-        """Args:
-        deployment: source of the limits.
-        state: files of the deployment.
-        heads: routes of the groups, in order.
-        """
         self._heads, self._token_key_file = tuple(heads), str(state.token_key)
         limits = settings(deployment, state)
         self._all = [
@@ -185,10 +180,7 @@ class LocalGateways:
             await gateway.start(listener)
 
     def update_routes(self, given_up: Callable[[int], str | None]) -> None:
-        """Update the routes with the reason why each group will not recover; None: it may.
-
-        Args:
-            given_up: returns the reason of a group.
+        """Update the routes with the reason from `given_up` why each group will not recover; None: it may.
 
         Raises:
             OSError: a route cannot be written.

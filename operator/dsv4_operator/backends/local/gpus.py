@@ -33,7 +33,6 @@ _ANSWER_SECONDS = 10.0
 _DEVICE = Path("/dev/nvidia0")
 """Created by the driver for the first GPU."""
 _HOLDERS = 3
-"""Processes listed in a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +40,10 @@ class Card:
     """One GPU."""
 
     index: int
-    """Index of NVML and `nvidia-smi`."""
     uuid: str
     """`GPU-…`, as used in `CUDA_VISIBLE_DEVICES`."""
     name: str
     capability: tuple[int, int]
-    """Compute capability, (major, minor)."""
     memory_bytes: int | None = None
     """Total memory; None if it is the machine's own (GB10)."""
     free_bytes: int | None = None

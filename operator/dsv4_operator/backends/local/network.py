@@ -88,12 +88,7 @@ def member_command(command: Sequence[str], shm_bytes: int) -> list[str]:
 
 
 def plug_in(pid: int, incarnation: int, place: int) -> None:
-    """Create the interface of the network namespace of process `pid`.
-
-    Args:
-        pid: of the member.
-        incarnation: of its group.
-        place: see `address`.
+    """Create the interface of the network namespace of the member process `pid`.
 
     Raises:
         subprocess.CalledProcessError: usually because the process has ended.

@@ -302,12 +302,7 @@ def collect_evidence(
 ) -> Path | None:
     """Copy plan, statuses and the tails of all logs; None if the incarnation has no files.
 
-    Args:
-        state: of the deployment.
-        group: group of the incarnation.
-        incarnation: number of the incarnation.
-        members: as last observed.
-        deadline: monotonic time after which no further file is started; completed files are kept.
+    After `deadline`, a monotonic time, no further file is started; completed files are kept.
     """
     source = state.incarnation(incarnation, group)
     if not source.is_dir():

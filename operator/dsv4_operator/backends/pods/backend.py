@@ -84,7 +84,7 @@ class PodsBackend:
     def __init__(self, cluster: Cluster, *, changed: Callable[[str, str], None]) -> None:
         """Args:
         cluster: shared state of the cluster.
-        changed: called with namespace and name of a deployment after a new report of its agents, to reconcile at once.
+        changed: called with namespace and name of a deployment after a new report of its agents.
         """
         self._cluster = cluster
         self._kube = cluster.kube
@@ -390,10 +390,7 @@ class PodsBackend:
     async def _existing_plan(self, deployment: DSV4Deployment, plan: GroupPlan, *, read: bool) -> GroupPlan:
         """Return the plan for the members, if one was written before.
 
-        Args:
-            deployment: owner of the plan.
-            plan: the new plan.
-            read: whether a member may have read the earlier plan, which then stays valid for the others too.
+        With `read`, a member may have read the earlier plan, which then stays valid for the others too.
         """
         wanted = objects.plan_config(deployment, plan)
         kept = await self._objects.find(wanted)

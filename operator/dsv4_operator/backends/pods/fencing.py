@@ -58,10 +58,7 @@ class Fencer:
     async def live(self, key: GroupKey, incarnation: int, seen: Iterable[str] = ()) -> list[Manifest]:
         """Return the members' pods on the API server, except those of other owners.
 
-        Args:
-            key: their group.
-            incarnation: its number.
-            seen: names of pods in the cache; finds a pod whose labels were removed.
+        `seen` are names of pods in the cache; it finds a pod whose labels were removed.
         """
         # With as few labels as possible: the name identifies a member, and is immutable.
         query = names.selector({names.DEPLOYMENT: key.deployment})

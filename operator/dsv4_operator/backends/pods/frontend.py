@@ -148,10 +148,6 @@ class Frontend:
     """Front end of one deployment. Caches the applied objects, so that only changes are written."""
 
     def __init__(self, cluster: Cluster, token_key: Callable[[], Awaitable[str]]) -> None:
-        """Args:
-        cluster: shared state of the cluster.
-        token_key: creates the deployment's token key if there is none.
-        """
         self._cluster = cluster
         self._token_key = token_key
         self._built: tuple[DSV4Deployment, list[str | None], bool, list[Manifest]] | None = None

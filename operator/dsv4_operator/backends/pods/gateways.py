@@ -33,7 +33,6 @@ CANARY_PATH = "/dsv4/canary"
 _SECONDS = 12.0
 """Limit for an answer: the gateway's own limit is 10 s."""
 _AT_ONCE = 32
-"""Concurrent requests of all deployments."""
 _LARGEST_BYTES = 16 * 1024
 _REASON_CHARS = 300
 _SAME = {"ErrImagePull": "ImagePullBackOff"}
@@ -80,12 +79,7 @@ class Canaries:
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
     def problem(self, deployment: DSV4Deployment, groups: Iterable[GroupStatus]) -> str | None:
-        """Return the reason why users cannot reach `deployment`; None: they can. Starts a request if one is due.
-
-        Args:
-            deployment: with its last saved status.
-            groups: their present statuses.
-        """
+        """Return the reason why users cannot reach `deployment`; None: they can. Starts a request if one is due."""
         name, now = (deployment.metadata.namespace, deployment.metadata.name), time.monotonic()
         lives, pods = lives_of(groups), self._gateways(*name)
         ready = frozenset(str(pod["metadata"]["uid"]) for pod in pods if is_ready(pod))
@@ -248,10 +242,6 @@ class Balance:
     """Evicts at most one gateway a minute of each deployment, and only while the deployment is ready."""
 
     def __init__(self, cluster: Cluster, gateways: Callable[[str, str], Sequence[Manifest]]) -> None:
-        """Args:
-        cluster: shared state of the cluster.
-        gateways: returns the cached pods of a deployment's gateways.
-        """
         self._cluster = cluster
         self._gateways = gateways
         self._imbalanced: dict[tuple[str, str], _Imbalance] = {}

@@ -199,7 +199,6 @@ WAIT_SECONDS = 1800.0
 """Upper bound for the start of a container, for any size of its image."""
 
 _AGENT = "agent"
-"""Name of the member's container."""
 _HOPELESS = frozenset(
     {
         "ErrImagePull",
@@ -402,15 +401,7 @@ def evidence_config(
     members: Sequence[ObservedMember],
     told: Mapping[int, bytes | None],
 ) -> Manifest:
-    """Return the ConfigMap.
-
-    Args:
-        deployment: the owner.
-        group: index of the group.
-        incarnation: number of the incarnation.
-        members: as last observed.
-        told: rank to the answer of its agent to `/v1/evidence`; None without one.
-    """
+    """Return the ConfigMap; `told` maps ranks to the answers of agents to `/v1/evidence`, None without one."""
     room = _BYTES // max(1, len(members))
     data = {f"m{member.rank}.json": _entry(member, told.get(member.rank), room) for member in members}
     name = names.evidence_name(deployment.metadata.name, group, incarnation)

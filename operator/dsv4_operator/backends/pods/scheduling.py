@@ -273,7 +273,6 @@ def _scaled(resource: str, text: object) -> Fraction:
 
 
 _NAMED = 4
-"""Nodes listed in a refusal."""
 _SPARK_64GB = 80 * GIB
 
 
