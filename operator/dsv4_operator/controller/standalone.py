@@ -18,7 +18,6 @@ from dsv4_operator.backends.local.gateway import (
     Listeners,
     LocalGateways,
     Publisher,
-    Target,
     bind_loopback,
     check_keyless,
     check_secrets,
@@ -136,7 +135,7 @@ async def _loop(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
     ports = deployment.spec.network.ports
-    publisher = Publisher(Target(network.address(0), _dashboard_port(deployment)))
+    publisher = Publisher(network.address(0), head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT)
     if listeners:
         await gateways.start(listeners["api"])
         await publisher.start(listeners["dashboard"])
@@ -188,10 +187,6 @@ def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateways:
         host = f"http://{network.address(group * size)}"
         heads.append(GroupRoute(group=group, agent=f"{host}:{ports.agent}", api=f"{host}:{ports.api}"))
     return LocalGateways(deployment, state, heads)
-
-
-def _dashboard_port(deployment: DSV4Deployment) -> int:
-    return head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT
 
 
 if __name__ == "__main__":

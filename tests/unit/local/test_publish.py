@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from dsv4_operator.backends.local.gateway import Publisher, Target, bind_loopback
+from dsv4_operator.backends.local.gateway import Publisher, bind_loopback
 from dsv4_operator.backends.local.state import StateError
 from dsv4_testkit.waiting import free_port
 
@@ -18,7 +18,7 @@ async def test_bytes_pass_both_ways_and_an_end_passes_on() -> None:
 
     server = await asyncio.start_server(upper, "127.0.0.1", 0)
     listeners = bind_loopback({"api": free_port()})
-    publisher = Publisher(Target("127.0.0.1", server.sockets[0].getsockname()[1]))
+    publisher = Publisher("127.0.0.1", server.sockets[0].getsockname()[1])
     await publisher.start(listeners["api"])
     reader, writer = await asyncio.open_connection(*listeners["api"].getsockname())
     payload = b"abc" * 100_000
@@ -32,7 +32,7 @@ async def test_bytes_pass_both_ways_and_an_end_passes_on() -> None:
 
 async def test_nobody_behind_it_means_a_closed_connection() -> None:
     listeners = bind_loopback({"api": free_port()})
-    publisher = Publisher(Target("127.0.0.1", free_port()))
+    publisher = Publisher("127.0.0.1", free_port())
     await publisher.start(listeners["api"])
     reader, writer = await asyncio.open_connection(*listeners["api"].getsockname())
     assert await asyncio.wait_for(reader.read(-1), 10) == b""

@@ -194,7 +194,7 @@ class LocalBackend:
             if running.ended is None:
                 self._end(running)
         await _wait([task for running in members for task in (running.watcher, running.plugging)])
-        if any(running.ended is None or not _over(running.plugging) for running in members):
+        if any(running.ended is None or (running.plugging and not running.plugging.done()) for running in members):
             return False
         if self._isolated:
             for running in members:
@@ -317,10 +317,6 @@ async def _wait(tasks: Iterable[asyncio.Task[None] | None]) -> None:
     """Wait for the end of all `tasks`, at most `_WAIT_SECONDS`."""
     if under_way := {task for task in tasks if task is not None}:
         await asyncio.wait(under_way, timeout=_WAIT_SECONDS)
-
-
-def _over(task: asyncio.Task[None] | None) -> bool:
-    return task is None or task.done()
 
 
 def describe_end(code: int, log: str) -> str:

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, PortsSpec
@@ -30,14 +29,6 @@ LOOPBACK = "127.0.0.1"
 
 Listeners = dict[str, socket.socket]
 """Listening sockets by the name of their field below `spec.network.ports`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Destination of a published port."""
-
-    address: str
-    port: int
 
 
 def bind_loopback(ports: Mapping[str, int]) -> Listeners:
@@ -75,8 +66,8 @@ def bind_loopback(ports: Mapping[str, int]) -> Listeners:
 class Publisher:
     """Forwards connections of a listening socket to a target."""
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, address: str, port: int) -> None:
+        self._target = address, port
         self._server: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
@@ -92,9 +83,7 @@ class Publisher:
         with contextlib.closing(writer):
             try:
                 async with asyncio.timeout(_CONNECT_SECONDS):
-                    upstream_reader, upstream_writer = await asyncio.open_connection(
-                        self._target.address, self._target.port
-                    )
+                    upstream_reader, upstream_writer = await asyncio.open_connection(*self._target)
             except (OSError, TimeoutError):
                 return
             with contextlib.closing(upstream_writer):

@@ -126,7 +126,10 @@ class Fencer:
 
     async def _end(self, key: GroupKey, pod: Manifest, policy: NodeLossSpec) -> None:
         """Delete `pod`; by force if it was deleted before and its node is lost."""
-        if not pod["metadata"].get("deletionTimestamp") or _grace(pod) > _GRACE_SECONDS:
+        if (
+            not pod["metadata"].get("deletionTimestamp")
+            or int(pod["metadata"].get("deletionGracePeriodSeconds") or 0) > _GRACE_SECONDS
+        ):
             await self._delete(key, pod, grace_seconds=_GRACE_SECONDS)
         elif (lost := await self._lost_for(pod, policy)) is not None and lost >= policy.after:
             _log.warning("%s: its node %s is lost, so it is removed by force", _name(pod), node_of(pod))
@@ -170,10 +173,6 @@ class Fencer:
             if resource is CONFIG_MAPS:
                 # Secrets are not listed; the token has the plan's name.
                 await self._objects.delete_named(SECRETS, key.namespace, one["metadata"]["name"], key.uid)
-
-
-def _grace(pod: Manifest) -> int:
-    return int(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
 
 
 def _name(pod: Manifest) -> str:

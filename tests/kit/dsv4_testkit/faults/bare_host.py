@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from dsv4_operator.backends.local import network
-from dsv4_operator.backends.local.gateway import Publisher, Target, bind_loopback
+from dsv4_operator.backends.local.gateway import Publisher, bind_loopback
 from dsv4_operator.backends.local.network import children
 
 _SHM_BYTES = 512 * 2**20
@@ -74,7 +74,7 @@ async def host(directory: Path, model: str, port: int) -> None:
     """Start the members and keep them started, until this process is killed; they end with it."""
     listener = bind_loopback({"api": port})["api"]
     network.enter_private_network()
-    publisher = Publisher(Target(network.address(0), _API))
+    publisher = Publisher(network.address(0), _API)
     await publisher.start(listener)
     await asyncio.gather(*(_keep_member(directory, model, rank) for rank in range(_MEMBERS)))
 
