@@ -135,7 +135,9 @@ class _Converter:
         if "maxLength" in keys:
             rules.append(rule(f"self.size() <= {keys['maxLength']}", f"has more than {keys['maxLength']} characters"))
         on_keys = [(each["rule"].replace("self.", "key.", 1), each["message"]) for each in rules]
-        return _ruled(found, *(rule(f"self.all(key, {condition})", f"a key {told}") for condition, told in on_keys))
+        return _ruled(
+            found, *(rule(f"self.all(key, {condition})", f"a key {message}") for condition, message in on_keys)
+        )
 
 
 def _text(pattern: str, wanted: bool, refusal: str) -> Schema:

@@ -140,10 +140,10 @@ def _network(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Find
     if spec.network_mode is not NetworkMode.HOST_NETWORK:
         return
     if not _listed(namespace, policy.host_network_namespaces):
-        asked = "HostNetwork" if spec.network.mode is not None else "HostNetwork, the default of several machines,"
+        mode = "HostNetwork" if spec.network.mode is not None else "HostNetwork, the default of several machines,"
         yield Finding(
             "spec.network.mode",
-            f"{asked} is not allowed in the namespace {namespace}; write PodNetwork, or have the administrator add the "
+            f"{mode} is not allowed in the namespace {namespace}; write PodNetwork, or have the administrator add the "
             "namespace to policy.hostNetworkNamespaces",
         )
     if spec.topology.hardware is not Hardware.CPU and spec.network.rdma_resource not in policy.rdma_resources:

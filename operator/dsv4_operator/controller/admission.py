@@ -90,13 +90,13 @@ def judge(
     return AdmissionResult(warnings=tuple(finding.message for finding in found if finding.severity is Severity.WARN))
 
 
-def review(asked: Manifest, policy: ClusterPolicy = _DEFAULT_POLICY, runtime_image: str = "") -> Manifest:
+def review(document: Manifest, policy: ClusterPolicy = _DEFAULT_POLICY, runtime_image: str = "") -> Manifest:
     """Return the answer to an AdmissionReview.
 
     Raises:
-        KeyError: `asked` is no AdmissionReview.
+        KeyError: `document` is no AdmissionReview.
     """
-    request = asked["request"]
+    request = document["request"]
     verdict = judge(request["object"], request.get("oldObject"), policy, runtime_image)
     answer: Manifest = {"uid": request["uid"], "allowed": verdict.refusal is None}
     if verdict.refusal is not None:

@@ -259,15 +259,15 @@ class Operator:
     async def _definition(self) -> None:
         """Wait until the API server serves DSV4Deployment and this account may list them."""
         where: Sequence[str | None] = self._options.namespaces or (None,)
-        told = None
+        reported = None
         while True:
             try:
                 for place in where:
                     await self._kube.list(DSV4_DEPLOYMENTS, place)
             except KubeError as error:
-                if str(error) != told:
-                    told = str(error)
-                    _log.warning("waiting for the API server and the definition of DSV4Deployment: %s", told)
+                if str(error) != reported:
+                    reported = str(error)
+                    _log.warning("waiting for the API server and the definition of DSV4Deployment: %s", reported)
                 await asyncio.sleep(_DEFINITION_SECONDS)
             else:
                 return

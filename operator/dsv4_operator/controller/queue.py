@@ -53,8 +53,7 @@ class WorkQueue(Generic[QueueKeyT]):
         """Args:
         work: processes a key. Returns the seconds until the next call, None if the key is complete.
         workers: concurrent calls.
-        apart: minimum seconds between two calls for one key, unless the first returned less; bursts of events cause one
-            call.
+        min_interval: minimum seconds between two calls for one key, unless the first returned less.
         longest: longest backoff in seconds.
         failed: called after every call that raised, with the backoff.
         """

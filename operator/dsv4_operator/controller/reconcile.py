@@ -130,7 +130,7 @@ class Reconciler:
         backend: runs the members.
         endpoints: URLs for the status.
         save: stores the deployment with its status; must raise on failure, since decisions build on the saved status.
-        tell: called once per event; None: events are logged.
+        record: called once per event; None: events are logged.
         failed: called with every failure of a part.
         progress_interval: seconds after a save in which a change of progress alone is not saved.
         clock: Unix time.
@@ -388,12 +388,12 @@ class Reconciler:
         now = self._clock()
         reason = error.reason if isinstance(error, BackendError) else Reason.ACTION_FAILED
         soon = error.retry_seconds if isinstance(error, BackendError) else None
-        failure, news = self._backoffs.failed(part, message, now, what, reason=reason, seconds=soon)
+        failure, is_new = self._backoffs.failed(part, message, now, what, reason=reason, seconds=soon)
         unexpected = None if is_expected(error) else error
         where = "" if part.group is None else f"group {part.group}: "
         _log.error("%s%s; again in %.1f s", where, message, failure.until - now, exc_info=unexpected)
         self._failed(part, failure)
-        if news:
+        if is_new:
             self._record(Event(EventType.WARNING, reason, message, part.group))
 
     def _planner(

@@ -36,7 +36,7 @@ class DeploymentWatch:
         """Args:
         access: API server and account.
         namespaces: watched namespaces; empty: all.
-        told: called in the caller's loop with the object, and whether it was deleted.
+        on_change: called in the caller's loop with the object, and whether it was deleted.
         ended: called in the caller's loop when the watch has ended, which only happens on a failure.
         """
         self._access, self._namespaces = access, tuple(namespaces)

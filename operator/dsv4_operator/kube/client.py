@@ -73,7 +73,7 @@ class KubeReader:
         """Args:
         access: API server and account.
         guard: called before every write; raises if this process may not write any more.
-        asked: called with method and status of every answer; 0: there was none.
+        on_answer: called with method and status of every answer; 0: there was none.
         """
         self.access = access
         self._guard = guard

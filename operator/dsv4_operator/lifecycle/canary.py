@@ -67,17 +67,17 @@ def seen(known: Canary, lives: Lives, gateways: frozenset[str], now: float) -> C
     return replace(known, lives=lives, gateways=gateways, changed=True, due=min(known.due, now))
 
 
-def answered(known: Canary, asked: Canary, problem: str | None, now: float, spread: float) -> Canary:
+def answered(known: Canary, at_start: Canary, problem: str | None, now: float, spread: float) -> Canary:
     """Return the state after a request.
 
     Args:
         known: the present state.
-        asked: the state at the start of the request.
+        at_start: the state at the start of the request.
         problem: the failure; None: the request was answered.
         now: monotonic time.
         spread: factor of the next period, about 1, so that requests of many deployments do not coincide.
     """
-    if known.lives - asked.lives:
+    if known.lives - at_start.lives:
         # The result does not cover the engine that started meanwhile.
         return replace(known, due=now)
     if problem is None:

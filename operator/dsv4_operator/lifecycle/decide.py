@@ -218,8 +218,8 @@ class _Step:
             # Members of an incarnation are created only after all earlier ones were fenced.
             "fenced_below": max(group.fenced_below, seen),
         }
-        asked = group.exhausted_generation != self.generation or group.revision != revision(self.deployment)
-        if group.phase is GroupPhase.FAILED and asked:
+        retry = group.exhausted_generation != self.generation or group.revision != revision(self.deployment)
+        if group.phase is GroupPhase.FAILED and retry:
             update |= {"phase": GroupPhase.PENDING, "exhausted_generation": None}
         group = with_restarts(group.model_copy(update=update), self.observed, window, self.now)
         if group.phase in ALIVE:

@@ -85,9 +85,9 @@ def decide_groups(
         planner: returns planners for `versions(deployment, known)`.
         now: Unix time.
         deleting: the deployment is being deleted.
-        unheard: groups without a report since the start of this process; they stay unchanged, and meanwhile no group is
-            ended for another specification.
-        blind: groups whose members cannot be observed now; treated like `unreported`.
+        unreported: groups without a report since the start of this process; they stay unchanged, and meanwhile no
+            group is ended for another specification.
+        unobserved: groups whose members cannot be observed now; treated like `unreported`.
     """
     groups = {group.index: group for group in known.groups}
     if known.removed_incarnation:
@@ -227,18 +227,18 @@ def _failed(group: GroupStatus, current: str, deadline: float, now: float) -> st
     if group.revision != current:
         return None
     death = group.last_failure
-    told = f"group {group.index}: {death_sentence(death)}" if death is not None else f"group {group.index}"
+    subject = f"group {group.index}: {death_sentence(death)}" if death is not None else f"group {group.index}"
     if group.phase is GroupPhase.FAILED:
-        return f"recovery was given up in {told}"
+        return f"recovery was given up in {subject}"
     if group.served_revision == current or group.phase not in _RUNS:
         return None
     if death is not None and death.incarnation == group.incarnation and death.recover_seconds is None:
         if death.cause.deterministic:
-            return told
+            return subject
     elif death is None or death.incarnation < group.incarnation:
-        told = f"group {group.index}"
+        subject = f"group {group.index}"
     if group.revision_time is not None and now - group.revision_time > deadline:
-        return f"{told} did not answer within {format_duration(deadline)} (spec.rollout.progressDeadline)"
+        return f"{subject} did not answer within {format_duration(deadline)} (spec.rollout.progressDeadline)"
     return None
 
 

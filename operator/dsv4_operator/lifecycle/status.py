@@ -98,7 +98,7 @@ def compute_status(
         refused_generation: `metadata.generation` of the present specification if it breaks a rule (`refusal`), so that
             `deployment` has the last valid one; None: it breaks none.
         problems: failing parts of the reconcile.
-        blind: indices of groups whose members cannot be observed.
+        unobserved: indices of groups whose members cannot be observed.
         unreachable: reason why no request through the endpoint is answered, although groups answer; None: requests are
             answered, or the backend sends none.
     """

@@ -220,13 +220,13 @@ def _processes(member: ObservedMember, status: AgentStatus | None) -> tuple[Proc
 def _engine(group: GroupStatus, engine: EngineStatus, generation: int, now: float) -> GroupStatus:
     """Return `group` with the engine status of the head's agent."""
     measured = _measured(group, engine, now)
-    told = {
+    update = {
         "engine_generation": engine.generation,
         "kv_cache": _kv_cache(engine),
         "kernels": engine.kernels,
         "measured": measured,
     }
-    group = group.model_copy(update=told)
+    group = group.model_copy(update=update)
     for failure in engine.failures:
         group = with_failure(group, failure_status(failure, group, generation))
     return group

@@ -172,10 +172,10 @@ class LocalBackend:
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         """See `Backend`."""
         mine = [running for (number, _, _), running in self._members.items() if number == group]
-        asked = [self._status_request(running) for running in mine if running.ended is None]
-        if asked:
+        requests = [self._status_request(running) for running in mine if running.ended is None]
+        if requests:
             # A member that does not answer must not delay the reports of the others.
-            done, _ = await asyncio.wait(asked, timeout=_ANSWER_SECONDS)
+            done, _ = await asyncio.wait(requests, timeout=_ANSWER_SECONDS)
             for request in done:
                 request.result()
         return Observed(GroupKey.of(deployment, group), tuple(self._seen(running) for running in mine))

@@ -130,10 +130,10 @@ def read_checkpoint(folder: Path, variant: str) -> Model | None:
     config, index = folder / "config.json", folder / "model.safetensors.index.json"
     if not config.is_file() or not index.is_file():
         return None
-    told = _json(index).get("weight_map")
-    if not isinstance(told, dict):
+    weight_map = _json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
         raise BadCheckpoint(f"{index} has no weight_map; download the file again")
-    files = sorted({str(name) for name in told.values()})
+    files = sorted({str(name) for name in weight_map.values()})
     if outside := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
         raise BadCheckpoint(f"{index} names {outside[0]!r}, which is not in that directory; download the file again")
     if not all((folder / name).is_file() for name in files):

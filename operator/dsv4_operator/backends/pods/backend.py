@@ -139,11 +139,11 @@ class PodsBackend:
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
         generation, now = deployment.metadata.generation, time.monotonic()
-        patience = _COMPLETE_SECONDS if self._is_complete(deployment) else _FRESH_SECONDS
+        max_age = _COMPLETE_SECONDS if self._is_complete(deployment) else _FRESH_SECONDS
         version, name = revision(deployment), (deployment.metadata.namespace, deployment.metadata.name)
         known = self._facts.get(name, {})
         latest = known.get(version)
-        if latest is not None and latest.generation == generation and now - latest.time < patience:
+        if latest is not None and latest.generation == generation and now - latest.time < max_age:
             return latest.facts
         if deployment.spec.suspend or not deployment.spec.replicas:
             # Nothing will be planned.
@@ -257,9 +257,9 @@ class PodsBackend:
         pods = {one.rank: one.pod for one in found if one.incarnation == incarnation}
         token_key = await self._keys.of(deployment)
         answers = await asyncio.gather(*(self._evidence(pod, token_key) for pod in pods.values()))
-        told = dict(zip(pods, answers, strict=True))
+        answers_by_rank = dict(zip(pods, answers, strict=True))
         ordered = sorted(members, key=lambda one: one.rank)
-        config = evidence_config(deployment, group, incarnation, ordered, told)
+        config = evidence_config(deployment, group, incarnation, ordered, answers_by_rank)
         await self._objects.apply(config)
         chosen = names.labels(key.deployment, component=names.EVIDENCE, group=group)
         kept = await self._kube.list(CONFIG_MAPS, key.namespace, labels=names.selector(chosen))

@@ -109,7 +109,7 @@ class Canaries:
             self._session = None
 
     async def _try(self, deployment: DSV4Deployment, known: _Watched, pods: Sequence[Manifest]) -> None:
-        asked, metadata = known.canary, deployment.metadata
+        at_start, metadata = known.canary, deployment.metadata
         try:
             async with self._slots:
                 problem = await self._request(deployment, pods)
@@ -121,7 +121,7 @@ class Canaries:
             known.task = None
         before = known.canary.problem
         spread = random.uniform(0.8, 1.2)  # noqa: S311
-        known.canary = answered(known.canary, asked, problem, time.monotonic(), spread)
+        known.canary = answered(known.canary, at_start, problem, time.monotonic(), spread)
         if known.canary.problem != before:
             _log.info("%s/%s: through its endpoint: %s", metadata.namespace, metadata.name, problem or "answered")
             self._changed(metadata.namespace, metadata.name)

@@ -127,11 +127,11 @@ class AgentWatch:
         now = unix_time()
         if report.members is not None:
             members = {status.rank: status for status in report.members}
-        news = False
+        changed = False
         for rank, age in report.ages.items():
             if rank in members:
-                news |= self._take(rank, members[rank], now - age)
-        if news:
+                changed |= self._take(rank, members[rank], now - age)
+        if changed:
             self._changed()
         return members
 
@@ -260,8 +260,10 @@ def wrong_labels(member: Member, deployment: str, group: int) -> str | None:
     if not wrong:
         return None
     pod = member.pod["metadata"]["name"]
-    told = " ".join(f"{name}={wanted[name]}" for name in wrong)
-    return f"labels of pod {pod} were changed, so Services do not find it; kubectl label --overwrite pod {pod} {told}"
+    commands = " ".join(f"{name}={wanted[name]}" for name in wrong)
+    return (
+        f"labels of pod {pod} were changed, so Services do not find it; kubectl label --overwrite pod {pod} {commands}"
+    )
 
 
 def endpoint_of(pod: Manifest) -> Endpoint | None:
@@ -399,11 +401,11 @@ def evidence_config(
     group: int,
     incarnation: int,
     members: Sequence[ObservedMember],
-    told: Mapping[int, bytes | None],
+    answers: Mapping[int, bytes | None],
 ) -> Manifest:
-    """Return the ConfigMap; `told` maps ranks to the answers of agents to `/v1/evidence`, None without one."""
-    room = _BYTES // max(1, len(members))
-    data = {f"m{member.rank}.json": _entry(member, told.get(member.rank), room) for member in members}
+    """Return the ConfigMap; `answers` maps ranks to the answers of agents to `/v1/evidence`, None without one."""
+    limit = _BYTES // max(1, len(members))
+    data = {f"m{member.rank}.json": _entry(member, answers.get(member.rank), limit) for member in members}
     name = names.evidence_name(deployment.metadata.name, group, incarnation)
     about = names.metadata(deployment, name, component=names.EVIDENCE, group=group, incarnation=incarnation)
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
@@ -414,19 +416,19 @@ def superfluous_evidence(kept: Sequence[Manifest]) -> list[Manifest]:
     return sorted(kept, key=lambda one: names.number(one, names.INCARNATION) or 0)[:-KEPT_EVIDENCE]
 
 
-def _entry(member: ObservedMember, told: bytes | None, room: int) -> str:
-    seen = {**member.summary(), "agent": "did not answer" if told is None else None}
-    agent = _parsed(told)
+def _entry(member: ObservedMember, answer: bytes | None, limit: int) -> str:
+    seen = {**member.summary(), "agent": "did not answer" if answer is None else None}
+    agent = _parsed(answer)
     for lines in _LINES:
         text = json.dumps({**seen, **_shortened(agent, lines)}, indent=1, ensure_ascii=False)
-        if len(text.encode()) <= room:
+        if len(text.encode()) <= limit:
             return text
     return json.dumps({**seen, "status": None, "agent": "left out for want of room"})
 
 
-def _parsed(told: bytes | None) -> dict[str, Any]:
+def _parsed(answer: bytes | None) -> dict[str, Any]:
     try:
-        answer = json.loads(told or b"{}")
+        answer = json.loads(answer or b"{}")
     except ValueError:
         return {}
     return answer if isinstance(answer, dict) else {}

@@ -527,6 +527,6 @@ def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memo
 def _summary(reasons: Mapping[str, str], nodes: bool) -> str:
     if not nodes:
         return "the cluster has no nodes"
-    told = [f"{name} {reason}" for name, reason in sorted(reasons.items())]
-    more = f", and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
-    return "; ".join(told[:_NAMED]) + more
+    lines = [f"{name} {reason}" for name, reason in sorted(reasons.items())]
+    more = f", and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
+    return "; ".join(lines[:_NAMED]) + more

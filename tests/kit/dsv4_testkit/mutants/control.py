@@ -120,7 +120,7 @@ CONTROL = (
     Mutant(
         "a failure is in the log only",
         f"{_OPERATOR}/controller/reconcile.py",
-        "        if news:\n            self._record(Event(EventType.WARNING, reason, message, part.group))\n",
+        "        if is_new:\n            self._record(Event(EventType.WARNING, reason, message, part.group))\n",
         "",
         ("tests/unit/controller/test_refusals.py",),
     ),
@@ -730,7 +730,7 @@ CONTROL = (
     Mutant(
         "a new engine counts as reached by the answer of the old one",
         f"{_OPERATOR}/lifecycle/canary.py",
-        "    if known.lives - asked.lives:\n",
+        "    if known.lives - at_start.lives:\n",
         "    if False:\n",
         ("tests/unit/lifecycle/test_canary.py",),
     ),
