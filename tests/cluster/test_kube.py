@@ -18,7 +18,6 @@ from dsv4_operator.kube import (
     PODS,
     Access,
     AlreadyExists,
-    Cache,
     Client,
     Conflict,
     Forbidden,
@@ -29,6 +28,7 @@ from dsv4_operator.kube import (
     find_access,
 )
 from dsv4_operator.kube.access import Credential
+from dsv4_operator.kube.cache import Cache
 
 
 @pytest.fixture

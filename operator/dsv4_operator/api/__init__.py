@@ -15,9 +15,7 @@ from dsv4_operator.api.policy import ClusterPolicy
 from dsv4_operator.api.rules import Finding, InvalidDeployment
 from dsv4_operator.api.spec import (
     CudagraphMode,
-    EnvVar,
     Executor,
-    GatewaySpec,
     Hardware,
     KvCacheDtype,
     ModelSource,
@@ -48,7 +46,6 @@ from dsv4_operator.api.status import (
     Reason,
     RejectedStatus,
     RolloutStatus,
-    read_status,
 )
 
 __all__ = [
@@ -63,11 +60,9 @@ __all__ = [
     "DSV4Deployment",
     "DeploymentPhase",
     "DeploymentStatus",
-    "EnvVar",
     "Executor",
     "FailureStatus",
     "Finding",
-    "GatewaySpec",
     "GroupPhase",
     "GroupStatus",
     "Hardware",
@@ -101,5 +96,4 @@ __all__ = [
     "Variant",
     "load",
     "parse",
-    "read_status",
 ]

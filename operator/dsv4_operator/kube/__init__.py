@@ -2,8 +2,8 @@
 
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube.access import Access, AccessError, find_access
-from dsv4_operator.kube.cache import Cache, OwnedCache, PodCache
-from dsv4_operator.kube.client import Client, KubeReader, Listing, WatchEvent
+from dsv4_operator.kube.cache import OwnedCache, PodCache
+from dsv4_operator.kube.client import Client, KubeReader
 from dsv4_operator.kube.exact import apply_exactly
 from dsv4_operator.kube.resources import (
     CONFIG_MAPS,
@@ -18,7 +18,6 @@ from dsv4_operator.kube.resources import (
     AlreadyExists,
     Conflict,
     Forbidden,
-    Gone,
     Invalid,
     KubeError,
     NotFound,
@@ -40,22 +39,18 @@ __all__ = [
     "Access",
     "AccessError",
     "AlreadyExists",
-    "Cache",
     "Client",
     "Conflict",
     "Forbidden",
-    "Gone",
     "Invalid",
     "KubeError",
     "KubeReader",
-    "Listing",
     "Manifest",
     "NotFound",
     "OwnedCache",
     "PodCache",
     "Resource",
     "Unavailable",
-    "WatchEvent",
     "apply_exactly",
     "find_access",
     "resource_of",

@@ -9,10 +9,8 @@ from dsv4_operator.lifecycle.decide import (
     Forget,
     Form,
     Planner,
-    decide,
     record_evidence,
 )
-from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.lifecycle.rollout import decide_groups, versions, with_accepted
 from dsv4_operator.lifecycle.status import Event, EventType, compute_status, events, given_up, refused_status
 
@@ -26,12 +24,8 @@ __all__ = [
     "Fence",
     "Forget",
     "Form",
-    "GroupKey",
-    "Observed",
-    "ObservedMember",
     "Planner",
     "compute_status",
-    "decide",
     "decide_groups",
     "events",
     "given_up",

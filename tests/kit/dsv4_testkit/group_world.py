@@ -8,17 +8,8 @@ from functools import cache, lru_cache
 
 from dsv4_operator.api import DSV4Deployment, GroupStatus, load
 from dsv4_operator.api.deployment import PAUSED, RESTART_AT
-from dsv4_operator.lifecycle import (
-    Action,
-    CollectEvidence,
-    Drain,
-    Fence,
-    Forget,
-    Form,
-    GroupKey,
-    Observed,
-    ObservedMember,
-)
+from dsv4_operator.lifecycle import Action, CollectEvidence, Drain, Fence, Forget, Form
+from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.planning import Facts, NodeFacts, plan_group
 from dsv4_runtime.contract import AgentStatus, Cause, EngineStatus, Failure, GroupPlan, Health, Phase, Verdict
 

@@ -23,9 +23,6 @@ from dsv4_operator.lifecycle import (
     Fence,
     Forget,
     Form,
-    GroupKey,
-    Observed,
-    ObservedMember,
     Planner,
     compute_status,
     decide_groups,
@@ -33,6 +30,7 @@ from dsv4_operator.lifecycle import (
     record_evidence,
     versions,
 )
+from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.planning import PlanRefused, plan_group, revision
 from dsv4_runtime.contract import Cause, GroupPlan, Phase
 from dsv4_testkit import group_world

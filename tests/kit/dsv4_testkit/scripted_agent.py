@@ -20,7 +20,7 @@ from aiohttp import web
 
 from dsv4_operator.backends.pods.scheduling import is_member
 from dsv4_operator.builders import names, paths
-from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Kube, Manifest, PodCache
+from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Client, Manifest, PodCache
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.http import application
 from dsv4_runtime.agent.state import Changes, MemberRecord
@@ -211,7 +211,7 @@ class _Running:
 class ScriptedAgents:
     """Answers for every running member pod of a cluster that has an address, until closed."""
 
-    def __init__(self, kube: Kube, *, settled: Script | None = None) -> None:
+    def __init__(self, kube: Client, *, settled: Script | None = None) -> None:
         """Args:
         kube: the API server.
         settled: how agents behave for whom there is no script.

@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus
-from dsv4_operator.lifecycle import (
-    CollectEvidence,
-    Fence,
-    decide,
-    record_evidence,
-)
+from dsv4_operator.lifecycle import CollectEvidence, Fence, record_evidence
+from dsv4_operator.lifecycle.decide import decide
 from dsv4_operator.lifecycle.watch import ALIVE
 from dsv4_runtime.contract import (
     Cause,

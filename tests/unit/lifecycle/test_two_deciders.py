@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, Reason
-from dsv4_operator.lifecycle import Action, CollectEvidence, Fence, Form, Observed, decide
+from dsv4_operator.lifecycle import Action, CollectEvidence, Fence, Form
+from dsv4_operator.lifecycle.decide import decide
+from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.planning import PlanRefused
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.group_world import SCHEDULES, BackendError, World, deployment_of, kept_status, plan_of

@@ -12,7 +12,8 @@ import gateway_groups
 import pytest
 from pydantic import ValidationError
 
-from dsv4_operator.api import DSV4Deployment, GatewaySpec
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api.spec import GatewaySpec
 from dsv4_operator.backends.local.gateway import (
     MAX_DRAIN_SECONDS,
     LocalGateways,

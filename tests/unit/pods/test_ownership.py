@@ -25,7 +25,7 @@ from dsv4_operator.backends.pods.observe import KEPT_EVIDENCE
 from dsv4_operator.backends.pods.ownership import ForeignObject, ObjectTerminating, OwnedObjects, managed_by_apply
 from dsv4_operator.builders import frontend, group, names
 from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Client, Conflict, Forbidden, Invalid, Unavailable
-from dsv4_operator.lifecycle import GroupKey
+from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
 from dsv4_testkit.fake_kube import FakeKube
