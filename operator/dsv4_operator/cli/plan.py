@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, Reason, parse
-from dsv4_operator.backends.local.checkpoint import model_here
+from dsv4_operator.backends.local.facts import model_here
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
 from dsv4_operator.cli.output import DocumentFormat, note, print_line, render_document, render_table, wrap
 from dsv4_operator.cli.sources.base import DeploymentSource

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, Metadata
-from dsv4_operator.api.annotations import RESTART_AT, restart_at
+from dsv4_operator.api.deployment import RESTART_AT, restart_at
 from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.api.values import parse_duration, parse_quantity
 

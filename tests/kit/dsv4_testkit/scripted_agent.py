@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from dsv4_operator.backends.pods.capacity import is_member
+from dsv4_operator.backends.pods.scheduling import is_member
 from dsv4_operator.builders import names
-from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Kube, Manifest, PodCache
+from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Client, Manifest, PodCache
 from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.agent.http import application
 from dsv4_runtime.agent.record import Changes, MemberRecord
@@ -211,7 +211,7 @@ class _Running:
 class ScriptedAgents:
     """Answers for every running member pod of a cluster that has an address, until closed."""
 
-    def __init__(self, kube: Kube, *, settled: Script | None = None) -> None:
+    def __init__(self, kube: Client, *, settled: Script | None = None) -> None:
         """Args:
         kube: the API server.
         settled: how agents behave for whom there is no script.

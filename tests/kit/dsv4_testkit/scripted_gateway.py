@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from dsv4_operator.builders import names
-from dsv4_operator.kube import PODS, SECRETS, Kube
+from dsv4_operator.kube import PODS, SECRETS, Client
 from dsv4_runtime.contract.gateway import CanaryReport
 from dsv4_runtime.contract.token import canary_token
 
@@ -22,7 +22,7 @@ from dsv4_runtime.contract.token import canary_token
 class ScriptedGateway:
     """Answers the canary of one deployment, for a pod of its own and for every other one of its gateways."""
 
-    def __init__(self, kube: Kube, namespace: str, deployment: str) -> None:
+    def __init__(self, kube: Client, namespace: str, deployment: str) -> None:
         self._kube, self._namespace, self._deployment = kube, namespace, deployment
         self.problem = ""
         """Why it answers nobody; empty: it does."""

@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, parse
-from dsv4_operator.api.gateway import ApiKeysSource
-from dsv4_operator.backends.pods.capacity import Snapshot
-from dsv4_operator.backends.pods.scheduling import facts
+from dsv4_operator.api.spec import ApiKeysSource
+from dsv4_operator.backends.pods.scheduling import Snapshot, facts
 from dsv4_operator.builders import frontend, member
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract.gateway import GatewayRoute

@@ -16,7 +16,7 @@ from dsv4_operator.api import (
     GroupStatus,
     Reason,
 )
-from dsv4_operator.api.annotations import PAUSED
+from dsv4_operator.api.deployment import PAUSED
 from dsv4_operator.api.status import read_status
 from dsv4_operator.lifecycle import Event, EventType, compute_status, events, refused_status
 from dsv4_operator.lifecycle.canary import UNTRIED

@@ -13,9 +13,8 @@ import pytest
 from dsv4_operator.api import DSV4Deployment, Hardware, load
 from dsv4_operator.backends.local import gpus
 from dsv4_operator.backends.local.backend import LocalBackend
-from dsv4_operator.backends.local.claims import claimed
 from dsv4_operator.backends.local.facts import local_facts
-from dsv4_operator.backends.local.gpus import Found
+from dsv4_operator.backends.local.gpus import GpuInventory, claimed
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.cli.errors import CommandError
@@ -48,7 +47,7 @@ def nano(**topology: object) -> DSV4Deployment:
     )
 
 
-def facts(deployment: DSV4Deployment, found: Found, *, isolated: bool = True) -> Facts:
+def facts(deployment: DSV4Deployment, found: GpuInventory, *, isolated: bool = True) -> Facts:
     state = DeploymentState(Path("/s"), "nano-gpu")
     return local_facts(
         deployment,
@@ -112,7 +111,7 @@ def test_a_card_that_fell_off_the_bus_does_not_hide_the_others(driver: FakeNvml)
     before = gpus.find().cards
     driver.gpus[0].lost = True
     assert [card.index for card in gpus.find().cards] == [1]
-    lost, there = gpus.look_again(before)
+    lost, there = gpus.refresh(before)
     assert (lost.uuid, lost.free_bytes) == (before[0].uuid, None)
     assert there == before[1]
 
@@ -143,7 +142,7 @@ import sys, time
 from dsv4_testkit.fake_nvml import FakeNvml, Gpu
 from dsv4_operator.api import Hardware, TopologySpec
 from dsv4_operator.backends.local import gpus
-from dsv4_operator.backends.local.claims import claimed
+from dsv4_operator.backends.local.gpus import claimed
 gpus.pynvml = FakeNvml(*[Gpu(uuid=uuid) for uuid in {[card.uuid for card in found.cards]!r}])
 with claimed(TopologySpec(hardware=Hardware.H100), gpus.find()) as cards:
     print(cards[0].index, flush=True)
@@ -181,7 +180,7 @@ def test_every_group_has_cards_of_its_own(driver: FakeNvml) -> None:
     asked = made.model_copy(update={"spec": made.spec.model_copy(update={"replicas": 2})})
     found = gpus.find()
     with claimed(asked.spec.topology, found, asked.spec.replicas) as both:
-        seen = facts(asked, Found(cards=both))
+        seen = facts(asked, GpuInventory(cards=both))
     given = [[gpu.uuid for gpu in seen.of_group(group, 1)[0].gpus] for group in (0, 1)]
     assert given == [[card.uuid] for card in found.cards]
     with (
@@ -277,7 +276,7 @@ async def test_what_is_free_is_asked_again_while_no_member_runs(driver: FakeNvml
 
 
 def test_gpus_that_cannot_be_asked_are_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "find", lambda: Found(problem="the NVIDIA driver has not answered for 10 s"))
+    monkeypatch.setattr(gpus, "find", lambda: GpuInventory(problem="the NVIDIA driver has not answered for 10 s"))
     monkeypatch.setattr(gpus, "_DEVICE", tmp_path / "nvidia0")
     assert gpus.hardware_here() == (Hardware.CPU, "the NVIDIA driver has not answered for 10 s")
     (tmp_path / "nvidia0").touch()

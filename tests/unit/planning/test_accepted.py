@@ -18,8 +18,8 @@ from dsv4_operator.api import (
     GroupStatus,
     InvalidDeployment,
     RolloutStatus,
-    owned,
     parse,
+    security,
 )
 from dsv4_operator.planning.revision import accepted_text, formed_from, last_valid, read_accepted, revision, revision_of
 
@@ -101,7 +101,7 @@ def test_a_stricter_list_of_flags_changes_no_fingerprint(monkeypatch: pytest.Mon
     given["spec"]["engine"]["extraArgs"] = ["--seed=4"]
     deployment = parse(copy.deepcopy(given))
     status = kept(deployment, accepted=accepted_text(deployment, formed_from(deployment)))
-    monkeypatch.setitem(owned._FLAGS, "--seed", "remove it")
+    monkeypatch.setitem(security._OWNED_FLAGS, "--seed", "remove it")
     found = last_valid(given, status)
     assert found is not None
     assert revision(found.deployment) == revision(deployment)

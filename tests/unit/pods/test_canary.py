@@ -20,8 +20,8 @@ from dsv4_operator.api import (
     GroupStatus,
     Reason,
 )
-from dsv4_operator.backends.pods import canary
-from dsv4_operator.backends.pods.canary import CANARY_PATH, Canaries, problem_of
+from dsv4_operator.backends.pods import gateways
+from dsv4_operator.backends.pods.gateways import CANARY_PATH, Canaries, problem_of
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.lifecycle.canary import UNTRIED
@@ -180,7 +180,7 @@ async def test_one_failure_is_confirmed_before_it_counts(world: World) -> None:
     assert await world.settled() is None
     world.answer = "no healthy engine"
     known = world.canaries._known["team", "nano"]
-    known.canary = canary.adopted(None, known.canary.lives, known.canary.gateways, 0.0)
+    known.canary = gateways.adopted(None, known.canary.lives, known.canary.gateways, 0.0)
     assert await world.settled() is None
     assert await world.settled() == "no healthy engine"
     world.answer = None
@@ -302,7 +302,7 @@ async def test_a_gateway_that_says_nothing_is_given_up(monkeypatch: pytest.Monke
         await asyncio.sleep(60)
         return web.Response()
 
-    monkeypatch.setattr(canary, "_SECONDS", 0.2)
+    monkeypatch.setattr(gateways, "_SECONDS", 0.2)
     runner, _ = await served(answer, monkeypatch)
     world = World(real=True)
     try:

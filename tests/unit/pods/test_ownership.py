@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, MemberStatus, NodeLossSpec
 from dsv4_operator.backends import pods
 from dsv4_operator.backends.base import Backend
-from dsv4_operator.backends.pods import PodsBackend, evidence
+from dsv4_operator.backends.pods import PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import FenceError, Fencer
+from dsv4_operator.backends.pods.frontend import Superseded, TokenKeys, move_head
+from dsv4_operator.backends.pods.observe import KEPT_EVIDENCE
 from dsv4_operator.backends.pods.ownership import ForeignObject, ObjectTerminating, OwnedObjects, managed_by_apply
-from dsv4_operator.backends.pods.services import Superseded, move_head
-from dsv4_operator.backends.pods.token import TokenKeys
 from dsv4_operator.builders import frontend, member, names
-from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Conflict, Forbidden, Invalid, Kube, Unavailable
-from dsv4_operator.lifecycle import GroupKey
+from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Client, Conflict, Forbidden, Invalid, Unavailable
+from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
 from dsv4_testkit.fake_kube import FakeKube
@@ -117,7 +117,7 @@ async def life(kube: FakeKube) -> tuple[list[Exception], set[str]]:
         fresh = backend_of(kube)
         await collected(errors, fresh.ensure_frontend(two, serving(incarnation)))
         await fresh.close()
-        for number in range(incarnation, incarnation + 1 + evidence.KEEP):
+        for number in range(incarnation, incarnation + 1 + KEPT_EVIDENCE):
             await call("collect_evidence", two, 0, number)
         await call("drain", two, 0, incarnation, 0.1)
         if incarnation == 1:
@@ -246,7 +246,7 @@ def test_nothing_else_of_the_backend_writes_to_the_api_server() -> None:
                 if on.endswith(("kube", "client")):
                     found.append((file.name, on))
     assert {name for name, _ in found} == {"ownership.py"}
-    assert {name for name, _ in inspect.getmembers(Kube, inspect.isfunction)} >= WRITES
+    assert {name for name, _ in inspect.getmembers(Client, inspect.isfunction)} >= WRITES
 
 
 async def test_the_text_names_the_object_its_owner_and_the_remedy() -> None:
@@ -478,7 +478,7 @@ async def test_a_new_deployment_takes_no_number_whose_pods_an_earlier_one_still_
     await first.ensure(older, plan_group(older, await first.facts(older), group=0, incarnation=3))
     second = backend_of(kube)
     seen = await second.observe(newer, 0)
-    assert (seen.members, seen.taken) == ((), 3)
+    assert (seen.members, seen.used_incarnation) == ((), 3)
     # What they take of their nodes is not the new one's to have.
     assert [one.name for one in (await second.facts(newer)).placed[0]] == ["spark-3", "spark-4"]
 

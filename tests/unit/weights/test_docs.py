@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dsv4_operator.api.load import parse
+from dsv4_operator.api.deployment import parse
 from dsv4_operator.planning.weights import weights_plan
 from dsv4_runtime.contract import WeightsSource
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_operator.api import DSV4Deployment, GroupStatus, InvalidDeployment, parse
-from dsv4_operator.api.annotations import PAUSED, RESTART_AT, is_paused
-from dsv4_operator.api.deployment import NAME_PATTERN
+from dsv4_operator.api.deployment import NAME_PATTERN, PAUSED, RESTART_AT, is_paused
 from dsv4_operator.api.values import format_time, parse_time
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import head_name, incarnation_name, mounted_name
@@ -100,8 +99,7 @@ class ClusterSource:
 
     def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
         """Return the nodes as the operator does; machines of the catalog if the user may not list nodes."""
-        from dsv4_operator.backends.pods.capacity import Snapshot
-        from dsv4_operator.backends.pods.scheduling import facts
+        from dsv4_operator.backends.pods.scheduling import Snapshot, facts
 
         if not chosen:
             try:

@@ -1,4 +1,4 @@
-"""The backends that an operator has, by name: a new one is a folder and a line here."""
+"""Registry of backends by name; a new backend is a folder and a line here."""
 
 from __future__ import annotations
 
@@ -6,29 +6,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, InvalidDeployment
-from dsv4_operator.api.findings import Finding
+from dsv4_operator.api.rules import Finding
 from dsv4_operator.api.spec import DEFAULT_BACKEND
 from dsv4_operator.api.values import quoted
 from dsv4_operator.backends.base import Backend
 from dsv4_operator.backends.pods import Cluster, PodsBackend
-from dsv4_operator.backends.pods.cluster import OwnedView, PodView
-from dsv4_operator.kube import Kube
+from dsv4_operator.kube import Client, OwnedCache, PodCache
 
 
 @dataclass(frozen=True, slots=True)
 class BackendDependencies:
-    """Dependencies from which backends are made."""
+    """Dependencies of backends."""
 
-    kube: Kube
-    pods: PodView
-    """Of the namespaces that the operator watches."""
-    owned: OwnedView
+    kube: Client
+    pods: PodCache
+    owned: OwnedCache
     runtime_image: str
-    """Of members and gateways whose deployment names no image."""
+    """Image of members and gateways whose deployment names none."""
     policy: ClusterPolicy
-    """The limits on what deployments have of nodes."""
+    """Limits on the use of nodes by deployments."""
     changed: Callable[[str, str], None]
-    """Called with namespace and name of a deployment of which there is news."""
+    """Called with namespace and name of a deployment after a change."""
     in_cluster: bool = False
     """Whether this process is a pod of the cluster."""
 
@@ -46,11 +44,11 @@ def _pods(given: BackendDependencies) -> Backend:
 
 
 BACKENDS: dict[str, Callable[[BackendDependencies], Backend]] = {DEFAULT_BACKEND: _pods}
-"""By what `spec.backend` calls them."""
+"""By the values of `spec.backend`."""
 
 
 def check(deployment: DSV4Deployment) -> None:
-    """Refuse a deployment for which there is no backend.
+    """Check that the backend of a deployment exists.
 
     Raises:
         InvalidDeployment: `spec.backend` is none of `BACKENDS`.
@@ -68,7 +66,7 @@ class Backends:
         self._made = {name: make(given) for name, make in BACKENDS.items()}
 
     def of(self, deployment: DSV4Deployment) -> Backend:
-        """Return what runs the members of `deployment`.
+        """Return the backend of `deployment`.
 
         Raises:
             InvalidDeployment: there is no such backend.

@@ -1,7 +1,13 @@
-"""The field reference, made from the models: `python -m dsv4_operator.api.reference > docs/reference/api.md`."""
+"""Documents generated from the models and rules, by the name of the document:
+
+python -m dsv4_operator.api.documents reference > docs/reference/api.md
+python -m dsv4_operator.api.documents security > charts/dsv4-operator/files/security.json
+python -m dsv4_operator.api.documents trust    # tables of docs/trust.md
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
@@ -15,14 +21,26 @@ from pydantic_core import PydanticUndefined
 
 from dsv4_operator.api import values
 from dsv4_operator.api.deployment import DSV4Deployment
-from dsv4_operator.api.reasons import ConditionType, Reason
-from dsv4_operator.api.status import DeploymentPhase, GroupPhase
+from dsv4_operator.api.rules import model_in
+from dsv4_operator.api.security import (
+    ENDPOINT_VARIABLES,
+    FLAGS,
+    LINK_LOCAL,
+    LINK_LOCAL_REFUSAL,
+    OTHER_FLAGS,
+    REFUSED_VARIABLES,
+    URL,
+    VARIABLES,
+    among,
+    spellings,
+)
+from dsv4_operator.api.status import ConditionType, DeploymentPhase, GroupPhase, Reason
 from dsv4_runtime.contract import Cause, Phase
 
 _INTRODUCTION = """# DSV4Deployment
 
 The one object that users write, `apiVersion: dsv4.dev/v1alpha1`. `dsv4 up FILE` reads it from a file. Samples are in
-`examples/`. This page is generated from the models (`python -m dsv4_operator.api.reference`).
+`examples/`. This page is generated from the models (`python -m dsv4_operator.api.documents reference`).
 
 Durations are written `90s`, `10m` or `1h30m`; quantities `512Mi` or `8Gi`; times in the status are RFC 3339 in UTC.
 Unknown fields are refused.
@@ -32,12 +50,12 @@ _MARKS = (
     (get_args(values.Quantity)[1], "quantity"),
     (get_args(values.Time)[1], "time"),
 )
-"""Metadata of a field that tells our own types from plain numbers."""
+"""Field metadata that marks the types of `values`."""
 _FEW = 6
 _NAMES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
-def render() -> str:
+def reference() -> str:
     """Return the reference as Markdown."""
     sections = [
         _INTRODUCTION,
@@ -55,8 +73,8 @@ def render() -> str:
 
 
 def _tables(path: str, field: FieldInfo) -> Iterator[str]:
-    """Yield the table of the model that `field` holds, then those of the models within it."""
-    model = _model(field.annotation)
+    """Yield the table of `field`'s model, then those of nested models."""
+    model = model_in(field.annotation)
     if model is None:
         return
     rows = [_row(part) for part in model.model_fields.items()]
@@ -134,17 +152,47 @@ def _is_list(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType) and any(map(_is_list, get_args(annotation)))
 
 
-def _model(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, UnionType, tuple, Annotated):
-        return next(filter(None, map(_model, get_args(annotation))), None)
-    return None
-
-
 def _vocabulary(title: str, words: type[StrEnum]) -> str:
     return f"## {title}\n\n" + ", ".join(f"`{word}`" for word in words) + "\n"
 
 
+def security_tables() -> dict[str, object]:
+    """Return the tables for the chart: lists, and CEL conditions over them."""
+    return {
+        "flags": {flag: spellings(flag) for flag in FLAGS},
+        "otherFlags": list(OTHER_FLAGS),
+        "flagAmong": among("arg", "variables.refusedFlags", "variables.otherFlags"),
+        "variables": f"^({'|'.join(VARIABLES)})$",
+        "refusedVariables": f"^({'|'.join(REFUSED_VARIABLES)})$",
+        "linkLocal": list(LINK_LOCAL),
+        "linkLocalRefusal": LINK_LOCAL_REFUSAL,
+        "endpointVariables": list(ENDPOINT_VARIABLES),
+        "url": f"^(?:{URL.pattern})$",
+    }
+
+
+def security_markdown() -> str:
+    """Return the tables of docs/trust.md."""
+    rows = ["| flags | reason |", "|---|---|"]
+    for reason in dict.fromkeys(FLAGS.values()):
+        flags = ", ".join(f"`{flag}`" for flag, why in FLAGS.items() if why == reason)
+        rows.append(f"| {flags} | {reason} |")
+    rows += ["", "| variables that are taken | meaning |", "|---|---|"]
+    rows += [f"| `{_in_table(pattern)}` | {meaning} |" for pattern, meaning in VARIABLES.items()]
+    rows += ["", "| variables that are refused | reason |", "|---|---|"]
+    rows += [f"| `{_in_table(pattern)}` | {reason} |" for pattern, reason in REFUSED_VARIABLES.items()]
+    return "\n".join(rows) + "\n"
+
+
+def _in_table(pattern: str) -> str:
+    return pattern.replace("|", "\\|")
+
+
+_DOCUMENTS = {
+    "reference": reference,
+    "security": lambda: json.dumps(security_tables(), indent=2, ensure_ascii=False) + "\n",
+    "trust": security_markdown,
+}
+
 if __name__ == "__main__":
-    sys.stdout.write(render())
+    sys.stdout.write(_DOCUMENTS[sys.argv[1]]())
