@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import triton
 
-from dsv4_kernels.arch import Arch
-from dsv4_kernels.arrivals import AT_REST
+from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.device import AT_REST
 
 
 class FrozenError(RuntimeError):
@@ -41,8 +41,32 @@ class Plan(ABC):
     """Buffers and launch constants of one operation for one largest shape on one device."""
 
     operation: str
-    arch: Arch
-    shape: Mapping[str, Any]
+
+    def __init__(
+        self,
+        operation: str,
+        shape: Mapping[str, Any],
+        device: torch.device,
+        arch: Arch | None,
+        is_supported: Callable[[Mapping[str, Any], Arch], Support],
+    ) -> None:
+        """Args:
+        operation: name in the registry.
+        shape: the largest shape, by the names of the registry's cases.
+        arch: architecture whose configurations are used; None for that of `device`.
+        is_supported: the operation's own.
+
+        Raises:
+            FrozenError: `freeze()` is in force; planning allocates.
+            ValueError: the operation cannot run the shape.
+        """
+        if _FREEZER.frozen:
+            raise FrozenError(f"{operation}: plans are made before freeze()")
+        self.operation, self.shape, self.device = operation, shape, device
+        self.arch = arch or detect(device) or DEFAULT_ARCH
+        support = is_supported(shape, self.arch)
+        if not support:
+            raise ValueError(support.reason)
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,14 +121,8 @@ def is_frozen() -> bool:
     return _FREEZER.frozen
 
 
-def require_thawed(operation: str) -> None:
-    """Refuse to plan after `freeze()`: planning allocates."""
-    if _FREEZER.frozen:
-        raise FrozenError(f"{operation}: plans are made before freeze()")
-
-
 def counters(count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` counters of arrivals at rest, int32, for `arrivals.is_last`."""
+    """Return `count` counters of arrivals at rest, int32, for `device.is_last`."""
     return torch.full((count,), AT_REST.value, dtype=torch.int32, device=device)
 
 

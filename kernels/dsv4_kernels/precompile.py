@@ -54,20 +54,23 @@ _SHARES = 4
 
 
 class CompileOnly:
-    """A driver of Triton's that says what to compile for and has no device."""
+    """Triton driver without a device: `arch` is the target of the compiler.
+
+    Triton keeps the target of a device number, so a process that compiles for several needs a number for each.
+    """
 
     launches = False
 
-    def __init__(self, arch: Arch) -> None:
-        self._target = GPUTarget("cuda", arch.spec.capability, 32)
+    def __init__(self, arch: Arch, device: int = 0) -> None:
+        self._target, self._device = GPUTarget("cuda", arch.spec.capability, 32), device
 
     def get_current_target(self) -> GPUTarget:
-        """Return what to compile for."""
+        """Return the target to compile for."""
         return self._target
 
     def get_current_device(self) -> int:
-        """Return the only number there is."""
-        return 0
+        """Return the number of the only device."""
+        return self._device
 
     def get_current_stream(self, device: int) -> int:
         """Return the default stream."""

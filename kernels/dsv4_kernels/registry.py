@@ -12,7 +12,9 @@ import torch
 
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.plan import Plan, Support
-from dsv4_kernels.static import FOLDERS
+
+FOLDERS = ("fp8", "mla_cache", "mla_decode", "moe", "mhc", "compressor", "indexer", "mla_prefill", "front", "router")
+"""Folder of every operation; `api.py` in it holds its rows, `OPERATIONS`."""
 
 
 @dataclass(frozen=True)

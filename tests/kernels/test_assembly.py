@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_kernels.layouts import LARGEST_SCALE
-from dsv4_kernels.numerics import e4m3_decode
+from dsv4_kernels.numerics import LARGEST_SCALE, e4m3_decode
 from dsv4_testkit import ptx
 
 ASSEMBLIES = ptx.assemblies()

@@ -6,11 +6,6 @@ weights and add the sums, scaled, once per 128 values of k. Programs stay and ta
 Gluon has no interpreter: what is checked without a GPU is the compiled code (the static gate), the numbers only on one.
 """
 
-# Triton's decorator and the arguments of kernels have no types.
-# Compile-time constants are in capitals, as is usual in Triton.
-# ruff: noqa: N803
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
-
 from __future__ import annotations
 
 import functools
