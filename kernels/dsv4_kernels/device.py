@@ -13,12 +13,6 @@ def ue8m0_to_f32(code):
 
 
 @triton.jit
-def ue8m0_to_bf16(code):
-    """2^(code − 127) as bf16: the code is the exponent field."""
-    return (code.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
 def ue8m0_ceil(x):
     """Code (int32) of the least power of two ≥ x > 0: exponent, plus one if any mantissa bit is set. Saturates at
     254.

@@ -116,9 +116,9 @@ def thaw() -> None:
     _FREEZER.thaw()
 
 
-def is_frozen() -> bool:
-    """Tell whether `freeze()` is in force."""
-    return _FREEZER.frozen
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two ≥ n."""
+    return 1 << (n - 1).bit_length()
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:

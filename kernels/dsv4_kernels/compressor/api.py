@@ -74,10 +74,7 @@ class CompressorPlan(Plan):
             raise ValueError(f"{operation}: blocks of states and pages must start at multiples of 16 bytes")
 
     def _check(self, state_cache: torch.Tensor, slot_mapping: torch.Tensor, positions: torch.Tensor) -> int:
-        shape = (self.block, 2 * self.width)
-        if state_cache.dtype != torch.float32 or tuple(state_cache.shape[1:]) != shape:
-            raise ValueError(f"state_cache must be float32 [blocks, {shape[0]}, {shape[1]}]")
-        _check_stride("state_cache", state_cache, self.state_stride)
+        _check_states("state_cache", state_cache, (self.block, 2 * self.width), self.state_stride)
         check_tensor("slot_mapping", slot_mapping, _I64, (None,))
         check_tensor("positions", positions, _I64, (None,))
         tokens = int(slot_mapping.shape[0])
@@ -185,6 +182,13 @@ class StorePlan(CompressorPlan):
             num_warps=config.num_warps, num_stages=1,
         )  # fmt: skip
         return kv_cache
+
+
+def _check_states(name: str, states: torch.Tensor, block: tuple[int, int], stride: int) -> None:
+    """Raise ValueError unless `states` is float32 [blocks, *block], with blocks `stride` values apart."""
+    if states.dtype != torch.float32 or tuple(states.shape[1:]) != block:
+        raise ValueError(f"{name} must be float32 [blocks, {block[0]}, {block[1]}]")
+    _check_stride(name, states, stride)
 
 
 def _check_stride(name: str, tensor: torch.Tensor, stride: int) -> None:
@@ -424,14 +428,7 @@ class ProjectionPlan(Plan):
         check_tensor(f"{which}weight", weight, torch.bfloat16, (2 * width, self.hidden))
         check_tensor(f"{which}ape", ape, torch.float32, (self.ratio, width))
         _check_row(f"{which}slot_mapping", slot_mapping, saved)
-        rows = (self.block, 2 * width)
-        if state_cache.dtype != torch.float32 or tuple(state_cache.shape[1:]) != rows:
-            raise ValueError(f"{which}state_cache must be float32 [blocks, {rows[0]}, {rows[1]}]")
-        apart = state_cache.stride(0) == stride or state_cache.shape[0] == 1
-        if state_cache.stride()[1:] != (rows[1], 1) or not apart or state_cache.data_ptr() % 16:
-            raise ValueError(
-                f"{which}state_cache has strides {state_cache.stride()}, needs ({stride}, {rows[1]}, 1) and 16 bytes"
-            )
+        _check_states(f"{which}state_cache", state_cache, (self.block, 2 * width), stride)
 
     def warmup(self) -> None:
         """Run every configuration that a token count up to the planned one selects; no slot is written."""

@@ -15,16 +15,11 @@ from dsv4_kernels.launch import Launcher
 from dsv4_kernels.mla_cache.api import check_cache
 from dsv4_kernels.mla_decode.reference import rope_inputs
 from dsv4_kernels.numerics import as_numbers, ds_mla, seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 
 # Four heads are 64 bytes per thread of four warps.
 BLOCK_HEADS = 4
-
-
-def block(columns: int) -> int:
-    """The next power of two."""
-    return 1 << (columns - 1).bit_length()
 
 
 _front_insert = Launcher(front_insert_kernel)
@@ -75,7 +70,8 @@ class NormPlan(Plan):
             _front_norm[(tokens, 2)](
                 qr_ptr=qr, kv_ptr=kv, q_weight_ptr=q_weight, kv_weight_ptr=kv_weight, qr_out_ptr=self.qr,
                 kv_out_ptr=self.kv, code_ptr=self._code.view(torch.float8_e4m3fn), scale_ptr=self._scale,
-                qr_stride=qr.stride(0), kv_stride=kv.stride(0), eps=eps, Q=self.rank, BLOCK=block(self.rank),
+                qr_stride=qr.stride(0), kv_stride=kv.stride(0), eps=eps, Q=self.rank,
+                BLOCK=next_power_of_2(self.rank),
                 QUANT=self.quantised,
                 num_warps=4, num_stages=1,
             )  # fmt: skip

@@ -26,7 +26,7 @@ from dsv4_kernels.mhc.reference import (
     pre_inputs,
 )
 from dsv4_kernels.numerics import as_numbers
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 from dsv4_kernels.testing.interpreter import interpreting
 
@@ -85,16 +85,11 @@ def post_config(tokens: int) -> MixConfig:
     return MixConfig(1, 1024, 1024, 4, 1)
 
 
-def padded(splits: int) -> int:
-    """The next power of two: how many partial results the apply kernel loads at once."""
-    return 1 << (splits - 1).bit_length()
-
-
 def coefficient_tile(config: MixConfig, splits: int) -> tuple[int, int]:
     """Return the splits and tokens that a program for post and comb loads at once, a tile that registers hold."""
     if config.coefficients:
         return 1, config.coefficients
-    return padded(splits), max(1, min(16, 32 // padded(splits)))
+    return next_power_of_2(splits), max(1, min(16, 32 // next_power_of_2(splits)))
 
 
 _mhc_apply = Launcher(mhc_apply_kernel)
@@ -213,7 +208,8 @@ class MhcPlan(Plan):
             code_ptr=self._code.view(torch.float8_e4m3fn), code_scale_ptr=self._code_scale,
             tokens=tokens, splits=splits, rms_eps=eps[0], pre_eps=eps[1], sinkhorn_eps=eps[2], post_mult=post_mult,
             norm_eps=eps[3], repeat=repeat, H=self.hidden, STREAMS=streams, NORM=weight is not None, HEAD=head,
-            BS=padded(splits), CS=block_s, CT=block_t, BH=padded(self.hidden), QUANT=tokens <= self.quantised,
+            BS=next_power_of_2(splits), CS=block_s, CT=block_t, BH=next_power_of_2(self.hidden),
+            QUANT=tokens <= self.quantised,
             EARLY=self.early, num_warps=config.apply_warps, num_stages=1, launch_pdl=self.early,
         )  # fmt: skip
 

@@ -111,22 +111,10 @@ class MergePlan(Plan):
             check_tensor("cos_sin", tensors["cos_sin"], torch.float32, (None, 64))
         if tokens:
             launch_merge(
-                self.arch,
-                o,
-                lse,
-                tensors.get("o1", o),
-                tensors.get("lse1", lse),
-                tensors["sink"],
-                positions,
-                tensors.get("cos_sin", lse),
-                results[0],
-                self._no_lse if self.o8 else results[1],
-                results[1] if self.o8 else self._no_scale,
-                tokens,
-                parts,
-                two,
-                self.o8,
-            )
+                self.arch, o, lse, tensors.get("o1", o), tensors.get("lse1", lse), tensors["sink"], positions,
+                tensors.get("cos_sin", lse), results[0], self._no_lse if self.o8 else results[1],
+                results[1] if self.o8 else self._no_scale, tokens, parts, two, self.o8,
+            )  # fmt: skip
         return results
 
     def warmup(self) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from dsv4_kernels.arch import Arch, Table, load_table, native_mx
 from dsv4_kernels.launch import Launcher
@@ -26,7 +25,7 @@ from dsv4_kernels.moe.kernel import (
 )
 from dsv4_kernels.moe.reference import AMAX_FLOOR, LIMIT, moe_w4a8, moe_w4a16
 from dsv4_kernels.numerics import seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, counters
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, counters, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 
 # Up to here every program finds the pairs of its expert by itself; above, one launch sorts them first.
@@ -404,7 +403,7 @@ class MoePlan(Plan):
         block = hidden & -hidden if hidden & -hidden < 1024 else 1024
         _moe_sort[(experts,)](
             ids_ptr=ids, rows_ptr=self.rows, tile_ptr=self.tile, pairs=tokens * topk, EXPERTS=experts,
-            BINS=triton.next_power_of_2(experts), BLOCK_M=c.m, CHUNK=1024,
+            BINS=next_power_of_2(experts), BLOCK_M=c.m, CHUNK=1024,
             num_warps=8,
         )  # fmt: skip
         _moe_prepare[(tokens, hidden // block)](

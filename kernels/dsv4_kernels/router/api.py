@@ -12,7 +12,7 @@ import torch
 from dsv4_kernels.arch import Arch, multiprocessors
 from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 from dsv4_kernels.router.kernel import router_product_kernel, router_select_kernel
 from dsv4_kernels.router.reference import router
@@ -44,11 +44,6 @@ def select(arch: Arch, tokens: int, experts: int, hidden: int, multiprocessors: 
     while -(-hidden // span) > wanted:
         span *= 2
     return RouterConfig(block_t, block_e, block_k, span, 4, 4)
-
-
-def padded(experts: int) -> int:
-    """The next power of two."""
-    return 1 << (experts - 1).bit_length()
 
 
 _router_product = Launcher(router_product_kernel)
@@ -119,7 +114,7 @@ class RouterPlan(Plan):
                 table_ptr=ids if tid2eid is None else tid2eid, input_ptr=ids if input_ids is None else input_ids,
                 padding_ptr=ids if padding is None else padding, out_weight_ptr=weights, out_id_ptr=ids,
                 tokens=tokens, splits=splits, scaling=scaling, E=self.experts,
-                EP=padded(self.experts), K=k, HASH=hashed, PADDED=padding is not None,
+                EP=next_power_of_2(self.experts), K=k, HASH=hashed, PADDED=padding is not None,
                 EARLY=self.early,
                 num_warps=1, num_stages=1, launch_pdl=self.early,
             )  # fmt: skip
