@@ -24,7 +24,7 @@ class Arch(StrEnum):
 
     @property
     def spec(self) -> ArchSpec:
-        """Return what the architecture offers to one kernel."""
+        """Return the limits of the architecture."""
         return _SPECS[self]
 
 
@@ -70,12 +70,12 @@ _TARGETS: dict[str, TargetGPU] = {}
 
 
 def compile_for(target: TargetGPU, device: str = "meta") -> None:
-    """Have tensors on `device`, a type of torch's, stand for those of `target` in this process (`precompile`)."""
+    """Treat tensors on `device`, a device type of torch, as tensors of `target` in this process (`precompile`)."""
     _TARGETS[device] = target
 
 
 def detect(device: Any) -> Arch | None:
-    """Tell the architecture of a torch device; None if no table fits it. A CPU counts as `DEFAULT_ARCH`."""
+    """Return the architecture of a torch device; None if it has no table. A CPU counts as `DEFAULT_ARCH`."""
     import torch
 
     device = torch.device(device)
@@ -142,7 +142,7 @@ class Row(Generic[ConfigT]):
     config: ConfigT
 
     def holds(self, shape: Mapping[str, int]) -> bool:
-        """Tell whether every range of the row holds; a name that the shape lacks never holds."""
+        """Return whether every range of the row holds; a name that the shape lacks never holds."""
         return all(
             name in shape and low <= shape[name] and (high is None or shape[name] <= high)
             for name, (low, high) in self.when.items()

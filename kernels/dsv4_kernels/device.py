@@ -67,7 +67,7 @@ def mx_probe_kernel(a, b, c):
     tl.store(c + m[:, None] * 16 + n[None, :], out)
 
 
-# A counter of arrivals between two launches. Zero or all ones would be what lost memory is likely to hold.
+# A counter of arrivals between two launches: not zero or all ones, the likely contents of lost memory.
 AT_REST = tl.constexpr(0x5A7C0000)
 
 

@@ -109,8 +109,8 @@ class PackedCache:
     """A page of `tokens` tokens: first every token's data row, then every token's scale row, then padding.
 
     `nope` E4M3 codes and `rope` bf16 values make a data row, one UE8M0 byte per `group` codes plus `scale_padding` zero
-    bytes a scale row. `align` is what the page's length is rounded up to. A page may sit in a larger block: addresses
-    take the stride between pages from the tensor, not from here.
+    bytes a scale row. The length of a page is rounded up to a multiple of `align`. A page may sit in a larger block:
+    addresses take the stride between pages from the tensor, not from here.
     """
 
     tokens: int

@@ -135,7 +135,7 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tup
     if tensor.dtype != dtype:
         raise ValueError(f"{name} has dtype {tensor.dtype}, needs {dtype}")
     have = tensor.shape
-    # A loop and no generator: a launch asks this several times, and a short step outside of graphs waits for it.
+    # A loop and no generator: a launch checks several tensors, and a short step outside of graphs waits for it.
     if have != shape:
         fits = len(have) == len(shape)
         for size, want in zip(have, shape, strict=False):

@@ -28,7 +28,6 @@ Tolerance: saved states bitwise; stored values one step of their format where fl
 sides of a boundary. Ratio 128 and head 512 of one token are spread over the multiprocessors by columns; the last
 program to arrive stores the entry. Source: the DeepSeek-V4 report; vLLM's compressor for the layouts.
 
-
 Projections of an attention layer's input for its compressors and its indexer, of few tokens in one launch.
 
     kv | score = x · weightᵀ                                       (float32; the first W rows of weight make kv)
@@ -50,5 +49,5 @@ heads bf16 [T, N]), heads being a view of the plan's buffer.
 Edges: slot −1 is a padded token and not saved, nor is a token beyond S, whose heads are computed all the same; T up to
 32; H a multiple of 8; W a multiple of 32; any N. T = 0 launches nothing.
 Tolerance: float32 sums of bf16 products in another order; heads one rounding to bf16.
-Source: the DeepSeek-V4 report; vLLM's DeepseekV4Attention for what is computed of which input.
+Source: the DeepSeek-V4 report; vLLM's DeepseekV4Attention for the inputs of each product.
 """

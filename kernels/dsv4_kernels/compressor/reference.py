@@ -113,7 +113,7 @@ def compressor_store(
     return kv_cache.copy_(flat.view_as(kv_cache))
 
 
-# Stands for what was never written, so that two caches can be compared by value.
+# Stands for values that were never written, so that two caches can be compared by value.
 NEVER = 12345.0
 
 

@@ -493,7 +493,10 @@ class EinsumO8Plan(GemmPlan):
 
 @functools.cache
 def _hopper() -> tuple[Callable[[torch.Tensor, int], Any], Any]:
-    """Return what describes tensors and the kernel of specialised warps; other architectures need no Gluon."""
+    """Return the constructor of tensor descriptors and the kernel of specialised warps.
+
+    Imported on use: other architectures need no Gluon.
+    """
     from dsv4_kernels.fp8.hopper import descriptor, fp8_gemm_hopper_kernel
 
     return descriptor, Launcher(fp8_gemm_hopper_kernel)

@@ -3,7 +3,7 @@
 One warp copies tiles into a ring in shared memory (TMA); 2 or 3 warpgroups each multiply 64 tokens by 128 rows of
 weights and add the sums, scaled, once per 128 values of k. Programs stay and take one tile after the other.
 
-Gluon has no interpreter: what is checked without a GPU is the compiled code (the static gate), the numbers only on one.
+Gluon has no interpreter: without a GPU only the compiled code is checked (the static gate), the numbers need one.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ def plans(arch: Arch) -> Iterator[str]:
     yield line(TopkPlan, 64, 262_144, 512, DEVICE)
     for a8 in (False, True):
         yield line(MoePlan, TOKENS, 4096, _SHARDS[arch], 256, 6, a8, DEVICE)
-    yield line(MoePlan, 2, 4096, _SHARDS[arch], 256, 6, False, DEVICE, adds=True)
+    for a8 in (False, True):
+        yield line(MoePlan, 10, 4096, _SHARDS[arch], 256, 6, a8, DEVICE, adds=True)
     if arch is Arch.SM_120:
         yield line(MoePlan, TOKENS, 7168, 384, 384, 6, True, DEVICE)
 

@@ -160,7 +160,7 @@ def arguments_of(kernel: str) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class Row:
-    """A record, the digest of what was compiled, and the result of each Triton by its version ("3.6")."""
+    """A record, the digest of its sources, and the result of each Triton by its version ("3.6")."""
 
     record: StaticKernel
     digest: str
@@ -189,7 +189,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def result_of(compiled: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the table keeps of a compilation: all that is not zero or empty, without key and time."""
+    """Return a compilation as the table keeps it: values that are not zero or empty, without key and time."""
     return {name: compiled[name] for name in sorted(compiled) if compiled[name] and name not in {"key", "seconds"}}
 
 

@@ -26,7 +26,6 @@ to 128. Pages and keys are addressed with 64 bits. Tolerance: diff 5e-6 against 
 E4M3 values are exact; sm_90 adds them in its tensor cores with fewer bits than float32). Source: DeepSeek-V3.2-Exp
 report, lightning indexer; DeepGEMM's fp8_mqa_logits for the layout.
 
-
 The k largest scores of every row, as the indexer's selection of compressed keys.
 
 Row r has lengths[r] valid scores, the first of them in column 0. It gets the columns of its k largest, in ascending

@@ -468,7 +468,7 @@ class TopkPlan(Plan):
         self.found = torch.empty((3, *parts, config.chunk if config else 0), dtype=torch.int32, device=device)
 
     def holds(self, rows: int, width: int) -> bool:
-        """Tell whether the buffers have room for `rows` of `width` scores, whose result goes to the caller's rows."""
+        """Return whether the buffers have room for `rows` of `width` scores, whose result goes to the caller's rows."""
         if width > self.width:
             return False
         if few(rows, width, self.k):

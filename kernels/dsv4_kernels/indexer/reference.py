@@ -137,7 +137,7 @@ def logits_inputs(params: Mapping[str, Any], device: torch.device, seed: int) ->
         "k_scale": scale,
         "cu_seqlen_ks": start.int(),
         "cu_seqlen_ke": end.int(),
-        # Wider than any row needs, and NaN-free: what is outside stays as it is.
+        # Wider than any row needs, and NaN-free: values outside stay as they are.
         "out": torch.full((rows, (keys + 7) // 4 * 4), -torch.inf, device=device),
     }
 

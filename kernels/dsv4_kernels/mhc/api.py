@@ -103,7 +103,7 @@ class MhcPlan(Plan):
     """Buffers of one form for up to `tokens` tokens of `hidden` values; see the package docstring for `run`.
 
     Results are views of the plan's buffers, valid until its next run, and may be that run's inputs.
-    `norms`: whether runs come with a norm's weight; both are compiled unless it says that there is one kind.
+    `norms`: whether runs come with a norm's weight; both are compiled unless there is one kind.
     `quantised`: runs of up to so many tokens quantise y too, see `codes`.
     """
 
@@ -216,7 +216,7 @@ class MhcPlan(Plan):
     def _both(
         self, residual: torch.Tensor, fn: torch.Tensor, streams: int, post: tuple[Any, ...], *apply: Any
     ) -> torch.Tensor:
-        """Launch both kernels and return y; apply: what `_apply` takes."""
+        """Launch both kernels and return y; apply: further arguments of `_apply`."""
         tokens = residual.shape[0]
         config = self._config(tokens)
         self._mix(config, tokens, residual, self._fn(config, fn, streams), streams, post)

@@ -44,7 +44,7 @@ class MergeConfig:
 # A block is loaded at once, whether its parts are there or not. 5, 10 and 20 are the tiles of 128 + 512 entries; 20
 # parts of 512 are 80 values per thread of four warps.
 BLOCKS = (1, 2, 4, 5, 8, 10, 16, 20)
-# From here on multiprocessors are full whatever a program takes (of 14 candidates on an H100, 2026-11-24).
+# From here on multiprocessors are full with programs of any size (of 14 candidates on an H100, 2026-11-24).
 MANY_TOKENS = 128
 
 
@@ -313,7 +313,7 @@ class DecodePlan(Plan):
         return self._launch(tokens)[1]
 
     def looks_up(self, tokens: int) -> bool:
-        """Tell whether a run of `tokens` gets a table of pages in place of slots: where a share is one tile.
+        """Return whether a run of `tokens` gets a table of pages in place of slots: where a share is one tile.
 
         In the loop of longer shares every tile would wait for one more trip to memory.
         """

@@ -220,7 +220,7 @@ def _index(
 def _counted_in_requests(
     idx: torch.Tensor, length: torch.Tensor, page: int, pages: int
 ) -> dict[str, torch.Tensor | None]:
-    """Return the same entries for a plan that looks pages up. Two tokens are one request's; the last has no entries."""
+    """Return the same entries for a plan with a table of pages. Two tokens are one request's; the last has no entries."""
     tokens, width = idx.shape
     request = torch.arange(tokens) // 2
     order = torch.rand((tokens, pages), generator=torch.Generator().manual_seed(tokens)).argsort(1)
@@ -241,7 +241,7 @@ def decode_inputs(params: Mapping[str, Any], device: torch.device, seed: int) ->
     dense = bool(params.get("dense"))
     pages = params.get("pages", (64, 64))
     strides = params.get("strides") or (ds_mla(pages[0]).page_bytes, ds_mla(pages[1]).page_bytes)
-    # Scores of standard deviation around 1, outputs around 0.1: what the absolute limit is made for.
+    # Scores of standard deviation around 1, outputs around 0.1, as the absolute limit assumes.
     q = (4 * torch.randn((tokens, heads, 512), generator=generator)).bfloat16()
     sink = torch.randn((heads,), generator=generator)
     inputs: dict[str, Any] = {"q": q}

@@ -108,12 +108,12 @@ def _split(wanted: int, length: int) -> int:
 
 
 def is_decode(tokens: int, topk: int) -> bool:
-    """Tell whether the batch runs without a sort."""
+    """Return whether the batch runs without a sort."""
     return tokens * topk <= DECODE_PAIRS
 
 
 def average_rows(tokens: int, topk: int, experts: int) -> int:
-    """Pairs per expert if the router spreads evenly, rounded up: what the sorted tables are indexed by."""
+    """Pairs per expert if the router spreads evenly, rounded up: the index of the sorted tables."""
     return -(-tokens * topk // experts)
 
 
@@ -181,7 +181,7 @@ _moe_planes = Launcher(moe_planes_kernel)
 
 
 class MoeRun(NamedTuple):
-    """What the launches of a run read and write; tensors as in the package's contract, `ready` as in `MoePlan.run`."""
+    """Inputs and outputs of the launches of a run: tensors of the package's contract, `ready` of `MoePlan.run`."""
 
     out: torch.Tensor
     addend: torch.Tensor | None
