@@ -220,7 +220,7 @@ def _index(
 def _counted_in_requests(
     idx: torch.Tensor, length: torch.Tensor, page: int, pages: int
 ) -> dict[str, torch.Tensor | None]:
-    """Return the same entries for a plan with a table of pages. Two tokens are one request's; the last has no entries."""
+    """Return the same entries for a plan with a table of pages: two tokens per request, the last without entries."""
     tokens, width = idx.shape
     request = torch.arange(tokens) // 2
     order = torch.rand((tokens, pages), generator=torch.Generator().manual_seed(tokens)).argsort(1)
