@@ -86,10 +86,13 @@ def full(options: argparse.Namespace) -> int:
     results = {key: dict(kept.get(digests[key], {})) for key in records}
     for version, release in VERSIONS.items():
         due = [one for key, one in records.items() if one.applies_to(version) and version not in results[key]]
-        for row in compiled(options.tritons / f"triton-{release}", due) if due else ():
-            results[row["key"]][version] = table.result_of(row)
-            show(version, row)
-        table.write(options.table, (Row(one, digests[key], results[key]) for key, one in records.items()))
+        # Written in between: an interrupted --update goes on from there.
+        for start in range(0, len(due), 50):
+            for row in compiled(options.tritons / f"triton-{release}", due[start : start + 50]):
+                results[row["key"]][version] = table.result_of(row)
+                show(version, row)
+            table.write(options.table, (Row(one, digests[key], results[key]) for key, one in records.items()))
+    table.write(options.table, (Row(one, digests[key], results[key]) for key, one in records.items()))
     broken = [key for key in records if any("broken" in result for result in results[key].values())]
     print(f"{len(records)} records, {len(broken)} break a promise; {options.table} written")
     return 1 if broken else 0

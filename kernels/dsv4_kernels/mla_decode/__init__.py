@@ -33,8 +33,8 @@ Sources: DeepSeek-V3.2 technical report (sparse attention); FlashMLA's interface
 sink; splits are merged as in FlashDecoding (arXiv 2311.01282, section 3).
 
 `mla_merge`, `mla_merge_two` and `mla_merge_o8` merge partial results of attention, with the sink; the last also rotates
-back and quantises. Each part s of S holds o[s] normalised by its own sum and lse[s] = log Σ exp(score) over its entries. With m = max_s
-lse[s] and w[s] = exp(lse[s] − m):
+back and quantises. Each part s of S holds o[s] normalised by its own sum and lse[s] = log Σ exp(score) over its
+entries. With m = max_s lse[s] and w[s] = exp(lse[s] − m):
 
     o   = Σ_s w[s]·o[s] / Σ_s w[s] · 1 / (1 + exp(sink − lse)),     lse = m + log Σ_s w[s]     (natural; without the
     sink)
