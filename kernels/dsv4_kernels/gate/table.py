@@ -51,8 +51,8 @@ class StaticKernel:
     """One kernel in one configuration for one architecture, as `gate.record` saw it launched.
 
     `kernel` is "module:function". `arguments` are the Triton types of the run-time arguments in the kernel's order
-    ("*bf16", "*u8", "*fp8e4nv", "i32"), None for an optional argument that is absent. Pointers are multiples of 16
-    bytes (the plans check it); integers are compiled in their general form, neither 1 nor a multiple of 16.
+    ("*bf16", "*u8", "*fp8e4nv", "i32"), None for an optional argument that is absent. Pointers are compiled as
+    multiples of 16 bytes, which most plans check, integers in their general form: neither 1 nor a multiple of 16.
     `constants` maps every compile-time argument to its value. `since` and `before` bound the Triton versions that
     launch the record ([since, before)). `label` is unique among the records of the kernel.
     """
@@ -128,18 +128,19 @@ def _module(name: str) -> dict[str, ast.stmt | tuple[str, str]]:
 
 @functools.cache
 def _source(module: str, name: str) -> str:
-    """Return the code of a kernel and, sorted by name, of all that it uses from the package."""
-    found: dict[str, str] = {}
+    """Return the code of a kernel and of all that it uses from the package, sorted by name."""
+    found: dict[tuple[str, str], str] = {}
     waiting = [(module, name)]
     while waiting:
         module, name = waiting.pop()
         node = _module(module).get(name)
         if isinstance(node, tuple):
             waiting.append(node)
-        elif node is not None and name not in found:
-            found[name] = _code(node)
+        elif node is not None and (name, module) not in found:
+            found[name, module] = _code(node)
             waiting += [(module, used.id) for used in ast.walk(node) if isinstance(used, ast.Name)]
-    return "\n".join(found[name] for name in sorted(found))
+    # Independent of the modules' names, so that a moved function changes nothing.
+    return "\n".join(code for _, code in sorted((name, code) for (name, _), code in found.items()))
 
 
 def _code(node: ast.stmt) -> str:
