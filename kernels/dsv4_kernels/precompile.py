@@ -48,7 +48,7 @@ DEVICE = "device"
 _LOCK = "dsv4-precompile.lock"
 _MARKS = "dsv4-precompiled"
 _PR_SET_PDEATHSIG = 1
-_PATIENCE_SECONDS = 300
+_IDLE_SECONDS = 300
 _SHARES = 4
 """Most processes that compile one plan; the largest would else take as long as all others together."""
 
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("multiprocessors", type=int)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args(arguments)
-    signal.alarm(_PATIENCE_SECONDS)
+    signal.alarm(_IDLE_SECONDS)
     cache = Path(triton.knobs.cache.dir)
     Path(cache, _MARKS).mkdir(parents=True, exist_ok=True)
     with (cache / _LOCK).open("w") as lock:
@@ -231,7 +231,7 @@ def _submit(pool: ProcessPoolExecutor, asked: Iterator[str], target: TargetGPU, 
     """Compile every line once, in `shares`; return whether an empty line ended them."""
     seen: set[str] = set()
     for one in asked:
-        signal.alarm(_PATIENCE_SECONDS)
+        signal.alarm(_IDLE_SECONDS)
         if not (described := one.strip()):
             signal.alarm(0)
             return True

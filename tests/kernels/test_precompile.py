@@ -98,7 +98,7 @@ _IMPATIENT = """
 import sys
 from dsv4_kernels import precompile
 
-precompile._PATIENCE_SECONDS = 10
+precompile._IDLE_SECONDS = 10
 precompile.main(sys.argv[1:])
 """
 
