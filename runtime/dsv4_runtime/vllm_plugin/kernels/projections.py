@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.utils.multi_stream_utils import execute_in_parallel
 
 from dsv4_kernels.arch import DEFAULT_ARCH
-from dsv4_kernels.compressor.api import MOST_TOKENS, ProjectionPlan, is_supported
+from dsv4_kernels.compressor.api import MOST_TOKENS, ProjectionPlan, projections_supported
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.precompile import announced_plan
 from dsv4_runtime.vllm_plugin.kernels.views import aligned
@@ -78,7 +78,7 @@ def supported(layer: Any) -> bool:
         weights.append(head.weight)
     if not all(weight.dtype == torch.bfloat16 and weight.is_contiguous() for weight in weights):
         return False
-    return bool(is_supported(_shape(layer), DEFAULT_ARCH))
+    return bool(projections_supported(_shape(layer), DEFAULT_ARCH))
 
 
 def plan_ahead_of_requests(layer: Any) -> None:
