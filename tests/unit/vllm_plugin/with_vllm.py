@@ -30,8 +30,7 @@ from vllm.v1.attention.backends.mla import compressor_utils, sparse_swa
 from vllm.v1.worker import utils
 from vllm.v1.worker.gpu import block_table
 
-from dsv4_kernels.fp8_gemm.reference import fp8_gemm
-from dsv4_kernels.fp8_quant.reference import fp8_quant
+from dsv4_kernels.fp8.reference import fp8_gemm, fp8_quant
 from dsv4_kernels.indexer.reference import indexer_paged_logits
 from dsv4_kernels.mla_prefill.reference import mla_prefill_lists
 from dsv4_kernels.registry import operation

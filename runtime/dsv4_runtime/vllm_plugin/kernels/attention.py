@@ -18,10 +18,8 @@ from vllm.models.deepseek_v4.common.ops import compute_global_topk_indices_and_l
 from vllm.v1.attention.backends.mla.compressor_utils import get_dspark_swa_index_width
 
 from dsv4_kernels.arch import DEFAULT_ARCH, detect, multiprocessors
-from dsv4_kernels.fp8_gemm.api import GemmPlan
-from dsv4_kernels.fp8_gemm.configs import quantised_tokens
-from dsv4_kernels.mla_decode.api import DecodePlan
-from dsv4_kernels.mla_merge.api import MergePlan
+from dsv4_kernels.fp8.api import GemmPlan, quantised_tokens
+from dsv4_kernels.mla_decode.api import DecodePlan, MergePlan
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels import codes, prefill
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan

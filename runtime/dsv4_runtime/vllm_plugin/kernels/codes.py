@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 Codes = tuple[torch.Tensor, torch.Tensor]
-"""code uint8 [T, K] (E4M3) and scale uint8 [T, K/128] (UE8M0), as `dsv4_kernels.fp8_quant` makes them."""
+"""code uint8 [T, K] (E4M3) and scale uint8 [T, K/128] (UE8M0), as `dsv4_kernels.fp8` makes them."""
 _ATTRIBUTE = "dsv4_fp8"
 _WANTED: dict[int, int] = {}
 

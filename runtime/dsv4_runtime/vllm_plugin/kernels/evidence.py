@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dsv4_kernels.mla_prefill.configs import list_width
+from dsv4_kernels.mla_prefill.reference import list_width
 from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, ON_REQUEST, STOCK, KernelChoice, Op
 
 

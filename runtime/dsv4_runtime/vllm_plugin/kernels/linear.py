@@ -1,4 +1,4 @@
-"""vLLM's FP8 linear layers (weights in blocks of 128 x 128), computed by `dsv4_kernels.fp8_gemm` where it is faster."""
+"""vLLM's FP8 linear layers (weights in blocks of 128 x 128), computed by `dsv4_kernels.fp8` where it is faster."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import PlatformEnum, current_platform
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
-from dsv4_kernels.fp8_gemm.api import GemmPlan, is_supported
-from dsv4_kernels.fp8_gemm.configs import hopper_from
-from dsv4_kernels.fp8_quant.api import QuantPlan, places
+from dsv4_kernels.fp8.api import GemmPlan, QuantPlan, hopper_from, is_supported, places
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels import codes
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan

@@ -13,7 +13,7 @@ from vllm.models.deepseek_v4.common.ops import dequantize_and_gather_k_cache
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan
-from dsv4_kernels.mla_prefill.configs import list_width
+from dsv4_kernels.mla_prefill.reference import list_width
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import shared_plan
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce

@@ -1,7 +1,7 @@
 """Hooks of vLLM's DeepSeek-V4 attention: the projections for its compressors and indexer in one launch.
 
 vLLM computes the products of a layer's input side by side, and has each compressor save its own later on. Here
-`dsv4_kernels.projections` computes them and saves at once: the compressors are called with None in the place of their
+`dsv4_kernels.compressor` computes them and saves at once: the compressors are called with None in the place of their
 products, and only store. Of more tokens the products are vLLM's.
 """
 
@@ -18,8 +18,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.utils.multi_stream_utils import execute_in_parallel
 
 from dsv4_kernels.arch import DEFAULT_ARCH
-from dsv4_kernels.projections.api import ProjectionPlan, is_supported
-from dsv4_kernels.projections.configs import MOST_TOKENS
+from dsv4_kernels.compressor.api import MOST_TOKENS, ProjectionPlan, projections_supported
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.precompile import announced_plan
 from dsv4_runtime.vllm_plugin.kernels.views import aligned
@@ -79,7 +78,7 @@ def supported(layer: Any) -> bool:
         weights.append(head.weight)
     if not all(weight.dtype == torch.bfloat16 and weight.is_contiguous() for weight in weights):
         return False
-    return bool(is_supported(_shape(layer), DEFAULT_ARCH))
+    return bool(projections_supported(_shape(layer), DEFAULT_ARCH))
 
 
 def plan_ahead_of_requests(layer: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.fp8_quant.api import SiluMulPlan, silu_places
+from dsv4_kernels.fp8.api import SiluMulPlan, silu_places
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels import codes
 from dsv4_runtime.vllm_plugin.kernels.active import shared_plan

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.reference import mla_cache_write
 from dsv4_kernels.moe.reference import LIMIT
-from dsv4_kernels.numerics import ue8m0_decode
+from dsv4_kernels.numerics import ds_mla, ue8m0_decode
 
 FP8_ATTENTION = "rounds the queries, the softmax's weights or both to FP8"
 """Reason why FlashInfer's attention is not within the contract's tolerance; its own tests allow 5e-2."""

@@ -1,4 +1,4 @@
-"""The choice of the best keys in vLLM's sparse attention, computed by `dsv4_kernels.topk`.
+"""The choice of the best keys in vLLM's sparse attention, computed by `dsv4_kernels.indexer`.
 
 vLLM's indexer writes the columns of each row's best scores into its buffer, and −1 where a row has fewer scores. For
 decode it asks the class that picks one of vLLM's kernels, for prompts a function of `vllm._custom_ops`. Both are
@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.topk.api import TopkPlan
-from dsv4_kernels.topk.configs import FEW_ROWS, LARGEST
+from dsv4_kernels.indexer.api import FEW_ROWS, LARGEST, TopkPlan
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, most_tokens, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_kernels.layouts import ds_mla
+from dsv4_kernels.numerics import ds_mla
 
 
 def pages(cache: torch.Tensor) -> torch.Tensor:

@@ -532,7 +532,7 @@ MEMBER = (
     ),
     Mutant(
         "a counter of arrivals goes on from lost memory",
-        "kernels/dsv4_kernels/arrivals.py",
+        "kernels/dsv4_kernels/device.py",
         "while (arrived < 0) | (arrived >= parts):",
         "while arrived < arrived:",
         ("tests/kernels/test_state.py::test_one_program_is_the_last_in_every_order",),

@@ -14,7 +14,7 @@ import torch
 
 from dsv4_kernels import arch
 from dsv4_kernels.arch import Arch, TargetGPU
-from dsv4_kernels.fp8_quant.api import QuantPlan
+from dsv4_kernels.fp8.api import QuantPlan
 from dsv4_runtime.nano.recipe import Precision, model_config, recipe_for
 from dsv4_runtime.vllm_plugin.kernels import active, cache_ahead, precompile
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, announced_plan, begin_anew, finish

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsv4_kernels.arch import Arch, TargetGPU
-from dsv4_kernels.fp8_quant.api import QuantPlan
+from dsv4_kernels.fp8.api import QuantPlan
 from dsv4_runtime.vllm_plugin.kernels import precompile
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, begin, begin_anew, finish
 
@@ -156,7 +156,7 @@ cat > {tmp_path}/asked
         assert asked == f"-m dsv4_kernels.precompile sm_121 48 --processes {processes} .\n"
     plan, end = (tmp_path / "asked").read_text().splitlines()
     assert json.loads(plan) == {
-        "plan": "dsv4_kernels.fp8_quant.api:QuantPlan",
+        "plan": "dsv4_kernels.fp8.api:QuantPlan",
         "args": [64, 256, DEVICE],
         "options": {},
     }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_kernels.topk.api import TopkPlan
+from dsv4_kernels.indexer.api import TopkPlan
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, KernelChoice
 from dsv4_runtime.vllm_plugin.kernels import active, topk
 from dsv4_testkit.vllm_script import told_by

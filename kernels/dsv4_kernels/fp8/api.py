@@ -1,33 +1,323 @@
-"""The block-scaled products as operations."""
+"""Configurations, plans and registry rows of the quantiser and the block-scaled products."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors, native_mx
-from dsv4_kernels.fp8_gemm.configs import (
-    GROUP,
-    HOPPER_N,
-    QUANTISED_N,
-    QUANTISED_TOKENS,
-    GemmConfig,
-    HopperConfig,
-    hopper_from,
-    select,
-    select_hopper,
-    split_count,
-)
-from dsv4_kernels.fp8_gemm.kernel import fp8_gemm_kernel
-from dsv4_kernels.fp8_gemm.reference import fp8_gemm, wo_a_einsum, wo_a_einsum_o8
-from dsv4_kernels.fp8_quant.api import places
+from dsv4_kernels.arch import Arch, Table, load_table, multiprocessors, native_mx
+from dsv4_kernels.fp8.kernel import fp8_gemm_kernel, fp8_quant_kernel, silu_mul_quant_kernel
+from dsv4_kernels.fp8.reference import fp8_gemm, fp8_quant, silu_mul_quant, wo_a_einsum, wo_a_einsum_o8
 from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import as_numbers, quantize_e4m3, seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, counters, require_thawed
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, counters
 from dsv4_kernels.registry import Case, Operation, Tolerance, case
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """One program quantises `block_t` tokens × `block_k` values."""
+
+    block_t: int
+    block_k: int
+    num_warps: int
+
+
+def select_quant(arch: Arch, tokens: int, k: int) -> QuantConfig:
+    """Small batches are spread over K so that every multiprocessor has work; large ones keep a whole row segment per
+    program.
+    """
+    if tokens <= 64:
+        return QuantConfig(1, 512, 1)
+    return QuantConfig(4, 512, 4)
+
+
+_fp8_quant = Launcher(fp8_quant_kernel)
+_silu_mul_quant = Launcher(silu_mul_quant_kernel)
+
+
+class _RowsPlan(Plan):
+    """Up to `tokens` rows of `k` values."""
+
+    def __init__(self, tokens: int, k: int, device: torch.device, arch: Arch | None = None) -> None:
+        super().__init__(self.operation, {"tokens": tokens, "k": k}, device, arch, quant_supported)
+
+
+class QuantPlan(_RowsPlan):
+    """Up to `tokens` tokens of `k` values."""
+
+    operation = "fp8_quant"
+
+    @functools.cached_property
+    def out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Results of the runs that name no place for them; made by the first of them."""
+        tokens, k = self.shape["tokens"], self.shape["k"]
+        return places(tokens, k, self.device)
+
+    def run(
+        self, *, x: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x bf16 [T ≤ tokens, K] → (code uint8 [T, K], scale uint8 [T, K/128]): `out`, or buffers of the plan that its
+        next run overwrites.
+        """
+        tokens, k = x.shape[0], self.shape["k"]
+        check_tensor("x", x, torch.bfloat16, (tokens, k))
+        if tokens > self.shape["tokens"]:
+            raise ValueError(f"x has {tokens} tokens, the plan holds {self.shape['tokens']}")
+        code, scale = (self.out[0][:tokens], self.out[1][:tokens]) if out is None else out
+        check_tensor("code", code, torch.uint8, (tokens, k))
+        check_tensor("scale", scale, torch.uint8, (tokens, k // 128))
+        if tokens:
+            c = select_quant(self.arch, tokens, k)
+            grid = (-(-tokens // c.block_t), -(-k // c.block_k))
+            _fp8_quant[grid](
+                x_ptr=x, code_ptr=code.view(torch.float8_e4m3fn), scale_ptr=scale, tokens=tokens, K=k,
+                BLOCK_T=c.block_t, BLOCK_K=c.block_k,
+                num_warps=c.num_warps, num_stages=1,
+            )  # fmt: skip
+        return code, scale
+
+    def warmup(self) -> None:
+        """Run once per configuration that the token count can select."""
+        k = self.shape["k"]
+        for tokens in {min(self.shape["tokens"], 1), self.shape["tokens"]}:
+            x = torch.zeros((tokens, k), dtype=torch.bfloat16, device=self.device)
+            self.run(x=x, out=places(tokens, k, self.device))
+
+
+class SiluMulPlan(_RowsPlan):
+    """`silu_mul_quant` of up to `tokens` tokens of `k` values each of gate and up."""
+
+    operation = "silu_mul_quant"
+
+    @functools.cached_property
+    def out(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Results of the runs that name no place for them; made by the first of them."""
+        return silu_places(self.shape["tokens"], self.shape["k"], self.device)
+
+    def run(
+        self, *, x: torch.Tensor, limit: float, out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x bf16 [T ≤ tokens, 2K] → (y bf16 [T, K], code uint8 [T, K], scale uint8 [T, K/128]): `out`, or buffers of
+        the plan that its next run overwrites.
+        """
+        tokens, k = x.shape[0], self.shape["k"]
+        check_tensor("x", x, torch.bfloat16, (tokens, 2 * k))
+        if tokens > self.shape["tokens"]:
+            raise ValueError(f"x has {tokens} tokens, the plan holds {self.shape['tokens']}")
+        y, code, scale = (self.out[0][:tokens], self.out[1][:tokens], self.out[2][:tokens]) if out is None else out
+        check_tensor("y", y, torch.bfloat16, (tokens, k))
+        check_tensor("code", code, torch.uint8, (tokens, k))
+        check_tensor("scale", scale, torch.uint8, (tokens, k // 128))
+        if tokens:
+            c = select_quant(self.arch, tokens, k)
+            _silu_mul_quant[-(-tokens // c.block_t), -(-k // c.block_k)](
+                x_ptr=x, y_ptr=y, code_ptr=code.view(torch.float8_e4m3fn), scale_ptr=scale, tokens=tokens,
+                limit=float(limit), K=k, BLOCK_T=c.block_t, BLOCK_K=c.block_k,
+                num_warps=c.num_warps, num_stages=1,
+            )  # fmt: skip
+        return y, code, scale
+
+    def warmup(self) -> None:
+        """Run once per configuration that the token count can select."""
+        k = self.shape["k"]
+        for tokens in {min(self.shape["tokens"], 1), self.shape["tokens"]}:
+            x = torch.zeros((tokens, 2 * k), dtype=torch.bfloat16, device=self.device)
+            self.run(x=x, limit=10.0, out=silu_places(tokens, k, self.device))
+
+
+def silu_places(tokens: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return room for the results of `silu_mul_quant`: y bf16 [T, K], then code and scale."""
+    return torch.empty((tokens, k), dtype=torch.bfloat16, device=device), *places(tokens, k, device)
+
+
+def places(tokens: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return room for the results: code uint8 [T, K] and scale uint8 [T, K/128]."""
+    code = torch.empty((tokens, k), dtype=torch.uint8, device=device)
+    return code, torch.empty((tokens, k // 128), dtype=torch.uint8, device=device)
+
+
+def quant_supported(params: Mapping[str, Any], arch: Arch) -> Support:
+    """Any token count; K must be a multiple of 128."""
+    if params["k"] % 128:
+        return Support(f"fp8_quant: k is {params['k']}, needs a multiple of 128")
+    return SUPPORTED
+
+
+def _quant_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    x = torch.randn((params["tokens"], params["k"]), generator=generator)
+    x *= torch.exp2(torch.randint(-12, 12, (params["tokens"], 1), generator=generator).float())
+    return {"x": x.to(torch.bfloat16).to(device)}
+
+
+def _silu_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    x = _quant_inputs({"tokens": params["tokens"], "k": 2 * params["k"]}, device, seed)["x"]
+    return {"x": x, "limit": params["limit"]}
+
+
+_FP8_QUANT = (
+    Operation(
+        name="fp8_quant",
+        summary="per-token 1×128 FP8 quantisation with UE8M0 scales",
+        folder="fp8",
+        outputs=("code", "scale"),
+        cases=(
+            case("empty", "cpu gpu", tokens=0, k=256),
+            case("one", "cpu gpu bench", tokens=1, k=4096),
+            case("odd", "cpu gpu", tokens=61, k=384),
+            case("prefill", "gpu bench", tokens=4096, k=7168),
+        ),
+        make_inputs=_quant_inputs,
+        reference=fp8_quant,
+        plan=lambda p, device, arch: QuantPlan(p["tokens"], p["k"], device, arch),
+        is_supported=quant_supported,
+        nbytes=lambda p: p["tokens"] * (3 * p["k"] + p["k"] // 128),
+        flops=lambda p: 0,
+        tolerance=(Tolerance(bitwise=True), Tolerance(bitwise=True)),
+    ),
+    Operation(
+        name="silu_mul_quant",
+        summary="clamped SwiGLU between an expert's products, and its FP8 quantisation",
+        folder="fp8",
+        outputs=("y", "value"),
+        cases=(
+            case("empty", "cpu gpu", tokens=0, k=128, limit=10.0),
+            case("one", "cpu gpu bench", tokens=1, k=2048, limit=10.0),
+            case("odd", "cpu gpu", tokens=61, k=384, limit=10.0),
+            case("open", "cpu gpu", tokens=66, k=128, limit=float("inf")),
+            case("prefill", "gpu bench", tokens=4096, k=2048, limit=10.0),
+        ),
+        make_inputs=_silu_inputs,
+        reference=silu_mul_quant,
+        plan=lambda p, device, arch: SiluMulPlan(p["tokens"], p["k"], device, arch),
+        is_supported=quant_supported,
+        nbytes=lambda p: p["tokens"] * (7 * p["k"] + p["k"] // 128),
+        flops=lambda p: 0,
+        # A value next to a rounding boundary may fall on the other side of the float64 one's: one step of E4M3.
+        tolerance=(
+            Tolerance(absolute=1e-6, relative=2.0**-8),
+            Tolerance(relative=2.0**-3, absolute=1e-6, rms=5e-3, mismatch=1e-3),
+        ),
+        compared=lambda outputs: (outputs[0], *as_numbers(outputs[1:])),
+    ),
+)
+
+
+# Fewer blocks of 128 than this per share are not worth another program.
+LEAST_BLOCKS = 4
+GROUP = 8
+# Most tokens whose results a product quantises as it stores them, in tiles of as many rows as a scale stands for.
+QUANTISED_TOKENS = 16
+QUANTISED_N = 128
+# Weight rows of a tile of the sm_90 body for many tokens.
+HOPPER_N = 128
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """One program: `block_n` weights rows × `block_m` tokens. `waves`: programs per multiprocessor that splitting K
+    aims at.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    waves: int
+
+    @property
+    def label(self) -> str:
+        """Short name for tables."""
+        return f"m{self.block_m}-n{self.block_n}-w{self.num_warps}-s{self.num_stages}"
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """A program of the sm_90 body for many tokens: `warpgroups` × 64 tokens × 128 weight rows. `cost`: time of a tile
+    per token, in units of the others' of the table.
+    """
+
+    warpgroups: int
+    num_stages: int
+    cost: float
+
+    @property
+    def block_m(self) -> int:
+        """Tokens of a tile."""
+        return 64 * self.warpgroups
+
+    def tiles(self, tokens: int, n: int, groups: int) -> int:
+        """Tiles of a product."""
+        return -(-tokens // self.block_m) * -(-n // HOPPER_N) * groups
+
+    @property
+    def label(self) -> str:
+        """Short name for tables."""
+        return f"m{self.block_m}-n{HOPPER_N}-s{self.num_stages}"
+
+
+@functools.cache
+def table(arch: Arch) -> Table[GemmConfig]:
+    """The rows of `arch`, by tokens, n and k."""
+    return load_table(Path(__file__).parent, arch, "fp8_gemm", GemmConfig)
+
+
+def select(arch: Arch, tokens: int, n: int, k: int, quantised: bool = False) -> GemmConfig:
+    """The configuration for one product; `n` counts the rows of all groups."""
+    config = table(arch).select(tokens=tokens, n=n, k=k)
+    return replace(config, block_n=QUANTISED_N) if quantised else config
+
+
+def hopper_from(arch: Arch, n: int, k: int, groups: int) -> int | None:
+    """Least tokens from which the body of specialised warps computes a product on a GPU; None where it never does.
+
+    It takes two blocks of 128 values of k a step, and its tiles of weights may run past the end of the last group only.
+    """
+    if arch is not Arch.SM_90 or k % 256 or (groups > 1 and n % HOPPER_N):
+        return None
+    return min(row.when["tokens"][0] for row in hopper_table().rows)
+
+
+@functools.cache
+def hopper_table() -> Table[HopperConfig]:
+    """The rows of the sm_90 body for many tokens, by tokens, k and groups."""
+    return load_table(Path(__file__).parent, Arch.SM_90, "fp8_gemm_hopper", HopperConfig)
+
+
+def select_hopper(tokens: int, n: int, k: int, groups: int, multiprocessors: int) -> HopperConfig:
+    """Of the rows that hold the shape, the one whose tiles are done first: all multiprocessors take one tile at a time,
+    the taller tile takes longer.
+    """
+
+    def time(c: HopperConfig) -> float:
+        return -(-c.tiles(tokens, n, groups) // multiprocessors) * c.block_m * c.cost
+
+    shape = {"tokens": tokens, "k": k, "groups": groups}
+    return min((row.config for row in hopper_table().rows if row.holds(shape)), key=time)
+
+
+def split_count(config: GemmConfig, tokens: int, n: int, k: int, groups: int, multiprocessors: int) -> int:
+    """Shares of K: as many as fill the machine, none shorter than `LEAST_BLOCKS` blocks, all but the last equal."""
+    tiles = -(-n // config.block_n) * -(-max(1, tokens) // config.block_m) * groups
+    blocks = k // 128
+    wanted = max(1, min(blocks // LEAST_BLOCKS, config.waves * multiprocessors // tiles))
+    return -(-blocks // -(-blocks // wanted))
+
+
+def quantised_tokens(arch: Arch, n: int, k: int, groups: int, multiprocessors: int) -> int:
+    """Return the most tokens whose results a product should quantise: none where tiles of `QUANTISED_N` rows are too
+    few for the machine, since they take longer than a launch then.
+    """
+    config = select(arch, 1, n * groups, k, quantised=True)
+    programs = -(-n // QUANTISED_N) * groups * split_count(config, 1, n, k, groups, multiprocessors)
+    return QUANTISED_TOKENS if n % QUANTISED_N == 0 and programs >= multiprocessors else 0
+
 
 _fp8_gemm = Launcher(fp8_gemm_kernel)
 
@@ -49,14 +339,10 @@ class GemmPlan(Plan):
         arch: Arch | None = None,
         quantised: int = 0,
     ) -> None:
-        self.operation = "fp8_gemm" if groups is None else "wo_a_einsum"
-        require_thawed(self.operation)
-        self.arch = arch or detect(device) or DEFAULT_ARCH
-        self.shape = {"tokens": tokens, "n": n, "k": k, "groups": groups or 1}
-        support = is_supported(self.shape, self.arch)
-        if not support:
-            raise ValueError(support.reason)
-        self.device, self.grouped = device, groups is not None
+        operation = "fp8_gemm" if groups is None else "wo_a_einsum"
+        shape = {"tokens": tokens, "n": n, "k": k, "groups": groups or 1}
+        super().__init__(operation, shape, device, arch, is_supported)
+        self.grouped = groups is not None
         self.hopper_from = hopper_from(self.arch, n, k, groups or 1) if device.type != "cpu" else None
         self.mx = native_mx(self.arch)
         self.multiprocessors = multiprocessors(device, self.arch)
@@ -207,8 +493,11 @@ class EinsumO8Plan(GemmPlan):
 
 @functools.cache
 def _hopper() -> tuple[Callable[[torch.Tensor, int], Any], Any]:
-    """Return what describes tensors and the kernel of specialised warps; other architectures need no Gluon."""
-    from dsv4_kernels.fp8_gemm.hopper import descriptor, fp8_gemm_hopper_kernel
+    """Return the constructor of tensor descriptors and the kernel of specialised warps.
+
+    Imported on use: other architectures need no Gluon.
+    """
+    from dsv4_kernels.fp8.hopper import descriptor, fp8_gemm_hopper_kernel
 
     return descriptor, Launcher(fp8_gemm_hopper_kernel)
 
@@ -298,7 +587,7 @@ _PLAIN = tuple(
     Operation(
         name=name,
         summary=summary,
-        folder="fp8_gemm",
+        folder="fp8",
         outputs=("out",),
         cases=cases,
         make_inputs=_inputs,
@@ -316,11 +605,12 @@ _PLAIN = tuple(
 )
 
 OPERATIONS = (
+    *_FP8_QUANT,
     *_PLAIN,
     Operation(
         name="wo_a_einsum_o8",
         summary="the grouped product of few tokens, its result quantised too",
-        folder="fp8_gemm",
+        folder="fp8",
         outputs=("out", "value"),
         cases=(
             case("empty", "cpu gpu", tokens=0, groups=2, n=128, k=128),

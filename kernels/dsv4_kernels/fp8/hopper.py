@@ -3,13 +3,8 @@
 One warp copies tiles into a ring in shared memory (TMA); 2 or 3 warpgroups each multiply 64 tokens by 128 rows of
 weights and add the sums, scaled, once per 128 values of k. Programs stay and take one tile after the other.
 
-Gluon has no interpreter: what is checked without a GPU is the compiled code (the static gate), the numbers only on one.
+Gluon has no interpreter: without a GPU only the compiled code is checked (the static gate), the numbers need one.
 """
-
-# Triton's decorator and the arguments of kernels have no types.
-# Compile-time constants are in capitals, as is usual in Triton.
-# ruff: noqa: N803
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 
 from __future__ import annotations
 
