@@ -1,9 +1,9 @@
 """Processes that have imported vLLM before they are needed: of a start's time that is a quarter, of a restart's half.
 
-Rank 0 has vLLM's API server in waiting (`vllm_plugin.standby`), every rank the Ray workers of its devices
-(`vllm_plugin.prestart`). None of them touches a device before it is used. While the engine serves they are made once
-it is idle, and they import slowly (`vllm_plugin.brake`), because all of them together would stall the requests of a
-machine with few processors for as long as they import.
+Rank 0 has vLLM's API server in waiting, every rank the Ray workers of its devices (both: `vllm_plugin.warm_pool`).
+None of them touches a device before it is used. While the engine serves they are made once it is idle, and they import
+slowly (`slow_imports`), because all of them together would stall the requests of a machine with few processors for as
+long as they import.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 NAME = "standby"
 BRAKE = "DSV4_IMPORT_BRAKE"
-"""Environment variable with the file that slows the imports down (`vllm_plugin.brake.FILE`)."""
+"""Environment variable with the file that slows the imports down (`vllm_plugin.warm_pool.BRAKE`)."""
 _AFTER_SECONDS = 5.0
 """The engine has to be without requests for this long: it answers what has waited for it first."""
 _LATEST_SECONDS = 60.0
@@ -61,7 +61,7 @@ class Standby:
         member.children = [child for child in member.children if child.name != NAME or child.running]
         waits = self._server is not None and self._server.running
         if member.me.role is Role.HEAD and not waits and self._has_memory():
-            command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.standby", member.plan.weights.path]
+            command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.warm_pool", "server", member.plan.weights.path]
             self._server = await member.start_child(NAME, command, fed=True, log=log)
 
     async def prepare(self) -> None:
@@ -78,7 +78,7 @@ class Standby:
             return
         if any("--distributed-executor-backend=ray" in argument for argument in member.plan.engine.args):
             place = [f"{head.address}:{head.ports.gcs}", member.me.address, str(member.me.devices)]
-            command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.prestart", *place]
+            command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.warm_pool", "workers", *place]
             asking = await member.start_child("prestart", command)
             try:
                 async with asyncio.timeout(_BOUND_SECONDS):

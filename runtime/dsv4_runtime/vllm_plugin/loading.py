@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_runtime.contract.kernels import VARIABLE, Op, parse_kernel_choice
-from dsv4_runtime.vllm_plugin import platform
+from dsv4_runtime.vllm_plugin import patch
 from dsv4_runtime.vllm_plugin.patch import expect_parameters
 
 LOGGER = logging.getLogger("vllm.dsv4")
@@ -61,7 +61,7 @@ def refusing(shared: type) -> type:
 
     def make(self: Any, *args: Any, **options: Any) -> None:
         text = os.environ.get(VARIABLE)
-        if any(map(parse_kernel_choice(text).bundled, Op)) and not platform.is_cpu_build():
+        if any(map(parse_kernel_choice(text).bundled, Op)) and not patch.is_cpu_build():
             raise ValueError(
                 f"{VARIABLE}={text} does not work with load format {SHARED}: the cached weights are laid out for "
                 f"vLLM's own kernels. Set {VARIABLE}=off, or another load format"

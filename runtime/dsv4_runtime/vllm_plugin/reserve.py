@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from dsv4_runtime.vllm_plugin.after_import import after_import
-from dsv4_runtime.vllm_plugin.patch import expect_parameters, refuse
+from dsv4_runtime.vllm_plugin.patch import after_import, expect_parameters, refuse
 
 LOGGER = logging.getLogger("vllm.dsv4")
 _RATIO = 128

@@ -37,15 +37,8 @@ from dsv4_kernels.mla_prefill.reference import mla_prefill_lists
 from dsv4_kernels.registry import operation
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
-from dsv4_runtime.vllm_plugin import (
-    cpu_drafts,
-    cpu_operators,
-    loading,
-    patch_block_tables,
-    patch_compressed_slots,
-    patch_cpu_operators,
-    patch_window_indices,
-)
+from dsv4_runtime.vllm_cpu import drafts, model_runner, operators
+from dsv4_runtime.vllm_plugin import loading
 from dsv4_runtime.vllm_plugin.kernels import (
     active,
     attention,
@@ -76,7 +69,7 @@ def window_indices_agree() -> bool:
         for offset, count in ((0, 1), (1, 30)):
             rows = (indices[offset:], lens[offset:])
             if own:
-                patch_window_indices.window_indices(
+                model_runner.window_indices(
                     *rows, WINDOW, WINDOW, *common, BLOCK, replay, num_tokens=count, token_offset=offset
                 )
             else:
@@ -101,8 +94,8 @@ def block_tables_agree() -> bool:
         out = torch.full((3, 64), 7)
         targets = [torch.full((6, width), 7, dtype=torch.int32) for width in widths]
         if own:
-            patch_block_tables.slot_mappings(tables, sizes, enabled, rows, starts, positions, out)
-            patch_block_tables.gather_block_tables(tables, filled, rows[:2], 4, targets)
+            model_runner.slot_mappings(tables, sizes, enabled, rows, starts, positions, out)
+            model_runner.gather_block_tables(tables, filled, rows[:2], 4, targets)
         else:
             pointers = [
                 torch.tensor([one.data_ptr() for one in group], dtype=torch.uint64) for group in (tables, targets)
@@ -128,7 +121,7 @@ def compressed_slots_agree() -> bool:
     for own in (True, False):
         out = torch.full((31,), 7)
         if own:
-            patch_compressed_slots.compressed_slots(out, slots, starts, lengths, table, 3, 4)
+            model_runner.compressed_slots(out, slots, starts, lengths, table, 3, 4)
         else:
             compressor_utils.CompressedSlotMappingKernel.kernel[(2,)](
                 out, slots, starts, lengths, table, table.stride(0), 3, 1, 1, COMPRESS_RATIO=4, PAD_ID=-1,
@@ -301,9 +294,9 @@ def draft_norms_agree() -> bool:
     embeds, state = torch.randn((3, 96), generator=random), torch.randn((3, 4, 96), generator=random)
     weights = [1 + torch.randn(96, generator=random).bfloat16() / 10 for _ in range(2)]
     args = (embeds.bfloat16(), torch.tensor([0, 5, 6]), state.bfloat16(), *weights, 1e-6, 4)
-    own, theirs = cpu_drafts.input_norms(*args), fused_mtp_input_rmsnorm._FUSED_MTP_INPUT_RMSNORM_KERNEL(*args)
+    own, theirs = drafts.input_norms(*args), fused_mtp_input_rmsnorm._FUSED_MTP_INPUT_RMSNORM_KERNEL(*args)
     last = (args[2][:, 0].contiguous(), weights[0], 1e-6)
-    own += (cpu_drafts.rms_norm(*last),)
+    own += (drafts.rms_norm(*last),)
     theirs = (*theirs, fused_mtp_input_rmsnorm._MTP_SHARED_HEAD_RMSNORM_KERNEL(*last))
     # A sum in another order may round to the neighbour.
     return all(torch.allclose(a.float(), b.float(), rtol=1 / 128, atol=0) for a, b in zip(own, theirs, strict=True))
@@ -315,7 +308,7 @@ def block_attention_agrees() -> bool:
     width, block, heads = 8, 32, 2
     keys = torch.randn((64, 512), generator=random).bfloat16()
     cache = torch.zeros((2, block, 584), dtype=torch.uint8)
-    cpu_operators.write_mla(cache.view(2, -1), block, torch.arange(64), keys[:, :448], keys[:, 448:])
+    operators.write_mla(cache.view(2, -1), block, torch.arange(64), keys[:, :448], keys[:, 448:])
     seen = [[*range(5, 5 + WINDOW), 20, 21, 22], [40, 41, 50, 51, 52]]
     listed = torch.full((6, 1, WINDOW + width), -1)
     for token in range(6):
@@ -323,7 +316,7 @@ def block_attention_agrees() -> bool:
     window = SimpleNamespace(
         decode_swa_indices=listed.int(), decode_swa_width=WINDOW + width, num_decode_tokens=6, block_size=block
     )
-    attention = cpu_drafts.DraftAttention.__new__(cpu_drafts.DraftAttention)
+    attention = drafts.DraftAttention.__new__(drafts.DraftAttention)
     torch.nn.Module.__init__(attention)
     attention.window_size, attention.scale, attention.attn_sink = (
         WINDOW,
@@ -331,11 +324,11 @@ def block_attention_agrees() -> bool:
         torch.randn(heads, generator=random),
     )
     attention.swa_cache_layer = SimpleNamespace(prefix="swa", kv_cache=cache)
-    cpu_drafts.get_forward_context = lambda: SimpleNamespace(attn_metadata={"swa": window})
+    drafts.get_forward_context = lambda: SimpleNamespace(attn_metadata={"swa": window})
     q = torch.randn((6, heads, 512), generator=random).bfloat16()
     out = torch.empty_like(q)
     attention.forward_mqa(q, q, torch.zeros(6, dtype=torch.int64), out)
-    stored = cpu_operators.read_mla(cache.view(2, -1), block, torch.arange(64))
+    stored = operators.read_mla(cache.view(2, -1), block, torch.arange(64))
     for token in range(6):
         mine = stored[seen[token // 3]]
         logits = q[token].float() @ mine.T * attention.scale
@@ -369,7 +362,7 @@ print(
             "header": codecache._HEADER_DIR,
             "loads": {form: loaded(form) for form in ("auto", "safetensors")},
             "other loader": get_model_loader(LoadConfig(load_format="dummy")).__class__.__name__,
-            "operators missing": [n for n in patch_cpu_operators.SIGNATURES if not hasattr(torch.ops._C, n)],
+            "operators missing": [n for n in operators.SIGNATURES if not hasattr(torch.ops._C, n)],
         }
     )
 )

@@ -17,9 +17,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from dsv4_runtime.contract.kernels import KernelChoice, Op
-from dsv4_runtime.vllm_plugin.after_import import after_import
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER
-from dsv4_runtime.vllm_plugin.patch import vllm_version
+from dsv4_runtime.vllm_plugin.patch import after_import, vllm_version
 
 Assignment = tuple[Any, Any, Any]
 """(object, name, new value): an attribute of the object, or an item of a dictionary."""

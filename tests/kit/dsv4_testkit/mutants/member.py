@@ -469,7 +469,7 @@ MEMBER = (
     ),
     Mutant(
         "the hooks of a module whose specification is looked at are lost",
-        "runtime/dsv4_runtime/vllm_plugin/after_import.py",
+        "runtime/dsv4_runtime/vllm_plugin/patch.py",
         "        if name not in self.waiting:\n            return None",
         "        if not self.waiting.pop(name, None):\n            return None",
         ("tests/unit/vllm_plugin/test_patches.py",),
@@ -498,7 +498,7 @@ MEMBER = (
     Mutant(
         "weights that another process shares are loaded beside its copy",
         "runtime/dsv4_runtime/vllm_plugin/loading.py",
-        "if any(map(parse_kernel_choice(text).bundled, Op)) and not platform.is_cpu_build():",
+        "if any(map(parse_kernel_choice(text).bundled, Op)) and not patch.is_cpu_build():",
         "if False:",
         ("tests/unit/vllm_plugin/test_loading.py",),
     ),

@@ -1,23 +1,23 @@
-"""The compiler half of the interpreter's backend: present, because Triton wants one, and without stages."""
+"""Compiler of the interpreter backend: required by Triton, without stages."""
 
 from types import ModuleType
 from typing import Any
 
 from triton.backends.compiler import BaseBackend, GPUTarget
 
-from dsv4_runtime.vllm_plugin.triton_cpu import InterpretedOnlyError
+from dsv4_runtime.vllm_cpu.triton_cpu import InterpretedOnlyError
 
 
 class CPUBackend(BaseBackend):  # type: ignore[misc]  # Triton ships no types
-    """Refuses to compile; `TRITON_INTERPRET=1` keeps Triton from asking."""
+    """Refuses to compile; not called under `TRITON_INTERPRET=1`."""
 
     @staticmethod
     def supports_target(target: GPUTarget) -> bool:
-        """Tell whether `target` is the one that the CPU driver names."""
+        """Return whether `target` is the target of the CPU driver."""
         return bool(target.backend == "cpu")
 
     def hash(self) -> str:
-        """Return the backend's part of a cache key."""
+        """Return the backend's part of cache keys."""
         return "dsv4-interpreter"
 
     def parse_options(self, options: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
-"""DeepSeek-V4's layers for speculative decoding on the CPU: vLLM's own of another platform over the CPU's layers.
+"""DeepSeek-V4's draft models on the CPU: vLLM's models for XPU over the layers for CPU.
 
-vLLM 0.32 writes these models once a platform, and leaves the CPU's out (`models/deepseek_v4/cpu/{mtp,dspark}.py` raise
-`NotImplementedError`). Those for XPU are written with operators that every platform has; what they take from XPU alone
-is replaced here. On a CPU nothing else uses the XPU modules, so they are changed in place. T is the number of tokens.
+vLLM 0.32 implements these models per platform, but not for the CPU (`models/deepseek_v4/cpu/{mtp,dspark}.py` raise
+`NotImplementedError`). The models for XPU use portable operators; their XPU-specific symbols are replaced in place:
+nothing else uses the XPU modules on a CPU. T is the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.models.deepseek_v4.xpu import dspark, mtp
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension in float32, as vLLM's `mtp_shared_head_rmsnorm` does; the type of `x` stays."""
+    """Normalize the last dimension in float32; same type as `x`. Source: vLLM's `mtp_shared_head_rmsnorm`."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
@@ -27,10 +27,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def input_norms(
     embeds: Tensor, positions: Tensor, state: Tensor, e_weight: Tensor, h_weight: Tensor, eps: float, hc_mult: int
 ) -> tuple[Tensor, Tensor]:
-    """Normalise what an MTP layer reads, as vLLM's `fused_mtp_input_rmsnorm` does.
+    """Normalize the inputs of an MTP layer. Source: vLLM's `fused_mtp_input_rmsnorm`.
 
     Args:
-        embeds: `[T, D]`, embeddings of the next tokens; those of position 0 count as zero.
+        embeds: `[T, D]`, embeddings of the next tokens; zero at position 0.
         positions: int64 `[T]`.
         state: `[T, hc_mult, D]`, the target's residual streams.
         e_weight, h_weight: `[D]`.
@@ -40,14 +40,14 @@ def input_norms(
 
 
 class DraftAttention(DeepseekV4CPUAttention):  # type: ignore[misc]  # vLLM ships no types that strict mode accepts
-    """The CPU's attention, also for DSpark's block, whose tokens see each other and the window before the block."""
+    """The CPU's attention, extended to DSpark's block: its tokens attend to each other and to the preceding window."""
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
-        """Attend over the slots that the metadata lists where they are a block's, else as the CPU's own does.
+        """Attend over the listed slots of a block's metadata, else like the base class.
 
         Args:
             q: bfloat16 `[T, heads, 512]`.
-            output: the same, changed.
+            output: same shape and type, changed.
         """
         metadata = get_forward_context().attn_metadata
         window: Any = metadata.get(self.swa_cache_layer.prefix) if isinstance(metadata, dict) else None
@@ -66,7 +66,7 @@ class DraftAttention(DeepseekV4CPUAttention):  # type: ignore[misc]  # vLLM ship
 
 
 class DraftLayer(DeepseekV4DecoderLayer):  # type: ignore[misc]
-    """The CPU's decoder layer with what the models that draft ask of one."""
+    """The CPU's decoder layer with the attributes that the draft models use."""
 
     def __init__(
         self,
@@ -81,15 +81,15 @@ class DraftLayer(DeepseekV4DecoderLayer):  # type: ignore[misc]
         self.ffn.finalize_mega_moe_weights = lambda: None
 
     def hc_post(self, x: Tensor, residual: Tensor | None, post: Tensor | None, comb: Tensor | None) -> Tensor:
-        """Mix a layer's output into the streams; `x` `[T, H, D]` without `residual` is mixed already."""
+        """Mix a layer's output into the streams; without `residual`, `x` `[T, H, D]` is already mixed."""
         return x if residual is None else cast(Tensor, super().hc_post(x, residual, post, comb))
 
 
 def insert_context(attn: Any, kv: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
-    """Put keys of the target's tokens into a draft layer's window.
+    """Write keys of the target's tokens to the window cache of a draft layer.
 
     Args:
-        kv: `[T, 512]`, normalised.
+        kv: `[T, 512]`, normalized.
         positions, slot_mapping: int64 `[T]`; slot -1 is none.
     """
     window = attn.swa_cache_layer
@@ -103,11 +103,11 @@ def insert_context(attn: Any, kv: Tensor, positions: Tensor, slot_mapping: Tenso
 class CpuDSpark(dspark.DSparkDeepseekV4ForCausalLM):  # type: ignore[misc]
     """DSpark's stages on the CPU."""
 
-    draft_id_to_target_id = None  # the draft's tokens are the target's
+    draft_id_to_target_id = None  # same vocabulary
 
 
 def _mixed(x: Tensor, residual: Tensor | None, post: Tensor | None, comb: Tensor | None) -> Tensor:
-    return x  # the CPU's layers have mixed their output in themselves
+    return x  # the CPU's layers mix their own output
 
 
 def mtp_model() -> type:

@@ -1,33 +1,144 @@
-"""The operators of DeepSeek-V4 in vLLM's CPU build, in torch: for processors on which vLLM has none.
+"""The operators of DeepSeek-V4 in vLLM's CPU build, in torch: for processors without vLLM's compiled ones.
 
-vLLM compiles them for AVX-512 with BF16 only (`csrc/cpu/sgl-kernels`). These take and give the same tensors and lay
-caches out alike; they are meant for the nano model, and nothing in them is fast. T is the number of tokens.
+vLLM compiles them for AVX-512 with BF16 only (`csrc/cpu/sgl-kernels`). These have the same signatures, tensors and
+cache layouts; they serve the nano model and are not optimized. T is the number of tokens.
 
-Source of the arithmetic: vLLM 0.32.0, `csrc/cpu/sgl-kernels/{mhc,store_cache,compressor,indexer,paged_mqa_logits,topk,
-flash_mla}.cpp` and its Triton kernels in `models/deepseek_v4/common/ops`.
+Source of the arithmetic and of the layout `fp8_ds_mla`: vLLM 0.32.0, `csrc/cpu/sgl-kernels/{mhc,store_cache,compressor,
+indexer,paged_mqa_logits,topk,flash_mla}.cpp` and its Triton kernels in `models/deepseek_v4/common/ops`.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from dsv4_runtime.vllm_plugin.cpu_cache import (
-    INDEX_HEAD,
-    NOPE,
-    ROPE,
-    byte_places,
-    fp8,
-    power_of_two,
-    read_mla,
-    rms,
-    rotate,
-    write_mla,
-)
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, refuse
+
+NOPE, ROPE, TILE = 448, 64, 64
+HEAD = NOPE + ROPE
+_TILES = NOPE // TILE
+_TOKEN_BYTES = NOPE + 2 * ROPE
+"""Per token of an `fp8_ds_mla` block: FP8 without position, then bfloat16 with it."""
+_SCALE_BYTES = _TILES + 1
+"""Per token, after the tokens of the block: a power of two per tile, and padding."""
+INDEX_HEAD = 128
+_FP8_MAX = 448.0
+_LEAST = 1e-4
+
+_CACHE = "Tensor cos_sin_cache, Tensor(a!) kv_cache_2d, int kv_cache_block_size, int compress_ratio) -> ()"
+_STATE = "(Tensor state_cache, Tensor gather_slots, Tensor positions, Tensor kv_slot_mapping, Tensor rms_norm_weight,"
+_HC = "Tensor hc_fn, Tensor hc_scale, Tensor hc_base"
+SIGNATURES = {
+    "convert_weight_packed": "(Tensor(a) weight) -> Tensor(a)",
+    "bmm_cpu": "(Tensor(a!) out, Tensor mat1, Tensor mat2, bool is_vnni, Tensor? scale) -> ()",
+    "hc_pre_fused_cpu": (
+        f"(Tensor x, {_HC}, int hc_mult, int sinkhorn_iters, float rms_eps, float hc_eps) -> (Tensor, Tensor, Tensor)"
+    ),
+    "hc_post_fused_cpu": "(Tensor x, Tensor residual, Tensor post, Tensor comb) -> Tensor",
+    "hc_head_fused_cpu": f"(Tensor x, {_HC}, float hc_eps, float norm_eps) -> Tensor",
+    "fused_qnorm_rope_kv_insert_cpu": (
+        "(Tensor q, Tensor kv, Tensor positions, Tensor(a!) swa_kv_cache_2d, Tensor slot_mapping, Tensor cos_sin_cache,"
+        " int q_head_padded, float eps, int cache_block_size) -> Tensor"
+    ),
+    "inverse_gptj_rope_o_proj_cpu": "(Tensor o, Tensor positions, Tensor cos_sin_cache, int rope_dim) -> Tensor",
+    "flash_mla_with_kvcache_cpu": (
+        "(Tensor(a!) out, Tensor q, Tensor window_cache_2d, Tensor window_slots, int window_block_size,"
+        " Tensor compressed_cache_2d, Tensor compressed_slots, int compressed_block_size, Tensor attn_sink,"
+        " float scale) -> ()"
+    ),
+    "save_partial_states_cpu": (
+        "(Tensor kv, Tensor score, Tensor ape, Tensor positions, Tensor(a!) state_cache, Tensor slot_mapping) -> ()"
+    ),
+    "compress_norm_rope_store_cpu": f"{_STATE} float rms_norm_eps, {_CACHE}",
+    "compress_norm_rope_store_indexer_cpu": f"{_STATE} float rms_norm_eps, {_CACHE}",
+    "fused_indexer_q_rope_quant_cpu": (
+        "(Tensor positions, Tensor index_q, Tensor index_q_cos_sin_cache, Tensor(a!) index_q_fp8, Tensor index_weights,"
+        " float index_weights_softmax_scale, float index_weights_head_scale, Tensor(b!) index_weights_out) -> ()"
+    ),
+    "fp8_paged_mqa_logits_cpu": (
+        "(Tensor q_fp8, Tensor kvcache_fp8, Tensor weight, Tensor seq_lens, Tensor page_table, int block_size,"
+        " int max_seq_len) -> Tensor"
+    ),
+    "topk_transform_512_cpu": (
+        "(Tensor scores, Tensor seq_lens, Tensor page_tables, Tensor(a!) out_page_indices, int page_size,"
+        " Tensor(b!)? out_raw_indices) -> ()"
+    ),
+    "biased_topk_cpu": (
+        "(Tensor hidden_states, Tensor gating_output, Tensor correction_bias, int topk, bool renormalize,"
+        " str scoring_func, int num_fused_shared_experts, float? routed_scaling_factor,"
+        " bool apply_routed_scaling_factor_on_output) -> (Tensor, Tensor)"
+    ),
+    "hash_topk_cpu": (
+        "(Tensor gating_output, Tensor tid2eid, int topk, str scoring_func, int num_fused_shared_experts,"
+        " int num_experts, float routed_scaling_factor) -> (Tensor, Tensor)"
+    ),
+}
+
+
+def rotate(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """Apply the rotary embedding to neighbouring pairs (GPT-J's order).
+
+    Args:
+        x: float32 `[..., R]`.
+        cos_sin: float32, broadcast to `[..., R]`: R/2 cosines, then R/2 sines.
+    """
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    sin = -sin if inverse else sin
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+
+def rms(x: Tensor, eps: float) -> Tensor:
+    """Return `x` divided by the root of the mean square of its last dimension."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def fp8(x: Tensor) -> Tensor:
+    """Return `x` as float8_e4m3fn, saturated to the range of the type."""
+    return x.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """Return the smallest power of two per row `[..., 1]` that scales its values into the range of FP8."""
+    return torch.exp2((x.abs().amax(-1, keepdim=True).clamp_min(_LEAST) / _FP8_MAX).log2().ceil())
+
+
+def byte_places(block_size: int, slots: Tensor, begin: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the indices into `[blocks, bytes]` of `width` bytes per slot; slot 0 of a block starts at byte `begin`."""
+    return (slots // block_size)[:, None], begin + (slots % block_size)[:, None] * width + torch.arange(width)
+
+
+def write_mla(cache: Tensor, block_size: int, slots: Tensor, nope: Tensor, rope: Tensor) -> None:
+    """Write tokens to a cache of the layout `fp8_ds_mla`.
+
+    Args:
+        cache: uint8 `[blocks, bytes]`, changed.
+        slots: int64 `[T]`, all of them valid.
+        nope: bfloat16 `[T, 448]`, stored as FP8 with a power of two for every 64.
+        rope: bfloat16 `[T, 64]`.
+    """
+    tiles = nope.float().view(-1, _TILES, TILE)
+    exponent = (tiles.abs().amax(-1) / _FP8_MAX).clamp_min(_LEAST).log2().ceil()
+    values = fp8(tiles * torch.exp2(-exponent)[..., None]).view(torch.uint8).flatten(1)
+    scales = torch.nn.functional.pad(exponent + 127, (0, 1)).to(torch.uint8)
+    cache[byte_places(block_size, slots, 0, _TOKEN_BYTES)] = torch.cat((values, rope.contiguous().view(torch.uint8)), 1)
+    cache[byte_places(block_size, slots, block_size * _TOKEN_BYTES, _SCALE_BYTES)] = scales
+
+
+def read_mla(cache: Tensor, block_size: int, slots: Tensor) -> Tensor:
+    """Return tokens written by `write_mla`: float32 `[T, 512]` with bfloat16 precision."""
+    tokens = cache[byte_places(block_size, slots, 0, _TOKEN_BYTES)]
+    scales = cache[byte_places(block_size, slots, block_size * _TOKEN_BYTES, _SCALE_BYTES)][:, :_TILES]
+    tiles = tokens[:, :NOPE].contiguous().view(torch.float8_e4m3fn).float().view(-1, _TILES, TILE)
+    nope = (tiles * torch.exp2(scales.float() - 127)[..., None]).flatten(1).bfloat16()
+    return torch.cat((nope, tokens[:, NOPE:].contiguous().view(torch.bfloat16)), 1).float()
 
 
 def convert_weight_packed(weight: Tensor) -> Tensor:
-    """Return the weight as it is: there is no other order of it that would help here."""
+    """Return `weight` unchanged: no packed order is faster here."""
     return weight
 
 
@@ -35,7 +146,7 @@ def bmm_cpu(out: Tensor, mat1: Tensor, mat2: Tensor, is_vnni: bool, scale: Tenso
     """Compute `out[b] = mat1[b] @ mat2[b].T`: `[B, M, N]`, `[B, M, K]`, `[B, N, K]`.
 
     Raises:
-        ValueError: for FP8 weights.
+        ValueError: FP8 weights.
     """
     if scale is not None:
         raise ValueError("bmm_cpu with a scale: this processor has no FP8 products; use bf16 weights")
@@ -61,8 +172,8 @@ def hc_pre_fused_cpu(
         hc_base: float32 `[(2 + H) * H]`.
 
     Returns:
-        the input `[T, D]` in the type of `x`, the gates of the output `[T, H]`, and how streams go over into one
-        another `[T, H, H]`, whose rows and columns sum up to 1; both float32.
+        the input `[T, D]` in the type of `x`, the output gates `[T, H]`, and the mixing matrix of the streams
+        `[T, H, H]` with row and column sums of 1; both float32.
     """
     streams = x.float()
     mixes = rms(streams.flatten(1), rms_eps) @ hc_fn.float().T
@@ -78,7 +189,7 @@ def hc_pre_fused_cpu(
 
 
 def hc_post_fused_cpu(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """Return the streams after a layer: its output `x` `[T, D]` through the gates, the old ones mixed: `[T, H, D]`."""
+    """Return the streams `[T, H, D]` after a layer: the gated output `x` `[T, D]` plus the mixed old streams."""
     carried = torch.bmm(comb.float().transpose(1, 2), residual.float())
     return (post.float()[..., None] * x.float()[:, None] + carried).to(x.dtype)
 
@@ -103,10 +214,10 @@ def fused_qnorm_rope_kv_insert_cpu(
     eps: float,
     cache_block_size: int,
 ) -> Tensor:
-    """Normalise and rotate the queries `[T, heads, 512]`, and put keys `[T, 512]`, rotated, into the window's cache.
+    """Normalize and rotate queries `[T, heads, 512]`; write rotated keys `[T, 512]` to the window cache.
 
     Returns:
-        queries `[T, q_head_padded, 512]`; heads beyond the given ones are zero.
+        queries `[T, q_head_padded, 512]`; the added heads are zero.
     """
     angles = cos_sin_cache[positions]
     found = rms(q.float(), eps)
@@ -137,12 +248,12 @@ def flash_mla_with_kvcache_cpu(
     attn_sink: Tensor,
     scale: float,
 ) -> None:
-    """Compute the attention of each token over the slots that were chosen for it; -1 is no slot. Keys are values too.
+    """Compute the attention of each token over its selected slots; -1 is no slot. Keys are also the values.
 
     Args:
         out, q: bfloat16 `[T, heads, 512]`; `out` is changed.
         window_slots, compressed_slots: int64 `[T, any]`.
-        attn_sink: float32 `[heads]`, the logit of a key whose value is zero.
+        attn_sink: float32 `[heads]`, the logit of a key with value zero.
     """
     caches = (
         (window_cache_2d, window_block_size, window_slots),
@@ -151,7 +262,7 @@ def flash_mla_with_kvcache_cpu(
     keys, seen = [], []
     for cache, block_size, slots in caches:
         valid = slots >= 0
-        # Neighbouring tokens see nearly the same keys, so each is read once and those of others are masked.
+        # Neighbouring tokens share most keys: each key is read once, and masked per token.
         unique, where = slots[valid].unique(return_inverse=True)
         mask = torch.zeros(len(slots), len(unique), dtype=torch.bool)
         mask[valid.nonzero()[:, 0], where] = True
@@ -168,7 +279,7 @@ def flash_mla_with_kvcache_cpu(
 def save_partial_states_cpu(
     kv: Tensor, score: Tensor, ape: Tensor, positions: Tensor, state_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Keep what a compressor pools later: `kv` and `score` `[T, W]`, the score with its place's bias `ape`.
+    """Store the inputs of a compressor's pooling: `kv` and `score` `[T, W]`, the score with the position bias `ape`.
 
     Args:
         ape: float32 `[ratio, W]`.
@@ -191,16 +302,14 @@ def _pooled(
     cos_sin_cache: Tensor,
     ratio: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return slots, and what goes there without and with the rotation, of the tokens that end a group of `ratio`:
-    float32.
-    """
+    """Return slots, unrotated and rotated values (float32) of the tokens that end a group of `ratio`."""
     ends = ((positions[: len(gather_slots)] + 1) % ratio == 0) & (kv_slot_mapping[: len(gather_slots)] >= 0)
     slots, position, gathered = kv_slot_mapping[ends[: len(kv_slot_mapping)]], positions[ends], gather_slots[ends]
     block, head = state_cache.shape[1], len(weight)
     rows = state_cache[gathered.clamp_min(0) // block, gathered.clamp_min(0) % block]
     value, score = rows.chunk(2, dim=-1)
     if value.shape[-1] > head:
-        # Groups overlap: the first half of the window is the group before, which has columns of its own.
+        # Groups overlap: the first half of the window is the previous group, in separate columns.
         before = torch.arange(gathered.shape[1])[:, None] < ratio
         value, score = (torch.where(before, *part.split(head, dim=-1)) for part in (value, score))
     shares = torch.softmax(score.masked_fill((gathered < 0)[..., None], -torch.inf), 1)
@@ -220,7 +329,7 @@ def compress_norm_rope_store_cpu(
     kv_cache_block_size: int,
     compress_ratio: int,
 ) -> None:
-    """Pool each complete group of tokens into one key, and put it into a cache of the layout `fp8_ds_mla`.
+    """Pool each complete group of tokens into one key and write it to a cache of the layout `fp8_ds_mla`.
 
     Args:
         gather_slots: int64 `[T, window]`, rows of `state_cache`; -1 is none.
@@ -245,7 +354,7 @@ def compress_norm_rope_store_indexer_cpu(
     kv_cache_block_size: int,
     compress_ratio: int,
 ) -> None:
-    """Do the same for the indexer's keys: 128 values of FP8 a token, behind a block's tokens a float32 scale each."""
+    """Pool the indexer's keys: 128 FP8 values per token; the float32 scales follow the tokens of a block."""
     slots, pooled, rope = _pooled(
         state_cache, gather_slots, positions, kv_slot_mapping, rms_norm_weight, rms_norm_eps, cos_sin_cache,
         compress_ratio,
@@ -267,7 +376,7 @@ def fused_indexer_q_rope_quant_cpu(
     index_weights_head_scale: float,
     index_weights_out: Tensor,
 ) -> None:
-    """Rotate the indexer's queries `[T, heads, 128]` and make them FP8; their scales go into the heads' weights.
+    """Rotate the indexer's queries `[T, heads, 128]` and quantize them to FP8; the head weights absorb the scales.
 
     Args:
         index_q_fp8: float8_e4m3fn `[T, heads, 128]`, changed.
@@ -291,7 +400,7 @@ def fp8_paged_mqa_logits_cpu(
     block_size: int,
     max_seq_len: int,
 ) -> Tensor:
-    """Return how much each query wants each key: the heads' positive products, weighted and added up.
+    """Return the score of each key per query: the weighted sum of the heads' positive products.
 
     Args:
         q_fp8: float8_e4m3fn `[B, heads, 128]`.
@@ -300,7 +409,7 @@ def fp8_paged_mqa_logits_cpu(
         page_table: int `[B, pages]`.
 
     Returns:
-        float32 `[B, max_seq_len]`; what is beyond a row's length in `seq_lens` means nothing.
+        float32 `[B, max_seq_len]`; undefined beyond a row's length in `seq_lens`.
     """
     pages = page_table[:, : -(-max_seq_len // block_size)].long()
     used, where = pages.unique(return_inverse=True)
@@ -321,11 +430,11 @@ def topk_transform_512_cpu(
     page_size: int,
     out_raw_indices: Tensor | None,
 ) -> None:
-    """Find the 512 keys that each query wants most; -1 where there are fewer.
+    """Select the 512 keys with the highest scores per query; -1 where there are fewer.
 
     Args:
         scores: float32 `[B, keys]`.
-        out_page_indices, out_raw_indices: int32 `[B, >= 512]`, changed: places in the cache, and in the sequence.
+        out_page_indices, out_raw_indices: int32 `[B, >= 512]`, changed: positions in the cache, and in the sequence.
     """
     count, lengths = scores.shape[1], seq_lens.long().clamp(0, scores.shape[1])[:, None]
     token, column = torch.arange(count), torch.arange(512)
@@ -388,7 +497,7 @@ def hash_topk_cpu(
     num_experts: int,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights of experts that the token's number has chosen (`tid2eid`, int32 `[T, topk]`), and these.
+    """Return weights and indices of the experts selected by the token id (`tid2eid`, int32 `[T, topk]`).
 
     Raises:
         ValueError: with shared experts among them, or a score of another kind.
@@ -397,3 +506,37 @@ def hash_topk_cpu(
     if scoring_func != "softmax":
         weights = weights * (routed_scaling_factor / weights.sum(-1, keepdim=True))
     return weights, tid2eid.int()
+
+
+@functools.cache
+def _library() -> Any:
+    # Operators exist as long as their library.
+    return torch.library.Library("_C", "FRAGMENT")
+
+
+def _apply() -> PatchOutcome:
+    from vllm.platforms import current_platform
+
+    missing = [name for name in SIGNATURES if not hasattr(torch.ops._C, name)]
+    if not current_platform.is_cpu() or not missing:
+        return PatchOutcome.NOT_WANTED
+    if len(missing) != len(SIGNATURES):
+        raise refuse("torch.ops._C", f"it lacks {missing} and has the others, expected all or none of them")
+    for name, signature in SIGNATURES.items():
+        _library().define(name + signature)
+        _library().impl(name, globals()[name], "CPU")
+    return PatchOutcome.APPLIED
+
+
+PATCH = Patch(
+    module="vllm.models.deepseek_v4.cpu.cpu_sparse",
+    symbol="torch.ops._C",
+    why=(
+        "the operators of DeepSeek-V4 are compiled for AVX-512 with BF16 only; on other x86-64 processors loading"
+        " ends with `'_OpNamespace' '_C' object has no attribute 'convert_weight_packed'`"
+    ),
+    upstream="none: `VLLM_EXT_SRC_SGL` in `cmake/cpu_extension.cmake` belongs to the AVX-512 library",
+    versions="vLLM 0.32.0",
+    obsolete_when="`vllm._C_AVX2` has the operators",
+    apply=_apply,
+)
