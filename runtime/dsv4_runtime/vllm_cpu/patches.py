@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsv4_runtime.vllm_cpu import entry_points, model_runner, operators
-from dsv4_runtime.vllm_plugin import patches
+from dsv4_runtime.vllm_plugin import register
 from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, expect_parameters, refuse
 
 _VLLM = "vLLM 0.32.0"
@@ -219,7 +219,7 @@ PATCHES: tuple[Patch, ...] = (
 
 _HEAD = """# Patches to vLLM and torch
 
-Generated from `runtime/dsv4_runtime/vllm_plugin/patches.py` and `runtime/dsv4_runtime/vllm_cpu/patches.py`; after a
+Generated from `runtime/dsv4_runtime/vllm_plugin/register.py` and `runtime/dsv4_runtime/vllm_cpu/patches.py`; after a
 change of a registry run `python -m dsv4_runtime.vllm_cpu.patches > docs/reference/patches.md`.
 
 dsv4 patches them through entry points `vllm.general_plugins`, in each process that imports the listed module, directly
@@ -227,7 +227,7 @@ after the import. A patch verifies the symbol first. If the module already conta
 log line reports that the patch can be deleted; if the symbol differs, the process ends with `PatchRefusedError`.
 """
 _SECTIONS = (
-    ("Every build", patches.PATCHES),
+    ("Every build", register.PATCHES),
     ("CPU development build", PATCHES),
 )
 

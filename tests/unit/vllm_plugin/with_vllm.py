@@ -39,17 +39,7 @@ from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
 from dsv4_runtime.vllm_cpu import drafts, model_runner, operators
 from dsv4_runtime.vllm_plugin import loading
-from dsv4_runtime.vllm_plugin.kernels import (
-    active,
-    attention,
-    codes,
-    front,
-    hyper,
-    indexer,
-    linear,
-    shared_experts,
-    views,
-)
+from dsv4_runtime.vllm_plugin.kernels import attention, choice, indexer, linear, plans, sublayers
 
 WINDOW, BLOCK = 8, 4
 
@@ -149,7 +139,7 @@ def scores_of_drafts() -> dict[str, object]:
     """Two requests verify three tokens each; then a step has shorter drafts, which vLLM's own warm-up never had."""
     os.environ[VARIABLE] = str(ALL_BUNDLED)
     interpreter.install()
-    active._ROWS[0] = 4
+    choice._ROWS[0] = 4
     scores, agree = indexer.paged_logits(unreached), True
     for rows in (3, 1, 2, 4):
         params = {"batch": 2, "next_n": rows, "keys": 77, "heads": 16, "page": 64}
@@ -160,7 +150,7 @@ def scores_of_drafts() -> dict[str, object]:
         wanted = indexer_paged_logits(**given)
         inside = torch.arange(77) < given["context_lens"].flatten()[:, None]
         agree &= torch.allclose(found[:, :77][inside], wanted[:, :77][inside], rtol=1e-2, atol=1e-2)
-    made = [plan for plan in active._PLANS.values() if isinstance(plan, indexer._PagedPlans)]
+    made = [plan for plan in plans._PLANS.values() if isinstance(plan, indexer._PagedPlans)]
     return {"agree": agree, "made": [sorted(plans.plans) for plans in made]}
 
 
@@ -184,7 +174,7 @@ def products() -> dict[str, object]:
     found = kernel.apply_weights(layer, x, torch.ones(80, dtype=torch.bfloat16))
     code, scale = fp8_quant(x=x.view(6, 256))
     # Codes of other values than x: what comes out tells which were taken.
-    doubled = codes.give(x.view(6, 256).clone(), (code, scale + 1))
+    doubled = plans.give_codes(x.view(6, 256).clone(), (code, scale + 1))
     wanted = fp8_gemm(a=code, a_scale=scale, w=given["w"], w_scale=given["w_scale"]).float() + 1.0
     return {
         "shape": list(found.shape),
@@ -196,7 +186,7 @@ def products() -> dict[str, object]:
 
 def inputs_with_codes() -> dict[str, bool]:
     """Whether each kernel that makes a product's input hands over the codes that the quantiser makes of it."""
-    codes.want(256, 4)
+    plans.want_codes(256, 4)
     cpu = torch.device("cpu")
     norm = operation("front_norm").make_inputs({"tokens": 4, "rank": 256}, cpu, 1)
     seam = operation("mhc_post_pre").make_inputs({"tokens": 4, "hidden": 256, "norm": True}, cpu, 2)
@@ -212,12 +202,12 @@ def inputs_with_codes() -> dict[str, bool]:
     )  # fmt: skip
     made = {
         "output": layer._o_proj(attention.Fp8Output(output["a"], output["a_scale"]), torch.arange(4)),
-        "query": front.norm(lambda *_: None)(*norm.values())[0],
-        "sublayer": hyper.mhc_fused_post_pre(**seam)[-1],
-        "shared experts": shared_experts.activation(SimpleNamespace(dsv4_limit=10.0), gate_up),
+        "query": sublayers.norm(lambda *_: None)(*norm.values())[0],
+        "sublayer": sublayers.mhc_fused_post_pre(**seam)[-1],
+        "shared experts": sublayers.activation(SimpleNamespace(dsv4_limit=10.0), gate_up),
     }
     return {
-        name: all(torch.equal(*pair) for pair in zip(codes.given(x) or (), fp8_quant(x), strict=True))
+        name: all(torch.equal(*pair) for pair in zip(plans.given_codes(x) or (), fp8_quant(x), strict=True))
         for name, x in made.items()
     }
 
@@ -235,13 +225,13 @@ def decode_plans() -> dict[str, int]:
             topk_indices_buffer=torch.empty((1, 512)), swa_cache_layer=SimpleNamespace(kv_cache=caches[0]),
             kv_cache=caches[1], _decode_here=True, _o_proj_here=True, _most_decodes=2, _window_columns=columns,
         )  # fmt: skip
-        before = len(active._PLANS)
+        before = len(plans._PLANS)
         layer.plan_decode_ahead()
         # As `_forward_decode` asks: rows of the full width, and pages of 64 where there is no compressed cache.
         topk = {1: 0, 4: 512, 128: 128}[ratio]
-        used = [views.pages(cache) for cache in (caches[0], caches[0] if ratio == 1 else caches[1])]
+        used = [plans.pages(cache) for cache in (caches[0], caches[0] if ratio == 1 else caches[1])]
         layer._decode_plan(columns, topk, (64, 64 if ratio == 1 else page), tuple(used), o8=True)
-        made[name] = len(active._PLANS) - before
+        made[name] = len(plans._PLANS) - before
     return made
 
 

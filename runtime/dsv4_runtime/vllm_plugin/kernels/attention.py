@@ -4,31 +4,51 @@ vLLM's layer allocates the attention's output, fills it in `forward_mqa` (outsid
 `_o_proj` (inside of them). With `o_proj` bundled the output is what the wo_a product takes: FP8 codes and scales, with
 the rotation undone. Decode tokens get there in one launch (two where the work of a token is split), prefill tokens by
 an attention in bf16, vLLM's or the bundled one, and one more launch.
+
+Prefill of vLLM's DeepSeek-V4 attention by `dsv4_kernels.mla_prefill`, for either of vLLM's CUDA classes.
+
+vLLM's metadata, chunks of requests, workspace and gathers stay. The index lists and the attention over the gathered
+rows are bundled: what vLLM has of FlashMLA or, on SM12x, of FlashInfer is not asked for.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
-from vllm.forward_context import get_forward_context
-from vllm.models.deepseek_v4.common.ops import compute_global_topk_indices_and_lens
-from vllm.v1.attention.backends.mla.compressor_utils import get_dspark_swa_index_width
 
 from dsv4_kernels.arch import DEFAULT_ARCH, detect, multiprocessors
 from dsv4_kernels.fp8_gemm.api import GemmPlan
 from dsv4_kernels.fp8_gemm.configs import quantised_tokens
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_merge.api import MergePlan
+from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan
+from dsv4_kernels.mla_prefill.configs import list_width
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels import codes, prefill
-from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.choice import LOGGER, choice
+from dsv4_runtime.vllm_plugin.kernels.hooks import Assignment, HookMismatchError, check_overrides, parameters
 from dsv4_runtime.vllm_plugin.kernels.linear import SCALE, weight_bytes
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, announced_plan
-from dsv4_runtime.vllm_plugin.kernels.views import pages, whole_rows
-from dsv4_runtime.vllm_plugin.reserve import width as c128_width
+from dsv4_runtime.vllm_plugin.kernels.plans import (
+    DEVICE,
+    announce,
+    announced_plan,
+    give_codes,
+    pages,
+    shared_plan,
+    wanted_codes,
+    whole_rows,
+)
+from dsv4_runtime.vllm_plugin.kernels.vllm_api import (
+    compute_global_topk_indices_and_lens,
+    current_workspace_manager,
+    dequantize_and_gather_k_cache,
+    get_dspark_swa_index_width,
+    get_forward_context,
+)
+from dsv4_runtime.vllm_plugin.loading import c128_width
 
 OVERRIDDEN = (
     "get_padded_num_q_heads",
@@ -74,6 +94,38 @@ def attention_class(stock: type, model: Any, hf_config: Any) -> type:
     return bundled_class(stock, here) if here or any(map(found.bundled, (Op.MLA_DECODE, Op.O_PROJ))) else stock
 
 
+def selection(module: ModuleType) -> list[Assignment]:
+    """Return the assignment for the selection of attention classes in vLLM's model."""
+    original = module._select_dsv4_attn_cls
+    known = (module.DeepseekV4FlashMLAAttention, module.DeepseekV4FlashInferSM120Attention)
+    taken = set(parameters(forward_prefill)) - {"layer"}
+    for kind in known:
+        check_overrides(BundledAttention, kind, OVERRIDDEN)
+        # The class for FlashMLA also passes positions, which are dropped.
+        if (given := set(parameters(kind._forward_prefill)) - {"self", "positions"}) != taken:
+            raise HookMismatchError(f"{kind.__name__}._forward_prefill gets {sorted(given)}, expected {sorted(taken)}")
+
+    @functools.wraps(original)
+    def select(vllm_config: Any) -> Any:
+        stock = original(vllm_config)
+        if stock in known:
+            return attention_class(stock, module, vllm_config.model_config.hf_config)
+        _attention_stays(stock.__name__)
+        return stock
+
+    return [(module, "_select_dsv4_attn_cls", select)]
+
+
+@functools.cache
+def _attention_stays(kind: str) -> None:
+    wanted = [op for op in (Op.MLA_DECODE, Op.MLA_PREFILL, Op.O_PROJ) if choice().bundled(op)]
+    if wanted:
+        LOGGER.warning(
+            "dsv4 kernels: %s stays with vLLM's own kernels (attention is of %s, which is not known here)",
+            ", ".join(wanted), kind,
+        )  # fmt: skip
+
+
 def window_columns(vllm_config: Any, window: int) -> int:
     """Return how many columns decode's rows of window indices have in the layers that `vllm_config` makes.
 
@@ -116,13 +168,13 @@ class BundledAttention:
         self._o_proj_here = choice().bundled(Op.O_PROJ)
         self._target: tuple[Fp8Output, torch.Tensor] | None = None
         if self._prefill_here:
-            self.prefill_plans = prefill.make_plans(self)
+            self.prefill_plans = make_prefill_plans(self)
         if self._o_proj_here:
             announce(MergePlan, "mla_merge_o8", 1, self._most_tokens, self.n_local_heads, DEVICE)
             device, sizes = self.attn_sink.device, (self.o_lora_rank, self._group_width, self.n_local_groups)
             arch = detect(device) or DEFAULT_ARCH
             # Where wo_b's product takes codes, wo_a's makes them.
-            wanted = codes.wanted(self.n_local_groups * self.o_lora_rank)
+            wanted = wanted_codes(self.n_local_groups * self.o_lora_rank)
             self._z_quantised = min(wanted, quantised_tokens(arch, *sizes, multiprocessors(device, arch)))
             announce(GemmPlan, self._most_tokens, *sizes, DEVICE, quantised=self._z_quantised)
             self._output = shared_plan(
@@ -141,7 +193,7 @@ class BundledAttention:
     def forward_mqa(self: Any, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: Any) -> None:
         """Fill `output` for the tokens of `q` [T, padded heads, 512], decodes first."""
         if self._prefill_here and get_forward_context().attn_metadata is None:
-            prefill.reserve(self)
+            reserve_prefill(self)
         if not isinstance(output, Fp8Output):
             super().forward_mqa(q, kv, positions, output)  # type: ignore[misc]
             return
@@ -183,7 +235,7 @@ class BundledAttention:
             return
         # FlashMLA's class gives positions as well, and does not use them.
         given.pop("positions", None)
-        prefill.forward(self, **given)
+        forward_prefill(self, **given)
 
     def _forward_decode(
         self: Any,
@@ -298,7 +350,7 @@ class BundledAttention:
             w_scale=scale.view(groups, -1, width // 128),
             out=z,
         )
-        return self.wo_b(codes.give(z.flatten(1), plan.codes(tokens)))
+        return self.wo_b(give_codes(z.flatten(1), plan.codes(tokens)))
 
 
 class _Output:
@@ -330,3 +382,105 @@ class _Scratch:
 
     def warmup(self) -> None:
         """Compile nothing."""
+
+
+def make_prefill_plans(layer: Any) -> tuple[PrefillPlan, ListsPlan]:
+    """Return the plans of `layer`, made by the first layer of its kind, and have them compiled beside the weights.
+
+    They need no cache, so that they can be made with the layer.
+    """
+    tokens, device = layer.max_num_batched_tokens, layer.attn_sink.device
+    attention = (tokens, layer.padded_heads, list_width(_chosen_width(layer), layer.window_size))
+    lists = (tokens, _chosen_width(layer), layer.compress_ratio)
+    announce(PrefillPlan, *attention, DEVICE, own_output=False)
+    announce(ListsPlan, *lists, DEVICE, window=layer.window_size, own_output=False)
+    return (
+        shared_plan((Op.MLA_PREFILL, *attention, device), lambda: PrefillPlan(*attention, device, own_output=False)),
+        shared_plan(
+            (Op.MLA_PREFILL, "lists", *lists, layer.window_size, device),
+            lambda: ListsPlan(*lists, device, layer.window_size, own_output=False),
+        ),
+    )
+
+
+def reserve_prefill(layer: Any) -> None:
+    """Take the largest workspace once, in vLLM's dummy step: it must not grow once vLLM has locked it."""
+    compressed = -(-layer.max_model_len // layer.compress_ratio) if layer.compress_ratio > 1 else 0
+    _workspace(layer, layer.PREFILL_CHUNK_SIZE, compressed + layer.window_size + layer.max_num_batched_tokens)
+
+
+def forward_prefill(
+    layer: Any,
+    *,
+    q: torch.Tensor,
+    compressed_k_cache: torch.Tensor | None,
+    swa_k_cache: torch.Tensor,
+    output: torch.Tensor,
+    attn_metadata: Any,
+    swa_metadata: Any,
+) -> None:
+    """Fill `output` for the prefill tokens of `q` [T, padded heads, 512], chunk by chunk of requests.
+
+    `layer.prefill_plans` are those of `make_plans`.
+    """
+    attention, lists = layer.prefill_plans
+    decodes, starts = swa_metadata.num_decodes, swa_metadata.query_start_loc_cpu
+    topk, ratio, window = lists.topk, layer.compress_ratio, layer.window_size
+    chosen = _prefill_entries(layer, attn_metadata, swa_metadata)
+    for first, last, entries, rows in swa_metadata.get_prefill_chunk_plan(
+        compress_ratio=ratio, prefill_chunk_size=layer.PREFILL_CHUNK_SIZE
+    ):
+        kv, indices, lengths = _workspace(layer, last - first, rows)
+        requests, seq_lens = slice(first, last), swa_metadata.prefill_seq_lens[first:last]
+        gathered = swa_metadata.prefill_gather_lens[requests]
+        if topk:
+            dequantize_and_gather_k_cache(
+                kv, compressed_k_cache, seq_lens=seq_lens // ratio, gather_lens=None,
+                block_table=attn_metadata.block_table[decodes:][requests],
+                block_size=attn_metadata.block_size // ratio, offset=0,
+            )  # fmt: skip
+        dequantize_and_gather_k_cache(
+            kv, swa_k_cache, seq_lens=seq_lens, gather_lens=gathered,
+            block_table=swa_metadata.block_table[decodes:][requests], block_size=swa_metadata.block_size,
+            offset=entries,
+        )  # fmt: skip
+        begin, end = (int(starts[decodes + edge] - starts[decodes]) for edge in (first, last))
+        tokens = slice(begin, end)
+        found = lists.run(
+            chosen=chosen[tokens], seq_lens=seq_lens, gather_lens=gathered, topk=topk, ratio=ratio, window=window,
+            query_start_loc=swa_metadata.query_start_loc[decodes + first : decodes + last + 1], rows=rows,
+            first=entries, out=(indices[: end - begin], lengths[: end - begin]),
+        )  # fmt: skip
+        attention.run(
+            q=q[tokens], kv=kv.view(-1, kv.shape[-1]), indices=found[0], lengths=found[1], sink=layer.attn_sink,
+            out=output[tokens],
+        )  # fmt: skip
+
+
+def _chosen_width(layer: Any) -> int:
+    """Return the most compressed entries that a token of `layer` sees."""
+    if layer.compress_ratio <= 1:
+        return 0
+    return int(layer.topk_indices_buffer.shape[-1] if layer.compress_ratio == 4 else c128_width(layer.max_model_len))
+
+
+def _prefill_entries(layer: Any, attn_metadata: Any, swa_metadata: Any) -> torch.Tensor:
+    """Return the compressed entries of each prefill token, int32 [T, at least the plan's topk]."""
+    tokens = swa_metadata.num_prefill_tokens
+    if layer.compress_ratio > 4:
+        return whole_rows(attn_metadata.c128a_prefill_topk_indices, tokens)
+    # Of a layer without compressed entries nothing is read.
+    begin = swa_metadata.num_decode_tokens
+    found: torch.Tensor = layer.topk_indices_buffer[begin : begin + tokens]
+    return found
+
+
+def _workspace(layer: Any, requests: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return vLLM's workspace as rows bf16 [requests, rows, 512] and the lists of all tokens of a step."""
+    tokens = layer.max_num_batched_tokens
+    kv, indices, lengths = current_workspace_manager().get_simultaneous(
+        ((requests, rows, layer.head_dim), torch.bfloat16),
+        ((tokens, list_width(_chosen_width(layer), layer.window_size)), torch.int32),
+        ((tokens,), torch.int32),
+    )
+    return kv, indices, lengths

@@ -1,4 +1,16 @@
-"""vLLM's own Triton kernels, compiled by processes while the engine's weights load.
+"""The sampler of vLLM on CUDA: compiled for all common requests before vLLM serves, and usable without FlashInfer.
+
+vLLM's own warm-up samples one batch in which every request asks for everything. What a request of another kind launches
+is compiled when the first one comes: the log-probabilities of other numbers of tokens, top-k and top-p beside greedy or
+seeded requests (FlashInfer takes neither), greedy requests with penalties. Read in vLLM 0.33.0.
+
+Launch the kernels of vLLM's model runner on the host, for processes that compile and have no GPU.
+
+A step's inputs, block tables, structured output, the sampler and the update after it: some 35 small kernels, of which
+vLLM gives no keys away. Its own objects launch them here, with the sizes of the configuration and tensors on the host;
+in a process that launches nothing, the arguments are all that counts. Read in vLLM 0.32.0 and 0.33.0.
+
+vLLM's own Triton kernels, compiled by processes while the engine's weights load.
 
 vLLM compiles them one after another, or in threads of one process that take turns at Python's lock. Two sets are known
 before: its runner's, with the sampler, from the configuration, and what the layers register for vLLM's JIT warm-up once
@@ -22,19 +34,343 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from dsv4_kernels.arch import Arch, TargetGPU
 from dsv4_kernels.precompile import launch_nothing, prepare_forks, share_of_kernels
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.forking import has_cuda, start_child, wait_for
-from dsv4_runtime.vllm_plugin.kernels import precompile
-from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, possible
+from dsv4_runtime.vllm_plugin.kernels import plans, vllm_api
+from dsv4_runtime.vllm_plugin.kernels.choice import LOGGER, possible
 
-if TYPE_CHECKING:
-    from dsv4_runtime.vllm_plugin.kernels.runner_ahead import HostRunner
+MOST_LOGPROBS = 20
+"""Most log-probabilities of a token in the OpenAI API, and in vLLM unless it is told otherwise."""
+ROWS = (1, 2)
+"""Requests of the batches that are sampled: what one launches differs from what several do."""
+_WANTED = "VLLM_USE_FLASHINFER_SAMPLER"
+_KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 0.7, "top_p": 0.9, "seed": 1},
+    {"temperature": 0.7, "top_k": 20, "seed": 1},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 1},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 0.0, "logit_bias": {0: 1.0}},
+    {"temperature": 0.0, "allowed_token_ids": [0, 1]},
+    {"temperature": 0.0, "_bad_words_token_ids": [[0], [1, 2]]},
+)
+
+
+def without_flashinfer(original: Callable[[], bool]) -> Callable[[], bool]:
+    """Return vLLM's `flashinfer_sampler_supported`, which says no where FlashInfer cannot be imported."""
+
+    @functools.wraps(original)
+    def flashinfer_sampler_supported() -> bool:
+        try:
+            return original()
+        except ImportError as error:
+            if os.environ.get(_WANTED) == "1":
+                raise
+            LOGGER.info("dsv4 sampling: without FlashInfer (%s)", error)
+            return False
+
+    return flashinfer_sampler_supported
+
+
+def before_profile(original: Any) -> Any:
+    """Return the worker's `determine_available_memory`, and before it the sampler's warm-up.
+
+    The profile samples too, one kernel after the other; and the bundled kernels are compiled by other processes now.
+    """
+
+    @functools.wraps(original)
+    def determine_available_memory(worker: Any) -> int:
+        finish_runner()
+        begun = time.monotonic()
+        try:
+            done = warm_up_sampler(worker)
+        except Exception as error:
+            # Requests compile what is missing, as they do without dsv4.
+            LOGGER.warning("dsv4 sampling: not compiled before it serves (%s: %s)", type(error).__name__, error)
+        else:
+            LOGGER.info("dsv4 sampling: %s kinds of requests in %.1f s", done, time.monotonic() - begun)
+        available: int = original(worker)
+        return available
+
+    return determine_available_memory
+
+
+def warm_up_sampler(worker: Any) -> int:
+    """Compile what common requests launch in the sampler of `worker`; return how many kinds were sampled.
+
+    None where vLLM is not to compile before it serves, and on a rank that does not sample.
+    """
+    runner = worker.model_runner
+    if not worker.vllm_config.kernel_config.enable_jit_warmup or not worker.use_v2_model_runner:
+        return 0
+    if not runner.is_last_pp_rank or runner.sampler is None:
+        return 0
+    with torch.inference_mode():
+        # First, and once: with several ranks it is a step of all of them.
+        logits = _logits(runner, min(ROWS[-1], runner.max_num_reqs))
+        compile_top_k_top_p(worker.vllm_config, logits.stride(0))
+        kinds = list(sampling_requests())
+        for rows in ROWS:
+            _sample(runner, logits[:rows], kinds)
+    return len(kinds)
+
+
+def compile_top_k_top_p(vllm_config: Any, stride: int) -> None:
+    """Compile vLLM's top-k and top-p for batches of every size, side by side, and for rows `stride` logits apart.
+
+    How many parts a row is cut into depends on the number of requests, and which of the kernels run on whether requests
+    that ask for top-p alone are in the batch. vLLM 0.33 compiles them for speculative decoding only, and each a second
+    time for rows whose distance is no multiple of 16.
+    """
+    wanted = top_k_top_p_keys(vllm_config, stride)
+
+    def compile_all() -> None:
+        for kernel, keys in wanted.items():
+            kernel.compile_many(keys)
+
+    vllm_api.adapter().compile_together(compile_all, sum(map(len, wanted.values())))
+
+
+def top_k_top_p_keys(vllm_config: Any, stride: int) -> dict[Any, list[Any]]:
+    """Return vLLM's kernels for top-k and top-p, with the keys that rows `stride` logits apart lead to."""
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import JitWarmupRegistry, register_top_k_top_p_warmups
+
+    registry = JitWarmupRegistry(vllm_config)
+    with registry.activate():
+        register_top_k_top_p_warmups()
+
+    def reached(key: Any) -> bool:
+        distance: int = dict(key.inputs)["logits"].strides[0]
+        return (distance % 16 == 0) == (stride % 16 == 0)
+
+    return {
+        kernel: [key for key in kernel.get_warmup_keys(vllm_config=vllm_config) if reached(key)]
+        for kernel in registry._registrations
+    }
+
+
+def _logits(runner: Any, rows: int) -> torch.Tensor:
+    """Return the model's logits of `rows` tokens, in its own type and layout."""
+    size = (rows, runner.model_config.get_hidden_size())
+    logits: torch.Tensor = runner.model.compute_logits(torch.zeros(size, dtype=runner.dtype, device=runner.device))
+    return logits
+
+
+def sampling_requests() -> Iterator[Any]:
+    """Yield sampling parameters of every kind; the last ones are the simplest, and stay in the sampler's rows."""
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import SamplingParams, StructuredOutputsParams
+
+    yield SamplingParams.for_sampler_warmup()
+    for kind in _KINDS:
+        yield SamplingParams(**kind)
+    answer = StructuredOutputsParams(json_object=True)
+    yield SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=[0], structured_outputs=answer)
+    for number in range(MOST_LOGPROBS + 1):
+        yield SamplingParams(temperature=0.7, logprobs=number)
+        yield SamplingParams(temperature=0.0, logprobs=number)
+    yield SamplingParams(temperature=0.0)
+
+
+def _sample(runner: Any, logits: torch.Tensor, kinds: list[Any]) -> None:
+    """Sample from `logits` [requests, tokens] once for every kind, with all requests of that kind."""
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import InputBatch
+
+    rows = logits.shape[0]
+    batch = InputBatch.make_dummy(rows, rows, runner.input_buffers)
+    for kind in kinds:
+        for row in range(rows):
+            runner.sampler.add_request(row, kind)
+        runner.sampler.apply_staged_writes()
+        runner.sampler(logits, batch)
+        # The GPU reads what the next kind is written over.
+        torch.accelerator.synchronize()
+
+
+_HOST = torch.device("cpu")
+_LARGE = 1 << 20
+# Numbers of a tensor that gets no pages: nothing reads what no kernel has written.
+
+
+class HostRunner:
+    """The parts of vLLM's runner that launch kernels of their own."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Args:
+        vllm_config: vLLM's configuration of the engine.
+
+        Raises:
+            AttributeError, ImportError, TypeError: this vLLM has another runner.
+        """
+        with _on_host():
+            self._make(vllm_config)
+
+    def launch_all(self) -> None:
+        """Launch the kernels of a step of one request and of two, and of the sampler for requests of every kind.
+
+        Raises:
+            AttributeError, ImportError, TypeError: this vLLM has another runner. Some kernels may have been launched.
+        """
+        with _on_host(), torch.inference_mode():
+            for rows in ROWS[: self.most]:
+                self._step(rows)
+
+    def _make(self, vllm_config: Any) -> None:
+        from dsv4_runtime.vllm_plugin.kernels.vllm_api import (
+            BlockTables,
+            InputBuffers,
+            RequestState,
+            Sampler,
+            StructuredOutputsWorker,
+        )
+
+        scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+        self.most = scheduler.max_num_seqs
+        self.vocabulary = model.get_vocab_size()
+        self.dtype = model.dtype
+        self.drafts = vllm_config.num_speculative_tokens
+        sizes = {
+            "max_num_reqs": self.most, "max_model_len": model.max_model_len, "device": _HOST,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens, "vocab_size": self.vocabulary,
+        }  # fmt: skip
+        ahead = max(1, getattr(vllm_config, "num_prefill_lookahead_tokens", 1))
+        self.states = _called(RequestState, **sizes, num_speculative_steps=self.drafts, num_prefill_lookahead=ahead)
+        self.buffers = InputBuffers(self.most, scheduler.max_num_batched_tokens, _HOST)
+        # The kernels read pages and widths; those of DeepSeek-V4 have several groups, one of them with a window.
+        self.tables = _called(
+            BlockTables, **sizes, block_sizes=[64, 256], max_num_blocks_per_group=[16, 16],
+            sliding_window_reach=[128, 0],
+        )  # fmt: skip
+        self.sampler = _called(
+            Sampler, **sizes, vllm_config=vllm_config, req_states=self.states, num_speculative_tokens=self.drafts + 1,
+            logprobs_mode=model.logprobs_mode, use_fp64_gumbel=model.use_fp64_gumbel,
+        )  # fmt: skip
+        self.constraints = _called(
+            StructuredOutputsWorker, **sizes, max_num_logits=self.most * (self.drafts + 1),
+            mask_stride=self.drafts + 1, num_bonus_tokens=1,
+        )  # fmt: skip
+
+    def _step(self, rows: int) -> None:
+        from dsv4_runtime.vllm_plugin.kernels.vllm_api import InputBatch
+
+        for row in range(rows):
+            self.states.add_request(str(row), 2, [0, 0], 0, 1)
+            self.tables.append_block_ids(row, ([1], [1]), overwrite=True)
+        self.states.apply_staged_writes()
+        self.tables.apply_staged_writes()
+        batch = InputBatch.make_dummy(rows, rows, self.buffers)
+        self._prepare(batch)
+        logits = torch.empty((rows, self.vocabulary), dtype=self.dtype)
+        masks = vllm_api.adapter().grammar_masks(rows, self.drafts)
+        mask = np.empty((masks, -(-self.vocabulary // 32)), dtype=np.int32)
+        self.constraints.apply_grammar_bitmask(logits, batch, batch.req_ids, mask)
+        for kind in sampling_requests():
+            for row in range(rows):
+                self.sampler.add_request(row, kind)
+            self.sampler.apply_staged_writes()
+            sampled = self.sampler(logits, batch)
+        self._update(batch, sampled)
+        for row in range(rows):
+            self.states.remove_request(str(row))
+
+    def _prepare(self, batch: Any) -> None:
+        from dsv4_runtime.vllm_plugin.kernels.vllm_api import (
+            compute_token_to_req_indices,
+            get_prompt_logprobs_token_ids,
+            input_batch,
+        )
+
+        states, buffers, rows = self.states, self.buffers, batch.num_reqs
+        computed, tokens = states.num_computed_tokens.gpu, states.all_token_ids.gpu
+        where = (batch.idx_mapping, batch.query_start_loc)
+        input_batch.prepare_prefill_inputs(
+            buffers.input_ids, states.next_prefill_tokens, *where, tokens, states.prefill_len.gpu, computed
+        )
+        input_batch.prepare_pos_seq_lens(*where, computed, buffers.positions, buffers.seq_lens)
+        input_batch.combine_sampled_and_draft_tokens(
+            buffers.input_ids, batch.idx_mapping, states.last_sampled_tokens, batch.query_start_loc, batch.seq_lens,
+            states.prefill_len.gpu, states.draft_tokens, batch.cu_num_logits, rows,
+        )  # fmt: skip
+        _called(
+            self.tables.gather_block_tables, idx_mapping=batch.idx_mapping, num_reqs_padded=rows,
+            num_computed_tokens=computed,
+        )  # fmt: skip
+        self.tables.compute_slot_mappings(*where, batch.positions, batch.num_tokens)
+        compute_token_to_req_indices(batch.query_start_loc, torch.empty(rows, dtype=torch.int32), rows, rows)
+        get_prompt_logprobs_token_ids(batch.num_tokens, batch.query_start_loc, batch.idx_mapping, computed, tokens)
+
+    def _update(self, batch: Any, sampled: Any) -> None:
+        from dsv4_runtime.vllm_plugin.kernels.vllm_api import post_update
+
+        states = self.states
+        _called(
+            post_update, idx_mapping=batch.idx_mapping, num_computed_tokens=states.num_computed_tokens.gpu,
+            last_sampled_tokens=states.last_sampled_tokens,
+            output_bin_counts=self.sampler.penalties_state.output_bin_counts, sampled_tokens=sampled.sampled_token_ids,
+            num_sampled=sampled.num_sampled, num_rejected=sampled.num_rejected, query_start_loc=batch.query_start_loc,
+            all_token_ids=states.all_token_ids.gpu, total_len=states.total_len.gpu,
+            draft_tokens_out=states.draft_tokens,
+        )  # fmt: skip
+
+
+class _NoStream:
+    """A CUDA stream on the host: nothing waits."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Wait for nothing."""
+
+
+def _called(function: Callable[..., Any], **values: Any) -> Any:
+    """Call `function` with those of `values` that this vLLM's takes."""
+    known = inspect.signature(function).parameters
+    return function(**{name: value for name, value in values.items() if name in known})
+
+
+@contextlib.contextmanager
+def _on_host() -> Iterator[None]:
+    """Have vLLM's runner make its tensors on the host, none of them pinned, the large ones without pages."""
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import buffer_utils, sampler
+
+    def not_pinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *values, pin_memory=False, **options: make(*values, **options)
+
+    def zeros(*size: Any, **options: Any) -> torch.Tensor:
+        made = torch.empty(*size, **options)
+        return made if made.numel() > _LARGE else made.zero_()
+
+    def unchanged(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def as_they_are(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        # Top-k and top-p are compiled by their keys.
+        return logits
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch, "empty", not_pinned(torch.empty)),
+        (torch, "tensor", not_pinned(torch.tensor)),
+        (torch, "zeros", zeros),
+        (torch.cuda, "Stream", _NoStream),
+        (torch.cuda, "current_stream", _NoStream),
+        (torch.cuda, "stream", contextlib.nullcontext),
+        (buffer_utils, "is_uva_available", lambda: True),
+        (buffer_utils, "get_accelerator_view_from_cpu_tensor", unchanged),
+        (sampler, "flashinfer_sampler_supported", lambda: False),
+        (sampler, "apply_top_k_top_p", as_they_are),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
 
 _FINISH_SECONDS = 60.0
 _IMPORT_SECONDS = 10.0
@@ -153,7 +489,7 @@ def begin(worker: Any) -> None:
     if _AheadProcess.running is not None or has_cuda() or (arch := _arch()) is None:
         return
     # As many again compile the bundled kernels.
-    count = max(1, precompile.compilers() // 2)
+    count = max(1, plans.compilers() // 2)
     ours, theirs = multiprocessing.Pipe()
     with theirs:
         try:
@@ -164,7 +500,7 @@ def begin(worker: Any) -> None:
     _AheadProcess.running = _AheadProcess(pid, ours)
     if any(map(possible, Op)):
         # Most cards of an architecture have as many.
-        precompile.begin(TargetGPU(arch, arch.spec.multiprocessors))
+        plans.begin(TargetGPU(arch, arch.spec.multiprocessors))
 
 
 def finish_runner() -> None:
@@ -193,8 +529,7 @@ def registered_kernels() -> list[Registered]:
     Those of other compilers are left out, those that are tuned (they need a GPU), and those whose keys need more than
     there is now: vLLM compiles them.
     """
-    from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
-    from vllm.model_executor.warmup.jit_warmup_triton_helper import VllmTritonJitKernel
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import JitWarmupRegistry, VllmTritonJitKernel
 
     registry = JitWarmupRegistry._active.get()
     found = []
@@ -248,7 +583,7 @@ def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, co
 
 def use_no_gpu(arch: Arch) -> None:
     """Have this process compile for `arch` from here on, launch nothing and see no GPU, whose memory it would take."""
-    from vllm.platforms import current_platform
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import current_platform
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Threads of the process that it was forked from are not here.
@@ -264,7 +599,7 @@ def import_model(vllm_config: Any) -> None:
     Raises:
         Exception: whatever they raise; they are imported when the layers' kernels are told.
     """
-    from vllm.model_executor.models import ModelRegistry
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import ModelRegistry
 
     for name in vllm_config.model_config.architectures:
         ModelRegistry.models[name].load_model_cls()
@@ -276,7 +611,6 @@ def runner_calls(vllm_config: Any, count: int) -> list[Callable[[], None]]:
     Raises:
         AttributeError, ImportError, TypeError: this vLLM has another runner.
     """
-    from dsv4_runtime.vllm_plugin.kernels.runner_ahead import HostRunner
 
     runner = HostRunner(vllm_config)
     # Of no share: what fails is told before the processes are silent, and all of them have the kernels' hashes.
@@ -290,7 +624,6 @@ def choice_calls(vllm_config: Any) -> list[Callable[[], None]]:
     Raises:
         AttributeError, ImportError: this vLLM has other kernels.
     """
-    from dsv4_runtime.vllm_plugin.kernels.sampling import top_k_top_p_keys
 
     keys = top_k_top_p_keys(vllm_config, vllm_config.model_config.get_vocab_size())
     return [functools.partial(kernel.compile, key) for kernel, of in keys.items() for key in of]
@@ -335,7 +668,7 @@ def _start(calls: Sequence[Callable[[], None]], most: int) -> list[int]:
 
 def _arch() -> Arch | None:
     """Return the architecture of the worker's card, by NVML."""
-    from vllm.platforms import current_platform
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import current_platform
 
     found = current_platform.get_device_capability()
     with contextlib.suppress(ValueError):

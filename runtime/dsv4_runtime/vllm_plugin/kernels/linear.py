@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import get_current_vllm_config
-from vllm.model_executor.kernels import linear as registry
-from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
-from vllm.model_executor.utils import replace_parameter
-from vllm.platforms import PlatformEnum, current_platform
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
 from dsv4_kernels.fp8_gemm.api import GemmPlan, is_supported
 from dsv4_kernels.fp8_gemm.configs import hopper_from
 from dsv4_kernels.fp8_quant.api import QuantPlan, places
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels import codes
-from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
+from dsv4_runtime.vllm_plugin.kernels.choice import choice
+from dsv4_runtime.vllm_plugin.kernels.hooks import Assignment, check_overrides
+from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, announce, given_codes, shared_plan, want_codes
+from dsv4_runtime.vllm_plugin.kernels.vllm_api import (
+    Fp8BlockScaledMMLinearKernel,
+    PlatformEnum,
+    current_platform,
+    get_current_vllm_config,
+    replace_parameter,
+)
+from dsv4_runtime.vllm_plugin.kernels.vllm_api import linear_kernels as registry
 
 SMALL = 32
 """Most tokens of a product that the bundled kernels take where only their bodies for few tokens are faster."""
@@ -75,6 +81,19 @@ def keep_wo_a_scale(layer: torch.nn.Module) -> None:
     keep_scale(layer, scale)
 
 
+def keeping_wo_a_scale(original: Callable[..., None]) -> Callable[..., None]:
+    """Return vLLM's `Fp8LinearMethod.process_weights_after_loading`, which keeps the scales of wo_a before."""
+
+    @functools.wraps(original)
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        # Other layers get no attribute besides their parameters: models are shared between processes by names.
+        if getattr(layer, "is_bmm", False) and choice().bundled(Op.O_PROJ):
+            keep_wo_a_scale(layer)
+        original(self, layer)
+
+    return process_weights_after_loading
+
+
 def weight_bytes(weight: torch.Tensor) -> torch.Tensor:
     """Return the E4M3 codes of `weight`, a parameter of vLLM's, as uint8.
 
@@ -112,6 +131,13 @@ def _arch() -> Arch:
     return detect(torch.device("cuda")) or DEFAULT_ARCH
 
 
+def preferred(module: ModuleType) -> list[Assignment]:
+    """Return the assignment that prepends the bundled kernel to vLLM's list of kernels for CUDA."""
+    check_overrides(BundledFp8BlockScaledMMKernel, Fp8BlockScaledMMLinearKernel, OVERRIDDEN)
+    kernels = module._POSSIBLE_FP8_BLOCK_KERNELS
+    return [(kernels, PlatformEnum.CUDA, [BundledFp8BlockScaledMMKernel, *kernels[PlatformEnum.CUDA]])]
+
+
 class _Product(NamedTuple):
     """Plans of a layer's product. What it multiplies is read from the layer in each run: vLLM replaces it."""
 
@@ -135,7 +161,7 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         self.stock = None if stock is None else stock(config)
         all_here = self.stock is None or hopper_from(_arch(), n, k, 1) is not None
         self.tokens = whole if all_here else min(SMALL, whole)
-        codes.want(k, self.tokens)
+        want_codes(k, self.tokens)
         announce(QuantPlan, self.tokens, k, DEVICE)
         announce(GemmPlan, self.tokens, n, k, None, DEVICE)
 
@@ -210,7 +236,7 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         tokens, product = rows.shape[0], layer.dsv4_product
         if product is None or tokens > self.tokens:
             return self.stock.apply_weights(layer, x, bias, **kwargs)  # type: ignore[union-attr]
-        code, code_scale = codes.given(x) or product.quant.run(x=rows.contiguous(), out=places(tokens, width, x.device))
+        code, code_scale = given_codes(x) or product.quant.run(x=rows.contiguous(), out=places(tokens, width, x.device))
         weight = weight_bytes(layer.weight)
         out = torch.empty((tokens, weight.shape[0]), dtype=torch.bfloat16, device=x.device)
         product.gemm.run(a=code, a_scale=code_scale, w=weight, w_scale=getattr(layer, SCALE), out=out)

@@ -1,23 +1,47 @@
-"""vLLM's modular experts, computed by `dsv4_kernels.moe` from the weights as the checkpoint has them."""
+"""vLLM's modular experts, computed by `dsv4_kernels.moe` from the weights as the checkpoint has them.
+
+The sum of vLLM's shared and routed experts, made by the last launch of `dsv4_kernels.moe`.
+
+vLLM's MoE runner begins the shared experts, on a stream of their own while tokens are few, has the routed ones
+computed and adds the two. Here the shared experts are taken from the runner, which then adds nothing. They begin where
+they did, and what they give goes to the routed experts as an addend. The model holds the shared experts too, so their
+parameters keep the names that weights are loaded by. Ranks of a tensor-parallel group each add their parts, as in vLLM,
+which reduces the sum.
+
+vLLM's router of DeepSeek-V4's experts, its product and its choice computed by `dsv4_kernels.router`.
+
+vLLM's MoE runner has the gate compute the logits, then asks the layer's router for the experts. A runner without a gate
+passes on what it was called with, which DeepSeek-V4 makes the hidden states: so the gate is taken from the runner, and
+the router computes from the hidden states and the gate's weight. The runner's order of shared experts, the capture of
+the chosen experts and the type of their numbers stay vLLM's.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from vllm.model_executor.layers.fused_moe import modular_kernel as mk
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
-from vllm.platforms import current_platform
 
 from dsv4_kernels.arch import DEFAULT_ARCH, detect
 from dsv4_kernels.moe.api import MoePlan, is_supported
 from dsv4_kernels.moe.reference import LIMIT
+from dsv4_kernels.router.api import RouterPlan
+from dsv4_kernels.router.api import is_supported as router_is_supported
 from dsv4_runtime.contract.kernels import BUNDLED_W4A8, Op
-from dsv4_runtime.vllm_plugin.kernels.active import choice, most_tokens, shared_plan
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
+from dsv4_runtime.vllm_plugin.kernels import vllm_api
+from dsv4_runtime.vllm_plugin.kernels.choice import LOGGER, choice, most_tokens
+from dsv4_runtime.vllm_plugin.kernels.hooks import check_overrides
+from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, announce, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.vllm_api import (
+    MoEActivation,
+    TopKWeightAndReduceNoOP,
+    current_platform,
+    get_current_vllm_config,
+    kMxfp4Static,
+)
+from dsv4_runtime.vllm_plugin.kernels.vllm_api import modular_kernel as mk
 
 OVERRIDDEN = (
     "activation_format",
@@ -169,6 +193,24 @@ class AddingMxfp4Experts(BundledMxfp4Experts):
     adds = True
 
 
+def select_experts(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return vLLM's `select_deepseek_v4_mxfp4_moe_backend` with the bundled experts."""
+    check_overrides(BundledMxfp4Experts, mk.FusedMoEExpertsModular, OVERRIDDEN)
+    backend = vllm_api.Mxfp4MoeBackend.B12X_MXFP4_BF16
+
+    @functools.wraps(original)
+    def select(config: Any) -> Any:
+        if not choice().bundled(Op.MOE):
+            return original(config)
+        reason = BundledMxfp4Experts.unsupported(config)
+        if reason is None:
+            return backend, BundledMxfp4Experts
+        LOGGER.warning("dsv4 kernels: moe stays with vLLM's own kernels (%s)", reason)
+        return original(config)
+
+    return select
+
+
 def local_ids(expert_map: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return which expert of this rank each of `ids` [T, k] is, −1 where it is another rank's or no expert.
 
@@ -196,3 +238,162 @@ def _shape(config: Any) -> dict[str, int]:
         "experts": config.num_local_experts,
         "topk": config.experts_per_token,
     }
+
+
+@functools.cache  # not with this module: it is imported while vLLM imports its package of experts
+def _shared_experts_order() -> Any:
+    return vllm_api.SharedExpertsOrder
+
+
+@functools.cache  # as above
+def _routers() -> Any:
+    return vllm_api.fused_topk_bias_router
+
+
+def take_shared_experts(runner: Any) -> None:
+    """Have the bundled experts of `runner`, vLLM's MoE runner, which was just made, add its shared experts."""
+    method = runner.routed_experts.quant_method
+    if getattr(method, "experts_cls", None) is not BundledMxfp4Experts or runner.shared_experts is None:
+        return
+    reason = sum_unsupported(runner)
+    if reason is not None:
+        _sum_stays(reason)
+        return
+    shared, runner._shared_experts = runner._shared_experts, None
+    # The operator that returns one tensor.
+    runner._forward_entry = runner._select_forward()
+    runner._forward_impl = functools.partial(forward_with_sum, runner, shared, runner._forward_impl)
+    method.experts_cls = AddingMxfp4Experts
+
+
+@functools.cache
+def _sum_stays(reason: str) -> None:
+    LOGGER.warning("dsv4 kernels: shared and routed experts are added by vLLM (%s)", reason)
+
+
+def sum_unsupported(runner: Any) -> str | None:
+    """Return why the shared experts cannot be added by the routed ones of `runner`, None if they can."""
+    moe = runner.moe_config
+    for there, what in (
+        (moe.moe_parallel_config.use_ep or runner.router.eplb_state is not None, "the experts are spread over ranks"),
+        (moe.dp_size > 1 or moe.pcp_size > 1 or moe.is_sequence_parallel, "tokens are spread over ranks"),
+        (runner.shared_expert_gate is not None, "the shared experts have a gate"),
+        (runner.routed_scaling_factor != 1.0, "the routed experts' result is scaled"),
+        (
+            runner.routed_input_transform is not None or runner.routed_output_transform is not None,
+            "the routed experts' input or result is transformed",
+        ),
+        (moe.hidden_dim != moe.hidden_dim_unpadded, "the routed experts' input is padded"),
+        (runner.enable_dbo, "a step is split into two that run at once"),
+        (get_current_vllm_config().lora_config is not None, "an adapter may change the experts"),
+    ):
+        if there:
+            return what
+    return None
+
+
+def forward_with_sum(
+    runner: Any,
+    shared: Any,
+    original: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    shared_experts_input: torch.Tensor | None,
+    input_ids: torch.Tensor | None = None,
+) -> Any:
+    """Return the experts' sum, bf16 [T, H]. Takes the place of `MoERunner._forward_impl`, which is `original`."""
+    beside = shared.maybe_forward_async(hidden_states)
+    if not beside:
+        shared(hidden_states, _shared_experts_order().NO_OVERLAP)
+    # Asked for now: loading weights makes it, and makes it again.
+    experts = runner.routed_experts.quant_method.moe_kernel.fused_experts
+    experts.addend, experts.ready = shared.output, shared.wait if beside else None
+    return original(hidden_states, router_logits, shared_experts_input, input_ids)
+
+
+def attach_router(runner: Any) -> None:
+    """Have the bundled kernels route for `runner`, vLLM's MoE runner, which was just made, where they are chosen."""
+    router = runner.router
+    # Other models have runners too, and no choice is made for them.
+    if getattr(router, "scoring_func", None) != "sqrtsoftplus" or not choice().bundled(Op.ROUTER):
+        return
+    reason = router_unsupported(runner)
+    if reason is not None:
+        _router_stays(reason)
+        return
+    gate, runner.gate = runner.gate, None
+    router._compute_routing = functools.partial(routing, router, gate)
+    announce(RouterPlan, **_router_shape(router, gate), device=DEVICE)
+
+
+@functools.cache
+def _router_stays(reason: str) -> None:
+    LOGGER.warning("dsv4 kernels: router stays with vLLM's own kernels (%s)", reason)
+
+
+def router_unsupported(runner: Any) -> str | None:
+    """Return why the bundled kernels cannot route for `runner`, None if they can."""
+    router, gate, moe = runner.router, runner.gate, runner.moe_config
+    if type(router) is not _routers().FusedTopKBiasRouter:
+        return f"{type(router).__name__} chooses the experts"
+    config, table = get_current_vllm_config(), router._hash_indices_table
+    for there, what in (
+        (gate is None, "the layer has no gate of its own"),
+        (moe.moe_parallel_config.use_ep or router.eplb_state is not None, "the experts are spread over ranks"),
+        (moe.dp_size > 1 or moe.pcp_size > 1 or moe.is_sequence_parallel, "tokens are spread over ranks"),
+        (router.bias_vl is not None, "images have a bias of their own"),
+        (runner.routed_experts.quant_method.is_monolithic, "the experts' kernel routes by itself"),
+        (runner.routed_input_transform is not None, "the experts' input is transformed"),
+        (runner.shared_expert_gate is not None or router.num_fused_shared_experts, "shared experts are routed too"),
+        (runner.enable_dbo, "a step is split into two that run at once"),
+        (config.lora_config is not None, "an adapter may change the gate"),
+        (not router.renormalize, "weights are not normalised"),
+        (table is not None and table.dtype != torch.int32, "hashed experts are no int32"),
+    ):
+        if there:
+            return what
+    weight = gate.weight
+    if weight.dtype != torch.bfloat16 or weight.shape[1] != moe.hidden_dim or getattr(gate, "bias", None) is not None:
+        return f"the gate is {weight.dtype} {tuple(weight.shape)}, needs bfloat16 without bias, {moe.hidden_dim} wide"
+    support = router_is_supported(_router_shape(router, gate), detect(weight.device) or DEFAULT_ARCH)
+    return support.reason
+
+
+def routing(
+    router: Any,
+    gate: Any,
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    indices_type: torch.dtype | None,
+    *,
+    input_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights float32 [T, k] and the experts int32 [T, k] of hidden states bf16 [T, H].
+
+    Takes the place of `FusedTopKBiasRouter._compute_routing`. `router_logits` are the hidden states again. Experts of
+    another type are converted by the caller.
+    """
+    x = hidden_states.contiguous()
+    table = router._hash_indices_table
+    chosen: dict[str, torch.Tensor | None] = (
+        {"bias": router.e_score_correction_bias} if table is None else {"tid2eid": table, "input_ids": input_ids}
+    )
+    weights, ids = _router_plan(router, gate).run(
+        x=x, weight=gate.weight, scaling=router.routed_scaling_factor, k=router.top_k,
+        padding=_routers()._get_padding_mask(x.shape[0]), **chosen,
+    )  # fmt: skip
+    return weights, ids
+
+
+def _router_plan(router: Any, gate: Any) -> RouterPlan:
+    s, device = _router_shape(router, gate), gate.weight.device
+    plan: RouterPlan = shared_plan(
+        (Op.ROUTER, *s.values(), device),
+        lambda: RouterPlan(s["tokens"], s["hidden"], s["experts"], s["k"], device),
+    )
+    return plan
+
+
+def _router_shape(router: Any, gate: Any) -> dict[str, int]:
+    experts, hidden = gate.weight.shape
+    return {"tokens": most_tokens(1), "hidden": hidden, "experts": experts, "k": router.top_k}

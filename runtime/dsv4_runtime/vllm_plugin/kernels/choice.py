@@ -1,18 +1,14 @@
-"""The choice that is in force in this process, and the plans that are to be compiled before vLLM serves."""
+"""The kernel choice of this process, and the registration of the hooks."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from dsv4_runtime.contract.kernels import (
     ALL_BUNDLED,
@@ -25,6 +21,8 @@ from dsv4_runtime.contract.kernels import (
     needs_evidence,
     parse_kernel_choice,
 )
+from dsv4_runtime.vllm_plugin.kernels import vllm_api
+from dsv4_runtime.vllm_plugin.kernels.hooks import ATTACHED
 
 if TYPE_CHECKING:
     from dsv4_runtime.vllm_plugin.kernels.evidence import Standing
@@ -32,27 +30,36 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("vllm.dsv4")
 REPORT = "DSV4_KERNELS_REPORT"
-"""Variable: a file that gets the choice and the evidence behind it, as JSON."""
+"""Environment variable: a file for the choice and its evidence as JSON."""
 MOST_COMPILERS = 16
-"""Processes, or threads, that compile at once at most."""
+"""Maximum number of concurrent compiling processes or threads."""
 _REASON_LENGTH = 200
-# Of a reason in a line of the log, which the agent reads up to 4096 characters.
-_PLANS: dict[Hashable, Any] = {}
-_WARMED: set[Hashable] = set()
+# Of a reason in a log line, of which the agent reads up to 4096 characters.
 _TOKENS = [0]
 _ROWS = [1]
 
 
+def install() -> None:
+    """Register the hooks whose operations may be bundled; each is attached after the import of its module.
+
+    The replacements query the choice when a layer is made: only then the shapes are known.
+    """
+    anything = any(map(possible, Op))
+    for hook in vllm_api.adapter().HOOKS:
+        if any(map(possible, hook.ops)) if hook.ops else anything or not hook.bundled:
+            ATTACHED.install(hook)
+
+
 def possible(op: Op) -> bool:
-    """Tell whether `op` may be computed by a bundled kernel in this process, whatever the evidence says."""
+    """Return whether `op` may be bundled in this process, regardless of the evidence."""
     return parse_kernel_choice(os.environ.get(VARIABLE), ALL_BUNDLED).bundled(op)
 
 
 @functools.cache
 def choice() -> KernelChoice:
-    """Return the choice of this process. Call it where vLLM's configuration is set, as it is while a model is made.
+    """Return the choice of this process; requires vLLM's configuration, which is set while a model is made.
 
-    It is `OFF` where `refuses` has a reason, and leaves out operations whose hooks are not all attached.
+    It is `OFF` if `refuses` returns a reason, and excludes operations with unattached hooks.
     """
     _note_tokens()
     text = os.environ.get(VARIABLE)
@@ -65,8 +72,6 @@ def choice() -> KernelChoice:
     if reason is not None:
         LOGGER.warning("dsv4 kernels: %s=%s has no effect, all operations are vLLM's own: %s", VARIABLE, text, reason)
         return _told(OFF, ())
-    from dsv4_runtime.vllm_plugin.kernels.hooks import ATTACHED
-
     if not needs_evidence(text):
         return _told(ATTACHED.agreed(parse_kernel_choice(text)), ())
     try:
@@ -84,11 +89,11 @@ def choice() -> KernelChoice:
 
 
 def refuses(parallel: Any, load: Any = None) -> str | None:
-    """Return why nothing is bundled in an engine of this configuration; None if it may be.
+    """Return the reason why nothing is bundled in an engine of this configuration, or None.
 
     Args:
         parallel: vLLM's `ParallelConfig`.
-        load: vLLM's `LoadConfig`, if there is one.
+        load: vLLM's `LoadConfig`, or None.
     """
     for there, what in (
         (
@@ -113,7 +118,7 @@ def refuses(parallel: Any, load: Any = None) -> str | None:
 
 
 def unknown_model(model: Any) -> str | None:
-    """Return why the model that `model` (vLLM's `ModelConfig`) describes is not one of DeepSeek-V4; None if it is."""
+    """Return the reason why `model` (vLLM's `ModelConfig`) is no supported DeepSeek-V4 model, or None."""
     hf_config = getattr(model, "hf_config", None)
     names = getattr(hf_config, "architectures", None) or ()
     if names and not any("deepseekv4" in str(name).lower() for name in names):
@@ -125,7 +130,7 @@ def unknown_model(model: Any) -> str | None:
 
 
 def model_sizes(hf_config: Any) -> dict[str, int | None]:
-    """Return the sizes of a model that the trials need; None where there is no positive integer."""
+    """Return the sizes of a model for the trials; None where there is no positive integer."""
     from dsv4_runtime.vllm_plugin.kernels.evidence import SIZES
 
     found = {name: getattr(hf_config, name, None) for name in SIZES}
@@ -151,7 +156,7 @@ def _evidence(config: Any) -> Evidence:
 
 
 def _told(found: KernelChoice, standings: Iterable[Standing], report: Mapping[str, Any] | None = None) -> KernelChoice:
-    """Log the choice `found` and write the report; return it."""
+    """Log `found`, write the report, and return `found`."""
     LOGGER.info("dsv4 kernels: %s", found)
     for line in report_lines(found, standings, _rank()):
         LOGGER.info("%s", line)
@@ -164,9 +169,9 @@ def _told(found: KernelChoice, standings: Iterable[Standing], report: Mapping[st
 
 
 def report_lines(found: KernelChoice, standings: Iterable[Standing], rank: int) -> list[str]:
-    """Return what the agent reads of the choice (`dsv4_runtime.engine.logs`): a line with JSON for each operation.
+    """Return a log line with JSON per operation for the agent (`dsv4_runtime.engine.logs`).
 
-    One line with everything would be longer than the agent reads.
+    A single line would exceed the length that the agent reads.
     """
     by: dict[Op, list[KernelStanding]] = {op: [] for op in Op}
     for standing in filter(_tried, standings):
@@ -178,17 +183,15 @@ def report_lines(found: KernelChoice, standings: Iterable[Standing], rank: int) 
 
 
 def _tried(standing: Standing) -> bool:
-    """Tell whether the provider is there at all."""
+    """Return whether the provider is installed."""
     from dsv4_runtime.vllm_plugin.kernels.evidence import ABSENT
 
     return standing.excluded is None or not standing.excluded.partition(": ")[2].startswith(ABSENT)
 
 
 def _config() -> Any:
-    """Return vLLM's configuration, None where it is not set."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    return get_current_vllm_config_or_none()
+    """Return vLLM's configuration, or None outside of its context."""
+    return vllm_api.get_current_vllm_config_or_none()
 
 
 def _rank() -> int:
@@ -197,12 +200,12 @@ def _rank() -> int:
 
 
 def most_tokens(at_least: int) -> int:
-    """Return the most tokens of a step, as the model's layers were made for, or `at_least` if that is more."""
+    """Return the maximum number of tokens of a step, or `at_least` if greater."""
     return max(at_least, _TOKENS[0])
 
 
 def most_rows(at_least: int) -> int:
-    """Return the most tokens that a step has of a request that decodes, its drafts included, or `at_least`."""
+    """Return the maximum number of tokens of a decoding request in a step with its drafts, or `at_least`."""
     return max(at_least, _ROWS[0])
 
 
@@ -213,45 +216,3 @@ def _note_tokens() -> None:
         _TOKENS[0] = max(config.scheduler_config.max_num_batched_tokens, capture)
         drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
         _ROWS[0] = 1 + drafts
-
-
-def shared_plan(key: Hashable, make: Callable[[], Any]) -> Any:
-    """Return the plan called `key`, made by the first caller.
-
-    Layers of one kind run one after another on one stream, so that they may share its buffers. A kernel that runs on a
-    stream of its own beside others needs a key of its own.
-    """
-    if key not in _PLANS:
-        _PLANS[key] = make()
-    return _PLANS[key]
-
-
-@contextlib.contextmanager
-def without_keeping_plans() -> Iterator[None]:
-    """Forget the plans that are made inside."""
-    kept = dict(_PLANS)
-    try:
-        yield
-    finally:
-        _PLANS.clear()
-        _PLANS.update(kept)
-
-
-def warm_up() -> int:
-    """Compile every variant of every plan that is not compiled yet, side by side; return how many plans that were.
-
-    Triton compiles outside of Python's lock for the greater part. Each plan is warmed by one thread, on the stream of
-    the caller: its launches follow one another, and plans share no buffers.
-    """
-    fresh = [key for key in _PLANS if key not in _WARMED]
-    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-
-    def compile_plan(key: Hashable) -> None:
-        on_stream = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-        with torch.inference_mode(), on_stream:
-            _PLANS[key].warmup()
-
-    with ThreadPoolExecutor(max_workers=min(len(fresh), MOST_COMPILERS, os.cpu_count() or 1) or 1) as pool:
-        list(pool.map(compile_plan, fresh))
-    _WARMED.update(fresh)
-    return len(fresh)
