@@ -10,8 +10,8 @@
 | `indexer` | queries and scores of the indexer | `dsv4_kernels.indexer` |
 | `o_proj` | inverse RoPE, quantization and the grouped wo_a product | `dsv4_kernels.mla_merge`, `fp8_gemm` |
 
-`choice` selects the provider of each operation. The adapter of the installed vLLM (`v032`, `v033`) lists hooks and symbols;
-`hooks` attaches the bundled kernels when vLLM imports the modules, `warmup` compiles all variants before vLLM captures
-graphs. An operation is bundled only if all of its hooks match their symbols; otherwise vLLM's own kernels are used, and
-one warning names the symbol.
+`choice` selects the provider of each operation. The adapter of the installed vLLM (`v032`, `v033`) lists hooks and
+symbols; `hooks` attaches the bundled kernels when vLLM imports the modules, `warmup` compiles all variants before vLLM
+captures graphs. An operation is bundled only if all of its hooks match their symbols; otherwise vLLM's own kernels are
+used, and one warning names the symbol.
 """

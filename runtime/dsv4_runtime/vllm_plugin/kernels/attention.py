@@ -1,14 +1,12 @@
 """vLLM's DeepSeek-V4 attention with bundled decode, prefill and output projection, over either of vLLM's CUDA classes.
 
-vLLM's layer allocates the attention's output, fills it in `forward_mqa` (outside of piecewise graphs) and hands it to
-`_o_proj` (inside of them). With `o_proj` bundled the output is what the wo_a product takes: FP8 codes and scales, with
-the rotation undone. Decode tokens get there in one launch (two where the work of a token is split), prefill tokens by
-an attention in bf16, vLLM's or the bundled one, and one more launch.
+vLLM's layer allocates the attention's output, fills it in `forward_mqa` (outside of piecewise graphs) and passes it to
+`_o_proj` (inside of them). With `o_proj` bundled the output has the input format of the wo_a product: FP8 codes and
+scales after the inverse rotation. Decode tokens need one launch for it (two if the work of a token is split), prefill
+tokens an attention in bf16, vLLM's or the bundled one, and one more launch.
 
-Prefill of vLLM's DeepSeek-V4 attention by `dsv4_kernels.mla_prefill`, for either of vLLM's CUDA classes.
-
-vLLM's metadata, chunks of requests, workspace and gathers stay. The index lists and the attention over the gathered
-rows are bundled: what vLLM has of FlashMLA or, on SM12x, of FlashInfer is not asked for.
+Prefill keeps vLLM's metadata, chunks of requests, workspace and gathers. The index lists and the attention over the
+gathered rows are bundled (`dsv4_kernels.mla_prefill`) and replace FlashMLA or, on SM12x, FlashInfer.
 """
 
 from __future__ import annotations
@@ -58,12 +56,12 @@ OVERRIDDEN = (
     "_forward_decode",
     "_o_proj",
 )
-"""Methods of vLLM's attention classes that are replaced here."""
+"""Replaced methods of vLLM's attention classes."""
 
 
 @dataclass
 class Fp8Output:
-    """The attention's output as the wo_a product takes it: code uint8 [T, H, 512], scale uint8 [T, H, 4]."""
+    """The attention's output as input of the wo_a product: code uint8 [T, H, 512], scale uint8 [T, H, 4]."""
 
     code: torch.Tensor
     scale: torch.Tensor
@@ -74,19 +72,19 @@ class Fp8Output:
 
 
 def attention_class(stock: type, model: Any, hf_config: Any) -> type:
-    """Return the class of a layer in whose place vLLM picked `stock`: with the bundled operations that are chosen.
+    """Return the class with the chosen bundled operations for a layer for which vLLM selected `stock`.
 
-    On SM12x vLLM picks a class that is not made without FlashInfer, whose kernels compile on the user's machine. With
-    decode and prefill bundled nothing of it would run: the layer is then made of the class for FlashMLA, of which
-    nothing runs either.
+    On SM12x vLLM selects a class that requires FlashInfer, whose kernels compile on the user's machine. With decode and
+    prefill bundled none of its kernels would run: the layer then uses the class for FlashMLA, of which no kernel runs
+    either.
 
     Args:
         stock: one of vLLM's CUDA attention classes of DeepSeek-V4.
-        model: vLLM's module of the model, which has all of them.
+        model: vLLM's module of the model, with all classes.
         hf_config: the model's configuration.
     """
     found = choice()
-    # Images are seen in both directions, which the bundled lists do not know.
+    # Images attend in both directions, which the bundled lists do not support.
     images = getattr(hf_config, "vision_n_layers", 0) > 0 and getattr(hf_config, "vision_max_n_token", 0) > 0
     here = found.bundled(Op.MLA_PREFILL) and not images
     if here and found.bundled(Op.MLA_DECODE) and stock is model.DeepseekV4FlashInferSM120Attention:
@@ -127,10 +125,10 @@ def _attention_stays(kind: str) -> None:
 
 
 def window_columns(vllm_config: Any, window: int) -> int:
-    """Return how many columns decode's rows of window indices have in the layers that `vllm_config` makes.
+    """Return the number of columns of decode's window indices in the layers of `vllm_config`.
 
-    The tokens of a block that DSpark drafts see all of it beside the window: vLLM gives the layers of that model alone
-    a configuration of attention that is not causal.
+    Tokens of a block drafted by DSpark attend to the whole block besides the window: only the layers of that model have
+    a non-causal attention configuration.
     """
     drafts = vllm_config.speculative_config
     if drafts is None or not drafts.use_dspark() or not vllm_config.attention_config.use_non_causal:
@@ -145,13 +143,13 @@ def bundled_class(stock: type, prefill_here: bool) -> type:
 
 
 class BundledAttention:
-    """Mixed in before a class of vLLM's; see the module's docstring for the order of calls."""
+    """Mixin for vLLM's attention classes; see the module docstring for the order of calls."""
 
     _prefill_here = False
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """Return how many heads a row of q has: FlashMLA's 64 or 128 only where one of its kernels runs."""
+        """Return the padded heads of q: FlashMLA's 64 or 128 only if one of its kernels runs."""
         if cls._prefill_here and choice().bundled(Op.MLA_DECODE) and num_heads <= 128:
             return next(padded for padded in (8, 16, 32, 64, 128) if num_heads <= padded)
         return int(super().get_padded_num_q_heads(num_heads))  # type: ignore[misc]
@@ -173,7 +171,7 @@ class BundledAttention:
             announce(MergePlan, "mla_merge_o8", 1, self._most_tokens, self.n_local_heads, DEVICE)
             device, sizes = self.attn_sink.device, (self.o_lora_rank, self._group_width, self.n_local_groups)
             arch = detect(device) or DEFAULT_ARCH
-            # Where wo_b's product takes codes, wo_a's makes them.
+            # If the wo_b product uses codes, the wo_a product writes them.
             wanted = wanted_codes(self.n_local_groups * self.o_lora_rank)
             self._z_quantised = min(wanted, quantised_tokens(arch, *sizes, multiprocessors(device, arch)))
             announce(GemmPlan, self._most_tokens, *sizes, DEVICE, quantised=self._z_quantised)
@@ -205,7 +203,7 @@ class BundledAttention:
         finally:
             self._target = None
         if metadata is None:
-            # vLLM's dummy run, which only reserves memory.
+            # Dummy run of vLLM, which only reserves memory.
             output.code.zero_()
             output.scale.zero_()
             return
@@ -216,10 +214,11 @@ class BundledAttention:
     def _quantize(
         self: Any, rows: torch.Tensor, positions: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Rotate `rows` [T, padded heads, 512] back and quantise them: a merge of one part without a sink."""
+        """Apply the inverse rotation to `rows` [T, padded heads, 512] and quantize: a merge of one part without a
+        sink."""
         heads, tokens = self.n_local_heads, rows.shape[0]
         lse = self._output.lse[:, :tokens]
-        # Written in each run: memory that is made with the layer does not outlast an engine's sleep.
+        # Written in each run: memory allocated with the layer does not survive an engine's sleep.
         self._output.merge.run(
             o=rows[:, :heads].contiguous().unsqueeze(0),
             lse=lse.zero_(),
@@ -233,7 +232,7 @@ class BundledAttention:
         if not self._prefill_here:
             super()._forward_prefill(**given)  # type: ignore[misc]
             return
-        # FlashMLA's class gives positions as well, and does not use them.
+        # The class for FlashMLA also passes positions, without use.
         given.pop("positions", None)
         forward_prefill(self, **given)
 
@@ -287,9 +286,9 @@ class BundledAttention:
     def _entries(
         self: Any, plan: DecodePlan, chosen: torch.Tensor, swa_metadata: Any, attn_metadata: Any
     ) -> dict[str, torch.Tensor | None]:
-        """Return the entries of the compressed cache as `plan` takes them: slots, or what they are looked up by.
+        """Return the entries of the compressed cache as inputs of `plan`: slots, or the inputs of their lookup.
 
-        Of ratio 4 the indexer has chosen entries of each request, of ratio 128 vLLM's metadata has the slots.
+        For ratio 4 the indexer selects entries per request; for ratio 128 vLLM's metadata contains the slots.
         """
         tokens = chosen.shape[0]
         if self.compress_ratio != 4:
@@ -304,7 +303,7 @@ class BundledAttention:
         return {"cmp_idx": slots.view(tokens, -1), "cmp_len": lengths}
 
     def plan_decode_ahead(self: Any) -> None:
-        """Make the plan that decode tokens will ask for, once the layer has its KV cache."""
+        """Make the plan of decode tokens, once the layer has its KV cache."""
         if not self._decode_here:
             return
         window = cache = pages(self.swa_cache_layer.kv_cache)
@@ -354,7 +353,7 @@ class BundledAttention:
 
 
 class _Output:
-    """Codes and scales of all tokens of a step, shared by all layers, and the merge that quantises prefill tokens."""
+    """Codes and scales of all tokens of a step, shared by all layers, and the merge for prefill tokens."""
 
     def __init__(self, layer: Any) -> None:
         heads, tokens, device = layer.n_local_heads, layer._most_tokens, layer.attn_sink.device
@@ -374,7 +373,7 @@ class _Output:
 
 
 class _Scratch:
-    """Room for the log-sums that nobody reads, where the output projection is vLLM's."""
+    """Buffer for unused log-sums with vLLM's output projection."""
 
     def __init__(self, layer: Any) -> None:
         size = (layer._most_decodes, layer.padded_heads)
@@ -385,9 +384,9 @@ class _Scratch:
 
 
 def make_prefill_plans(layer: Any) -> tuple[PrefillPlan, ListsPlan]:
-    """Return the plans of `layer`, made by the first layer of its kind, and have them compiled beside the weights.
+    """Return the plans of `layer`, made by the first layer of its kind, and announce their compilation.
 
-    They need no cache, so that they can be made with the layer.
+    They do not depend on the cache and are made with the layer.
     """
     tokens, device = layer.max_num_batched_tokens, layer.attn_sink.device
     attention = (tokens, layer.padded_heads, list_width(_chosen_width(layer), layer.window_size))
@@ -404,7 +403,7 @@ def make_prefill_plans(layer: Any) -> tuple[PrefillPlan, ListsPlan]:
 
 
 def reserve_prefill(layer: Any) -> None:
-    """Take the largest workspace once, in vLLM's dummy step: it must not grow once vLLM has locked it."""
+    """Allocate the largest workspace in vLLM's dummy step: a locked workspace must not grow."""
     compressed = -(-layer.max_model_len // layer.compress_ratio) if layer.compress_ratio > 1 else 0
     _workspace(layer, layer.PREFILL_CHUNK_SIZE, compressed + layer.window_size + layer.max_num_batched_tokens)
 
@@ -421,7 +420,7 @@ def forward_prefill(
 ) -> None:
     """Fill `output` for the prefill tokens of `q` [T, padded heads, 512], chunk by chunk of requests.
 
-    `layer.prefill_plans` are those of `make_plans`.
+    `layer.prefill_plans` are from `make_prefill_plans`.
     """
     attention, lists = layer.prefill_plans
     decodes, starts = swa_metadata.num_decodes, swa_metadata.query_start_loc_cpu
@@ -458,7 +457,7 @@ def forward_prefill(
 
 
 def _chosen_width(layer: Any) -> int:
-    """Return the most compressed entries that a token of `layer` sees."""
+    """Return the maximum number of compressed entries of a token in `layer`."""
     if layer.compress_ratio <= 1:
         return 0
     return int(layer.topk_indices_buffer.shape[-1] if layer.compress_ratio == 4 else c128_width(layer.max_model_len))
@@ -469,7 +468,7 @@ def _prefill_entries(layer: Any, attn_metadata: Any, swa_metadata: Any) -> torch
     tokens = swa_metadata.num_prefill_tokens
     if layer.compress_ratio > 4:
         return whole_rows(attn_metadata.c128a_prefill_topk_indices, tokens)
-    # Of a layer without compressed entries nothing is read.
+    # Not read in a layer without compressed entries.
     begin = swa_metadata.num_decode_tokens
     found: torch.Tensor = layer.topk_indices_buffer[begin : begin + tokens]
     return found

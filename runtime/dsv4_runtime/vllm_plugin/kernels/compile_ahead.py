@@ -1,22 +1,18 @@
-"""The sampler of vLLM on CUDA: compiled for all common requests before vLLM serves, and usable without FlashInfer.
+"""vLLM's own Triton kernels, compiled by processes while the engine's weights load; warm-up of the sampler.
 
-vLLM's own warm-up samples one batch in which every request asks for everything. What a request of another kind launches
-is compiled when the first one comes: the log-probabilities of other numbers of tokens, top-k and top-p beside greedy or
-seeded requests (FlashInfer takes neither), greedy requests with penalties. Read in vLLM 0.33.0.
+vLLM compiles its kernels in sequence, or in threads that share Python's lock. Two sets are known before: the kernels of
+its runner with the sampler, from the configuration, and the kernels registered by the layers for vLLM's JIT warm-up,
+once the model is made. A process forked by the worker before its first use of CUDA forks the compiling processes, first
+for the one set and then for the other; none of them has a GPU. vLLM's warm-ups find the compiled kernels in Triton's
+cache and compile missing ones. A thread beside the weights was slower: it takes as much time from them as it saves.
 
-Launch the kernels of vLLM's model runner on the host, for processes that compile and have no GPU.
+The runner has no keys for some 35 small kernels of a step: inputs, block tables, structured output, the sampler and the
+update after it. Its own objects launch them on the host, with the sizes of the configuration and host tensors; in a
+process that launches nothing, only the arguments matter. Read in vLLM 0.32.0 and 0.33.0.
 
-A step's inputs, block tables, structured output, the sampler and the update after it: some 35 small kernels, of which
-vLLM gives no keys away. Its own objects launch them here, with the sizes of the configuration and tensors on the host;
-in a process that launches nothing, the arguments are all that counts. Read in vLLM 0.32.0 and 0.33.0.
-
-vLLM's own Triton kernels, compiled by processes while the engine's weights load.
-
-vLLM compiles them one after another, or in threads of one process that take turns at Python's lock. Two sets are known
-before: its runner's, with the sampler, from the configuration, and what the layers register for vLLM's JIT warm-up once
-the model is made. A process that the worker forks before it uses CUDA forks those that compile, first the one set and
-then the other; none of them has a GPU. vLLM's own warm-ups find in Triton's cache what they have compiled, and compile
-what is missing. A thread beside the weights was slower: it takes from them what it saves.
+vLLM's own warm-up samples one batch in which every request uses all options. Kernels of other requests would be
+compiled at their arrival: log-probabilities of other numbers of tokens, top-k and top-p beside greedy or seeded
+requests (FlashInfer supports neither), greedy requests with penalties. Read in vLLM 0.33.0.
 """
 
 from __future__ import annotations
@@ -47,9 +43,9 @@ from dsv4_runtime.vllm_plugin.kernels import plans, vllm_api
 from dsv4_runtime.vllm_plugin.kernels.choice import LOGGER, possible
 
 MOST_LOGPROBS = 20
-"""Most log-probabilities of a token in the OpenAI API, and in vLLM unless it is told otherwise."""
+"""Maximum number of log-probabilities of a token in the OpenAI API, and vLLM's default."""
 ROWS = (1, 2)
-"""Requests of the batches that are sampled: what one launches differs from what several do."""
+"""Requests per sampled batch: one request launches other kernels than several."""
 _WANTED = "VLLM_USE_FLASHINFER_SAMPLER"
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
@@ -66,7 +62,7 @@ _KINDS: tuple[dict[str, Any], ...] = (
 
 
 def without_flashinfer(original: Callable[[], bool]) -> Callable[[], bool]:
-    """Return vLLM's `flashinfer_sampler_supported`, which says no where FlashInfer cannot be imported."""
+    """Return vLLM's `flashinfer_sampler_supported`, which returns False if FlashInfer cannot be imported."""
 
     @functools.wraps(original)
     def flashinfer_sampler_supported() -> bool:
@@ -82,9 +78,9 @@ def without_flashinfer(original: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def before_profile(original: Any) -> Any:
-    """Return the worker's `determine_available_memory`, and before it the sampler's warm-up.
+    """Return the worker's `determine_available_memory`, preceded by the sampler's warm-up.
 
-    The profile samples too, one kernel after the other; and the bundled kernels are compiled by other processes now.
+    The profile samples too, compiling in sequence; other processes compile the bundled kernels meanwhile.
     """
 
     @functools.wraps(original)
@@ -94,7 +90,7 @@ def before_profile(original: Any) -> Any:
         try:
             done = warm_up_sampler(worker)
         except Exception as error:
-            # Requests compile what is missing, as they do without dsv4.
+            # Requests compile missing kernels, as without dsv4.
             LOGGER.warning("dsv4 sampling: not compiled before it serves (%s: %s)", type(error).__name__, error)
         else:
             LOGGER.info("dsv4 sampling: %s kinds of requests in %.1f s", done, time.monotonic() - begun)
@@ -105,9 +101,9 @@ def before_profile(original: Any) -> Any:
 
 
 def warm_up_sampler(worker: Any) -> int:
-    """Compile what common requests launch in the sampler of `worker`; return how many kinds were sampled.
+    """Compile the sampler kernels of common requests in `worker`; return the number of sampled kinds.
 
-    None where vLLM is not to compile before it serves, and on a rank that does not sample.
+    0 if vLLM's JIT warm-up is disabled, and on a rank without a sampler.
     """
     runner = worker.model_runner
     if not worker.vllm_config.kernel_config.enable_jit_warmup or not worker.use_v2_model_runner:
@@ -115,7 +111,7 @@ def warm_up_sampler(worker: Any) -> int:
     if not runner.is_last_pp_rank or runner.sampler is None:
         return 0
     with torch.inference_mode():
-        # First, and once: with several ranks it is a step of all of them.
+        # First, and once: with several ranks all of them take part.
         logits = _logits(runner, min(ROWS[-1], runner.max_num_reqs))
         compile_top_k_top_p(worker.vllm_config, logits.stride(0))
         kinds = list(sampling_requests())
@@ -125,11 +121,10 @@ def warm_up_sampler(worker: Any) -> int:
 
 
 def compile_top_k_top_p(vllm_config: Any, stride: int) -> None:
-    """Compile vLLM's top-k and top-p for batches of every size, side by side, and for rows `stride` logits apart.
+    """Compile vLLM's top-k and top-p concurrently for batches of all sizes, for rows with a stride of `stride` logits.
 
-    How many parts a row is cut into depends on the number of requests, and which of the kernels run on whether requests
-    that ask for top-p alone are in the batch. vLLM 0.33 compiles them for speculative decoding only, and each a second
-    time for rows whose distance is no multiple of 16.
+    The number of requests determines the parts of a row; requests with top-p alone determine the kernels of a batch.
+    vLLM 0.33 compiles them for speculative decoding only, and again for strides that are no multiple of 16.
     """
     wanted = top_k_top_p_keys(vllm_config, stride)
 
@@ -141,7 +136,7 @@ def compile_top_k_top_p(vllm_config: Any, stride: int) -> None:
 
 
 def top_k_top_p_keys(vllm_config: Any, stride: int) -> dict[Any, list[Any]]:
-    """Return vLLM's kernels for top-k and top-p, with the keys that rows `stride` logits apart lead to."""
+    """Return vLLM's kernels for top-k and top-p with their keys for rows with a stride of `stride` logits."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import JitWarmupRegistry, register_top_k_top_p_warmups
 
     registry = JitWarmupRegistry(vllm_config)
@@ -159,14 +154,14 @@ def top_k_top_p_keys(vllm_config: Any, stride: int) -> dict[Any, list[Any]]:
 
 
 def _logits(runner: Any, rows: int) -> torch.Tensor:
-    """Return the model's logits of `rows` tokens, in its own type and layout."""
+    """Return logits of `rows` tokens from the model, in its type and layout."""
     size = (rows, runner.model_config.get_hidden_size())
     logits: torch.Tensor = runner.model.compute_logits(torch.zeros(size, dtype=runner.dtype, device=runner.device))
     return logits
 
 
 def sampling_requests() -> Iterator[Any]:
-    """Yield sampling parameters of every kind; the last ones are the simplest, and stay in the sampler's rows."""
+    """Yield sampling parameters of all kinds; the last ones are the simplest and stay in the sampler's rows."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import SamplingParams, StructuredOutputsParams
 
     yield SamplingParams.for_sampler_warmup()
@@ -181,7 +176,7 @@ def sampling_requests() -> Iterator[Any]:
 
 
 def _sample(runner: Any, logits: torch.Tensor, kinds: list[Any]) -> None:
-    """Sample from `logits` [requests, tokens] once for every kind, with all requests of that kind."""
+    """Sample from `logits` [requests, tokens] once per kind, with all requests of that kind."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import InputBatch
 
     rows = logits.shape[0]
@@ -191,17 +186,17 @@ def _sample(runner: Any, logits: torch.Tensor, kinds: list[Any]) -> None:
             runner.sampler.add_request(row, kind)
         runner.sampler.apply_staged_writes()
         runner.sampler(logits, batch)
-        # The GPU reads what the next kind is written over.
+        # The next kind overwrites buffers that the GPU reads.
         torch.accelerator.synchronize()
 
 
 _HOST = torch.device("cpu")
 _LARGE = 1 << 20
-# Numbers of a tensor that gets no pages: nothing reads what no kernel has written.
+# Elements from which a tensor is not zeroed, so that it gets no pages; its content is never read.
 
 
 class HostRunner:
-    """The parts of vLLM's runner that launch kernels of their own."""
+    """The parts of vLLM's runner that launch kernels."""
 
     def __init__(self, vllm_config: Any) -> None:
         """Args:
@@ -214,10 +209,10 @@ class HostRunner:
             self._make(vllm_config)
 
     def launch_all(self) -> None:
-        """Launch the kernels of a step of one request and of two, and of the sampler for requests of every kind.
+        """Launch the kernels of steps with one and two requests, and of the sampler for all kinds of requests.
 
         Raises:
-            AttributeError, ImportError, TypeError: this vLLM has another runner. Some kernels may have been launched.
+            AttributeError, ImportError, TypeError: this vLLM has another runner; some kernels may have been launched.
         """
         with _on_host(), torch.inference_mode():
             for rows in ROWS[: self.most]:
@@ -244,7 +239,7 @@ class HostRunner:
         ahead = max(1, getattr(vllm_config, "num_prefill_lookahead_tokens", 1))
         self.states = _called(RequestState, **sizes, num_speculative_steps=self.drafts, num_prefill_lookahead=ahead)
         self.buffers = InputBuffers(self.most, scheduler.max_num_batched_tokens, _HOST)
-        # The kernels read pages and widths; those of DeepSeek-V4 have several groups, one of them with a window.
+        # The kernels read page sizes and widths; DeepSeek-V4 has several groups, one of them with a window.
         self.tables = _called(
             BlockTables, **sizes, block_sizes=[64, 256], max_num_blocks_per_group=[16, 16],
             sliding_window_reach=[128, 0],
@@ -322,21 +317,21 @@ class HostRunner:
 
 
 class _NoStream:
-    """A CUDA stream on the host: nothing waits."""
+    """A CUDA stream on the host."""
 
     def wait_stream(self, stream: object) -> None:
-        """Wait for nothing."""
+        """Return immediately."""
 
 
 def _called(function: Callable[..., Any], **values: Any) -> Any:
-    """Call `function` with those of `values` that this vLLM's takes."""
+    """Call `function` with those of `values` that are among its parameters."""
     known = inspect.signature(function).parameters
     return function(**{name: value for name, value in values.items() if name in known})
 
 
 @contextlib.contextmanager
 def _on_host() -> Iterator[None]:
-    """Have vLLM's runner make its tensors on the host, none of them pinned, the large ones without pages."""
+    """Make vLLM's runner allocate its tensors on the host, unpinned, large ones without pages."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import buffer_utils, sampler
 
     def not_pinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -350,7 +345,7 @@ def _on_host() -> Iterator[None]:
         return tensor
 
     def as_they_are(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        # Top-k and top-p are compiled by their keys.
+        # Their keys compile top-k and top-p.
         return logits
 
     replaced: list[tuple[Any, str, Any]] = [
@@ -374,11 +369,11 @@ def _on_host() -> Iterator[None]:
 
 _FINISH_SECONDS = 60.0
 _IMPORT_SECONDS = 10.0
-# Besides, for the modules that the layers' kernels are in.
+# Additional time for the import of the modules with the layers' kernels.
 
 
 class Registered(NamedTuple):
-    """One of vLLM's kernels, by the module and name of what compiles it, with its pickled keys."""
+    """A kernel of vLLM: module and name of its compiling object, and the pickled keys."""
 
     module: str
     name: str
@@ -393,7 +388,7 @@ class _Compiled(NamedTuple):
 
 @dataclass
 class _AheadProcess:
-    """The process that has others compile. It is told the layers' kernels once, and reports after each set."""
+    """The parent of the compiling processes. It gets the layers' kernels once, and reports after each set."""
 
     pid: int
     pipe: Connection
@@ -405,12 +400,12 @@ class _AheadProcess:
     def tell(self, registered: Sequence[Registered]) -> None:
         if not self.told:
             self.told = True
-            # `finish` says if it has ended.
+            # `finish` logs the end of the process.
             with contextlib.suppress(OSError):
                 self.pipe.send(registered)
 
     def report(self, what: str) -> bool:
-        """Log the report on the next set, called `what`; return False if none came: the process is gone."""
+        """Log the report on the next set, named `what`; return False without a report: the process has ended."""
         begun = time.monotonic()
         try:
             if not self.pipe.poll(_FINISH_SECONDS + _IMPORT_SECONDS):
@@ -430,7 +425,7 @@ class _AheadProcess:
         return True
 
     def end(self) -> None:
-        """Kill the process, and with it those that it has forked, if it has not ended."""
+        """Kill the process with its children if it has not ended."""
         self.pipe.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -438,7 +433,7 @@ class _AheadProcess:
 
 
 def before_device(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return the worker's `init_device`, begun with the processes that compile."""
+    """Return the worker's `init_device`, preceded by the start of the compiling processes."""
 
     @functools.wraps(original)
     def init_device(worker: Any) -> None:
@@ -452,7 +447,7 @@ def before_device(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def after_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the loader's `initialize_model`, after which the kernels that the layers have registered are compiled."""
+    """Return the loader's `initialize_model`, followed by the compilation of the kernels registered by the layers."""
 
     @functools.wraps(original)
     def initialize_model(*args: Any, **options: Any) -> Any:
@@ -471,7 +466,7 @@ def after_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def before_jit_warmup(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return vLLM's `kernel_warmup`, begun when what the layers have registered is compiled."""
+    """Return vLLM's `kernel_warmup`, started after the compilation of the kernels registered by the layers."""
 
     @functools.wraps(original)
     def kernel_warmup(*args: Any, **options: Any) -> Any:
@@ -482,13 +477,13 @@ def before_jit_warmup(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def begin(worker: Any) -> None:
-    """Start the process, on the first rank of a machine alone: the others find what it has compiled."""
+    """Start the process on the first rank of a machine only; the others use the compiled kernels."""
     config = worker.vllm_config
     if not config.kernel_config.enable_jit_warmup or not worker.use_v2_model_runner or worker.local_rank != 0:
         return
     if _AheadProcess.running is not None or has_cuda() or (arch := _arch()) is None:
         return
-    # As many again compile the bundled kernels.
+    # The other half compiles the bundled kernels.
     count = max(1, plans.compilers() // 2)
     ours, theirs = multiprocessing.Pipe()
     with theirs:
@@ -499,16 +494,16 @@ def begin(worker: Any) -> None:
             raise
     _AheadProcess.running = _AheadProcess(pid, ours)
     if any(map(possible, Op)):
-        # Most cards of an architecture have as many.
+        # Most cards of an architecture have this number.
         plans.begin(TargetGPU(arch, arch.spec.multiprocessors))
 
 
 def finish_runner() -> None:
-    """Wait until the runner's kernels are compiled, and say how long."""
+    """Wait until the runner's kernels are compiled, and log the time."""
     running = _AheadProcess.running
     if running is None or running.runner_is_done:
         return
-    # Nothing, if the model was made by a loader that is not known here.
+    # No kernels if another loader made the model.
     running.tell([])
     running.runner_is_done = True
     if not running.report("what the runner launches"):
@@ -516,7 +511,7 @@ def finish_runner() -> None:
 
 
 def finish() -> None:
-    """Wait until all is compiled, say how long, and end the process."""
+    """Wait until all kernels are compiled, log the time, and end the process."""
     finish_runner()
     running, _AheadProcess.running = _AheadProcess.running, None
     if running is not None and running.report("what the layers registered"):
@@ -524,10 +519,10 @@ def finish() -> None:
 
 
 def registered_kernels() -> list[Registered]:
-    """Return the Triton kernels that the layers have registered by now, as vLLM's JIT warm-up will expand them.
+    """Return the Triton kernels registered by the layers so far, expanded as by vLLM's JIT warm-up.
 
-    Those of other compilers are left out, those that are tuned (they need a GPU), and those whose keys need more than
-    there is now: vLLM compiles them.
+    vLLM itself compiles the rest: kernels of other compilers, autotuned ones (they need a GPU), and kernels whose keys
+    are not available yet.
     """
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import JitWarmupRegistry, VllmTritonJitKernel
 
@@ -545,7 +540,8 @@ def registered_kernels() -> list[Registered]:
 
 
 def _keys(kernel: Any, registrations: Sequence[Any], vllm_config: Any) -> Iterator[Any]:
-    """Yield the keys of a kernel's registrations; one without arguments gets the configuration, if it takes that."""
+    """Yield the keys of a kernel's registrations; one without arguments gets the configuration if it has the
+    parameter."""
     takes_config = "vllm_config" in inspect.signature(kernel.get_warmup_keys).parameters
     for args, options in registrations:
         more = {"vllm_config": vllm_config} if takes_config and not args and not options else {}
@@ -553,9 +549,10 @@ def _keys(kernel: Any, registrations: Sequence[Any], vllm_config: Any) -> Iterat
 
 
 def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, count: int) -> None:
-    """Have `count` processes compile the runner's kernels for `arch`, then as many what the layers register.
+    """Compile the runner's kernels for `arch` in `count` processes, then the kernels registered by the layers.
 
-    The process at the other end of the pipe, which had `ours`, sends the latter, and gets a report of each set.
+    The process at the other end of the pipe, the owner of `ours`, sends the registered kernels and gets a report per
+    set.
 
     Raises:
         EOFError: that process has ended.
@@ -571,7 +568,7 @@ def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, co
         except Exception as failed:
             error = f"{type(failed).__name__}: {failed}"
     runner = _start(calls, count)
-    # Once for all that compile its kernels, and while the worker imports it.
+    # Once for all compiling processes, while the worker imports it.
     with contextlib.suppress(Exception):
         import_model(vllm_config)
     registered: list[Registered] = theirs.recv()
@@ -582,14 +579,14 @@ def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, co
 
 
 def use_no_gpu(arch: Arch) -> None:
-    """Have this process compile for `arch` from here on, launch nothing and see no GPU, whose memory it would take."""
+    """Configure this process to compile for `arch`, launch nothing and see no GPU, whose memory it would allocate."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import current_platform
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Threads of the process that it was forked from are not here.
+    # A fork has no threads of its parent.
     torch.set_num_threads(1)
     launch_nothing(TargetGPU(arch, arch.spec.multiprocessors))
-    # It would initialise CUDA.
+    # The original initializes CUDA.
     type(current_platform).num_compute_units = classmethod(lambda cls, device_id=0: arch.spec.multiprocessors)
 
 
@@ -597,7 +594,7 @@ def import_model(vllm_config: Any) -> None:
     """Import the model's class, and with it the modules of its kernels.
 
     Raises:
-        Exception: whatever they raise; they are imported when the layers' kernels are told.
+        Exception: raised by the modules; they are imported again with the layers' kernels.
     """
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import ModelRegistry
 
@@ -606,20 +603,20 @@ def import_model(vllm_config: Any) -> None:
 
 
 def runner_calls(vllm_config: Any, count: int) -> list[Callable[[], None]]:
-    """Return the calls that compile what vLLM has no keys of, a share each.
+    """Return the calls that compile kernels without keys, a share each.
 
     Raises:
         AttributeError, ImportError, TypeError: this vLLM has another runner.
     """
 
     runner = HostRunner(vllm_config)
-    # Of no share: what fails is told before the processes are silent, and all of them have the kernels' hashes.
+    # An empty share: reports errors before output is discarded, and computes the kernels' hashes for all processes.
     _launch_share(runner, count, count)
     return [functools.partial(_launch_share, runner, share, count) for share in range(count)]
 
 
 def choice_calls(vllm_config: Any) -> list[Callable[[], None]]:
-    """Return the calls that compile the sampler's top-k and top-p, a kernel each.
+    """Return the calls that compile the sampler's top-k and top-p, one per kernel.
 
     Raises:
         AttributeError, ImportError: this vLLM has other kernels.
@@ -635,7 +632,7 @@ def _launch_share(runner: HostRunner, share: int, shares: int) -> None:
 
 
 def registered_calls(registered: Sequence[Registered]) -> list[Callable[[], None]]:
-    """Return the calls that compile what the layers have registered; without those that cannot be imported here."""
+    """Return the calls that compile the registered kernels, except those that cannot be imported."""
     calls: list[Callable[[], None]] = []
     for one in registered:
         with contextlib.suppress(Exception):
@@ -645,10 +642,10 @@ def registered_calls(registered: Sequence[Registered]) -> list[Callable[[], None
 
 
 def compile_all(calls: Sequence[Callable[[], None]]) -> None:
-    """Make every call, whatever becomes of the others.
+    """Make all calls, also after failures.
 
     Raises:
-        RuntimeError: some failed.
+        RuntimeError: some calls failed.
     """
     failed = 0
     for call in calls:
@@ -661,13 +658,13 @@ def compile_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def _start(calls: Sequence[Callable[[], None]], most: int) -> list[int]:
-    """Start at most `most` processes, which share `calls`; return their pids."""
+    """Start at most `most` processes that share `calls`; return their pids."""
     count = min(most, len(calls))
     return [start_child(functools.partial(compile_all, calls[share::count])) for share in range(count)]
 
 
 def _arch() -> Arch | None:
-    """Return the architecture of the worker's card, by NVML."""
+    """Return the architecture of the worker's card from NVML."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import current_platform
 
     found = current_platform.get_device_capability()

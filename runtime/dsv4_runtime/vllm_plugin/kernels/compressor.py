@@ -1,10 +1,8 @@
-"""vLLM's compressor of DeepSeek-V4's keys and values, computed by `dsv4_kernels.compressor`.
+"""vLLM's compressor of DeepSeek-V4's keys and values by `dsv4_kernels.compressor`, and the projections of its inputs.
 
-Hooks of vLLM's DeepSeek-V4 attention: the projections for its compressors and indexer in one launch.
-
-vLLM computes the products of a layer's input side by side, and has each compressor save its own later on. Here
-`dsv4_kernels.projections` computes them and saves at once: the compressors are called with None in the place of their
-products, and only store. Of more tokens the products are vLLM's.
+vLLM computes the products of a layer's input concurrently, and each compressor saves its own afterwards.
+`dsv4_kernels.projections` computes and saves them in one launch for few tokens: the compressors get None in place of
+their products, and only store. For more tokens the products are vLLM's.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from dsv4_runtime.vllm_plugin.kernels.vllm_api import ReplicatedLinear, envs, ex
 
 
 def supported(layer: Any) -> bool:
-    """Tell whether the compressor `layer` writes a layout that is known here."""
+    """Return whether the layout of the compressor `layer` is supported."""
     return layer.head_dim in (128, 512) and layer.compress_ratio in (4, 128) and not layer.use_fp4_cache
 
 
@@ -60,7 +58,7 @@ def chosen(original: Callable[..., None]) -> Callable[..., None]:
 def forward(layer: Any, kv_score: torch.Tensor | None, positions: torch.Tensor, rotary_emb: Any) -> None:
     """Save the tokens' projections kv_score float32 [T, 2W], and store the entries whose window is now complete.
 
-    Without projections the tokens' states are saved already (`vllm_plugin.kernels.projections`).
+    Without projections the tokens' states are already saved (`at_once`).
     """
     metadata = get_forward_context().attn_metadata
     if not isinstance(metadata, dict):
@@ -75,7 +73,7 @@ def forward(layer: Any, kv_score: torch.Tensor | None, positions: torch.Tensor, 
         save.run(kv=kv, score=score, ape=layer.ape, positions=positions, state_cache=cache, slot_mapping=slots)
     complete = layer.compress_ratio != 128 or getattr(state, "c128_boundary", None) is not False
     if not complete and not torch.cuda.is_current_stream_capturing():
-        # vLLM knows on the host that no window of this step is complete.
+        # According to vLLM's host metadata no window of this step is complete.
         return
     store.run(
         state_cache=cache,
@@ -93,7 +91,7 @@ def forward(layer: Any, kv_score: torch.Tensor | None, positions: torch.Tensor, 
 
 
 def plan_ahead_of_requests(layer: Any) -> None:
-    """Make the plans that the compressor `layer` will ask for, once it has its caches."""
+    """Make the plans of the compressor `layer`, once it has its caches."""
     _compressor_plans(layer, layer.state_cache.kv_cache, layer._static_forward_context[layer.k_cache_prefix].kv_cache)
 
 
@@ -108,7 +106,7 @@ def _compressor_plans(layer: Any, cache: torch.Tensor, keys: torch.Tensor) -> tu
 
 
 def noting_positions(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` of vLLM's attention, which keeps the positions for the projections while it runs."""
+    """Return `forward` of vLLM's attention, which provides the positions for the projections."""
 
     @functools.wraps(original)
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -150,17 +148,17 @@ def at_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def projections_supported(layer: Any) -> bool:
-    """Tell whether the attention `layer` has compressors that are bundled, and what its products need."""
+    """Return whether the attention `layer` has bundled compressors, and supported products."""
     compressors = _compressors(layer)
     if not compressors or not all(getattr(one, "dsv4_bundled", False) for one in compressors):
         return False
-    # Where vLLM's first runner prepares the attention outside of its graphs, states must not be saved inside of them.
+    # If vLLM's first runner prepares the attention outside of its graphs, states must not be saved inside of them.
     if layer._prepare_and_attn_fn != layer._prepare_and_attn:
         return False
     weights = [one.fused_wkv_wgate.weight for one in compressors]
     if layer.indexer is not None:
         head = layer.indexer.weights_proj
-        # Not a layer with an adapter, which stands in the place of vLLM's.
+        # Excludes a layer with a LoRA adapter, which replaces vLLM's.
         if type(head) is not ReplicatedLinear or head.bias is not None:
             return False
         weights.append(head.weight)
@@ -170,13 +168,13 @@ def projections_supported(layer: Any) -> bool:
 
 
 def plan_projections(layer: Any) -> None:
-    """Make the plan that the attention `layer` will ask for, once its compressors have their caches."""
+    """Make the projection plan of the attention `layer`, once its compressors have their caches."""
     if projections_supported(layer):
         _projection_plan(layer)
 
 
 def _compressors(layer: Any) -> list[Any]:
-    """Return the compressor of `layer` and its indexer's, those that are there."""
+    """Return the existing compressors of `layer` and of its indexer."""
     # V4.1's indexers have none.
     return [one for one in (layer.compressor, getattr(layer.indexer, "compressor", None)) if one is not None]
 

@@ -1,17 +1,15 @@
-"""The indexer of vLLM's sparse attention, its queries and scores computed by `dsv4_kernels.indexer`.
+"""The indexer of vLLM's sparse attention: queries and scores by `dsv4_kernels.indexer`, selection by
+`dsv4_kernels.topk`.
 
-These take the place of functions that vLLM's modules import by name, with the same arguments. The choice of the best
-keys stays vLLM's. No schedule is made for the paged scores: the bundled kernel needs none. So all of them are in force
-or none: the choice has the operation only if all of its hooks are attached (`hooks`).
+The scores replace functions that vLLM's modules import by name, with equal arguments. The bundled kernel needs no
+schedule for paged scores, and none is made. Therefore all replacements are in force or none: the choice contains the
+operation only if all of its hooks are attached (`hooks`).
 
-The choice of the best keys in vLLM's sparse attention, computed by `dsv4_kernels.topk`.
-
-vLLM's indexer writes the columns of each row's best scores into its buffer, and −1 where a row has fewer scores. For
-decode it asks the class that picks one of vLLM's kernels, for prompts a function of `vllm._custom_ops`. Both are
-answered here once a layer has planned it; what the plan does not hold goes to vLLM's kernels.
-
-vLLM fills the rows with −1 before, since its kernels leave places unwritten. The bundled ones write whole rows: where a
-layer is planned the fill is left out, and done here for what goes to vLLM's kernels.
+vLLM's indexer writes the columns of each row's highest scores into its buffer, and −1 for missing ones. For decode it
+calls a class that selects one of vLLM's kernels, for prompts a function of `vllm._custom_ops`. Both are replaced for
+layers with a plan; inputs that the plan does not support go to vLLM's kernels. vLLM fills the rows with −1 before,
+since its kernels leave elements unwritten. The bundled kernels write complete rows: for a layer with a plan the fill is
+omitted, and done here for vLLM's kernels.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, aligned, announce, an
 
 
 def in_force() -> bool:
-    """Tell whether the bundled kernels compute the indexer in this process."""
+    """Return whether bundled kernels compute the indexer in this process."""
     return choice().bundled(Op.INDEXER)
 
 
 def scores_are_there(original: Callable[[], bool]) -> Callable[[], bool]:
-    """Return `has_deep_gemm` of vLLM's indexer, which is not made without it: the bundled scores will do too."""
+    """Return `has_deep_gemm` of vLLM's indexer, which requires it; the bundled scores satisfy the requirement."""
 
     def has_deep_gemm() -> bool:
         return in_force() or original()
@@ -51,10 +49,10 @@ def _logits_plan(heads: int, device: torch.device) -> LogitsPlan:
 
 
 class _PagedPlans:
-    """Plans of the paged scores for 1 to `most` rows a request.
+    """Plans of the paged scores for 1 to `most` rows per request.
 
-    A step verifies as many tokens a request as its longest draft has. Graphs are recorded with full drafts before vLLM
-    serves; shorter ones come only while it does, and must find their kernel compiled.
+    The longest draft determines the tokens per request of a step. Graphs are captured with full drafts before vLLM
+    serves; shorter drafts occur only while it serves and require compiled kernels.
     """
 
     def __init__(self, most: int, make: Callable[[int], PagedLogitsPlan]) -> None:
@@ -68,7 +66,7 @@ class _PagedPlans:
         self._compiled = True
 
     def compiled(self) -> _PagedPlans:
-        """Compile what is not, at the first call outside of a recording: vLLM runs a step before it records one."""
+        """Compile at the first call outside of a capture: vLLM runs a step before each capture."""
         if not self._compiled and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             self.warmup()
         return self
@@ -89,7 +87,7 @@ def _paged_plans(rows: int, keys: int, heads: int, device: torch.device, *, page
 
 
 def plan_ahead_of_requests(layer: Any) -> None:
-    """Make the plans that `layer`, vLLM's indexer, will ask for, once it has its cache of keys."""
+    """Make the plans of `layer`, vLLM's indexer, once it has its cache of keys."""
     if not in_force() or layer.indexer_op.use_fp4_cache:
         return
     heads, keys, cache = layer.n_head, layer.indexer_op.max_model_len, layer.indexer_op.k_cache.kv_cache
@@ -99,7 +97,7 @@ def plan_ahead_of_requests(layer: Any) -> None:
 
 
 def _query_plan(tokens: int, heads: int, device: torch.device) -> QueryPlan:
-    # vLLM asks for scores only once a context is longer than what is chosen from it: not before it serves.
+    # vLLM computes scores only for contexts longer than the selection: not before it serves.
     _logits_plan(heads, device)
     plan: QueryPlan = announced_plan(
         (Op.INDEXER, "query", heads, device), QueryPlan, most_tokens(tokens), heads, device
@@ -201,7 +199,7 @@ def paged_logits(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def no_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return vLLM's `get_paged_mqa_logits_metadata` that makes nothing where the bundled kernel scores."""
+    """Return vLLM's `get_paged_mqa_logits_metadata` with an empty result for the bundled scores."""
 
     def get_paged_mqa_logits_metadata(
         context_lens: torch.Tensor, block_size: int, num_sms: int, indices: torch.Tensor | None = None
@@ -215,7 +213,7 @@ def no_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _TOPK_PLANS: dict[tuple[int, torch.device], TopkPlan] = {}
 _TOPK_REPLACED: set[str] = set()
-"""Of "decode" and "prompts" what is answered here: vLLM 0.32's prompts are not."""
+"""Replaced ones of "decode" and "prompts"; vLLM 0.32's prompts are not."""
 
 
 def planning_topk(original: Callable[..., None]) -> Callable[..., None]:
@@ -231,10 +229,10 @@ def planning_topk(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def plan_topk(layer: Any, most_scores: int) -> None:
-    """Make the plan for `layer`, vLLM's sparse indexer that was just made: its memory counts before the KV cache.
+    """Make the plan for `layer`, vLLM's new sparse indexer, before the allocation of the KV cache.
 
-    A chunk of a prompt has at most `most_scores` scores. An explicit choice among vLLM's kernels is left alone. Models
-    whose keys are not compressed have this indexer too, and no choice is made for them.
+    A chunk of a prompt has at most `most_scores` scores. An explicit selection of vLLM's kernel is respected. Models
+    with uncompressed keys also have this indexer, without a kernel choice.
     """
     if layer.topk_backend != "auto" or layer.compress_ratio == 1 or not choice().bundled(Op.TOPK):
         return
@@ -248,18 +246,18 @@ def plan_topk(layer: Any, most_scores: int) -> None:
 
 
 def planned_rows(tokens: int, width: int, most_scores: int) -> int:
-    """Return for how many rows of `width` scores a plan has room for all that a step of up to `tokens` rows asks for.
+    """Return the rows of `width` scores for which a plan needs buffers in a step of up to `tokens` rows.
 
-    Rows of one chunk need no room. Rows of more need it for each of their chunks, and of narrow ones there are more:
-    up to twice as many chunks as scores fill.
+    Rows of one chunk need no buffer, longer rows one per chunk; narrow rows have up to twice as many chunks as their
+    scores fill.
     """
     enough = 0 if width <= LARGEST else min(tokens, -(-2 * most_scores // width))
-    # The warm-up compiles what more rows than a few take.
+    # The warm-up also compiles the kernels for many rows.
     return max(enough, FEW_ROWS + 1)
 
 
 def _chosen(logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, k: int) -> bool:
-    """Write the columns of the `k` best scores of each row into `out`; return false if no plan holds them."""
+    """Write the columns of the `k` highest scores of each row into `out`; return False without a suitable plan."""
     plan = _TOPK_PLANS.get((k, logits.device))
     rows, width = logits.shape
     if (
@@ -278,14 +276,14 @@ def _chosen(logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, k: i
 
 
 def unfilled(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return vLLM's `SparseAttnIndexer.forward_cuda`, in which nothing is filled for a layer that is planned."""
+    """Return vLLM's `SparseAttnIndexer.forward_cuda`, without the fill for a layer with a plan."""
 
     @functools.wraps(original)
     def forward_cuda(self: Any, hidden_states: torch.Tensor, q_quant: Any, k: Any, weights: torch.Tensor) -> Any:
         buffer = self.topk_indices_buffer
         whole = self.topk_backend == "auto" and self.compress_ratio != 1 and buffer.shape[1] == self.topk_tokens
         if whole and len(_TOPK_REPLACED) == 2 and (self.topk_tokens, buffer.device) in _TOPK_PLANS:
-            # All that vLLM takes of them is how many rows it fills.
+            # vLLM uses only their number of rows, for the fill.
             hidden_states = hidden_states[:0]
         return original(self, hidden_states, q_quant, k, weights)
 
@@ -293,19 +291,18 @@ def unfilled(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fill(out: torch.Tensor, k: int) -> None:
-    """Fill `out` with −1 where `unfilled` may have left that out."""
+    """Fill `out` with −1 where `unfilled` may have omitted it."""
     if (k, out.device) in _TOPK_PLANS:
         out.fill_(-1)
 
 
 class Padded:
-    """The rows of prompts that a padded decode overwrites.
+    """Preserves rows of prompts that a padded decode overwrites.
 
-    Where requests decode different numbers of tokens, vLLM pads them to the longest, and has the choice for the padded
-    rows written over the first rows of its buffer. Behind the decode tokens' rows there are those of prompts, which
-    are chosen already, and vLLM puts back the decode tokens' rows alone (vLLM's pull request 32175, in which a review
-    says so; as of 0.33). The functions between which that happens are wrapped here: the rows behind are kept, and put
-    back.
+    If requests decode different numbers of tokens, vLLM pads them to the longest and writes the selection of the padded
+    rows over the first rows of its buffer. The rows after those of decode tokens contain the finished selection of
+    prompts, and vLLM restores only the rows of decode tokens (review of vLLM's pull request 32175; as of 0.33). The
+    surrounding functions are wrapped to save and restore the following rows.
     """
 
     def __init__(self) -> None:
@@ -323,7 +320,7 @@ class Padded:
         return pack_seq_triton
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Keep those of `rows`, which are about to be chosen for a decode, that are not decode tokens'."""
+        """Save the part of `rows`, the target of a decode's selection, that does not belong to decode tokens."""
         tokens, self._tokens, self._kept = self._tokens, None, None
         if tokens is not None and tokens < rows.shape[0]:
             behind = rows[tokens:]
@@ -361,7 +358,7 @@ def topk_decode(original: Callable[..., Any]) -> Callable[..., Any]:
         max_seq_len: int,
     ) -> None:
         PADDED.keep(topk_indices)
-        # Lengths of whole requests, instead of each row's, are vLLM's kernels' own to count down.
+        # Only vLLM's kernels derive row lengths from lengths of requests.
         if self._backend != "auto" or not _chosen(logits, seq_lens, topk_indices, topk_tokens):
             _fill(topk_indices, topk_tokens)
             original(self, logits, seq_lens, next_n, topk_indices, topk_tokens, max_seq_len)
@@ -370,7 +367,7 @@ def topk_decode(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PromptOps:
-    """vLLM's operators, as its indexer has them, with the choice for prompts bundled. All rows begin at column 0."""
+    """vLLM's operators in its indexer, with the bundled selection for prompts. All rows begin at column 0."""
 
     def __init__(self, ops: Any) -> None:
         _TOPK_REPLACED.add("prompts")
@@ -390,7 +387,7 @@ class PromptOps:
         stride1: int,
         topk_tokens: int,
     ) -> None:
-        """Write each row's best columns into `raw_topk_indices`."""
+        """Write the columns of each row's highest scores into `raw_topk_indices`."""
         if not _chosen(logits, cu_seqlen_ke, raw_topk_indices, topk_tokens):
             _fill(raw_topk_indices, topk_tokens)
             self._ops.top_k_per_row_prefill(

@@ -1,19 +1,16 @@
-"""vLLM's modular experts, computed by `dsv4_kernels.moe` from the weights as the checkpoint has them.
+"""vLLM's modular experts by `dsv4_kernels.moe` from the checkpoint's weights; their sum with the shared experts; the
+router.
 
-The sum of vLLM's shared and routed experts, made by the last launch of `dsv4_kernels.moe`.
+vLLM's MoE runner starts the shared experts, on a separate stream for few tokens, computes the routed ones and adds
+both. Here the shared experts are removed from the runner, which then adds nothing. They start at the same point, and
+their output is an addend of the routed experts' last launch. The model also references the shared experts, so that
+their parameters keep the names for weight loading. Ranks of a tensor-parallel group each add their parts; vLLM reduces
+the sum.
 
-vLLM's MoE runner begins the shared experts, on a stream of their own while tokens are few, has the routed ones
-computed and adds the two. Here the shared experts are taken from the runner, which then adds nothing. They begin where
-they did, and what they give goes to the routed experts as an addend. The model holds the shared experts too, so their
-parameters keep the names that weights are loaded by. Ranks of a tensor-parallel group each add their parts, as in vLLM,
-which reduces the sum.
-
-vLLM's router of DeepSeek-V4's experts, its product and its choice computed by `dsv4_kernels.router`.
-
-vLLM's MoE runner has the gate compute the logits, then asks the layer's router for the experts. A runner without a gate
-passes on what it was called with, which DeepSeek-V4 makes the hidden states: so the gate is taken from the runner, and
-the router computes from the hidden states and the gate's weight. The runner's order of shared experts, the capture of
-the chosen experts and the type of their numbers stay vLLM's.
+vLLM's MoE runner computes the logits with the gate, then calls the layer's router. A runner without a gate passes its
+second argument on, which DeepSeek-V4 sets to the hidden states: the gate is removed from the runner, and the router
+computes from the hidden states and the gate's weight (`dsv4_kernels.router`). The order of shared experts, the capture
+of the selected experts and the type of their ids stay vLLM's.
 """
 
 from __future__ import annotations
@@ -55,18 +52,18 @@ OVERRIDDEN = (
     "apply",
     "process_weights_after_loading",
 )
-"""Methods of vLLM's experts that are replaced here."""
+"""Replaced methods of vLLM's experts."""
 
 
 class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # vLLM has no types that mypy accepts
     """Experts of MXFP4 weights [E, 2I, H/2] and [E, H, I/2], bf16 in and out, SwiGLU clamped at ±10.
 
-    Takes the weights in the checkpoint's own layout, as vLLM's `B12X_MXFP4_BF16` does, whose conversion is the
-    identity. Sums the experts of a token itself. An expert id that is not on this rank is skipped.
+    Uses the weights in the checkpoint's layout, like vLLM's `B12X_MXFP4_BF16`, whose conversion is the identity. Sums
+    the experts of a token. Expert ids of other ranks are skipped.
     """
 
     adds: ClassVar[bool] = False
-    """Whether every run gets an `addend`, bf16 [M, K], for which `ready` has the stream wait if it has to."""
+    """Whether each run gets an `addend`, bf16 [M, K]; `ready`, if set, makes the stream wait for it."""
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config)
@@ -79,12 +76,12 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
 
     @staticmethod
     def activation_format() -> Any:
-        """Return tokens in rows, not batched by expert."""
+        """Return the format with tokens in rows, not batched by expert."""
         return mk.FusedMoEActivationFormat.Standard
 
     @staticmethod
     def unsupported(config: Any) -> str | None:
-        """Return why the layer that `config` (`FusedMoEConfig`) describes cannot be computed here, None if it can."""
+        """Return the reason why the layer with `config` (`FusedMoEConfig`) is not supported, or None."""
         support = is_supported(_shape(config), detect(torch.device("cuda")) or DEFAULT_ARCH)
         if not support:
             return support.reason
@@ -122,7 +119,7 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
         return not moe_parallel_config.use_batched_activation_format
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """Return that nothing is left to weight or to add."""
+        """Return the no-op: `apply` weights and adds."""
         return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(
@@ -133,7 +130,7 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
         *_: Any,
         **__: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return no workspaces (the plan has its own) and the output, [M, K]."""
+        """Return empty workspaces (the plan has its own) and the output shape [M, K]."""
         return (0,), (0,), (M, K)
 
     def apply(
@@ -171,11 +168,11 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Make the plan now, so that its memory is there when vLLM profiles."""
+        """Make the plan, so that vLLM's profile includes its memory."""
         self.plan(layer.w13_weight.device)
 
     def plan(self, device: torch.device) -> MoePlan:
-        """Return the plan that all layers of this shape share."""
+        """Return the shared plan of all layers of this shape."""
         key = (Op.MOE, self._a8, self.adds, device, self._tokens, *self._shape.values())
         s = self._shape
 
@@ -188,7 +185,7 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
 
 
 class AddingMxfp4Experts(BundledMxfp4Experts):
-    """The same experts, which add what the shared ones gave: `expert_sum` hands it to each run."""
+    """The same experts, which add the output of the shared ones (`forward_with_sum`)."""
 
     adds = True
 
@@ -212,18 +209,18 @@ def select_experts(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def local_ids(expert_map: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return which expert of this rank each of `ids` [T, k] is, −1 where it is another rank's or no expert.
+    """Return the local ids of `ids` [T, k], −1 for experts of other ranks and for padding.
 
-    Padding has the id −1, which as an index would be the last expert.
+    Padding has the id −1, which as an index would select the last expert.
     """
     return torch.where(ids < 0, -1, expert_map[ids.clamp_min(0).long()])
 
 
 def gathered_tokens(config: Any) -> int:
-    """Return the most tokens that the experts of a rank get in a step, by the layer's `FusedMoEConfig`.
+    """Return the maximum number of tokens of a rank's experts in a step, for the layer's `FusedMoEConfig`.
 
-    Where tokens are spread over ranks, vLLM gathers those of all data parallel ranks, each rounded up to the ranks that
-    share a sequence.
+    With tokens distributed over ranks, vLLM gathers those of all data parallel ranks, each rounded up to the number of
+    ranks that share a sequence.
     """
     parallel = config.moe_parallel_config
     sharing = max(1, getattr(parallel, "sp_size", 1))
@@ -251,7 +248,7 @@ def _routers() -> Any:
 
 
 def take_shared_experts(runner: Any) -> None:
-    """Have the bundled experts of `runner`, vLLM's MoE runner, which was just made, add its shared experts."""
+    """Let the bundled experts of `runner`, a new MoE runner of vLLM, add its shared experts."""
     method = runner.routed_experts.quant_method
     if getattr(method, "experts_cls", None) is not BundledMxfp4Experts or runner.shared_experts is None:
         return
@@ -260,7 +257,7 @@ def take_shared_experts(runner: Any) -> None:
         _sum_stays(reason)
         return
     shared, runner._shared_experts = runner._shared_experts, None
-    # The operator that returns one tensor.
+    # Selects the operator that returns one tensor.
     runner._forward_entry = runner._select_forward()
     runner._forward_impl = functools.partial(forward_with_sum, runner, shared, runner._forward_impl)
     method.experts_cls = AddingMxfp4Experts
@@ -272,7 +269,7 @@ def _sum_stays(reason: str) -> None:
 
 
 def sum_unsupported(runner: Any) -> str | None:
-    """Return why the shared experts cannot be added by the routed ones of `runner`, None if they can."""
+    """Return the reason why the routed experts of `runner` cannot add the shared ones, or None."""
     moe = runner.moe_config
     for there, what in (
         (moe.moe_parallel_config.use_ep or runner.router.eplb_state is not None, "the experts are spread over ranks"),
@@ -305,16 +302,16 @@ def forward_with_sum(
     beside = shared.maybe_forward_async(hidden_states)
     if not beside:
         shared(hidden_states, _shared_experts_order().NO_OVERLAP)
-    # Asked for now: loading weights makes it, and makes it again.
+    # Looked up per call: each load of weights makes a new one.
     experts = runner.routed_experts.quant_method.moe_kernel.fused_experts
     experts.addend, experts.ready = shared.output, shared.wait if beside else None
     return original(hidden_states, router_logits, shared_experts_input, input_ids)
 
 
 def attach_router(runner: Any) -> None:
-    """Have the bundled kernels route for `runner`, vLLM's MoE runner, which was just made, where they are chosen."""
+    """Replace the routing of `runner`, a new MoE runner of vLLM, if the bundled router is chosen."""
     router = runner.router
-    # Other models have runners too, and no choice is made for them.
+    # Runners of other models have no kernel choice.
     if getattr(router, "scoring_func", None) != "sqrtsoftplus" or not choice().bundled(Op.ROUTER):
         return
     reason = router_unsupported(runner)
@@ -332,7 +329,7 @@ def _router_stays(reason: str) -> None:
 
 
 def router_unsupported(runner: Any) -> str | None:
-    """Return why the bundled kernels cannot route for `runner`, None if they can."""
+    """Return the reason why the bundled kernels cannot route for `runner`, or None."""
     router, gate, moe = runner.router, runner.gate, runner.moe_config
     if type(router) is not _routers().FusedTopKBiasRouter:
         return f"{type(router).__name__} chooses the experts"
@@ -370,8 +367,8 @@ def routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights float32 [T, k] and the experts int32 [T, k] of hidden states bf16 [T, H].
 
-    Takes the place of `FusedTopKBiasRouter._compute_routing`. `router_logits` are the hidden states again. Experts of
-    another type are converted by the caller.
+    Replaces `FusedTopKBiasRouter._compute_routing`. `router_logits` are the hidden states again. The caller converts
+    the type of the ids.
     """
     x = hidden_states.contiguous()
     table = router._hash_indices_table

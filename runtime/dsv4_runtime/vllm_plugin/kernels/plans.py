@@ -4,11 +4,11 @@ The shapes of a layer are known at its construction; its plan is made later, som
 step. `announce` starts the compilation of the plan's kernels (`dsv4_kernels.precompile`), and the plan's own warm-up
 finds them in Triton's cache. Nothing depends on it: the warm-up compiles all missing kernels.
 
-FP8 codes accompany the tensor that they encode, from the kernel that produces both to the products. vLLM passes a layer's
-input to its linear layers as the same object, also through custom operators and onto side streams, so that an attribute
-of it is preserved. A tensor that vLLM derives from it (gathered, padded, a weak reference of a graph) lacks the attribute,
-and the product quantizes as usual. Codes are valid as long as the values of their tensor: the plan's next run overwrites
-both.
+FP8 codes accompany the tensor that they encode, from the kernel that produces both to the products. vLLM passes a
+layer's input to its linear layers as the same object, also through custom operators and onto side streams, so that an
+attribute of it is preserved. A tensor that vLLM derives from it (gathered, padded, a weak reference of a graph) lacks
+the attribute, and the product quantizes as usual. Codes are valid as long as the values of their tensor: the plan's
+next run overwrites both.
 """
 
 from __future__ import annotations

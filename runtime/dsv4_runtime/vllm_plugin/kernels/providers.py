@@ -1,16 +1,14 @@
-"""vLLM's own CUDA and Triton kernels as providers of an operation: what each needs to be there, and how it is called.
+"""Providers of an operation besides the bundled kernels: vLLM's own CUDA and Triton kernels, and packages called by
+vLLM.
 
-Each maker returns a function of the inputs of an operation of `dsv4_kernels.registry`, as keywords, that returns its
-outputs, so that all providers are compared and timed alike. What a layer prepares once (repacked weights, scales in a
-kernel's own layout) is made at the first call, which is not timed.
+Each maker returns a function with the inputs of an operation of `dsv4_kernels.registry` as keywords and its outputs as
+result, so that all providers are compared and timed equally. One-time preparations of a layer (repacked weights, scales
+in the layout of a kernel) happen in the first call, which is not timed. The `…_missing` functions return the reason why
+a provider cannot run here, or None.
 
-Kernels that vLLM has for compute capability 12.x alone, as providers: FlashInfer's sparse attention, and b12x.
-
-Called as vLLM 0.33 calls them, through its own wrappers. Nothing of the two packages is imported where the card is
-another one, nor in the process that starts the trials. A maker raises where the package takes other arguments than
-vLLM gives it, or where vLLM would refuse the shape.
-
-Providers of an operation in this vLLM besides the bundled kernels: its own, and the packages that it calls.
+FlashInfer's sparse attention and b12x exist in vLLM for compute capability 12.x only. They are called like in vLLM
+0.33, through its wrappers. Neither package is imported on other cards, nor in the process that starts the trials. Their
+makers raise if the package has other arguments than vLLM passes, or if vLLM would refuse the shape.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, Op
 
 Make = Callable[[Mapping[str, Any], torch.device], Callable[..., Any]]
 _MOST_DECODES = 512
-# Rows of a trial up to which they are those of a decode step.
+# Maximum rows of a trial that counts as a decode step.
 
 
 def _fp8(codes: torch.Tensor) -> torch.Tensor:
@@ -42,7 +40,7 @@ def _fp8(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _once(make: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Keep what the first call of `make` returned."""
+    """Cache the result of the first call of `make`."""
     kept: list[tuple[torch.Tensor, ...]] = []
 
     def call(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -54,7 +52,7 @@ def _once(make: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[
 
 
 def deep_gemm_missing() -> str | None:
-    """Return why DeepGEMM cannot run here; None if it can."""
+    """Return the reason why DeepGEMM cannot run here, or None."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import deep_gemm
 
     if not deep_gemm.is_deep_gemm_supported():
@@ -120,7 +118,7 @@ def vllm_triton(params: Mapping[str, Any], device: torch.device) -> Callable[...
 
 
 def cutlass_missing() -> str | None:
-    """Return why CUTLASS's FP8 products cannot run here; None if they can."""
+    """Return the reason why CUTLASS's FP8 products cannot run here, or None."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import custom_ops as ops
 
     major, minor = capability()
@@ -146,7 +144,7 @@ def cutlass(params: Mapping[str, Any], device: torch.device) -> Callable[..., An
 
 
 def marlin_missing() -> str | None:
-    """Return why Marlin cannot run here; None if it can."""
+    """Return the reason why Marlin cannot run here, or None."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import custom_ops  # noqa: F401  (loads vLLM's libraries)
 
     return None if hasattr(torch.ops._moe_C, "moe_wna16_marlin_gemm") else "vLLM was built without Marlin's experts"
@@ -175,7 +173,7 @@ def marlin(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any
 
     @_once
     def mapped(topk_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # vLLM gives the numbers of all ranks' experts, and a map in which those of other ranks are −1.
+        # vLLM passes global expert ids, and a map with −1 for experts of other ranks.
         local = torch.arange(experts + 1, dtype=torch.int32, device=device)
         local[experts] = -1
         return torch.where((topk_ids >= 0) & (topk_ids < experts), topk_ids, experts), local
@@ -192,7 +190,7 @@ def marlin(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any
 
 
 def flash_mla_missing() -> str | None:
-    """Return why FlashMLA cannot run here; None if it can."""
+    """Return the reason why FlashMLA cannot run here, or None."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import flashmla
 
     able, reason = flashmla.is_flashmla_sparse_supported()
@@ -232,7 +230,7 @@ def flash_mla(params: Mapping[str, Any], device: torch.device) -> Callable[..., 
             out=out, **more,
         )  # fmt: skip
         lse = lse[:, :heads, 0]
-        # Rows without entries have +inf there and −inf in the contract.
+        # Rows without entries are +inf there and −inf in the contract.
         return o[:, 0, :heads], torch.where(torch.isposinf(lse), -torch.inf, lse)
 
     return call
@@ -243,7 +241,7 @@ def flash_mla_prefill(params: Mapping[str, Any], device: torch.device) -> Callab
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import flashmla
 
     tokens, heads = params["tokens"], params["heads"]
-    # As vLLM's class pads them.
+    # Padding of vLLM's class.
     padded = 64 if heads <= 64 else 128
     out = torch.empty((tokens, padded, 512), dtype=torch.bfloat16, device=device)
 
@@ -267,7 +265,7 @@ def flash_mla_prefill(params: Mapping[str, Any], device: torch.device) -> Callab
 
 
 def front_missing() -> str | None:
-    """Return why vLLM's fused insertion cannot run here; None if it can."""
+    """Return the reason why vLLM's fused insertion cannot run here, or None."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import custom_ops  # noqa: F401  (loads vLLM's libraries)
 
     there = hasattr(torch.ops._C, "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert")
@@ -297,7 +295,7 @@ def front_norm(params: Mapping[str, Any], device: torch.device) -> Callable[...,
 
 
 def tilelang_missing() -> str | None:
-    """Return why TileLang's hyper-connections cannot run here; None if they can."""
+    """Return the reason why TileLang's hyper-connections cannot run here, or None."""
     from importlib.util import find_spec
 
     return None if find_spec("tilelang") else "tilelang is not installed"
@@ -311,7 +309,7 @@ def tilelang(params: Mapping[str, Any], device: torch.device) -> Callable[..., A
 
 
 def cute_missing() -> str | None:
-    """Return why CuTe's compressor cannot run here; None if it can."""
+    """Return the reason why CuTe's compressor cannot run here, or None."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import has_cutedsl
 
     return None if has_cutedsl() else "nvidia-cutlass-dsl is not installed"
@@ -341,7 +339,7 @@ def cute(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
 
 
 def gate(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """Return what vLLM's `GateLinear` and the router behind it launch. Token ids are int32, as vLLM has them."""
+    """Return the launches of vLLM's `GateLinear` and its router. Token ids are int32 as in vLLM."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import GateLinear, fused_topk_bias_router, ll_bf16
 
     few = capability()[0] in (9, 10) and ll_bf16.is_available() and params["tokens"] <= GateLinear.LL_BF16_MAX_TOKENS
@@ -364,12 +362,12 @@ def gate(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
 
 
 def indexer_topk(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """Return the kernel that vLLM's indexer picks: for prompts the one by rows, else as its `auto` has it."""
+    """Return the kernel selected by vLLM's indexer: by rows for prompts, else that of its `auto`."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import custom_ops as ops
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import indexer_topk as topk
 
     rows, k = params["rows"], params["k"]
-    # As the indexer has it: a kernel may leave places unwritten.
+    # Filled like in the indexer: a kernel may leave elements unwritten.
     out = torch.full((rows, k), -1, dtype=torch.int32, device=device)
     workspace = torch.empty((topk.RADIX_TOPK_WORKSPACE_SIZE,), dtype=torch.uint8, device=device)
     picks = topk.SparseIndexerTopk("auto")
@@ -388,9 +386,9 @@ def indexer_topk(params: Mapping[str, Any], device: torch.device) -> Callable[..
 
 
 FP8_ATTENTION = "rounds the queries, the softmax's weights or both to FP8"
-"""Reason why FlashInfer's attention is not within the contract's tolerance; its own tests allow 5e-2."""
+"""Reason why FlashInfer's attention exceeds the contract's tolerance; its own tests allow 5e-2."""
 _HEADS = (8, 16, 32, 64, 128)
-# Heads that FlashInfer has kernels for; vLLM pads to them.
+# Numbers of heads of FlashInfer's kernels; vLLM pads to them.
 _WORKSPACE_BYTES = 128 << 20
 _PAGE, _ROW = 64, 584
 _LARGE_SINK = 1e30
@@ -407,7 +405,7 @@ def capability() -> tuple[int, int]:
 
 
 def is_sm12x() -> bool:
-    """Tell whether the card is one of those that these kernels are made for."""
+    """Return whether the card has compute capability 12.x."""
     return capability()[0] == 12
 
 
@@ -419,7 +417,7 @@ def _absent(package: str) -> str | None:
 
 
 def _expect(symbol: str, function: Callable[..., Any], positional: int, *keywords: str) -> None:
-    """Raise TypeError unless `function` takes so many arguments by position, and these by name."""
+    """Raise TypeError unless `function` accepts `positional` arguments and these keywords."""
     try:
         inspect.signature(function).bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:
@@ -427,7 +425,7 @@ def _expect(symbol: str, function: Callable[..., Any], positional: int, *keyword
 
 
 def flash_infer_missing() -> str | None:
-    """Return why FlashInfer's sparse attention cannot run here; None if it can."""
+    """Return the reason why FlashInfer's sparse attention cannot run here, or None."""
     if reason := _absent("flashinfer"):
         return reason
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import flashinfer
@@ -452,10 +450,10 @@ def flash_infer(params: Mapping[str, Any], device: torch.device) -> Callable[...
 
 
 def flash_infer_prefill(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """Return FlashInfer's sparse prefill: the decode's function, which vLLM calls for prompts too.
+    """Return FlashInfer's sparse prefill: the decode function, which vLLM also calls for prompts.
 
-    It reads packed pages. The workspace's rows are packed at the first call, and the last columns of the lists, as many
-    as the window has, are its first segment.
+    It reads packed pages. The first call packs the workspace rows; the last columns of the lists, one per window
+    position, are its first segment.
     """
     attend, chosen = _sparse_attention(params, params["window"], device), params["width"] - params["window"]
     kept: list[_Segment] = []
@@ -474,7 +472,7 @@ def flash_infer_prefill(params: Mapping[str, Any], device: torch.device) -> Call
 
 
 def _packed(kv: torch.Tensor) -> torch.Tensor:
-    """Return pages with the rows of `kv`; rows of NaN, which no list names, are left out."""
+    """Return pages with the rows of `kv` without rows of NaN, which no list contains."""
     pages = -(-kv.shape[0] // _PAGE)
     cache = torch.zeros((pages, ds_mla(_PAGE).page_bytes), dtype=torch.uint8, device=kv.device)
     slots = kv.isfinite().all(1).nonzero()[:, 0]
@@ -482,7 +480,7 @@ def _packed(kv: torch.Tensor) -> torch.Tensor:
 
 
 def _segment(cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor, page: int) -> _Segment:
-    """Return a cache [pages, page, 1, 584], its index rows, dense and −1 behind their lengths, and the lengths."""
+    """Return a cache [pages, page, 1, 584], its dense index rows with −1 after their lengths, and the lengths."""
     wide = lengths.view(-1, *[1] * (indices.dim() - 1))
     behind = torch.arange(indices.shape[-1], device=indices.device) >= wide
     pages = cache.as_strided((cache.shape[0], page, 1, _ROW), (cache.stride(0), _ROW, _ROW, 1))
@@ -492,7 +490,7 @@ def _segment(cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor, 
 def _sparse_attention(
     params: Mapping[str, Any], window: int, device: torch.device
 ) -> Callable[..., tuple[torch.Tensor, None]]:
-    """Return the call of vLLM's class for SM12x, over one or two segments. It gives no log-sum-exp."""
+    """Return the call of vLLM's class for SM12x over one or two segments. It returns no log-sum-exp."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import flashinfer as wrappers
 
     heads = params["heads"]
@@ -525,7 +523,7 @@ def _sparse_attention(
 
 
 def b12x_linear_missing() -> str | None:
-    """Return why b12x's FP8 products cannot run here; None if they can."""
+    """Return the reason why b12x's FP8 products cannot run here, or None."""
     if reason := _absent("b12x"):
         return reason
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import B12xFp8BlockScaledMMKernel
@@ -555,7 +553,7 @@ def b12x_linear(params: Mapping[str, Any], device: torch.device) -> Callable[...
 
 
 def b12x_moe_missing() -> str | None:
-    """Return why b12x's experts cannot run here; None if they can."""
+    """Return the reason why b12x's experts cannot run here, or None."""
     if reason := _absent("b12x"):
         return reason
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import B12xExperts
@@ -586,11 +584,11 @@ def b12x_moe(params: Mapping[str, Any], device: torch.device) -> Callable[..., A
 
 
 def _moe_config(params: Mapping[str, Any], device: torch.device) -> Any:
-    """Return vLLM's description of the layer, on one rank.
+    """Return vLLM's configuration of the layer on one rank.
 
     Raises:
-        ValueError: vLLM does not give such a layer to b12x.
-        TypeError: b12x takes other arguments than vLLM gives it.
+        ValueError: vLLM does not use b12x for such a layer.
+        TypeError: b12x has other arguments than vLLM passes.
     """
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import (
         B12xExperts,
@@ -622,7 +620,7 @@ def _moe_config(params: Mapping[str, Any], device: torch.device) -> Any:
 
 
 def _prepared_experts(config: Any, tokens: int, w: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Return vLLM's experts with their weights prepared, as a layer has them, room for their output, and scratch."""
+    """Return vLLM's experts with prepared weights, their output buffer, and the workspace."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import B12xExperts, mxfp4_w4a16_moe_quant_config
 
     quant = mxfp4_w4a16_moe_quant_config(w1_scale=w["w13_scale"], w2_scale=w["w2_scale"], gemm1_clamp_limit=LIMIT)
@@ -672,7 +670,7 @@ _SM12X: Mapping[Op, tuple[Provider, ...]] = {
         ),
     ),
 }
-"""Tried on compute capability 12.x alone: elsewhere no process is started for them."""
+"""Tried on compute capability 12.x only."""
 
 _OPERATIONS: Mapping[Op, str] = {
     Op.MOE: "moe_w4a16",
@@ -694,26 +692,26 @@ def register() -> None:
     for op in _OPERATIONS:
         for provider in of(op):
             register_provider(_OPERATIONS[op], provider)
-    # Its second operation, which vLLM computes in Triton.
+    # Its second operation, computed by vLLM in Triton.
     register_provider("front_norm", Provider("cuda", front_missing, front_norm))
 
 
 def of(op: Op) -> tuple[Provider, ...]:
-    """Return vLLM's own kernels for `op`, with those that it has on this card alone."""
+    """Return vLLM's own kernels for `op`, including those specific to this card."""
     return (*(Provider(*row) for row in _VLLM[op]), *(_SM12X.get(op, ()) if is_sm12x() else ()))
 
 
 def names(op: Op) -> tuple[str, ...]:
-    """Return the providers of `op` that are tried, the bundled ones first."""
+    """Return the names of the tried providers of `op`, bundled ones first."""
     bundled = (BUNDLED, BUNDLED_W4A8) if op is Op.MOE else (BUNDLED,)
     return (*bundled, *(provider.name for provider in of(op)))
 
 
 def find(operation_name: str, name: str) -> tuple[Operation, Provider]:
-    """Return the provider called `name` of an operation of the registry, and the operation that judges it.
+    """Return an operation of the registry and its provider `name`.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: unknown name.
     """
     register()
     row = operation("moe_w4a8" if name == BUNDLED_W4A8 else operation_name)

@@ -1,16 +1,15 @@
-"""Steps before vLLM's DeepSeek-V4 attention by `dsv4_kernels.front`: norms, RoPE, the window's cache entry.
+"""Kernels between the products of a layer: hyper-connections, norms, RoPE and cache insertion, shared experts'
+activation.
 
-`norm` stands for the function that the attention's module imports, `insert` for the method that calls vLLM's fused
-CUDA operator. Where the key is not stored as `fp8_ds_mla` stores it, vLLM's own run.
+`norm` replaces the function imported by the attention's module, `insert` the method that calls vLLM's fused CUDA
+operator. vLLM's own run if the key is not stored in the layout `fp8_ds_mla` (`dsv4_kernels.front`).
 
-vLLM's hyper-connections of DeepSeek-V4, computed by `dsv4_kernels.mhc`, under the names that its model imports.
+Hyper-connections (`dsv4_kernels.mhc`) have the names that vLLM's model imports. A step's residual, coefficients and
+layer inputs are in the buffers of shared plans: the next seam reads those of the seam and overwrites them. `mhc_post`
+has separate buffers, since a draft model may call it in between.
 
-A step's residual, coefficients and layer inputs live in the buffers of shared plans: the seam's are read by the next
-seam, which overwrites them. `mhc_post` has buffers of its own, since a draft model may ask for it in between.
-
-The shared experts' activation of vLLM's DeepSeek-V4, and the quantisation for their second product, in one launch.
-
-The activation's result is written in bf16 too, since a layer that stands before the product may read it.
+The activation of the shared experts and the quantization for their second product are one launch. The result is also
+written in bf16, since a layer before the product may read it.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from dsv4_runtime.vllm_plugin.kernels.plans import (
 
 
 def announcing(original: Callable[..., None]) -> Callable[..., None]:
-    """Return `__init__` of vLLM's attention, which also has the norms compiled beside the weights."""
+    """Return `__init__` of vLLM's attention, which also announces the norms."""
 
     @functools.wraps(original)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +57,7 @@ def announcing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return vLLM's `fused_q_kv_rmsnorm` with the bundled kernel where it is chosen, or a product takes FP8 codes."""
+    """Return vLLM's `fused_q_kv_rmsnorm` with the bundled kernel if chosen, or if a product uses FP8 codes."""
 
     @functools.wraps(original)
     def fused_q_kv_rmsnorm(
@@ -90,7 +89,7 @@ def insert(original: Callable[..., Any]) -> Callable[..., Any]:
     def _fused_qnorm_rope_kv_insert(
         self: Any, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, attn_metadata: Any
     ) -> Any:
-        # Without metadata it is a step of vLLM's profile, which stores nothing.
+        # A step of vLLM's profile has no metadata and stores nothing.
         if not isinstance(attn_metadata, dict) or not _inserts_here(self):
             return original(self, q, kv, positions, attn_metadata)
         metadata, tokens = attn_metadata[self.swa_cache_layer.prefix], q.shape[0]
@@ -112,7 +111,7 @@ def insert(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plan_ahead_of_requests(layer: Any) -> None:
-    """Make the plan that the attention `layer` will ask for, once it has its KV cache."""
+    """Make the insertion plan of the attention `layer`, once it has its KV cache."""
     if _inserts_here(layer):
         _insert_plan(layer)
 
@@ -129,7 +128,7 @@ def _insert_plan(layer: Any) -> InsertPlan:
     return plan
 
 
-# The model always has the norm that follows computed along.
+# The model always includes the following norm.
 _NORMS = (True,)
 _KINDS: Mapping[str, type[MhcPlan]] = {
     "mhc_pre": PrePlan,
@@ -141,13 +140,13 @@ _KINDS: Mapping[str, type[MhcPlan]] = {
 
 
 def announce_plans(hidden: int) -> None:
-    """Have the plans of a model with `hidden` values a stream compiled."""
+    """Announce the plans of a model with `hidden` values per stream."""
     for name, kind in _KINDS.items():
         announce(kind, name, most_tokens(1), hidden, DEVICE, **_hyper_options(kind, hidden))
 
 
 def _hyper_options(kind: type[MhcPlan], hidden: int) -> dict[str, Any]:
-    """Return the options of a plan of `kind`: what comes before a sublayer is quantised for the sublayer's products."""
+    """Return the options of a plan of `kind`: the input of a sublayer is quantized for its products."""
     quantised = {"quantised": wanted_codes(hidden)} if kind is PrePlan else {}
     return {"norms": _NORMS, **quantised}
 
@@ -161,7 +160,7 @@ def _hyper_plan(name: str, tensor: torch.Tensor) -> Any:
 
 
 def _before_sublayer(name: str, **inputs: Any) -> tuple[torch.Tensor, ...]:
-    """Run the plan called `name`; y, the last of its results, comes with FP8 codes where a product takes them."""
+    """Run the plan `name`; its last result y carries FP8 codes if a product uses them."""
     plan = _hyper_plan(name, inputs["residual"])
     results: tuple[torch.Tensor, ...] = plan.run(**inputs)
     give_codes(results[-1], plan.codes(results[-1].shape[0]))
@@ -290,14 +289,14 @@ def hyper_connections(module: ModuleType) -> list[Assignment]:
 
 
 class _Unused:
-    """Stands for a kernel of TileLang's that nothing calls: asking for its compilation does nothing."""
+    """Placeholder of an unused kernel; its registration for the warm-up has no effect."""
 
     def register_warmup(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
 
 class UnusedKernels(ModuleType):
-    """A module all of whose kernels are unused, so that TileLang or CuTe need not be there and compile nothing."""
+    """A module with unused kernels only, so that TileLang or CuTe are not required and compile nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -306,9 +305,9 @@ class UnusedKernels(ModuleType):
 
 
 def prepare_activation(mlp: Any) -> None:
-    """Note on `mlp`, a `DeepseekV4MLP`, where its activation clamps; nothing if it is another one than known here."""
+    """Store the clamp of the activation on `mlp`, a `DeepseekV4MLP`, unless the activation is unknown."""
     act = mlp.act_fn
-    # Exactly these: vLLM's class with a clamp has further parameters, which others of its models set.
+    # Exactly these: vLLM's class with a clamp has further parameters, which other models set.
     plain = getattr(act, "alpha", 1.0) == 1.0 and getattr(act, "beta", 0.0) == 0.0
     if type(act).__name__ in ("SiluAndMul", "SiluAndMulWithClamp") and plain:
         mlp.dsv4_limit = float(getattr(act, "swiglu_limit", "inf"))
@@ -318,7 +317,7 @@ def prepare_activation(mlp: Any) -> None:
 
 
 def activation(mlp: Any, gate_up: torch.Tensor) -> torch.Tensor:
-    """Return what the second product of `mlp` gets, bf16 [T, K], of gate_up [T, 2K]."""
+    """Return the input bf16 [T, K] of the second product of `mlp` from gate_up [T, 2K]."""
     tokens, width = gate_up.shape[0], gate_up.shape[-1] // 2
     limit = getattr(mlp, "dsv4_limit", None)
     if limit is None or gate_up.dim() != 2 or tokens > wanted_codes(width) or gate_up.dtype != torch.bfloat16:

@@ -265,7 +265,7 @@ HOOKS = (
                     {"_fused_wqa_wkv_gemm", "aux_stream_list", "ln_events", "compressor", "indexer", "weights_proj"}
                 ),
             ),
-            # Without the positions the projections stay vLLM's.
+            # Provides the positions of the projections.
             "DeepseekV4Attention.forward": ("self", "positions", "hidden_states", "llama_4_scaling"),
         },
         wrap={
@@ -348,7 +348,7 @@ HOOKS = (
             "SparseAttnIndexer.forward_cuda": ("self", "hidden_states", "q_quant", "k", "weights"),
             "pack_seq_triton": ("x", "lengths", "pad_value", "block_t", "block_d"),
             "unpack_seq_triton": ("packed_tensor", "lengths", "block_t", "block_d"),
-            # What brings the scores of prompts to float32: since vLLM 0.33 rows begin at their first column.
+            # Converts the scores of prompts to float32: since vLLM 0.33 rows begin at their first column.
             "as_fp32_logits": ("logits", "row_ends"),
             "ops.top_k_per_row_prefill": (
                 "logits",
@@ -387,7 +387,7 @@ HOOKS = (
         wrap={"GPUModelRunner.capture_model": "warmup:before_profiled_capture"},
         bundled=True,
     ),
-    # Before the next one, whose processes are to compile while this waits for its own.
+    # Before the next hook, whose processes compile while this one waits for its own.
     Hook(
         (),
         _WORKER,
@@ -445,7 +445,7 @@ HOOKS = (
         },
         "warmup:gather_hook",
     ),
-    # Of DSpark too. vLLM 0.33 has one parameter more than 0.32.
+    # Also for DSpark. vLLM 0.33 has one parameter more than 0.32.
     Hook(
         (),
         "vllm.v1.worker.gpu.spec_decode.dflash.speculator",

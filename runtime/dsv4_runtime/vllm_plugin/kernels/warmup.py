@@ -1,9 +1,9 @@
 """Compilation before vLLM captures its graphs: the bundled kernels, and variants that vLLM's own warm-up omits.
 
-The plans of attention depend on the strides of the KV cache, which follow from the layers alone. vLLM plans a small cache
-itself to measure the memory of its graphs. The same planning without memory, once the model is made, determines the
-strides while the weights load: the resulting plans are announced (`plans.announce`) and discarded. If the real cache
-differs, its plans are compiled when they are made.
+The plans of attention depend on the strides of the KV cache, which follow from the layers alone. vLLM plans a small
+cache itself to measure the memory of its graphs. The same planning without memory, once the model is made, determines
+the strides while the weights load: the resulting plans are announced (`plans.announce`) and discarded. If the real
+cache differs, its plans are compiled when they are made.
 """
 
 from __future__ import annotations

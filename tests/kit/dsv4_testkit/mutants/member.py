@@ -476,14 +476,14 @@ MEMBER = (
     ),
     Mutant(
         "kernels are bundled in configurations that do not work",
-        f"{_KERNELS}/active.py",
+        f"{_KERNELS}/choice.py",
         "reason = refuses(config.parallel_config, config.load_config) or unknown_model(config.model_config)",
         "reason = unknown_model(config.model_config)",
         ("tests/unit/vllm_plugin/kernels/test_active.py",),
     ),
     Mutant(
         "kernels are bundled for models that are not DeepSeek-V4",
-        f"{_KERNELS}/active.py",
+        f"{_KERNELS}/choice.py",
         "reason = refuses(config.parallel_config, config.load_config) or unknown_model(config.model_config)",
         "reason = refuses(config.parallel_config, config.load_config)",
         ("tests/unit/vllm_plugin/kernels/test_active.py",),
@@ -518,7 +518,7 @@ MEMBER = (
     ),
     Mutant(
         "padded decodes overwrite a prompt's chosen keys",
-        f"{_KERNELS}/topk.py",
+        f"{_KERNELS}/indexer.py",
         "                kept[0].copy_(kept[1])\n",
         "                pass\n",
         ("tests/unit/vllm_plugin/kernels/test_padding.py",),
