@@ -326,8 +326,7 @@ class BundledAttention:
         heads, device = self.n_local_heads if o8 else self.padded_heads, caches[0].device
         args = (self._most_decodes, heads, window, topk, device, sizes, (caches[0].stride(0), caches[1].stride(0)), o8)
         options = {"q_heads": self.padded_heads, "lookup": self.compress_ratio == 4}
-        plan: DecodePlan = announced_plan((Op.MLA_DECODE, *args, *options.values()), DecodePlan, *args, **options)
-        return plan
+        return announced_plan((Op.MLA_DECODE, *args, *options.values()), DecodePlan, *args, **options)
 
     def _o_proj(self: Any, o: Any, positions: torch.Tensor) -> torch.Tensor:
         if not isinstance(o, Fp8Output):

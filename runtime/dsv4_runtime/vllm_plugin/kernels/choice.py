@@ -50,6 +50,17 @@ def install() -> None:
             ATTACHED.install(hook)
 
 
+def first_reason(*cases: tuple[Any, str]) -> str | None:
+    """Return the text of the first case whose condition holds, or None."""
+    return next((reason for condition, reason in cases if condition), None)
+
+
+@functools.cache
+def warn_once(message: str, *values: str) -> None:
+    """Log a warning once per process."""
+    LOGGER.warning(message, *values)
+
+
 def possible(op: Op) -> bool:
     """Return whether `op` may be bundled in this process, regardless of the evidence."""
     return parse_kernel_choice(os.environ.get(VARIABLE), ALL_BUNDLED).bundled(op)
@@ -95,7 +106,7 @@ def refuses(parallel: Any, load: Any = None) -> str | None:
         parallel: vLLM's `ParallelConfig`.
         load: vLLM's `LoadConfig`, or None.
     """
-    for there, what in (
+    return first_reason(
         (
             getattr(parallel, "use_ubatching", False)
             or getattr(parallel, "enable_dbo", False)
@@ -111,10 +122,7 @@ def refuses(parallel: Any, load: Any = None) -> str | None:
             getattr(load, "load_format", None) == "ipc_cache",
             "load format ipc_cache maps weights that another process laid out for vLLM's own kernels",
         ),
-    ):
-        if there:
-            return what
-    return None
+    )
 
 
 def unknown_model(model: Any) -> str | None:

@@ -212,5 +212,4 @@ def _projection_plan(layer: Any) -> ProjectionPlan:
     strides = {name: cache.stride(0) for name, cache in zip(("state_stride", "index_stride"), caches, strict=False)}
     options = {**_projection_shape(layer), **strides}
     key = (Op.COMPRESSOR, "projections", *options.items(), caches[0].device)
-    plan: ProjectionPlan = announced_plan(key, ProjectionPlan, caches[0].device, **options)
-    return plan
+    return announced_plan(key, ProjectionPlan, caches[0].device, **options)

@@ -44,8 +44,7 @@ def scores_are_there(original: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _logits_plan(heads: int, device: torch.device) -> LogitsPlan:
-    plan: LogitsPlan = announced_plan((Op.INDEXER, "logits", heads, device), LogitsPlan, heads, device)
-    return plan
+    return announced_plan((Op.INDEXER, "logits", heads, device), LogitsPlan, heads, device)
 
 
 class _PagedPlans:
@@ -79,11 +78,10 @@ def _paged_plans(rows: int, keys: int, heads: int, device: torch.device, *, page
         announce(PagedLogitsPlan, rows, keys, heads, DEVICE, page=page, stride=stride)
         return PagedLogitsPlan(rows, keys, heads, device, page=page, stride=stride)
 
-    plans: _PagedPlans = shared_plan(
+    return shared_plan(
         (Op.INDEXER, "paged", most, keys, heads, page, stride, device),
         lambda: _PagedPlans(most, make),
     )
-    return plans
 
 
 def plan_ahead_of_requests(layer: Any) -> None:
@@ -99,10 +97,7 @@ def plan_ahead_of_requests(layer: Any) -> None:
 def _query_plan(tokens: int, heads: int, device: torch.device) -> QueryPlan:
     # vLLM computes scores only for contexts longer than the selection: not before it serves.
     _logits_plan(heads, device)
-    plan: QueryPlan = announced_plan(
-        (Op.INDEXER, "query", heads, device), QueryPlan, most_tokens(tokens), heads, device
-    )
-    return plan
+    return announced_plan((Op.INDEXER, "query", heads, device), QueryPlan, most_tokens(tokens), heads, device)
 
 
 def query(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ from dsv4_kernels.router.api import RouterPlan
 from dsv4_kernels.router.api import is_supported as router_is_supported
 from dsv4_runtime.contract.kernels import BUNDLED_W4A8, Op
 from dsv4_runtime.vllm_plugin.kernels import vllm_api
-from dsv4_runtime.vllm_plugin.kernels.choice import LOGGER, choice, most_tokens
+from dsv4_runtime.vllm_plugin.kernels.choice import LOGGER, choice, first_reason, most_tokens, warn_once
 from dsv4_runtime.vllm_plugin.kernels.hooks import check_overrides
 from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, announce, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.vllm_api import (
@@ -180,8 +180,7 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
             sizes = (s["hidden"], s["inter"], s["experts"], s["topk"])
             return MoePlan(self._tokens, *sizes, a8=self._a8, device=device, adds=self.adds)
 
-        plan: MoePlan = shared_plan(key, make)
-        return plan
+        return shared_plan(key, make)
 
 
 class AddingMxfp4Experts(BundledMxfp4Experts):
@@ -254,7 +253,7 @@ def take_shared_experts(runner: Any) -> None:
         return
     reason = sum_unsupported(runner)
     if reason is not None:
-        _sum_stays(reason)
+        warn_once("dsv4 kernels: shared and routed experts are added by vLLM (%s)", reason)
         return
     shared, runner._shared_experts = runner._shared_experts, None
     # Selects the operator that returns one tensor.
@@ -263,15 +262,10 @@ def take_shared_experts(runner: Any) -> None:
     method.experts_cls = AddingMxfp4Experts
 
 
-@functools.cache
-def _sum_stays(reason: str) -> None:
-    LOGGER.warning("dsv4 kernels: shared and routed experts are added by vLLM (%s)", reason)
-
-
 def sum_unsupported(runner: Any) -> str | None:
     """Return the reason why the routed experts of `runner` cannot add the shared ones, or None."""
     moe = runner.moe_config
-    for there, what in (
+    return first_reason(
         (moe.moe_parallel_config.use_ep or runner.router.eplb_state is not None, "the experts are spread over ranks"),
         (moe.dp_size > 1 or moe.pcp_size > 1 or moe.is_sequence_parallel, "tokens are spread over ranks"),
         (runner.shared_expert_gate is not None, "the shared experts have a gate"),
@@ -283,10 +277,7 @@ def sum_unsupported(runner: Any) -> str | None:
         (moe.hidden_dim != moe.hidden_dim_unpadded, "the routed experts' input is padded"),
         (runner.enable_dbo, "a step is split into two that run at once"),
         (get_current_vllm_config().lora_config is not None, "an adapter may change the experts"),
-    ):
-        if there:
-            return what
-    return None
+    )
 
 
 def forward_with_sum(
@@ -316,16 +307,11 @@ def attach_router(runner: Any) -> None:
         return
     reason = router_unsupported(runner)
     if reason is not None:
-        _router_stays(reason)
+        warn_once("dsv4 kernels: router stays with vLLM's own kernels (%s)", reason)
         return
     gate, runner.gate = runner.gate, None
     router._compute_routing = functools.partial(routing, router, gate)
     announce(RouterPlan, **_router_shape(router, gate), device=DEVICE)
-
-
-@functools.cache
-def _router_stays(reason: str) -> None:
-    LOGGER.warning("dsv4 kernels: router stays with vLLM's own kernels (%s)", reason)
 
 
 def router_unsupported(runner: Any) -> str | None:
@@ -334,7 +320,7 @@ def router_unsupported(runner: Any) -> str | None:
     if type(router) is not _routers().FusedTopKBiasRouter:
         return f"{type(router).__name__} chooses the experts"
     config, table = get_current_vllm_config(), router._hash_indices_table
-    for there, what in (
+    reason = first_reason(
         (gate is None, "the layer has no gate of its own"),
         (moe.moe_parallel_config.use_ep or router.eplb_state is not None, "the experts are spread over ranks"),
         (moe.dp_size > 1 or moe.pcp_size > 1 or moe.is_sequence_parallel, "tokens are spread over ranks"),
@@ -346,9 +332,9 @@ def router_unsupported(runner: Any) -> str | None:
         (config.lora_config is not None, "an adapter may change the gate"),
         (not router.renormalize, "weights are not normalised"),
         (table is not None and table.dtype != torch.int32, "hashed experts are no int32"),
-    ):
-        if there:
-            return what
+    )
+    if reason is not None:
+        return reason
     weight = gate.weight
     if weight.dtype != torch.bfloat16 or weight.shape[1] != moe.hidden_dim or getattr(gate, "bias", None) is not None:
         return f"the gate is {weight.dtype} {tuple(weight.shape)}, needs bfloat16 without bias, {moe.hidden_dim} wide"
@@ -384,11 +370,10 @@ def routing(
 
 def _router_plan(router: Any, gate: Any) -> RouterPlan:
     s, device = _router_shape(router, gate), gate.weight.device
-    plan: RouterPlan = shared_plan(
+    return shared_plan(
         (Op.ROUTER, *s.values(), device),
         lambda: RouterPlan(s["tokens"], s["hidden"], s["experts"], s["k"], device),
     )
-    return plan
 
 
 def _router_shape(router: Any, gate: Any) -> dict[str, int]:

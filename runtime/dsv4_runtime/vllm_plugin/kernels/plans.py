@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -36,6 +36,8 @@ from dsv4_kernels.precompile import DEVICE, compiled_mark, line, was_used_before
 from dsv4_runtime.vllm_plugin.kernels.choice import MOST_COMPILERS
 
 __all__ = ["DEVICE", "announce", "announced_plan", "begin", "begin_anew", "finish", "gpu_target", "needed_later"]
+T = TypeVar("T")
+P = TypeVar("P", bound=Plan)
 LOGGER = logging.getLogger("vllm.dsv4")
 _FINISH_SECONDS = 60.0
 _POLL_SECONDS = 0.05
@@ -43,7 +45,7 @@ _PLANS: dict[Hashable, Any] = {}
 _WARMED: set[Hashable] = set()
 
 
-def shared_plan(key: Hashable, make: Callable[[], Any]) -> Any:
+def shared_plan(key: Hashable, make: Callable[[], T]) -> T:
     """Return the plan with this key, made by the first caller.
 
     Layers of one kind run in sequence on one stream and share the plan's buffers. A kernel that runs concurrently on
@@ -51,7 +53,8 @@ def shared_plan(key: Hashable, make: Callable[[], Any]) -> Any:
     """
     if key not in _PLANS:
         _PLANS[key] = make()
-    return _PLANS[key]
+    found: T = _PLANS[key]
+    return found
 
 
 @contextlib.contextmanager
@@ -195,10 +198,10 @@ def announce(plan: type[Plan], *args: Any, **options: Any) -> None:
     _Compiler.running.ask(described)
 
 
-def announced_plan(key: Hashable, kind: type[Plan], *args: Any, **options: Any) -> Any:
+def announced_plan(key: Hashable, kind: type[P], *args: Any, **options: Any) -> P:
     """Return the plan with this key: `kind(*args, **options)`, made and announced by the first caller."""
 
-    def make() -> Plan:
+    def make() -> P:
         announce(kind, *(DEVICE if isinstance(one, torch.device) else one for one in args), **options)
         return kind(*args, **options)
 

@@ -76,10 +76,9 @@ def norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _norm_plan(tokens: int, rank: int, device: torch.device, quantised: bool) -> NormPlan:
     most = tokens if quantised else most_tokens(tokens)
-    plan: NormPlan = shared_plan(
+    return shared_plan(
         (Op.FRONT, "norm", most, rank, device, quantised), lambda: NormPlan(most, rank, device, quantised=quantised)
     )
-    return plan
 
 
 def insert(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,8 +123,7 @@ def _insert_plan(layer: Any) -> InsertPlan:
     cache = layer.swa_cache_layer.kv_cache
     size = (most_tokens(layer.max_num_batched_tokens), layer.n_local_heads, layer.padded_heads, cache.device)
     place = (cache.shape[1], cache.stride(0))
-    plan: InsertPlan = announced_plan((Op.FRONT, "insert", *size, *place), InsertPlan, *size, *place, own_output=False)
-    return plan
+    return announced_plan((Op.FRONT, "insert", *size, *place), InsertPlan, *size, *place, own_output=False)
 
 
 # The model always includes the following norm.

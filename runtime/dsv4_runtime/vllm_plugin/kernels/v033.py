@@ -148,20 +148,23 @@ _RUNNER_PARTS = Known(
     )
 )
 _QUERY = (
-    "positions",
-    "index_q",
-    "index_q_cos_sin_cache",
-    "index_weights",
-    "index_weights_softmax_scale",
-    "index_weights_head_scale",
-    "use_fp4",
-    "weights_out_dtype",
-)
+    "positions", "index_q", "index_q_cos_sin_cache", "index_weights", "index_weights_softmax_scale",
+    "index_weights_head_scale", "use_fp4", "weights_out_dtype",
+)  # fmt: skip
 _PAGED = ("q", "kv_cache", "weights", "context_lens", "block_tables", "schedule_metadata", "max_model_len", "indices")
 _SELECT_LINEAR = ("config", "possible_kernels", "compute_capability", "force_kernel", "quantization")
 
 _INITIALIZE = ("vllm_config", "prefix", "model_class", "model_config")
 _DRAFTS = frozenset({"input_batch", "block_table", "num_query_per_req"})
+
+_KERNEL_WARMUP = ("worker", "process_local_only")
+
+
+def _warm_up(
+    module: str, symbol: str, expected: tuple[str, ...] | Known, reference: str, *, bundled: bool = False
+) -> Hook:
+    return Hook((), module, {symbol: expected}, wrap={symbol: reference}, bundled=bundled)
+
 
 HOOKS = (
     Hook(
@@ -310,11 +313,7 @@ HOOKS = (
         "vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router",
         {
             "FusedTopKBiasRouter._compute_routing": (
-                "self",
-                "hidden_states",
-                "router_logits",
-                "indices_type",
-                "input_ids",
+                "self", "hidden_states", "router_logits", "indices_type", "input_ids",
             ),
             "_get_padding_mask": ("num_tokens",),
         },
@@ -325,13 +324,7 @@ HOOKS = (
         {
             "SparseIndexerTopk.__init__": Known(names=frozenset({"_backend"})),
             "SparseIndexerTopk.forward": (
-                "self",
-                "logits",
-                "seq_lens",
-                "next_n",
-                "topk_indices",
-                "topk_tokens",
-                "max_seq_len",
+                "self", "logits", "seq_lens", "next_n", "topk_indices", "topk_tokens", "max_seq_len",
             ),
         },
         wrap={"SparseIndexerTopk.forward": "indexer:topk_decode"},
@@ -351,13 +344,7 @@ HOOKS = (
             # Converts the scores of prompts to float32: since vLLM 0.33 rows begin at their first column.
             "as_fp32_logits": ("logits", "row_ends"),
             "ops.top_k_per_row_prefill": (
-                "logits",
-                "cu_seqlen_ks",
-                "cu_seqlen_ke",
-                "raw_topk_indices",
-                "num_rows",
-                "stride0",
-                "stride1",
+                "logits", "cu_seqlen_ks", "cu_seqlen_ke", "raw_topk_indices", "num_rows", "stride0", "stride1",
                 "topk_tokens",
             ),
         },
@@ -369,71 +356,28 @@ HOOKS = (
             "unpack_seq_triton": "indexer:PADDED.unpack",
         },
     ),
-    Hook(
-        (),
-        _WORKER,
-        {"Worker.determine_available_memory": ("self",)},
-        wrap={"Worker.determine_available_memory": "warmup:after_precompile"},
-        bundled=True,
-    ),
-    Hook(
-        (),
-        "vllm.v1.worker.gpu.model_runner",
-        {
-            "GPUModelRunner.capture_model": Known(
-                ("self", "profile_only"), names=frozenset({"cudagraph_manager", "capture"})
-            )
-        },
-        wrap={"GPUModelRunner.capture_model": "warmup:before_profiled_capture"},
-        bundled=True,
+    _warm_up(_WORKER, "Worker.determine_available_memory", ("self",), "warmup:after_precompile", bundled=True),
+    _warm_up(
+        "vllm.v1.worker.gpu.model_runner", "GPUModelRunner.capture_model",
+        Known(("self", "profile_only"), names=frozenset({"cudagraph_manager", "capture"})),
+        "warmup:before_profiled_capture", bundled=True,
     ),
     # Before the next hook, whose processes compile while this one waits for its own.
-    Hook(
-        (),
-        _WORKER,
-        {"kernel_warmup": ("worker", "process_local_only")},
-        wrap={"kernel_warmup": "compile_ahead:before_jit_warmup"},
-    ),
-    Hook(
-        (),
-        _WORKER,
-        {"kernel_warmup": ("worker", "process_local_only")},
-        wrap={"kernel_warmup": "warmup:around_kernel_warmup"},
+    _warm_up(_WORKER, "kernel_warmup", _KERNEL_WARMUP, "compile_ahead:before_jit_warmup"),
+    _warm_up(_WORKER, "kernel_warmup", _KERNEL_WARMUP, "warmup:around_kernel_warmup", bundled=True),
+    _warm_up(
+        f"{_WARMUP}.kernel_warmup", "deepseek_v4_sparse_mla_attention_warmup", ("worker",), "warmup:before_attention",
         bundled=True,
     ),
-    Hook(
-        (),
-        "vllm.model_executor.warmup.kernel_warmup",
-        {"deepseek_v4_sparse_mla_attention_warmup": ("worker",)},
-        wrap={"deepseek_v4_sparse_mla_attention_warmup": "warmup:before_attention"},
-        bundled=True,
+    _warm_up(
+        "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), "compile_ahead:without_flashinfer"
     ),
-    Hook(
-        (),
-        "vllm.v1.sample.ops.topk_topp_sampler",
-        {"flashinfer_sampler_supported": ()},
-        wrap={"flashinfer_sampler_supported": "compile_ahead:without_flashinfer"},
-    ),
-    Hook(
-        (),
-        _WORKER,
-        {"Worker.determine_available_memory": ("self",)},
-        wrap={"Worker.determine_available_memory": "compile_ahead:before_profile"},
-    ),
-    Hook((), _WORKER, {"Worker.init_device": ("self",)}, wrap={"Worker.init_device": "compile_ahead:before_device"}),
-    Hook((), _LOADER, {"initialize_model": _INITIALIZE}, wrap={"initialize_model": "compile_ahead:after_model"}),
-    Hook(
-        (),
-        _LOADER,
-        {"initialize_model": _INITIALIZE},
-        wrap={"initialize_model": "warmup:announcing_attention"},
-        bundled=True,
-    ),
-    Hook(
-        (),
-        _CACHE_UTILS,
-        {"CombineTopkSwaIndicesKernel.get_warmup_keys": ("self", "vllm_config")},
-        wrap={"CombineTopkSwaIndicesKernel.get_warmup_keys": "warmup:every_alignment"},
+    _warm_up(_WORKER, "Worker.determine_available_memory", ("self",), "compile_ahead:before_profile"),
+    _warm_up(_WORKER, "Worker.init_device", ("self",), "compile_ahead:before_device"),
+    _warm_up(_LOADER, "initialize_model", _INITIALIZE, "compile_ahead:after_model"),
+    _warm_up(_LOADER, "initialize_model", _INITIALIZE, "warmup:announcing_attention", bundled=True),
+    _warm_up(
+        _CACHE_UTILS, "CombineTopkSwaIndicesKernel.get_warmup_keys", ("self", "vllm_config"), "warmup:every_alignment"
     ),
     Hook(
         (),
@@ -446,10 +390,8 @@ HOOKS = (
         "warmup:gather_hook",
     ),
     # Also for DSpark. vLLM 0.33 has one parameter more than 0.32.
-    Hook(
-        (),
-        "vllm.v1.worker.gpu.spec_decode.dflash.speculator",
-        {"prepare_dflash_inputs": Known(among=_DRAFTS)},
-        wrap={"prepare_dflash_inputs": "warmup:every_block"},
+    _warm_up(
+        "vllm.v1.worker.gpu.spec_decode.dflash.speculator", "prepare_dflash_inputs", Known(among=_DRAFTS),
+        "warmup:every_block",
     ),
-)
+)  # fmt: skip

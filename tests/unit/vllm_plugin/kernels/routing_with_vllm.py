@@ -142,7 +142,7 @@ def padding() -> list[list[int]]:
 def refused() -> dict[str, str | None]:
     """Why vLLM keeps the router, and that it keeps its gate."""
     reasons: list[str] = []
-    moe._router_stays = reasons.append
+    moe.warn_once = lambda message, reason: reasons.append(reason)
 
     def runner(router_more: dict[str, Any] | None = None, gate: Any = None, **more: Any) -> Runner:
         kind = {**COMMON, **KINDS["learned"], **(router_more or {})}

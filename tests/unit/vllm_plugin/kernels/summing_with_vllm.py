@@ -226,7 +226,7 @@ class Model(torch.nn.Module):
 def refused() -> dict[str, str]:
     """Return the reasons for which vLLM adds by case; "taken" where it has no shared experts left."""
     reasons: list[str] = []
-    moe._sum_stays = reasons.append  # type: ignore[assignment]
+    moe.warn_once = lambda message, reason: reasons.append(reason)
     found = {}
     for name, options in {
         "taken": {},
