@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dsv4_runtime.vllm_plugin.kernels.v033 import (
+    CUTE_COMPRESSOR,
+    HOOKS,
+    HYPER_CONNECTIONS,
+    SYMBOLS,
+    TILELANG_HYPER_CONNECTIONS,
+)
+
 __all__ = [
-    *("CUTE_COMPRESSOR", "HOOKS", "HYPER_CONNECTIONS", "SYMBOLS", "TILELANG_HYPER_CONNECTIONS"),
-    *("compile_together", "grammar_masks"),
+    "CUTE_COMPRESSOR",
+    "HOOKS",
+    "HYPER_CONNECTIONS",
+    "SYMBOLS",
+    "TILELANG_HYPER_CONNECTIONS",
+    "compile_together",
+    "grammar_masks",
 ]
 
 
