@@ -35,7 +35,7 @@ def changed(name, change):
 changed("wrong", lambda out: out.mul_(1.01))
 changed("segfaults", lambda out: os.kill(os.getpid(), signal.SIGSEGV))
 changed("hangs", lambda out: time.sleep(600))
-trial.run_child()
+trial.run_child(trial.Path(sys.argv[1]))
 """
 
 

@@ -40,7 +40,7 @@ def try_provider(op, name, tried, lock):
         print(json.dumps(seen), flush=True)
 
 trial.try_provider = try_provider
-trial.run_child()
+trial.run_child(trial.Path(sys.argv[1]))
 """
 
 
