@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import needs
@@ -135,6 +136,7 @@ def test_the_process_that_computes_stopped(deployment: Deployment, page: Page) -
 
 
 def test_an_illegal_address_in_a_kernel(deployment: Deployment, page: Page, orders: Path) -> None:
+    assert entry_points(group="vllm.general_plugins", name="dsv4_faults"), "run: pip install --no-deps tests/kit"
     whole = orders.with_suffix(".whole")
     whole.write_text(json.dumps({"kind": "astray", "rank": 0}))
     whole.rename(orders)

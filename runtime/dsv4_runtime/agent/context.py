@@ -25,7 +25,7 @@ from dsv4_runtime.health.vitals import ExitCauses, Vitals, memory_usage
 from dsv4_runtime.util.secrets import is_secret_name
 
 BRAKE = "DSV4_IMPORT_BRAKE"
-"""Environment variable with the path of the file that slows imports down (`vllm_plugin.brake.FILE`)."""
+"""Environment variable with the path of the file that slows imports down (`vllm_plugin.warm_pool.BRAKE`)."""
 
 T = TypeVar("T")
 

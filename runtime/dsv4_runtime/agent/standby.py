@@ -1,9 +1,9 @@
 """Standby processes: processes that import vLLM in advance, a quarter of the duration of a start, half of a restart.
 
-Rank 0 has a standby API server of vLLM (`vllm_plugin.standby`), every rank standby Ray workers for its devices
-(`vllm_plugin.prestart`). They touch no device before they are used. While the engine serves, they are started only once
-it is idle, and they import slowly (`vllm_plugin.brake`): on a machine with few processors the imports of all of them
-together would stall the requests.
+Rank 0 has a standby API server of vLLM, every rank standby Ray workers for its devices (both: `vllm_plugin.warm_pool`).
+They touch no device before they are used. While the engine serves, they are started only once it is idle, and they
+import slowly (`slow_imports`): on a machine with few processors the imports of all of them together would stall the
+requests.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Standby:
         context.children = [child for child in context.children if child.name != NAME or child.running]
         running = self._server is not None and self._server.running
         if context.me.role is Role.HEAD and not running and self._has_memory():
-            command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.standby", context.plan.weights.path]
+            command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.warm_pool", "server", context.plan.weights.path]
             self._server = await context.start_child(NAME, command, fed=True, log=log)
 
     async def prepare(self) -> None:
@@ -71,7 +71,7 @@ class Standby:
             return
         if any("--distributed-executor-backend=ray" in argument for argument in context.plan.engine.args):
             arguments = [f"{head.address}:{head.ports.gcs}", me.address, str(me.devices)]
-            command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.prestart", *arguments]
+            command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.warm_pool", "workers", *arguments]
             prestart = await context.start_child("prestart", command)
             try:
                 async with asyncio.timeout(_BOUND_SECONDS):

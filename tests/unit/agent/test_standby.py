@@ -23,12 +23,14 @@ from dsv4_runtime.agent.decide.actions import KillEngine, StartTask, Stop
 from dsv4_runtime.agent.decide.events import EngineGone, Staged, Task
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan, Phase
-from dsv4_runtime.vllm_plugin import brake, preload, prestart
-from dsv4_runtime.vllm_plugin import standby as server
+from dsv4_runtime.vllm_plugin import preload, warm_pool
 from dsv4_runtime.weights.staging import StagingResult
 
 # Imports a server that says what it was told, in place of vLLM's.
-WAITING = "from dsv4_runtime.vllm_plugin import standby; standby.SERVER = 'served'; standby.main()"
+WAITING = (
+    "import sys; from dsv4_runtime.vllm_plugin import warm_pool as pool; pool.SERVER = 'served'; "
+    "pool.serve(pool.Path(sys.argv[1]))"
+)
 SERVER = """
 import os, sys
 print("imported", flush=True)
@@ -57,8 +59,8 @@ def told(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     start = member.context.start_child
 
     async def other(name: str, command: list[str], *, fed: bool = False, log: str | None = None) -> Any:
-        assert command[1:] == ["-m", "dsv4_runtime.vllm_plugin.standby", member.context.plan.weights.path]
-        return await start(name, [sys.executable, "-c", WAITING, *command[3:]], fed=fed, log=log)
+        assert command[1:] == ["-m", "dsv4_runtime.vllm_plugin.warm_pool", "server", member.context.plan.weights.path]
+        return await start(name, [sys.executable, "-c", WAITING, *command[4:]], fed=fed, log=log)
 
     monkeypatch.setattr(member.context, "start_child", other)
 
@@ -131,9 +133,9 @@ async def test_processes_are_made_once_the_engine_is_idle_or_after_a_bounded_tim
 
 SLOW = """
 import sys, time
-from dsv4_runtime.vllm_plugin import brake
+from dsv4_runtime.vllm_plugin import warm_pool
 begun = time.monotonic()
-with brake.slow_imports():
+with warm_pool.slow_imports():
     for number in range(10):
         end = time.thread_time() + 0.02
         while time.thread_time() < end:
@@ -150,7 +152,7 @@ def test_imports_pause_while_the_brake_is_on(tmp_path: Path, exists: bool | None
         (tmp_path / f"module{number}.py").write_text("")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     if exists is not None:
-        env[brake.FILE] = str(tmp_path / "brake")
+        env[warm_pool.BRAKE] = str(tmp_path / "brake")
     if exists:
         (tmp_path / "brake").touch()
     done = subprocess.run([sys.executable, "-c", SLOW], env=env, capture_output=True, text=True, timeout=60, check=True)
@@ -163,7 +165,7 @@ def test_a_brake_that_is_released_holds_nobody(tmp_path: Path) -> None:
     """The engine has died while its processes were still importing."""
     file = tmp_path / "brake"
     file.touch()
-    slow = brake._Brake(file)
+    slow = warm_pool._Brake(file)
     slow._used -= 100.0
     threading.Timer(0.2, file.unlink).start()
     begun = time.monotonic()
@@ -174,9 +176,9 @@ def test_a_brake_that_is_released_holds_nobody(tmp_path: Path) -> None:
 async def test_the_brake_is_on_while_an_engine_serves_and_off_when_the_next_one_needs_its_processes(
     member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert member.context.env.get(brake.FILE) is None, "the fixture's"
+    assert member.context.env.get(warm_pool.BRAKE) is None, "the fixture's"
     plain = Member(member.context.plan, 0, member.context.directory, "token")
-    assert plain.context.env[brake.FILE] == str(plain.context.brake)
+    assert plain.context.env[warm_pool.BRAKE] == str(plain.context.brake)
     assert not member.context.brake.exists(), "a first start is not slowed down"
     await prepared(member, monkeypatch)
     assert member.context.brake.exists()
@@ -300,7 +302,7 @@ def test_the_models_class_is_inspected_before_anybody_waits(
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.registry", registry)
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    server.inspect(tmp_path)
+    warm_pool.inspect_model(tmp_path)
     assert (models["DeepseekV4ForCausalLM"].asked, models["Other"].asked) == asked
 
 
@@ -326,7 +328,7 @@ def test_only_idle_processes_with_the_engines_environment_are_counted() -> None:
         for process in found:
             while b"ray::" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:5]:
                 pass
-        assert prestart.waiting({"DSV4_TEST_OF": f"{os.getpid()}-1"}) == 1
+        assert warm_pool.idle_workers({"DSV4_TEST_OF": f"{os.getpid()}-1"}) == 1
     finally:
         for process in found:
             process.kill()

@@ -469,21 +469,21 @@ MEMBER = (
     ),
     Mutant(
         "the hooks of a module whose specification is looked at are lost",
-        "runtime/dsv4_runtime/vllm_plugin/after_import.py",
+        "runtime/dsv4_runtime/vllm_plugin/patch.py",
         "        if name not in self.waiting:\n            return None",
         "        if not self.waiting.pop(name, None):\n            return None",
         ("tests/unit/vllm_plugin/test_patches.py",),
     ),
     Mutant(
         "kernels are bundled in configurations that do not work",
-        f"{_KERNELS}/active.py",
+        f"{_KERNELS}/choice.py",
         "reason = refuses(config.parallel_config, config.load_config) or unknown_model(config.model_config)",
         "reason = unknown_model(config.model_config)",
         ("tests/unit/vllm_plugin/kernels/test_active.py",),
     ),
     Mutant(
         "kernels are bundled for models that are not DeepSeek-V4",
-        f"{_KERNELS}/active.py",
+        f"{_KERNELS}/choice.py",
         "reason = refuses(config.parallel_config, config.load_config) or unknown_model(config.model_config)",
         "reason = refuses(config.parallel_config, config.load_config)",
         ("tests/unit/vllm_plugin/kernels/test_active.py",),
@@ -498,7 +498,7 @@ MEMBER = (
     Mutant(
         "weights that another process shares are loaded beside its copy",
         "runtime/dsv4_runtime/vllm_plugin/loading.py",
-        "if any(map(parse_kernel_choice(text).bundled, Op)) and not platform.is_cpu_build():",
+        "if any(map(parse_kernel_choice(text).bundled, Op)) and not patch.is_cpu_build():",
         "if False:",
         ("tests/unit/vllm_plugin/test_loading.py",),
     ),
@@ -518,7 +518,7 @@ MEMBER = (
     ),
     Mutant(
         "padded decodes overwrite a prompt's chosen keys",
-        f"{_KERNELS}/topk.py",
+        f"{_KERNELS}/indexer.py",
         "                kept[0].copy_(kept[1])\n",
         "                pass\n",
         ("tests/unit/vllm_plugin/kernels/test_padding.py",),
