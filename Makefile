@@ -32,7 +32,7 @@ down: ## Stop it and remove all that it left running
 	@if [ -x $(BIN)/dsv4 ]; then $(BIN)/dsv4 down $(NAME); else echo "nothing is installed, so nothing runs"; fi
 
 .PHONY: test
-test: check ## Check the code, then run every test ring that this machine can run
+test: check $(VENV)/.kit ## Check the code, then run every test ring that this machine can run
 	@$(BIN)/python tests/rings.py
 
 .PHONY: check
@@ -48,7 +48,7 @@ format: $(VENV)/.ready ## Format the code and mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 
 .PHONY: bench
-bench: $(VENV)/.ready ## Measure start-up and recovery on this machine
+bench: $(VENV)/.kit ## Measure start-up and recovery on this machine
 	@$(BIN)/python benchmarks/recovery.py
 
 .PHONY: gate
@@ -65,7 +65,7 @@ cluster-down: $(VENV)/.ready ## End that cluster, and see that nothing of it is 
 	@PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit down
 
 .PHONY: engine-test
-engine-test: $(VENV)/.ready ## Run the engine ring of the tests with its long tests
+engine-test: $(VENV)/.kit ## Run the engine ring of the tests with its long tests
 	@$(BIN)/python -m pytest -q tests/engine
 
 .PHONY: gpu-setup
@@ -74,7 +74,7 @@ gpu-setup: $(GPU_VENV)/.ready ## Make the virtual environment for machines with 
 .PHONY: gpu-test
 gpu-test: ## Run the tests on this machine's NVIDIA GPUs, and write what they find to gpu-results.md
 	@if ! nvidia-smi -L >/dev/null 2>&1; then echo "the GPU tests are left out: nvidia-smi lists no NVIDIA GPU on this machine"; \
-	else { [ "$(GPU_PYTHON)" != "$(GPU_VENV)/bin/python" ] || $(MAKE) --no-print-directory gpu-setup; } \
+	else { [ "$(GPU_PYTHON)" != "$(GPU_VENV)/bin/python" ] || $(MAKE) --no-print-directory $(GPU_VENV)/.kit; } \
 	  && $(GPU_PYTHON) -m pytest -q -s tests/gpu; fi
 
 .PHONY: cluster-build
@@ -105,7 +105,7 @@ lock: $(UV) ## Resolve the exact pins again, with hashes for what goes into imag
 	  --no-header --no-annotate --no-emit-index-url --generate-hashes -o requirements-build.txt -
 
 .PHONY: setup
-setup: $(VENV)/.ready ## Only make the virtual environment
+setup: $(VENV)/.kit ## Only make the virtual environment
 
 .PHONY: clean
 clean: down ## Remove the virtual environments and caches (not ~/.dsv4)
@@ -123,6 +123,11 @@ $(VENV)/.ready: $(UV) requirements.txt requirements-overrides.txt pyproject.toml
 	@[ -x $(BIN)/python ] || $(UV) venv --quiet --python $(PYTHON) $(VENV)
 	@$(UV) pip sync --quiet --compile-bytecode --python $(BIN)/python requirements.txt
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable . --editable ./kernels
+	@touch $@
+
+# Needed by tests and benchmarks only: fault injection in vLLM's workers.
+$(VENV)/.kit $(GPU_VENV)/.kit: %/.kit: %/.ready tests/kit/pyproject.toml $(wildcard tests/kit/dsv4_faults/*.py)
+	@$(UV) pip install --quiet --python $*/bin/python --no-deps --reinstall ./tests/kit
 	@touch $@
 
 $(GPU_VENV)/.ready: $(UV) requirements-gpu.txt requirements-gpu-overrides.txt pyproject.toml kernels/pyproject.toml

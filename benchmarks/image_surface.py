@@ -1,6 +1,8 @@
 """Writes down what an engine's command line and environment accept, for the image profiles of the planner.
 
-    python benchmarks/image_surface.py vllm > operator/dsv4_operator/planning/images/surface/vllm-0.32.0.json
+    S=operator/dsv4_operator/planning/images/surface
+    python benchmarks/image_surface.py vllm > $S/vllm-0.33.0.json
+    python benchmarks/image_surface.py vllm --base $S/vllm-0.33.0.json > $S/vllm-0.32.0.json  # differences only
     python benchmarks/image_surface.py names NCCL_ libnccl.so.2 …  # names of variables in a library or in Python files
 
 `vllm` asks the vLLM that Python imports (set PYTHONPATH to look at another version that was unpacked beside): its own
@@ -165,6 +167,16 @@ def _names_in(prefix: str, path: Path) -> Iterator[str]:
             yield match[1].decode()
 
 
+def difference(document: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Return the rows of `document` that differ from those in `base`, a complete document; None for removed rows."""
+    complete = json.loads(base.read_text(encoding="utf-8"))
+    found: dict[str, Any] = {"vllm": document["vllm"], "base": base.stem}
+    for table in ("flags", "aliases", "env"):
+        rows, others = document[table], complete[table]
+        found[table] = {row: rows.get(row) for row in sorted(rows | others) if rows.get(row) != others.get(row)}
+    return found
+
+
 def _write(document: Mapping[str, Any]) -> str:
     """JSON with one flag or variable a line, so that two versions compare well."""
     lines = []
@@ -183,7 +195,8 @@ def _write(document: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tasks = parser.add_subparsers(dest="task", required=True)
-    tasks.add_parser("vllm")
+    surface = tasks.add_parser("vllm")
+    surface.add_argument("--base", type=Path, help="file of another vLLM; the output has the differences from it")
     listing = tasks.add_parser("names")
     listing.add_argument("prefix")
     listing.add_argument("paths", nargs="+", type=Path)
@@ -194,7 +207,8 @@ def main() -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # A build for CUDA finds no platform where there is no GPU, and its parser asks for one.
         os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
-        sys.stdout.write(_write(vllm_surface()))
+        document = vllm_surface()
+        sys.stdout.write(_write(difference(document, chosen.base) if chosen.base else document))
     else:
         document = {"library": chosen.library, "prefix": chosen.prefix, "names": names(chosen.prefix, chosen.paths)}
         sys.stdout.write(_write(document))

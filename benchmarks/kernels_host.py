@@ -18,7 +18,7 @@ import torch
 
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.indexer.api import LogitsPlan
-from dsv4_kernels.indexer.inputs import logits_inputs
+from dsv4_kernels.indexer.reference import logits_inputs
 from dsv4_kernels.launch import Launcher
 from dsv4_kernels.moe.api import MoePlan
 from dsv4_kernels.plan import Plan

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, load, parse
 from dsv4_operator.cli.output import render_table
-from dsv4_operator.cli.plan_text import document, text
+from dsv4_operator.cli.plan import memory_document, memory_text
 from dsv4_operator.planning import Facts, PlanRefused, catalog_facts, plan_group
 from dsv4_operator.planning.catalog import GIB, machine, machines, models
 from dsv4_operator.planning.memory import EngineSettings, FitVerdict, MemoryPlan, Parallel, advice, memory_plan
@@ -158,8 +158,8 @@ def run_random(count: int) -> bool:
             if not all(change.plan.fits and not broken(change.plan) for change in changes):
                 print(f"advice that does not help: {case}")
                 return False
-            text(plan, changes, "random")
-            document(plan, changes)
+            memory_text(plan, changes, "random")
+            memory_document(plan, changes)
     print(
         f"{count} random memory plans of up to 256 ranks: {fitting} fit, {count - fitting - refused} do not, {refused} "
         f"cannot be divided; no exception, none that fits beyond its memory; {advised} advised changes checked"

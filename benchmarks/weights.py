@@ -32,7 +32,7 @@ from weights_runs import ENV, GIB, STAGE, once, rates, stage, write_big
 
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import cache
-from dsv4_runtime.weights.job import Job
+from dsv4_runtime.weights.messages import StagingJob
 from dsv4_testkit.weights_servers import FileServer, Server, write_sums
 
 CHUNK_BYTES = 1 << 20
@@ -112,7 +112,7 @@ def compare_reads(root: Path, options: Any) -> dict[str, Any]:
             subprocess.run(["dd", f"if={file}", "of=/dev/null", "bs=8M"], check=True, stderr=subprocess.DEVNULL)
 
     def ours() -> None:
-        assert cache.warm(files, size, lambda *_: None) == size
+        assert cache.read_ahead(files, size, lambda *_: None) == size
 
     found: dict[str, list[float]] = {"dd": [], "prefetch": []}
     sides = [("dd", dd), ("prefetch", ours)]
@@ -182,7 +182,7 @@ def kill_often(
     server = Server(files.app)
     target = root / "copy"
     plan = WeightsPlan(source=WeightsSource.HTTP, path=str(target), origin=server.url, streams=1, page_cache=page_cache)
-    job = Job(weights=plan)
+    job = StagingJob(weights=plan)
     dice = random.Random(seed)
     targets = sorted(dice.randrange(1, size) for _ in range(count))
     rows: list[dict[str, int]] = []

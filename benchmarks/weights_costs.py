@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from dsv4_runtime.weights.sink import Sink
+from dsv4_runtime.weights.writer import HashingWriter
 from dsv4_testkit.faults.store import machine
 
 GIB = 1 << 30
@@ -116,12 +116,12 @@ class Piece:
         return
 
 
-KINDS: dict[str, Callable[[int], Piece | Sink]] = {
+KINDS: dict[str, Callable[[int], Piece | HashingWriter]] = {
     "throws the bytes away": lambda _: Piece(nothing),
     "SHA-256": lambda _: Piece(hashlib.sha256().update),
-    "writes through the page cache": lambda descriptor: Sink(descriptor, 0, nothing),
-    "writes past the page cache": lambda descriptor: Sink(descriptor, 0, nothing, direct=True),
-    "SHA-256, and writes past the page cache": lambda descriptor: Sink(
+    "writes through the page cache": lambda descriptor: HashingWriter(descriptor, 0, nothing),
+    "writes past the page cache": lambda descriptor: HashingWriter(descriptor, 0, nothing, direct=True),
+    "SHA-256, and writes past the page cache": lambda descriptor: HashingWriter(
         descriptor, 0, hashlib.sha256().update, direct=True
     ),
 }

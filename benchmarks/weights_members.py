@@ -21,8 +21,8 @@ from weights_runs import ENV, GIB, once, rates, stage, write_big
 
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
-from dsv4_runtime.weights.job import Job, News
-from dsv4_runtime.weights.share import Share
+from dsv4_runtime.weights.messages import StagingJob, StagingReport
+from dsv4_runtime.weights.server import WeightsServer
 from dsv4_runtime.weights.store import Store
 from dsv4_testkit.weights_servers import TOKEN, Reporter, write_sums
 
@@ -45,8 +45,8 @@ def plan_for(folder: Path, streams: int, page_cache: PageCache = PageCache.WARM)
 
 def serve(folder: Path) -> None:
     """Serve what a member's agent serves, in a process of its own, as there."""
-    share = Share(plan_for(folder, 1))
-    share.heard(News(stance="Complete"))  # type: ignore[arg-type]
+    share = WeightsServer(plan_for(folder, 1))
+    share.heard(StagingReport(stance="Complete"))  # type: ignore[arg-type]
     app = http.application(Reporter(), TOKEN)  # type: ignore[arg-type]
     share.add_to(app)
     web.run_app(app, host=SERVER, port=8080, print=None, access_log=None)
@@ -100,7 +100,7 @@ def compare_links(root: Path, options: Any, rate: int) -> dict[str, Any]:
 
 def staged(plan: WeightsPlan, size: int, server: psutil.Process) -> dict[str, float]:
     """One staging of `size` bytes from the process `server`."""
-    job = Job(weights=plan, rank=1, members={0: f"http://{SERVER}:8080"}, token=TOKEN)
+    job = StagingJob(weights=plan, rank=1, members={0: f"http://{SERVER}:8080"}, token=TOKEN)
     before, sent = os.times(), sum(server.cpu_times()[:2])
     news = stage(job, ["ip", "netns", "exec", "d4w-b"])
     between = os.times()
@@ -128,7 +128,7 @@ def sha256_rate() -> float:
 
 def marked(folder: Path) -> None:
     """Note manifest and marker, as a staging would have."""
-    from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile
+    from dsv4_runtime.weights.checkpoint import CheckpointManifest, ManifestFile
 
     plan = plan_for(folder, 1)
     store = Store(folder, plan.identity)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dsv4_runtime.weights.job import Job, News
+from dsv4_runtime.weights.messages import StagingJob, StagingReport
 from dsv4_testkit.weights_servers import write_shard
 
 GIB = 1 << 30
@@ -49,7 +49,7 @@ def write_big(path: Path, size: int, seed: int) -> None:
         os.fsync(stream.fileno())
 
 
-def stage(job: Job, prefix: list[str]) -> News:
+def stage(job: StagingJob, prefix: list[str]) -> StagingReport:
     """Run a staging as the agent does; its last news."""
     command = [*prefix, *STAGE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV, text=True) as process:
@@ -57,4 +57,4 @@ def stage(job: Job, prefix: list[str]) -> News:
         assert process.stdout
         process.stdin.write(f"{job.to_json()}\n")
         process.stdin.flush()
-        return News.model_validate_json(process.stdout.readlines()[-1])
+        return StagingReport.model_validate_json(process.stdout.readlines()[-1])

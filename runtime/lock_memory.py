@@ -1,9 +1,9 @@
 """Makes the program with which a member that is not root may lock memory: `lock_memory.py TARGET`, as root.
 
-RDMA pins its buffers, which needs the capability IPC_LOCK or a limit that no pod can set. A pod may be given the
-capability, but Linux takes it from a process that is not root when that starts a program, unless the program's file has
-it too. So TARGET is a copy of util-linux' `setpriv` whose file permits IPC_LOCK, and nothing else; what it starts then
-keeps it. In a pod that was not given IPC_LOCK the file permits nothing.
+RDMA pins its buffers, which needs the capability IPC_LOCK or a limit that no pod can set. A pod may have the
+capability, but Linux drops it when a process that is not root executes a program, unless the program's file has it too.
+So TARGET is a copy of util-linux' `setpriv` whose file permits IPC_LOCK alone, and the executed program keeps it. In a
+pod without IPC_LOCK the file permits nothing.
 """
 
 from __future__ import annotations

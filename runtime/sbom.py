@@ -1,7 +1,7 @@
 """The Python packages of an image as a CycloneDX document: `python sbom.py NAME > sbom.cdx.json`, run in the image.
 
-NAME is the image's. The list is that of what is installed, so it has the packages of the image's base too; the base's
-other software is for the base's own document to say. Two builds with the same packages give the same bytes.
+NAME is the image's name. The list contains the installed packages, including those of the image's base; other software
+of the base belongs into the base's own document. Two builds with the same packages give the same bytes.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4_runtime.nano import files, weights
+from dsv4_runtime.nano import weights
 from dsv4_runtime.nano.recipe import Precision, Recipe
 
 RECIPE = Recipe(
@@ -58,7 +58,7 @@ def main() -> None:
         return
     directory.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    files.write_files(directory, RECIPE, GpuSource(0), shard_bytes=2 << 30)
+    weights.write_files(directory, RECIPE, GpuSource(0), shard_bytes=2 << 30)
     size = sum(file.stat().st_size for file in directory.iterdir())
     print(f"{directory}: {size / 1e9:.1f} GB in {time.monotonic() - begun:.1f} s")
 

@@ -152,7 +152,7 @@ def page(result: Mapping[str, Any]) -> str:
         f"{len(steps)} steps, {result['beyond']} with an output beyond its tolerance.",
         "",
         "Worst error of prefill steps / of decode steps, against float64 on the engine's own inputs; "
-        "“model” is what follows the last layer. Beyond the limit: in bold.",
+        "“model” is the part after the last layer. Beyond the limit: in bold.",
     ]
     for first in range(0, len(layers), COLUMNS):
         lines += ["", *_table(result, layers[first : first + COLUMNS])]

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from benchmarks.kernels import goals, run, table
 
-from dsv4_kernels.registry import operations
-from dsv4_kernels.static import FOLDERS
+from dsv4_kernels.registry import FOLDERS, operations
 from dsv4_kernels.testing import harness
 
 

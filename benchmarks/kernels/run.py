@@ -27,8 +27,7 @@ import triton
 from benchmarks.kernels import table
 from benchmarks.kernels.timing import Timer, capture, ceilings
 
-from dsv4_kernels.registry import Case, Operation, Provider, Tolerance, as_outputs, operations
-from dsv4_kernels.static import FOLDERS
+from dsv4_kernels.registry import FOLDERS, Case, Operation, Provider, Tolerance, as_outputs, operations
 from dsv4_kernels.testing import harness
 
 # The relative RMS up to which a peer with less exact results is timed: it computes the same, if only roughly.

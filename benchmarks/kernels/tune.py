@@ -30,10 +30,10 @@ from dsv4_kernels.registry import operation
 # The operation's folder, its configuration's class and the function that selects one.
 KINDS = {
     "mla_decode": ("mla_decode", "DecodeConfig", "select"),
-    "fp8_gemm": ("fp8_gemm", "GemmConfig", "select"),
+    "fp8_gemm": ("fp8", "GemmConfig", "select"),
     "mhc_post_pre": ("mhc", "MixConfig", "select"),
     "moe_w4a16": ("moe", "MoeConfig", "select"),
-    "mla_merge_o8": ("mla_merge", "MergeConfig", "select"),
+    "mla_merge_o8": ("mla_decode", "MergeConfig", "merge_config"),
     "router": ("router", "RouterConfig", "select"),
     "indexer_logits": ("indexer", "LogitsConfig", "select_prefill"),
     "indexer_paged_logits": ("indexer", "LogitsConfig", "select_paged"),
@@ -54,7 +54,7 @@ def use(name: str, candidate: tuple[int, ...]) -> None:
     """Have the operation select `candidate` whatever its table says."""
     folder, kind, select = KINDS[name]
     api = importlib.import_module(f"dsv4_kernels.{folder}.api")
-    config = getattr(importlib.import_module(f"dsv4_kernels.{folder}.configs"), kind)(*candidate)
+    config = getattr(api, kind)(*candidate)
     setattr(api, select, lambda *_: config)
     if name == "fp8_gemm":
         api.hopper_from = lambda *_: None
@@ -166,7 +166,11 @@ def write(name: str, rows: list[dict[str, Any]]) -> None:
         "date": datetime.date.today().isoformat(),
         "how": "measured: benchmarks/kernels/tune.py, geometric mean over the shapes of each row, cold L2",
     }
-    path = Path(importlib.import_module(f"dsv4_kernels.{name}").__path__[0]) / "tuning" / f"{detect('cuda')}.json"
+    path = (
+        Path(importlib.import_module(f"dsv4_kernels.{KINDS[name][0]}").__path__[0])
+        / "tuning"
+        / f"{detect('cuda')}.json"
+    )
     kernels = json.loads(path.read_text())["kernels"] if path.exists() else {}
     path.write_text(as_text({**kernels, name: rows}, provenance))
 
@@ -178,7 +182,7 @@ def main() -> None:
     parser.add_argument("--part", help="i/n: only compile this share (used by the tuner itself)")
     options = parser.parse_args()
     if options.write and options.op not in FIELDS:
-        parser.error(f"--write: {options.op} has no table that the tuner writes; change its configs.py by hand")
+        parser.error(f"--write: {options.op} has no table that the tuner writes; change its api.py by hand")
     if options.part:
         index, count = map(int, options.part.split("/"))
         compile_part(options.op, index, count)

@@ -1,9 +1,4 @@
-"""Small functions shared by the kernels (Triton). Imports only Triton: the static gate compiles without torch."""
-
-# Triton's decorator and the arguments of kernels have no types.
-# Compile-time constants are in capitals, as is usual in Triton.
-# ruff: noqa: N803
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""Functions shared by the kernels (Triton). Imports only Triton: the static gate compiles without torch."""
 
 from __future__ import annotations
 
@@ -15,12 +10,6 @@ import triton.language as tl
 def ue8m0_to_f32(code):
     """2^(code − 127) as float32, by building the exponent; code 0 (2^-127) gives 0."""
     return (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def ue8m0_to_bf16(code):
-    """2^(code − 127) as bf16: the code is the exponent field."""
-    return (code.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -76,3 +65,31 @@ def mx_probe_kernel(a, b, c):
     rhs_scale = tl.load(b + n[:, None] * 2 + s[None, :])
     out = tl.dot_scaled(lhs, lhs_scale, "e4m3", rhs, rhs_scale, "e4m3")
     tl.store(c + m[:, None] * 16 + n[None, :], out)
+
+
+# A counter of arrivals between two launches: not zero or all ones, the likely contents of lost memory.
+AT_REST = tl.constexpr(0x5A7C0000)
+
+
+@triton.jit
+def is_last(count_ptr, parts):
+    """Count an arrival at the counter `count_ptr` (int32), and return whether it is the last of `parts` < 2^16.
+
+    The stores of a program before it are seen by the one that is last. The counter is at rest again when all have
+    arrived. Any other value that it has before the first arrival counts as at rest: its memory may have been lost
+    between two launches, as in an engine that slept. Programs that find such a value arrive once more, one by one.
+    """
+    # All threads' stores come before the count, and the count before anybody's loads.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(count_ptr, 1, sem="acq_rel") - AT_REST
+    while (arrived < 0) | (arrived >= parts):
+        # Read by an atomic operation, whose result all threads share.
+        now = tl.atomic_add(count_ptr, 0, sem="acq_rel")
+        before = now - AT_REST
+        before = tl.where((before < 0) | (before >= parts), 0, before)
+        seen = tl.atomic_cas(count_ptr, now, before + (AT_REST + 1), sem="acq_rel")
+        arrived = tl.where(seen == now, before, -1)
+    last = arrived == parts - 1
+    if last:
+        tl.store(count_ptr, AT_REST)
+    return last

@@ -1,8 +1,8 @@
 """Launch kernels that Triton has compiled without Triton's own search for them.
 
-For each launch Triton binds the arguments, derives what to specialise on and looks the compiled kernel up: 8 to 14 µs
-of the host, for which a step outside of CUDA graphs waits. `Launcher` derives a key that tells at least as much apart,
-and calls the `CompiledKernel` that Triton returned for it the first time.
+For each launch Triton binds the arguments, derives the specialisation and finds the compiled kernel: 8 to 14 µs of the
+host, for which a step outside of CUDA graphs waits. `Launcher` derives a key that distinguishes at least as much, and
+calls the `CompiledKernel` that Triton returned for it the first time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def hash_helpers(kernel: Any) -> None:
     """Have Triton hash the functions that a kernel calls before the kernel.
 
     Into a kernel's key in the cache on disk Triton 3.6 and 3.7 take the constants that its helpers use, but only of
-    those that were hashed before it: a process that compiles other kernels first would look for another key.
+    those that were hashed before it: a process that compiles other kernels first would have another key.
     """
     if isinstance(kernel, JITFunction):
         for name in kernel.fn.__code__.co_names:
             hash_helpers(kernel.fn.__globals__.get(name))
-        # Waits where another thread hashes it: what it uses is known only then.
+        # Waits while another thread hashes it: the constants that it uses are known only then.
         _ = kernel.cache_key
 
 
@@ -40,7 +40,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         """Args:
-        kernel: what `triton.jit` made; its compile-time constants are the last of its arguments.
+        kernel: result of `triton.jit`; its compile-time constants are its last arguments.
 
         Raises:
             ValueError: another argument follows a constant.
@@ -57,7 +57,7 @@ class Launcher:
         self._layouts: list[Any] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return what launches on a grid of one to three sizes, on the current stream.
+        """Return a callable that launches on a grid of one to three sizes, on the current stream.
 
         It takes the kernel's arguments by name and in the kernel's order, then Triton's options.
         """
@@ -77,7 +77,7 @@ class Launcher:
             hash_helpers(self.kernel)
             self._hashed = True
         compiled = self.kernel[grid](**arguments)
-        # What compiles ahead or in another thread returns nothing that could be launched.
+        # A launch that only compiles, or compiles in another thread, returns no kernel.
         if key is not None and isinstance(compiled, CompiledKernel):
             self._compiled[key] = compiled
             # A layout stands in the key by its address, which no other one may get.
@@ -100,7 +100,7 @@ class Launcher:
                 )
 
     def _key(self, values: tuple[Any, ...], names: tuple[str, ...] = ()) -> Hashable | None:
-        """Return all that Triton may specialise on; None where it has to decide, or `_check_places` to refuse.
+        """Return everything that Triton may specialise on; None where Triton or `_check_places` must decide.
 
         Args:
             values: the kernel's arguments, then the values of Triton's options.
@@ -124,7 +124,7 @@ class Launcher:
             elif value.__class__ is int:
                 if not -_LARGE <= value < _LARGE:
                     return None
-                # Triton makes a constant of 1, and knows of a multiple of 16 that it is one.
+                # Triton makes a constant of 1, and specialises on multiples of 16.
                 key.append(value == 1 or (value & 15 == 0) * 16)
             elif value is None or value.__class__ is float:
                 key.append(value.__class__)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import triton
 
-from dsv4_kernels.arch import Arch
-from dsv4_kernels.arrivals import AT_REST
+from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.device import AT_REST
 
 
 class FrozenError(RuntimeError):
@@ -41,8 +41,32 @@ class Plan(ABC):
     """Buffers and launch constants of one operation for one largest shape on one device."""
 
     operation: str
-    arch: Arch
-    shape: Mapping[str, Any]
+
+    def __init__(
+        self,
+        operation: str,
+        shape: Mapping[str, Any],
+        device: torch.device,
+        arch: Arch | None,
+        is_supported: Callable[[Mapping[str, Any], Arch], Support],
+    ) -> None:
+        """Args:
+        operation: name in the registry.
+        shape: the largest shape, by the names of the registry's cases.
+        arch: architecture whose configurations are used; None for that of `device`.
+        is_supported: the operation's own.
+
+        Raises:
+            FrozenError: `freeze()` is in force; planning allocates.
+            ValueError: the operation cannot run the shape.
+        """
+        if _FREEZER.frozen:
+            raise FrozenError(f"{operation}: plans are made before freeze()")
+        self.operation, self.shape, self.device = operation, shape, device
+        self.arch = arch or detect(device) or DEFAULT_ARCH
+        support = is_supported(shape, self.arch)
+        if not support:
+            raise ValueError(support.reason)
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,19 +116,13 @@ def thaw() -> None:
     _FREEZER.thaw()
 
 
-def is_frozen() -> bool:
-    """Tell whether `freeze()` is in force."""
-    return _FREEZER.frozen
-
-
-def require_thawed(operation: str) -> None:
-    """Refuse to plan after `freeze()`: planning allocates."""
-    if _FREEZER.frozen:
-        raise FrozenError(f"{operation}: plans are made before freeze()")
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two ≥ n."""
+    return 1 << (n - 1).bit_length()
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` counters of arrivals at rest, int32, for `arrivals.is_last`."""
+    """Return `count` counters of arrivals at rest, int32, for `device.is_last`."""
     return torch.full((count,), AT_REST.value, dtype=torch.int32, device=device)
 
 
@@ -117,7 +135,7 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tup
     if tensor.dtype != dtype:
         raise ValueError(f"{name} has dtype {tensor.dtype}, needs {dtype}")
     have = tensor.shape
-    # A loop and no generator: a launch asks this several times, and a short step outside of graphs waits for it.
+    # A loop and no generator: a launch checks several tensors, and a short step outside of graphs waits for it.
     if have != shape:
         fits = len(have) == len(shape)
         for size, want in zip(have, shape, strict=False):

@@ -1,14 +1,14 @@
 """Compile plans before they are made, without a GPU: `python -m dsv4_kernels.precompile ARCH MULTIPROCESSORS`.
 
-The first engine on a machine compiles a hundred kernels, one after another in its own process. From the making of a
-model's layers on it is known which: this program compiles them in processes of its own while the weights are loaded,
-and the engine finds them in Triton's cache. Standard input has a plan a line, a JSON object:
+The first engine on a machine compiles a hundred kernels, one after another in its own process. They are known as soon
+as the layers of the model exist: this program compiles them in processes of its own while the weights are loaded, and
+the engine finds them in Triton's cache. Each line of standard input is a plan, a JSON object:
 
     {"plan": "dsv4_kernels.router.api:RouterPlan", "args": [8192, 4096, 256, 6], "options": {}}
 
-"device" among the arguments is the place of the torch device. Standard output gets a line for each once it is compiled,
-with what it took or why it could not be. An empty line ends the program once all are; the end of the input ends it at
-once, so that it does not outlive an engine that is killed. So do five minutes without a line: it holds memory.
+"device" among the arguments stands for the torch device. Standard output has a line for each compiled plan with its
+time, or with the error. An empty line stops the program once all plans are compiled; the end of the input stops it at
+once, so that it does not outlive a killed engine. Five minutes without a line stop it too, since it holds memory.
 """
 
 from __future__ import annotations
@@ -48,26 +48,29 @@ DEVICE = "device"
 _LOCK = "dsv4-precompile.lock"
 _MARKS = "dsv4-precompiled"
 _PR_SET_PDEATHSIG = 1
-_PATIENCE_SECONDS = 300
+_IDLE_SECONDS = 300
 _SHARES = 4
 """Most processes that compile one plan; the largest would else take as long as all others together."""
 
 
 class CompileOnly:
-    """A driver of Triton's that says what to compile for and has no device."""
+    """Triton driver without a device: `arch` is the target of the compiler.
+
+    Triton keeps the target of a device number, so a process that compiles for several needs a number for each.
+    """
 
     launches = False
 
-    def __init__(self, arch: Arch) -> None:
-        self._target = GPUTarget("cuda", arch.spec.capability, 32)
+    def __init__(self, arch: Arch, device: int = 0) -> None:
+        self._target, self._device = GPUTarget("cuda", arch.spec.capability, 32), device
 
     def get_current_target(self) -> GPUTarget:
-        """Return what to compile for."""
+        """Return the target to compile for."""
         return self._target
 
     def get_current_device(self) -> int:
-        """Return the only number there is."""
-        return 0
+        """Return the number of the only device."""
+        return self._device
 
     def get_current_stream(self, device: int) -> int:
         """Return the default stream."""
@@ -91,7 +94,7 @@ def compiled_mark(described: str, target: TargetGPU) -> Path:
 
 
 def was_used_before() -> bool:
-    """Tell whether any plan has been compiled into Triton's cache."""
+    """Return whether any plan has been compiled into Triton's cache."""
     return any(Path(triton.knobs.cache.dir, _MARKS).glob("*"))
 
 
@@ -105,9 +108,9 @@ def _sources() -> str:
 
 
 def launch_nothing(target: TargetGPU) -> None:
-    """From here on every launch in this process compiles its kernel for `target`, and ends there.
+    """Make every later launch in this process compile its kernel for `target` without launching it.
 
-    Triton does so for `JITFunction.warmup`; the plans' own code launches, with tensors on "meta".
+    As `JITFunction.warmup` does; the launches are those of the plans' own code, with tensors on "meta".
     """
     compile_for(target)
     driver.set_active(CompileOnly(target.arch))
@@ -126,7 +129,7 @@ def launch_nothing(target: TargetGPU) -> None:
 
 
 def prepare_forks() -> None:
-    """Do once what each process would before its first kernel.
+    """Do the work that each process would repeat before its first kernel.
 
     torch imports its compiler for arithmetic on "meta", and Triton hashes all its files for the keys of its cache.
     """
@@ -135,21 +138,21 @@ def prepare_forks() -> None:
 
 
 def compile_launcher(kernel: Any) -> None:
-    """Compile what launches a kernel from Python, where Triton has a C compiler make that for each kind of arguments.
+    """Compile the host launcher of a kernel, where Triton has a C compiler build one for each kind of arguments.
 
-    So does Triton 3.6, for a quarter of a second each, when the kernel is first launched; later ones have one for all.
+    Triton 3.6 does so at the first launch of a kernel, in a quarter of a second each; later versions share one.
     """
     if hasattr(nvidia, "make_launcher"):
-        # Who launches is told what is missing.
+        # A missing launcher is reported by the launch.
         with contextlib.suppress(Exception):
             nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
 @contextlib.contextmanager
 def share_of_kernels(index: int, count: int) -> Iterator[list[str]]:
-    """Inside, compile one of `count` shares of what is launched; yield the names of what is compiled.
+    """Compile one of `count` shares of the launched kernels inside the context; yield the names of the compiled ones.
 
-    Processes that launch the same compile all of it together, each kernel once.
+    Processes that launch the same kernels compile all of them together, each kernel once.
     """
     taken: list[str] = []
 
@@ -169,7 +172,7 @@ def share_of_kernels(index: int, count: int) -> Iterator[list[str]]:
 
 
 def compile_plan(described: str, share: int = 0, shares: int = 1) -> dict[str, Any]:
-    """Compile what the plan of a `line` can launch, or one of `shares` of it; return line, kernels, seconds, error."""
+    """Compile the kernels of the plan of a `line`, or one of `shares` of them; return line, kernels, seconds, error."""
     begun, error = time.monotonic(), None
     with share_of_kernels(share, shares) as kernels:
         try:
@@ -198,17 +201,17 @@ def make_plan(described: str, device: torch.device) -> Plan:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compile what standard input asks for."""
+    """Compile the plans on standard input."""
     parser = argparse.ArgumentParser(prog="python -m dsv4_kernels.precompile", description=__doc__.partition(":")[0])
     parser.add_argument("arch", type=Arch, choices=list(Arch))
     parser.add_argument("multiprocessors", type=int)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args(arguments)
-    signal.alarm(_PATIENCE_SECONDS)
+    signal.alarm(_IDLE_SECONDS)
     cache = Path(triton.knobs.cache.dir)
     Path(cache, _MARKS).mkdir(parents=True, exist_ok=True)
     with (cache / _LOCK).open("w") as lock:
-        # Ranks of one machine ask for the same: the others find what the first has compiled.
+        # Ranks of one machine compile the same plans: the first fills the cache of the others.
         fcntl.flock(lock, fcntl.LOCK_EX)
         launch_nothing(TargetGPU(options.arch, options.multiprocessors))
         torch.set_num_threads(1)
@@ -228,7 +231,7 @@ def _submit(pool: ProcessPoolExecutor, asked: Iterator[str], target: TargetGPU, 
     """Compile every line once, in `shares`; return whether an empty line ended them."""
     seen: set[str] = set()
     for one in asked:
-        signal.alarm(_PATIENCE_SECONDS)
+        signal.alarm(_IDLE_SECONDS)
         if not (described := one.strip()):
             signal.alarm(0)
             return True
@@ -243,7 +246,7 @@ def _submit(pool: ProcessPoolExecutor, asked: Iterator[str], target: TargetGPU, 
 
 
 def _collect(found: list[dict[str, Any]], shares: int, target: TargetGPU, done: Future[dict[str, Any]]) -> None:
-    """Add a share to those `found` of its plan; tell of the plan once all are there. One thread calls this."""
+    """Add a share to those `found` of its plan; print the plan once all are there. Called by one thread."""
     if done.cancelled() or done.exception() is not None:
         return
     found.append(done.result())

@@ -12,15 +12,17 @@ import torch
 
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.plan import Plan, Support
-from dsv4_kernels.static import FOLDERS
+
+FOLDERS = ("fp8", "mla_cache", "mla_decode", "moe", "mhc", "compressor", "indexer", "mla_prefill", "front", "router")
+"""Folder of every operation; `api.py` in it holds its rows, `OPERATIONS`."""
 
 
 @dataclass(frozen=True)
 class Case:
     """One shape of an operation.
 
-    `params` is what `make_inputs`, `plan`, `nbytes` and `flops` take. `tags`: "cpu" runs in the interpreter (small),
-    "gpu" on a real device in the tests, "bench" in the benchmark; a case may have several.
+    `params` is the argument of `make_inputs`, `plan`, `nbytes` and `flops`. `tags`: "cpu" runs in the interpreter
+    (small), "gpu" on a real device in the tests, "bench" in the benchmark; a case may have several.
     """
 
     name: str
@@ -55,12 +57,12 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Provider:
-    """Someone who can compute an operation. `missing()` is None when it can be used here, else the reason.
+    """An implementation of an operation. `missing()` is None when it can be used here, else the reason.
 
     `make(params, device)` returns a callable that takes the inputs as keywords and returns the outputs, None in place
     of one that it does not give.
-    `rough`: why its results may be further from the reference than the operation's tolerance. Benchmark and trial still
-    time such a provider and write its error beside; an engine takes none that is outside the tolerance.
+    `rough`: reason for results further from the reference than the operation's tolerance. Benchmark and trial still
+    time such a provider and write its error beside; an engine uses none that is outside the tolerance.
     """
 
     name: str
@@ -76,8 +78,8 @@ class Operation:
     `reference(**inputs, exact=False)` is readable torch of the same signature as `Plan.run`; exact=True returns
     real-valued outputs as float64 before their last rounding. `make_inputs(params, device, seed)` draws fresh random
     inputs. `nbytes` counts each input read once and each output written once; `flops` counts multiply and add.
-    `mutates` names inputs that `run` writes in place (tests clone them). `outputs` names what is compared, in order:
-    the results, or what `compared` makes of them (codes and scales as numbers, where one scale may tip over).
+    `mutates` names inputs that `run` writes in place (tests clone them). `outputs` names the compared values in order:
+    the results, or their conversion by `compared` (codes and scales as numbers, where one scale may tip over).
     `tolerance` goes with `outputs`.
     """
 
@@ -103,10 +105,10 @@ class Operation:
         return importlib.import_module(f"dsv4_kernels.{self.folder}").__doc__ or ""
 
     def providers(self) -> tuple[Provider, ...]:
-        """Ours, the reference, then what the row or `register_provider` added."""
-        ours = Provider("dsv4", lambda: None, lambda params, device: self.plan(params, device, None).run)
+        """The bundled kernel, the reference, then the providers of the row and of `register_provider`."""
+        bundled = Provider("dsv4", lambda: None, lambda params, device: self.plan(params, device, None).run)
         torch_reference = Provider("reference", lambda: None, lambda params, device: self.reference)
-        return (ours, torch_reference, *self.extra_providers, *_ADDED.get(self.name, ()))
+        return (bundled, torch_reference, *self.extra_providers, *_ADDED.get(self.name, ()))
 
     def cases_with(self, tag: str) -> tuple[Case, ...]:
         """The cases that carry `tag`."""
@@ -117,7 +119,7 @@ _ADDED: dict[str, list[Provider]] = {}
 
 
 def register_provider(operation_name: str, provider: Provider) -> None:
-    """Add somebody else's implementation of an operation, for comparison or for use; re-entrant."""
+    """Add another implementation of an operation, for comparison or for use; re-entrant."""
     added = _ADDED.setdefault(operation_name, [])
     if provider.name not in {p.name for p in added}:
         added.append(provider)
@@ -142,5 +144,5 @@ def operation(name: str) -> Operation:
 
 
 def as_outputs(result: Any) -> tuple[torch.Tensor, ...]:
-    """Whatever `run` or a reference returned, as a tuple of tensors."""
+    """Return the result of `run` or of a reference as a tuple of tensors."""
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)

@@ -19,18 +19,18 @@ from dsv4_runtime.contract.token import AgentCredential
 _log = logging.getLogger("dsv4")
 
 SILENCE_SECONDS = 2.5
-"""A stream on which nothing came for so long is broken; agents write once a second."""
+"""A stream without data for this long is broken; agents write once a second."""
 STATUS_SECONDS = 1.5
 _CONNECT_SECONDS = 1.0
 _DRAIN_SECONDS = 1.5
 _EVIDENCE_SECONDS = 10.0
 _CONNECTIONS = 1024
 _CREDENTIALS = 4096
-"""Of so many agents the tokens are remembered: another one is asked twice."""
+"""Number of agents with a cached token; another agent needs a second request."""
 _LARGEST_BYTES = 256 * 2**10
-"""Of a report of one agent: 20 failures of 1 KiB, and some kilobytes beside them."""
+"""Limit of an agent's report: 20 failures of 1 KiB, and some kilobytes beside them."""
 _LINE_BYTES = 2**20
-"""Of a line of a stream: the reports of 16 members."""
+"""Limit of a line of a stream: the reports of 16 members."""
 _EVIDENCE_BYTES = 16 * 2**20
 _LARGEST_INTEGER = 2**63 - 1
 _LONGEST_TEXT = 1024
@@ -39,28 +39,29 @@ _MOST_ITEMS = 256
 D = TypeVar("D", bound=BaseModel)
 
 AGENT_ERRORS = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
-"""Errors of a question to an agent: no answer in time, an error as the answer, or one that is none."""
+"""Errors of a request to an agent: no answer in time, an error status, or an invalid answer."""
 
 
 class AgentClient:
-    """Connections to agents. Agents are named by their base URL, and asked with the token of their incarnation.
+    """Connections to agents. Agents are identified by their base URL and authenticated with the token of their
+    incarnation.
 
-    A member of the same incarnation has that token. For everybody else it is made with the deployment's token key, when
-    an agent refuses and says which one it is.
+    A member of the same incarnation has that token. Other clients derive it from the deployment's token key and the
+    salt in an agent's refusal.
     """
 
     def __init__(self, token: str = "") -> None:
-        """Take `token`, of the incarnation whose agents are asked; empty: each question brings the token key."""
+        """Take `token`, of the agents' incarnation; if it is empty, each request takes the token key."""
         self._token = token
         self._open: aiohttp.ClientSession | None = None
         self._credentials: dict[str, AgentCredential] = {}
-        """By base URL, those used last at the end."""
+        """By base URL, least recently used first."""
 
     @property
     def _session(self) -> aiohttp.ClientSession:
         if self._open is None:
             connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
-            # Agents compress nothing; a member that somebody has taken over must not make the operator expand it.
+            # Agents compress nothing; a compromised member must not make the operator decompress.
             self._open = aiohttp.ClientSession(
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
             )
@@ -73,12 +74,12 @@ class AgentClient:
             self._open = None
 
     def token(self, url: str) -> str:
-        """Return the token that the agent at `url` asked for last; empty before its first refusal."""
+        """Return the token that the agent at `url` required last; empty before its first refusal."""
         known = self._credentials.get(url)
         return known.token if known is not None else self._token
 
     async def status(self, url: str, key: str | None = None, seconds: float = STATUS_SECONDS) -> AgentStatus:
-        """Return what the agent says of itself.
+        """Return the agent's status.
 
         Raises:
             AGENT_ERRORS: it does not within `seconds`.
@@ -86,7 +87,7 @@ class AgentClient:
         return _report(AgentStatus, await self._get(url, "/v1/status", key, seconds, _LARGEST_BYTES))
 
     async def evidence(self, url: str, key: str | None) -> bytes:
-        """Return what the agent kept of its engine's death, as JSON.
+        """Return the agent's evidence of its engine's death, as JSON.
 
         Raises:
             AGENT_ERRORS: it does not answer within 10 s.
@@ -94,10 +95,10 @@ class AgentClient:
         return await self._get(url, "/v1/evidence", key, _EVIDENCE_SECONDS, _EVIDENCE_BYTES)
 
     async def drain(self, url: str, key: str | None, seconds: float) -> bool:
-        """Have the engine at the head's `url` finish its open requests within `seconds`; return whether it is over.
+        """Drain the engine at the head's `url` within `seconds`; return whether the drain is over.
 
-        It is over where nobody listens, or where the answer is no answer; not where none has come in time. That is
-        what a busy machine looks like, and a node that is gone has been silent for too long before long.
+        It is over if the connection is refused or the answer is invalid, but not after a timeout: a busy machine may
+        cause it, and the silence of a lost node soon counts as its loss.
         """
         limits = aiohttp.ClientTimeout(total=_DRAIN_SECONDS, sock_connect=_CONNECT_SECONDS)
         path = f"/v1/drain?seconds={seconds}"
@@ -141,10 +142,10 @@ class AgentClient:
     async def _ask(
         self, method: str, url: str, path: str, key: str | None, **options: Any
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """Ask the agent at `url`, and once more if it names another incarnation's token than was shown.
+        """Send a request to the agent at `url`, and once more if it refuses with the salt of another token.
 
         Raises:
-            aiohttp.ClientError, TimeoutError, OSError: there is no answer, or it is an error.
+            aiohttp.ClientError, TimeoutError, OSError: there is no answer, or an error status.
         """
         credential = self._credentials.pop(url, None) or AgentCredential(self._token)
         self._credentials[url] = credential
@@ -195,7 +196,7 @@ def _report(kind: type[D], data: bytes) -> D:
     Longer texts are cut to 1,024 characters, and of a list the last 256 items are kept, of an object the first 256.
 
     Raises:
-        ValueError: it is no such report, or has a number that JSON writers do not accept.
+        ValueError: the report is invalid, or has a number that JSON writers do not accept.
     """
     return kind.model_validate(_bounded(from_json(data, allow_inf_nan=False)))
 

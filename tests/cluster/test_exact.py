@@ -14,7 +14,7 @@ from clusterkit.client import KubectlError
 from pods_world import NAME, POLICY, manifest
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, parse
-from dsv4_operator.backends.pods import Cluster, PodsBackend, services
+from dsv4_operator.backends.pods import Cluster, PodsBackend, frontend
 from dsv4_operator.builders import names
 from dsv4_operator.kube import (
     CONFIG_MAPS,
@@ -150,7 +150,7 @@ class FrontendWorld:
 
 @pytest.fixture
 async def world(cluster: ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FrontendWorld]:
-    monkeypatch.setattr(services, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(frontend, "_SETTLE_SECONDS", 0.0)
     async with Client(find_access(kubeconfig=cluster.kubeconfig)) as kube:
         deployment = parse(await kube.create(manifest(namespace)))
         pods = PodCache(kube, namespaces=(namespace,))

@@ -11,7 +11,7 @@ from clusterkit import images
 from clusterkit.client import Cluster, KubectlError
 from clusterkit.waiting import ClusterError, until
 
-from dsv4_operator.builders.security import LOCK_MEMORY
+from dsv4_operator.builders.member import LOCK_MEMORY
 
 RESTRICTED = {
     "allowPrivilegeEscalation": False,

@@ -18,7 +18,6 @@ from dsv4_operator.kube import (
     PODS,
     Access,
     AlreadyExists,
-    Cache,
     Client,
     Conflict,
     Forbidden,
@@ -29,6 +28,7 @@ from dsv4_operator.kube import (
     find_access,
 )
 from dsv4_operator.kube.access import Credential
+from dsv4_operator.kube.cache import Cache
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ async def test_a_guard_keeps_from_writing_and_not_from_reading(
         raise Conflict("not now")
 
     told: list[tuple[str, int]] = []
-    async with Client(kube.access, guard=no, asked=lambda *answer: told.append(answer)) as guarded:
+    async with Client(kube.access, guard=no, on_answer=lambda *answer: told.append(answer)) as guarded:
         assert await guarded.list(PODS, namespace) == []
         with pytest.raises(Conflict, match="not now"):
             await guarded.create(config(namespace, "a"))

@@ -26,7 +26,7 @@ from operator_world import (
 )
 
 from dsv4_operator.api import InvalidDeployment, parse
-from dsv4_operator.api.annotations import PAUSED, RESTART_AT
+from dsv4_operator.api.deployment import PAUSED, RESTART_AT
 from dsv4_operator.builders import names
 from dsv4_operator.kube import (
     CONFIG_MAPS,

@@ -17,8 +17,7 @@ from clusterkit.waiting import until
 
 from dsv4_operator.api import ClusterPolicy, InvalidDeployment, parse
 from dsv4_operator.api.policy import violations
-from dsv4_operator.backends.pods.capacity import Snapshot
-from dsv4_operator.backends.pods.scheduling import facts
+from dsv4_operator.backends.pods.scheduling import Snapshot, facts
 from dsv4_operator.builders import frontend, member
 from dsv4_operator.planning import plan_group
 from dsv4_testkit import specifications

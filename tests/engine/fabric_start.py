@@ -18,7 +18,7 @@ from dsv4_operator.api import DSV4Deployment, load
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.lifecycle import Observed
+from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import FabricPlan, GroupPlan, Phase
 from dsv4_runtime.engine import token_auth

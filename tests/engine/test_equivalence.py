@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.nano import make
-from dsv4_runtime.nano.tokenizer import vocabulary, word_ids
+from dsv4_runtime.nano.recipe import vocabulary, word_ids
 
 HERE = Path(__file__).parent
 LENGTHS = (5, 8, 13, 21, 34, 55, 64, 89, 100, 120, 127, 128, 129, 144, 200, 233, 256, 257, 300, 400)

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from dsv4_operator.backends.local.checkpoint import read_checkpoint
+from dsv4_operator.backends.local.facts import read_checkpoint
 from dsv4_operator.planning.catalog import GIB, machine_named, model
 from dsv4_operator.planning.memory import EngineSettings, MemoryPlan, Parallel, memory_plan
-from dsv4_operator.planning.memory.weights import stages
+from dsv4_operator.planning.memory.items import stages
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.engine.logs import kv_cache
 from dsv4_runtime.nano.checkpoint import make

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4_runtime.vllm_plugin.kernels import hooks, sampling
+from dsv4_runtime.vllm_plugin.kernels import compile_ahead, hooks
 from dsv4_runtime.vllm_plugin.kernels.warmup import every_alignment, every_block, every_gather
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
@@ -109,7 +109,7 @@ def test_top_k_is_compiled_for_the_rows_that_there_are(
         "register_top_k_top_p_warmups",
         lambda: [jit_warmup.JitWarmupRegistry.register(kernel) for kernel in kernels],  # type: ignore[arg-type]
     )
-    sampling.compile_top_k_top_p("config", stride)
+    compile_ahead.compile_top_k_top_p("config", stride)
     assert [kernel.compiled for kernel in kernels] == [[compiled]] * 2
 
 

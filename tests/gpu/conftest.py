@@ -32,12 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def found() -> gpus.Found:
+def found() -> gpus.GpuInventory:
     return gpus.find()
 
 
 @pytest.fixture(scope="session")
-def page(found: gpus.Found) -> Iterator[Page]:
+def page(found: gpus.GpuInventory) -> Iterator[Page]:
     path = Path(os.environ.get("DSV4_GPU_RESULTS") or ROOT / "gpu-results.md")
     made = Page(path, found)
     yield made

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from dsv4_operator.backends.local.gpus import Found
+from dsv4_operator.backends.local.gpus import GpuInventory
 
 PACKAGES = ("dsv4", "vllm", "torch", "triton", "ray", "flashinfer-python", "tilelang", "nvidia-cutlass-dsl")
 
@@ -16,7 +16,7 @@ PACKAGES = ("dsv4", "vllm", "torch", "triton", "ray", "flashinfer-python", "tile
 class Page:
     """Tables by heading, in the order in which they began; written as a whole after each row."""
 
-    def __init__(self, path: Path, found: Found) -> None:
+    def __init__(self, path: Path, found: GpuInventory) -> None:
         self.path = path
         self._tables: dict[str, tuple[Sequence[str], list[Sequence[str]]]] = {}
         self._head = f"# GPU ring: {found.kinds()}\n\n{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}\n"

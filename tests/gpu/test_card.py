@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from page import Page
 
-from dsv4_operator.backends.local.gpus import Found
+from dsv4_operator.backends.local.gpus import GpuInventory
 from dsv4_operator.planning.catalog import machine_named
 from dsv4_runtime.health.gpu import Gpus
 
 COLUMNS = ("GPU", "what", "catalog", "here")
 
 
-def test_the_catalog_is_right_about_them(found: Found, page: Page) -> None:
+def test_the_catalog_is_right_about_them(found: GpuInventory, page: Page) -> None:
     torch = pytest.importorskip("torch")
     wrong = []
     for number, card in enumerate(card for card in found.cards if card.machine):
@@ -33,7 +33,7 @@ def test_the_catalog_is_right_about_them(found: Found, page: Page) -> None:
     assert wrong == []
 
 
-def test_the_driver_tells_what_the_rules_need(found: Found, page: Page) -> None:
+def test_the_driver_tells_what_the_rules_need(found: GpuInventory, page: Page) -> None:
     gpus = Gpus(tuple(card.uuid for card in found.cards))
     try:
         for gpu in gpus.sample():

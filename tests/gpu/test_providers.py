@@ -23,7 +23,7 @@ TRIED = (Trial(Op.FP8_LINEAR, "t8", "fp8_gemm", {"tokens": 8, "n": 1536, "k": 40
 CHILD = """
 import os, signal, time
 from dsv4_kernels.registry import Provider, register_provider
-from dsv4_runtime.vllm_plugin.kernels import child
+from dsv4_runtime.vllm_plugin.kernels import trial
 from dsv4_runtime.vllm_plugin.kernels.providers import find
 
 def changed(name, change):
@@ -35,7 +35,7 @@ def changed(name, change):
 changed("wrong", lambda out: out.mul_(1.01))
 changed("segfaults", lambda out: os.kill(os.getpid(), signal.SIGSEGV))
 changed("hangs", lambda out: time.sleep(600))
-child.main()
+trial.run_child(trial.Path(sys.argv[1]))
 """
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import needs
@@ -18,7 +19,7 @@ import pytest
 from page import Page
 from served import DEATH_SECONDS, HANG_SECONDS, MANIFEST, SERVES_SECONDS, recovered
 
-from dsv4_operator.backends.local.gpus import Found, find
+from dsv4_operator.backends.local.gpus import GpuInventory, find
 from dsv4_runtime.contract.kernels import Op
 from dsv4_testkit.harness import Deployment, unix
 
@@ -102,7 +103,7 @@ def test_the_status_tells_who_computes_what(deployment: Deployment, page: Page) 
         page.row("Providers", ("operation", "provider", "speed", "note", "excluded"), found["op"], *cells)
 
 
-def test_it_has_its_own_card_and_no_other_deployment_gets_it(deployment: Deployment, found: Found) -> None:
+def test_it_has_its_own_card_and_no_other_deployment_gets_it(deployment: Deployment, found: GpuInventory) -> None:
     pid, mine = deployment.pid(0, "engine-core"), planned(deployment)
     holds = {card.uuid for card in find().cards if pid in dict(card.holders)}
     assert holds == {mine}
@@ -135,6 +136,7 @@ def test_the_process_that_computes_stopped(deployment: Deployment, page: Page) -
 
 
 def test_an_illegal_address_in_a_kernel(deployment: Deployment, page: Page, orders: Path) -> None:
+    assert entry_points(group="vllm.general_plugins", name="dsv4_faults"), "run: pip install --no-deps tests/kit"
     whole = orders.with_suffix(".whole")
     whole.write_text(json.dumps({"kind": "astray", "rank": 0}))
     whole.rename(orders)

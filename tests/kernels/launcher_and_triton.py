@@ -21,7 +21,7 @@ from launcher_kernel import calling_kernel, sum_kernel, twice
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 from dsv4_kernels.arch import Arch
-from dsv4_kernels.fp8_gemm.api import GemmPlan
+from dsv4_kernels.fp8.api import GemmPlan
 from dsv4_kernels.launch import Launcher, hash_helpers
 from dsv4_kernels.precompile import DEVICE, line, make_plan
 from dsv4_testkit.launches import Launch, record_launches

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_kernels.layouts import LARGEST_SCALE
-from dsv4_kernels.numerics import e4m3_decode
+from dsv4_kernels.numerics import LARGEST_SCALE, e4m3_decode
 from dsv4_testkit import ptx
 
 ASSEMBLIES = ptx.assemblies()
 DEQUANTIZE = ("mla_decode/kernel.py", "_dequantize")
-WIDEN_BF16 = ("moe/mma.py", "widen_bf16")
+WIDEN_BF16 = ("moe/kernel.py", "widen_bf16")
 WIDEN_E4M3 = ("moe/columns.py", "widen_e4m3")
 COPY = ("mhc/kernel.py", "_combine")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_kernels.arrivals import AT_REST
 from dsv4_kernels.compressor.api import SavePlan, StorePlan
-from dsv4_kernels.compressor.inputs import save_inputs, store_inputs
+from dsv4_kernels.compressor.reference import save_inputs, store_inputs
+from dsv4_kernels.device import AT_REST
 
 
 def _sequence(head: int, ratio: int, device: torch.device) -> dict[str, Any]:

@@ -6,19 +6,20 @@ import pytest
 import torch
 
 from dsv4_kernels.arch import Arch, detect, native_mx
-from dsv4_kernels.arrivals import AT_REST
-from dsv4_kernels.fp8_gemm import api
-from dsv4_kernels.fp8_gemm.api import GemmPlan
-from dsv4_kernels.fp8_gemm.configs import (
+from dsv4_kernels.device import AT_REST
+from dsv4_kernels.fp8 import api
+from dsv4_kernels.fp8.api import (
+    GemmPlan,
     HopperConfig,
+    QuantPlan,
     hopper_from,
     hopper_table,
+    places,
     quantised_tokens,
     select,
     select_hopper,
     split_count,
 )
-from dsv4_kernels.fp8_quant.api import QuantPlan, places
 from dsv4_kernels.plan import freeze, thaw
 from dsv4_kernels.registry import case, operation
 from dsv4_kernels.testing import harness

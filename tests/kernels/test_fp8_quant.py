@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_kernels.fp8_quant.api import QuantPlan, SiluMulPlan, _silu_inputs
+from dsv4_kernels.fp8.api import QuantPlan, SiluMulPlan, _silu_inputs
 
 
 @pytest.mark.parametrize("tokens", [3, 66])

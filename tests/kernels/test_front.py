@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_kernels.fp8_quant.reference import fp8_quant
+from dsv4_kernels.fp8.reference import fp8_quant
 from dsv4_kernels.front.api import InsertPlan, NormPlan, _insert_inputs, _norm_inputs
 from dsv4_kernels.mla_cache.reference import mla_cache_read
 

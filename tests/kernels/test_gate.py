@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,16 @@ import pytest
 
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.gate import child, table
-from dsv4_kernels.static import Expect, StaticKernel
+from dsv4_kernels.gate.__main__ import TABLE, VERSIONS
+from dsv4_kernels.gate.table import MMA_PATTERNS, Expect, Row, StaticKernel, arguments_of
 
+ROOT = Path(__file__).parents[2]
 RECORD = StaticKernel(
-    operation="op",
-    kernel="dsv4_kernels.fp8_quant.kernel:fp8_quant_kernel",
+    kernel="dsv4_kernels.fp8.kernel:fp8_quant_kernel",
     label="a",
     arch=Arch.SM_120,
-    signature={},
-    constexprs={"K": 128},
+    arguments=("*bf16", "*fp8e4nv", "*u8", "i32"),
+    constants={"K": 128},
     num_warps=4,
     num_stages=2,
     expect=Expect(mma=("mx",), cp_async=8),
@@ -59,10 +63,6 @@ def test_every_broken_promise_is_found(change: dict[str, Any], word: str) -> Non
 
 
 def test_patterns_tell_block_scaled_from_plain_fp8() -> None:
-    import re
-
-    from dsv4_kernels.static import MMA_PATTERNS
-
     scaled = "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0 {%f1}"
     plain = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%f1}"
     found = {name for name, pattern in MMA_PATTERNS.items() if re.search(pattern, scaled)}
@@ -71,28 +71,74 @@ def test_patterns_tell_block_scaled_from_plain_fp8() -> None:
 
 
 def test_a_change_of_source_or_configuration_makes_a_row_stale() -> None:
-    digest = child.digest(RECORD)
-    rows = {("op/f/a/sm_120", "3.6"): {"digest": digest}}
-    assert table.stale(rows, {("op/f/a/sm_120", "3.6"): digest}) == []
-    assert "other sources" in table.stale(rows, {("op/f/a/sm_120", "3.6"): "x"})[0]
-    assert "no row" in table.stale({}, {("op/f/a/sm_120", "3.6"): digest})[0]
-    assert "gone" in table.stale(rows, {})[0]
+    row = Row(RECORD, RECORD.digest(), {version: {} for version in VERSIONS})
+    assert table.stale([row], [RECORD], VERSIONS) == []
+    assert "other sources" in table.stale([replace(row, digest="x")], [RECORD], VERSIONS)[0]
+    assert "other sources" in table.stale([row], [replace(RECORD, num_warps=8)], VERSIONS)[0]
+    assert "has results of" in table.stale([replace(row, results={"3.6": {}})], [RECORD], VERSIONS)[0]
+    assert "no row" in table.stale([], [RECORD], VERSIONS)[0]
+    assert "gone" in table.stale([row], [], VERSIONS)[0]
+
+
+def test_the_digest_covers_what_a_kernel_calls_and_no_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the shared functions `fp8_quant_kernel` calls `quantize_e4m3`, which calls `ue8m0_ceil`."""
+    digests: list[str] = []
+    sources = table.PACKAGE
+    for before, after in (
+        ("", ""),
+        ("def ue8m0_ceil(x):", "# A comment.\ndef ue8m0_ceil(x):"),
+        ("tl.minimum(code, 254)", "tl.minimum(code, 253)"),
+        ("def is_last(count_ptr, parts):", "def is_last(count_ptr, all_parts):"),
+    ):
+        package = tmp_path / str(len(digests))
+        shutil.copytree(sources, package, ignore=shutil.ignore_patterns("__pycache__"))
+        device = package / "device.py"
+        assert before in device.read_text()
+        device.write_text(device.read_text().replace(before, after, 1))
+        monkeypatch.setattr(table, "PACKAGE", package)
+        for cached in (table._module, table._source):
+            cached.cache_clear()
+        digests.append(RECORD.digest())
+    for cached in (table._module, table._source):
+        cached.cache_clear()
+    whole, commented, changed, unrelated = digests
+    assert whole == commented == unrelated != changed
 
 
 def test_a_row_is_compared_field_by_field() -> None:
-    row = {**GOOD, "key": "k", "triton": "3.6", "digest": "d", "broken": []}
-    assert table.differences(row, row) == []
-    assert "registers is 7" in table.differences(row, {**row, "registers": 7})[0]
+    row = {**GOOD, "key": "k", "broken": []}
+    committed = table.result_of(row)
+    assert table.differences("k", "3.6", committed, row) == []
+    assert "registers is 7" in table.differences("k", "3.6", committed, {**row, "registers": 7})[0]
+    assert "stack is 8" in table.differences("k", "3.6", committed, {**row, "stack": 8})[0]
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    record = replace(RECORD, constants={"K": 128, "LIMIT": 10.0, "A8": True, "MMA": "mx"}, before=(3, 8))
+    row = Row(record, record.digest(), {"3.6": table.result_of({**GOOD, "key": record.key, "broken": []})})
+    table.write(tmp_path / "table.json", [row])
+    assert table.read(tmp_path / "table.json") == [row]
+    assert table.read(tmp_path / "table.json")[0].record.digest() == row.digest
 
 
 def test_records_apply_to_the_tritons_that_would_run_them() -> None:
-    keys = {(r.key, r.since, r.before) for r in child.records() if r.arch is Arch.SM_121 and r.operation == "fp8_gemm"}
-    mx = [k for k in keys if "-mx" in k[0]]
-    dot = [k for k in keys if "-dot" in k[0]]
-    assert mx
-    assert dot
-    assert all(since == (3, 8) for _, since, _ in mx)
-    assert all(before == (3, 8) for _, _, before in dot)
+    rows = [row.record for row in table.read(ROOT / TABLE)]
+    found = [one for one in rows if one.arch is Arch.SM_121 and one.function == "fp8_gemm_kernel"]
+    assert {one.constants["MX"] for one in found} == {True, False}
+    assert all(one.since == (3, 8) for one in found if one.constants["MX"])
+    assert all(one.before == (3, 8) for one in found if not one.constants["MX"])
+    assert not any(one.applies_to("3.6") and one.applies_to("3.8") for one in found)
+
+
+def test_every_kernel_of_the_package_is_recorded() -> None:
+    launched = {row.record.kernel for row in table.read(ROOT / TABLE)}
+    kernels = {
+        f"dsv4_kernels.{'.'.join(path.relative_to(table.PACKAGE).with_suffix('').parts)}:{name}"
+        for path in table.PACKAGE.glob("*/*.py")
+        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+    }
+    assert launched == kernels
+    assert all(arguments_of(kernel) for kernel in kernels)
 
 
 def test_the_committed_table_is_fresh_and_one_of_each_compiles(tmp_path: Path) -> None:
@@ -101,5 +147,5 @@ def test_the_committed_table_is_fresh_and_one_of_each_compiles(tmp_path: Path) -
     """
     command = [sys.executable, "-m", "dsv4_kernels.gate", "--check", "--tritons", str(tmp_path), "--since"]
     command += ["--arch", "sm_120", "sm_121"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
-from dsv4_kernels.indexer.inputs import logits_inputs, paged_inputs, query_inputs
-from dsv4_kernels.indexer.reference import indexer_paged_logits
+from dsv4_kernels.indexer.reference import indexer_paged_logits, logits_inputs, paged_inputs, query_inputs
 
 
 def test_pages_beyond_two_gigabytes_are_reached(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4_kernels.fp8_quant.kernel import fp8_quant_kernel
+from dsv4_kernels.fp8.kernel import fp8_quant_kernel
 from dsv4_kernels.launch import Launcher
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ import torch
 
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.mla_decode.api import DecodePlan
-from dsv4_kernels.mla_decode.inputs import o8_inputs
+from dsv4_kernels.mla_decode.reference import o8_inputs
 from dsv4_kernels.registry import as_outputs, operation
 
 sys.path.append(str(Path(__file__).parents[2]))

@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_kernels.fp8_quant.reference import fp8_quant
+from dsv4_kernels.fp8.reference import fp8_quant
 from dsv4_kernels.mhc import api
-from dsv4_kernels.mhc.api import HeadPlan, PostPlan, PrePlan
-from dsv4_kernels.mhc.configs import MixConfig
-from dsv4_kernels.mhc.inputs import head_inputs, post_inputs, post_pre_inputs, pre_broadcast_inputs, pre_inputs
-from dsv4_kernels.mhc.reference import mhc_post_pre
+from dsv4_kernels.mhc.api import HeadPlan, MixConfig, PostPlan, PrePlan
+from dsv4_kernels.mhc.reference import (
+    head_inputs,
+    mhc_post_pre,
+    post_inputs,
+    post_pre_inputs,
+    pre_broadcast_inputs,
+    pre_inputs,
+)
 
 PARAMS = {"tokens": 18, "hidden": 96, "norm": True}
 

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from dsv4_kernels.arch import Arch
-from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.api import CachePlan
 from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
-from dsv4_kernels.mla_decode.api import DecodePlan
-from dsv4_kernels.mla_decode.configs import DecodeConfig, select, split_count, tile_count
-from dsv4_kernels.mla_decode.inputs import decode_inputs
-from dsv4_kernels.mla_decode.reference import looked_up, mla_decode
+from dsv4_kernels.mla_decode.api import DecodeConfig, DecodePlan, select, split_count, tile_count
+from dsv4_kernels.mla_decode.reference import decode_inputs, looked_up, mla_decode
+from dsv4_kernels.numerics import ds_mla
 from dsv4_kernels.registry import operation
 from dsv4_kernels.testing import harness
 

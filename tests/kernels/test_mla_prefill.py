@@ -7,7 +7,7 @@ import torch
 
 from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
 from dsv4_kernels.mla_decode.api import DecodePlan
-from dsv4_kernels.mla_decode.inputs import decode_inputs
+from dsv4_kernels.mla_decode.reference import decode_inputs
 from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan
 from dsv4_kernels.registry import operation
 

@@ -9,11 +9,10 @@ import triton.language as tl
 
 from dsv4_kernels import plan as planning
 from dsv4_kernels.arch import Arch
-from dsv4_kernels.moe import api, configs
+from dsv4_kernels.moe import api
 from dsv4_kernels.moe.columns import moe_planes_kernel, widen_e4m3
-from dsv4_kernels.moe.mma import widen_bf16
+from dsv4_kernels.moe.kernel import moe_sort_kernel, widen_bf16
 from dsv4_kernels.moe.reference import moe_w4a8, moe_w4a16
-from dsv4_kernels.moe.route import moe_sort_kernel
 from dsv4_kernels.numerics import dequantize_mxfp4
 from dsv4_kernels.registry import operation
 from dsv4_kernels.testing import harness
@@ -249,8 +248,8 @@ def test_tables_fit_every_shard_and_warmup_reaches_every_variant(table: Arch, mm
             inter = whole // parts
             seen = {}
             for tokens in range(1, 3000, 1 if parts == 1 else 97):
-                c = configs.select(table, mma, tokens, 6, experts, hidden, inter)
-                decode = configs.is_decode(tokens, 6)
+                c = api.select(table, mma, tokens, 6, experts, hidden, inter)
+                decode = api.is_decode(tokens, 6)
                 assert inter % c.up_n == 0
                 assert hidden % c.down_n == 0
                 assert (hidden // c.up_split) % c.up_k == 0
@@ -259,8 +258,8 @@ def test_tables_fit_every_shard_and_warmup_reaches_every_variant(table: Arch, mm
                 assert decode or (c.up_split == c.down_split == 1)
                 seen[c, decode, tokens == 1] = tokens
             warmed = {
-                (configs.select(table, mma, t, 6, experts, hidden, inter), configs.is_decode(t, 6), t == 1)
-                for t in configs.reachable(table, mma, 2999, 6, experts)
+                (api.select(table, mma, t, 6, experts, hidden, inter), api.is_decode(t, 6), t == 1)
+                for t in api.reachable(table, mma, 2999, 6, experts)
             }
             assert set(seen) <= warmed
 
@@ -269,15 +268,15 @@ def test_columns_fit_every_shard_and_warmup_reaches_every_variant() -> None:
     for hidden, whole, experts in ((4096, 2048, 256), (7168, 3072, 384)):
         for parts in (1, 2, 4, 8, 16):
             inter = whole // parts
-            chosen = {t: configs.select_columns(Arch.SM_90, t, 6, hidden, inter) for t in range(1, 20)}
-            assert configs.select_columns(Arch.SM_120, 1, 6, hidden, inter) is None
+            chosen = {t: api.select_columns(Arch.SM_90, t, 6, hidden, inter) for t in range(1, 20)}
+            assert api.select_columns(Arch.SM_120, 1, 6, hidden, inter) is None
             for tokens, c in chosen.items():
-                assert (c is not None) == (inter % 128 == 0 and configs.is_decode(tokens, 6))
+                assert (c is not None) == (inter % 128 == 0 and api.is_decode(tokens, 6))
                 if c is not None:
                     assert inter % c.up_n == hidden % c.up_k == hidden % c.down_n == inter % c.down_k == 0
                     assert c.up_n % 32 == 0, "h is quantised in groups of 32 columns"
                     assert c.down_n % 64 == 0, "one counter for 64 rows"
-            warmed = {chosen[t] for t in configs.reachable(Arch.SM_90, "dot", 19, 6, experts) if t in chosen}
+            warmed = {chosen[t] for t in api.reachable(Arch.SM_90, "dot", 19, 6, experts) if t in chosen}
             assert set(chosen.values()) <= warmed
 
 

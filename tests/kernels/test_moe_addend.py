@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4_kernels.arch import Arch
-from dsv4_kernels.moe import api, configs
+from dsv4_kernels.moe import api
 from dsv4_kernels.registry import operation
 
 TINY = {"tokens": 8, "hidden": 128, "inter": 32, "experts": 8, "topk": 6}
@@ -56,9 +56,9 @@ def test_an_addend_is_added_as_torch_adds_it(
 @pytest.mark.interpreter
 def test_shared_out_experts_add_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token's experts in three programs: the addend goes in with the sum of their parts."""
-    chosen = configs.select_columns
+    chosen = api.select_columns
 
-    def shared_out(*args: Any) -> configs.ColumnsConfig | None:
+    def shared_out(*args: Any) -> api.ColumnsConfig | None:
         found = chosen(*args)
         return found and replace(found, down_shares=3)
 

@@ -87,8 +87,8 @@ def test_a_triton_that_compiles_launchers_has_each_compiled_once(tmp_path: Path)
 
 
 def test_a_plan_that_cannot_be_made_is_told_and_the_others_are_compiled(tmp_path: Path) -> None:
-    odd = json.dumps({"plan": "dsv4_kernels.fp8_quant.api:QuantPlan", "args": [64, 100, "device"], "options": {}})
-    gone = json.dumps({"plan": "dsv4_kernels.fp8_quant.api:NoPlan", "args": [], "options": {}})
+    odd = json.dumps({"plan": "dsv4_kernels.fp8.api:QuantPlan", "args": [64, 100, "device"], "options": {}})
+    gone = json.dumps({"plan": "dsv4_kernels.fp8.api:NoPlan", "args": [], "options": {}})
     told = precompile(tmp_path, *TARGETS[0], asked="\n".join([odd, gone, "{", SMALL[0], "", ""]))
     errors = sorted(str(one["error"]).partition(":")[0] for one in told)
     assert errors == ["AttributeError", "JSONDecodeError", "None", "ValueError"]
@@ -98,7 +98,7 @@ _IMPATIENT = """
 import sys
 from dsv4_kernels import precompile
 
-precompile._PATIENCE_SECONDS = 10
+precompile._IDLE_SECONDS = 10
 precompile.main(sys.argv[1:])
 """
 

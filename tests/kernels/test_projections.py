@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_kernels.compressor.api import SavePlan
-from dsv4_kernels.projections import api
-from dsv4_kernels.projections.api import ProjectionPlan
+from dsv4_kernels.compressor import api
+from dsv4_kernels.compressor.api import ProjectionPlan, SavePlan
 
 SMALL = {"hidden": 64, "ratio": 4, "width": 256}
 

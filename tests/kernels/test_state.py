@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4_kernels.arch import Arch
-from dsv4_kernels.arrivals import AT_REST, is_last
+from dsv4_kernels.device import AT_REST, is_last
 from dsv4_kernels.registry import Case, Operation, as_outputs, case, operations
 from dsv4_kernels.testing import harness
 

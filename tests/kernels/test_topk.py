@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_kernels.topk.api import TopkPlan
-from dsv4_kernels.topk.reference import topk
+from dsv4_kernels.indexer.api import TopkPlan
+from dsv4_kernels.indexer.reference import topk
 
 
 def test_equal_scores_give_the_lowest_columns_across_chunks(device: torch.device) -> None:

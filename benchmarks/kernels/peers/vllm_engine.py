@@ -16,7 +16,7 @@ from benchmarks.kernels.source import installed
 
 from dsv4_kernels.registry import Provider, register_provider
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels import providers, vllm_kernels
+from dsv4_runtime.vllm_plugin.kernels import providers
 
 Params = Mapping[str, Any]
 Call = Callable[..., Any]
@@ -200,8 +200,8 @@ def register() -> None:
         ("compressor_store_indexer", "vLLM Triton", compressor_store, BOUNDARY),
         ("indexer_query", "vLLM Triton", indexer_query, BOUNDARY),
         ("mla_prefill_lists", "vLLM Triton", prefill_lists, shifted),
-        ("front_norm", "vLLM Triton", vllm_kernels.front_norm, BOUNDARY),
-        ("front_insert", "vLLM CUDA", vllm_kernels.front_insert, BOUNDARY),
-        ("router", "vLLM", vllm_kernels.gate, TIES),
+        ("front_norm", "vLLM Triton", providers.front_norm, BOUNDARY),
+        ("front_insert", "vLLM CUDA", providers.front_insert, BOUNDARY),
+        ("router", "vLLM", providers.gate, TIES),
     ):
         register_provider(operation, Provider(label, missing(), make, rough))

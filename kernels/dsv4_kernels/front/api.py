@@ -1,4 +1,4 @@
-"""Norms, RoPE and the window's cache entry as operations."""
+"""Configurations, plans and registry rows of the norms, RoPE and the cache entry of the window."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
-from dsv4_kernels.fp8_quant.api import places
-from dsv4_kernels.front.configs import BLOCK_HEADS, block
+from dsv4_kernels.arch import Arch
+from dsv4_kernels.fp8.api import places
 from dsv4_kernels.front.kernel import front_insert_kernel, front_norm_kernel
 from dsv4_kernels.front.reference import front_insert, front_norm, front_norm_o8
 from dsv4_kernels.launch import Launcher
-from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.api import check_cache
-from dsv4_kernels.mla_merge.api import rope_inputs
-from dsv4_kernels.numerics import as_numbers, seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.mla_decode.reference import rope_inputs
+from dsv4_kernels.numerics import as_numbers, ds_mla, seeded
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
+
+# Four heads are 64 bytes per thread of four warps.
+BLOCK_HEADS = 4
+
 
 _front_insert = Launcher(front_insert_kernel)
 _front_norm = Launcher(front_norm_kernel)
@@ -37,13 +39,9 @@ class NormPlan(Plan):
     def __init__(
         self, tokens: int, rank: int, device: torch.device, arch: Arch | None = None, quantised: bool = False
     ) -> None:
-        require_thawed(self.operation)
-        self.arch = arch or detect(device) or DEFAULT_ARCH
-        self.shape = {"tokens": tokens, "rank": rank, "quantised": quantised}
-        support = is_supported(self.shape, self.arch)
-        if not support:
-            raise ValueError(support.reason)
-        self.tokens, self.rank, self.device, self.quantised = tokens, rank, device, quantised
+        shape = {"tokens": tokens, "rank": rank, "quantised": quantised}
+        super().__init__(self.operation, shape, device, arch, is_supported)
+        self.tokens, self.rank, self.quantised = tokens, rank, quantised
         self._code, self._scale = places(tokens if quantised else 0, rank, device)
         self.qr = torch.empty((tokens, rank), dtype=_BF16, device=device)
         self.kv = torch.empty((tokens, 512), dtype=_BF16, device=device)
@@ -72,7 +70,8 @@ class NormPlan(Plan):
             _front_norm[(tokens, 2)](
                 qr_ptr=qr, kv_ptr=kv, q_weight_ptr=q_weight, kv_weight_ptr=kv_weight, qr_out_ptr=self.qr,
                 kv_out_ptr=self.kv, code_ptr=self._code.view(torch.float8_e4m3fn), scale_ptr=self._scale,
-                qr_stride=qr.stride(0), kv_stride=kv.stride(0), eps=eps, Q=self.rank, BLOCK=block(self.rank),
+                qr_stride=qr.stride(0), kv_stride=kv.stride(0), eps=eps, Q=self.rank,
+                BLOCK=next_power_of_2(self.rank),
                 QUANT=self.quantised,
                 num_warps=4, num_stages=1,
             )  # fmt: skip
@@ -101,8 +100,6 @@ class InsertPlan(Plan):
     `own_output` False: the plan has no room for q, and every run names an `out`.
     """
 
-    operation = "front_insert"
-
     def __init__(
         self,
         tokens: int,
@@ -114,14 +111,10 @@ class InsertPlan(Plan):
         arch: Arch | None = None,
         own_output: bool = True,
     ) -> None:
-        require_thawed(self.operation)
-        self.arch = arch or detect(device) or DEFAULT_ARCH
         self.stride = stride or ds_mla(page).page_bytes
-        self.shape = {"tokens": tokens, "heads": heads, "padded": padded_heads, "page": page, "stride": self.stride}
-        support = is_supported(self.shape, self.arch)
-        if not support:
-            raise ValueError(support.reason)
-        self.tokens, self.heads, self.padded, self.page, self.device = tokens, heads, padded_heads, page, device
+        shape = {"tokens": tokens, "heads": heads, "padded": padded_heads, "page": page, "stride": self.stride}
+        super().__init__("front_insert", shape, device, arch, is_supported)
+        self.tokens, self.heads, self.padded, self.page = tokens, heads, padded_heads, page
         # Without room of its own one token's, which the warm-up writes.
         rows = tokens if own_output else min(1, tokens)
         self.q = torch.empty((rows, padded_heads, 512), dtype=_BF16, device=device)

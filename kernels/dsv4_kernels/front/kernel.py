@@ -1,10 +1,5 @@
 """Norms, RoPE and the window's cache entry (Triton)."""
 
-# Triton's decorator and the arguments of kernels have no types.
-# Compile-time constants are in capitals, as is usual in Triton.
-# ruff: noqa: N803
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
-
 from __future__ import annotations
 
 import triton

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_kernels.fp8_quant.reference import fp8_quant
+from dsv4_kernels.fp8.reference import fp8_quant
 from dsv4_kernels.mla_cache.reference import mla_cache_write
 
 

@@ -1,7 +1,7 @@
 """Compile records with the Triton on the path and print one JSON line each.
 
 Started as `python -S child.py` with PYTHONPATH holding one Triton and this package: no torch, no site-packages, so that
-another Triton's entry points cannot interfere. Reads {"keys": [...], "arch": [...]} from stdin.
+another Triton's entry points cannot interfere. Standard input is a JSON list of records.
 """
 
 from __future__ import annotations
@@ -20,49 +20,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from dsv4_kernels.static import FOLDERS, MMA_PATTERNS, StaticKernel, sources_of
-
-
-def triton_version() -> tuple[int, int]:
-    """Major and minor of the Triton at hand."""
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-def records() -> list[StaticKernel]:
-    """Every record of every operation."""
-    found: list[StaticKernel] = []
-    for folder in FOLDERS:
-        found.extend(importlib.import_module(f"dsv4_kernels.{folder}.configs").static_kernels())
-    keys = [r.key for r in found]
-    doubled = sorted({k for k in keys if keys.count(k) > 1})
-    if doubled:
-        raise ValueError(f"static records share a key: {doubled}")
-    return found
-
-
-def digest(record: StaticKernel) -> str:
-    """Fingerprint of a record with the sources that it is made from."""
-    module = importlib.import_module(record.kernel.split(":")[0])
-    return record.digest(sources_of(module))
+from dsv4_kernels.gate.table import MMA_PATTERNS, StaticKernel, arguments_of
 
 
 def compile_record(record: StaticKernel) -> dict[str, Any]:
-    """Compile one record; returns what the table keeps."""
+    """Compile one record and return its row."""
     module, function = record.kernel.split(":")
     fn = getattr(importlib.import_module(module), function)
-    signature = {name: record.signature.get(name, "constexpr") for name in fn.arg_names}
-    missing = [n for n, t in signature.items() if t == "constexpr" and n not in record.constexprs]
-    if missing:
-        raise ValueError(f"{record.key}: no type or value for {missing}")
-    attrs = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(fn.arg_names)
-        if signature[name].startswith("*") or name in record.aligned
-    }
-    constants = {(fn.arg_names.index(name),): value for name, value in record.constexprs.items()}
+    names = arguments_of(record.kernel)
+    run_time = [name for name, constant in names.items() if not constant]
+    types = {name: kind for name, kind in zip(run_time, record.arguments, strict=True) if kind is not None}
+    constants = {name: record.constants.get(name) for name in names if name not in types}
+    signature = {name: types.get(name, "constexpr") for name in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     made_from = GluonASTSource if fn.is_gluon() else triton.compiler.ASTSource
-    source = made_from(fn, signature, constexprs=constants, attrs=attrs)
+    indices = {name: (i,) for i, name in enumerate(names)}
+    source = made_from(
+        fn, signature, constexprs={indices[name]: value for name, value in constants.items()}, attrs=attrs
+    )
     options = {"num_warps": record.num_warps, "num_stages": record.num_stages}
     started = time.perf_counter()
     compiled = triton.compile(source, target=GPUTarget("cuda", record.arch.spec.capability, 32), options=options)
@@ -115,23 +90,15 @@ def verdict(record: StaticKernel, row: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Compile what stdin asks for."""
-    asked = json.load(sys.stdin)
-    version = triton_version()
-    wanted = set(asked["keys"]) if asked.get("keys") is not None else None
-    for record in records():
-        if (wanted is not None and record.key not in wanted) or not record.applies_to(version):
-            continue
-        if asked.get("arch") and record.arch.value not in asked["arch"]:
-            continue
-        line: dict[str, Any] = {"key": record.key, "triton": f"{version[0]}.{version[1]}", "digest": digest(record)}
-        if asked.get("compile", True):
-            try:
-                line.update(compile_record(record))
-                line["broken"] = verdict(record, line)
-            except Exception as error:  # a failed compilation is a row like any other
-                line["broken"] = [f"does not compile: {type(error).__name__}: {str(error).splitlines()[0][:160]}"]
-        print(json.dumps(line), flush=True)
+    """Compile the records on standard input."""
+    for record in map(StaticKernel.from_json, json.load(sys.stdin)):
+        row: dict[str, Any] = {"key": record.key}
+        try:
+            row.update(compile_record(record))
+            row["broken"] = verdict(record, row)
+        except Exception as error:  # a failed compilation is a row like any other
+            row["broken"] = [f"does not compile: {type(error).__name__}: {str(error).splitlines()[0][:160]}"]
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections (mHC): what stands between two sublayers of DeepSeek-V4.
+"""Manifold-constrained hyper-connections (mHC), between two sublayers of DeepSeek-V4.
 
 A token's residual is four streams r[0..3] of H values. Before a sublayer, with x = the 4H values in a row:
 

@@ -1,31 +1,96 @@
-"""Hyper-connections as operations."""
+"""Configurations, plans and registry rows of the hyper-connections."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
-from dsv4_kernels.fp8_quant.api import places
+from dsv4_kernels.arch import Arch, multiprocessors
+from dsv4_kernels.fp8.api import places
 from dsv4_kernels.launch import Launcher
-from dsv4_kernels.mhc.configs import PLANES_BLOCK, MixConfig, coefficient_tile, padded, post_config, select
-from dsv4_kernels.mhc.inputs import head_inputs, post_inputs, post_pre_inputs, pre_broadcast_inputs, pre_inputs
 from dsv4_kernels.mhc.kernel import mhc_apply_kernel, mhc_mix_kernel, mhc_planes_kernel
 from dsv4_kernels.mhc.reference import (
+    head_inputs,
     mhc_head,
     mhc_post,
     mhc_post_pre,
     mhc_post_pre_o8,
     mhc_pre,
     mhc_pre_broadcast,
+    post_inputs,
+    post_pre_inputs,
+    pre_broadcast_inputs,
+    pre_inputs,
 )
 from dsv4_kernels.numerics import as_numbers
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 from dsv4_kernels.testing.interpreter import interpreting
+
+
+@dataclass(frozen=True)
+class MixConfig:
+    """One program of the mix kernel takes `block_t` tokens and `span` columns of each stream, `block_c` at a time.
+
+    `apart`: the terms of fn are made first, by a kernel of its own, instead of in every block of tokens. A program of
+    the apply kernel for post and comb takes `coefficients` tokens, 0 as many as fit its registers with all splits at
+    once.
+    """
+
+    block_t: int
+    block_c: int
+    span: int
+    num_warps: int
+    num_stages: int
+    apart: bool = False
+    apply_warps: int = 8
+    coefficients: int = 0
+
+
+MAX_SPLITS = 128
+# Values of fn that one program takes apart.
+PLANES_BLOCK = 1024
+# Up to here programs are few and short, and the products are those of the least tile.
+FEW_TOKENS = 256
+
+
+def select(arch: Arch, tokens: int, hidden: int, multiprocessors: int) -> MixConfig:
+    """Columns of few tokens are cut until every multiprocessor has a program.
+
+    Of more, small tiles hide most of the time to memory: of 20 candidates for 1,024 to 8,192 tokens and both hidden
+    sizes sm_90's was the fastest each time (H100, 2026-11-24). On SM12x, where none was timed, Triton 3.9 would keep
+    two of its registers in local memory; nothing of these tiles is there.
+    """
+    if tokens <= FEW_TOKENS:
+        return MixConfig(16, 32, _span(32, -(-tokens // 16), hidden, multiprocessors), 4, 2)
+    if arch is Arch.SM_90:
+        return MixConfig(32, 32, 512, 4, 2, apart=True, coefficients=32)
+    return MixConfig(64, 32, 512, 8, 2, apart=True, coefficients=32)
+
+
+def _span(block_c: int, blocks: int, hidden: int, programs: int) -> int:
+    """Columns of one program: spans that halve from the whole row down make few different kernels, all warmed up."""
+    wanted = max(1, min(-(-programs // blocks), MAX_SPLITS))
+    span = block_c
+    while -(-hidden // span) > wanted:
+        span *= 2
+    return span
+
+
+def post_config(tokens: int) -> MixConfig:
+    """`mhc_post` has no products, so its tiles are free: enough columns in flight, one token."""
+    return MixConfig(1, 1024, 1024, 4, 1)
+
+
+def coefficient_tile(config: MixConfig, splits: int) -> tuple[int, int]:
+    """Return the splits and tokens that a program for post and comb loads at once, a tile that registers hold."""
+    if config.coefficients:
+        return 1, config.coefficients
+    return next_power_of_2(splits), max(1, min(16, 32 // next_power_of_2(splits)))
+
 
 _mhc_apply = Launcher(mhc_apply_kernel)
 _mhc_mix = Launcher(mhc_mix_kernel)
@@ -38,7 +103,7 @@ class MhcPlan(Plan):
     """Buffers of one form for up to `tokens` tokens of `hidden` values; see the package docstring for `run`.
 
     Results are views of the plan's buffers, valid until its next run, and may be that run's inputs.
-    `norms`: whether runs come with a norm's weight; both are compiled unless it says that there is one kind.
+    `norms`: whether runs come with a norm's weight; both are compiled unless there is one kind.
     `quantised`: runs of up to so many tokens quantise y too, see `codes`.
     """
 
@@ -52,16 +117,11 @@ class MhcPlan(Plan):
         norms: tuple[bool, ...] = (True, False),
         quantised: int = 0,
     ) -> None:
-        require_thawed(operation)
         self.norms, self.quantised = norms, min(quantised, tokens)
-        self.operation = operation
-        self.arch = arch or detect(device) or DEFAULT_ARCH
+        shape = {"tokens": tokens, "hidden": hidden, "quantised": self.quantised}
+        super().__init__(operation, shape, device, arch, is_supported)
         self.tokens, self.hidden = tokens, hidden
-        self.shape = {"tokens": tokens, "hidden": hidden, "quantised": self.quantised}
-        support = is_supported(self.shape, self.arch)
-        if not support:
-            raise ValueError(support.reason)
-        self.device, self.early = device, not interpreting()
+        self.early = not interpreting()
         self.multiprocessors = multiprocessors(device, self.arch)
         self.residual = torch.empty((tokens, 4, hidden), dtype=_BF16, device=device)
         self.y = torch.empty((tokens, hidden), dtype=_BF16, device=device)
@@ -148,14 +208,15 @@ class MhcPlan(Plan):
             code_ptr=self._code.view(torch.float8_e4m3fn), code_scale_ptr=self._code_scale,
             tokens=tokens, splits=splits, rms_eps=eps[0], pre_eps=eps[1], sinkhorn_eps=eps[2], post_mult=post_mult,
             norm_eps=eps[3], repeat=repeat, H=self.hidden, STREAMS=streams, NORM=weight is not None, HEAD=head,
-            BS=padded(splits), CS=block_s, CT=block_t, BH=padded(self.hidden), QUANT=tokens <= self.quantised,
+            BS=next_power_of_2(splits), CS=block_s, CT=block_t, BH=next_power_of_2(self.hidden),
+            QUANT=tokens <= self.quantised,
             EARLY=self.early, num_warps=config.apply_warps, num_stages=1, launch_pdl=self.early,
         )  # fmt: skip
 
     def _both(
         self, residual: torch.Tensor, fn: torch.Tensor, streams: int, post: tuple[Any, ...], *apply: Any
     ) -> torch.Tensor:
-        """Launch both kernels and return y; apply: what `_apply` takes."""
+        """Launch both kernels and return y; apply: further arguments of `_apply`."""
         tokens = residual.shape[0]
         config = self._config(tokens)
         self._mix(config, tokens, residual, self._fn(config, fn, streams), streams, post)

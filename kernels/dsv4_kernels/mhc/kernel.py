@@ -5,11 +5,6 @@ the apply kernel adds them, and has programs of two kinds: Sinkhorn's iteration 
 and runs beside the programs that read the residual, not in front of them.
 """
 
-# Triton's decorator and the arguments of kernels have no types.
-# Compile-time constants are in capitals, as is usual in Triton.
-# ruff: noqa: N803
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
-
 from __future__ import annotations
 
 import triton

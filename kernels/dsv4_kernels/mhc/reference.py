@@ -1,12 +1,17 @@
-"""Hyper-connections in torch, float64; see the package docstring."""
+"""Hyper-connections in torch, float64, and random inputs with streams of very different sizes.
+
+See the package docstring.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from dsv4_kernels.fp8_quant.reference import fp8_quant
+from dsv4_kernels.fp8.reference import fp8_quant
+from dsv4_kernels.numerics import seeded
 
 
 def _mixes(x: torch.Tensor, fn: torch.Tensor, rms_eps: float) -> torch.Tensor:
@@ -45,9 +50,11 @@ def _layer_input(
     return y
 
 
-def mhc_pre(
-    residual: torch.Tensor,
+def _pre(
+    x: torch.Tensor,
+    streams: torch.Tensor,
     fn: torch.Tensor,
+    exact: bool,
     hc_scale: torch.Tensor,
     hc_base: torch.Tensor,
     rms_eps: float,
@@ -57,39 +64,27 @@ def mhc_pre(
     sinkhorn_repeat: int,
     norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
-    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """residual bf16 [T, 4, H] → (post float32 [T, 4, 1], comb float32 [T, 4, 4], y bf16 [T, H])."""
-    mixes = _mixes(residual.flatten(1), fn, rms_eps)
     pre, post, comb = _coefficients(
-        mixes, hc_scale, hc_base, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
+        _mixes(x, fn, rms_eps), hc_scale, hc_base, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
     )
-    y = _layer_input(pre, residual, norm_weight, norm_eps)
+    y = _layer_input(pre, streams, norm_weight, norm_eps)
     return (post, comb, y) if exact else (post.float(), comb.float(), y.bfloat16())
 
 
+def mhc_pre(
+    residual: torch.Tensor, fn: torch.Tensor, exact: bool = False, **coefficients: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """residual bf16 [T, 4, H] → (post float32 [T, 4, 1], comb float32 [T, 4, 4], y bf16 [T, H])."""
+    return _pre(residual.flatten(1), residual, fn, exact, **coefficients)
+
+
 def mhc_pre_broadcast(
-    residual: torch.Tensor,
-    fn_broadcast: torch.Tensor,
-    hc_scale: torch.Tensor,
-    hc_base: torch.Tensor,
-    rms_eps: float,
-    hc_pre_eps: float,
-    hc_sinkhorn_eps: float,
-    hc_post_mult_value: float,
-    sinkhorn_repeat: int,
-    norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    exact: bool = False,
+    residual: torch.Tensor, fn_broadcast: torch.Tensor, exact: bool = False, **coefficients: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """residual bf16 [T, H] → (streams bf16 [T, 4, H], post, comb, y)."""
     streams = residual[:, None].expand(-1, 4, -1).contiguous()
-    mixes = _mixes(residual, fn_broadcast, rms_eps)
-    pre, post, comb = _coefficients(
-        mixes, hc_scale, hc_base, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
-    )
-    y = _layer_input(pre, streams, norm_weight, norm_eps)
-    return (streams, post, comb, y) if exact else (streams, post.float(), comb.float(), y.bfloat16())
+    return streams, *_pre(residual, streams, fn_broadcast, exact, **coefficients)
 
 
 def mhc_post(
@@ -111,34 +106,13 @@ def mhc_post_pre(
     post_layer_mix: torch.Tensor,
     comb_res_mix: torch.Tensor,
     fn: torch.Tensor,
-    hc_scale: torch.Tensor,
-    hc_base: torch.Tensor,
-    rms_eps: float,
-    hc_pre_eps: float,
-    hc_sinkhorn_eps: float,
-    hc_post_mult_value: float,
-    sinkhorn_repeat: int,
-    norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
     exact: bool = False,
+    **coefficients: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`mhc_post`, then `mhc_pre` of the rounded result → (residual', post', comb', y')."""
     after = mhc_post(x, residual, post_layer_mix, comb_res_mix, exact=True)
-    post, comb, y = mhc_pre(
-        after.bfloat16(),
-        fn,
-        hc_scale,
-        hc_base,
-        rms_eps,
-        hc_pre_eps,
-        hc_sinkhorn_eps,
-        hc_post_mult_value,
-        sinkhorn_repeat,
-        norm_weight,
-        norm_eps,
-        exact,
-    )
-    return after if exact else after.bfloat16(), post, comb, y
+    results = mhc_pre(after.bfloat16(), fn, exact, **coefficients)
+    return after if exact else after.bfloat16(), *results
 
 
 def mhc_post_pre_o8(exact: bool = False, **inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -161,3 +135,74 @@ def mhc_head(
     pre = torch.sigmoid(mixes * hc_scale.double() + hc_base.double()) + hc_eps
     y = _layer_input(pre, hs_flat, None, 0.0)
     return y if exact else y.bfloat16()
+
+
+def _residual(params: Mapping[str, Any], device: torch.device, draw: torch.Generator) -> torch.Tensor:
+    size = (params["tokens"], 4, params["hidden"])
+    streams = torch.randn(size, generator=draw, device=device)
+    streams *= torch.exp2(torch.randint(-3, 4, size[:2], generator=draw, device=device).float())[:, :, None]
+    return streams.bfloat16()
+
+
+def _weights(
+    params: Mapping[str, Any], device: torch.device, draw: torch.Generator, rows: int, columns: int
+) -> dict[str, Any]:
+    # Products of standard deviation around 1, as σ and softmax want them.
+    fn = torch.randn((rows, columns), generator=draw, device=device) * columns**-0.5
+    scale = torch.rand((3 if rows == 24 else 1,), generator=draw, device=device) + 0.5
+    base = torch.randn((rows,), generator=draw, device=device)
+    return {"fn": fn, "hc_scale": scale, "hc_base": base, "rms_eps": 1e-6}
+
+
+def _layer(params: Mapping[str, Any], device: torch.device, draw: torch.Generator) -> dict[str, Any]:
+    weight = 1 + 0.2 * torch.randn((params["hidden"],), generator=draw, device=device)
+    return {
+        "hc_pre_eps": 1e-6,
+        "hc_sinkhorn_eps": 1e-6,
+        "hc_post_mult_value": 2.0,
+        "sinkhorn_repeat": 20,
+        "norm_weight": weight.bfloat16() if params["norm"] else None,
+        "norm_eps": 1e-6,
+    }
+
+
+def pre_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    """Inputs of `mhc_pre`."""
+    draw = seeded(device, seed)
+    weights = _weights(params, device, draw, 24, 4 * params["hidden"])
+    return {"residual": _residual(params, device, draw), **weights, **_layer(params, device, draw)}
+
+
+def pre_broadcast_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    """Inputs of `mhc_pre_broadcast`."""
+    draw = seeded(device, seed)
+    weights = _weights(params, device, draw, 24, params["hidden"])
+    weights["fn_broadcast"] = weights.pop("fn")
+    residual = _residual(params, device, draw)[:, 0].contiguous()
+    return {"residual": residual, **weights, **_layer(params, device, draw)}
+
+
+def post_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    """Inputs of `mhc_post`."""
+    draw = seeded(device, seed)
+    tokens = params["tokens"]
+    return {
+        "x": torch.randn((tokens, params["hidden"]), generator=draw, device=device).bfloat16(),
+        "residual": _residual(params, device, draw),
+        "post_layer_mix": 2 * torch.rand((tokens, 4, 1), generator=draw, device=device),
+        "comb_res_mix": torch.rand((tokens, 4, 4), generator=draw, device=device) / 2,
+    }
+
+
+def post_pre_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    """Inputs of `mhc_post_pre`."""
+    draw = seeded(device, seed + 1)
+    weights = _weights(params, device, draw, 24, 4 * params["hidden"])
+    return {**post_inputs(params, device, seed), **weights, **_layer(params, device, draw)}
+
+
+def head_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    """Inputs of `mhc_head`."""
+    draw = seeded(device, seed)
+    weights = _weights(params, device, draw, 4, 4 * params["hidden"])
+    return {"hs_flat": _residual(params, device, draw), **weights, "hc_eps": 1e-6}

@@ -1,4 +1,4 @@
-"""Write to and read from the packed `fp8_ds_mla` cache of DeepSeek-V4 (`layouts.ds_mla`).
+"""Write to and read from the packed `fp8_ds_mla` cache of DeepSeek-V4 (`numerics.ds_mla`).
 
 A token is 512 values: 448 are stored as E4M3 with one UE8M0 byte per 64, the last 64 (the rotated ones) as bf16.
 
@@ -12,5 +12,5 @@ zeros.
 Offsets are 64-bit, since page · stride passes 2^31 from some 57 thousand pages on. The page stride is the tensor's, a
 multiple of 16; page sizes need not be powers of two. T = 0 and N = 0 launch nothing.
 Tolerance: bitwise, both ways. Source: the layout of vLLM's cache_utils and FlashMLA's tests/quant.py, restated in
-layouts.PackedCache.
+numerics.PackedCache.
 """

@@ -1,21 +1,35 @@
-"""Write and read of the packed cache as operations."""
+"""Configurations, plans and registry rows of the packed cache."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.arch import Arch
 from dsv4_kernels.launch import Launcher
-from dsv4_kernels.layouts import ds_mla
-from dsv4_kernels.mla_cache.configs import select
 from dsv4_kernels.mla_cache.kernel import mla_cache_read_kernel, mla_cache_write_kernel
 from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.numerics import ds_mla
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor
 from dsv4_kernels.registry import Operation, Tolerance, case
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """One program handles `rows` tokens."""
+
+    rows: int
+    num_warps: int
+
+
+def select(arch: Arch, tokens: int) -> CacheConfig:
+    """One warp's worth of 16-byte accesses is a token; more tokens per program only when there are many."""
+    return CacheConfig(1, 1) if tokens <= 512 else CacheConfig(4, 4)
+
 
 _mla_cache_read = Launcher(mla_cache_read_kernel)
 _mla_cache_write = Launcher(mla_cache_write_kernel)
@@ -42,14 +56,9 @@ class CachePlan(Plan):
     def __init__(
         self, write: bool, tokens: int, page: int, stride: int, device: torch.device, arch: Arch | None = None
     ) -> None:
-        self.operation = "mla_cache_write" if write else "mla_cache_read"
-        require_thawed(self.operation)
-        self.arch = arch or detect(device) or DEFAULT_ARCH
-        self.shape = {"tokens": tokens, "page": page, "stride": stride}
-        support = is_supported(self.shape, self.arch)
-        if not support:
-            raise ValueError(support.reason)
-        self.device = device
+        operation = "mla_cache_write" if write else "mla_cache_read"
+        shape = {"tokens": tokens, "page": page, "stride": stride}
+        super().__init__(operation, shape, device, arch, is_supported)
         self.out = None if write else torch.empty((tokens, 512), dtype=torch.bfloat16, device=device)
 
     def run(

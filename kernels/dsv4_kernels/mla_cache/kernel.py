@@ -3,11 +3,6 @@
 448 values do not fill a power of two, so a row is handled as 512 columns of which the last 64 take the other path.
 """
 
-# Triton's decorator and the arguments of kernels have no types.
-# Compile-time constants are in capitals, as is usual in Triton.
-# ruff: noqa: N803
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
-
 from __future__ import annotations
 
 import triton

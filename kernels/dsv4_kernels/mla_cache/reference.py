@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_kernels.layouts import PackedCache, ds_mla
-from dsv4_kernels.numerics import dequantize_e4m3, quantize_e4m3
+from dsv4_kernels.numerics import PackedCache, dequantize_e4m3, ds_mla, quantize_e4m3
 
 FLOOR = 1e-4
 

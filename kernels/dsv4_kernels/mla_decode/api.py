@@ -1,27 +1,270 @@
-"""Sparse MLA decode as two operations: with bf16 output, and with the fused epilogue."""
+"""Configurations, plans and registry rows of sparse MLA decode and of the merge of its parts."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
+from dsv4_kernels.arch import Arch, Table, load_table, multiprocessors
 from dsv4_kernels.launch import Launcher
-from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.api import check_cache
-from dsv4_kernels.mla_decode.configs import FIXED_WIDTH, DecodeConfig, select, split_count, table, tile_count
-from dsv4_kernels.mla_decode.inputs import decode_inputs, o8_inputs
-from dsv4_kernels.mla_decode.kernel import mla_decode_kernel
-from dsv4_kernels.mla_decode.reference import mla_decode, mla_decode_o8
-from dsv4_kernels.mla_merge.api import launch_merge
-from dsv4_kernels.mla_merge.configs import select as merge_config
-from dsv4_kernels.numerics import as_numbers
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.mla_decode.kernel import mla_decode_kernel, mla_merge_kernel
+from dsv4_kernels.mla_decode.reference import (
+    decode_inputs,
+    merge_inputs,
+    merge_o8_inputs,
+    merge_two_inputs,
+    mla_decode,
+    mla_decode_o8,
+    mla_merge,
+    mla_merge_o8,
+    mla_merge_two,
+    o8_inputs,
+)
+from dsv4_kernels.numerics import as_numbers, ds_mla
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor
 from dsv4_kernels.registry import Operation, Tolerance, case
 from dsv4_kernels.testing.interpreter import interpreting
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """`block_parts` parts are loaded at a time, of `rows` heads of a token."""
+
+    block_parts: int
+    num_warps: int
+    rows: int = 1
+
+
+# A block is loaded at once, whether its parts are there or not. 5, 10 and 20 are the tiles of 128 + 512 entries; 20
+# parts of 512 are 80 values per thread of four warps.
+BLOCKS = (1, 2, 4, 5, 8, 10, 16, 20)
+# From here on multiprocessors are full with programs of any size (of 14 candidates on an H100, 2026-11-24).
+MANY_TOKENS = 128
+
+
+def merge_config(arch: Arch, parts: int, tokens: int, heads: int) -> MergeConfig:
+    """The least block that holds all parts, else the largest; of many tokens with one part, two heads at once."""
+    block = next((size for size in BLOCKS if size >= parts), BLOCKS[-1])
+    if tokens >= MANY_TOKENS and block == 1 and heads % 2 == 0:
+        return MergeConfig(block, 1, 2)
+    return MergeConfig(block, 4 if block > 4 else 2)
+
+
+_mla_merge = Launcher(mla_merge_kernel)
+
+
+class MergePlan(Plan):
+    """Merge of up to `parts` parts of up to `tokens` tokens."""
+
+    def __init__(
+        self, operation: str, parts: int, tokens: int, heads: int, device: torch.device, arch: Arch | None = None
+    ) -> None:
+        shape = {"parts": parts, "tokens": tokens, "heads": heads}
+        super().__init__(operation, shape, device, arch, merge_supported)
+        self.o8 = operation.endswith("o8")
+        # A kernel takes both; it writes one.
+        self._no_lse = torch.empty((1, 1), dtype=torch.float32, device=device)
+        self._no_scale = torch.empty((1, 1, 4), dtype=torch.uint8, device=device)
+
+    @functools.cached_property
+    def out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Results of the runs that name no place for them; made by the first of them."""
+        return self._results(self.shape["tokens"])
+
+    def _results(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = self.shape["heads"]
+        empty = functools.partial(torch.empty, device=self.device)
+        if self.o8:
+            return empty((tokens, heads, 512), dtype=torch.uint8), empty((tokens, heads, 4), dtype=torch.uint8)
+        return empty((tokens, heads, 512), dtype=torch.bfloat16), empty((tokens, heads), dtype=torch.float32)
+
+    def run(
+        self, *, out: tuple[torch.Tensor, torch.Tensor] | None = None, **tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Same keywords as the reference of the operation.
+
+        Writes `out`, (o, lse) or (code, scale); without it buffers of the plan that its next run overwrites.
+        """
+        heads = self.shape["heads"]
+        two = self.operation == "mla_merge_two"
+        o, lse = (tensors["o0"], tensors["lse0"]) if two else (tensors["o"], tensors["lse"])
+        parts, tokens = (2, o.shape[0]) if two else (o.shape[0], o.shape[1])
+        lead = () if two else (parts,)
+        check_tensor("o", o, torch.bfloat16, (*lead, tokens, heads, 512))
+        check_tensor("lse", lse, torch.float32, (*lead, tokens, heads))
+        if two:
+            check_tensor("o1", tensors["o1"], torch.bfloat16, (tokens, heads, 512))
+            check_tensor("lse1", tensors["lse1"], torch.float32, (tokens, heads))
+        check_tensor("sink", tensors["sink"], torch.float32, (heads,))
+        if tokens > self.shape["tokens"] or parts > self.shape["parts"]:
+            raise ValueError(f"{parts} parts of {tokens} tokens, the plan holds {self.shape}")
+        results = (self.out[0][:tokens], self.out[1][:tokens]) if out is None else out
+        positions = tensors.get("positions", lse)
+        if self.o8:
+            check_tensor("positions", positions, torch.int64, (tokens,))
+            check_tensor("cos_sin", tensors["cos_sin"], torch.float32, (None, 64))
+        if tokens:
+            launch_merge(
+                self.arch, o, lse, tensors.get("o1", o), tensors.get("lse1", lse), tensors["sink"], positions,
+                tensors.get("cos_sin", lse), results[0], self._no_lse if self.o8 else results[1],
+                results[1] if self.o8 else self._no_scale, tokens, parts, two, self.o8,
+            )  # fmt: skip
+        return results
+
+    def warmup(self) -> None:
+        """Every block of parts up to the planned count, of few tokens and of many."""
+        heads = self.shape["heads"]
+        sizes = {min(block, self.shape["parts"]) for block in BLOCKS}
+        for parts in {2} if self.operation == "mla_merge_two" else sizes:
+            for tokens in sorted({1, min(MANY_TOKENS, self.shape["tokens"])}):
+                params = {"parts": parts, "tokens": tokens, "heads": heads}
+                self.run(**_INPUTS[self.operation](params, self.device, 0))
+
+
+def launch_merge(
+    arch: Arch,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    o1: torch.Tensor,
+    lse1: torch.Tensor,
+    sink: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    out: torch.Tensor,
+    out_lse: torch.Tensor,
+    out_scale: torch.Tensor,
+    tokens: int,
+    parts: int,
+    two: bool,
+    o8: bool,
+    early: bool = False,
+) -> None:
+    """Launch the merge over checked tensors; mla_decode uses it for its splits.
+
+    early: programmatic dependent launch, the merge's programs are placed while the kernel before it still runs and wait
+    for it.
+    """
+    heads = out.shape[1]
+    config = merge_config(arch, parts, tokens, heads)
+    _mla_merge[(tokens * heads // config.rows,)](
+        part_ptr=o, part_lse_ptr=lse, second_ptr=o1, second_lse_ptr=lse1, sink_ptr=sink, position_ptr=positions,
+        cos_sin_ptr=cos_sin, o_ptr=out.view(torch.float8_e4m3fn) if o8 else out, lse_ptr=out_lse, scale_ptr=out_scale,
+        tokens=tokens, parts=parts, H=heads, BS=config.block_parts, ROWS=config.rows, TWO=two, O8=o8, EARLY=early,
+        num_warps=config.num_warps, num_stages=1, launch_pdl=early,
+    )  # fmt: skip
+
+
+def merge_supported(params: Mapping[str, Any], arch: Arch) -> Support:
+    """Any parts, tokens and heads."""
+    if params["parts"] < 1:
+        return Support(f"mla_merge: {params['parts']} parts, needs at least 1")
+    return SUPPORTED
+
+
+_INPUTS = {"mla_merge": merge_inputs, "mla_merge_two": merge_two_inputs, "mla_merge_o8": merge_o8_inputs}
+_CLOSE = Tolerance(absolute=1e-5, relative=2.0**-8)
+_MERGED_LSE = Tolerance(absolute=1e-5, relative=1e-6)
+
+
+def _row(
+    name: str, summary: str, reference: Any, outputs: tuple[str, ...], tolerance: tuple[Tolerance, ...]
+) -> Operation:
+    parts = (2, 2, 2) if name == "mla_merge_two" else (1, 5, 20)
+    return Operation(
+        name=name,
+        summary=summary,
+        folder="mla_decode",
+        outputs=outputs,
+        cases=(
+            case("empty", "cpu gpu", parts=2, tokens=0, heads=8),
+            case("few", "cpu gpu", parts=parts[0], tokens=3, heads=8),
+            case("some", "cpu gpu", parts=parts[1], tokens=2, heads=5),
+            case("many", "cpu gpu", parts=parts[2], tokens=1, heads=16),
+            case("heads-together", "cpu gpu", parts=min(parts[0], 2), tokens=128, heads=4),
+            case("decode", "gpu bench", parts=min(parts[1] * 2, 10), tokens=8, heads=64),
+            case("prefill", "gpu bench", parts=2, tokens=1024, heads=64),
+        ),
+        make_inputs=_INPUTS[name],
+        reference=reference,
+        plan=lambda p, device, arch: MergePlan(name, p["parts"], p["tokens"], p["heads"], device, arch),
+        is_supported=merge_supported,
+        nbytes=lambda p: p["tokens"] * p["heads"] * (p["parts"] * 1028 + 1028),
+        flops=lambda p: p["tokens"] * p["heads"] * p["parts"] * 1024,
+        tolerance=tolerance,
+        compared=as_numbers if name == "mla_merge_o8" else tuple,
+    )
+
+
+# A float32 value next to a rounding boundary may fall on the other side of the float64 one's: one step of E4M3, seldom.
+_MERGED_QUANTISED = Tolerance(rms=5e-3, relative=2.0**-3, absolute=1e-9, mismatch=1e-4)
+
+_MLA_MERGE = (
+    _row("mla_merge", "merge of split attention with the sink", mla_merge, ("o", "lse"), (_CLOSE, _MERGED_LSE)),
+    _row(
+        "mla_merge_two",
+        "merge of two attention subsets with the sink",
+        mla_merge_two,
+        ("o", "lse"),
+        (_CLOSE, _MERGED_LSE),
+    ),
+    _row("mla_merge_o8", "merge, inverse RoPE and FP8 quantisation", mla_merge_o8, ("value",), (_MERGED_QUANTISED,)),
+)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """One program: `block_h` heads, tiles of `block_n` entries. `waves`: programs per multiprocessor that splitting
+    aims at.
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    waves: int
+
+    @property
+    def label(self) -> str:
+        """Short name for tables."""
+        return f"h{self.block_h}-n{self.block_n}-w{self.num_warps}-s{self.num_stages}"
+
+
+def table(arch: Arch) -> Table[DecodeConfig]:
+    """The rows of `arch`, by heads and tokens."""
+    return load_table(Path(__file__).parent, arch, "mla_decode", DecodeConfig)
+
+
+def select(arch: Arch, heads: int, tokens: int) -> DecodeConfig:
+    """The configuration for `heads` local heads and `tokens` query tokens."""
+    return table(arch).select(heads=heads, tokens=tokens)
+
+
+# Up to this many entries per token the shares are cut from the widths; above, where a context of usual length fills a
+# small part of the width, from the lengths on the device.
+FIXED_WIDTH = 2048
+
+
+def tile_count(config: DecodeConfig, window: int, topk: int) -> int:
+    """Tiles of one token's two lists; a tile never spans both."""
+    return -(-window // config.block_n) + -(-topk // config.block_n)
+
+
+def split_count(config: DecodeConfig, tokens: int, heads: int, tiles: int, multiprocessors: int) -> int:
+    """In how many shares a token's list of at most `tiles` tiles is worked on; depends on nothing that lives on the
+    device.
+
+    Shares are whole tiles and equal: as many as fill the machine `waves` times, then no more than that length needs.
+    """
+    programs = max(1, tokens) * -(-heads // config.block_h)
+    wanted = max(1, min(tiles, config.waves * multiprocessors // programs))
+    return -(-tiles // -(-tiles // wanted))
+
 
 _mla_decode = Launcher(mla_decode_kernel)
 
@@ -51,23 +294,12 @@ class DecodePlan(Plan):
         arch: Arch | None = None,
         lookup: bool = False,
     ) -> None:
-        self.lookup = lookup
-        self.operation = "mla_decode_o8" if o8 else "mla_decode"
-        require_thawed(self.operation)
-        self.arch = arch or detect(device) or DEFAULT_ARCH
         strides = strides or (ds_mla(pages[0]).page_bytes, ds_mla(pages[1]).page_bytes)
-        self.shape = {
-            "tokens": tokens,
-            "heads": heads,
-            "window": window,
-            "topk": topk,
-            "pages": pages,
-            "strides": strides,
-        }
-        support = is_supported(self.shape, self.arch)
-        if not support:
-            raise ValueError(support.reason)
-        self.device, self.o8, self.q_heads = device, o8, q_heads or heads
+        shape = {
+            "tokens": tokens, "heads": heads, "window": window, "topk": topk, "pages": pages, "strides": strides
+        }  # fmt: skip
+        super().__init__("mla_decode_o8" if o8 else "mla_decode", shape, device, arch, is_supported)
+        self.lookup, self.o8, self.q_heads = lookup, o8, q_heads or heads
         self.multiprocessors = multiprocessors(device, self.arch)
         self.o = torch.empty((tokens, heads, 512), dtype=torch.uint8 if o8 else torch.bfloat16, device=device)
         self.scale = torch.empty((tokens, heads, 4), dtype=torch.uint8, device=device)
@@ -81,7 +313,7 @@ class DecodePlan(Plan):
         return self._launch(tokens)[1]
 
     def looks_up(self, tokens: int) -> bool:
-        """Tell whether a run of `tokens` gets a table of pages in place of slots: where a share is one tile.
+        """Return whether a run of `tokens` gets a table of pages in place of slots: where a share is one tile.
 
         In the loop of longer shares every tile would wait for one more trip to memory.
         """
@@ -316,6 +548,7 @@ _LSE = Tolerance(absolute=1e-3, relative=8.01 / 65536)
 _QUANTISED = Tolerance(rms=4e-2, diff=1e-3)
 
 OPERATIONS = (
+    *_MLA_MERGE,
     Operation(
         name="mla_decode",
         summary="sparse MLA decode over window and compressed caches, with sinks",

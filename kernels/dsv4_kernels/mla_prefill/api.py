@@ -1,22 +1,43 @@
-"""Sparse MLA prefill as an operation."""
+"""Configurations, plans and registry rows of sparse MLA prefill."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.arch import Arch
 from dsv4_kernels.launch import Launcher
-from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
-from dsv4_kernels.mla_prefill.configs import BLOCK, WORKERS, list_width, select
 from dsv4_kernels.mla_prefill.kernel import mla_prefill_kernel, mla_prefill_lists_kernel
-from dsv4_kernels.mla_prefill.reference import mla_prefill, mla_prefill_lists
-from dsv4_kernels.numerics import seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.mla_prefill.reference import list_width, mla_prefill, mla_prefill_lists
+from dsv4_kernels.numerics import ds_mla, seeded
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor
 from dsv4_kernels.registry import Case, Operation, Tolerance, case
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """One program: `block_h` heads of one token, tiles of `block_n` entries."""
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def select(arch: Arch, heads: int) -> PrefillConfig:
+    """As many heads as share a gathered tile: half of the registers of sm_90 hold the sums of 64 heads."""
+    if arch is Arch.SM_90:
+        return PrefillConfig(64, 64, 8, 2) if heads > 32 else PrefillConfig(16, 64, 4, 2)
+    return PrefillConfig(32, 32, 8, 2) if heads > 16 else PrefillConfig(16, 32, 4, 2)
+
+
+WORKERS = 256
+BLOCK = 256
+
 
 _mla_prefill = Launcher(mla_prefill_kernel)
 _mla_prefill_lists = Launcher(mla_prefill_lists_kernel)
@@ -28,8 +49,6 @@ class PrefillPlan(Plan):
     `own_output` False: the plan has no room for o, and every run names an `out`.
     """
 
-    operation = "mla_prefill"
-
     def __init__(
         self,
         tokens: int,
@@ -39,13 +58,9 @@ class PrefillPlan(Plan):
         arch: Arch | None = None,
         own_output: bool = True,
     ) -> None:
-        require_thawed(self.operation)
-        self.arch = arch or detect(device) or DEFAULT_ARCH
-        self.shape = {"tokens": tokens, "heads": heads, "width": width}
-        support = is_supported(self.shape, self.arch)
-        if not support:
-            raise ValueError(support.reason)
-        self.tokens, self.heads, self.width, self.device = tokens, heads, width, device
+        shape = {"tokens": tokens, "heads": heads, "width": width}
+        super().__init__("mla_prefill", shape, device, arch, is_supported)
+        self.tokens, self.heads, self.width = tokens, heads, width
         # Without room of its own one token's, which the warm-up writes.
         rows = tokens if own_output else min(1, tokens)
         self.o = torch.empty((rows, heads, 512), dtype=torch.bfloat16, device=device)
@@ -93,8 +108,6 @@ class ListsPlan(Plan):
     `own_output` False: the plan has no room for the lists, and every run names an `out`.
     """
 
-    operation = "mla_prefill_lists"
-
     def __init__(
         self,
         tokens: int,
@@ -105,13 +118,9 @@ class ListsPlan(Plan):
         arch: Arch | None = None,
         own_output: bool = True,
     ) -> None:
-        require_thawed(self.operation)
-        self.arch = arch or detect(device) or DEFAULT_ARCH
-        self.shape = {"tokens": tokens, "topk": topk, "ratio": ratio, "window": window}
-        support = lists_supported(self.shape, self.arch)
-        if not support:
-            raise ValueError(support.reason)
-        self.topk, self.ratio, self.window, self.device = topk, ratio, window, device
+        shape = {"tokens": tokens, "topk": topk, "ratio": ratio, "window": window}
+        super().__init__("mla_prefill_lists", shape, device, arch, lists_supported)
+        self.topk, self.ratio, self.window = topk, ratio, window
         self.tokens, self.width = tokens, list_width(topk, window)
         # Without room of its own one token's, which the warm-up writes.
         rows = tokens if own_output else min(1, tokens)

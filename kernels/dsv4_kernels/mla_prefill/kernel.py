@@ -1,10 +1,5 @@
 """Sparse MLA prefill over a bf16 workspace (Triton), and the lists of rows that it reads."""
 
-# Triton's decorator and the arguments of kernels have no types.
-# Compile-time constants are in capitals, as is usual in Triton.
-# ruff: noqa: N803
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
-
 from __future__ import annotations
 
 import triton

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_kernels.mla_prefill.configs import list_width
+
+def list_width(topk: int, window: int) -> int:
+    """Columns of a list: a multiple of 128, as FlashMLA wants them."""
+    return -(-(topk + window) // 128) * 128
 
 
 def mla_prefill_lists(

@@ -6,7 +6,7 @@
     out[t] = addend[t] + out[t]            if a plan adds: both bf16, out was rounded before
 
 W4A16: x and h are bf16. W4A8: x and h are rounded to E4M3 in groups of 32 along their last dimension, each with the
-least power of two ≥ amax/448 as scale (MXFP8, what block-scaled MMA reads; finer than the 1×128 of DeepSeek's own
+least power of two ≥ amax/448 as scale (MXFP8, the input of block-scaled MMA; finer than the 1×128 of DeepSeek's own
 recipe).
 On sm_90, up to 64 pairs and with I a multiple of 128, W4A16's x and h enter the products as two E4M3 planes: exact for
 a bf16 within 2^-13 of the largest of its group of 32, else to 2^-21 of the largest. Sums of 32 are the FP8
@@ -19,7 +19,7 @@ of 128, I a multiple of 32 (any tensor-parallel shard of 2048 or 3072).
 Output: bf16 [T, H], a view of the plan's buffer, valid until the next run.
 Edges: an id outside 0..E−1 (−1 of expert parallelism, padding of graphs) contributes exactly 0 and its weight is never
 used; a token without a valid id gives zeros; an expert listed twice counts twice; experts without tokens cost nothing;
-T = 0 launches nothing. The result is the same, bit for bit, whatever else is in the batch's other rows at the same T,
+T = 0 launches nothing. The result of a row is bitwise independent of the batch's other rows at the same T,
 and from run to run.
 Tolerance against float64 on the dequantised weights: relative RMS 5e-3, and 2e-2 of the output's RMS for every element
 (W4A16); relative RMS 5e-3 against a reference with the same rounding of x and h (W4A8).

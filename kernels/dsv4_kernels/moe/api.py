@@ -1,30 +1,253 @@
-"""The mixture of experts as operations: W4A16 and W4A8."""
+"""Configurations, plans and registry rows of the mixture of experts: W4A16 and W4A8."""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-import triton
 
-from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, native_mx
+from dsv4_kernels.arch import Arch, Table, load_table, native_mx
 from dsv4_kernels.launch import Launcher
-from dsv4_kernels.moe.configs import DECODE_PAIRS, MoeConfig, is_decode, reachable, select, select_columns
+from dsv4_kernels.moe.columns import moe_columns_down_kernel, moe_columns_up_kernel, moe_planes_kernel
 from dsv4_kernels.moe.kernel import (
+    moe_combine_kernel,
     moe_decode_down_kernel,
     moe_decode_up_kernel,
+    moe_prepare_kernel,
+    moe_sort_kernel,
     moe_sorted_down_kernel,
     moe_sorted_up_kernel,
 )
 from dsv4_kernels.moe.reference import AMAX_FLOOR, LIMIT, moe_w4a8, moe_w4a16
-from dsv4_kernels.moe.route import moe_combine_kernel, moe_prepare_kernel, moe_sort_kernel
-from dsv4_kernels.moe.small import Columns, MoeRun
 from dsv4_kernels.numerics import seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, counters, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
+
+# Up to here every program finds the pairs of its expert by itself; above, one launch sorts them first.
+DECODE_PAIRS = 64
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Tiles of both products. `m` is the pairs of a tile; `up_n` counts columns of h (2·up_n rows of w13), `down_n` of
+    the output.
+
+    `*_split` is the number of ranges of k inside a tile (decode only, else 1).
+    """
+
+    m: int
+    up_n: int
+    up_k: int
+    up_warps: int
+    up_stages: int
+    up_split: int
+    down_n: int
+    down_k: int
+    down_warps: int
+    down_stages: int
+    down_split: int
+
+
+@dataclass(frozen=True)
+class ColumnsConfig:
+    """Tiles of both products of the columns kernels.
+
+    `up_early`: the up kernel's programs are placed while x is prepared. That hides a launch, but they then lie unevenly
+    on the multiprocessors, which costs more where all of them run at once. `down_shares`: a token's experts are shared
+    out to so many programs.
+    """
+
+    up_n: int
+    up_k: int
+    up_warps: int
+    up_stages: int
+    up_early: bool
+    down_n: int
+    down_k: int
+    down_warps: int
+    down_stages: int
+    down_shares: int
+
+
+def _largest(wanted: int, length: int) -> int:
+    """The largest power of two up to `wanted` that divides `length`."""
+    while length % wanted:
+        wanted //= 2
+    return wanted
+
+
+def fit(config: MoeConfig, hidden: int, inter: int, decode: bool) -> MoeConfig:
+    """Shrink tiles that do not divide the model's sizes; every loop then runs without masks."""
+    up_split, down_split = _split(config.up_split, hidden), _split(config.down_split, inter)
+    up_k, down_k = _largest(config.up_k, hidden // up_split), _largest(config.down_k, inter // down_split)
+    # Triton 3.6 gives NaN for some wgmma loops of three and more stages over blocks of 64 (H200, 7 of 40 tiles tried;
+    # none of 60 with blocks of 128 or of two stages). Only tensor-parallel shards that 128 does not divide come here.
+    return replace(
+        config,
+        up_n=_largest(config.up_n, inter),
+        up_k=up_k,
+        up_stages=config.up_stages if decode or up_k >= 128 else 1,
+        up_split=up_split,
+        down_n=_largest(config.down_n, hidden),
+        down_k=down_k,
+        down_stages=config.down_stages if decode or down_k >= 128 else 1,
+        down_split=down_split,
+    )
+
+
+def _split(wanted: int, length: int) -> int:
+    # Ranges shorter than 128 make the rows that are read too short for memory.
+    while wanted > 1 and length % (wanted * 128):
+        wanted //= 2
+    return wanted
+
+
+def is_decode(tokens: int, topk: int) -> bool:
+    """Return whether the batch runs without a sort."""
+    return tokens * topk <= DECODE_PAIRS
+
+
+def average_rows(tokens: int, topk: int, experts: int) -> int:
+    """Pairs per expert if the router spreads evenly, rounded up: the index of the sorted tables."""
+    return -(-tokens * topk // experts)
+
+
+def select(arch: Arch, mma: str, tokens: int, topk: int, experts: int, hidden: int, inter: int) -> MoeConfig:
+    """The table's row for the batch, fitted to the sizes."""
+    decode = is_decode(tokens, topk)
+    table = _table(arch, mma, decode)
+    row = table.select(tokens=tokens, inter=inter) if decode else table.select(rows=average_rows(tokens, topk, experts))
+    return fit(row, hidden, inter, decode)
+
+
+def select_columns(arch: Arch, tokens: int, topk: int, hidden: int, inter: int) -> ColumnsConfig | None:
+    """The columns kernels' row for a W4A16 batch, fitted to the sizes; None where another body runs it.
+
+    They need FP8 products that take one side from registers (sm_90), and 128 values of k to a row. Not for W4A8, where
+    h is rounded to E4M3: that instruction's short sums tip the rounding often enough to be seen.
+    """
+    if arch is not Arch.SM_90 or hidden % 128 or inter % 128 or not is_decode(tokens, topk):
+        return None
+    for row in _columns_table().rows:
+        if row.holds({"tokens": tokens, "inter": inter}):
+            return _fit_columns(row.config, hidden, inter)
+    return None
+
+
+def _fit_columns(config: ColumnsConfig, hidden: int, inter: int) -> ColumnsConfig:
+    return replace(
+        config,
+        up_n=_largest(config.up_n, inter),
+        up_k=_largest(config.up_k, hidden),
+        down_n=_largest(config.down_n, hidden),
+        down_k=_largest(config.down_k, inter),
+    )
+
+
+def _columns_table() -> Table[ColumnsConfig]:
+    return load_table(Path(__file__).parent, Arch.SM_90, "decode_columns", ColumnsConfig)
+
+
+def reachable(arch: Arch, mma: str, tokens: int, topk: int, experts: int) -> list[int]:
+    """One batch size for every table row that batches of 1..tokens can select."""
+    last_decode = min(tokens, DECODE_PAIRS // topk)
+    rows = [row.when for row in _table(arch, mma, True).rows]
+    if arch is Arch.SM_90:
+        rows += [row.when for row in _columns_table().rows]
+    # 1 and 2 as well: a single token has a kernel of its own.
+    found = {t for t in (1, 2, *(when["tokens"][0] for when in rows)) if 1 <= t <= last_decode}
+    first_sorted = last_decode + 1
+    for row in _table(arch, mma, False).rows:
+        low = max((row.when["rows"][0] - 1) * experts // topk + 1, first_sorted)
+        if low <= tokens:
+            found.add(low)
+    if tokens >= first_sorted:
+        found.add(tokens)
+    return sorted(found)
+
+
+def _table(arch: Arch, mma: str, decode: bool) -> Table[MoeConfig]:
+    return load_table(Path(__file__).parent, arch, f"{'decode' if decode else 'sorted'}_{mma}", MoeConfig)
+
+
+_moe_columns_down = Launcher(moe_columns_down_kernel)
+_moe_columns_up = Launcher(moe_columns_up_kernel)
+_moe_planes = Launcher(moe_planes_kernel)
+
+
+class MoeRun(NamedTuple):
+    """Inputs and outputs of the launches of a run: tensors of the package's contract, `ready` of `MoePlan.run`."""
+
+    out: torch.Tensor
+    addend: torch.Tensor | None
+    ready: Callable[[], None]
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    w13: torch.Tensor
+    w13_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
+
+
+def copies_of(tokens: int) -> int:
+    """Return how often x is kept for a batch: about sixteen rows in all. One row, read by 384 programs at once, takes a
+    third longer; more than sixteen change nothing (H200)."""
+    return max(1, 16 // tokens)
+
+
+class Columns:
+    """Buffers for the batch sizes that `configs` names (tokens to configuration), and how they are run."""
+
+    def __init__(
+        self, configs: Mapping[int, ColumnsConfig], shape: Mapping[str, int], ptx: bool, device: torch.device
+    ) -> None:
+        self.configs, self.shape, self.ptx = configs, shape, ptx
+        tokens = max(configs, default=0)
+        pairs, hidden, inter = tokens * shape["topk"], shape["hidden"], shape["inter"]
+
+        def empty(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty((rows, 2, width), dtype=dtype, device=device)
+
+        copies = max((t * copies_of(t) for t in configs), default=0)
+        self.x = empty(copies, hidden, torch.float8_e4m3fn)
+        self.x_factor = empty(copies, hidden // 32, torch.float32)
+        self.h = empty(pairs, inter, torch.float8_e4m3fn)
+        self.h_factor = empty(pairs, inter // 32, torch.float32)
+        shares = max((t * c.down_shares for t, c in configs.items() if c.down_shares > 1), default=0)
+        self.part = torch.empty((shares * hidden,), dtype=torch.float32, device=device)
+        self.count = counters(tokens * hidden // 64, device)
+
+    def run(self, run: MoeRun) -> None:
+        """Launch."""
+        out, addend, ready, x, ids, weights, w13, w13_scale, w2, w2_scale = run
+        tokens = x.shape[0]
+        c = self.configs[tokens]
+        hidden, inter, experts, topk = (self.shape[n] for n in ("hidden", "inter", "experts", "topk"))
+        block, copies = min(1024, hidden & -hidden), copies_of(tokens)
+        _moe_planes[(tokens, hidden // block, copies)](
+            x_ptr=x, planes_ptr=self.x, factor_ptr=self.x_factor, HIDDEN=hidden, BLOCK=block, PTX=self.ptx,
+        )  # fmt: skip
+        _moe_columns_up[(tokens * topk, inter // c.up_n)](
+            x_ptr=self.x, x_factor_ptr=self.x_factor, ids_ptr=ids, weight_ptr=weights, w_ptr=w13,
+            w_scale_ptr=w13_scale, h_ptr=self.h, h_factor_ptr=self.h_factor, copies=copies, EXPERTS=experts, TOPK=topk,
+            HIDDEN=hidden, INTER=inter, LIMIT=LIMIT, BLOCK_N=c.up_n, BLOCK_K=c.up_k, STAGES=c.up_stages, PTX=self.ptx,
+            num_warps=c.up_warps, num_stages=c.up_stages, launch_pdl=self.ptx and c.up_early,
+        )  # fmt: skip
+        # Where another stream is waited for, not launched early: no such pair has been captured in a graph yet.
+        ready()
+        _moe_columns_down[(tokens, -(-hidden // c.down_n), c.down_shares)](
+            h_ptr=self.h, h_factor_ptr=self.h_factor, ids_ptr=ids, w_ptr=w2, w_scale_ptr=w2_scale, out_ptr=out,
+            addend_ptr=addend, part_ptr=self.part, count_ptr=self.count, EXPERTS=experts, TOPK=topk, HIDDEN=hidden,
+            INTER=inter, BLOCK_N=c.down_n, BLOCK_K=c.down_k, STAGES=c.down_stages, SHARES=c.down_shares, PTX=self.ptx,
+            num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=self.ptx and addend is None,
+        )  # fmt: skip
+
 
 _moe_combine = Launcher(moe_combine_kernel)
 _moe_decode_down = Launcher(moe_decode_down_kernel)
@@ -58,15 +281,9 @@ class MoePlan(Plan):
         arch: Arch | None = None,
         adds: bool = False,
     ) -> None:
-        self.adds = adds
-        self.operation = "moe_w4a8" if a8 else "moe_w4a16"
-        require_thawed(self.operation)
-        self.arch = arch or detect(device) or DEFAULT_ARCH
-        self.shape = {"tokens": tokens, "hidden": hidden, "inter": inter, "experts": experts, "topk": topk}
-        support = is_supported(self.shape, self.arch)
-        if not support:
-            raise ValueError(support.reason)
-        self.a8 = a8
+        shape = {"tokens": tokens, "hidden": hidden, "inter": inter, "experts": experts, "topk": topk}
+        super().__init__("moe_w4a8" if a8 else "moe_w4a16", shape, device, arch, is_supported)
+        self.a8, self.adds = a8, adds
         self.mma = "mx" if a8 and native_mx(self.arch) else "dot"
         decode = [t for t in range(1, tokens + 1) if is_decode(t, topk)]
         columns = {t: select_columns(self.arch, t, topk, hidden, inter) for t in decode if not a8}
@@ -78,7 +295,6 @@ class MoePlan(Plan):
         def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
-        self.device = device
         self.h = empty(pairs, inter, dtype=act)
         self.h_scale = empty(pairs, inter // 32, dtype=torch.uint8)
         self.y = self.rows = self.tile = self.x = self.x_scale = self.h[:0]
@@ -187,7 +403,7 @@ class MoePlan(Plan):
         block = hidden & -hidden if hidden & -hidden < 1024 else 1024
         _moe_sort[(experts,)](
             ids_ptr=ids, rows_ptr=self.rows, tile_ptr=self.tile, pairs=tokens * topk, EXPERTS=experts,
-            BINS=triton.next_power_of_2(experts), BLOCK_M=c.m, CHUNK=1024,
+            BINS=next_power_of_2(experts), BLOCK_M=c.m, CHUNK=1024,
             num_warps=8,
         )  # fmt: skip
         _moe_prepare[(tokens, hidden // block)](

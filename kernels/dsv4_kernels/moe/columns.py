@@ -1,5 +1,3 @@
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
-# ruff: noqa: N803
 """MXFP4 mixture of experts, W4A16, for small batches on sm_90 (Triton): FP8 products with a column for every group.
 
 The body "columns". E2M1 becomes E4M3 without its scale: four codes in a register by shifts and masks, less than an
@@ -15,10 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsv4_kernels.arrivals import is_last
-from dsv4_kernels.device import e2m1_to_e4m3, quantize_e4m3, ue8m0_inverse_f32, ue8m0_to_f32
-from dsv4_kernels.moe.kernel import _activate
-from dsv4_kernels.moe.mma import GROUP, rounded_sum
+from dsv4_kernels.device import e2m1_to_e4m3, is_last, quantize_e4m3, ue8m0_inverse_f32, ue8m0_to_f32
+from dsv4_kernels.moe.kernel import GROUP, _activate, rounded_sum
 
 # A bf16 is two E4M3 of four significant bits each.
 PLANES = tl.constexpr(2)

@@ -1,6 +1,8 @@
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
-# ruff: noqa: N803
-"""MXFP4 mixture of experts (Triton): gate-up with activation, and down, for small batches and for sorted ones.
+"""MXFP4 mixture of experts (Triton).
+
+Parts of the products: widening of MXFP4, one step of each body, ranges of k. Then gate-up with activation, and down,
+for small batches and for sorted ones. Last the steps around the two products of larger batches: count-sort of pairs by
+expert, quantisation, the sum over experts.
 
 Weights are the left operand of every product (rows of W are the M side of the MMA, tokens its N side), so that a batch
 of one token costs one 8-column tile. Two bodies: "mx" widens E2M1 to E4M3 and uses block-scaled MMA, "dot" widens to
@@ -13,18 +15,155 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsv4_kernels.device import quantize_e4m3
-from dsv4_kernels.moe.mma import (
-    AMAX_FLOOR,
-    GROUP,
-    UNBIAS,
-    round_rows,
-    round_through_e4m3,
-    rounded_sum,
-    step_dot,
-    step_mx,
-    sum_splits,
-)
+from dsv4_kernels.device import e2m1_to_e4m3, quantize_e4m3, ue8m0_to_f32
+
+# Activations are quantised in the groups that block-scaled MMA reads.
+GROUP = tl.constexpr(32)
+# Below this no scale is taken: keeps the exponent arithmetic inside float32's normal range.
+AMAX_FLOOR = tl.constexpr(1e-10)
+# A named constant because the interpreter does not wrap a literal.
+E4M3 = tl.constexpr("e4m3")
+# The "dot" body works on weights times 2^-63 (see widen_bf16); the accumulator is multiplied back once.
+UNBIAS = tl.constexpr(9223372036854775808.0)
+
+
+@triton.jit
+def widen_bf16(w, scale, PTX: tl.constexpr):
+    """w u8 [R, B] (two E2M1 each), scale u8 [R, B/16] → (even k, odd k) bf16 [R, B], times 2^-63.
+
+    E2M1's bits moved to the same place of a bf16 are value·2^-126 exactly (0.5 becomes a subnormal), so one
+    multiplication by 2^(scale − 127 + 63) both scales and undoes half of that; the other 2^63 is left to the
+    accumulator. Exact for scale codes 64..190, which the contract asks for. Even and odd k stay apart because a sum
+    over k does not care for order and interleaving would cost more than widening.
+    """
+    rows: tl.constexpr = w.shape[0]
+    half: tl.constexpr = w.shape[1]
+    if PTX:
+        # (code + 63) << 7 for two codes at once.
+        factor = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 p;
+            prmt.b32 p, $2, 0, 0x4140;
+            mad.lo.u32 $0, p, 128, 0x1F801F80;
+            prmt.b32 p, $2, 0, 0x4342;
+            mad.lo.u32 $1, p, 128, 0x1F801F80;
+            }
+            """,
+            "=r,=r,r",
+            [scale],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        factor = ((scale.to(tl.int16) + 63) << 7).to(tl.bfloat16, bitcast=True)
+    factor = tl.broadcast_to(factor[:, :, None], (rows, half // 16, 16)).reshape(rows, half)
+    if PTX:
+        # Two bf16 per register. A nibble s|eem times 2^6 + 2^12 holds eem at bits 8..6 and s at bit 15 of its half,
+        # without carries, and one mask drops the rest: multiplications run beside the pipe of the logic operations,
+        # which is the one that fills up (80 % busy on an H200 with shifts in their place). The compiler's own code
+        # takes twice as many instructions.
+        even, odd = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 p, q, t;
+            prmt.b32 p, $4, 0, 0x4140;
+            and.b32 q, p, 0x000F000F;
+            mad.lo.u32 p, q, -1, p;
+            mul.lo.u32 t, q, 4160;
+            and.b32 t, t, 0x81C081C0;
+            mul.bf16x2 $0, t, $5;
+            mul.lo.u32 t, p, 260;
+            and.b32 t, t, 0x81C081C0;
+            mul.bf16x2 $2, t, $5;
+            prmt.b32 p, $4, 0, 0x4342;
+            and.b32 q, p, 0x000F000F;
+            mad.lo.u32 p, q, -1, p;
+            mul.lo.u32 t, q, 4160;
+            and.b32 t, t, 0x81C081C0;
+            mul.bf16x2 $1, t, $6;
+            mul.lo.u32 t, p, 260;
+            and.b32 t, t, 0x81C081C0;
+            mul.bf16x2 $3, t, $6;
+            }
+            """,
+            "=r,=r,=r,=r,r,r,r",
+            [w, factor],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        wide = w.to(tl.int32)
+        factor = factor.to(tl.float32)
+        even = (((wide & 7) << 22) | ((wide & 8) << 28)).to(tl.float32, bitcast=True) * factor
+        odd = (((wide & 0x70) << 18) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True) * factor
+        even = even.to(tl.bfloat16)
+        odd = odd.to(tl.bfloat16)
+    return even, odd
+
+
+@triton.jit
+def round_through_e4m3(even, odd):
+    """Quantise and dequantise bf16 [M, B] even and odd halves in groups of 32; exact in bf16, which has four more
+    mantissa bits."""
+    rows: tl.constexpr = even.shape[0]
+    half: tl.constexpr = even.shape[1]
+    both = tl.join(even, odd).reshape(rows, 2 * half).to(tl.float32)
+    even, odd = tl.split(round_rows(both).reshape(rows, half, 2))
+    return even, odd
+
+
+@triton.jit
+def round_rows(x):
+    """x float32 [M, K] → bf16 [M, K], each group of 32 rounded to E4M3 times its power of two."""
+    rows: tl.constexpr = x.shape[0]
+    width: tl.constexpr = x.shape[1]
+    code, scale = quantize_e4m3(x, AMAX_FLOOR, width // GROUP, GROUP)
+    wide = code.to(tl.float32).reshape(rows, width // GROUP, GROUP) * ue8m0_to_f32(scale)[:, :, None]
+    return wide.reshape(rows, width).to(tl.bfloat16)
+
+
+@triton.jit
+def rounded_sum(out, addend):
+    """out float32, rounded to bf16, plus addend bf16, in float32 and rounded: what the sum of two bf16 tensors is."""
+    return (addend.to(tl.float32) + out.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def step_dot(acc, w, scale, even, odd, PTX: tl.constexpr):
+    """acc [R, M] += W · xᵀ · 2^-63 for one block of k; even and odd bf16 [M, B], the two halves of x."""
+    w_even, w_odd = widen_bf16(w, scale, PTX)
+    acc = tl.dot(w_even, even.T, acc)
+    return tl.dot(w_odd, odd.T, acc)
+
+
+@triton.jit
+def step_mx(acc, w, scale, x, x_scale):
+    """acc [R, M] += W · xᵀ for one block of k; x E4M3 [M, 2B] with UE8M0 scales [M, B/16]."""
+    rows: tl.constexpr = w.shape[0]
+    half: tl.constexpr = w.shape[1]
+    wide = tl.join(e2m1_to_e4m3(w & 15), e2m1_to_e4m3(w >> 4)).reshape(rows, 2 * half).to(tl.float8e4nv, bitcast=True)
+    # e2m1_to_e4m3 gives value·2^-6.
+    w_scale = (tl.minimum(scale, 248) + 6).to(tl.uint8)
+    return tl.dot_scaled(wide, w_scale, E4M3, x.T, x_scale, E4M3, acc)
+
+
+@triton.jit
+def sum_splits(acc, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """acc [SPLIT·ROWS, SPLIT·COLUMNS] → [ROWS, COLUMNS], the sum of its diagonal blocks.
+
+    A batch of one token leaves most of the MMA's columns empty and gives a row of weights to one warp only. So a tile
+    holds SPLIT ranges of k: those of W stacked as rows, those of x side by side as columns; where both are of one range
+    the product counts. More warps share a row and the matrix unit does no more than before.
+    """
+    if SPLIT > 1:
+        parts = acc.reshape(SPLIT, ROWS, SPLIT, COLUMNS)
+        which = tl.arange(0, SPLIT)
+        same = which[:, None, None, None] == which[None, None, :, None]
+        acc = tl.sum(tl.sum(tl.where(same, parts, 0.0), axis=2), axis=0)
+    return acc
 
 
 @triton.jit
@@ -363,3 +502,98 @@ def moe_sorted_down_kernel(
             acc = step_dot(acc, w, w_scale, even, odd, PTX)
         acc *= UNBIAS
     tl.store(y_ptr + pair[None, :] * HIDDEN + row[:, None], acc.to(tl.bfloat16), mask=inside[None, :])
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def moe_sort_kernel(
+    ids_ptr,  # i32 [pairs]
+    rows_ptr,  # i32 [most tiles · BLOCK_M]: the pair in each row, −1 in padding
+    tile_ptr,  # i32 [1 + most tiles]: the number of tiles, then each tile's expert
+    pairs,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,  # power of two ≥ EXPERTS
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (EXPERTS). Every program counts all ids, so that it knows where its own expert's tiles start without waiting
+    for another program; then it places its pairs in their own order. Stable, no atomics, one launch. Ids outside
+    0..EXPERTS−1 go nowhere."""
+    mine = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    expert = tl.arange(0, BINS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for first in range(0, pairs, CHUNK):
+        ids = tl.load(ids_ptr + first + lane, mask=first + lane < pairs, other=-1)
+        counts += tl.histogram(tl.maximum(ids, 0), BINS, mask=(ids >= 0) & (ids < EXPERTS))
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    start = tl.sum(tl.where(expert < mine, tiles, 0), axis=0)
+    count = tl.sum(tl.where(expert == mine, counts, 0), axis=0)
+    if mine == 0:
+        tl.store(tile_ptr, tl.sum(tiles, axis=0))
+    own_tiles = (count + BLOCK_M - 1) // BLOCK_M
+    for tile in range(0, own_tiles):
+        tl.store(tile_ptr + 1 + start + tile, mine)
+    rows_at = rows_ptr + start * BLOCK_M
+    pad = count + tl.arange(0, BLOCK_M)
+    tl.store(rows_at + pad, tl.full((BLOCK_M,), -1, tl.int32), mask=pad < own_tiles * BLOCK_M)
+    placed = 0
+    for first in range(0, pairs, CHUNK):
+        ids = tl.load(ids_ptr + first + lane, mask=first + lane < pairs, other=-1)
+        own = (ids == mine).to(tl.int32)
+        tl.store(rows_at + placed + tl.cumsum(own, axis=0) - 1, first + lane, mask=own != 0)
+        placed += tl.sum(own, axis=0)
+
+
+@triton.jit
+def moe_prepare_kernel(
+    x_ptr,  # bf16 [T, HIDDEN]
+    out_ptr,  # E4M3 [T, HIDDEN] ("mx") or bf16 [T, HIDDEN] ("dot": even columns, then odd ones)
+    scale_ptr,  # u8 [T, HIDDEN/32], only written by "mx"
+    FLOOR: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MMA: tl.constexpr,
+    A8: tl.constexpr,
+):
+    """Grid (T, HIDDEN / BLOCK). x as the products take it, once per token instead of once per expert that the token
+    goes to."""
+    row = tl.program_id(0).to(tl.int64) * HIDDEN
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    groups: tl.constexpr = BLOCK // 32
+    x = tl.load(x_ptr + row + column)
+    if A8:
+        code, scale = quantize_e4m3(x.to(tl.float32).reshape(1, BLOCK), FLOOR, groups, 32)
+        if MMA == "mx":
+            tl.store(out_ptr + row + column, code.reshape(BLOCK))
+            at_scale = row // 32 + tl.program_id(1) * groups + tl.arange(0, groups)
+            tl.store(scale_ptr + at_scale, scale.reshape(groups).to(tl.uint8))
+        else:
+            wide = code.to(tl.float32).reshape(groups, 32) * ue8m0_to_f32(scale).reshape(groups, 1)
+            tl.store(out_ptr + row + column % 2 * (HIDDEN // 2) + column // 2, wide.reshape(BLOCK).to(tl.bfloat16))
+    else:
+        tl.store(out_ptr + row + column % 2 * (HIDDEN // 2) + column // 2, x)
+
+
+@triton.jit
+def moe_combine_kernel(
+    y_ptr,  # bf16 [T·TOPK, HIDDEN]
+    ids_ptr,  # i32 [T, TOPK]
+    out_ptr,  # bf16 [T, HIDDEN]
+    addend_ptr,  # bf16 [T, HIDDEN] or None, see rounded_sum
+    EXPERTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (T, HIDDEN / BLOCK). out[t] = Σ_j y[t·TOPK + j] in float32 and in order; rows of invalid ids were never
+    written: not read."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(TOPK):
+        expert = tl.load(ids_ptr + token * TOPK + j)
+        valid = (expert >= 0) & (expert < EXPERTS)
+        total += tl.load(y_ptr + (token * TOPK + j) * HIDDEN + column, mask=valid, other=0.0).to(tl.float32)
+    if addend_ptr is not None:
+        total = rounded_sum(total, tl.load(addend_ptr + token * HIDDEN + column))
+    tl.store(out_ptr + token * HIDDEN + column, total.to(tl.bfloat16))

@@ -1,22 +1,50 @@
-"""The router as an operation."""
+"""Configurations, plan and registry row of the router."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
+from dsv4_kernels.arch import Arch, multiprocessors
 from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
-from dsv4_kernels.router.configs import RouterConfig, padded, select
 from dsv4_kernels.router.kernel import router_product_kernel, router_select_kernel
 from dsv4_kernels.router.reference import router
 from dsv4_kernels.testing.interpreter import interpreting
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """One program: `block_t` tokens × `block_e` experts over `span` columns, `block_k` at a time."""
+
+    block_t: int
+    block_e: int
+    block_k: int
+    span: int
+    num_warps: int
+    num_stages: int
+
+
+MAX_SPLITS = 16
+
+
+def select(arch: Arch, tokens: int, experts: int, hidden: int, multiprocessors: int) -> RouterConfig:
+    """Few tokens are spread over the columns until every multiprocessor has a program."""
+    block_t, block_e, block_k = (16, 32, 128) if tokens <= 64 else (64, 64, 64)
+    tiles = -(-tokens // block_t) * -(-experts // block_e)
+    wanted = max(1, min(multiprocessors // tiles, MAX_SPLITS))
+    # Spans that double from one block on: few different kernels.
+    span = block_k
+    while -(-hidden // span) > wanted:
+        span *= 2
+    return RouterConfig(block_t, block_e, block_k, span, 4, 4)
+
 
 _router_product = Launcher(router_product_kernel)
 _router_select = Launcher(router_select_kernel)
@@ -25,18 +53,12 @@ _router_select = Launcher(router_select_kernel)
 class RouterPlan(Plan):
     """Routing of up to `tokens` tokens of `hidden` values to k of `experts`; results are views."""
 
-    operation = "router"
-
     def __init__(
         self, tokens: int, hidden: int, experts: int, k: int, device: torch.device, arch: Arch | None = None
     ) -> None:
-        require_thawed(self.operation)
-        self.arch = arch or detect(device) or DEFAULT_ARCH
-        self.shape = {"tokens": tokens, "hidden": hidden, "experts": experts, "k": k}
-        support = is_supported(self.shape, self.arch)
-        if not support:
-            raise ValueError(support.reason)
-        self.tokens, self.hidden, self.experts, self.k, self.device = tokens, hidden, experts, k, device
+        shape = {"tokens": tokens, "hidden": hidden, "experts": experts, "k": k}
+        super().__init__("router", shape, device, arch, is_supported)
+        self.tokens, self.hidden, self.experts, self.k = tokens, hidden, experts, k
         self.early = not interpreting()
         self.multiprocessors = multiprocessors(device, self.arch)
         rows = max((t * self._splits(self._config(t)) for t in range(1, tokens + 1)), default=0)
@@ -92,7 +114,7 @@ class RouterPlan(Plan):
                 table_ptr=ids if tid2eid is None else tid2eid, input_ptr=ids if input_ids is None else input_ids,
                 padding_ptr=ids if padding is None else padding, out_weight_ptr=weights, out_id_ptr=ids,
                 tokens=tokens, splits=splits, scaling=scaling, E=self.experts,
-                EP=padded(self.experts), K=k, HASH=hashed, PADDED=padding is not None,
+                EP=next_power_of_2(self.experts), K=k, HASH=hashed, PADDED=padding is not None,
                 EARLY=self.early,
                 num_warps=1, num_stages=1, launch_pdl=self.early,
             )  # fmt: skip

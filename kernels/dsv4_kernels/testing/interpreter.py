@@ -43,7 +43,7 @@ def _ue8m0(data: Any) -> Any:
 
 
 def interpreting() -> bool:
-    """Tell whether kernels run in the interpreter in this process."""
+    """Return whether kernels run in the interpreter in this process."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

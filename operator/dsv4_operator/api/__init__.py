@@ -1,50 +1,30 @@
-"""The `DSV4Deployment` object: specification, status, and reading it from text. Pure."""
+"""The `DSV4Deployment` object: specification, status and parsing. Pure."""
 
 from dsv4_operator.api.cluster import (
-    ImagePullPolicy,
+    NetworkMode,
     NodeLossPolicy,
     NodeLossSpec,
+    PortsSpec,
     SecretKeyRef,
-    StorageSpec,
     StorageType,
-    TaintEffect,
     Toleration,
     TolerationOperator,
 )
-from dsv4_operator.api.deployment import API_VERSION, KIND, DSV4Deployment, Metadata
-from dsv4_operator.api.engine import (
+from dsv4_operator.api.deployment import API_VERSION, KIND, DSV4Deployment, Metadata, load, parse
+from dsv4_operator.api.policy import ClusterPolicy
+from dsv4_operator.api.rules import Finding, InvalidDeployment
+from dsv4_operator.api.spec import (
     CudagraphMode,
-    EngineSpec,
-    EngineTimeouts,
-    EnvVar,
     Executor,
+    Hardware,
     KvCacheDtype,
-    SpeculativeMethod,
-    SpeculativeSpec,
-)
-from dsv4_operator.api.findings import Finding, InvalidDeployment
-from dsv4_operator.api.gateway import GatewaySpec
-from dsv4_operator.api.load import load, parse
-from dsv4_operator.api.model_source import (
-    HttpSource,
-    HuggingFaceSource,
     ModelSource,
+    ModelSpec,
     NanoSource,
     Precision,
-    S3Source,
-    StagingSpec,
-)
-from dsv4_operator.api.network import FabricMember, FabricSpec, NetworkMode, NetworkSpec, PortsSpec
-from dsv4_operator.api.policy import ClusterPolicy
-from dsv4_operator.api.reasons import ConditionStatus, ConditionType, Reason
-from dsv4_operator.api.spec import (
-    BackoffSpec,
-    DeploymentSpec,
-    Hardware,
-    ModelSpec,
-    RecoverySpec,
-    RolloutSpec,
     RolloutStrategy,
+    SpeculativeMethod,
+    SpeculativeSpec,
     TablesPlace,
     TopologySpec,
     Variant,
@@ -52,6 +32,8 @@ from dsv4_operator.api.spec import (
 from dsv4_operator.api.status import (
     HISTORY_LENGTH,
     Condition,
+    ConditionStatus,
+    ConditionType,
     DeploymentPhase,
     DeploymentStatus,
     FailureStatus,
@@ -61,16 +43,15 @@ from dsv4_operator.api.status import (
     MeasuredItem,
     MeasuredStatus,
     MemberStatus,
+    Reason,
     RejectedStatus,
     RolloutStatus,
-    read_status,
 )
 
 __all__ = [
     "API_VERSION",
     "HISTORY_LENGTH",
     "KIND",
-    "BackoffSpec",
     "ClusterPolicy",
     "Condition",
     "ConditionStatus",
@@ -78,23 +59,13 @@ __all__ = [
     "CudagraphMode",
     "DSV4Deployment",
     "DeploymentPhase",
-    "DeploymentSpec",
     "DeploymentStatus",
-    "EngineSpec",
-    "EngineTimeouts",
-    "EnvVar",
     "Executor",
-    "FabricMember",
-    "FabricSpec",
     "FailureStatus",
     "Finding",
-    "GatewaySpec",
     "GroupPhase",
     "GroupStatus",
     "Hardware",
-    "HttpSource",
-    "HuggingFaceSource",
-    "ImagePullPolicy",
     "InvalidDeployment",
     "KvCacheDtype",
     "KvCacheStatus",
@@ -106,31 +77,23 @@ __all__ = [
     "ModelSpec",
     "NanoSource",
     "NetworkMode",
-    "NetworkSpec",
     "NodeLossPolicy",
     "NodeLossSpec",
     "PortsSpec",
     "Precision",
     "Reason",
-    "RecoverySpec",
     "RejectedStatus",
-    "RolloutSpec",
     "RolloutStatus",
     "RolloutStrategy",
-    "S3Source",
     "SecretKeyRef",
     "SpeculativeMethod",
     "SpeculativeSpec",
-    "StagingSpec",
-    "StorageSpec",
     "StorageType",
     "TablesPlace",
-    "TaintEffect",
     "Toleration",
     "TolerationOperator",
     "TopologySpec",
     "Variant",
     "load",
     "parse",
-    "read_status",
 ]

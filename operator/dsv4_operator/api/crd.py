@@ -1,25 +1,239 @@
-"""The CustomResourceDefinition, made from the models: `python -m dsv4_operator.api.crd > manifests/crd.yaml`.
+"""The CustomResourceDefinition, generated from the models: `python -m dsv4_operator.api.crd > manifests/crd.yaml`.
 
-What the models refuse field by field, the schema refuses; what `rules` refuses over several fields, CEL refuses with
-the same remedy as far as CEL can say it. The operator checks everything again.
+The schema enforces the rules of single fields; CEL enforces the rules over several fields (`rules`) with the same
+remedy, as far as CEL can express them. The operator checks every object again.
+
+The JSON schema of pydantic contains references, unions with null, titles and numeric exclusive bounds, which the API
+server rejects or drops. Its own refusals repeat the refused text, which may be a secret, and round the bounds of
+fractions; so both are CEL rules with a reason that omits the value. The descriptions state defaults, and the server
+does not fill them in: the stored object stays as the user wrote it, and server-side apply has no owner for unset
+fields.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from dsv4_operator.api.deployment import API_VERSION, KIND, LONGEST_NAME, NAME_PATTERN, TAKEN_PATTERN
-from dsv4_operator.api.endpoints import LINK_LOCAL_REFUSAL, LINK_LOCAL_SHORT
-from dsv4_operator.api.owned import OTHER_FLAGS, among, owned_flags, owned_variables
 from dsv4_operator.api.rules import ELSEWHERE, LONGEST_NANO, MOST_BYTES, TENSOR_PARALLEL_SIZES
-from dsv4_operator.api.schema import Schema, rule, structural, text_of, without_values
+from dsv4_operator.api.security import (
+    LINK_LOCAL_REFUSAL,
+    LINK_LOCAL_SHORT,
+    OTHER_FLAGS,
+    among,
+    owned_flags,
+    owned_variables,
+)
 from dsv4_operator.api.spec import DEFAULT_BACKEND, DeploymentSpec, Variant
 from dsv4_operator.api.status import DeploymentStatus
-from dsv4_runtime.contract.secrets import VALUES, VARIABLE
+from dsv4_operator.api.values import (
+    DURATION_FORMAT,
+    DURATION_PATTERN,
+    DURATION_REFUSAL,
+    LONGEST_DURATION,
+    LONGEST_QUANTITY,
+    QUANTITY_FORMAT,
+    QUANTITY_PATTERN,
+    QUANTITY_REFUSAL,
+    format_duration,
+    format_quantity,
+)
+from dsv4_runtime.contract.kernels import VARIABLE
+from dsv4_runtime.util.secrets import VALUES
+
+Schema = dict[str, Any]
+
+_LONGEST_WORD = 64
+"""Longest value of an enum in characters, which bounds the cost of its rule."""
+_KEPT = ("type", "description", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "format")
+
+
+def structural(model: type[BaseModel], lists: Mapping[str, str], *, enums: bool = True) -> Schema:
+    """Return the structural schema of `model` in its wire format.
+
+    Args:
+        model: not recursive.
+        lists: name of a list field to the merge key of its entries, empty for a set; all other lists are atomic.
+        enums: whether only known enum values are accepted. Not in a status, which a newer version may have written.
+
+    Raises:
+        ValueError: the model has no structural schema.
+    """
+    document = model.model_json_schema(by_alias=True)
+    return _Converter(document.pop("$defs", {}), lists, enums=enums).node(document, "")
+
+
+class _Converter:
+    def __init__(self, definitions: Mapping[str, Schema], lists: Mapping[str, str], *, enums: bool) -> None:
+        self._definitions = definitions
+        self._lists = lists
+        self._enums = enums
+
+    def node(self, node: Schema, name: str) -> Schema:
+        """Return the schema of the field `name`."""
+        node = self._resolved(node)
+        kept = {key: node[key] for key in _KEPT if key in node}
+        if text := _description(node):
+            kept["description"] = text
+        if "anyOf" in node:
+            return _either(kept, node["anyOf"])
+        if node.get("format") == DURATION_FORMAT:
+            kept = {**_without(kept, "format"), "maxLength": LONGEST_DURATION}
+            return _ruled(kept, *_duration(node["between"]))
+        if node.get("format") == QUANTITY_FORMAT:
+            kept = {**_without(kept, "format", "type"), "maxLength": LONGEST_QUANTITY}
+            return _ruled({**kept, "x-kubernetes-int-or-string": True}, *_quantity(node["between"]))
+        if self._enums and ("enum" in node or "const" in node):
+            words = node.get("enum") or [node["const"]]
+            kept["maxLength"] = _LONGEST_WORD
+            _ruled(kept, rule(f"self in {json.dumps(words)}", f"is unknown; use one of {', '.join(words)}"))
+        _ruled(kept, *(_text(*given) for given in node.get("texts", ())))
+        if node.get("type") == "integer" and self._enums:
+            # 1.0 is an integer in a schema, but not in a rule or in `parse`.
+            _ruled(kept, rule("self == int(self)", "is not a whole number; write it without a fraction"))
+        if node.get("type") == "number" and "minimum" in kept:
+            low, high = float(kept.pop("minimum")), float(kept.pop("maximum"))
+            _ruled(kept, rule(f"self >= {low} && self <= {high}", f"is out of range; write {low:g} to {high:g}"))
+        if node.get("type") == "array":
+            kept |= _list_schema(self.node(node["items"], name), self._lists.get(name))
+        if node.get("type") == "object":
+            kept |= self._object(node)
+        if "type" not in kept:
+            raise ValueError(f"{name}: a structural schema cannot say {json.dumps(node)[:200]}")
+        return kept
+
+    def _resolved(self, node: Schema) -> Schema:
+        """Return `node` with references resolved and without the null of an optional field."""
+        while True:
+            options = [option for option in node.get("anyOf", ()) if option != {"type": "null"}]
+            if len(options) == 1:
+                node = {**_without(node, "anyOf"), **options[0], **_own(node)}
+            elif "$ref" in node:
+                node = {**self._definitions[node["$ref"].rsplit("/", 1)[1]], **_without(node, "$ref")}
+            else:
+                return node
+
+    def _object(self, node: Schema) -> Schema:
+        if "properties" not in node:
+            return self._map(node)
+        found: Schema = {"properties": {name: self.node(part, name) for name, part in node["properties"].items()}}
+        if required := node.get("required"):
+            found["required"] = required
+        return found
+
+    def _map(self, node: Schema) -> Schema:
+        found: Schema = {"additionalProperties": self.node(node["additionalProperties"], "")}
+        if "maxProperties" in node:
+            found["maxProperties"] = node["maxProperties"]
+        keys = self._resolved(node.get("propertyNames", {}))
+        rules = [_text(*given) for given in keys.get("texts", ())]
+        if "maxLength" in keys:
+            rules.append(rule(f"self.size() <= {keys['maxLength']}", f"has more than {keys['maxLength']} characters"))
+        on_keys = [(each["rule"].replace("self.", "key.", 1), each["message"]) for each in rules]
+        return _ruled(
+            found, *(rule(f"self.all(key, {condition})", f"a key {message}") for condition, message in on_keys)
+        )
+
+
+def _text(pattern: str, wanted: bool, refusal: str) -> Schema:
+    return rule(f"{'' if wanted else '!'}self.matches({text_of(pattern)})", refusal)
+
+
+def _duration(bounds: Schema) -> tuple[Schema, ...]:
+    shape = f"self.matches({text_of(f'^{DURATION_PATTERN}$')})"
+    low, high = bounds["least"], bounds["most"]
+    within = f"duration(self) >= duration('{low}') && duration(self) <= duration('{high}')"
+    return rule(shape, DURATION_REFUSAL), rule(f"!{shape} || {within}", bounds["refusal"])
+
+
+def _quantity(bounds: Schema) -> tuple[Schema, ...]:
+    shape = f"(type(self) == int || string(self).matches({text_of(f'^{QUANTITY_PATTERN}$')}))"
+    low, high = (f"quantity(string(self)).compareTo(quantity('{bounds[name]}'))" for name in ("least", "most"))
+    return rule(shape, QUANTITY_REFUSAL), rule(f"!{shape} || {low} >= 0 && {high} <= 0", bounds["refusal"])
+
+
+def _ruled(schema: Schema, *rules: Schema) -> Schema:
+    """Add rules to `schema`, and return it."""
+    if rules:
+        schema.setdefault("x-kubernetes-validations", []).extend(rules)
+    return schema
+
+
+def _list_schema(items: Schema, key: str | None) -> Schema:
+    """Return the schema of a list; `key` as in `structural`, None for an atomic list."""
+    if key is None:
+        return {"items": items, "x-kubernetes-list-type": "atomic"}
+    if not key:
+        return {"items": items, "x-kubernetes-list-type": "set"}
+    items["required"] = sorted({*items.get("required", ()), key})
+    return {"items": items, "x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+
+
+def rule(expression: str, message: str) -> Schema:
+    """Return one entry of `x-kubernetes-validations`: a CEL condition, and the message if it is false."""
+    return {"rule": expression, "message": message}
+
+
+def without_values(schema: Schema) -> Schema:
+    """Set a reason in the rules of `schema` that omits the value, which may be a secret; return `schema`.
+
+    API servers repeat invalid text and numbers, unless the reason is that they are forbidden.
+    """
+    for part in (*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")):
+        if part:
+            without_values(part)
+    if schema.get("type") not in ("object", "array"):
+        for each in schema.get("x-kubernetes-validations", ()):
+            each["reason"] = "FieldValueForbidden"
+    return schema
+
+
+def text_of(text: str) -> str:
+    """Return `text` as a CEL literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _either(kept: Schema, options: list[Schema]) -> Schema:
+    """Return the schema of one constant or a number within bounds."""
+    word = next((option.get("const") for option in options if option.get("type") == "string"), None)
+    number = next((option for option in options if option.get("type") == "integer"), None)
+    if word is None or number is None or len(options) != 2:
+        raise ValueError(f"a structural schema cannot say {json.dumps(options)[:200]}")
+    low, high = number["minimum"], number["maximum"]
+    expression = f"type(self) == int ? self >= {low} && self <= {high} : self == {text_of(word)}"
+    return {
+        **_without(kept, "type"),
+        "x-kubernetes-int-or-string": True,
+        "x-kubernetes-validations": [rule(expression, f"is neither {word} nor a number from {low} to {high}")],
+    }
+
+
+def _own(node: Schema) -> Schema:
+    """Return the field's own description and default, which override those of its type."""
+    return {key: node[key] for key in ("description", "default") if key in node}
+
+
+def _description(node: Schema) -> str:
+    text = " ".join(node.get("description", "").split())
+    default = node.get("default")
+    if default is None or default in ("", []) or isinstance(default, dict) or "Default:" in text:
+        return text
+    if node.get("format") == DURATION_FORMAT:
+        default = format_duration(default)
+    elif node.get("format") == QUANTITY_FORMAT:
+        default = format_quantity(default)
+    return f"{text} Default: `{default if isinstance(default, str) else json.dumps(default)}`."
+
+
+def _without(node: Schema, *keys: str) -> Schema:
+    return {key: value for key, value in node.items() if key not in keys}
+
 
 GROUP, VERSION = API_VERSION.split("/")
 PLURAL = "dsv4deployments"
@@ -48,7 +262,7 @@ _PORTS = {"api": 8000, "dashboard": 8265, "gcs": 6379, "agent": 8090}
 def definition() -> dict[str, Any]:
     """Return the CustomResourceDefinition as JSON values."""
     spec = structural(DeploymentSpec, _SPEC_LISTS)
-    spec["properties"]["replicas"]["default"] = 1  # `kubectl scale` needs a number to begin with.
+    spec["properties"]["replicas"]["default"] = 1  # `kubectl scale` needs an initial number.
     for path, rules in _rules().items():
         _at(spec, path).setdefault("x-kubernetes-validations", []).extend(rules)
     without_values(spec)
@@ -70,7 +284,7 @@ def definition() -> dict[str, Any]:
                 f"metadata.name: at most {LONGEST_NAME} lower-case letters, digits and dashes; begin with a letter",
             ),
             rule(
-                # Objects have no status when they are created. One that exists from before this rule goes on.
+                # Objects have no status at their creation. Existing ones from before this rule stay valid.
                 f"has(self.status) || !self.metadata.name.matches({text_of(TAKEN_PATTERN)})",
                 "metadata.name: ends as the Services of another deployment's groups do; write another end than a "
                 "number and head, or a number and i with a number",
@@ -137,7 +351,6 @@ def _rules() -> dict[str, list[Schema]]:
 
 
 def _model_rules() -> dict[str, list[Schema]]:
-    """Return the rules of `spec.model`, by path."""
     return {
         "model": [
             rule(
@@ -150,7 +363,7 @@ def _model_rules() -> dict[str, list[Schema]]:
             ),
         ],
         "model.variant": [rule("self == oldSelf", "cannot change; delete the deployment and make another one")],
-        # No set: of what a set has twice, an API server repeats the text.
+        # Not a set, because an API server repeats the duplicate in its message.
         "model.servedNames": [rule("self.all(a, self.exists_one(b, a == b))", "a name is there twice; remove one")],
         "model.source": [
             rule(
@@ -163,7 +376,6 @@ def _model_rules() -> dict[str, list[Schema]]:
 
 
 def _topology_rules() -> dict[str, list[Schema]]:
-    """Return the rules of `spec.topology`, by path."""
     return {
         "topology": [
             rule(
@@ -193,7 +405,6 @@ def _topology_rules() -> dict[str, list[Schema]]:
 
 
 def _engine_rules() -> dict[str, list[Schema]]:
-    """Return the rules of `spec.engine`, by path."""
     return {
         "engine": [
             rule(
@@ -217,10 +428,10 @@ def _engine_rules() -> dict[str, list[Schema]]:
             ),
         ],
         "engine.extraArgs[]": [
-            # Several rules, because API servers bound what each may cost.
+            # Several rules, because API servers limit the cost of each.
             *(
                 rule(
-                    f"!({among('self', _list(owned_flags()[number : number + _AT_ONCE]), _list(OTHER_FLAGS))})",
+                    f"!({among('self', _cel_list(owned_flags()[number : number + _AT_ONCE]), _cel_list(OTHER_FLAGS))})",
                     "is set by dsv4; spec.model, spec.topology and spec.engine have fields for what may be chosen",
                 )
                 for number in range(0, len(owned_flags()), _AT_ONCE)
@@ -230,7 +441,7 @@ def _engine_rules() -> dict[str, list[Schema]]:
         ],
         "engine.env[].name": [
             rule(
-                f"!self.startsWith('DSV4_') && !(self in {_list(owned_variables())})",
+                f"!self.startsWith('DSV4_') && !(self in {_cel_list(owned_variables())})",
                 "is set by dsv4; remove it",
             ),
             rule(f"!self.upperAscii().matches({text_of(VARIABLE)})", f"is a secret by its name; {ELSEWHERE}"),
@@ -240,7 +451,6 @@ def _engine_rules() -> dict[str, list[Schema]]:
 
 
 def _whole() -> list[Schema]:
-    """Return the rules over several parts of the specification."""
     world, pipeline = (text.replace("self.", "self.topology.") for text in (_WORLD, _PIPELINE))
     tensor = f"self.topology.?tensorParallelSize.orValue({world} / {pipeline})"
     sizes = [
@@ -275,7 +485,7 @@ def _whole() -> list[Schema]:
             f"engine.maxModelLen: more than Nano has; the most is {LONGEST_NANO}",
         ),
         rule(
-            # With `orValue` the API server takes the strings for as long as strings can be.
+            # With `orValue` the API server assumes the maximum length of the strings.
             f"has(self.backend) ? (has(oldSelf.backend) ? self.backend == oldSelf.backend "
             f": self.backend == '{DEFAULT_BACKEND}') "
             f": !has(oldSelf.backend) || oldSelf.backend == '{DEFAULT_BACKEND}'",
@@ -293,12 +503,12 @@ def _no_link_local() -> Schema:
     return rule(f"!self.matches({text_of(LINK_LOCAL_SHORT)})", LINK_LOCAL_REFUSAL)
 
 
-def _list(words: Iterable[str]) -> str:
+def _cel_list(words: Iterable[str]) -> str:
     return "[" + ", ".join(f"'{word}'" for word in words) + "]"
 
 
 def _at(schema: Schema, path: str) -> Schema:
-    """Return the part of `schema` at `path`, `a.b[].c`; `[]` are the entries of a list."""
+    """Return the part of `schema` at `path`, `a.b[].c`; `[]` selects the entries of a list."""
     for step in filter(None, path.split(".")):
         name = step.removesuffix("[]")
         schema = schema["properties"][name]

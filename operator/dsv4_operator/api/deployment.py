@@ -1,34 +1,34 @@
-"""`DSV4Deployment`: the one object that a user writes."""
+"""The `DSV4Deployment` object: metadata, annotations, and reading it from YAML or JSON."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Hashable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+import yaml
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsv4_operator.api.cluster import AnnotationKey, LabelKey, LabelValue, Namespace
-from dsv4_operator.api.findings import RULES_ERROR, Finding
-from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.rules import check_spec
+from dsv4_operator.api.rules import RULES_ERROR, Finding, InvalidDeployment, check_spec, translate
 from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.api.status import DeploymentStatus, read_status
-from dsv4_operator.api.values import Matches, quoted
+from dsv4_operator.api.values import Count, Matches, SpecPart, quoted
 from dsv4_runtime.contract import Document
 
 API_VERSION: Literal["dsv4.dev/v1alpha1"] = "dsv4.dev/v1alpha1"
 KIND: Literal["DSV4Deployment"] = "DSV4Deployment"
 
 LONGEST_NAME = 45
-"""Names of members are made from the deployment's and must fit Kubernetes' 63 characters."""
+"""Names of members contain the deployment's name, and Kubernetes limits them to 63 characters."""
 
 NAME_PATTERN = "[a-z]([a-z0-9-]*[a-z0-9])?"
-"""Pattern that all of a name must match."""
+"""Pattern of the whole name."""
 
 
 TAKEN_PATTERN = "-[0-9]+-(head|i[0-9]+)$"
-"""Pattern of the ends of names that Services of groups have: `chat-0-head` is one of the deployment `chat`."""
+"""Pattern of name endings used by Services of groups: `chat-0-head` belongs to the deployment `chat`."""
 
 
 def _taken(name: str) -> str:
@@ -47,11 +47,11 @@ Name = Annotated[
 
 
 _MOST_ANNOTATION_BYTES = 2**18
-"""Bytes of the annotations of one object, which API servers bound."""
+"""Limit of API servers for the annotations of an object, in bytes."""
 
 
 def _texts(value: Any) -> Any:
-    # API servers read null as an empty text.
+    # API servers read null as an empty string.
     return {key: "" if text is None else text for key, text in value.items()} if isinstance(value, dict) else value
 
 
@@ -68,17 +68,17 @@ class Metadata(SpecPart):
     name: Name
     """Lower-case letters, digits and dashes, at most 45; not with an end such as `-0-head` or `-0-i1`."""
     namespace: Namespace = "default"
-    """The Kubernetes namespace."""
+    """Kubernetes namespace."""
     generation: Annotated[Count, Field(ge=0)] = 1
-    """Grows with every change of the specification; whoever stores the object counts it."""
+    """Generation of the specification, incremented with every change."""
     uid: str | None = None
     """Set by Kubernetes."""
     labels: Annotated[dict[LabelKey, LabelValue], BeforeValidator(_texts)] = Field(default_factory=dict)
-    """Labels, for people's own use."""
+    """Labels for use by clients."""
     annotations: Annotated[dict[AnnotationKey, str], BeforeValidator(_texts), AfterValidator(_small)] = Field(
         default_factory=dict
     )
-    """Annotations, for people's own use."""
+    """Annotations for use by clients."""
 
 
 class DSV4Deployment(Document):
@@ -100,7 +100,7 @@ class DSV4Deployment(Document):
     @model_validator(mode="after")
     def _rules(self) -> Self:
         findings = check_spec(self.spec)
-        # One that exists from before this rule goes on.
+        # Existing objects from before this rule stay valid.
         if re.search(TAKEN_PATTERN, self.metadata.name) and self.status == DeploymentStatus():
             findings = (*findings, Finding("metadata.name", _taken(self.metadata.name)))
         if findings:
@@ -110,5 +110,147 @@ class DSV4Deployment(Document):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Return the model names that the API answers to."""
+        """Return the model names of the API."""
         return self.spec.model.served_names or (self.metadata.name,)
+
+
+RESTART_AT = "dsv4.dev/restart-at"
+"""A new value, usually the present time, restarts every group, as `kubectl rollout restart` does."""
+
+PAUSED = "dsv4.dev/paused"
+"""`true` pauses the reconciliation: no group is formed, ended or recovered; the status is still updated."""
+
+
+def restart_at(deployment: DSV4Deployment) -> str | None:
+    """Return the value of the latest restart request; None if there is none."""
+    return deployment.metadata.annotations.get(RESTART_AT)
+
+
+def is_paused(deployment: DSV4Deployment) -> bool:
+    """Return whether the reconciliation is paused."""
+    return deployment.metadata.annotations.get(PAUSED, "").lower() == "true"
+
+
+_SERVER_FIELDS = (
+    "creationTimestamp",
+    "deletionGracePeriodSeconds",
+    "deletionTimestamp",
+    "finalizers",
+    "generateName",
+    "managedFields",
+    "ownerReferences",
+    "resourceVersion",
+    "selfLink",
+)
+"""Metadata in the output of `kubectl get -o yaml`; accepted in a manifest and ignored."""
+
+_MOST_VALUES = 20_000
+"""Limit of values in metadata and specification: ten times the largest valid one; checking them takes 0.1 s."""
+
+
+def load(text: str, hardware: Callable[[], str] | None = None) -> DSV4Deployment:
+    """Return the deployment in `text`, YAML or JSON.
+
+    Args:
+        text: one document.
+        hardware: returns the default of `spec.topology.hardware`; None: the field is required.
+
+    Raises:
+        InvalidDeployment: `text` is not one document of this kind, or breaks a rule. Contains all findings.
+    """
+    document = _document(text)
+    spec = document.get("spec") if isinstance(document, dict) else None
+    topology = spec.setdefault("topology", {}) if hardware and isinstance(spec, dict) else None
+    if hardware and isinstance(topology, dict) and "hardware" not in topology:
+        topology["hardware"] = hardware()
+    return parse(document)
+
+
+def parse(data: object) -> DSV4Deployment:
+    """Return the deployment in `data`, JSON values in the wire format, for example from the Kubernetes API.
+
+    Raises:
+        InvalidDeployment: as in `load`.
+    """
+    if not isinstance(data, dict):
+        raise InvalidDeployment([Finding("", f"a {KIND} is a mapping that begins with apiVersion: {API_VERSION}")])
+    _expect(data, "kind", KIND)
+    _expect(data, "apiVersion", API_VERSION)
+    metadata = data.get("metadata")
+    if isinstance(metadata, dict):
+        kept = {key: value for key, value in metadata.items() if key not in _SERVER_FIELDS}
+        data = {**data, "metadata": kept}
+    _bound({key: value for key, value in data.items() if key != "status"})
+    try:
+        # Only wire names: a valid file must also work with kubectl.
+        return DSV4Deployment.model_validate(data, by_alias=True, by_name=False)
+    except ValidationError as error:
+        raise InvalidDeployment(translate(error, DSV4Deployment)) from None
+
+
+def _expect(data: dict[str, Any], field: str, wanted: str) -> None:
+    if field not in data:
+        raise InvalidDeployment([Finding(field, f"is required; write {field}: {wanted}")])
+    if data[field] != wanted:
+        raise InvalidDeployment([Finding(field, f"{quoted(data[field])} is not known here; write {wanted}")])
+
+
+def _bound(data: dict[str, Any]) -> None:
+    """Refuse objects with more values than any valid deployment, before each value is checked."""
+    count = 0
+    rest: list[dict[Any, Any] | list[Any]] = [data]
+    while rest:
+        inner = rest.pop()
+        values = inner.values() if isinstance(inner, dict) else inner
+        count += len(inner)
+        if count > _MOST_VALUES:
+            raise InvalidDeployment(
+                [
+                    Finding(
+                        "", f"metadata and spec have more than {_MOST_VALUES:,} values; remove what is no deployment's"
+                    )
+                ]
+            )
+        rest += [value for value in values if isinstance(value, dict | list)]
+
+
+def _document(text: str) -> object:
+    try:
+        documents = [document for document in yaml.load_all(text, Loader=_ManifestLoader) if document is not None]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        problem = error.problem or error.context or "cannot be read"
+        raise InvalidDeployment([Finding("", f"not valid YAML: {where}{problem}")]) from None
+    except yaml.YAMLError as error:
+        raise InvalidDeployment([Finding("", f"not valid YAML: {' '.join(str(error).split())}")]) from None
+    except RecursionError:
+        raise InvalidDeployment([Finding("", "mappings and lists are nested too deeply; remove brackets")]) from None
+    if not documents:
+        raise InvalidDeployment([Finding("", f"the text is empty; begin with apiVersion: {API_VERSION}")])
+    if len(documents) > 1:
+        raise InvalidDeployment(
+            [Finding("", f"the text has {len(documents)} documents; keep one {KIND} a file, without further --- lines")]
+        )
+    return documents[0]
+
+
+class _ManifestLoader(yaml.SafeLoader):
+    """YAML as parsed by Kubernetes: no dates, no duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f'the field "{key.value}" is there twice; remove one', key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_ManifestLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}

@@ -1,7 +1,7 @@
-"""Limits of the cluster's administrator on what deployments have of nodes: `policy` of the chart's values.
+"""Policy of the cluster's administrator for the use of nodes: `policy` of the chart's values.
 
-Whoever may write a DSV4Deployment has pods made, but not any pods: what would give them a node is refused unless it is
-allowed here. The chart tells the API server the same, in CEL (`templates/policy.yaml`).
+Users with permission to write a DSV4Deployment cause the creation of pods, so access to nodes is refused unless it is
+allowed here. The chart enforces the same policy in CEL (`templates/policy.yaml`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from typing import Annotated
 import yaml
 from pydantic import Field, ValidationError
 
-from dsv4_operator.api.cluster import ResourceName, StorageType
+from dsv4_operator.api.cluster import NetworkMode, ResourceName, StorageType
 from dsv4_operator.api.deployment import DSV4Deployment
-from dsv4_operator.api.findings import Finding, translate
-from dsv4_operator.api.network import NetworkMode
-from dsv4_operator.api.parts import Count, SpecPart
+from dsv4_operator.api.rules import Finding, translate
 from dsv4_operator.api.security import flag_reason, variable_reason
 from dsv4_operator.api.spec import Hardware
-from dsv4_operator.api.values import Matches, quoted
+from dsv4_operator.api.values import Count, Matches, SpecPart, quoted
 
 ANY = "*"
-"""In a list of namespaces or of taints: all of them."""
+"""In a list of namespaces or taints: all of them."""
 
 Root = Annotated[
     str,
@@ -46,40 +44,39 @@ _Image = Annotated[
 
 
 class PolicyError(ValueError):
-    """The policy cannot be read; the text names the field, the value and the remedy."""
+    """The policy is invalid; the text contains the field, the value and the remedy."""
 
 
 class ClusterPolicy(SpecPart):
-    """Limits on what deployments may have; the defaults are those of the chart."""
+    """Limits of deployments; the defaults are those of the chart."""
 
     storage_roots: tuple[Root, ...] = ("/var/lib/dsv4",)
-    """Directories of nodes that `spec.storage.path` may be. A deployment gets its own folder in one, and no more."""
+    """Allowed values of `spec.storage.path`. A deployment can access only its own subdirectory."""
     model_roots: tuple[Root, ...] = ("/var/lib/dsv4/models",)
-    """Directories of nodes below which `spec.model.source.path` and `sharedPath` may be; mounted to be read only."""
+    """Directories that may contain `spec.model.source.path` and `sharedPath`; mounted read-only."""
     host_network_namespaces: tuple[_Namespace, ...] = ()
-    """Namespaces whose deployments may have the nodes' own network."""
+    """Namespaces whose deployments may use the host network."""
     images: tuple[_Image, ...] = ()
-    """Images that `spec.engine.image` may be beside the operator's own: whole names, or beginnings that end with `/`,
-    `:` or `@`."""
+    """Allowed images besides the operator's: whole names, or prefixes that end with `/`, `:` or `@`."""
     any_image_namespaces: tuple[_Namespace, ...] = ()
     """Namespaces whose deployments may run any image."""
     toleration_keys: tuple[_Taint, ...] = ("nvidia.com/gpu",)
     """Keys of the taints that deployments may tolerate."""
     engine_flags: tuple[_Flag, ...] = ()
-    """Flags of `security.FLAGS` that `spec.engine.extraArgs` may have all the same."""
+    """Flags of `security.FLAGS` that are allowed in `spec.engine.extraArgs`."""
     engine_variables: tuple[_Variable, ...] = ()
-    """Environment variables that `spec.engine.env` may have beside those of `security.VARIABLES`."""
+    """Environment variables allowed in `spec.engine.env` besides those of `security.VARIABLES`."""
     rdma_resources: tuple[ResourceName, ...] = ("rdma/hca_shared_devices_a",)
-    """Resources that `spec.network.rdmaResource` may name."""
+    """Allowed values of `spec.network.rdmaResource`."""
     device_groups: tuple[Annotated[Count, Field(ge=1, le=2**31 - 1)], ...] = ()
-    """Numbers of the nodes' groups whose devices members may open, where not everybody may."""
+    """Supplementary group ids with which members may open the nodes' devices, if those are not open to all users."""
 
 
 def parse_policy(text: str) -> ClusterPolicy:
     """Return the policy in `text`, YAML or JSON.
 
     Raises:
-        PolicyError: it is no policy.
+        PolicyError: `text` is invalid.
     """
     try:
         data = yaml.safe_load(text) or {}
@@ -94,12 +91,12 @@ def parse_policy(text: str) -> ClusterPolicy:
 
 
 def violations(deployment: DSV4Deployment, policy: ClusterPolicy, runtime_image: str) -> tuple[Finding, ...]:
-    """Return what `deployment` asks for and may not have.
+    """Return the policy violations of `deployment`.
 
     Args:
-        deployment: a valid one.
-        policy: the administrator's.
-        runtime_image: of deployments that name none, which all may run.
+        deployment: a valid deployment.
+        policy: the policy of the administrator.
+        runtime_image: the operator's image, which all deployments may run.
     """
     return (
         *_directories(deployment, policy),
@@ -111,7 +108,7 @@ def violations(deployment: DSV4Deployment, policy: ClusterPolicy, runtime_image:
 
 
 def root_of(path: str, roots: tuple[str, ...]) -> str | None:
-    """Return the directory of `roots` that is `path` or has it below it; None: there is none, or `..` is in `path`."""
+    """Return the entry of `roots` that is or contains `path`; None if there is none, or `path` contains `..`."""
     found = PurePosixPath(path)
     if ".." in found.parts:
         return None
@@ -143,10 +140,10 @@ def _network(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Find
     if spec.network_mode is not NetworkMode.HOST_NETWORK:
         return
     if not _listed(namespace, policy.host_network_namespaces):
-        asked = "HostNetwork" if spec.network.mode is not None else "HostNetwork, the default of several machines,"
+        mode = "HostNetwork" if spec.network.mode is not None else "HostNetwork, the default of several machines,"
         yield Finding(
             "spec.network.mode",
-            f"{asked} is not allowed in the namespace {namespace}; write PodNetwork, or have the administrator add the "
+            f"{mode} is not allowed in the namespace {namespace}; write PodNetwork, or have the administrator add the "
             "namespace to policy.hostNetworkNamespaces",
         )
     if spec.topology.hardware is not Hardware.CPU and spec.network.rdma_resource not in policy.rdma_resources:
@@ -160,7 +157,7 @@ def _network(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Find
 def _settings(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Finding]:
     engine = deployment.spec.engine
     if _listed(deployment.metadata.namespace, policy.any_image_namespaces):
-        return  # An image of their own may do all that these do.
+        return  # Own images can do everything that these settings can.
     for index, arg in enumerate(engine.extra_args):
         if found := flag_reason(arg, policy.engine_flags):
             flag, reason = found

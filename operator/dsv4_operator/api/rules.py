@@ -1,19 +1,184 @@
-"""Rules that span several fields of a specification, each with its remedy."""
+"""Findings about a manifest (field, value, remedy), and the rules over several fields of a specification."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from dsv4_operator.api.cluster import TolerationOperator
-from dsv4_operator.api.endpoints import ENDPOINT_VARIABLES, LINK_LOCAL_REFUSAL, URL, is_link_local
-from dsv4_operator.api.engine import EngineSpec
-from dsv4_operator.api.findings import Finding
-from dsv4_operator.api.model_source import Precision
-from dsv4_operator.api.owned import owned_env, owned_flag
-from dsv4_operator.api.spec import DeploymentSpec, Hardware, ModelSpec, TopologySpec, Variant
+from dsv4_operator.api.security import ENDPOINT_VARIABLES, LINK_LOCAL_REFUSAL, URL, is_link_local, owned_env, owned_flag
+from dsv4_operator.api.spec import DeploymentSpec, EngineSpec, Hardware, ModelSpec, Precision, TopologySpec, Variant
 from dsv4_operator.api.values import format_duration, quoted
-from dsv4_runtime.contract.secrets import has_secret, is_secret_name
+from dsv4_runtime.util.secrets import has_secret, is_secret_name
+
+RULES_ERROR = "dsv4_rules"
+"""Type of a pydantic error whose context contains findings."""
+MOST_FINDINGS = 20
+"""Limit of reported findings: each unknown name is compared with all known ones."""
+_LONGEST_STEP = 317
+"""Characters of a name in a path: the longest key of a label."""
+_LONGEST_NAME = 64
+"""Longest name that is compared with known ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One problem of a manifest."""
+
+    path: str
+    """Path of the field, `spec.engine.maxModelLen` or `spec.engine.env[0].name`; empty for the whole text."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class InvalidDeployment(ValueError):
+    """An invalid `DSV4Deployment`; its text has one line per finding."""
+
+    def __init__(self, findings: Iterable[Finding]) -> None:
+        self.findings = tuple(findings)
+        super().__init__("\n".join(map(str, self.findings)))
+
+
+def translate(error: ValidationError, model: type[BaseModel]) -> tuple[Finding, ...]:
+    """Return the first findings of pydantic's `error` about `model`, in order, and the number of further ones."""
+    findings: list[Finding] = []
+    details = error.errors(include_url=False)
+    for number, detail in enumerate(details):
+        if len(findings) >= MOST_FINDINGS:
+            findings.append(Finding("", f"{len(details) - number} more findings; correct the ones above first"))
+            break
+        if detail["type"] == "too_short" and any(_within(other["loc"], detail["loc"]) for other in details):
+            continue  # Counts only the valid entries.
+        if detail["type"] == RULES_ERROR:
+            findings += detail["ctx"]["findings"]
+        else:
+            location = detail["loc"][:-2] if detail["loc"][-1:] == ("[key]",) else detail["loc"]
+            findings.append(Finding(dotted(location), _sentence(detail, model)))
+    return tuple(findings)
+
+
+def _within(inner: Sequence[int | str], outer: Sequence[int | str]) -> bool:
+    return len(inner) > len(outer) and inner[: len(outer)] == outer
+
+
+def dotted(location: Sequence[int | str]) -> str:
+    """Return a location such as `("spec", "engine", "env", 0, "name")` as `spec.engine.env[0].name`."""
+    text = ""
+    for step in location:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        elif has_secret(step):
+            text += ".(a name that looks like a secret)"
+        else:
+            text += f".{step}" if len(step) <= _LONGEST_STEP else f".{step[:_LONGEST_STEP]}..."
+    return text.removeprefix(".")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return the remedy for an unknown `name`: the nearest known one, or the list of all."""
+    names = list(known)
+    nearest = len(name) <= _LONGEST_NAME and (
+        get_close_matches(name, names, n=1, cutoff=0.6) or [other for other in names if other.lower() == name.lower()]
+    )
+    return f"did you mean {nearest[0]}?" if nearest else f"known here: {', '.join(names)}"
+
+
+def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    # Invalid text for the engine and invalid URLs may contain a secret.
+    private = _PRIVATE & set(detail["loc"]) and isinstance(value, str) and _SECRET_WORD.search(value[:_LOOKED_AT])
+    shown = "the value" if private else quoted(value)
+    if kind == "extra_forbidden":
+        *parent, name = detail["loc"]
+        return f"unknown field; {suggest(str(name), _fields_at(model, parent))}"
+    if kind == "missing":
+        name = str(detail["loc"][-1])
+        return f"is required; write {_REQUIRED.get(name, f'{name}: and its value')}"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in _WANTED:
+        return f"{shown} is not {_WANTED[kind]}"
+    if kind == "enum":
+        return f"{shown} is unknown; use one of {_choices(context)}"
+    if kind in _BOUNDS:
+        return f"{shown} is out of range; {_BOUNDS[kind].format(**context)}"
+    if kind in _LENGTHS:
+        return f"has {context['actual_length']} entries; {_LENGTHS[kind].format(**context)}"
+    if kind == "string_too_long":
+        return f"{shown} has {len(value)} characters; the most is {context['max_length']}"
+    return f"{shown} cannot be used: {detail['msg']}"
+
+
+_PRIVATE = frozenset({"value", "extraArgs", "url", "endpoint"})
+"""Fields whose values are omitted from messages if they contain a word for a secret."""
+_SECRET_WORD = re.compile(r"(?i)key|token|secret|passw|credential|[@?#]")
+_LOOKED_AT = 4096
+_REQUIRED = {
+    "metadata": "metadata: with name: below it",
+    "name": "name: and lower-case letters, digits and dashes",
+    "spec": "spec: with model: and topology: below it",
+    "model": "model: with variant: and source: below it",
+    "variant": "variant: Flash, Pro or Nano",
+    "source": "source: with path:, huggingFace: or another place below it",
+    "topology": "topology: with hardware: below it",
+    "repo": "repo: OWNER/NAME",
+    "revision": "revision: and the 40 hex digits of the commit, so that the weights cannot change",
+}
+"""Remedies for fields without a default."""
+_WANTED = {
+    "int_type": "a whole number; write it without quotes and without a fraction",
+    "int_from_float": "a whole number; write it without a fraction",
+    "float_type": "a number; write it without quotes, for example 0.8",
+    "bool_type": "true or false; write one of them without quotes",
+    "string_type": 'text; put it in quotes, for example "1"',
+    "model_type": "a mapping; write its fields indented below it",
+    "model_attributes_type": "a mapping; write its fields indented below it",
+    "dict_type": "a mapping; write one NAME: VALUE a line below it",
+    "tuple_type": "a list; write one entry a line, each after a dash",
+}
+_BOUNDS = {
+    "greater_than_equal": "the least is {ge}",
+    "less_than_equal": "the most is {le}",
+}
+_LENGTHS = {
+    "too_short": "at least {min_length} needed",
+    "too_long": "at most {max_length} allowed",
+}
+
+
+def _choices(context: Mapping[str, Any]) -> str:
+    return str(context["expected"]).replace("'", "").replace(" or ", ", ")
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    """Return the wire names of the fields of the mapping at `location`."""
+    current: type[BaseModel] | None = model
+    for step in location:
+        if isinstance(step, str) and current is not None:
+            fields = {field.alias or name: field for name, field in current.model_fields.items()}
+            current = model_in(fields[step].annotation) if step in fields else None
+    if current is None:
+        return []
+    return [field.alias or name for name, field in current.model_fields.items()]
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model in `annotation`: itself, an option, or the entries of a tuple."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType, tuple, Annotated):
+        return next(filter(None, map(model_in, get_args(annotation))), None)
+    return None
+
 
 _SOURCES = {
     "nano": "nano",
@@ -25,8 +190,8 @@ _SOURCES = {
 }
 
 MOST_BYTES = 2**17
-"""Bytes of all variables, and of all arguments, of an engine: with quotes and line breaks escaped, a plan of 16 members
-still fits into a ConfigMap, which takes 1 MiB."""
+"""Limit of the bytes of all variables, and of all arguments, of an engine: with escapes, a plan of 16 members still
+fits into a ConfigMap of 1 MiB."""
 
 ELSEWHERE = (
     "remove it: whoever may read the deployment would read it; for sources and API keys there is secretKeyRef in "
@@ -34,7 +199,7 @@ ELSEWHERE = (
 )
 
 LONGEST_NANO = 8192
-"""Positions that the Nano model has; the others have as many as the field allows."""
+"""Context length of the Nano model; that of the others is bounded by the field."""
 
 TENSOR_PARALLEL_SIZES = {
     Variant.NANO: (1, 2),
@@ -45,7 +210,7 @@ TENSOR_PARALLEL_SIZES = {
 
 
 def check_spec(spec: DeploymentSpec) -> tuple[Finding, ...]:
-    """Return everything that is wrong with `spec` although each field by itself is right."""
+    """Return the findings about `spec` that concern several fields."""
     return (
         *_model(spec.model),
         *_hardware(spec),
@@ -74,11 +239,7 @@ def _model(model: ModelSpec) -> Iterator[Finding]:
             "spec.model.source.huggingFace",
             "the variant Nano is not published; give nano instead, for example nano: {seed: 0}",
         )
-    names = model.served_names or ()
-    for index, name in enumerate(names):
-        path = f"spec.model.servedNames[{index}]"
-        if name in names[:index]:
-            yield Finding(path, f"{quoted(name)} is there twice; remove one")
+    yield from _twice("spec.model.servedNames", model.served_names or ())
 
 
 def _hardware(spec: DeploymentSpec) -> Iterator[Finding]:
@@ -127,9 +288,7 @@ def _topology(topology: TopologySpec, variant: Variant) -> Iterator[Finding]:
 
 
 def _nodes(topology: TopologySpec) -> Iterator[Finding]:
-    for index, name in enumerate(topology.nodes):
-        if name in topology.nodes[:index]:
-            yield Finding(f"spec.topology.nodes[{index}]", f"{quoted(name)} is there twice; remove one")
+    yield from _twice("spec.topology.nodes", topology.nodes)
     for index, toleration in enumerate(topology.tolerations):
         path = f"spec.topology.tolerations[{index}]"
         exists = toleration.operator is TolerationOperator.EXISTS
@@ -165,13 +324,13 @@ def _engine(engine: EngineSpec, hardware: Hardware) -> Iterator[Finding]:
         if size > MOST_BYTES:
             what = f"has {size} bytes, and the most is {MOST_BYTES}; a plan has to fit into a ConfigMap, so shorten it"
             yield Finding(f"spec.engine.{name}", what)
-    yield from _twice("spec.engine.imagePullSecrets", [secret.name for secret in engine.image_pull_secrets], "name")
+    yield from _twice("spec.engine.imagePullSecrets", [secret.name for secret in engine.image_pull_secrets], ".name")
 
 
-def _twice(path: str, keys: list[str], field: str) -> Iterator[Finding]:
+def _twice(path: str, keys: Sequence[str], field: str = "") -> Iterator[Finding]:
     for index, key in enumerate(keys):
         if key in keys[:index]:
-            yield Finding(f"{path}[{index}].{field}", f"{quoted(key)} is there twice; remove one")
+            yield Finding(f"{path}[{index}]{field}", f"{quoted(key)} is there twice; remove one")
 
 
 def _length(spec: DeploymentSpec) -> Iterator[Finding]:
@@ -186,7 +345,7 @@ def _extra_args(args: tuple[str, ...]) -> Iterator[Finding]:
     for index, arg in enumerate(args):
         remedy = owned_flag(arg)
         if remedy:
-            # Without its value, which may be a secret.
+            # Without the value, which may be a secret.
             flag = quoted(arg.split("=", 1)[0])
             yield Finding(f"spec.engine.extraArgs[{index}]", f"{flag} is set by dsv4; {remedy}")
         elif has_secret(arg):
@@ -235,4 +394,4 @@ def _recovery(spec: DeploymentSpec) -> Iterator[Finding]:
 
 def _fabric(spec: DeploymentSpec) -> Iterator[Finding]:
     ranks = [str(member.rank) for member in spec.network.fabric.members]
-    yield from _twice("spec.network.fabric.members", ranks, "rank")
+    yield from _twice("spec.network.fabric.members", ranks, ".rank")

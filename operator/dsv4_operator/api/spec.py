@@ -1,6 +1,6 @@
-"""Specification of a `DSV4Deployment`: what a user asks for.
+"""Specification of a `DSV4Deployment`: model, engine, gateway, topology, recovery and rollout.
 
-Every field is read: by the planner, the lifecycle or the command line. Rules that span fields are in `rules`.
+The planner, the lifecycle or the command line reads every field. Rules over several fields are in `rules`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,321 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, StrictBool
 
-from dsv4_operator.api.cluster import LabelKey, LabelValue, NodeLossSpec, NodeName, StorageSpec, Toleration
-from dsv4_operator.api.engine import EngineSpec
-from dsv4_operator.api.gateway import GatewaySpec
-from dsv4_operator.api.model_source import ModelSource, StagingSpec
-from dsv4_operator.api.network import NetworkMode, NetworkSpec
-from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import CONTROL, SPACES, TEXT, Between, BoundedDuration, Duration, Matches
-from dsv4_runtime.contract import RecoveryPolicy
+from dsv4_operator.api.cluster import (
+    ImagePullPolicy,
+    LabelKey,
+    LabelValue,
+    NetworkMode,
+    NetworkSpec,
+    NodeLossSpec,
+    NodeName,
+    SecretKeyRef,
+    SecretName,
+    StorageSpec,
+    Toleration,
+)
+from dsv4_operator.api.security import Url
+from dsv4_operator.api.values import (
+    CONTROL,
+    SPACES,
+    TEXT,
+    AbsolutePath,
+    Between,
+    BoundedDuration,
+    BoundedQuantity,
+    Count,
+    Duration,
+    Matches,
+    Quantity,
+    SpecPart,
+)
+from dsv4_runtime.contract import PageCache, RecoveryPolicy, Verify
+from dsv4_runtime.contract.kernels import PROVIDERS, Op
+
+_ENV_NAME = Matches(
+    r"[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable; use letters, digits and _", 256
+)
+_IMAGE = Matches(
+    r"[a-z0-9][\w./:-]*(@sha256:[0-9a-f]{64})?", "is not the name of an image; write for example NAME@sha256:DIGEST"
+)
+
+
+_PAIR = "|".join(f"{op}=({'|'.join(providers)})" for op, providers in PROVIDERS.items())
+_KERNELS = Matches(
+    rf"|off|auto|({_PAIR})( *, *({_PAIR}))*",
+    "is not a choice of kernels; write off, auto, or OPERATION=PROVIDER with commas, for example "
+    f"{Op.MOE}={PROVIDERS[Op.MOE][-1]}; operations: {', '.join(Op)}",
+    512,
+)
+_Word = Annotated[str, Matches(rf"[^{CONTROL}]*", "has a control character; remove it", 8192, shown=r"")]
+"""Text for the engine, which may contain line breaks. It may be a secret, so messages omit it."""
+
+
+class Executor(StrEnum):
+    """Mechanism by which vLLM starts its workers and communicates with them."""
+
+    RAY_V2 = "RayV2"
+    """Ray actors and message queues."""
+    RAY_LEGACY = "RayLegacy"
+    """Ray's compiled graphs; only in images up to vLLM 0.32."""
+    MP = "MP"
+    """Processes of one machine."""
+
+
+class CudagraphMode(StrEnum):
+    """Part of a step that is replayed from a recorded CUDA graph."""
+
+    AUTO = "Auto"
+    """Mode that is known to work with the machines and the image."""
+    NONE = "None"
+    """Every kernel is launched separately (`--enforce-eager`)."""
+    PIECEWISE = "Piecewise"
+    FULL = "Full"
+    FULL_DECODE_ONLY = "FullDecodeOnly"
+    FULL_AND_PIECEWISE = "FullAndPiecewise"
+
+
+class KvCacheDtype(StrEnum):
+    """Number formats of the KV cache."""
+
+    AUTO = "Auto"
+    """Type that the model needs: `fp8` on accelerators."""
+    FP8 = "fp8"
+    FP8_DS_MLA = "fp8_ds_mla"
+    NVFP4_DS_MLA = "nvfp4_ds_mla"
+
+
+class SpeculativeMethod(StrEnum):
+    """Draft method; the heads are part of the checkpoint."""
+
+    NONE = "None"
+    MTP = "MTP"
+    """The multi-token prediction layer of the checkpoints of April 2026."""
+    DSPARK = "DSpark"
+    """The draft stages of the checkpoints since July 2026."""
+
+
+class EnvVar(SpecPart):
+    """One environment variable."""
+
+    name: Annotated[str, _ENV_NAME]
+    """Name of the variable. Variables that dsv4 sets itself are refused."""
+    value: _Word
+    """Value of the variable, in quotes if it looks like a number."""
+
+
+class SpeculativeSpec(SpecPart):
+    """Speculative decoding: drafts of several tokens, checked in one step."""
+
+    method: SpeculativeMethod = SpeculativeMethod.NONE
+    """`None`, `MTP` or `DSpark`; the checkpoint must support it."""
+    tokens: Annotated[Count, Field(ge=1, le=16)] | None = None
+    """Tokens per draft. Default: the number for which the checkpoint's heads were trained."""
+
+
+_Bound = Annotated[BoundedDuration, Between("1ms", "8760h", "2m")]
+
+
+class EngineTimeouts(SpecPart):
+    """Timeouts; each has its own failure cause."""
+
+    staging: _Bound | None = None
+    """For the staging of the weights on every machine. Default: from the size of the model."""
+    formation: _Bound = 120.0
+    """From the start of Ray until every member has joined."""
+    load: _Bound | None = None
+    """From the start of vLLM until it is healthy. Default: from the size of the model."""
+    first_token: _Bound | None = None
+    """For the checked completion that makes an engine ready. Default: `2m` on CPU, else a minute more than one step."""
+    execute_model: _Bound | None = None
+    """For one step of the engine, after which the engine fails. Default: `5m` on CPU, `15m` on accelerators, whose
+    first steps may compile kernels."""
+    drain: _Bound = 20.0
+    """For the open requests of a healthy engine that is to end because of a change, a restart or a suspension: the
+    engine accepts no new requests and finishes these. Also for each member, from the request to stop to the end of all
+    its processes."""
+
+
+class EngineSpec(SpecPart):
+    """vLLM: image, sizes, limits and further settings."""
+
+    image: Annotated[str, _IMAGE] | None = None
+    """Container image, by digest (`NAME@sha256:…`), because a tag can change. `dsv4 up` starts no container and uses
+    the installed vLLM. Default on a cluster: the operator's `--runtime-image`."""
+    image_pull_policy: ImagePullPolicy | None = None
+    """On a cluster: `IfNotPresent`, `Always` or `Never`. Default: that of Kubernetes."""
+    image_pull_secrets: Annotated[tuple[SecretName, ...], Field(max_length=8)] = ()
+    """On a cluster: Secrets for pulling the image."""
+    profile: Annotated[str, Matches(TEXT, "has a control character; remove it", 64)] | None = None
+    """Name of the image profile, for example `vllm-0.33`. Default: from `image` and hardware."""
+    executor: Executor = Executor.RAY_V2
+    """`RayV2`, `RayLegacy` (images up to vLLM 0.32) or `MP` (groups of one machine)."""
+    max_model_len: Annotated[Count, Field(ge=128, le=1_048_576)] | None = None
+    """Maximum tokens of a request, prompt and completion together. Default: from the model and the machines."""
+    max_num_seqs: Annotated[Count, Field(ge=1, le=512)] = 4
+    """Requests that are processed concurrently; further ones wait."""
+    max_num_batched_tokens: Annotated[Count, Field(ge=64, le=65_536)] = 2048
+    """Tokens of one step, which bounds the memory of activations."""
+    async_scheduling: StrictBool = True
+    """Prepare the next step while one runs. Doubles the KV cache that every request reserves. Not on CPU, and not
+    supported by `RayLegacy`."""
+    gpu_memory_utilization: Annotated[float, Field(ge=0.1, le=0.99, strict=True)] | None = None
+    """Share of a device's memory for the engine. Default: from the machine. Not with `kvCacheMemory`."""
+    kv_cache_memory: Annotated[BoundedQuantity, Between("1Mi", "1Ei")] | None = None
+    """Memory for the KV cache of each rank. Default: from the model and the machines."""
+    kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
+    """Number format of the KV cache: `Auto`, `fp8`, `fp8_ds_mla`, `nvfp4_ds_mla`; depends on the image."""
+    cudagraph_mode: CudagraphMode = CudagraphMode.AUTO
+    """`Auto`, `None`, `Piecewise`, `Full`, `FullDecodeOnly` or `FullAndPiecewise`."""
+    speculative: SpeculativeSpec = SpeculativeSpec()
+    """Speculative decoding."""
+    kernels: Annotated[str, _KERNELS] = "off"
+    """Provider of the operations of a layer on accelerators: `off`, vLLM's own kernels; `auto`, selected by
+    measurements on this card; or `moe=bundled,mla_decode=stock,…`, with `auto` for all operations that are not listed.
+    """
+    extra_args: Annotated[tuple[_Word, ...], Field(max_length=64)] = ()
+    """Further arguments for vLLM. Flags that dsv4 sets itself, and flags unknown to the image, are refused."""
+    env: Annotated[tuple[EnvVar, ...], Field(max_length=128)] = ()
+    """Further environment variables of every member. Unknown names of vLLM, Ray, NCCL and Triton are refused."""
+    timeouts: EngineTimeouts = EngineTimeouts()
+    """Timeouts of the steps of a start and of one step of the engine."""
+
+
+_REPO = Matches(r"[\w.-]+/[\w.-]+", "is not a repository; write OWNER/NAME, for example deepseek-ai/DeepSeek-V4-Flash")
+_COMMIT = Matches(
+    r"[0-9a-f]{40}", "is not a commit; write all 40 hex digits, so that the weights cannot change", longest=40
+)
+# Rules of all S3-compatible stores; bucket names at AWS from before 2018 may differ.
+_BUCKET = Matches(
+    r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "is not a bucket; write its name alone, 3 to 63 of a-z, 0-9, - and .", 63
+)
+
+
+class Precision(StrEnum):
+    """Number formats of a generated checkpoint."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+class NanoSource(SpecPart):
+    """A generated checkpoint: equal fields give equal bytes on every machine."""
+
+    seed: Annotated[Count, Field(ge=0, le=2**31 - 1)] = 0
+    """Seed of the random weights."""
+    precision: Precision = Precision.BF16
+    """`bf16`, or `fp8` for the formats of the real checkpoints (not on CPU)."""
+    drafts: SpeculativeMethod = SpeculativeMethod.NONE
+    """Layers for speculative decoding in the checkpoint, for `spec.engine.speculative.method`."""
+
+
+class HuggingFaceSource(SpecPart):
+    """A repository on a Hugging Face hub."""
+
+    repo: Annotated[str, _REPO]
+    """`OWNER/NAME`."""
+    revision: Annotated[str, _COMMIT]
+    """Commit, 40 hex digits: the weights of a branch could change under a running deployment."""
+    endpoint: Url | None = None
+    """URL of a mirror. Default: `HF_ENDPOINT` of the machine's environment, or the public hub."""
+    secret_key_ref: SecretKeyRef | None = None
+    """Access token. Default: none; with `dsv4 up` that of the hub's client, such as `HF_TOKEN`."""
+
+
+class S3Source(SpecPart):
+    """A prefix in a bucket of an S3-compatible store, preferably with a `SHA256SUMS` file."""
+
+    bucket: Annotated[str, _BUCKET]
+    """Name of the bucket."""
+    prefix: Annotated[str, Matches(TEXT, "has a control character; remove it", 512)] = ""
+    """Prefix of the checkpoint in the bucket, without a leading `/`."""
+    endpoint: Url | None = None
+    """URL of the store. Default: AWS."""
+    region: (
+        Annotated[str, Matches(r"[\w.-]*", "is not the name of a region; write for example us-east-1", 64)] | None
+    ) = None
+    """Region of the bucket. Default: `AWS_REGION`, else `us-east-1`."""
+    secret_key_ref: SecretKeyRef | None = None
+    """AWS credentials file with a section `[default]`. Default: the credentials that AWS programs use; without any,
+    requests are not signed."""
+
+
+class HttpSource(SpecPart):
+    """A directory on a web server that contains a `SHA256SUMS` file."""
+
+    url: Url
+    """URL of the directory."""
+    secret_key_ref: SecretKeyRef | None = None
+    """Token, sent as `Authorization: Bearer`."""
+
+
+class ModelSource(SpecPart):
+    """Source of the weights: exactly one of the fields."""
+
+    nano: NanoSource | None = None
+    """Generated on every machine; only for the variant `Nano`."""
+    path: AbsolutePath | None = None
+    """Directory of the checkpoint on every machine, used in place. On a cluster: below a directory that the cluster's
+    administrator allows, as `sharedPath`."""
+    hugging_face: HuggingFaceSource | None = None
+    """A Hugging Face repository, staged on every machine."""
+    s3: S3Source | None = None
+    """An S3-compatible store, staged on every machine."""
+    http: HttpSource | None = None
+    """A web server, staged on every machine."""
+    shared_path: AbsolutePath | None = None
+    """Directory of a shared file system that every machine has mounted; its files are copied to every machine."""
+
+    @property
+    def secret_key_ref(self) -> SecretKeyRef | None:
+        """Return the `secretKeyRef` of the remote source; None if there is none."""
+        remote = self.hugging_face or self.s3 or self.http
+        return remote.secret_key_ref if remote is not None else None
+
+
+class StagingSpec(SpecPart):
+    """Staging of weights on the machines."""
+
+    streams: Annotated[Count, Field(ge=1, le=64)] = 8
+    """Files that a machine fetches concurrently."""
+    bandwidth_limit: Annotated[BoundedQuantity, Between("64Ki", "1Ei")] | None = None
+    """Bandwidth limit of a machine in bytes per second, for example `500M`. Default: no limit."""
+    from_members: StrictBool = True
+    """Machines fetch files from each other, so that the source sends each file once."""
+    verify: Verify = Verify.MARKER
+    """Check of verified files at a start: `Marker` compares size and time, `Full` reads them."""
+    prefetch: StrictBool = True
+    """Read the files into the page cache while the group forms."""
+    page_cache: PageCache | None = None
+    """`Warm`, or `Unified` for machines whose devices share the memory. Default: by `topology.hardware`."""
+
+
+class ApiKeysSource(SpecPart):
+    """Source of API keys."""
+
+    secret_key_ref: SecretKeyRef
+    """API keys, one per line."""
+
+
+class GatewaySpec(SpecPart):
+    """Gateway of every group, which holds requests while the engine is unavailable."""
+
+    hold_timeout: Duration = 600.0
+    """Maximum time for which a request is held while the engine is unavailable; `0s`: requests are not held."""
+    max_held_requests: Annotated[Count, Field(ge=0, le=100_000)] = 1024
+    """Maximum number of held requests; further ones are refused with 503."""
+    max_held_bytes: Quantity = 256 * 2**20
+    """Maximum total size of held requests; further ones are refused with 503."""
+    request_timeout: Annotated[BoundedDuration, Between("1ms", "8760h", "1h")] = 3600.0
+    """From the arrival of a request to the end of its answer. Clients may request less with `X-Request-Timeout`."""
+    max_body_bytes: Annotated[BoundedQuantity, Between("1Ki", "1Gi")] = 64 * 2**20
+    """Maximum size of a request body."""
+    api_keys: ApiKeysSource | None = None
+    """Accepted API keys. Default: no key is required."""
+    drain: Duration = 300.0
+    """Longest time for open requests after the termination of a gateway starts, also for those that wait for an engine.
+    15 s with `dsv4 up`, and where no other gateway of the deployment answers."""
+
 
 DEFAULT_BACKEND = "Pods"
 _ServedName = Annotated[
@@ -31,12 +338,12 @@ _ServedName = Annotated[
 
 
 def _without_nulls(value: Any) -> Any:
-    # An entry that is null is not there, for API servers.
+    # API servers drop entries that are null.
     return {key: text for key, text in value.items() if text is not None} if isinstance(value, dict) else value
 
 
 class Variant(StrEnum):
-    """The members of the model family."""
+    """Variants of the model family."""
 
     NANO = "Nano"
     """A tiny model of the same architecture with random weights, for development and tests."""
@@ -45,7 +352,7 @@ class Variant(StrEnum):
 
 
 class Hardware(StrEnum):
-    """The kinds of machines; a group is homogeneous."""
+    """Kinds of machines; a group is homogeneous."""
 
     CPU = "CPU"
     """No accelerator; only for the Nano model."""
@@ -60,7 +367,7 @@ class Hardware(StrEnum):
 
 
 class TablesPlace(StrEnum):
-    """Place where the tables beside the layers are kept (the n-grams of V4.1)."""
+    """Location of the n-gram tables of V4.1."""
 
     MEMORY = "memory"
     DISK = "disk"
@@ -74,21 +381,22 @@ class ModelSpec(SpecPart):
     source: ModelSource
     """Source of the weights: exactly one of `nano`, `path`, `huggingFace`, `s3`, `http`, `sharedPath`."""
     staging: StagingSpec = StagingSpec()
-    """Transfer of the weights to the machines, and their place there."""
+    """Transfer of the weights to the machines."""
     checkpoint: Annotated[str, Matches(TEXT, "has a control character; remove it", 64)] | None = None
-    """Checkpoint in the source if its name does not say, for example `V4-Flash-0731`. Default: from the name."""
+    """Checkpoint, if the name of the source does not identify it, for example `V4-Flash-0731`. Default: from the
+    name."""
     tables: TablesPlace = TablesPlace.MEMORY
-    """`memory`, or `disk` for images whose engine reads the tables of V4.1's n-grams from disk as it needs them."""
+    """`memory`, or `disk` for images whose engine reads the n-gram tables of V4.1 from disk on demand."""
     served_names: Annotated[tuple[_ServedName, ...], Field(min_length=1, max_length=8)] | None = None
-    """Model names that the API answers to, at most 8. Default: the deployment's name."""
+    """Model names of the API, at most 8. Default: the deployment's name."""
 
 
 class TopologySpec(SpecPart):
-    """Layout of one group over machines. All machines of a group are of one kind."""
+    """Layout of one group over machines, which are all of one kind."""
 
     hardware: Hardware
-    """`CPU`, `GB10` (DGX Spark) or `RTXPRO6000`; for development also `H100` or `H200`. `dsv4 up` and `dsv4 plan` fill
-    in what this machine has where a file leaves it out."""
+    """`CPU`, `GB10` (DGX Spark) or `RTXPRO6000`; for development also `H100` or `H200`. `dsv4 up` and `dsv4 plan` set a
+    missing value from this machine."""
     nodes_per_group: Annotated[Count, Field(ge=1, le=16)] = 1
     """Machines of one group, at most 16."""
     devices_per_node: Annotated[Count, Field(ge=1, le=16)] = 1
@@ -96,19 +404,19 @@ class TopologySpec(SpecPart):
     tensor_parallel_size: Annotated[Count, Field(ge=1, le=16)] | None = None
     """Ranks that share each layer. Default: all of a group's devices, divided by `pipelineParallelSize`."""
     pipeline_parallel_size: Annotated[Count, Field(ge=1, le=16)] = 1
-    """Stages that the layers are divided over."""
+    """Pipeline stages of the layers."""
     expert_parallel: StrictBool = False
-    """Whole experts on each rank instead of a share of every expert: other traffic, the same memory."""
+    """Whole experts on each rank instead of a share of every expert: different traffic, equal memory."""
     nodes: Annotated[tuple[NodeName, ...], Field(max_length=512)] = ()
-    """On a cluster: the nodes by name, in the order of groups and ranks. Default: dsv4 chooses among all nodes."""
+    """On a cluster: names of the nodes, in the order of groups and ranks. Default: dsv4 chooses from all nodes."""
     node_selector: Annotated[dict[LabelKey, LabelValue], Field(max_length=32), BeforeValidator(_without_nulls)] = Field(
         default_factory=dict
     )
-    """On a cluster: labels that a node must have."""
+    """On a cluster: required labels of the nodes."""
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] = ()
-    """On a cluster: taints of nodes that members do not mind."""
+    """On a cluster: tolerated taints of nodes."""
     exclusive_nodes: StrictBool | None = None
-    """On a cluster: no two members of any deployment on one node. Default: `true`, on CPU `false`."""
+    """On a cluster: at most one member of any deployment per node. Default: `true`, on CPU `false`."""
 
     @property
     def world_size(self) -> int:
@@ -127,28 +435,28 @@ class TopologySpec(SpecPart):
 
 
 class BackoffSpec(SpecPart):
-    """Waits between restarts: none before the first, then `base`, then twice as long each time, at most `max`."""
+    """Backoff between restarts: none before the first, then `base`, doubled each time up to `max`."""
 
     base: Duration = 30.0
-    """The wait before the second restart in a window."""
+    """Wait before the second restart in a window."""
     max: Duration = 600.0
-    """The longest wait."""
+    """Longest wait."""
 
 
 class RecoverySpec(SpecPart):
-    """Settings of recovery: how often a group is brought back. Restarts of every kind spend from one budget."""
+    """Recovery of groups. Restarts of every level use one budget."""
 
     max_restarts: Annotated[Count, Field(ge=0, le=100)] = 5
-    """Restarts within `window`; 0 means never."""
+    """Restarts within `window`; 0: none."""
     window: Annotated[BoundedDuration, Between("1ms", "8760h", "1h")] = 3600.0
-    """The time over which restarts are counted."""
+    """Window in which restarts are counted."""
     backoff: BackoffSpec = BackoffSpec()
     """Waits between restarts."""
     node_loss: NodeLossSpec = NodeLossSpec()
-    """On a cluster: what happens to members on a node that is gone."""
+    """On a cluster: handling of members on a lost node."""
 
     def policy(self) -> RecoveryPolicy:
-        """Return these settings as the rule that the operator and the head's agent share."""
+        """Return these settings as the policy shared by the operator and the head's agent."""
         return RecoveryPolicy(
             max_restarts=self.max_restarts,
             window_seconds=self.window,
@@ -158,42 +466,40 @@ class RecoverySpec(SpecPart):
 
 
 class RolloutStrategy(StrEnum):
-    """Strategy by which groups come to a changed specification."""
+    """Order in which groups change to a new specification."""
 
     RECREATE = "Recreate"
     """All groups at once."""
     ROLLING_UPDATE = "RollingUpdate"
-    """One after the other, so that the others go on answering."""
+    """One after the other; the other groups keep serving."""
 
 
 class RolloutSpec(SpecPart):
-    """Settings of a rollout, by which groups come to a changed specification. Changes of `suspend`, `replicas`,
-    `recovery`, `rollout` and `gateway` restart no group."""
+    """Rollout of a changed specification. Changes of `suspend`, `replicas`, `recovery`, `rollout` and `gateway` restart
+    no group."""
 
     strategy: RolloutStrategy = RolloutStrategy.ROLLING_UPDATE
-    """`RollingUpdate` (one after the other) or `Recreate` (all at once). A single group is ended and formed again
-    either way."""
+    """`RollingUpdate` (one after the other) or `Recreate` (all at once); a single group always restarts."""
     max_unavailable: Annotated[Count, Field(ge=1, le=32)] = 1
-    """With `RollingUpdate`: no group that answers is ended while so many are down, whatever for."""
+    """With `RollingUpdate`: a serving group is not ended while this many groups are down for any reason."""
     progress_deadline: Annotated[BoundedDuration, Between("1ms", "8760h", "1h")] = 3600.0
-    """Time in which a group has to answer with a changed specification, its recoveries included, before that counts as
-    failed."""
+    """Time in which a group must serve with a changed specification, including its recoveries."""
     auto_rollback: StrictBool = True
-    """Go back to the last specification that all groups answered with when a changed one fails: no answer within
-    `progressDeadline`, a cause that trying again cannot mend, or recovery given up. It is not tried again until it
+    """Roll back to the last specification with which all groups served if a changed one fails: not serving within
+    `progressDeadline`, a non-retryable cause, or exhausted recovery. A failed specification is not tried again until it
     changes."""
 
 
 class DeploymentSpec(SpecPart):
-    """Specification of a deployment: what to run, where, and how hard to keep it running."""
+    """Desired state of a deployment."""
 
     suspend: StrictBool = False
-    """Stop everything and keep the weights; `false` starts it again."""
+    """Stop all groups and keep the weights; `false` starts them again."""
     backend: Annotated[str, Matches(r"[A-Za-z][A-Za-z0-9]*", "is not a backend; write for example Pods", 63)] = (
         DEFAULT_BACKEND
     )
-    """On a cluster: what makes and ends the members, one of the operator's backends; `Pods` are pods of its own. It
-    cannot change. `dsv4 up` runs processes of this machine, whatever is written here."""
+    """On a cluster: the operator's backend for the members; `Pods` creates pods directly. Immutable. `dsv4 up` ignores
+    it and runs processes of this machine."""
     replicas: Annotated[Count, Field(ge=0, le=32)] = 1
     """Groups, each an independent engine with its own copy of the model."""
     model: ModelSpec
@@ -209,9 +515,9 @@ class DeploymentSpec(SpecPart):
     rollout: RolloutSpec = RolloutSpec()
     """Replacement of groups after a change of the specification."""
     gateway: GatewaySpec = GatewaySpec()
-    """The HTTP front of every group: it keeps requests while the engine is away."""
+    """Gateway of every group, which holds requests while the engine is unavailable."""
     storage: StorageSpec = StorageSpec()
-    """On a cluster: where members keep weights, compiled kernels and evidence."""
+    """On a cluster: storage for weights, compiled kernels and evidence."""
 
     @property
     def network_mode(self) -> NetworkMode:

@@ -1,4 +1,8 @@
-"""Status of a deployment, as dsv4 reports it. Reading never rejects: what cannot be read is left out."""
+"""Status of a deployment: conditions, reasons, phases and groups.
+
+Names of conditions, reasons and phases are stable, because alerts depend on them. `read_status` never rejects a status:
+unreadable parts are dropped.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,100 @@ from typing import Any
 
 from pydantic import ConfigDict, ValidationError
 
-from dsv4_operator.api.reasons import ConditionStatus, ConditionType, Reason
 from dsv4_operator.api.values import Time
 from dsv4_runtime.contract import Cause, KernelStatus, Phase, Process, Report, Role
 
+
+class ConditionType(StrEnum):
+    """Types of the conditions in a deployment's status."""
+
+    READY = "Ready"
+    """Every wanted group serves: a checked completion succeeded in its present engine generation. On a cluster, a
+    completion through the public Service succeeded too."""
+    ACCEPTED = "Accepted"
+    """The specification has a valid plan on the available machines."""
+    PROGRESSING = "Progressing"
+    """A start, recovery, update or stop is in progress."""
+    DEGRADED = "Degraded"
+    """A group died and does not serve again yet."""
+    RECOVERY_EXHAUSTED = "RecoveryExhausted"
+    """A group failed too often or for a non-retryable cause; recovery stopped until the specification changes."""
+    ROLLED_BACK = "RolledBack"
+    """The specification was given up, and groups run from the last one with which all of them served."""
+    SUSPENDED = "Suspended"
+    """No group runs because of `spec.suspend`."""
+
+
+class ConditionStatus(StrEnum):
+    """The value of a condition."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class Reason(StrEnum):
+    """Reason of a condition or an event."""
+
+    PLAN_ACCEPTED = "PlanAccepted"
+    PLAN_REFUSED = "PlanRefused"
+    SPEC_INVALID = "SpecInvalid"
+    """The specification breaks a rule that the API server did not check."""
+    NOT_ALLOWED = "NotAllowed"
+    """The policy of the cluster's administrator forbids the specification."""
+    HARDWARE_UNSUPPORTED = "HardwareUnsupported"
+    NODES_MISSING = "NodesMissing"
+    MEMORY_SHORT = "MemoryShort"
+
+    PENDING = "Pending"
+    GROUP_FORMING = "GroupForming"
+    FORMING_FAILED = "FormingFailed"
+    """The members of a group have not been created for five minutes; the message contains the reason."""
+    GROUP_STARTING = "GroupStarting"
+    ENGINE_READY = "EngineReady"
+    ALL_GROUPS_READY = "AllGroupsReady"
+    GROUPS_NOT_READY = "GroupsNotReady"
+    ENDPOINT_NOT_READY = "EndpointNotReady"
+    """Every group serves, but no completion through the public Service succeeds."""
+
+    ENGINE_DEAD = "EngineDead"
+    """An engine died and is restarted in place (level 1)."""
+    GROUP_DEAD = "GroupDead"
+    """A group died and is formed again (level 2)."""
+    ENGINE_RESTARTING = "EngineRestarting"
+    GROUP_RECOVERING = "GroupRecovering"
+    RESTART_BACKOFF = "RestartBackoff"
+    GROUP_RECOVERED = "GroupRecovered"
+    RECOVERY_EXHAUSTED = "RecoveryExhausted"
+    RECOVERY_AVAILABLE = "RecoveryAvailable"
+
+    UPDATE_STARTED = "UpdateStarted"
+    UPDATE_COMPLETED = "UpdateCompleted"
+    """All groups serve with a changed specification."""
+    ROLLED_BACK = "RolledBack"
+    NOT_ROLLED_BACK = "NotRolledBack"
+    SUSPENDING = "Suspending"
+    SUSPENDED = "Suspended"
+    NOT_SUSPENDED = "NotSuspended"
+    SCALED_TO_ZERO = "ScaledToZero"
+    GROUP_STOPPING = "GroupStopping"
+    GROUP_STOPPED = "GroupStopped"
+    TERMINATING = "Terminating"
+    STEADY = "Steady"
+    ACTION_FAILED = "ActionFailed"
+    """A part of the reconcile failed and is repeated; the message contains the reason."""
+    FOREIGN_OBJECT = "ForeignObject"
+    """An object with a needed name belongs to another owner. It is not changed."""
+    OBJECT_TERMINATING = "ObjectTerminating"
+    """An object with a needed name is still being removed."""
+    OBJECT_IGNORED = "ObjectIgnored"
+    """A pod with the name or the labels of a member is none, or labels of a member were changed."""
+    PAUSED = "Paused"
+    """The annotation `dsv4.dev/paused` stops the reconciliation."""
+
+
 HISTORY_LENGTH = 10
-"""Failures that a group's status remembers."""
+"""Length of a group's failure history."""
 
 _LARGEST_REPAIR = 100
 
@@ -29,29 +121,29 @@ class GroupPhase(StrEnum):
     """Phase of a group's lifecycle."""
 
     PENDING = "Pending"
-    """Nothing runs and nothing may be formed yet."""
+    """No member runs, and none may be formed yet."""
     FORMING = "Forming"
-    """An incarnation has its number, and its members are being created."""
+    """The incarnation is claimed, and its members are being created."""
     STARTING = "Starting"
     """All members exist; the engine has not served in this incarnation yet."""
     SERVING = "Serving"
     RESTARTING = "Restarting"
     """Level 1: the head's agent restarts the engine in place."""
     RECOVERING = "Recovering"
-    """Level 2: the incarnation is dead, is being fenced, and another one follows."""
+    """Level 2: the incarnation is dead and is being fenced; another one follows."""
     UPDATING = "Updating"
     """The incarnation is being fenced because the specification changed."""
     DRAINING = "Draining"
     """The group is being stopped on request."""
     SUSPENDED = "Suspended"
     STOPPED = "Stopped"
-    """No longer wanted: fewer replicas, or the deployment is being deleted."""
+    """Not wanted: fewer replicas, or the deployment is being deleted."""
     FAILED = "Failed"
-    """Level 3: given up until the specification changes."""
+    """Level 3: recovery given up until the specification changes."""
 
 
 class DeploymentPhase(StrEnum):
-    """A summary of the groups for people; programs read the conditions."""
+    """Summary of the groups for users; programs read the conditions."""
 
     PENDING = "Pending"
     STARTING = "Starting"
@@ -73,193 +165,193 @@ class MemberStatus(StatusPart):
     role: Role = Role.WORKER
     """`Head` or `Worker`."""
     node: str = ""
-    """The machine that it runs on."""
+    """Machine of the member."""
     address: str = ""
-    """Its address in the group's network."""
+    """Address in the group's network."""
     phase: Phase | None = None
-    """Phase that its agent reports; absent until the agent has answered once."""
+    """Phase reported by its agent; absent until the agent has answered once."""
     phase_time: Time | None = None
-    """Beginning of that phase, by the member's clock."""
+    """Start of that phase, by the member's clock."""
     message: str = ""
-    """Progress, or how it ended."""
+    """Progress, or the end of the member."""
     processes: tuple[Process, ...] = ()
-    """Processes of the member that are known by number."""
+    """Processes of the member with known process ids."""
     silent_since: Time | None = None
-    """Since when its agent has not answered; absent while it answers."""
+    """Time since which its agent has not answered; absent while it answers."""
 
 
 class FailureStatus(StatusPart):
     """One death of an engine or a group."""
 
     time: Time
-    """Time at which it was noticed."""
+    """Time of the detection."""
     cause: Cause = Cause.UNKNOWN
     """Cause of the death."""
     incarnation: int = 0
-    """The incarnation that it happened in."""
+    """Incarnation in which it occurred."""
     engine_generation: int | None = None
-    """The life of the engine, within the incarnation, that it ended; absent if it was not an engine's death."""
+    """Engine generation that died; absent if it was not the death of an engine."""
     generation: int = 0
-    """The `metadata.generation` that it happened under."""
+    """`metadata.generation` at the time of the death."""
     culprit_rank: int | None = None
-    """The member that it began on, where known."""
+    """Rank of the first failed member, if known."""
     culprit_node: str | None = None
-    """That member's machine."""
+    """Machine of that member."""
     message: str = ""
-    """The first fatal line, or what was seen."""
+    """First fatal line, or the observation."""
     detected_by: str = ""
-    """The signal that showed it."""
+    """Signal that revealed it."""
     level: int | None = None
     """1: engine restart in place; 2: new incarnation; 3: given up."""
     recover_seconds: float | None = None
     """From `time` until the next checked completion; absent until then."""
     weights_doubted: bool | None = None
-    """Whether damaged weights would explain it, although no file was found to be wrong; absent if not."""
+    """Whether damaged weights may be the cause although no file failed verification; absent if not."""
     evidence: str | None = None
-    """Place of the evidence."""
+    """Location of the evidence."""
 
     @property
     def deterministic(self) -> bool:
-        """Tell whether trying again cannot help if the same happens again."""
+        """Return whether another attempt with the same result would be useless."""
         return self.cause.deterministic or self.weights_doubted is True
 
 
 class KvCacheStatus(StatusPart):
-    """The KV cache of a group's present engine, as it says itself."""
+    """KV cache of a group's present engine, as reported by the engine."""
 
     tokens: int
-    """Its size."""
+    """Size in tokens."""
     concurrency: float = 0.0
-    """Requests of `maxModelLen` tokens that fit into it at once."""
+    """Requests of `maxModelLen` tokens that fit concurrently."""
     planned_tokens: int | None = None
-    """The size that the memory plan expected; absent without a plan for it."""
+    """Size in tokens in the memory plan; absent without one."""
 
 
 class MeasuredItem(StatusPart):
-    """One item of the memory plan, as a start logged it."""
+    """One item of the memory plan, as measured at a start."""
 
     item: str
-    """As `dsv4 plan` calls it."""
+    """Name of the item in `dsv4 plan`."""
     difference: int
-    """Bytes logged beyond what was planned; negative if fewer."""
+    """Measured minus planned bytes."""
 
 
 class MeasuredStatus(StatusPart):
-    """Measurements of memory that the group's latest start logged; the next plan of the same uses them."""
+    """Memory measured at the group's latest start; the next plan of the same model, image and machine uses it."""
 
     of: str
     """Model, image and machine."""
     incarnation: int
-    """The incarnation that logged it."""
+    """Incarnation of the measurement."""
     time: Time | None = None
-    """Time of the start that logged it."""
+    """Time of the measurement."""
     items: tuple[MeasuredItem, ...] = ()
     """Differences from the plan."""
 
 
 class GroupStatus(StatusPart):
-    """One group. It also holds what the next decision needs, so that whoever decides may restart at any time."""
+    """One group. Contains the complete state for the next decision, so that the operator may restart at any time."""
 
     index: int = 0
-    """Number of the group, from 0."""
+    """Index of the group, from 0."""
     phase: GroupPhase = GroupPhase.PENDING
     """Phase of the group."""
     phase_time: Time | None = None
-    """Beginning of that phase."""
+    """Start of that phase."""
     incarnation: int = 0
-    """The number of the latest incarnation; 0 before the first. A number is never used twice."""
+    """Number of the latest incarnation; 0 before the first. Numbers are never reused."""
     fenced_below: int = 0
     """Every incarnation below this number is known to have ended."""
     revision: str = ""
-    """Fingerprint of the specification that this incarnation was formed from."""
+    """Fingerprint of the specification of this incarnation."""
     revision_time: Time | None = None
     """Time at which the group was first formed from it."""
     served_revision: str = ""
-    """Fingerprint of the specification that the group last answered with."""
+    """Fingerprint of the last specification with which the group served."""
     members: tuple[MemberStatus, ...] = ()
-    """The incarnation's members in rank order."""
+    """Members of the incarnation in rank order."""
     engine_generation: int = 0
-    """Lives of the engine in this incarnation."""
+    """Engine generations in this incarnation."""
     expected_ready_seconds: float | None = None
     """Expected duration of the start."""
     kv_cache: KvCacheStatus | None = None
     """Size of the engine's KV cache; absent until the engine has reported it."""
     kernels: tuple[KernelStatus, ...] = ()
-    """Providers of a layer's operations; empty until the engine has reported them, and where all of them are vLLM's."""
+    """Providers of a layer's operations; empty until the engine has reported them, and if all of them are vLLM's."""
     measured: MeasuredStatus | None = None
-    """Memory that the latest start which got so far has logged."""
+    """Memory measured at the latest start."""
     formed_time: Time | None = None
-    """Time at which the incarnation got its number."""
+    """Time of the claim of the incarnation."""
     ready_time: Time | None = None
-    """Time at which the present engine generation first answered a checked completion."""
+    """Time of the first checked completion of the present engine generation."""
     restarts: tuple[Time, ...] = ()
     """Restarts of any level within the recovery window, oldest first."""
     total_restarts: int = 0
     """Restarts of any level since the deployment was created."""
     next_restart_time: Time | None = None
-    """Earliest beginning of a waiting restart."""
+    """Earliest time of a pending restart."""
     exhausted_generation: int | None = None
-    """The `metadata.generation` under which recovery was given up."""
+    """`metadata.generation` for which recovery was given up."""
     last_failure: FailureStatus | None = None
-    """The latest death."""
+    """Latest death."""
     history: tuple[FailureStatus, ...] = ()
-    """The latest deaths, oldest first, at most 10; the last is `lastFailure`."""
+    """Latest deaths, oldest first, at most 10; the last is `lastFailure`."""
 
 
 class Condition(StatusPart):
-    """One condition in the form of `metav1.Condition`."""
+    """Condition in the form of `metav1.Condition`."""
 
     type: ConditionType
     """Type of the condition."""
     status: ConditionStatus
     """Status of the condition."""
     observed_generation: int = 0
-    """The `metadata.generation` that it is about."""
+    """`metadata.generation` of the condition."""
     last_transition_time: Time
     """Time of the last change of `status`."""
     reason: Reason
     """Reason, for programs."""
     message: str = ""
-    """Explanation, for people."""
+    """Explanation, for users."""
 
 
 class RejectedStatus(StatusPart):
     """A specification that was given up."""
 
     revision: str
-    """Its fingerprint."""
+    """Fingerprint of the specification."""
     time: Time
     """Time at which it was given up."""
     message: str = ""
-    """Explanation, for people."""
+    """Explanation, for users."""
 
 
 class RolloutStatus(StatusPart):
-    """Rollout state that is needed to go back from a changed specification."""
+    """Rollout state for a rollback of a changed specification."""
 
     served: str = ""
-    """The part of the specification that members are formed from, as JSON, that all groups last answered with."""
+    """Member part of the last specification with which all groups served, as JSON."""
     rejected: RejectedStatus | None = None
-    """The specification that was given up for it; absent once the specification has changed again."""
+    """Specification that was given up in favor of it; absent after the specification has changed again."""
     accepted: str = ""
-    """The last valid specification, as JSON; groups keep running from it while a changed one is refused."""
+    """Last valid specification, as JSON; groups keep running from it while a changed one is refused."""
 
 
 class DeploymentStatus(StatusPart):
-    """Status of a deployment: what dsv4 found and did."""
+    """Observed state of a deployment."""
 
     conditions: tuple[Condition, ...] = ()
-    """The state for programs, one entry a type."""
+    """State for programs, one entry per type."""
     observed_generation: int = 0
-    """The `metadata.generation` that this status is about."""
+    """`metadata.generation` of this status."""
     phase: DeploymentPhase = DeploymentPhase.PENDING
-    """A summary for people."""
+    """Summary for users."""
     replicas: int = 0
-    """Groups that exist."""
+    """Existing groups."""
     ready_replicas: int = 0
-    """Groups that answer."""
+    """Serving groups."""
     updated_replicas: int = 0
-    """Groups whose members were formed from the specification as it is now."""
+    """Groups with members of the present specification."""
     endpoint: str | None = None
     """Base URL of the OpenAI-compatible API."""
     ray_dashboard: str | None = None
@@ -267,11 +359,11 @@ class DeploymentStatus(StatusPart):
     expected_ready_seconds: float | None = None
     """Expected duration of a start."""
     rollout: RolloutStatus = RolloutStatus()
-    """State that is needed to go back from a changed specification."""
+    """State for a rollback of a changed specification."""
     removed_incarnation: int = 0
-    """Highest incarnation of the groups that were removed by fewer `spec.replicas`; later groups begin above it."""
+    """Highest incarnation of the groups removed by a lower `spec.replicas`; new groups start above it."""
     groups: tuple[GroupStatus, ...] = ()
-    """The groups in order."""
+    """Groups in order."""
 
     def condition(self, kind: ConditionType) -> Condition | None:
         """Return the condition of type `kind`; None if there is none yet."""
@@ -279,7 +371,7 @@ class DeploymentStatus(StatusPart):
 
 
 def read_status(data: object) -> DeploymentStatus:
-    """Return the status in `data`, JSON values that possibly another version wrote; unreadable parts are left out."""
+    """Return the status in `data`, JSON values that another version may have written; unreadable parts are dropped."""
     if isinstance(data, DeploymentStatus):
         return data
     if not isinstance(data, Mapping):
@@ -311,21 +403,3 @@ def _remove(data: Any, location: tuple[int | str, ...]) -> bool:
         return False
     del holder[key]
     return True
-
-
-__all__ = [
-    "HISTORY_LENGTH",
-    "Condition",
-    "DeploymentPhase",
-    "DeploymentStatus",
-    "FailureStatus",
-    "GroupPhase",
-    "GroupStatus",
-    "KvCacheStatus",
-    "MeasuredItem",
-    "MeasuredStatus",
-    "MemberStatus",
-    "RejectedStatus",
-    "RolloutStatus",
-    "read_status",
-]

@@ -1,4 +1,6 @@
-"""Durations, quantities and times: written as Kubernetes writes them, plain numbers in memory.
+"""Values and base class of the specification: durations, quantities, times, bounded text.
+
+Values are written in the notation of Kubernetes and held as plain numbers:
 
 | type       | written              | in memory                   |
 |------------|----------------------|-----------------------------|
@@ -18,17 +20,27 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, PlainSerializer, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from dsv4_runtime.contract.secrets import has_secret
+from dsv4_runtime.contract import Document
+from dsv4_runtime.util.secrets import has_secret
 
 _MILLISECONDS = {"h": 3_600_000, "m": 60_000, "s": 1_000, "ms": 1}
 _DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|h|m|s)")
 _DURATION = re.compile(rf"(?:{_DURATION_PART.pattern})+")
 LONGEST_DURATION = 64
-"""Characters of a duration: the sum of a million parts takes seconds."""
+"""Limit of the characters of a duration: the sum of a million parts takes seconds."""
 
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
 _DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
@@ -43,18 +55,18 @@ _QUANTITY = re.compile(rf"({_NUMBER})(?:([KMGTPE]i|[munkMGTPE])|[eE]([+-]?[0-9]{
 DURATION_FORMAT, QUANTITY_FORMAT = "dsv4-duration", "dsv4-quantity"
 """Values of `format` in the JSON schemas of `Duration` and `Quantity`."""
 DURATION_PATTERN = r"(?:[0-9]+(?:\.[0-9]{1,3})?(?:h|m|s)|[0-9]+ms)+"
-"""Durations of a specification: whole milliseconds."""
+"""Durations in a specification: whole milliseconds."""
 QUANTITY_PATTERN = (
     r"(?:[0-9]+(?:[KMGTPE]i|[kMGTPE]|[eE][0-9]{1,2})?|[0-9]+\.[0-9]{1,3}[kMGTPE]"
     r"|[0-9]*\.(?:0|5|25|75|125|375|625|875)0*[KMGTPE]i)"
 )
-"""Quantities of a specification: whole bytes, and so only the fractions of a unit that are whole bytes."""
+"""Quantities in a specification: whole bytes, so only fractions of a unit that are whole bytes."""
 DURATION_REFUSAL = "is not a duration; write it as Kubernetes does, for example 90s, 10m or 1h30m"
 QUANTITY_REFUSAL = "is not a quantity; write it as Kubernetes does, for example 512Mi or 8Gi"
 LONGEST_QUANTITY = 64
-"""Characters of a quantity."""
+"""Limit of the characters of a quantity."""
 CONTROL = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f"
-"""Control characters except tab, line feed and carriage return, as they are written in a class of a pattern."""
+"""Control characters except tab, line feed and carriage return, as part of a character class."""
 
 _EARLIEST_TIME, _LATEST_TIME = -1e9, 1e11
 """Unix times of the years 1938 and 5138. Python's calendar has the years 1 to 9999."""
@@ -62,13 +74,13 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 _LOOKED_AT = 4096
-"""Characters of a text that are looked through before the first of them are shown."""
+"""Characters that are checked for a secret before the text is shown."""
 
 
 def quoted(value: object) -> str:
-    """Return `value` as it is shown in a refusal: text in quotes, shortened, anything else as it is written in YAML.
+    """Return `value` for a message: text in quotes and shortened, other values as in YAML.
 
-    Text that looks like a secret is not shown, and control characters are escaped.
+    Text that looks like a secret is omitted, and control characters are escaped.
     """
     if isinstance(value, str):
         if has_secret(value[:_LOOKED_AT]):
@@ -88,18 +100,18 @@ def quoted(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """Metadata of a text field: what it may be, for Python and for the Kubernetes API server alike."""
+    """Metadata of a text field: accepted values, for Python and the Kubernetes API server."""
 
     pattern: str
-    """Pattern that all of the text must match, in the syntax that Python's `re` and RE2 share; `\\w` is ASCII."""
+    """Pattern of the whole text, in the common syntax of Python's `re` and RE2; `\\w` is ASCII."""
     refusal: str
-    """Refusal of any other text, with the remedy: `is not …; write …`."""
+    """Message for any other text, with the remedy: `is not …; write …`."""
     longest: int = 1024
-    """Characters."""
+    """Maximum number of characters."""
     shown: str = r"(?s:.*)"
-    """Pattern of the texts that a refusal shows. Not those that may have a secret in them."""
+    """Pattern of texts that a message may show; excludes texts that may contain a secret."""
     never: tuple[tuple[str, str], ...] = ()
-    """Patterns that no part of the text may match, each with its refusal."""
+    """Patterns that must not occur in the text, each with its message."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
@@ -127,23 +139,23 @@ class Matches:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Metadata of a `Duration` or a `Quantity`: its bounds, for Python and for the Kubernetes API server alike."""
+    """Metadata of a `Duration` or a `Quantity`: bounds, for Python and the Kubernetes API server."""
 
     least: str
-    """As a user writes it, and so are the others."""
+    """In user notation, like the others."""
     most: str
     example: str | None = None
-    """Remedy in a refusal."""
+    """Remedy in the message."""
 
     @property
     def refusal(self) -> str:
-        """Return the refusal of any other value."""
+        """Return the message for any other value."""
         example = f", for example {self.example}" if self.example else ""
         return f"is out of range; write {self.least} to {self.most}{example}"
 
     @property
     def written(self) -> dict[str, str]:
-        """Return the bounds and their refusal as a part of a JSON schema."""
+        """Return the bounds and their message as a part of a JSON schema."""
         return {"least": self.least, "most": self.most, "refusal": self.refusal}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -155,14 +167,14 @@ class Between:
     def _check(self, value: float) -> float:
         parse, write = _READERS[isinstance(value, int)]
         if not parse(self.least) <= value <= parse(self.most):
-            # Beyond it a fraction has lost digits, and would not be shown as it was written.
+            # Larger fractions have lost digits, and would be shown differently.
             shown = write(value) if isinstance(value, int) or value < _EXACT_SECONDS else "the value"
             raise ValueError(f"{shown} {self.refusal}")
         return value
 
 
 SPACES = r"\x85\xa0" "\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-"""White space of Unicode beyond ASCII, as it is written in a class of a pattern: `\\s` is ASCII."""
+"""Unicode white space beyond ASCII, as part of a character class: `\\s` is ASCII."""
 _EXACT_SECONDS = 2**43
 
 TEXT = rf"[^{CONTROL}\t\n\r]*"
@@ -178,7 +190,7 @@ AbsolutePath = Annotated[
 
 
 def parse_duration(value: object) -> float:
-    """Return the seconds of a duration such as `90s`, `1h30m` or `250ms`; numbers are taken as seconds already.
+    """Return the seconds of a duration such as `90s`, `1h30m` or `250ms`; numbers are seconds.
 
     Raises:
         ValueError: `value` is no duration, or is finer than a millisecond.
@@ -194,7 +206,7 @@ def parse_duration(value: object) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Return the shortest way to write `seconds`, a duration of at least 0: `1h30m`, `90s` becomes `1m30s`."""
+    """Return the shortest notation of `seconds`, a duration of at least 0: `1h30m`, `90s` becomes `1m30s`."""
     rest = round(seconds * 1000)
     parts = []
     for unit, size in _MILLISECONDS.items():
@@ -206,7 +218,7 @@ def format_duration(seconds: float) -> str:
 
 @lru_cache(maxsize=4096)
 def quantity(text: str) -> Fraction:
-    """Return the number that a quantity of Kubernetes stands for: `250m`, `1.5Gi`, `100u`, `1E` or `12e6`.
+    """Return the value of a Kubernetes quantity: `250m`, `1.5Gi`, `100u`, `1E` or `12e6`.
 
     Raises:
         ValueError: `text` is no quantity.
@@ -223,7 +235,7 @@ def parse_quantity(value: object) -> int:
     """Return the bytes of a quantity such as `8Gi`, `1.5Gi`, `500M` or `4096`.
 
     Raises:
-        ValueError: `value` is no quantity, or is no whole number of bytes from 0 on.
+        ValueError: `value` is no quantity, or no non-negative whole number of bytes.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -236,7 +248,7 @@ def parse_quantity(value: object) -> int:
 
 
 def format_quantity(count: int) -> str:
-    """Return the shortest exact way to write `count` bytes; of two equally short ones the binary."""
+    """Return the shortest exact notation of `count` bytes; the binary one of two with equal length."""
     units = {**_BINARY, **_DECIMAL}
     exact = [f"{count // size}{suffix}" for suffix, size in units.items() if count and count % size == 0]
     return min((*exact, str(count)), key=len)
@@ -261,7 +273,7 @@ def parse_time(value: object) -> float:
 
 
 def format_time(time: float) -> str:
-    """Return `time`, a Unix time, as RFC 3339 in UTC; the milliseconds only where there are any."""
+    """Return `time`, a Unix time, as RFC 3339 in UTC; with milliseconds only if they are not 0."""
     moment = _EPOCH + timedelta(milliseconds=round(time * 1000))
     precision = "milliseconds" if moment.microsecond else "seconds"
     return moment.isoformat(timespec=precision).replace("+00:00", "Z")
@@ -274,7 +286,7 @@ def _seconds(value: float) -> float:
 
 
 def _written_duration(value: Any) -> float:
-    # In a manifest a bare number has no unit; a default in Python (float) is in seconds.
+    # A bare number in a manifest has no unit; a Python default (float) is in seconds.
     if isinstance(value, int) and not isinstance(value, bool):
         raise ValueError(f"{value} has no unit; write it as Kubernetes does, for example {value}s")  # noqa: TRY004
     if isinstance(value, str) and not re.fullmatch(DURATION_PATTERN, value[: LONGEST_DURATION + 1]):
@@ -289,9 +301,9 @@ def _written_quantity(value: Any) -> int:
 
 
 LONGEST = Between("0s", "8760h")
-"""Bounds of every duration: no clock, and no object of Kubernetes, has to take more than a year."""
+"""Bounds of every duration: clocks and Kubernetes objects need not support more than a year."""
 LARGEST = Between("0", "1Ei")
-"""Bounds of every quantity, which are those of a signed number of 64 bits with some room."""
+"""Bounds of every quantity, within a signed 64-bit integer."""
 
 BoundedDuration = Annotated[
     float,
@@ -299,10 +311,10 @@ BoundedDuration = Annotated[
     PlainSerializer(format_duration, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "format": DURATION_FORMAT}),
 ]
-"""Seconds; written `90s` or `1h30m`. For fields with a `Between` of their own."""
+"""Seconds; notation `90s` or `1h30m`. For fields with their own `Between`."""
 
 Duration = Annotated[BoundedDuration, LONGEST]
-"""Seconds; written `90s` or `1h30m`."""
+"""Seconds; notation `90s` or `1h30m`."""
 
 BoundedQuantity = Annotated[
     int,
@@ -310,10 +322,10 @@ BoundedQuantity = Annotated[
     PlainSerializer(format_quantity, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "format": QUANTITY_FORMAT}),
 ]
-"""Bytes; written `512Mi` or `8Gi`. For fields with a `Between` of their own."""
+"""Bytes; notation `512Mi` or `8Gi`. For fields with their own `Between`."""
 
 Quantity = Annotated[BoundedQuantity, LARGEST]
-"""Bytes; written `512Mi` or `8Gi`."""
+"""Bytes; notation `512Mi` or `8Gi`."""
 
 Time = Annotated[
     float,
@@ -321,10 +333,31 @@ Time = Annotated[
     PlainSerializer(format_time, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]
-"""Unix time in seconds; written as RFC 3339 in UTC, to the millisecond."""
+"""Unix time in seconds; notation RFC 3339 in UTC, to the millisecond."""
 
 _READERS: Mapping[bool, tuple[Any, Any]] = {
     True: (parse_quantity, format_quantity),
     False: (parse_duration, format_duration),
 }
-"""For whole numbers, which are bytes, and others, which are seconds: functions that read a text and write a value."""
+"""Parser and formatter of whole numbers (bytes) and of others (seconds)."""
+
+
+Count = Annotated[int, Field(strict=True)]
+"""A whole number; text and fractions are refused, not converted."""
+
+PortNumber = Annotated[Count, Field(ge=1024, le=65535)]
+
+
+class SpecPart(Document):
+    """A part of the specification."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """Drop known fields that are null, as API servers do."""
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        known = {field.alias for field in cls.model_fields.values()} | set(cls.model_fields)
+        return {name: value for name, value in data.items() if value is not None or name not in known}

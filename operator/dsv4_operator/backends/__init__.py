@@ -1,1 +1,1 @@
-"""Running members: local processes now; Pods and KubeRay behind the same interface."""
+"""Backends, which run members: as local processes or as pods, behind one interface."""

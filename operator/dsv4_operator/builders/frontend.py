@@ -1,4 +1,4 @@
-"""Frontend that users reach: one Service, and behind it at least two gateways."""
+"""Public endpoint of a deployment: one Service in front of at least two gateways."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 
 from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.builders import paths
+from dsv4_operator.builders.member import pod_security, referenced, secret_volume, service_port
 from dsv4_operator.builders.names import (
     DOMAIN,
     GATEWAY,
+    GATEWAY_DIRECTORY,
+    GATEWAY_PORT,
+    HEAD_PORTS,
     MEMBER,
+    TOKEN_KEY_DIRECTORY,
+    TOKEN_KEY_ENTRY,
+    TOKEN_KEY_FILE,
     Manifest,
     gateway_name,
     head_name,
@@ -19,113 +25,96 @@ from dsv4_operator.builders.names import (
     metadata,
     token_key_name,
 )
-from dsv4_operator.builders.security import pod_security, referenced, secret_volume
-from dsv4_operator.planning.gateway import gateway_settings
+from dsv4_operator.planning.facts import SECRETS_ROOT
+from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute
 
 SETTINGS_FILE, ROUTE_FILE = "settings.json", "route.json"
 
 _LAST_SECONDS = 5.0
-"""From the end of the drain until the process is killed."""
+"""Time from the end of the drain until the process is killed."""
 _REVISION = f"{DOMAIN}/gateway-revision"
-"""Label of gateways' pods, the same for all groups: of image and limits."""
+"""Label of gateway pods with the hash of image and limits, the same for all groups."""
 GATEWAY_REQUESTS = {"cpu": "100m", "memory": "128Mi"}
-"""Resources that a gateway requests: what it takes at rest, so that members lose no room beyond that."""
+"""Resource requests of a gateway: its usage at idle, so that no further resources are withheld from members."""
 _PROCESS_BYTES = 128 * 2**20
-"""Memory of a gateway's process beside what it keeps for clients: at most 100 MiB were measured."""
+"""Memory of a gateway process beside its buffers for clients: at most 100 MiB were measured."""
 
 
 def limits(deployment: DSV4Deployment) -> GatewaySettings:
     """Return the settings of every gateway of `deployment`; its keys are mounted."""
-    metadata = deployment.metadata
+    about = deployment.metadata
     return gateway_settings(
         deployment,
         drain_seconds=deployment.spec.gateway.drain,
-        secrets_root=paths.SECRETS,
-        service_url=f"http://{metadata.name}.{metadata.namespace}.svc:{paths.GATEWAY_PORT}",
+        secrets_root=SECRETS_ROOT,
+        service_url=f"http://{about.name}.{about.namespace}.svc:{GATEWAY_PORT}",
     )
 
 
 def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> GatewayRoute:
-    """Return where every group is, in every incarnation: its head's Service follows it.
+    """Return the addresses of all groups, valid for every incarnation: the Service of the head follows it.
 
     Args:
-        deployment: whose groups they are.
-        group: the gateway's own.
-        given_up: of each group, why it will not come back by itself; None: it may.
+        deployment: the deployment of the groups.
+        group: group of the gateway.
+        given_up: for each group, the reason why it will not recover by itself; None: it may.
     """
-    routes = [_group_route(deployment, index, reason) for index, reason in enumerate(given_up)]
-    return GatewayRoute.of(group, routes, paths.TOKEN_KEY_FILE)
-
-
-def _group_route(deployment: DSV4Deployment, group: int, given_up: str | None) -> GroupRoute:
-    host = f"http://{head_name(deployment.metadata.name, group)}.{deployment.metadata.namespace}.svc"
-    return GroupRoute(
-        group=group,
-        agent=f"{host}:{paths.HEAD_PORTS['agent'][0]}",
-        api=f"{host}:{paths.HEAD_PORTS['http'][0]}",
-        given_up=given_up,
-    )
+    (agent, _), (api, _) = HEAD_PORTS["agent"], HEAD_PORTS["http"]
+    routes = []
+    for index, reason in enumerate(given_up):
+        host = f"http://{head_name(deployment.metadata.name, index)}.{deployment.metadata.namespace}.svc"
+        routes.append(GroupRoute(group=index, agent=f"{host}:{agent}", api=f"{host}:{api}", given_up=reason))
+    return GatewayRoute.of(group, routes, TOKEN_KEY_FILE)
 
 
 def gateway_config(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> Manifest:
-    """Return the ConfigMap of limits and route. The route may change while the gateway runs; kubelets bring it there
-    within about a minute.
-    """
+    """Return the ConfigMap of limits and route. Kubelets update the route of a running gateway within a minute."""
     about = metadata(deployment, gateway_name(deployment.metadata.name, group), component=GATEWAY, group=group)
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": about,
-        "data": {
-            SETTINGS_FILE: limits(deployment).to_json(indent=2) + "\n",
-            ROUTE_FILE: gateway_route(deployment, group, given_up).to_json(indent=2) + "\n",
-        },
-    }
+    files = {SETTINGS_FILE: limits(deployment), ROUTE_FILE: gateway_route(deployment, group, given_up)}
+    data = {name: document.to_json(indent=2) + "\n" for name, document in files.items()}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
 
 
 def gateways_of(group: int) -> int:
-    """Return the number of a group's gateways: two of the first group, one of each other group.
+    """Return the number of a group's gateways: two for the first group, one for each other group.
 
-    Each gateway serves every group, so two are enough for a lost node to leave one. The number of a group's gateways
-    does not depend on the number of groups, so that scaling ends no gateway but those of removed groups.
+    Each gateway serves every group, so with two of them one remains after the loss of a node. The number does not
+    depend on the number of groups, so that scaling stops only the gateways of removed groups.
     """
     return 1 if group else 2
 
 
 def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) -> Manifest:
-    """Return a group's gateways, on different nodes where there are several.
+    """Return the Deployment of a group's gateways, on different nodes if there are several.
 
-    Other limits or another image replace them, each new one before an old one ends. Routes are not part of the pod
-    template: gateways read them again from their ConfigMap, so other groups or other routes replace no gateway.
+    A change of limits or image replaces them, each new one before an old one stops. Routes are not part of the pod
+    template: gateways reread them from their ConfigMap, so a change of groups or routes replaces no gateway.
     """
     name = deployment.metadata.name
     found = labels(name, component=GATEWAY, group=group)
     settings = limits(deployment)
-    stamp = {f"{DOMAIN}/settings": _hash(settings.to_json())}
+    hashes = {f"{DOMAIN}/settings": _hash(settings.to_json())}
     revision = {_REVISION: _hash(image, settings.to_json())}
     pod = _gateway_pod(deployment, group, image, settings)
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": metadata(deployment, gateway_name(name, group), component=GATEWAY, group=group),
-        "spec": {
-            "replicas": gateways_of(group),
-            "revisionHistoryLimit": 1,
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "selector": {"matchLabels": found},
-            "template": {"metadata": {"labels": found | revision, "annotations": stamp}, "spec": pod},
-        },
+    about = metadata(deployment, gateway_name(name, group), component=GATEWAY, group=group)
+    spec = {
+        "replicas": gateways_of(group),
+        "revisionHistoryLimit": 1,
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "selector": {"matchLabels": found},
+        "template": {"metadata": {"labels": found | revision, "annotations": hashes}, "spec": pod},
     }
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": about, "spec": spec}
 
 
 def _gateway_pod(deployment: DSV4Deployment, group: int, image: str, settings: GatewaySettings) -> Manifest:
     name, spec = deployment.metadata.name, deployment.spec
     volumes: dict[str, tuple[Manifest, str]] = {
-        "gateway": ({"configMap": {"name": gateway_name(name, group)}}, paths.GATEWAY),
+        "gateway": ({"configMap": {"name": gateway_name(name, group)}}, GATEWAY_DIRECTORY),
         "token-key": (
-            secret_volume(token_key_name(name, deployment.metadata.uid), [paths.TOKEN_KEY_ENTRY]),
-            paths.TOKEN_KEY,
+            secret_volume(token_key_name(name, deployment.metadata.uid), [TOKEN_KEY_ENTRY]),
+            TOKEN_KEY_DIRECTORY,
         ),
     }
     if spec.gateway.api_keys is not None:
@@ -140,16 +129,16 @@ def _gateway_pod(deployment: DSV4Deployment, group: int, image: str, settings: G
             {
                 "maxSkew": 1,
                 "topologyKey": "kubernetes.io/hostname",
-                # One node is enough for all where there is no other.
+                # All may run on one node if there is no other.
                 "whenUnsatisfiable": "ScheduleAnyway",
                 "labelSelector": {"matchLabels": labels(name, component=GATEWAY)},
-                # Pods of an older version, which end next, must not decide where those of this version go.
+                # Pods of an older version, which stop next, must not affect the placement of this version.
                 "matchLabelKeys": [_REVISION],
             }
         ],
         "terminationGracePeriodSeconds": math.ceil(settings.lame_duck_seconds + settings.drain_seconds + _LAST_SECONDS),
         "tolerations": [
-            # Kubernetes' own 300 s would keep users out for as long after the loss of a node.
+            # The default of 300 s would prolong an outage after the loss of a node.
             {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}
             for taint in ("not-ready", "unreachable")
         ],
@@ -172,18 +161,18 @@ def _gateway_container(image: str, settings: GatewaySettings, mounts: Mapping[st
         "image": image,
         "command": ["dsv4-gateway"],
         "args": [
-            f"--settings={paths.GATEWAY}/{SETTINGS_FILE}",
-            f"--route={paths.GATEWAY}/{ROUTE_FILE}",
-            f"--listen=0.0.0.0:{paths.GATEWAY_PORT}",
+            f"--settings={GATEWAY_DIRECTORY}/{SETTINGS_FILE}",
+            f"--route={GATEWAY_DIRECTORY}/{ROUTE_FILE}",
+            f"--listen=0.0.0.0:{GATEWAY_PORT}",
         ],
         "env": [{"name": variable, "value": value} for variable, value in ENVIRONMENT.items()],
-        "ports": [{"name": "http", "containerPort": paths.GATEWAY_PORT, "protocol": "TCP"}],
+        "ports": [{"name": "http", "containerPort": GATEWAY_PORT, "protocol": "TCP"}],
         "resources": {
             "requests": dict(GATEWAY_REQUESTS),
             "limits": {"memory": str(settings.max_client_bytes + _PROCESS_BYTES)},
         },
         "volumeMounts": [{"name": volume, "mountPath": path, "readOnly": True} for volume, path in mounts.items()],
-        # Whether it can answer or hold, of whatever group: while every engine is away, requests wait in here.
+        # Ready to respond or to hold requests for any group: while all engines are down, requests wait here.
         "readinessProbe": _probe("/readyz", period=2, failures=2),
         "livenessProbe": _probe("/healthz", period=10, failures=3),
         "securityContext": {
@@ -195,51 +184,38 @@ def _gateway_container(image: str, settings: GatewaySettings, mounts: Mapping[st
 
 
 def _probe(path: str, *, period: int, failures: int) -> Manifest:
-    # The kubelet's own timeout of 1 s would count a node that is short of processors as a gateway that is broken.
+    # With the default timeout of 1 s, CPU pressure on a node would count as a failed gateway.
     request = {"path": path, "port": "http"}
     return {"httpGet": request, "periodSeconds": period, "timeoutSeconds": 5, "failureThreshold": failures}
 
 
 def disruption_budget(deployment: DSV4Deployment) -> Manifest:
-    """Return the budget that keeps drained nodes from taking all gateways at once."""
+    """Return the budget that prevents node drains from stopping all gateways at once."""
     name = deployment.metadata.name
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": metadata(deployment, f"{name}-gateways"),
-        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": labels(name, component=GATEWAY)}},
-    }
+    about = metadata(deployment, f"{name}-gateways")
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels(name, component=GATEWAY)}}
+    return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": about, "spec": spec}
 
 
 def network_policy(deployment: DSV4Deployment) -> Manifest:
-    """Return the NetworkPolicy of who may speak to members, where the network plugin enforces it: each other on every
-    port, everybody on the ports that ask for a token. Gloo, NCCL and vLLM's queues between members cannot ask for
-    one."""
+    """Return the NetworkPolicy for ingress to members, if the network plugin enforces it.
+
+    Members have access to every port of each other, other pods only to ports that require a token. Gloo, NCCL and
+    vLLM's queues between members cannot require one.
+    """
     name = deployment.metadata.name
-    others: Manifest = {"from": [{"podSelector": {"matchLabels": labels(name, component=MEMBER)}}]}
-    open_to_all: Manifest = {"ports": [{"protocol": "TCP", "port": target} for _, target in paths.HEAD_PORTS.values()]}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(deployment, f"{name}-members"),
-        "spec": {
-            "podSelector": {"matchLabels": labels(name, component=MEMBER)},
-            "policyTypes": ["Ingress"],
-            "ingress": [others, open_to_all],
-        },
-    }
+    about = metadata(deployment, f"{name}-members")
+    from_members: Manifest = {"from": [{"podSelector": {"matchLabels": labels(name, component=MEMBER)}}]}
+    from_all: Manifest = {"ports": [{"protocol": "TCP", "port": target} for _, target in HEAD_PORTS.values()]}
+    pods = {"matchLabels": labels(name, component=MEMBER)}
+    spec = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [from_members, from_all]}
+    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": about, "spec": spec}
 
 
 def public_service(deployment: DSV4Deployment) -> Manifest:
-    """Return the Service that users reach, in front of all gateways."""
-    name = deployment.metadata.name
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(deployment, name),
-        "spec": {
-            "type": "ClusterIP",
-            "selector": labels(name, component=GATEWAY),
-            "ports": [{"name": "http", "port": paths.GATEWAY_PORT, "targetPort": "http", "protocol": "TCP"}],
-        },
-    }
+    """Return the public Service in front of all gateways."""
+    about = metadata(deployment, deployment.metadata.name)
+    ports = [service_port("http", GATEWAY_PORT, "http")]
+    selector = labels(deployment.metadata.name, component=GATEWAY)
+    spec = {"type": "ClusterIP", "selector": selector, "ports": ports}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": spec}

@@ -1,4 +1,4 @@
-"""The pod of one member."""
+"""Pod of a member with its security context, and the other objects of a group: plan, Services, token Secrets."""
 
 from __future__ import annotations
 
@@ -7,34 +7,52 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Hardware, NetworkMode, StorageType, Toleration
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Hardware, NetworkMode, SecretKeyRef, StorageType
 from dsv4_operator.api.policy import root_of
-from dsv4_operator.builders import paths
 from dsv4_operator.builders.names import (
     COMPONENT,
+    HEAD_PORTS,
     MEMBER,
+    PLAN_DIRECTORY,
+    PLAN_FILE,
+    STATE_DIRECTORY,
+    TOKEN_DIRECTORY,
+    TOKEN_ENTRY,
+    TOKEN_KEY_ENTRY,
     Manifest,
+    head_name,
     incarnation_name,
+    labels,
     member_name,
     metadata,
     mounted_name,
+    own_folder,
+    shared_weights,
+    token_key_name,
 )
-from dsv4_operator.builders.security import LOCK_MEMORY, USER, pod_security, referenced, secret_volume
+from dsv4_operator.planning.facts import SECRETS_ROOT
 from dsv4_runtime.contract import GroupPlan, MemberPlan
 
 GPU = "nvidia.com/gpu"
 
+USER = 65532
+"""User and group of members and gateways, as in `runtime/Dockerfile`."""
+_READABLE = 0o440
+LOCK_MEMORY = ("dsv4-lock-memory", "--inh-caps=+ipc_lock", "--ambient-caps=+ipc_lock")
+"""Prefix of a command that keeps IPC_LOCK: for users other than root, Linux drops capabilities at the first exec of a
+program whose file does not have them (`runtime/lock_memory.py`)."""
+
 _CPU_MILLIS = {hardware: 500 if hardware is Hardware.CPU else 4000 for hardware in Hardware}
-"""Processors that a member asks for: what its agent, Ray and vLLM's API process need beside idle neighbours."""
+"""CPU request of a member for its agent, Ray and vLLM's API process beside idle neighbours."""
 _LIMIT_FACTOR = 2
-"""Of the planned memory, at which a member is ended: see `_memory_limit`."""
+"""Memory limit of a member relative to its planned memory: see `_memory_limit`."""
 _DRAIN_SLACK_SECONDS = 3.0
 _STARTUP_SLACK_SECONDS = 60.0
 _PROBE_SECONDS = 2
 
 
 def requests(deployment: DSV4Deployment, memory_bytes: int) -> dict[str, int]:
-    """Return what a member asks its node for: processors in thousandths, memory in bytes, devices by count.
+    """Return the resource requests of a member: processors in thousandths, memory in bytes, devices by count.
 
     Args:
         deployment: the specification.
@@ -50,7 +68,7 @@ def requests(deployment: DSV4Deployment, memory_bytes: int) -> dict[str, int]:
 
 
 def needs_rdma(deployment: DSV4Deployment) -> bool:
-    """Tell whether members get RDMA devices, and may lock memory for them: where they share their node's network."""
+    """Return whether members get RDMA devices and may lock memory for them; they must use the network of the node."""
     spec = deployment.spec
     return (
         spec.topology.hardware is not Hardware.CPU
@@ -62,21 +80,21 @@ def needs_rdma(deployment: DSV4Deployment) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The decisions of the cluster's administrator about members."""
+    """Settings of the cluster administrator for members."""
 
     policy: ClusterPolicy
     runtime_image: str
-    """The administrator's own image, which alone is trusted with a directory of the node."""
+    """Image of the administrator, the only image with access to a directory of the node as root."""
 
 
 def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: Host) -> Manifest:
     """Return the pod of the member `rank`.
 
     Args:
-        deployment: the specification that `plan` was made from; owns the pod.
-        plan: of the incarnation.
-        rank: which member.
-        host: what it may have of its node; `deployment` keeps to it (`api.policy.violations`).
+        deployment: the specification of `plan`; owns the pod.
+        plan: plan of the incarnation.
+        rank: rank of the member.
+        host: permissions on its node; `deployment` complies with them (`api.policy.violations`).
     """
     member = plan.members[rank]
     name, group, incarnation = deployment.metadata.name, plan.group, plan.incarnation
@@ -87,7 +105,7 @@ def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: 
     spec: Manifest = {
         "hostname": member_name(name, group, incarnation, rank),
         "subdomain": incarnation_name(name, group, incarnation),
-        # A member that ended is a failure of its group, whatever its exit code; the operator decides what follows.
+        # Any exit of a member is a failure of its group; the operator decides about the recovery.
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": math.ceil(plan.timeouts.drain + _DRAIN_SLACK_SECONDS),
         "automountServiceAccountToken": False,
@@ -102,7 +120,10 @@ def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: 
     if on_host:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if deployment.spec.topology.tolerations:
-        spec["tolerations"] = [_toleration(one) for one in deployment.spec.topology.tolerations]
+        spec["tolerations"] = [
+            {name: value for name, value in toleration.to_dict().items() if value != ""}
+            for toleration in deployment.spec.topology.tolerations
+        ]
     if engine.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": secret.name} for secret in engine.image_pull_secrets]
     about = metadata(
@@ -123,9 +144,11 @@ def _container(
     image: str,
     volumes: dict[str, tuple[Manifest, Manifest]],
 ) -> Manifest:
+    # Before it responds, the agent waits for its own address and those of the other members.
+    startup_seconds = plan.timeouts.formation + plan.timeouts.preflight + _STARTUP_SLACK_SECONDS
     evidence = f"{_own_folder(deployment)}/evidence/g{plan.group}"
-    arguments = [f"--plan={paths.PLAN}/{paths.PLAN_FILE}", f"--rank={member.rank}"]
-    arguments += [f"--directory={paths.STATE}/i{plan.incarnation}/m{member.rank}", f"--evidence={evidence}"]
+    arguments = [f"--plan={PLAN_DIRECTORY}/{PLAN_FILE}", f"--rank={member.rank}"]
+    arguments += [f"--directory={STATE_DIRECTORY}/i{plan.incarnation}/m{member.rank}", f"--evidence={evidence}"]
     container: Manifest = {
         "name": "agent",
         "image": image,
@@ -137,8 +160,8 @@ def _container(
         ],
         "resources": _resources(deployment, plan),
         "volumeMounts": [{"name": volume, **mount} for volume, (_, mount) in volumes.items()],
-        # The kubelet judges the agent alone. What becomes of the engine is the agent's business, and the operator's.
-        "startupProbe": _probe("/livez", _PROBE_SECONDS, _boot_seconds(plan)),
+        # The kubelet probes the agent only. Agent and operator supervise the engine.
+        "startupProbe": _probe("/livez", _PROBE_SECONDS, startup_seconds),
         "livenessProbe": _probe("/livez", 10, 60.0),
         "readinessProbe": _probe("/readyz", _PROBE_SECONDS, 2.0 * _PROBE_SECONDS),
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -147,8 +170,8 @@ def _container(
             "capabilities": {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if needs_rdma(deployment) else {})},
         },
     }
-    # The image need not know the user: libraries ask for its home and its name.
-    environment: list[Manifest] = [{"name": "HOME", "value": paths.STATE}, {"name": "USER", "value": "dsv4"}]
+    # The image may lack the user, and libraries read its home and name.
+    environment: list[Manifest] = [{"name": "HOME", "value": STATE_DIRECTORY}, {"name": "USER", "value": "dsv4"}]
     if deployment.spec.network_mode is NetworkMode.POD_NETWORK:
         arguments.append("--address=$(DSV4_POD_IP)")
         environment.append({"name": "DSV4_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
@@ -158,18 +181,9 @@ def _container(
     return container
 
 
-def _boot_seconds(plan: GroupPlan) -> float:
-    """Return the seconds until the agent answers: it waits for the other members' addresses, and for its own."""
-    return plan.timeouts.formation + plan.timeouts.preflight + _STARTUP_SLACK_SECONDS
-
-
-def _probe(path: str, period: int, patience: float) -> Manifest:
-    return {
-        "httpGet": {"path": path, "port": "agent"},
-        "periodSeconds": period,
-        "timeoutSeconds": period,
-        "failureThreshold": math.ceil(patience / period),
-    }
+def _probe(path: str, period: int, limit: float) -> Manifest:
+    request, failures = {"path": path, "port": "agent"}, math.ceil(limit / period)
+    return {"httpGet": request, "periodSeconds": period, "timeoutSeconds": period, "failureThreshold": failures}
 
 
 def _resources(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
@@ -182,21 +196,18 @@ def _resources(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
 
 
 def _memory_limit(plan: GroupPlan) -> int:
-    """Return the bytes at which the kernel ends a member that leaks, before it ends others on the same node.
+    """Return the limit in bytes at which the kernel kills a leaking member, before others on the same node.
 
-    No healthy member may come near it: the end of one member restarts its whole group. The page cache counts against a
-    limit, and a limit that is near the plan would evict the weights that the next start reads from there; so does
-    /dev/shm, and on unified memory a part, that nobody can predict, of what the driver allocates for the GPU.
+    Healthy members must stay well below it, because the exit of one member restarts its whole group. The limit includes
+    the page cache, so a limit near the plan would evict the weights that the next start reads from there. It also
+    includes /dev/shm and, on unified memory, an unpredictable part of the driver's allocations for the GPU.
     """
     expected = plan.expectations
     return _LIMIT_FACTOR * (expected.memory_bytes + expected.shm_bytes) + (expected.weights_bytes or 0)
 
 
 def _affinity(deployment: DSV4Deployment, member: MemberPlan) -> Manifest:
-    """Return the affinity to the node that the plan names.
-
-    The scheduler still checks that it fits, and says if it does not.
-    """
+    """Return the affinity to the node of the plan; the scheduler still checks the fit and reports a failure."""
     found: Manifest = {}
     if member.node is not None:
         term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [member.node]}]}
@@ -212,14 +223,10 @@ def _affinity(deployment: DSV4Deployment, member: MemberPlan) -> Manifest:
     return found
 
 
-def _toleration(toleration: Toleration) -> Manifest:
-    return {name: value for name, value in toleration.to_dict().items() if value != ""}
-
-
 def _folder_owner(deployment: DSV4Deployment, runtime_image: str) -> Manifest:
-    """Return the container that gives a new folder of the node, which the kubelet makes for root, to the members' user.
+    """Return the init container that changes the owner of a new directory from root to the user of the members.
 
-    It sees that folder alone and runs the administrator's image, nothing of the specification's.
+    It mounts that directory only and runs the image of the administrator, not one of the specification.
     """
     folder = _own_folder(deployment)
     script = f'[ "$(stat -c %u "$0")" = {USER} ] || {{ chmod 0700 "$0" && chown {USER}:{USER} "$0"; }}'
@@ -242,25 +249,25 @@ def _folder_owner(deployment: DSV4Deployment, runtime_image: str) -> Manifest:
 
 def _own_folder(deployment: DSV4Deployment) -> str:
     metadata = deployment.metadata
-    return paths.own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
+    return own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
 
 
 def _volumes(
     deployment: DSV4Deployment, plan: GroupPlan, policy: ClusterPolicy
 ) -> Iterator[tuple[str, tuple[Manifest, Manifest]]]:
-    """Map each name to the volume's source and its mount."""
+    """Yield name, source and mount of every volume."""
     config = mounted_name(plan.deployment, deployment.metadata.uid, plan.group, plan.incarnation)
     memory = {"medium": "Memory", "sizeLimit": str(plan.expectations.shm_bytes)}
-    yield "plan", ({"configMap": {"name": config}}, {"mountPath": paths.PLAN, "readOnly": True})
-    token = secret_volume(config, [paths.TOKEN_ENTRY])
-    yield "token", (token, {"mountPath": paths.TOKEN, "readOnly": True})
-    yield "state", ({"emptyDir": {}}, {"mountPath": paths.STATE})
+    yield "plan", ({"configMap": {"name": config}}, {"mountPath": PLAN_DIRECTORY, "readOnly": True})
+    token = secret_volume(config, [TOKEN_ENTRY])
+    yield "token", (token, {"mountPath": TOKEN_DIRECTORY, "readOnly": True})
+    yield "state", ({"emptyDir": {}}, {"mountPath": STATE_DIRECTORY})
     yield "shm", ({"emptyDir": memory}, {"mountPath": "/dev/shm"})  # noqa: S108
     storage, folder = deployment.spec.storage, _own_folder(deployment)
     if storage.type is StorageType.HOST_PATH:
-        # Everything above it is root's, so nobody can put a link there.
+        # All parent directories belong to root, so that members cannot create links there.
         yield "storage", ({"hostPath": {"path": folder, "type": "DirectoryOrCreate"}}, {"mountPath": folder})
-        shared = paths.shared_weights(storage.path)
+        shared = shared_weights(storage.path)
         source: Manifest = {"hostPath": {"path": shared, "type": "DirectoryOrCreate"}}
         yield "weights", (source, {"mountPath": shared, "readOnly": True})
     else:
@@ -272,9 +279,90 @@ def _volumes(
     path = model.path or model.shared_path
     root = root_of(path, policy.model_roots) if path is not None else None
     if path is not None and root is not None:
-        # As a part of what is allowed: the kubelet follows no link out of it.
+        # Mounted as a subpath of the allowed root: the kubelet follows no link out of it.
         below = str(PurePosixPath(path).relative_to(root))
         mount: Manifest = {"mountPath": path, "readOnly": True}
-        # One that is not there is an empty one, so that the agent says what is missing; a pod would only wait.
+        # A missing directory is created empty, so that the agent reports the missing files; a pod would only wait.
         source = {"hostPath": {"path": root, "type": "DirectoryOrCreate"}}
         yield "model", (source, mount if below == "." else mount | {"subPath": below})
+
+
+def plan_config(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
+    """Return the ConfigMap with the plan for its members; immutable, so that kubelets need not watch it."""
+    name = mounted_name(plan.deployment, deployment.metadata.uid, plan.group, plan.incarnation)
+    about = metadata(deployment, name, group=plan.group, incarnation=plan.incarnation)
+    data = {PLAN_FILE: plan.to_json(indent=2) + "\n"}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data, "immutable": True}
+
+
+def incarnation_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Manifest:
+    """Return the headless Service for the DNS names of one incarnation's members; they resolve before readiness."""
+    name = incarnation_name(deployment.metadata.name, group, incarnation)
+    chosen = labels(deployment.metadata.name, component=MEMBER, group=group, incarnation=incarnation)
+    about = metadata(deployment, name, group=group, incarnation=incarnation)
+    ports = [service_port("agent", *HEAD_PORTS["agent"])]
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": chosen, "ports": ports}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": spec}
+
+
+def head_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Manifest:
+    """Return the Service of the head of `incarnation`, ready or not: gateways read the engine state there."""
+    name = deployment.metadata.name
+    chosen = labels(name, component=MEMBER, group=group, incarnation=incarnation, rank=0)
+    about = metadata(deployment, head_name(name, group), group=group)
+    ports = [service_port(name, *port) for name, port in HEAD_PORTS.items()]
+    spec = {"type": "ClusterIP", "publishNotReadyAddresses": True, "selector": chosen, "ports": ports}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": spec}
+
+
+def service_port(name: str, port: int, target: str) -> Manifest:
+    """Return one TCP port of a Service; `target` is the name of the pod's port."""
+    return {"name": name, "port": port, "targetPort": target, "protocol": "TCP"}
+
+
+def token_key_secret(deployment: DSV4Deployment, key: str) -> Manifest:
+    """Return the Secret with the key for tokens, for gateways; created once for a deployment.
+
+    Not immutable, so that running gateways receive the key of a Secret that is deleted and created again.
+    """
+    name = token_key_name(deployment.metadata.name, deployment.metadata.uid)
+    return _secret(metadata(deployment, name), TOKEN_KEY_ENTRY, key)
+
+
+def token_secret(deployment: DSV4Deployment, group: int, incarnation: int, token: str) -> Manifest:
+    """Return the Secret with the token that Ray, agents and dashboard of one incarnation require; immutable."""
+    name = mounted_name(deployment.metadata.name, deployment.metadata.uid, group, incarnation)
+    about = metadata(deployment, name, group=group, incarnation=incarnation)
+    return _secret(about, TOKEN_ENTRY, token) | {"immutable": True}
+
+
+def _secret(about: Manifest, entry: str, text: str) -> Manifest:
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": about, "type": "Opaque", "stringData": {entry: text}}
+
+
+def pod_security(groups: tuple[int, ...] = ()) -> Manifest:
+    """Return the `securityContext` of a pod whose containers run as an unprivileged user.
+
+    Args:
+        groups: additional groups for devices with restricted access.
+    """
+    found: Manifest = {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        # Owner group of mounted volumes: Secrets are readable for this group only.
+        "fsGroup": USER,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    return found | ({"supplementalGroups": list(groups)} if groups else {})
+
+
+def secret_volume(name: str, keys: list[str]) -> Manifest:
+    """Return the source of a volume with the entries `keys` of the Secret `name`."""
+    items = [{"key": key, "path": key} for key in keys]
+    return {"secret": {"secretName": name, "items": items, "defaultMode": _READABLE}}
+
+
+def referenced(ref: SecretKeyRef) -> tuple[Manifest, str]:
+    """Return the volume source of the referenced Secret and its mount path, which the plan contains."""
+    return secret_volume(ref.name, [ref.key]), f"{SECRETS_ROOT}/{ref.name}"

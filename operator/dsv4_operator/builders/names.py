@@ -1,4 +1,7 @@
-"""Names of dsv4's objects on a cluster, and the labels that they are found by."""
+"""Names and labels of dsv4's objects on a cluster, and paths inside the containers.
+
+The storage of members has the path of `spec.storage`, as on the node.
+"""
 
 from __future__ import annotations
 
@@ -21,70 +24,77 @@ _NUMBER = "(0|[1-9][0-9]{0,8})"
 _MEMBER_NAME = re.compile(rf"(.+)-{_NUMBER}-i{_NUMBER}-r{_NUMBER}")
 
 Manifest = dict[str, Any]
-"""One object of Kubernetes, or a part of one, in the JSON form of the wire."""
+"""A Kubernetes object, or a part of one, as JSON."""
+
+PLAN_DIRECTORY = "/etc/dsv4/plan"
+PLAN_FILE = "plan.json"
+TOKEN_DIRECTORY = "/etc/dsv4/token"  # noqa: S105  (a directory)
+TOKEN_ENTRY = "token"  # noqa: S105
+TOKEN_FILE = f"{TOKEN_DIRECTORY}/{TOKEN_ENTRY}"
+STATE_DIRECTORY = "/run/dsv4"
+"""Files of one member of one incarnation, removed with its pod. Short, because it contains sockets of Ray."""
+
+TOKEN_KEY_DIRECTORY = "/etc/dsv4/token-key"  # noqa: S105
+TOKEN_KEY_ENTRY = "key"  # noqa: S105
+TOKEN_KEY_FILE = f"{TOKEN_KEY_DIRECTORY}/{TOKEN_KEY_ENTRY}"
+"""Key of the gateways; members have the token of their incarnation only."""
+GATEWAY_DIRECTORY = "/etc/dsv4/gateway"
+GATEWAY_PORT = 8000
+
+HEAD_PORTS = {"http": (8000, "api"), "dashboard": (8265, "dashboard"), "agent": (8090, "agent")}
+"""Ports of the head Service by name: its own number, and the name of the pod's port, whose number is in the plan."""
 
 
 def part(value: Any, *path: str) -> Mapping[str, Any]:
-    """Return the mapping at `path` in `value`; an empty one where there is something else, or nothing."""
+    """Return the mapping at `path` in `value`; an empty one if there is none."""
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     return value if isinstance(value, dict) else {}
 
 
 def parts(value: Any, *path: str) -> list[Mapping[str, Any]]:
-    """Return the mappings in the list at `path` in `value`; none where there is something else, or nothing."""
+    """Return the mappings in the list at `path` in `value`; an empty list if there is none."""
     found = part(value, *path[:-1]).get(path[-1])
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def labels(deployment: str, **more: object) -> dict[str, str]:
-    """Return the labels of an object of `deployment`.
-
-    Those of `component`, `group`, `incarnation` and `rank` are among them where given.
-    """
+    """Return the labels of an object of `deployment`, with `component`, `group`, `incarnation` and `rank` if given."""
     keys = {"component": COMPONENT, "group": GROUP, "incarnation": INCARNATION, "rank": RANK}
     found = {NAME: "dsv4", MANAGED_BY: MANAGER, DEPLOYMENT: deployment}
     return found | {keys[name]: str(value) for name, value in more.items()}
 
 
 def selector(wanted: Mapping[str, str]) -> str:
-    """Return `wanted` as the API server takes it in a query."""
+    """Return `wanted` as a label selector for a query to the API server."""
     return ",".join(f"{name}={value}" for name, value in wanted.items())
 
 
 def metadata(deployment: DSV4Deployment, name: str, **more: object) -> dict[str, object]:
-    """Return the metadata of an object that goes when `deployment` goes: Kubernetes' garbage collector removes it."""
+    """Return the metadata of an object that the garbage collector of Kubernetes removes with `deployment`."""
+    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": deployment.metadata.name, "uid": deployment.metadata.uid}
     return {
         "name": name,
         "namespace": deployment.metadata.namespace,
         "labels": labels(deployment.metadata.name, **more),
-        "ownerReferences": [
-            {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "name": deployment.metadata.name,
-                "uid": deployment.metadata.uid,
-                "controller": True,
-                "blockOwnerDeletion": True,
-            }
-        ],
+        "ownerReferences": [owner | {"controller": True, "blockOwnerDeletion": True}],
     }
 
 
 def controller_of(manifest: Manifest) -> dict[str, Any] | None:
-    """Return the reference to the object that controls this one; None without one. There is one at most."""
+    """Return the reference to the controller of the object; None without one. There is at most one."""
     references = parts(manifest, "metadata", "ownerReferences")
     return next((dict(one) for one in references if one.get("controller")), None)
 
 
 def belongs(manifest: Manifest, uid: str | None) -> bool:
-    """Tell whether the object that the API server has belongs to the deployment with `uid`. A name proves nothing."""
+    """Return whether an object of the API server belongs to the deployment with `uid`; its name is no proof."""
     controller = controller_of(manifest)
     return controller is not None and bool(uid) and controller.get("uid") == uid
 
 
 def number(manifest: Manifest, label: str) -> int | None:
-    """Return the number in a label of an object that the API server has; None: somebody removed or changed it."""
+    """Return the number in a label of an object of the API server; None if it was removed or changed."""
     text = part(manifest, "metadata", "labels").get(label)
     return int(text) if isinstance(text, str) and re.fullmatch(_NUMBER, text) else None
 
@@ -97,8 +107,8 @@ def incarnation_name(deployment: str, group: int, incarnation: int) -> str:
 def mounted_name(deployment: str, uid: str | None, group: int, incarnation: int) -> str:
     """Return the name of the plan's ConfigMap and of the token's Secret of one incarnation.
 
-    Kubelets keep immutable objects by name for as long as a pod of their node mounts one: a deployment that is deleted
-    and created again needs names that its predecessor never had.
+    Kubelets cache immutable objects by name while a pod of their node mounts one, so a deployment that is deleted and
+    created again needs names that its predecessor did not use.
     """
     return f"{incarnation_name(deployment, group, incarnation)}-{_digest(uid)}"
 
@@ -109,22 +119,19 @@ def member_name(deployment: str, group: int, incarnation: int, rank: int) -> str
 
 
 def parse_member_name(name: str) -> tuple[str, int, int, int] | None:
-    """Return deployment, group, incarnation and rank in what `member_name` returned; None if `name` is no such name."""
+    """Return deployment, group, incarnation and rank in a name of `member_name`; None if it is another name."""
     found = _MEMBER_NAME.fullmatch(name)
     return (found[1], int(found[2]), int(found[3]), int(found[4])) if found is not None else None
 
 
 def member_address(namespace: str, deployment: str, group: int, incarnation: int | str, rank: int) -> str:
-    """Return the DNS name of one member on the pod network.
-
-    The cluster's domain is left to the resolver's search list.
-    """
+    """Return the DNS name of one member on the pod network; the resolver's search list adds the cluster domain."""
     service = f"{deployment}-{group}-i{incarnation}"
     return f"{service}-r{rank}.{service}.{namespace}.svc"
 
 
 def head_name(deployment: str, group: int) -> str:
-    """Return the name of the Service of rank 0 of the present incarnation."""
+    """Return the name of the Service of rank 0 of the current incarnation."""
     return f"{deployment}-{group}-head"
 
 
@@ -134,25 +141,29 @@ def gateway_name(deployment: str, group: int) -> str:
 
 
 def token_key_name(deployment: str, uid: str | None) -> str:
-    """Return the name of the Secret with the key that the tokens of the deployment's incarnations are made with.
-
-    See `mounted_name` for the suffix.
-    """
+    """Return the name of the Secret with the key for the tokens of all incarnations; suffix as in `mounted_name`."""
     return f"{earlier_token_key_name(deployment)}-{_digest(uid)}"
 
 
 def earlier_token_key_name(deployment: str) -> str:
-    """Return the name that the Secret with the token key had before it contained the UID.
-
-    Deployments that were formed then go on with the key in it.
-    """
+    """Return the former name of the Secret with the token key, without the UID; older deployments still use its key."""
     return f"{deployment}-token-key"
 
 
 def evidence_name(deployment: str, group: int, incarnation: int) -> str:
-    """Return the name of the ConfigMap with what was kept of an incarnation that died."""
+    """Return the name of the ConfigMap with the evidence of a failed incarnation."""
     return f"{deployment}-{group}-evidence-{incarnation}"
 
 
 def _digest(uid: str | None) -> str:
     return hashlib.sha256((uid or "").encode()).hexdigest()[:8]
+
+
+def own_folder(root: str, namespace: str, deployment: str) -> str:
+    """Return the only directory in the node's storage `root` that members of a deployment may write."""
+    return f"{root}/deployments/{namespace}/{deployment}"
+
+
+def shared_weights(root: str) -> str:
+    """Return the directory of files by their SHA-256, read-only for all members."""
+    return f"{root}/weights"

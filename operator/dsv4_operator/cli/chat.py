@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from dsv4_operator.api import DeploymentPhase
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
-from dsv4_operator.cli.output import note
-from dsv4_runtime.contract import sse
+from dsv4_operator.cli.output import note, plural
+from dsv4_operator.cli.render import not_ready_reason
+from dsv4_operator.cli.sources.base import STOPPED, DeploymentSource, DeploymentView, not_serving
+from dsv4_runtime.util import sse
 
 if TYPE_CHECKING:
     import httpx
@@ -21,49 +24,57 @@ CONNECT_SECONDS = 5.0
 
 
 class ChatError(CommandError):
-    """The server did not answer, or not with an answer."""
+    """The server did not respond, or not with a chat answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings that stay the same through a conversation."""
+class AnswerOptions:
+    """Options of `dsv4 chat`."""
 
-    endpoint: str
-    """The base URL, ending in `/v1`."""
-    model: str
     max_tokens: int | None
     system: str | None
+    """System prompt."""
     thinking: bool | None
     """Passed to the model's chat template; None leaves it to the server."""
     silence_seconds: float
-    """The longest wait for the next piece of an answer."""
+    """Limit for the next piece of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """Settings of a conversation."""
+
+    endpoint: str
+    """Base URL, ending in `/v1`."""
+    model: str
+    options: AnswerOptions
     status: str = "dsv4 status"
-    """Command that shows why there is no connection."""
+    """Command that explains a failed connection."""
     why: str = "dsv4 why"
-    """Command that shows why an answer broke off."""
+    """Command that explains an interrupted answer."""
     key: str = ""
-    """Key that requests have to show; empty if none."""
+    """API key; empty if none is required."""
 
     def body(self, messages: Sequence[ChatMessage]) -> dict[str, object]:
-        """Build the request for the answer to `messages`."""
-        lead: list[ChatMessage] = [{"role": "system", "content": self.system}] if self.system else []
-        options: dict[str, object] = {}
-        if self.max_tokens is not None:
-            options["max_tokens"] = self.max_tokens
-        if self.thinking is not None:
-            options["chat_template_kwargs"] = {"thinking": self.thinking}
-        return {
+        """Return the request for the answer to `messages`."""
+        options = self.options
+        system: list[ChatMessage] = [{"role": "system", "content": options.system}] if options.system else []
+        body: dict[str, object] = {
             "model": self.model,
-            "messages": [*lead, *messages],
+            "messages": [*system, *messages],
             "stream": True,
             "stream_options": {"include_usage": True},
-            **options,
         }
+        if options.max_tokens is not None:
+            body["max_tokens"] = options.max_tokens
+        if options.thinking is not None:
+            body["chat_template_kwargs"] = {"thinking": options.thinking}
+        return body
 
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """An answer as it grows; `tokens` is the server's count, or else the number of pieces."""
+    """An answer during streaming."""
 
     pieces: list[str] = field(default_factory=list)
     reported_tokens: int | None = None
@@ -73,25 +84,65 @@ class ChatAnswer:
 
     @property
     def text(self) -> str:
-        """Return all of it so far."""
+        """Return the text received so far."""
         return "".join(self.pieces)
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens."""
+        """Return the number of tokens reported by the server, or else the number of pieces."""
         return len(self.pieces) if self.reported_tokens is None else self.reported_tokens
 
     def speed(self) -> str:
-        """Return `24 tokens, 13.0 tokens/s`; the first token's wait is not part of the speed."""
-        count = f"{self.tokens} token{'' if self.tokens == 1 else 's'}"
+        """Return `24 tokens, 13.0 tokens/s`; the time to the first token is not included."""
+        count = plural(self.tokens, "token")
         if self.tokens < 2 or self.first_piece is None or self.last_piece is None:
             return count
         seconds = self.last_piece - self.first_piece
         return f"{count}, {(self.tokens - 1) / seconds:.1f} tokens/s" if seconds > 0 else count
 
 
+def run(source: DeploymentSource, name: str | None, prompt: str | None, options: AnswerOptions) -> ExitCode:
+    """Answer one prompt, or hold a conversation on a terminal."""
+    name, prompt = split_arguments(source, name, prompt)
+    item = source.get(name)
+    check_serving(item)
+    text = read_prompt(prompt)
+    with source.api(item) as api:
+        settings = ChatSettings(
+            endpoint=api.url(),
+            model=item.object.served_names[0],
+            options=options,
+            status=source.command_line("status", item.name),
+            why=source.command_line("why", item.name),
+            key=api.token,
+        )
+        if text is None:
+            return converse(settings, address=api.url)
+        return answer_once(settings, text, terminal=sys.stderr.isatty())
+
+
+def split_arguments(source: DeploymentSource, first: str | None, second: str | None) -> tuple[str | None, str | None]:
+    """Return name and prompt; a single argument is a name only if there is a deployment of that name."""
+    if first is None or second is not None or first in source.names():
+        return first, second
+    return None, first
+
+
+def check_serving(item: DeploymentView) -> None:
+    """Check that the deployment can answer. During a recovery it can: the gateway holds requests.
+
+    Raises:
+        CommandError: it does not serve, with the reason.
+    """
+    if item.phase == STOPPED:
+        raise CommandError(f"{item.name} is not serving: it is Stopped; start it with `dsv4 up FILE`")
+    held = item.status.phase is DeploymentPhase.RECOVERING
+    if item.status.endpoint is None or (item.status.ready_replicas == 0 and not held):
+        raise not_serving(item, not_ready_reason(item.object))
+
+
 def error_text(body: str) -> str:
-    """Return the message in an error that an OpenAI-compatible server sends; the start of the body if it is none."""
+    """Return the message of an error of an OpenAI-compatible server; for other bodies their first 200 characters."""
     try:
         document = json.loads(body)
     except ValueError:
@@ -106,22 +157,22 @@ def error_text(body: str) -> str:
 
 
 def events(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield the data of every event in a stream of bytes; comments and other fields are skipped."""
+    """Yield the data of every event in a byte stream; comments and other fields are skipped."""
     splitter = sse.Splitter()
     for chunk in chunks:
         for event in splitter.feed(chunk):
             if data := sse.payload(event):
                 yield data.decode(errors="replace")
-    # A stream that ends without the blank line still said this.
+    # A last event without the blank line.
     if data := sse.payload(splitter.rest):
         yield data.decode(errors="replace")
 
 
 def read_event(answer: ChatAnswer, data: str, now: float) -> str:
-    """Add one event to `answer`; returns the text that it brought.
+    """Add one event to `answer` and return its text.
 
     Raises:
-        ChatError: the event says that the answer failed, or is no event of a chat.
+        ChatError: the event reports an error, or is no chat completion chunk.
     """
     try:
         chunk: Any = json.loads(data)
@@ -143,12 +194,12 @@ def read_event(answer: ChatAnswer, data: str, now: float) -> str:
 
 
 def stream(
-    client: httpx.Client, settings: Settings, messages: Sequence[ChatMessage], answer: ChatAnswer
+    client: httpx.Client, settings: ChatSettings, messages: Sequence[ChatMessage], answer: ChatAnswer
 ) -> Iterator[str]:
-    """Yield the pieces of the answer to `messages` as they come; `answer` holds the sum.
+    """Yield the pieces of the answer to `messages` as they arrive, and add them to `answer`.
 
     Raises:
-        ChatError: with the reason, for people.
+        ChatError: the connection or the answer failed, with a message for the user.
     """
     import httpx
 
@@ -167,7 +218,8 @@ def stream(
     except httpx.ConnectError as error:
         raise ChatError(f"{settings.endpoint} does not answer ({error}); see `{settings.status}`") from error
     except httpx.TimeoutException as error:
-        seconds = CONNECT_SECONDS if isinstance(error, httpx.ConnectTimeout) else settings.silence_seconds
+        connecting = isinstance(error, httpx.ConnectTimeout)
+        seconds = CONNECT_SECONDS if connecting else settings.options.silence_seconds
         raise ChatError(f"{settings.endpoint} said nothing for {seconds:g} s; see `{settings.why}`") from error
     except httpx.HTTPError as error:
         raise ChatError(f"the answer broke off ({error}); see `{settings.why}`") from error
@@ -177,19 +229,19 @@ def stream(
         raise ChatError(f"the answer broke off before its end; see `{settings.why}`")
 
 
-def make_client(settings: Settings) -> httpx.Client:
-    """Return a client whose every wait is bounded. The deployment is never behind the environment's proxy."""
+def make_client(settings: ChatSettings) -> httpx.Client:
+    """Return a client with time limits, without the proxy of the environment: deployments are reached directly."""
     import httpx
 
     return httpx.Client(
         headers={"Authorization": f"Bearer {settings.key}"} if settings.key else {},
-        timeout=httpx.Timeout(settings.silence_seconds, connect=CONNECT_SECONDS),
+        timeout=httpx.Timeout(settings.options.silence_seconds, connect=CONNECT_SECONDS),
         trust_env=False,
     )
 
 
-def once(settings: Settings, prompt: str, *, terminal: bool) -> ExitCode:
-    """Stream the answer to one prompt to stdout."""
+def answer_once(settings: ChatSettings, prompt: str, *, terminal: bool) -> ExitCode:
+    """Stream the answer to one prompt to stdout; on a terminal, print its speed to stderr."""
     answer = ChatAnswer()
     with make_client(settings) as client:
         _print_stream(stream(client, settings, [{"role": "user", "content": prompt}], answer))
@@ -199,15 +251,12 @@ def once(settings: Settings, prompt: str, *, terminal: bool) -> ExitCode:
 
 
 def converse(
-    settings: Settings, *, address: Callable[[], str] | None = None, read: Callable[[str], str] = input
+    settings: ChatSettings, *, address: Callable[[], str] | None = None, read: Callable[[str], str] = input
 ) -> ExitCode:
-    """Take prompts and print answers in turn until the end of input; Ctrl-C ends an answer, at the prompt the
-    conversation.
+    """Read prompts and print answers until the end of input.
 
-    Args:
-        settings: for every answer.
-        address: gives the endpoint before each answer, where that can change.
-        read: asks for a prompt.
+    Ctrl-C stops the present answer, and at the prompt the conversation. `address` returns the endpoint of the next
+    answer, if it can change.
     """
     note(f"Talking to {settings.model}; Ctrl-D ends.")
     messages: list[ChatMessage] = []
@@ -234,12 +283,12 @@ def converse(
             if answer.text:
                 messages.append({"role": "assistant", "content": answer.text})
             else:
-                # Two prompts in a row are no conversation.
+                # User and assistant messages must alternate.
                 messages.pop()
 
 
 def read_prompt(prompt: str | None) -> str | None:
-    """Return the prompt given, or all of stdin; None when there is a terminal to talk with."""
+    """Return the given prompt, or all of stdin; None for a conversation, if stdin is a terminal."""
     if prompt is None and sys.stdin.isatty():
         return None
     text = sys.stdin.read() if prompt in (None, "-") else str(prompt)

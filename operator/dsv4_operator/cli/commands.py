@@ -1,59 +1,176 @@
-"""Commands that can be typed, with their options and help. What a command does is imported when it is called."""
+"""Command line of `dsv4`: commands, options and help. The implementation of a command is imported when it runs."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsv4_operator.cli.errors import ExitCode, bad_input
-from dsv4_operator.cli.output import DocumentFormat, TableFormat, say
-from dsv4_operator.cli.where import PLUGIN, CommandTarget, deployment_names, placed, placed_here
+from dsv4_operator.cli.errors import KUBECTL_PLUGIN, CommandError, ExitCode, bad_input, program_name
+from dsv4_operator.cli.output import DocumentFormat, TableFormat, print_line, render_document
+
+if TYPE_CHECKING:
+    from dsv4_operator.cli.sources.base import DeploymentSource
+
+_COMPLETION_SECONDS = 3.0
 
 app = typer.Typer(
     name="dsv4",
     help="Run DeepSeek-V4 and keep it running.",
     epilog="Exit codes: 0 all went well; 1 it failed; 2 the input or the machine's state is not right for it; "
     "130 interrupted. Colours only on a terminal, and not with NO_COLOR set.",
-    # A shell completes `kubectl dsv4` by asking kubectl.
-    add_completion=Path(sys.argv[0]).name != PLUGIN,
+    # Completion of `kubectl dsv4` is configured in kubectl.
+    add_completion=Path(sys.argv[0]).name != KUBECTL_PLUGIN,
     pretty_exceptions_enable=False,
-    # Plain help: loading the formatter would take longer than all the rest of `dsv4 --help`.
+    # Plain help: importing the formatter would take longer than the rest of `dsv4 --help`.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-NAME_HELP = "The deployment; may be left out when there is only one."
-NameArgument = Annotated[
-    str | None, typer.Argument(metavar="NAME", help=NAME_HELP, show_default=False, autocompletion=deployment_names)
-]
+
+@dataclass(frozen=True, slots=True)
+class CommandTarget:
+    """Options that select the deployments of this machine or of a cluster."""
+
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--state-dir",
+            metavar="DIR",
+            help="Where this machine's deployments are kept [default: $DSV4_STATE_DIR, else ~/.dsv4].",
+        ),
+    ] = None
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="A cluster's deployments, as the next three options and kubectl dsv4.")
+    ] = False
+    context: Annotated[str | None, typer.Option("--context", metavar="NAME", help="kubectl's context.")] = None
+    kubeconfig: Annotated[
+        Path | None, typer.Option("--kubeconfig", metavar="FILE", help="kubectl's configuration.")
+    ] = None
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", metavar="NAME", help="[default: the context's]")
+    ] = None
+
+    @property
+    def is_cluster(self) -> bool:
+        """Return whether a cluster is selected: always for `kubectl dsv4`, for `dsv4` by any cluster option."""
+        return program_name() != "dsv4" or self._cluster_option is not None
+
+    @property
+    def _cluster_option(self) -> str | None:
+        names = ("cluster", "context", "kubeconfig", "namespace")
+        return next((f"--{name}" for name in names if getattr(self, name)), None)
+
+    def source(self) -> DeploymentSource:
+        """Return the source of deployments.
+
+        Raises:
+            CommandError: the options contradict each other.
+        """
+        if not self.is_cluster:
+            from dsv4_operator.cli.sources.local import LocalSource
+
+            return LocalSource(self.state_root())
+        if self.state_dir is not None:
+            raise bad_input(
+                f"--state-dir is about this machine, and {self._cluster_option or program_name()} about a cluster; "
+                "give one of them"
+            )
+        from dsv4_operator.cli.sources.cluster import ClusterSource
+
+        return ClusterSource(self.context, self.kubeconfig, self.namespace)
+
+    def state_root(self) -> Path:
+        """Return the state directory of this machine.
+
+        The path is absolute, because the reconcile loop runs in another working directory.
+        """
+        from dsv4_operator.backends.local.state import default_root
+
+        return Path((self.state_dir or default_root()).expanduser()).absolute()
+
+    def local_root(self, action: str, alternative: str) -> Path:
+        """Return the state directory, for a command that is not available for clusters.
+
+        Raises:
+            CommandError: a cluster is selected.
+        """
+        if self.is_cluster:
+            raise bad_input(f"this command {action} on this machine; on a cluster: {alternative}")
+        return self.state_root()
+
+
+_TARGET_OPTIONS = inspect.signature(CommandTarget, eval_str=True).parameters
+
+
+def with_target_options(
+    command: Callable[..., int], names: Sequence[str] = tuple(_TARGET_OPTIONS)
+) -> Callable[..., int]:
+    """Append the target options to `command` and pass them as its first argument, a `CommandTarget`."""
+
+    @functools.wraps(command)
+    def wrapper(**given: Any) -> int:
+        target = CommandTarget(**{name: given.pop(name) for name in names})
+        return command(target, **given)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    parameters = [each.replace(kind=keyword) for each in (*own, *(_TARGET_OPTIONS[name] for name in names))]
+    wrapper.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
+    return wrapper
+
+
+with_state_dir_option = functools.partial(with_target_options, names=("state_dir",))
+"""Append the option `--state-dir` alone, for a command that is not available for clusters."""
+
+
+def deployment_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the completions of a deployment name for the target options given so far; none on errors."""
+    given = {name: value for name, value in ctx.params.items() if name in _TARGET_OPTIONS}
+    try:
+        names = CommandTarget(**given).source().names(seconds=_COMPLETION_SECONDS)
+    except CommandError:
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _name_argument(remark: str = "") -> Any:
+    text = f"The deployment; may be left out when there is only one.{remark}"
+    return typer.Argument(metavar="NAME", help=text, autocompletion=deployment_names)
+
+
+NameArgument = Annotated[str | None, _name_argument()]
 FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="A DSV4Deployment as YAML or JSON; - is stdin.")]
 FormatOption = Annotated[
     DocumentFormat | None,
-    typer.Option("--output", "-o", metavar="json|yaml", help="Print a document instead of text.", show_default=False),
+    typer.Option("--output", "-o", metavar="json|yaml", help="Print a document instead of text."),
 ]
 
 
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    shown: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Run DeepSeek-V4 and keep it running."""
-    if shown:
+    if show_version:
         raise typer.Exit(version(None))
     if context.invoked_subcommand is None:
-        say(context.get_help())
+        print_line(context.get_help())
 
 
 @app.command()
-@placed_here
+@with_state_dir_option
 def up(
-    where: CommandTarget,
+    target: CommandTarget,
     file: FileArgument,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when it is ready and leave it running.")
@@ -63,37 +180,37 @@ def up(
     ] = "10m",
 ) -> int:
     """Start a deployment on this machine and keep it running. Ctrl-C ends it."""
-    root = where.here("starts a deployment", "kubectl apply -f FILE")
+    root = target.local_root("starts a deployment", "kubectl apply -f FILE")
     from dsv4_operator.cli import up as command
 
-    return command.run(command.UpOptions(file, root, detach, _duration("--timeout", timeout)))
+    return command.run(file, root, detach=detach, timeout=_duration("--timeout", timeout))
 
 
 @app.command()
-@placed_here
+@with_state_dir_option
 def down(
-    where: CommandTarget,
+    target: CommandTarget,
     name: NameArgument = None,
-    every: Annotated[bool, typer.Option("--all", help="End every deployment.")] = False,
+    all_deployments: Annotated[bool, typer.Option("--all", help="End every deployment.")] = False,
     purge: Annotated[
         bool, typer.Option("--purge", help="Also remove its logs, evidence and status (never the weights).")
     ] = False,
 ) -> int:
     """End a deployment of this machine; fine if it is not running."""
-    root = where.here("ends a deployment", f"kubectl delete dsv4 {name or 'NAME'}")
-    from dsv4_operator.cli import down as command
+    root = target.local_root("ends a deployment", f"kubectl delete dsv4 {name or 'NAME'}")
+    from dsv4_operator.cli import up as command
 
-    if every and name:
+    if all_deployments and name:
         raise bad_input(f"--all and the name {name!r} exclude each other; give one of them")
-    return command.run(root, name, every=every, purge=purge)
+    return command.down(root, name, all_deployments=all_deployments, purge=purge)
 
 
 @app.command()
-@placed
+@with_target_options
 def status(
-    where: CommandTarget,
+    target: CommandTarget,
     name: NameArgument = None,
-    everywhere: Annotated[
+    all_namespaces: Annotated[
         bool, typer.Option("--all-namespaces", "-A", help="A cluster's deployments in all namespaces.")
     ] = False,
     output: Annotated[
@@ -104,37 +221,23 @@ def status(
     """Show a deployment with its members, or all deployments."""
     from dsv4_operator.cli import status as command
 
-    if everywhere and name:
+    if all_namespaces and name:
         raise bad_input(f"--all-namespaces and the name {name!r} exclude each other; give one of them")
-    source = replace(where, cluster=where.cluster or everywhere).source()
-    return command.show(source, name, output, watch=watch, everywhere=everywhere)
+    source = replace(target, cluster=target.cluster or all_namespaces).source()
+    return command.show(source, name, output, watch=watch, all_namespaces=all_namespaces)
 
 
 @app.command()
-@placed
+@with_target_options
 def chat(
-    where: CommandTarget,
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            help=f"{NAME_HELP} Then the prompt comes first.",
-            show_default=False,
-            autocompletion=deployment_names,
-        ),
-    ] = None,
+    target: CommandTarget,
+    name: Annotated[str | None, _name_argument(" Then the prompt comes first.")] = None,
     prompt: Annotated[
         str | None,
-        typer.Argument(
-            metavar="PROMPT", help="What to ask; else stdin, or a conversation on a terminal.", show_default=False
-        ),
+        typer.Argument(metavar="PROMPT", help="What to ask; else stdin, or a conversation on a terminal."),
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="The longest answer, in tokens.", show_default=False)
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Instructions before the conversation.", show_default=False)
-    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="The longest answer, in tokens.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="Instructions before the conversation.")] = None,
     thinking: Annotated[
         bool | None,
         typer.Option("--thinking/--no-thinking", help="Reason before answering; else as the server is set."),
@@ -144,135 +247,126 @@ def chat(
     ] = "2m",
 ) -> int:
     """Ask the model and stream its answer."""
-    from dsv4_operator.cli import talk
+    from dsv4_operator.cli import chat as command
 
-    options = talk.TalkOptions(max_tokens, system, thinking, _duration("--timeout", timeout))
-    return talk.run(where.source(), name, prompt, options)
+    silence_seconds = _duration("--timeout", timeout)
+    options = command.AnswerOptions(max_tokens, system, thinking, silence_seconds)
+    return command.run(target.source(), name, prompt, options)
 
 
 @app.command()
-@placed
+@with_target_options
 def dashboard(
-    where: CommandTarget,
+    target: CommandTarget,
     name: NameArgument = None,
     group: Annotated[int, typer.Option(min=0, metavar="N", help="Which group.")] = 0,
 ) -> int:
     """Show the way to Ray's dashboard. On a cluster it is open until Ctrl-C."""
     from dsv4_operator.cli import dashboard as command
 
-    return command.show(where.source(), name, group)
+    return command.show(target.source(), name, group)
 
 
 @app.command()
-@placed
+@with_target_options
 def logs(
-    where: CommandTarget,
-    name_or_rank: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            help=f"{NAME_HELP} Then the rank comes first.",
-            show_default=False,
-            autocompletion=deployment_names,
-        ),
-    ] = None,
-    rank: Annotated[
-        str | None, typer.Argument(metavar="RANK", help="One member; else all.", show_default=False)
-    ] = None,
+    target: CommandTarget,
+    name_or_rank: Annotated[str | None, _name_argument(" Then the rank comes first.")] = None,
+    rank: Annotated[str | None, typer.Argument(metavar="RANK", help="One member; else all.")] = None,
     name: Annotated[str | None, typer.Option("--name", hidden=True)] = None,
     component: Annotated[
         str, typer.Option("--component", "-c", metavar="agent|ray|vllm|loop|all", help="Whose log.")
     ] = "all",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")] = False,
-    tail: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Only the last lines of each file.", show_default=False)
-    ] = None,
+    tail: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only the last lines of each file.")] = None,
     output: FormatOption = None,
 ) -> int:
     """Show what the members wrote. With `-c loop`: what was decided about them."""
-    from dsv4_operator.cli.log_lines import LogComponent, LogOptions
+    from dsv4_operator.cli.logs import LogComponent, LogOptions
 
     if component not in list(LogComponent):
         raise bad_input(f"--component {component!r} is unknown; use one of {', '.join(LogComponent)}")
     if rank is None and name_or_rank is not None and name_or_rank.isdecimal():
-        # A name begins with a letter.
+        # Names begin with a letter.
         name_or_rank, rank = None, name_or_rank
     if rank is not None and not rank.isdecimal():
         raise bad_input(f"RANK {rank!r} is no number; give that of a member, such as 0")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    request = LogOptions(None if rank is None else int(rank), LogComponent(component), follow, tail, output, colour)
-    return where.source().logs(name_or_rank or name, request)
+    options = LogOptions(None if rank is None else int(rank), LogComponent(component), follow, tail, output, colour)
+    return target.source().logs(name_or_rank or name, options)
 
 
 @app.command()
-@placed
-def why(where: CommandTarget, name: NameArgument = None, output: FormatOption = None) -> int:
+@with_target_options
+def why(target: CommandTarget, name: NameArgument = None, output: FormatOption = None) -> int:
     """Say what died last, why, and what became of it."""
-    from dsv4_operator.cli import why as command
+    from dsv4_operator.cli import status as command
 
-    return command.show(where.source(), name, output)
+    return command.show_why(target.source(), name, output)
 
 
 @app.command()
-@placed
-def kernels(where: CommandTarget, name: NameArgument = None, output: FormatOption = None) -> int:
+@with_target_options
+def kernels(target: CommandTarget, name: NameArgument = None, output: FormatOption = None) -> int:
     """Show who computes the operations of a layer, and why."""
-    from dsv4_operator.cli import kernels as command
+    from dsv4_operator.cli import status as command
 
-    return command.show(where.source(), name, output)
+    return command.show_kernels(target.source(), name, output)
 
 
 @app.command()
-@placed
+@with_target_options
 def evidence(
-    where: CommandTarget,
+    target: CommandTarget,
     name: NameArgument = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="[default: NAME-evidence-TIME.tar.gz]", show_default=False),
+        typer.Option("--output", "-o", metavar="FILE", help="[default: NAME-evidence-TIME.tar.gz]"),
     ] = None,
 ) -> int:
     """Pack logs, status and what was kept of deaths into a .tar.gz."""
     from dsv4_operator.cli import evidence as command
 
-    return command.pack(where.source(), name, output)
+    return command.pack(target.source(), name, output)
 
 
 @app.command()
-@placed
-def restart(where: CommandTarget, name: NameArgument = None) -> int:
+@with_target_options
+def restart(target: CommandTarget, name: NameArgument = None) -> int:
     """Form every group of a cluster's deployment anew."""
-    source = where.source()
-    return _said(source.restart(source.one(name)))
+    source = target.source()
+    print_line(source.restart(source.get(name)))
+    return ExitCode.OK
 
 
 @app.command()
-@placed
-def suspend(where: CommandTarget, name: NameArgument = None) -> int:
+@with_target_options
+def suspend(target: CommandTarget, name: NameArgument = None) -> int:
     """Stop a cluster's deployment; its weights stay."""
-    source = where.source()
-    return _said(source.suspend(source.one(name), True))
+    source = target.source()
+    print_line(source.suspend(source.get(name), True))
+    return ExitCode.OK
 
 
 @app.command()
-@placed
-def resume(where: CommandTarget, name: NameArgument = None) -> int:
+@with_target_options
+def resume(target: CommandTarget, name: NameArgument = None) -> int:
     """Start what was suspended."""
-    source = where.source()
-    return _said(source.suspend(source.one(name), False))
+    source = target.source()
+    print_line(source.suspend(source.get(name), False))
+    return ExitCode.OK
 
 
 @app.command()
-@placed
+@with_target_options
 def plan(
-    where: CommandTarget,
-    what: Annotated[
+    target: CommandTarget,
+    file_or_name: Annotated[
         str | None,
         typer.Argument(
             metavar="FILE",
             help="A DSV4Deployment as YAML or JSON; - is stdin. On a cluster also a deployment's name.",
             autocompletion=deployment_names,
-            show_default=False,
         ),
     ] = None,
     what_if: Annotated[
@@ -280,20 +374,19 @@ def plan(
         typer.Option(
             metavar="FIELD=VALUE",
             help="Plan with a field below spec changed, such as engine.maxNumBatchedTokens=4096; may be repeated.",
-            show_default=False,
         ),
     ] = None,
     machine: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Which machine of the hardware, such as gb10-64gb.", show_default=False),
+        typer.Option(metavar="ID", help="Which machine of the hardware, such as gb10-64gb."),
     ] = None,
     from_log: Annotated[
         str | None,
-        typer.Option(metavar="LOG", help="Compare with vLLM's log of such a start, term by term.", show_default=False),
+        typer.Option(metavar="LOG", help="Compare with vLLM's log of such a start, term by term."),
     ] = None,
     explain: Annotated[
         str | None,
-        typer.Option(metavar="TERM", help="Show the logged starts behind a figure, such as kv.", show_default=False),
+        typer.Option(metavar="TERM", help="Show the logged starts behind a figure, such as kv."),
     ] = None,
     output: FormatOption = None,
 ) -> int:
@@ -302,9 +395,11 @@ def plan(
 
     if explain is not None:
         return command.explain(explain, output)
-    if what is None:
+    if file_or_name is None:
         raise bad_input("FILE is missing; name a file, or give --explain TERM")
-    return command.show(where.source(), command.PlanOptions(what, what_if or (), machine, output, from_log))
+    return command.show(
+        target.source(), file_or_name, changes=what_if or (), machine_id=machine, form=output, log_file=from_log
+    )
 
 
 @app.command()
@@ -314,13 +409,12 @@ def doctor(
         typer.Option(
             metavar="ADDRESS",
             help="Also try the path to a machine on which the same command runs meanwhile; may be repeated.",
-            show_default=False,
         ),
     ] = None,
     wait: Annotated[str, typer.Option(metavar="DURATION", help="How long to wait for --peer.")] = "30s",
     mtu: Annotated[
         int | None,
-        typer.Option(min=576, max=65_535, metavar="BYTES", help="What paths must carry.", show_default=False),
+        typer.Option(min=576, max=65_535, metavar="BYTES", help="What paths must carry."),
     ] = None,
     require_rdma: Annotated[
         bool, typer.Option("--require-rdma", help="Fail without RDMA, also where no cable is plugged in.")
@@ -337,7 +431,7 @@ def doctor(
             IPv4Address(address)
         except AddressValueError as error:
             raise bad_input(f"--peer {address!r} is no IPv4 address ({error}); give that of the other end") from None
-    return command.run(command.DoctorOptions(require_rdma, mtu, tuple(peer or ()), _duration("--wait", wait), output))
+    return command.run(peer or (), _duration("--wait", wait), mtu=mtu, require_rdma=require_rdma, form=output)
 
 
 @app.command()
@@ -346,20 +440,11 @@ def version(output: FormatOption = None) -> int:
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 
-    from dsv4_operator.cli.output import render_document, say
-
     try:
         number = installed("dsv4")
     except PackageNotFoundError:
         number = "unknown"
-    say(f"dsv4 {number}" if output is None else render_document({"version": number}, output))
-    return ExitCode.OK
-
-
-def _said(sentence: str) -> int:
-    from dsv4_operator.cli.output import say
-
-    say(sentence)
+    print_line(f"dsv4 {number}" if output is None else render_document({"version": number}, output))
     return ExitCode.OK
 
 

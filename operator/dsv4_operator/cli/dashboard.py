@@ -1,4 +1,4 @@
-"""`dsv4 dashboard`: the way to Ray's dashboard."""
+"""`dsv4 dashboard`: access to Ray's dashboard."""
 
 from __future__ import annotations
 
@@ -6,37 +6,36 @@ import time
 from collections.abc import Callable
 
 from dsv4_operator.cli.errors import CommandError, ExitCode
-from dsv4_operator.cli.output import note, say
-from dsv4_operator.cli.patience import Patience
-from dsv4_operator.cli.source import DeploymentSource
+from dsv4_operator.cli.output import note, print_line
+from dsv4_operator.cli.sources.base import DeploymentSource, RetryingPoll
 
-ANSWER_SECONDS = 10.0
-LOOK_SECONDS = 1.0
+_RESPONSE_SECONDS = 10.0
+_POLL_SECONDS = 1.0
 
 
 def show(
     source: DeploymentSource, name: str | None, group: int, *, wait: Callable[[float], None] = time.sleep
 ) -> ExitCode:
-    """Print address and token; where the way ends with this command, keep it open until Ctrl-C.
+    """Print address and token. If the connection ends with the command, keep it open until Ctrl-C.
 
     Raises:
-        CommandError: there is no dashboard, or it does not answer.
+        CommandError: there is no dashboard, or it does not respond.
     """
-    item = source.one(name)
-    with source.dashboard(item, group) as found:
-        url = found.url()
-        _check(url, found.token)
-        say(f"dashboard   {url}")
-        if found.token:
-            say(f"token       {found.token}")
-        if found.lasts:
+    item = source.get(name)
+    with source.dashboard(item, group) as access:
+        url = access.url()
+        _check(url, access.token)
+        print_line(f"dashboard   {url}")
+        if access.token:
+            print_line(f"token       {access.token}")
+        if access.permanent:
             return ExitCode.OK
         note("The page asks for the token once; a new incarnation has another one. Ctrl-C ends the connection.")
-        patient = Patience()
+        poll = RetryingPoll()
         while True:
-            wait(LOOK_SECONDS)
-            # A new incarnation's head takes the old one's place, which can take a while.
-            patient(found.url)
+            wait(_POLL_SECONDS)
+            # The head of a new incarnation replaces the previous one, which can take some time.
+            poll(access.url)
 
 
 def _check(url: str, token: str) -> None:
@@ -44,6 +43,6 @@ def _check(url: str, token: str) -> None:
 
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        httpx.get(url, headers=headers, timeout=ANSWER_SECONDS, trust_env=False)
+        httpx.get(url, headers=headers, timeout=_RESPONSE_SECONDS, trust_env=False)
     except httpx.HTTPError as error:
         raise CommandError(f"the dashboard at {url} does not answer ({error})") from None

@@ -1,14 +1,26 @@
-"""Exit codes of commands, and the one error that `main` turns into text."""
+"""Exit codes, the error type that `main` prints, and the program's name in messages."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
+
+KUBECTL_PLUGIN = "kubectl-dsv4"
+"""Program that kubectl runs for `kubectl dsv4`."""
+KUBECTL_COMPLETION = "kubectl_complete-dsv4"
+"""Program that kubectl runs for shell completion after `kubectl dsv4`."""
+
+
+def program_name() -> str:
+    """Return the command as typed by the user: `dsv4` or `kubectl dsv4`."""
+    return "kubectl dsv4" if Path(sys.argv[0]).name in (KUBECTL_PLUGIN, KUBECTL_COMPLETION) else "dsv4"
 
 
 class ExitCode(IntEnum):
-    """Exit code that a shell sees; documented in `dsv4 --help`."""
+    """Exit code of a command; documented in `dsv4 --help`."""
 
     OK = 0
     FAILED = 1
@@ -17,7 +29,7 @@ class ExitCode(IntEnum):
 
 
 class CommandError(Exception):
-    """An expected condition that ends a command: each message becomes one `error: ...` line, never a traceback."""
+    """An expected error that ends a command: each message becomes one `error: ...` line, never a traceback."""
 
     def __init__(self, *messages: str, code: ExitCode = ExitCode.FAILED) -> None:
         super().__init__("\n".join(messages))
@@ -26,15 +38,15 @@ class CommandError(Exception):
 
 
 def bad_input(*messages: str) -> CommandError:
-    """Make the error for a user who gave something wrong, or a machine that is not in the right state for it."""
+    """Return the error for invalid input, or for a machine in an unsuitable state."""
     return CommandError(*messages, code=ExitCode.BAD_INPUT)
 
 
 @contextmanager
-def explained(doing: str) -> Iterator[None]:
-    """Turn an operating system's error (disk full, no permission) into one sentence that says what was being done."""
+def convert_os_errors(action: str) -> Iterator[None]:
+    """Convert an operating system error (disk full, no permission) into a `CommandError` that names the action."""
     try:
         yield
     except OSError as error:
-        where = f" {str(error.filename)!r}" if error.filename else ""
-        raise bad_input(f"{doing}{where}: {error.strerror or error}") from error
+        file = f" {str(error.filename)!r}" if error.filename else ""
+        raise bad_input(f"{action}{file}: {error.strerror or error}") from error

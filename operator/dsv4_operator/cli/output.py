@@ -1,4 +1,4 @@
-"""Writing results: documents as JSON or YAML, tables as kubectl draws them, all without a terminal's help."""
+"""Formatting of times, documents and tables, and output to pipes and terminals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -15,14 +16,14 @@ from dsv4_operator.cli.errors import CommandError
 
 
 class DocumentFormat(StrEnum):
-    """Format in which a command prints what it found, for programs."""
+    """Machine-readable output format of a command."""
 
     JSON = "json"
     YAML = "yaml"
 
 
 class TableFormat(StrEnum):
-    """Format in which `dsv4 status` prints what it found."""
+    """Output format of `dsv4 status`."""
 
     TABLE = "table"
     WIDE = "wide"
@@ -30,8 +31,58 @@ class TableFormat(StrEnum):
     YAML = "yaml"
 
 
+def format_seconds(value: float) -> str:
+    """Return a measured duration: `3.2 s`, `41 s`, `2 min 5 s`."""
+    if value < 10:
+        return f"{value:.1f} s"
+    whole = round(value)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"
+
+
+def format_elapsed(value: float) -> str:
+    """Return an elapsed time: `0:07`, `12:30`, `1:00:05`."""
+    minutes, rest = divmod(int(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_age(value: float) -> str:
+    """Return an age in the format of kubectl: `45s`, `12m`, `3h10m`, `4d`."""
+    whole = max(int(value), 0)
+    if whole < 120:
+        return f"{whole}s"
+    minutes = whole // 60
+    if minutes < 120:
+        return f"{minutes}m"
+    hours = minutes // 60
+    if hours < 10:
+        return f"{hours}h{minutes % 60}m"
+    return f"{hours}h" if hours < 48 else f"{hours // 24}d"
+
+
+def local_time(timestamp: float) -> str:
+    """Return the time of day of a Unix time, in the time zone of this machine."""
+    return time.strftime("%H:%M:%S", time.localtime(timestamp))
+
+
+def local_datetime(timestamp: float) -> str:
+    """Return date and time of day of a Unix time, in the time zone of this machine."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp))
+
+
+def plural(count: int, word: str) -> str:
+    """Return `1 restart`, `2 restarts`."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def one_line(text: str, limit: int = 200) -> str:
+    """Return `text` on one line, truncated to `limit` characters."""
+    joined = " ".join(text.split())
+    return joined if len(joined) <= limit else joined[: limit - 3] + "..."
+
+
 def render_document(document: object, form: DocumentFormat) -> str:
-    """Return a document of plain JSON values as text, keys in the document's own order."""
+    """Return a document of JSON values as text; the order of keys is kept."""
     if form is DocumentFormat.JSON:
         return json.dumps(document, indent=2, ensure_ascii=False)
     import yaml
@@ -40,9 +91,7 @@ def render_document(document: object, form: DocumentFormat) -> str:
 
 
 def render_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns as wide as their widest cell, three spaces apart; nothing is ever cut, so that a pipe gets all of
-    it.
-    """
+    """Return columns as wide as their widest cell, three spaces apart. Cells are never truncated."""
     lines = [list(headers), *[[cell or "-" for cell in row] for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     return "\n".join(
@@ -54,58 +103,58 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 
 def without_escapes(text: str) -> str:
-    """Return `text` without the sequences that colour a terminal."""
+    """Return `text` without terminal escape sequences."""
     return _ESCAPES.sub("", text)
-
-
-def say(text: str = "") -> None:
-    """Write one line (or some) to stdout, at once: whoever reads a pipe sees it when it happens.
-
-    Raises:
-        CommandError: it cannot be written, for example to a full disk.
-        SystemExit: nobody reads any more; 141, as of a program that SIGPIPE ended.
-    """
-    try:
-        print(text, flush=True)  # the one place that prints
-    except BrokenPipeError:
-        _to_nowhere()
-        raise SystemExit(_SIGPIPE) from None
-    except OSError as error:
-        _to_nowhere()
-        raise CommandError(f"the output cannot be written: {error.strerror}") from None
 
 
 _SIGPIPE = 128 + 13
 
 
-def _to_nowhere() -> None:
-    """Point stdout at nothing: what is still in the buffer must not be tried again when Python ends."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+def print_line(text: str = "") -> None:
+    """Write one or more lines to stdout and flush, so that readers of a pipe receive them immediately.
+
+    Raises:
+        CommandError: the write failed, for example because of a full disk.
+        SystemExit: the reader closed the pipe; exit code 141, as for a program that SIGPIPE ended.
+    """
+    try:
+        print(text, flush=True)  # the one place that prints
+    except BrokenPipeError:
+        _discard_stdout()
+        raise SystemExit(_SIGPIPE) from None
+    except OSError as error:
+        _discard_stdout()
+        raise CommandError(f"the output cannot be written: {error.strerror}") from None
+
+
+def _discard_stdout() -> None:
+    """Redirect stdout to the null device, so that Python does not write the rest of the buffer at exit."""
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), sys.stdout.fileno())
 
 
 def note(text: str) -> None:
-    """Write a line to stderr: progress and remarks that are not the result."""
+    """Write a line to stderr: progress and remarks that are not part of the result."""
     if sys.stderr.isatty():
-        text = fitted(text, shutil.get_terminal_size().columns)
+        text = wrap(text, shutil.get_terminal_size().columns)
     print(text, file=sys.stderr, flush=True)
 
 
-def fitted(text: str, width: int) -> str:
+_MIN_COLUMN_WIDTH = 16
+"""Minimum width of a last column in which continuation lines are indented."""
+
+
+def wrap(text: str, width: int) -> str:
     """Return `text` with lines of at most `width` characters, broken between words.
 
-    What follows begins below the last column of the line, where it has columns (three spaces apart).
+    Continuation lines of a line with columns (three spaces apart) are indented to its last column.
     """
-    return "\n".join(part for line in text.split("\n") for part in _broken(line, width))
+    return "\n".join(part for line in text.split("\n") for part in _wrapped(line, width))
 
 
-_NARROWEST = 16
-"""Of a last column that is kept as one."""
-
-
-def _broken(line: str, width: int) -> Iterator[str]:
+def _wrapped(line: str, width: int) -> Iterator[str]:
     columns = [match.end() for match in re.finditer(r" {3,}(?=\S)", line)]
-    indent = columns[-1] if columns and columns[-1] <= width - _NARROWEST else len(line) - len(line.lstrip(" -"))
+    indent = columns[-1] if columns and columns[-1] <= width - _MIN_COLUMN_WIDTH else len(line) - len(line.lstrip(" -"))
     while len(line) > width:
         at = line.rfind(" ", indent + 1, width + 1)
         if at < 0:
@@ -117,9 +166,17 @@ def _broken(line: str, width: int) -> Iterator[str]:
     yield line
 
 
+_STYLES = {
+    "green": ["Serving"],
+    "red": ["Failed", "Degraded", "Stopped"],
+    "yellow": ["Restarting", "Recovering", "Draining"],
+    "bold": ["RANK", "ROLE", "ADDRESS", "PHASE", "MESSAGE", "NAME", "READY", "MODEL", "RESTARTS", "AGE", "ENDPOINT"],
+}
+
+
 @contextmanager
-def on_screen() -> Iterator[Callable[[str], None] | None]:
-    """Yield a function that replaces what it showed last, for a terminal; None when stdout is something else."""
+def live_screen() -> Iterator[Callable[[str], None] | None]:
+    """Yield a function that replaces the text shown on the terminal; None if stdout is not a terminal."""
     if not sys.stdout.isatty():
         yield None
         return
@@ -138,25 +195,16 @@ def on_screen() -> Iterator[Callable[[str], None] | None]:
         yield show
 
 
-_STYLES = {
-    "green": ["Serving"],
-    "red": ["Failed", "Degraded", "Stopped"],
-    "yellow": ["Restarting", "Recovering", "Draining"],
-    "bold": ["RANK", "ROLE", "ADDRESS", "PHASE", "MESSAGE", "NAME", "READY", "MODEL", "RESTARTS", "AGE", "ENDPOINT"],
-}
-
-
 @contextmanager
-def countdown(doing: str) -> Iterator[Callable[[float], None]]:
-    """Show `stopping nano (3 s)` on stderr while something takes its time: a line that rewrites itself, or one word."""
-    terminal = sys.stderr.isatty()
-    if not terminal:
-        note(doing)
+def countdown(action: str) -> Iterator[Callable[[float], None]]:
+    """Show `stopping nano (3 s)` on stderr during an action: updated in place on a terminal, else printed once."""
+    if not sys.stderr.isatty():
+        note(action)
         yield lambda _: None
         return
 
     def tick(waited: float) -> None:
-        print(f"\r{doing} ({waited:.0f} s)", end="", file=sys.stderr, flush=True)
+        print(f"\r{action} ({waited:.0f} s)", end="", file=sys.stderr, flush=True)
 
     tick(0)
     try:

@@ -1,116 +1,132 @@
-"""`dsv4 plan`."""
+"""`dsv4 plan`: memory of a deployment on its machines, changes that would make it fit, and comparison with logs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from dsv4_operator.api import DSV4Deployment, Hardware, Reason
-from dsv4_operator.backends.local.checkpoint import model_here
-from dsv4_operator.cli import plan_evidence, plan_text
+import yaml
+
+from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, Reason, parse
+from dsv4_operator.backends.local.facts import model_here
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
-from dsv4_operator.cli.output import DocumentFormat, fitted, note, render_document, render_table, say
-from dsv4_operator.cli.source import DeploymentSource
-from dsv4_operator.cli.what_if import changed
+from dsv4_operator.cli.output import DocumentFormat, note, print_line, render_document, render_table, wrap
+from dsv4_operator.cli.sources.base import DeploymentSource
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
-from dsv4_operator.planning.catalog import Machine, UnknownCheckpoint, machine, machine_named, model_for
+from dsv4_operator.planning.catalog import GIB, Machine, UnknownCheckpoint, machine, machine_named, model_for
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
 from dsv4_operator.planning.facts import NodeFacts
-from dsv4_operator.planning.memory import FitVerdict, advice, deployment_plan
-from dsv4_operator.planning.rule import Severity
-from dsv4_operator.planning.rules import findings
+from dsv4_operator.planning.memory import FitVerdict, MemoryPlan, MemoryPool, RankPlan, advice, deployment_plan, gib
+from dsv4_operator.planning.memory.plan import Change
+from dsv4_operator.planning.memory.runs import TERMS, Comparison, comparisons, terms
+from dsv4_operator.planning.rules import Severity, findings
 from dsv4_operator.planning.setup import image_profile, measured_here
 from dsv4_runtime.contract import GroupPlan
+from dsv4_runtime.util.memory_log import MemoryLog, read_memory_log
 
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """The command line."""
-
-    what: str
-    """A file, or on a cluster the name of a deployment."""
-    changes: Sequence[str] = ()
-    machine: str | None = None
-    """A machine of the catalog, in place of the usual one of the hardware."""
-    form: DocumentFormat | None = None
-    log: str | None = None
-    """A log of vLLM's, to compare the plan with."""
+_BAR_WIDTH = 60
+_FILLS = (
+    ("weights", "█", "cyan"),
+    ("activations and buffers", "▓", "blue"),
+    ("KV cache", "▒", "green"),
+    ("beside the engine", "░", "yellow"),
+    ("free", "·", "dim"),
+)
+"""Name, character and colour of the parts of a bar, in order; the characters are legible without colours."""
 
 
 def explain(term: str, form: DocumentFormat | None) -> ExitCode:
-    """Print the logged starts behind a term of every plan.
+    """Print the logged starts behind a term of the memory plan, with the plan's prediction for each.
 
     Raises:
         CommandError: there is no such term.
     """
-    found = plan_evidence.explained(term)
-    document = plan_evidence.explanation_document(term, found)
-    say(plan_evidence.explanation(term, found) if form is None else render_document(document, form))
+    if term not in TERMS:
+        raise bad_input(f'--explain: "{term}" is no term of a plan; use one of {", ".join(TERMS)}')
+    found = list(comparisons(term))
+    print_line(_explanation(term, found) if form is None else render_document(_explanation_document(term, found), form))
     return ExitCode.OK
 
 
-def show(source: DeploymentSource, request: PlanOptions) -> ExitCode:
-    """Do what `_show` does; with `-o` what is wrong with the input is a document too.
+def show(
+    source: DeploymentSource,
+    file_or_name: str,
+    *,
+    changes: Sequence[str],
+    machine_id: str | None,
+    form: DocumentFormat | None,
+    log_file: str | None,
+) -> ExitCode:
+    """Print the plan of the first incarnation of every group, its memory, and changes that would make it fit.
+
+    Args:
+        source: of the deployment and its machines.
+        file_or_name: a file, or for a cluster the name of a deployment.
+        changes: changes below `spec`, each `path=value`.
+        machine_id: a machine of the catalog instead of the default of the hardware.
+        form: print a document instead of text; errors of the input are then a document too.
+        log_file: a vLLM log to compare with the plan.
 
     Raises:
         CommandError: the file or an option is invalid.
     """
+    with _errors_as_document(form):
+        log = _read_log(log_file) if log_file else None
+        deployment = apply_changes(source.load(file_or_name), changes)
+        kind = _machine(deployment, machine_id)
+        facts = source.facts(deployment, kind, chosen=machine_id is not None)
+        kind = _smallest_variant(kind, facts.of_group(0, deployment.spec.topology.nodes_per_group))
+        name = deployment.metadata.name
+        try:
+            model = model_here(deployment.spec.model)
+            profile = image_profile(deployment)
+            chosen = model or model_for(deployment.spec.model)
+            facts = replace(facts, measured=source.measured(name))
+            measured = measured_here(deployment, facts, chosen, kind)
+            memory = deployment_plan(deployment, chosen, kind, profile, measured)
+        except UnknownCheckpoint as error:
+            raise bad_input(str(error)) from None
+        except ValueError as error:
+            raise bad_input(f"spec.topology: {error}") from None
+        except BadCheckpoint as error:
+            raise bad_input(f"{name}: {error}") from None
+        except PlanRefused as refused:
+            raise bad_input(refused.message) from None
+        plans, refusal = _plans(deployment, replace(facts, model=model))
+        suggestions = tuple(advice(memory))
+        if form is not None:
+            found: dict[str, Any] = {"name": name, "memory": memory_document(memory, suggestions)}
+            if log is not None:
+                found["log"] = _comparison_document(memory, log)
+            found |= {"refused": refusal.message} if refusal else {"groups": [plan.to_dict() for plan in plans]}
+            print_line(render_document(found, form))
+        else:
+            _print(memory_text(memory, suggestions, name, refused=refusal is not None))
+            if log is not None:
+                _print("\n" + "\n\n".join(_comparison(memory, log)))
+            elif memory.verdict is not FitVerdict.NO and not refusal:
+                _print("\n" + "\n\n".join(_members_text(plans, local=not kind.sm, placed=facts.placed is not None)))
+        for warning in _warnings(deployment, facts):
+            note(f"warning: {warning}")
+        # The text above already covers a lack of memory.
+        if refusal and (memory.verdict is not FitVerdict.NO or refusal.reason is not Reason.MEMORY_SHORT):
+            note(f"error: {name}: {refusal.message}")
+        return ExitCode.BAD_INPUT if refusal or memory.verdict is FitVerdict.NO else ExitCode.OK
+
+
+@contextmanager
+def _errors_as_document(form: DocumentFormat | None) -> Iterator[None]:
     try:
-        return _show(source, request)
+        yield
     except CommandError as error:
-        if request.form is not None:
-            say(render_document({"errors": list(error.messages)}, request.form))
+        if form is not None:
+            print_line(render_document({"errors": list(error.messages)}, form))
         raise
-
-
-def _show(source: DeploymentSource, request: PlanOptions) -> ExitCode:
-    """Print the plan of the first incarnation of every group, with its memory and what would make it fit.
-
-    Raises:
-        CommandError: the file or an option is invalid.
-    """
-    log = plan_evidence.read_log(request.log) if request.log else None
-    deployment = changed(source.given(request.what), request.changes)
-    kind = _machine(deployment, request.machine)
-    facts = source.facts(deployment, kind, chosen=request.machine is not None)
-    kind = _as_found(kind, facts.of_group(0, deployment.spec.topology.nodes_per_group))
-    try:
-        model = model_here(deployment.spec.model)
-        profile = image_profile(deployment)
-        chosen = model or model_for(deployment.spec.model)
-        facts = replace(facts, measured=source.measured(deployment.metadata.name))
-        measured = measured_here(deployment, facts, chosen, kind)
-        memory = deployment_plan(deployment, chosen, kind, profile, measured)
-    except UnknownCheckpoint as error:
-        raise bad_input(str(error)) from None
-    except ValueError as error:
-        raise bad_input(f"spec.topology: {error}") from None
-    except BadCheckpoint as error:
-        raise bad_input(f"{deployment.metadata.name}: {error}") from None
-    except PlanRefused as refused:
-        raise bad_input(refused.message) from None
-    plans, refusal = _plans(deployment, replace(facts, model=model))
-    changes = tuple(advice(memory))
-    if request.form is not None:
-        found: dict[str, Any] = {"name": deployment.metadata.name, "memory": plan_text.document(memory, changes)}
-        if log is not None:
-            found["log"] = plan_evidence.comparison_document(memory, log)
-        found |= {"refused": refusal.message} if refusal else {"groups": [plan.to_dict() for plan in plans]}
-        say(render_document(found, request.form))
-    else:
-        _print(plan_text.text(memory, changes, deployment.metadata.name, refused=refusal is not None))
-        if log is not None:
-            _print("\n" + "\n\n".join(plan_evidence.compared(memory, log)))
-        elif memory.verdict is not FitVerdict.NO and not refusal:
-            _print("\n" + "\n\n".join(_next(plans, here=not kind.sm, placed=facts.placed is not None)))
-    for warning in _warnings(deployment, facts):
-        note(f"warning: {warning}")
-    # Too little memory is what the text above is about.
-    if refusal and (memory.verdict is not FitVerdict.NO or refusal.reason is not Reason.MEMORY_SHORT):
-        note(f"error: {deployment.metadata.name}: {refusal.message}")
-    return ExitCode.BAD_INPUT if refusal or memory.verdict is FitVerdict.NO else ExitCode.OK
 
 
 def _machine(deployment: DSV4Deployment, name: str | None) -> Machine:
@@ -126,8 +142,8 @@ def _machine(deployment: DSV4Deployment, name: str | None) -> Machine:
     return found
 
 
-def _as_found(kind: Machine, nodes: Sequence[NodeFacts]) -> Machine:
-    """Return `kind` as it is among `nodes`, the first group's: the variant with the least memory."""
+def _smallest_variant(kind: Machine, nodes: Sequence[NodeFacts]) -> Machine:
+    """Return the variant of `kind` with the least memory among `nodes`."""
     if not kind.sm:
         return replace(kind, memory_bytes=min((node.memory_bytes for node in nodes), default=0))
     found = [machine_named(node.machine) for node in nodes if node.machine]
@@ -135,7 +151,7 @@ def _as_found(kind: Machine, nodes: Sequence[NodeFacts]) -> Machine:
 
 
 def _plans(deployment: DSV4Deployment, facts: Facts) -> tuple[list[GroupPlan], PlanRefused | None]:
-    """Return the plan of each group, or why there is none."""
+    """Return the plan of each group, or the refusal."""
     try:
         groups = range(max(deployment.spec.replicas, 1))
         return [plan_group(deployment, facts, group=group, incarnation=1) for group in groups], None
@@ -144,7 +160,6 @@ def _plans(deployment: DSV4Deployment, facts: Facts) -> tuple[list[GroupPlan], P
 
 
 def _warnings(deployment: DSV4Deployment, facts: Facts) -> list[str]:
-    """Return what the rules say short of a refusal."""
     try:
         found = findings(deployment, facts)
     except PlanRefused:
@@ -152,11 +167,11 @@ def _warnings(deployment: DSV4Deployment, facts: Facts) -> list[str]:
     return [finding.message for finding in found if finding.severity is Severity.WARN]
 
 
-def _next(plans: Sequence[GroupPlan], *, here: bool, placed: bool) -> Iterator[str]:
-    """Yield what is beyond the memory. Members that are `here` have addresses already, those `placed` have nodes."""
-    known = here or placed
+def _members_text(plans: Sequence[GroupPlan], *, local: bool, placed: bool) -> Iterator[str]:
+    """Yield paragraphs about the members; those of `local` plans have addresses, those of `placed` plans nodes."""
+    known = local or placed
     if known:
-        yield _members(plans, placed=placed)
+        yield _members_table(plans, placed=placed)
     elif len(plans) > 1:
         machines = sum(len(plan.members) for plan in plans)
         yield f"This is one of {len(plans)} equal groups on {machines} machines together."
@@ -164,7 +179,7 @@ def _next(plans: Sequence[GroupPlan], *, here: bool, placed: bool) -> Iterator[s
     yield f"The command lines and the environment of every member: -o yaml{placeholders}."
 
 
-def _members(plans: Sequence[GroupPlan], *, placed: bool) -> str:
+def _members_table(plans: Sequence[GroupPlan], *, placed: bool) -> str:
     rows = [
         [
             str(plan.group),
@@ -181,17 +196,432 @@ def _members(plans: Sequence[GroupPlan], *, placed: bool) -> str:
 
 def _print(text: str) -> None:
     if not sys.stdout.isatty():
-        say(text)
+        print_line(text)
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console(soft_wrap=True)
-    shown = Text(fitted(text, console.width), no_wrap=True)
-    styles = {"█": "cyan", "▓": "blue", "▒": "green", "░": "yellow", "·": "dim"}
-    for fill, style in styles.items():
+    shown = Text(wrap(text, console.width), no_wrap=True)
+    for _, fill, style in _FILLS:
         shown.highlight_regex(f"{fill}+", style)
     shown.highlight_regex(r"(?m)^It fits;", "bold green")
     shown.highlight_regex(r"(?m)^It fits by less", "bold yellow")
     shown.highlight_regex(r"(?m)^It does not fit:", "bold red")
     console.print(shown)
+
+
+def apply_changes(deployment: DSV4Deployment, changes: Sequence[str]) -> DSV4Deployment:
+    """Return `deployment` with `changes` applied, each a path below `spec` and a YAML value: `engine.maxNumSeqs=4`.
+
+    `null` restores the default of a field. A change of the number of devices also restores that of
+    `tensorParallelSize`, unless that is changed as well.
+
+    Raises:
+        CommandError: a change has no valid syntax, or the result is not a valid deployment.
+    """
+    if not changes:
+        return deployment
+    document = deployment.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+    document |= {"apiVersion": deployment.api_version, "kind": deployment.kind}
+    spec = document.setdefault("spec", {})
+    parsed = [_parse_change(change) for change in changes]
+    for path, value in parsed:
+        _set_field(spec, path, value)
+    topology = {path[1] for path, _ in parsed if path[0] == "topology" and len(path) == 2}
+    if "tensorParallelSize" not in topology and topology & {"nodesPerGroup", "devicesPerNode", "pipelineParallelSize"}:
+        spec.get("topology", {}).pop("tensorParallelSize", None)
+    try:
+        return parse(document)
+    except InvalidDeployment as error:
+        raise bad_input(*(f"--what-if: {finding}" for finding in error.findings)) from None
+
+
+def _parse_change(change: str) -> tuple[list[str], Any]:
+    key, equals, text = change.partition("=")
+    path = key.strip().removeprefix("spec.").split(".")
+    if not equals or not all(path):
+        raise bad_input(f"--what-if {change!r} is no change; write for example engine.maxNumBatchedTokens=4096")
+    try:
+        return path, yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise bad_input(f"--what-if {change!r}: the value is not valid YAML") from None
+
+
+def _set_field(document: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    *outer, last = path
+    for number, name in enumerate(outer, start=1):
+        inner = document.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise bad_input(f"--what-if: spec.{'.'.join(path[:number])} has no fields of its own")
+        document = inner
+    if value is None:
+        document.pop(last, None)
+    else:
+        document[last] = value
+
+
+def _explanation(term: str, found: list[Comparison]) -> str:
+    """Return a table of logged and planned figures per start, and the sources."""
+    unit = "requests" if term == "concurrency" else "GiB"
+    rows = [
+        [
+            each.run.date,
+            each.run.name,
+            f"{each.logged:.2f}",
+            f"{each.planned:.2f}",
+            f"{each.least:.2f} to {each.most:.2f}",
+            f"{100 * each.error:+.1f} %",
+        ]
+        for each in found
+    ]
+    sources = dict.fromkeys(each.run.source for each in found)
+    head = ["DATE", "START", f"LOGGED, {unit}", "PLANNED", "RANGE", "ERROR"]
+    return "\n".join([render_table(head, rows), "", "Sources:", *(f"  {source}" for source in sources)])
+
+
+def _explanation_document(term: str, found: list[Comparison]) -> dict[str, Any]:
+    """Return the figures of `_explanation` as a document, in GiB or requests."""
+    runs = [
+        {
+            "date": each.run.date,
+            "start": each.run.name,
+            "source": each.run.source,
+            "logged": each.logged,
+            "planned": round(each.planned, 3),
+            "least": round(each.least, 3),
+            "most": round(each.most, 3),
+        }
+        for each in found
+    ]
+    return {"term": term, "runs": runs}
+
+
+def _read_log(file: str) -> MemoryLog:
+    """Return the memory figures of the last start in a vLLM log.
+
+    Raises:
+        CommandError: the file cannot be read, or has no such figures.
+    """
+    try:
+        with Path(file).open(encoding="utf-8", errors="replace") as lines:
+            log = read_memory_log(lines)
+    except OSError as error:
+        raise bad_input(f"--from-log {file}: {error.strerror or error}; name a file with vLLM's log") from None
+    if log == MemoryLog():
+        raise bad_input(
+            f"--from-log {file}: no line about memory; give the log of a whole start of vLLM, from its first line "
+            "to `Application startup complete`"
+        )
+    return log
+
+
+def _comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
+    """Yield paragraphs that compare `log` with `plan`: differences in settings, then a table of the terms."""
+    yield from _setting_differences(plan, log)
+    rows = [
+        [
+            term.name,
+            gib(term.logged),
+            gib(term.planned),
+            f"{gib(term.least)} to {gib(term.most)}",
+            f"{term.difference / GIB:+.2f} GiB",
+            "yes" if term.within else "NO",
+        ]
+        for term in terms(plan, log)
+    ]
+    if log.concurrency is not None and plan.kv is not None:
+        kv = plan.kv
+        inside = kv.concurrency_least <= log.concurrency <= kv.concurrency_most
+        rows.append(
+            [
+                "requests at once",
+                f"{log.concurrency:.2f}",
+                f"{kv.concurrency:.2f}",
+                f"{kv.concurrency_least:.2f} to {kv.concurrency_most:.2f}",
+                f"{100 * (log.concurrency / kv.concurrency - 1):+.1f} %" if kv.concurrency else "",
+                "yes" if inside else "NO",
+            ]
+        )
+    yield render_table(["TERM", "LOGGED", "PLANNED", "RANGE", "LOGGED IS", "WITHIN"], rows)
+    yield "If a term is not within its range, the plan is wrong about this build: send this table with the log."
+
+
+def _comparison_document(plan: MemoryPlan, log: MemoryLog) -> list[dict[str, Any]]:
+    """Return the terms of `_comparison` as a document, in bytes."""
+    return [
+        {
+            "term": term.name,
+            "loggedBytes": term.logged,
+            "plannedBytes": term.planned,
+            "leastBytes": term.least,
+            "mostBytes": term.most,
+            "within": term.within,
+        }
+        for term in terms(plan, log)
+    ]
+
+
+def _setting_differences(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
+    length, share = plan.engine.max_model_len, plan.engine.gpu_memory_utilization or plan.machine.utilization
+    if log.max_model_len is not None and log.max_model_len != length:
+        yield (
+            f"The log is of {log.max_model_len:,.0f} tokens a request, and the plan of {length:,}; "
+            f"add --what-if engine.maxModelLen={log.max_model_len:.0f}"
+        )
+    if log.utilization is not None and abs(log.utilization - share) > 1e-6:
+        yield (
+            f"The log is of a share of {log.utilization:g}, and the plan of {share:g}; "
+            f"add --what-if engine.gpuMemoryUtilization={log.utilization:g}"
+        )
+
+
+_RankRange = tuple[str, RankPlan]
+"""Label of consecutive ranks with equal memory, and the first of them."""
+
+
+def _rank_ranges(ranks: Sequence[RankPlan]) -> list[_RankRange]:
+    def figures(rank: RankPlan) -> tuple[object, ...]:
+        return rank.items, rank.weights, rank.memory_bytes, rank.kv_bytes, rank.kv_available
+
+    ranges = []
+    for _, run in groupby(ranks, figures):
+        first, *others = run
+        ranges.append((f"ranks {first.rank}-{others[-1].rank}" if others else f"rank {first.rank}", first))
+    return ranges
+
+
+def memory_text(plan: MemoryPlan, changes: Sequence[Change], title: str, *, refused: bool = False) -> str:
+    """Return the memory plan of one group as text: table, bars, KV cache, verdict, and changes that would make it fit.
+
+    `refused` is whether the plan is refused for another reason than its memory.
+    """
+    ranges = _rank_ranges(plan.ranks)
+    parts = [f"{title}: {_subject(plan)}", _table(plan, ranges), _bars(ranges), *_kv_cache(plan), *_unverified(plan)]
+    parts.append(_verdict(plan, refused=refused))
+    if changes:
+        head = "Any one of these would make it fit:" if len(changes) > 1 else "This would make it fit:"
+        parts.append("\n".join([head, *(f"  - {change.text}" for change in changes)]))
+    elif plan.verdict is FitVerdict.NO and plan.kv is not None and plan.machine.memory_bytes:
+        parts.append("No setting and no number of machines of this kind that dsv4 knows of would make it fit.")
+    return "\n\n".join(parts)
+
+
+def _subject(plan: MemoryPlan) -> str:
+    """Return `V4-Flash on 2 × DGX Spark, 128 GB (GB10), tensor parallel 2`."""
+    parallel = plan.parallel
+    devices = f"{parallel.world_size} × {plan.machine.title}"
+    if parallel.devices_per_node > 1 and parallel.world_size > parallel.devices_per_node:
+        devices += f" in {-(-parallel.world_size // parallel.devices_per_node)} machines"
+    sizes = [f"tensor parallel {parallel.tensor}"] if parallel.world_size > 1 else []
+    if parallel.pipeline > 1:
+        sizes.append(f"{parallel.pipeline} stages")
+    return ", ".join([f"{plan.model.name} on {devices}", *sizes])
+
+
+def _table(plan: MemoryPlan, ranges: Sequence[_RankRange]) -> str:
+    """Return the expected size of each component by rank, and its maximum on the tightest rank, in GiB."""
+    rows = list(_rows(plan, ranges))
+    figures = [[*(f"{value / GIB:.2f}" for value in values), most] for _, values, most, _ in rows]
+    widths = [max(len(line[column]) for line in figures) for column in range(len(ranges) + 1)]
+    cells = [
+        [name, *(figure.rjust(widths[column]) for column, figure in enumerate(line)), remark]
+        for (name, _, _, remark), line in zip(rows, figures, strict=True)
+    ]
+    headers = ["GiB", *(label for label, _ in ranges), "at most", " "]
+    lines = render_table(headers, [[cell or " " for cell in row] for row in cells])
+    return "\n".join(line.rstrip() for line in lines.splitlines())
+
+
+_MemoryRow = tuple[str, list[int], str, str]
+"""Name, bytes per range of ranks, maximum on the tightest rank, remark."""
+
+
+def _rows(plan: MemoryPlan, ranges: Sequence[_RankRange]) -> Iterator[_MemoryRow]:
+    tightest = plan.ranks[plan.tightest]
+    ranks = [rank for _, rank in ranges]
+
+    def pool_rows(pool: MemoryPool) -> Iterator[_MemoryRow]:
+        remarks: dict[str, str] = {}
+        for item in (item for rank in ranks for item in rank.items if item.where is pool):
+            remarks.setdefault(item.name, item.note)
+        for name, remark in remarks.items():
+            sizes = [sum(item.bytes for item in rank.items if item.name == name) for rank in ranks]
+            yield name, sizes, _maximum(tightest, name), remark
+
+    for row in pool_rows(MemoryPool.BUDGET):
+        yield row
+        if row[0] == "weights" and max(row[1]) >= GIB:
+            for part in dict.fromkeys(part for rank in ranks for part, _ in rank.weights):
+                yield f"  {part}", [dict(rank.weights).get(part, 0) for rank in ranks], "", ""
+    if plan.kv is not None:
+        yield "KV cache", [rank.kv_bytes for rank in ranks], "", _cache_remark(plan)
+    yield from pool_rows(MemoryPool.BESIDE)
+    yield "together", [rank.used_bytes for rank in ranks], "", ""
+    yield "memory", [rank.memory_bytes for rank in ranks], "", ""
+
+
+def _maximum(rank: RankPlan, name: str) -> str:
+    """Return the maximum of a component on `rank`; empty if it equals the expected size."""
+    items = [item for item in rank.items if item.name == name]
+    most = sum(item.most for item in items)
+    return f"{most / GIB:.2f}" if most > sum(item.bytes for item in items) else ""
+
+
+def _cache_remark(plan: MemoryPlan) -> str:
+    if plan.engine.kv_cache_memory is not None or not plan.machine.sm:
+        return "kvCacheMemory, in whole blocks"
+    share = plan.engine.gpu_memory_utilization or plan.machine.utilization
+    return f"what is left of {share:g} of the memory on the tightest rank"
+
+
+def _bars(ranges: Sequence[_RankRange]) -> str:
+    """Return one bar per range of ranks, and a legend."""
+    width = max(len(label) for label, _ in ranges)
+    lines = [f"{label.ljust(width)}  {_bar(rank)}" for label, rank in ranges]
+    legend = "   ".join(f"{fill} {name}" for name, fill, _ in _FILLS)
+    return "\n".join([*lines, f"{'':{width}}  {legend}"])
+
+
+def _bar(rank: RankPlan) -> str:
+    """Return the memory of a rank as a bar; an excess is drawn beyond the closing line."""
+    if not rank.memory_bytes:
+        return "memory not known"
+    scale = _BAR_WIDTH / rank.memory_bytes
+    sizes = [
+        rank.items[0].bytes if rank.items[0].where is MemoryPool.BUDGET else 0,
+        rank.total(MemoryPool.BUDGET) - rank.items[0].bytes,
+        rank.kv_bytes,
+        rank.total(MemoryPool.BESIDE),
+    ]
+    drawn, filled = "", 0
+    for size, (_, fill, _) in zip(sizes, _FILLS, strict=False):
+        filled += size
+        drawn += fill * (round(filled * scale) - len(drawn))
+    drawn = drawn.ljust(_BAR_WIDTH, _FILLS[-1][1])
+    beyond = drawn[_BAR_WIDTH : 2 * _BAR_WIDTH]
+    return f"│{drawn[:_BAR_WIDTH]}│{beyond} {gib(rank.used_bytes)} of {gib(rank.memory_bytes)}"
+
+
+def _kv_cache(plan: MemoryPlan) -> Iterator[str]:
+    kv = plan.kv
+    if kv is None or not kv.blocks:
+        return
+    length = plan.engine.max_model_len
+    yield "\n".join(
+        [
+            f"KV cache      {kv.blocks:,} blocks of {kv.bytes_per_block:,} bytes on every rank{_cache_range(plan)}",
+            f"one request   {kv.blocks_per_request:,} blocks ({gib(kv.request_bytes)}) for {length:,} tokens, of which "
+            f"{gib(kv.in_flight_bytes)} are for {kv.in_flight_tokens:,} tokens in flight",
+            f"vLLM's log    KV cache size: {kv.tokens:,} tokens, Maximum concurrency for {length:,} tokens per "
+            f"request: {kv.concurrency:.2f}x",
+        ]
+    )
+
+
+def _cache_range(plan: MemoryPlan) -> str:
+    least, most = (min(bounds) for bounds in zip(*((one.kv_least, one.kv_most) for one in plan.ranks), strict=True))
+    return f", {max(0, least) / GIB:.2f} to {most / GIB:.2f} GiB" if most > least else ""
+
+
+def _unverified(plan: MemoryPlan) -> Iterator[str]:
+    """Yield a paragraph about unverified figures on which the verdict depends."""
+    found = [
+        f"{figure} is not confirmed: {source.text}."
+        for figure, source in (
+            (f"The memory of {plan.machine.title}", plan.machine.source("memory_bytes")),
+            (f"The size of {plan.model.name}", plan.model.source("checkpoint_bytes")),
+        )
+        if source is not None and not source.verified
+    ]
+    if found:
+        yield "\n".join(found)
+
+
+def _verdict(plan: MemoryPlan, *, refused: bool) -> str:
+    """Return whether the plan fits, with its margin or the reason."""
+    rank = plan.ranks[plan.tightest]
+    if plan.verdict is not FitVerdict.NO:
+        return _fitting_verdict(plan, rank, refused=refused)
+    too_heavy = rank.items[0].bytes > rank.memory_bytes
+    if plan.kv is None:
+        return f"{'It does not fit' if too_heavy else 'Whether it fits is not known'}: {plan.problem}."
+    short = f"; {gib(plan.short_bytes)} are missing" if plan.short_bytes else ""
+    # The missing memory is more than that of the weights alone.
+    counted = ", with everything else and the KV cache of one request" if short and too_heavy else ""
+    return f"It does not fit: {plan.problem}{short}{counted}."
+
+
+def _fitting_verdict(plan: MemoryPlan, rank: RankPlan, *, refused: bool) -> str:
+    if plan.verdict is FitVerdict.FITS:
+        found = "The memory is enough" if refused else "It fits"
+        line = f"{found}; rank {rank.rank} is the tightest and keeps {gib(rank.spare_bytes)} free beyond its reserve."
+    elif plan.fits:
+        line = (
+            f"It fits by less than its uncertainty ({gib(plan.uncertainty_bytes)}): as expected it does, "
+            f"and with every figure at most it would lack {gib(plan.lacks_at_most)}."
+        )
+    else:
+        line = (
+            f"It fits by less than its uncertainty ({gib(plan.uncertainty_bytes)}): as expected it lacks "
+            f"{gib(plan.short_bytes)}, which the range of the figures covers ({plan.problem})."
+        )
+    kv, seqs = plan.kv, plan.engine.max_num_seqs
+    if kv is not None and 0 < kv.concurrency < seqs:
+        line += (
+            f" There is room for {kv.concurrency:.2f} requests of {plan.engine.max_model_len:,} tokens at once, "
+            f"and maxNumSeqs is {seqs}: when more are that long, some wait."
+        )
+    return line
+
+
+def memory_document(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, Any]:
+    """Return the memory plan as a document, with sizes in bytes."""
+    found: dict[str, Any] = {
+        "model": plan.model.name,
+        "machine": plan.machine.id,
+        "fits": plan.verdict is not FitVerdict.NO,
+        "verdict": str(plan.verdict),
+        "uncertaintyBytes": plan.uncertainty_bytes,
+        "tightestRank": plan.tightest,
+        "shortBytes": plan.short_bytes,
+        "maxModelLen": plan.engine.max_model_len,
+        "ranks": [_rank_document(rank) for rank in plan.ranks],
+    }
+    if plan.problem:
+        found["problem"] = plan.problem
+    if plan.kv is not None:
+        found["kv"] = {
+            "blocks": plan.kv.blocks,
+            "bytesPerBlock": plan.kv.bytes_per_block,
+            "blocksPerRequest": plan.kv.blocks_per_request,
+            "inFlightTokens": plan.kv.in_flight_tokens,
+            "tokens": plan.kv.tokens,
+            "concurrency": round(plan.kv.concurrency, 4),
+        }
+    if changes:
+        found["advice"] = [change.text for change in changes]
+    return found
+
+
+def _rank_document(rank: RankPlan) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "node": rank.node,
+        "stage": rank.stage,
+        "memoryBytes": rank.memory_bytes,
+        "usedBytes": rank.used_bytes,
+        "budgetBytes": rank.budget_bytes,
+        "kvBytes": rank.kv_bytes,
+        "weights": {str(part): size for part, size in rank.weights},
+        "items": [
+            {
+                "name": item.name,
+                "bytes": item.bytes,
+                "leastBytes": item.least,
+                "mostBytes": item.most,
+                "where": str(item.where),
+            }
+            for item in rank.items
+        ],
+    }

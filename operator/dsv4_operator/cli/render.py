@@ -1,11 +1,10 @@
-"""Deployments as text for people: pure, no terminal, no clock."""
+"""Text and documents for deployments, their groups, members and failures. Pure: no terminal, no clock."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dsv4_operator.api import (
@@ -16,25 +15,37 @@ from dsv4_operator.api import (
     FailureStatus,
     GroupPhase,
     GroupStatus,
+    MemberStatus,
 )
 from dsv4_operator.api.values import format_duration
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION
-from dsv4_operator.cli import words
-from dsv4_operator.cli.look import DeploymentView
-from dsv4_operator.cli.output import render_table
-from dsv4_operator.cli.progress import members_table
-from dsv4_runtime.contract import Health, Phase, permit
+from dsv4_operator.cli.output import (
+    format_age,
+    format_seconds,
+    local_datetime,
+    local_time,
+    one_line,
+    plural,
+    render_table,
+)
+from dsv4_operator.cli.sources.base import DeploymentView
+from dsv4_runtime.contract import Health, KernelStatus, Phase, permit
 from dsv4_runtime.contract.gateway import FatalRequest
 from dsv4_runtime.contract.kernels import STOCK
 
-
-def list_document(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return several objects, as kubectl prints them."""
-    return {"apiVersion": "v1", "kind": "List", "metadata": {"resourceVersion": ""}, "items": list(items)}
+_REPAIRS = {1: "the engine is restarted in place", 2: "the group is formed again", 3: "given up"}
+_HEALTH = {
+    GroupPhase.SERVING: Health.HEALTHY,
+    GroupPhase.RESTARTING: Health.DEAD,
+    GroupPhase.RECOVERING: Health.DEAD,
+    GroupPhase.FAILED: Health.DEAD,
+    GroupPhase.FORMING: Health.STARTING,
+    GroupPhase.STARTING: Health.STARTING,
+}
 
 
 def deployments_table(items: Sequence[DeploymentView], now: float, *, wide: bool, namespaces: bool = False) -> str:
-    """Return one row a deployment; with `namespaces` it begins with its own."""
+    """Return one row per deployment, optionally with its namespace as the first column."""
     headers = ["NAME", "READY", "PHASE", "MODEL", "RESTARTS", "AGE", "ENDPOINT"]
     if wide:
         headers += ["HARDWARE", "NODES", "INCARNATION", "CAUSE", "DASHBOARD"]
@@ -53,7 +64,7 @@ def _row(item: DeploymentView, now: float, *, wide: bool) -> list[str]:
         item.phase,
         str(spec.model.variant),
         str(sum(group.total_restarts for group in status.groups)),
-        words.age(now - item.created) if item.created else "",
+        format_age(now - item.created) if item.created else "",
         status.endpoint or "",
     ]
     if not wide:
@@ -70,81 +81,92 @@ def _row(item: DeploymentView, now: float, *, wide: bool) -> list[str]:
 
 
 def deployment_text(item: DeploymentView, now: float, *, wide: bool) -> str:
-    """Return one deployment: its row, why it is not ready, its members."""
-    parts = [deployments_table([item], now, wide=wide)]
-    if behind := unseen(item):
-        parts.append(behind)
-    if item.running and (reason := not_ready(item.object)):
-        parts.append(reason)
-    if item.running and (table := members_table(item.status, now)):
-        parts.append(table)
-    if item.running and (lines := kv_caches(item.status)):
-        parts.append("\n".join(lines))
-    if item.running and (lines := kernels(item.status)):
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    """Return one deployment: its row, the reason if it is not ready, its members, KV caches and kernels."""
+    parts = [deployments_table([item], now, wide=wide), operator_lag(item)]
+    if item.running:
+        parts.append(not_ready_reason(item.object))
+        parts.append(members_table(item.status, now))
+        parts.append("\n".join(_kv_caches(item.status)))
+        parts.append("\n".join(_kernels(item.status)))
+    return "\n\n".join(filter(None, parts))
 
 
-def unseen(item: DeploymentView) -> str:
-    """Say that the operator of a cluster has not looked at the object as it is now; empty if it has."""
-    seen, latest = item.status.observed_generation, item.object.metadata.generation
-    if item.kept is None or seen >= latest:
+def members_table(status: DeploymentStatus, now: float) -> str:
+    """Return one row per member; empty if there are none."""
+    many = len(status.groups) > 1
+    rows = [
+        [str(group.index)] * many
+        + [
+            str(member.rank),
+            str(member.role),
+            member.address,
+            str(member.phase or ""),
+            _member_message(member, now),
+        ]
+        for group in status.groups
+        for member in group.members
+    ]
+    return render_table(["GROUP"] * many + ["RANK", "ROLE", "ADDRESS", "PHASE", "MESSAGE"], rows) if rows else ""
+
+
+def _member_message(member: MemberStatus, now: float) -> str:
+    silence = f"no answer for {format_seconds(max(now - member.silent_since, 0))}" if member.silent_since else ""
+    return "; ".join(filter(None, [one_line(member.message), silence]))
+
+
+def operator_lag(item: DeploymentView) -> str:
+    """Return a message if the operator has not processed the object's latest generation, else an empty text."""
+    observed, latest = item.status.observed_generation, item.object.metadata.generation
+    if item.stored is None or observed >= latest:
         return ""
-    looked = f"The operator has seen generation {seen} of {latest}" if seen else "No operator has looked at it yet"
-    return f"{looked}; does dsv4-operator run in this cluster?"
+    lag = f"The operator has seen generation {observed} of {latest}" if observed else "No operator has looked at it yet"
+    return f"{lag}; does dsv4-operator run in this cluster?"
 
 
-def kv_caches(status: DeploymentStatus) -> list[str]:
-    """Say how large the KV cache of every group is, and how far that is from the memory plan."""
+def group_label(status: DeploymentStatus, group: GroupStatus) -> str:
+    """Return the prefix of lines about a group; empty if the deployment has a single group."""
+    return f"group {group.index}: " if len(status.groups) > 1 else ""
+
+
+def _kv_caches(status: DeploymentStatus) -> list[str]:
+    """Return the size of each group's KV cache and its difference from the memory plan."""
     lines = []
     for group in status.groups:
         if (found := group.kv_cache) is None:
             continue
         planned = found.planned_tokens
         compared = f" (planned {planned:,}, {100 * (found.tokens / planned - 1):+.1f} %)" if planned else ""
-        label = f"group {group.index}: " if len(status.groups) > 1 else ""
-        room = f"{found.concurrency:.2f} requests of the greatest length at once"
-        lines.append(f"{label}KV cache {found.tokens:,} tokens{compared}, {room}")
+        concurrency = f"{found.concurrency:.2f} requests of the greatest length at once"
+        lines.append(f"{group_label(status, group)}KV cache {found.tokens:,} tokens{compared}, {concurrency}")
     return lines
 
 
-def kernels(status: DeploymentStatus) -> list[str]:
-    """Say which operations of every group the bundled kernels compute; nothing where none was asked for."""
+def _kernels(status: DeploymentStatus) -> list[str]:
+    """Return the operations of each group by provider, bundled kernels or vLLM."""
     lines = []
     for group in status.groups:
         if not group.kernels:
             continue
         bundled = [found.op for found in group.kernels if found.provider != STOCK]
         stock = [found.op for found in group.kernels if found.provider == STOCK]
-        sides = [(bundled, "bundled"), (stock, "vLLM's")]
-        label = f"group {group.index}: " if len(status.groups) > 1 else ""
-        told = [f"{whose} {', '.join(ops)}" for ops, whose in sides if ops]
-        lines.append(f"{label}kernels: {'; '.join(told)}")
+        providers = [f"{name} {', '.join(ops)}" for name, ops in (("bundled", bundled), ("vLLM's", stock)) if ops]
+        lines.append(f"{group_label(status, group)}kernels: {'; '.join(providers)}")
     return lines
 
 
-def not_ready(found: DSV4Deployment) -> str:
-    """Return why a deployment is not ready, or not as it is asked for, on one line; empty if it is, or nobody said."""
+def not_ready_reason(found: DSV4Deployment) -> str:
+    """Return on one line why a deployment is not ready or not as specified; empty if it is, or if unknown."""
     given_up = (ConditionType.RECOVERY_EXHAUSTED, ConditionType.ROLLED_BACK)
     for kind in (*given_up, ConditionType.ACCEPTED, ConditionType.READY):
         condition = found.status.condition(kind)
         bad = ConditionStatus.TRUE if kind in given_up else ConditionStatus.FALSE
         if condition and condition.status is bad and condition.message:
-            return f"{condition.reason}: {words.one_line(condition.message)}"
+            return f"{condition.reason}: {one_line(condition.message)}"
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
-    """Facts that the set-up's last lines need besides the object."""
-
-    token_file: str
-    options: str
-    """Options that every later command needs, such as ` --state-dir DIR`."""
-
-
-def ready_text(found: DSV4Deployment, took: float, hints: Hints) -> str:
-    """Return the end of a successful start: where it is, and what to paste."""
+def ready_text(found: DSV4Deployment, seconds: float, token_file: str, options: str) -> str:
+    """Return the summary of a start that took `seconds`: addresses, and commands to try with `options`."""
     status, name = found.status, found.metadata.name
     if not status.endpoint:
         return f"{name} is {str(status.phase).lower()}; the file asks for no running group."
@@ -154,18 +176,18 @@ def ready_text(found: DSV4Deployment, took: float, hints: Hints) -> str:
         "max_tokens": 24,
     }
     lines = [
-        f"{name} is serving after {words.seconds(took)}.",
+        f"{name} is serving after {format_seconds(seconds)}.",
         "",
         f"endpoint    {status.endpoint}",
     ]
     if network := found.metadata.annotations.get(NETWORK_ANNOTATION):
         lines.append(f"network     {network}")
     if status.ray_dashboard:
-        lines.append(f"dashboard   {status.ray_dashboard}  (token: {hints.token_file})")
+        lines.append(f"dashboard   {status.ray_dashboard}  (token: {token_file})")
     return "\n".join(
         [
             *lines,
-            f"chat        dsv4 chat {name}{hints.options}",
+            f"chat        dsv4 chat {name}{options}",
             "",
             f"curl -sS {status.endpoint}/chat/completions -H 'Content-Type: application/json' \\",
             f"  -d {shlex.quote(json.dumps(body))}",
@@ -173,23 +195,25 @@ def ready_text(found: DSV4Deployment, took: float, hints: Hints) -> str:
     )
 
 
-def verdict(item: DeploymentView, group: GroupStatus | None) -> str:
-    """Return the verdict's first word about a group, or `Stopped`."""
+def failure_text(failure: FailureStatus) -> str:
+    """Return `EngineCoreDied on rank 0 (10.0.0.2): its first fatal line`, as far as known."""
+    culprit = ""
+    if failure.culprit_rank is not None:
+        node = f" ({failure.culprit_node})" if failure.culprit_node else ""
+        culprit = f" on rank {failure.culprit_rank}{node}"
+    message = f": {one_line(failure.message)}" if failure.message else ""
+    return f"{failure.cause}{culprit}{message}"
+
+
+def _verdict(item: DeploymentView, group: GroupStatus | None) -> str:
+    """Return the health of a group, or the phase of the deployment."""
     if not item.running or group is None:
         return item.phase
-    match group.phase:
-        case GroupPhase.SERVING:
-            return Health.HEALTHY
-        case GroupPhase.RESTARTING | GroupPhase.RECOVERING | GroupPhase.FAILED:
-            return Health.DEAD
-        case GroupPhase.FORMING | GroupPhase.STARTING:
-            return Health.STARTING
-        case _:
-            return str(group.phase)
+    return str(_HEALTH.get(group.phase, group.phase))
 
 
-def telling_group(item: DeploymentView) -> GroupStatus | None:
-    """Return the group that `dsv4 why` is about: the one that died last, else the first."""
+def _group_of_latest_failure(item: DeploymentView) -> GroupStatus | None:
+    """Return the group that failed last, else the first group."""
     groups = item.status.groups
     failed = [group for group in groups if group.last_failure]
     return max(failed, key=lambda group: group.last_failure.time if group.last_failure else 0.0, default=None) or (
@@ -198,15 +222,15 @@ def telling_group(item: DeploymentView) -> GroupStatus | None:
 
 
 def why_document(item: DeploymentView, now: float, fatal: Sequence[FatalRequest] = ()) -> dict[str, Any]:
-    """Return the last death and what became of it, for programs."""
-    group = telling_group(item)
-    document: dict[str, Any] = {"name": item.name, "phase": item.phase, "verdict": str(verdict(item, group))}
+    """Return the latest failure and its repair as a document; `fatal` are requests that the gateway refuses."""
+    group = _group_of_latest_failure(item)
+    document: dict[str, Any] = {"name": item.name, "phase": item.phase, "verdict": _verdict(item, group)}
     if fatal:
         document["fatalRequests"] = [request.to_dict() for request in fatal]
     if group is None:
         return document
-    if starting := _starting(item, group):
-        document["starting"] = starting
+    if progress := _start_progress(item, group):
+        document["starting"] = progress
     document |= {"group": group.index, "incarnation": group.incarnation, "engineGeneration": group.engine_generation}
     policy = item.object.spec.recovery.policy()
     spent = permit(policy, group.restarts, now).spent
@@ -224,64 +248,58 @@ def why_document(item: DeploymentView, now: float, fatal: Sequence[FatalRequest]
 
 
 def why_text(item: DeploymentView, now: float, fatal: Sequence[FatalRequest] = ()) -> str:
-    """Return the same for people, in at most 12 lines."""
-    group = telling_group(item)
+    """Return the latest failure and its repair as text of at most 12 lines; arguments as of `why_document`."""
+    group = _group_of_latest_failure(item)
     label = f" group {group.index}" if group and len(item.status.groups) > 1 else ""
-    rows = [("verdict", f"{verdict(item, group)}{_since(item, group)}")]
+    since = ""
+    if item.running and group and group.phase is GroupPhase.SERVING and group.ready_time:
+        since = f" since {local_datetime(group.ready_time)}"
+    rows = [("verdict", f"{_verdict(item, group)}{since}"), ("operator", operator_lag(item))]
     failure = group.last_failure if group else None
-    if behind := unseen(item):
-        rows.append(("operator", behind))
-    reason = not_ready(item.object) if item.running else ""
-    # The condition often says no more than the cause below.
-    if reason and not (failure and failure.message and words.one_line(failure.message) in reason):
+    reason = not_ready_reason(item.object) if item.running else ""
+    # Omitted if the condition only repeats the cause below.
+    if not (failure and failure.message and one_line(failure.message) in reason):
         rows.append(("reason", reason))
-    if group is not None and (starting := _starting(item, group)):
-        rows.append(("starting", starting))
+    if group is not None:
+        rows.append(("starting", _start_progress(item, group)))
     if group is None or failure is None:
         rows.append(("cause", "nothing has died"))
     else:
         rows += _failure_rows(failure)
-        earlier = [each for each in group.history if each.time != failure.time]
-        if failure.evidence:
-            rows.append(("evidence", failure.evidence))
-        if earlier:
-            rows.append(("earlier", _history(earlier)))
+        rows.append(("evidence", failure.evidence or ""))
+        rows.append(("earlier", _history([each for each in group.history if each.time != failure.time])))
     if group is not None:
         rows.append(("budget", _budget(item, group, now)))
     if fatal:
         last, more = fatal[-1], f" and {len(fatal) - 1} more" if len(fatal) > 1 else ""
         text = f"{last.id} ({last.size:,} bytes){more}: {last.engines} engines died of it, refused since"
         rows.append(("request", text))
+    rows = [(key, text) for key, text in rows if text]
     width = max(len(key) for key, _ in rows)
     return "\n".join([f"{item.name}{label} ({item.phase})", *[f"  {key.ljust(width)}   {text}" for key, text in rows]])
 
 
-def _since(item: DeploymentView, group: GroupStatus | None) -> str:
-    if item.running and group and group.phase is GroupPhase.SERVING and group.ready_time:
-        return f" since {words.date(group.ready_time)}"
-    return ""
-
-
-def _starting(item: DeploymentView, group: GroupStatus) -> str:
-    """Say how far the start of `group` is, by the first of its members that says so; empty if none does."""
+def _start_progress(item: DeploymentView, group: GroupStatus) -> str:
+    """Return the progress of the group's start, reported by the first member that has any; empty if none does."""
     if not item.running or group.phase not in (GroupPhase.STARTING, GroupPhase.RESTARTING):
         return ""
     busy = (member for member in group.members if member.phase and member.phase is not Phase.SERVING and member.message)
-    return next((f"rank {m.rank} {m.phase}: {words.one_line(m.message)}" for m in busy), "")
+    return next((f"rank {m.rank} {m.phase}: {one_line(m.message)}" for m in busy), "")
 
 
 def _failure_rows(failure: FailureStatus) -> list[tuple[str, str]]:
-    how = f", seen by {failure.detected_by}" if failure.detected_by else ""
-    repair = f"level {failure.level}, {words.LEVELS.get(failure.level, '')}" if failure.level else "not decided yet"
+    detector = f", seen by {failure.detected_by}" if failure.detected_by else ""
+    repair = f"level {failure.level}, {_REPAIRS.get(failure.level, '')}" if failure.level else "not decided yet"
     if failure.recover_seconds is not None:
-        repair += f"; serving again after {words.seconds(failure.recover_seconds)}"
+        repair += f"; serving again after {format_seconds(failure.recover_seconds)}"
     elif failure.level != 3:
         repair += "; not serving again yet"
-    return [("cause", words.cause(failure)), ("when", f"{words.date(failure.time)}{how}"), ("repair", repair)]
+    when = f"{local_datetime(failure.time)}{detector}"
+    return [("cause", failure_text(failure)), ("when", when), ("repair", repair)]
 
 
 def _history(earlier: Sequence[FailureStatus]) -> str:
-    latest = [f"{failure.cause} {words.clock(failure.time)}" for failure in reversed(earlier)]
+    latest = [f"{failure.cause} {local_time(failure.time)}" for failure in reversed(earlier)]
     more = f" and {len(latest) - 3} more" if len(latest) > 3 else ""
     return ", ".join(latest[:3]) + more
 
@@ -291,7 +309,64 @@ def _budget(item: DeploymentView, group: GroupStatus, now: float) -> str:
     spent = permit(policy, group.restarts, now).spent
     left = max(policy.max_restarts - spent, 0)
     window = format_duration(policy.window_seconds)
-    text = f"{left} of {words.plural(policy.max_restarts, 'restart')} left within {window}"
+    text = f"{left} of {plural(policy.max_restarts, 'restart')} left within {window}"
     if item.running and group.next_restart_time and group.next_restart_time > now:
-        text += f"; the next one at {words.clock(group.next_restart_time)}"
+        text += f"; the next one at {local_time(group.next_restart_time)}"
     return text
+
+
+def kernels_document(item: DeploymentView) -> dict[str, Any]:
+    """Return the kernel providers of each group as a document."""
+    return {
+        "name": item.name,
+        "phase": item.phase,
+        "kernels": item.object.spec.engine.kernels,
+        "groups": [
+            {
+                "group": group.index,
+                "engineGeneration": group.engine_generation,
+                "operations": [_operation(found) for found in group.kernels],
+            }
+            for group in item.status.groups
+        ],
+    }
+
+
+def _operation(found: KernelStatus) -> dict[str, object]:
+    document: dict[str, object] = found.to_dict()
+    if compared := found.against_next():
+        document["next"] = {"provider": compared[0], "speedup": round(compared[1], 3)}
+    return document
+
+
+def kernels_text(item: DeploymentView) -> str:
+    """Return the kernel providers of each group as tables: chosen, with their speed, and excluded, with the reason.
+
+    The speed of a provider is relative to the fastest correct alternative.
+    """
+    setting = item.object.spec.engine.kernels
+    head = f"{item.name} ({item.phase}), spec.engine.kernels: {setting}"
+    groups = [group for group in item.status.groups if group.kernels]
+    if not groups:
+        return f"{head}\n\n{_no_kernels(item, setting)}"
+    index = ["GROUP"] * (len(groups) > 1)
+    chosen, excluded = [], []
+    for group in groups:
+        for found in group.kernels:
+            row = [str(group.index)] * len(index) + [found.op]
+            compared = found.against_next()
+            speed = f"{compared[1]:.2f} x {compared[0]}" if compared else ""
+            chosen.append([*row, found.provider, speed, found.note or ""])
+            excluded += [[*row, each.provider, each.excluded] for each in found.standings if each.excluded is not None]
+    tables = [render_table([*index, "OPERATION", "PROVIDER", "SPEED", "NOTE"], chosen)]
+    if excluded:
+        tables.append(render_table([*index, "OPERATION", "EXCLUDED", "SEEN"], excluded))
+    return "\n\n".join([head, *tables])
+
+
+def _no_kernels(item: DeploymentView, setting: str) -> str:
+    if setting == "off":
+        return "vLLM's own kernels compute every operation; kernels: auto picks the fastest right ones."
+    if str(item.object.spec.topology.hardware) == "CPU":
+        return "vLLM's CPU kernels compute every operation; others need a GPU."
+    return "No engine has said yet who computes what; it does when it makes its first layer."

@@ -1,18 +1,21 @@
-"""`dsv4 status`."""
+"""`dsv4 status`, `dsv4 why` and `dsv4 kernels`: the state of deployments."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import pydantic
+
 from dsv4_operator.cli import render
-from dsv4_operator.cli.errors import ExitCode
-from dsv4_operator.cli.look import DeploymentView
-from dsv4_operator.cli.output import DocumentFormat, TableFormat, note, on_screen, render_document, say
-from dsv4_operator.cli.patience import Patience
-from dsv4_operator.cli.source import DeploymentSource
+from dsv4_operator.cli.errors import CommandError, ExitCode
+from dsv4_operator.cli.output import DocumentFormat, TableFormat, live_screen, note, print_line, render_document
+from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, RetryingPoll
+from dsv4_runtime.contract.gateway import FatalRequest, FatalRequests
+
+_GATEWAY_SECONDS = 2.0
 
 
 def show(
@@ -21,51 +24,81 @@ def show(
     form: TableFormat,
     *,
     watch: bool,
-    everywhere: bool = False,
+    all_namespaces: bool = False,
     wait: Callable[[float], None] = time.sleep,
 ) -> ExitCode:
-    """Print one deployment, or all when several could be meant; with `watch` again whenever something changed."""
+    """Print one deployment, or all if `name` is None; with `watch` repeatedly, after every change."""
 
     def read() -> list[DeploymentView]:
-        return [source.one(name)] if name is not None else source.every(everywhere=everywhere)
+        return [source.get(name)] if name is not None else source.get_all(all_namespaces=all_namespaces)
 
     def text(items: list[DeploymentView]) -> str:
-        return render_items(items, form, time.time(), namespaces=everywhere)
+        return _render(items, form, time.time(), namespaces=all_namespaces)
 
     tables = form in (TableFormat.TABLE, TableFormat.WIDE)
-    place = "in any namespace" if everywhere else source.place
+    location = "in any namespace" if all_namespaces else source.location
+    items = read()
     if not watch:
-        items = read()
         if not items and tables:
-            note(f"no deployments {place}")
+            note(f"no deployments {location}")
         else:
-            say(text(items))
+            print_line(text(items))
         return ExitCode.OK
-    # A document is for programs, also when a person looks on.
-    with on_screen() if tables else nullcontext() as screen:
+    # Documents are for programs, even on a terminal.
+    with live_screen() if tables else nullcontext() as screen:
         shown: list[dict[str, Any]] | None = None
-        patient = Patience()
-        items = read()
+        poll = RetryingPoll()
         while True:
             documents = [item.document() for item in items]
             if screen is not None:
-                screen(text(items) if items else f"no deployments {place}")
+                screen(text(items) if items else f"no deployments {location}")
             elif documents != shown:
-                # The documents decide, not the text: an age is different every second.
-                say(text(items))
+                # Compare documents, not the text: ages change every second.
+                print_line(text(items))
             shown = documents
-            wait(source.pause)
-            found = patient(read)
+            wait(source.poll_seconds)
+            found = poll(read)
             items = items if found is None else found
 
 
-def render_items(items: list[DeploymentView], form: TableFormat, now: float, *, namespaces: bool = False) -> str:
-    """Return everything that is printed for `items`; with `namespaces` each row begins with its own."""
+def _render(items: list[DeploymentView], form: TableFormat, now: float, *, namespaces: bool) -> str:
     if form in (TableFormat.JSON, TableFormat.YAML):
         documents = [item.document() for item in items]
-        document = documents[0] if len(documents) == 1 else render.list_document(documents)
-        return render_document(document, DocumentFormat(form))
+        # Several objects become a List, like those of kubectl.
+        many = {"apiVersion": "v1", "kind": "List", "metadata": {"resourceVersion": ""}, "items": documents}
+        return render_document(documents[0] if len(documents) == 1 else many, DocumentFormat(form))
     wide = form is TableFormat.WIDE
     if len(items) == 1 and not namespaces:
         return render.deployment_text(items[0], now, wide=wide)
     return render.deployments_table(items, now, wide=wide, namespaces=namespaces)
+
+
+def show_why(source: DeploymentSource, name: str | None, form: DocumentFormat | None) -> ExitCode:
+    """Print the latest failure, its cause and its repair."""
+    item = source.get(name)
+    now = time.time()
+    fatal = fatal_requests(source, item) if item.running else ()
+    text = render.why_text(item, now, fatal)
+    print_line(text if form is None else render_document(render.why_document(item, now, fatal), form))
+    return ExitCode.OK
+
+
+def fatal_requests(source: DeploymentSource, item: DeploymentView) -> Sequence[FatalRequest]:
+    """Return the requests that the gateway refuses because engines died of them; none if it does not respond."""
+    import httpx
+
+    try:
+        with source.api(item) as api, httpx.Client(timeout=_GATEWAY_SECONDS, trust_env=False) as client:
+            headers = {"Authorization": f"Bearer {api.token}"} if api.token else {}
+            answer = client.get(api.url().removesuffix("/v1") + "/dsv4/fatal-requests", headers=headers)
+            return FatalRequests.model_validate_json(answer.raise_for_status().content).requests
+    except (CommandError, httpx.HTTPError, pydantic.ValidationError):
+        return ()
+
+
+def show_kernels(source: DeploymentSource, name: str | None, form: DocumentFormat | None) -> ExitCode:
+    """Print the providers of a layer's operations in each group's engine, and the alternatives."""
+    item = source.get(name)
+    text = render.kernels_text(item)
+    print_line(text if form is None else render_document(render.kernels_document(item), form))
+    return ExitCode.OK

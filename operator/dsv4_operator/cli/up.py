@@ -1,4 +1,4 @@
-"""`dsv4 up`: start the loop over a file, show how it goes, and end it again."""
+"""`dsv4 up` and `dsv4 down`: run a deployment on this machine, and end it."""
 
 from __future__ import annotations
 
@@ -7,234 +7,435 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment
+from dsv4_operator.api import (
+    ConditionStatus,
+    ConditionType,
+    DeploymentStatus,
+    DSV4Deployment,
+    FailureStatus,
+    GroupPhase,
+    GroupStatus,
+)
 from dsv4_operator.api.values import format_duration
-from dsv4_operator.backends.local.state import AlreadyRunning, DeploymentState, StateError
-from dsv4_operator.cli import leftovers, loop, progress, render, words
-from dsv4_operator.cli.choose import state_of
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, explained
-from dsv4_operator.cli.files import read_file
-from dsv4_operator.cli.interrupts import Interrupts
-from dsv4_operator.cli.output import countdown, note, on_screen, say
-from dsv4_operator.cli.progress import Stage, StartOutcome
+from dsv4_operator.backends.local.state import AlreadyRunning, DeploymentState, StateError, deployments
+from dsv4_operator.cli import processes
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
+from dsv4_operator.cli.output import (
+    countdown,
+    format_elapsed,
+    format_seconds,
+    live_screen,
+    local_time,
+    note,
+    one_line,
+    print_line,
+)
+from dsv4_operator.cli.render import failure_text, group_label, members_table, ready_text
+from dsv4_operator.cli.sources.base import read_file
+from dsv4_operator.cli.sources.local import deployment_state, find_state, select_state, state_dir_option
+from dsv4_runtime.contract import Phase
 
 POLL_SECONDS = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class UpOptions:
-    """Options that `dsv4 up` was asked for."""
+def run(
+    file: str, root: Path, *, detach: bool, timeout: float, command: Callable[..., list[str]] = processes.loop_command
+) -> ExitCode:
+    """Start the deployment in `file`; with `detach` return when it is ready, else when it ends or is interrupted.
 
-    file: str
-    root: Path
-    detach: bool
-    timeout: float
-
-
-def run(request: UpOptions, *, command: loop.LoopCommand = loop.loop_command) -> ExitCode:
-    """Start the deployment; with `detach` return when it is ready, else stay until it ends or is to end."""
-    deployment = read_file(request.file, here=True)
-    state = state_of(request.root, deployment.metadata.name)
-    claim(state, deployment)
-    # From here on a Ctrl-C has something to end.
-    with Interrupts() as interrupts:
-        before = _identity(state)
-        process = loop.spawn(state, command(state, attached=not request.detach))
-        run = Startup(request, state, process, interrupts, before, time.monotonic())
+    The start may take `timeout` seconds. `command` returns the command of the reconcile loop.
+    """
+    deployment = read_file(file, detect_hardware=True)
+    state = deployment_state(root, deployment.metadata.name)
+    _claim(state, deployment)
+    # Signals are counted from here on: there is a loop to stop.
+    with processes.SignalCounter() as signals:
+        previous = _object_identity(state)
+        process = processes.start_loop(state, command(state, attached=not detach))
+        started = _StartedDeployment(state, process, signals, previous, detach, timeout)
         leave = False
         try:
-            code = run.until_ready()
-            leave = request.detach and code is ExitCode.OK
-            return code if leave or code is not ExitCode.OK else run.until_end()
+            code = started.wait_until_ready()
+            leave = detach and code is ExitCode.OK
+            return code if leave or code is not ExitCode.OK else started.wait_until_end()
         finally:
             if not leave:
-                run.end()
+                started.stop()
 
 
-def claim(state: DeploymentState, deployment: DSV4Deployment) -> None:
-    """Make the deployment's directory and put the file there, unless someone runs it already.
+def _claim(state: DeploymentState, deployment: DSV4Deployment) -> None:
+    """Create the deployment's directory and save the manifest, unless the deployment runs.
 
     Raises:
         CommandError: it runs, or the directory cannot be used.
     """
     try:
-        with explained("the state directory cannot be used"):
+        with convert_os_errors("the state directory cannot be used"):
             state.prepare(deployment.spec.replicas)
-            # Held only while writing: the loop then takes it for itself, and says so if someone else was faster.
+            # Locked only while writing; the loop then takes the lock, or reports that another loop was faster.
             with state.lock():
-                leftovers.end_processes(state)
-                loop.startup_error_file(state).unlink(missing_ok=True)
+                processes.stop_processes(state)
+                processes.startup_error_file(state).unlink(missing_ok=True)
                 state.save_manifest(deployment)
     except (StateError, AlreadyRunning) as error:
         raise bad_input(str(error)) from None
 
 
-def _identity(state: DeploymentState) -> tuple[int, int] | None:
-    """Tell one version of the object's file from the next: it is always replaced as a whole."""
+def _object_identity(state: DeploymentState) -> tuple[int, int] | None:
+    """Return the identity of the object's file, which differs between versions: the file is replaced as a whole."""
     with contextlib.suppress(FileNotFoundError):
         found = os.stat(state.directory / "object.json")
         return found.st_ino, found.st_mtime_ns
     return None
 
 
-class Startup:
-    """One `dsv4 up` from the start of the loop to its end."""
+@dataclass(slots=True)
+class _StartedDeployment:
+    """A deployment started by `dsv4 up`, from the start of the loop to its end."""
 
-    def __init__(
-        self,
-        request: UpOptions,
-        state: DeploymentState,
-        process: subprocess.Popen[bytes],
-        interrupts: Interrupts,
-        before: tuple[int, int] | None,
-        started: float,
-    ) -> None:
-        self._request = request
-        self._state = state
-        self._process = process
-        self._interrupts = interrupts
-        self._seen = before
-        self._started = started
-        self._object: DSV4Deployment | None = None
-        self._shown: DeploymentStatus | None = None
+    state: DeploymentState
+    process: subprocess.Popen[bytes]
+    signals: processes.SignalCounter
+    identity: tuple[int, int] | None
+    """Identity of the object's file that was read last."""
+    detach: bool
+    timeout: float
+    started: float = field(default_factory=time.monotonic)
+    object: DSV4Deployment | None = None
+    shown: DeploymentStatus | None = None
+    """Status up to which changes were printed."""
 
     @property
     def _elapsed(self) -> float:
-        return time.monotonic() - self._started
+        return time.monotonic() - self.started
 
-    def until_ready(self) -> ExitCode:
-        """Show the start until the deployment is ready.
+    def wait_until_ready(self) -> ExitCode:
+        """Show the progress until the deployment is ready.
 
         Raises:
-            CommandError: it failed, and why.
+            CommandError: the start failed or timed out.
         """
-        with on_screen() as screen:
-            for ended in self._looks():
+        with live_screen() as screen:
+            for ended in self._poll():
                 if screen is not None:
-                    screen(progress.view(self._state.name, self._status, self._elapsed, time.time()))
+                    screen(start_view(self.state.name, self._status, self._elapsed, time.time()))
                 else:
-                    self._say_transitions(members=True, stamp=lambda: f"{words.stopwatch(self._elapsed):>5}")
-                stands = self._stands()
-                if stands.stage is Stage.READY:
-                    self._shown = self._status
+                    self._print_transitions(members=True, stamp=lambda: f"{format_elapsed(self._elapsed):>5}")
+                outcome = self._outcome()
+                if outcome.stage is Stage.READY:
+                    self.shown = self._status
                     break
-                if stands.stage is Stage.FAILED:
-                    raise CommandError(f"{self._state.name}: {stands.sentence}{self._where()}", code=stands.code)
+                if outcome.stage is Stage.FAILED:
+                    raise self._error(f": {outcome.message}", code=outcome.code)
                 if ended:
-                    raise self._ended_early()
-                if self._elapsed > self._request.timeout:
-                    raise self._too_slow()
+                    raise self._early_end()
+                if self._elapsed > self.timeout:
+                    limit = format_duration(self.timeout)
+                    raise self._error(f" was not ready within {limit}: {pending_reason(self._status)}")
             else:
                 return ExitCode.INTERRUPTED
-        self._say_ready()
+        self._print_ready()
         return ExitCode.OK
 
-    def until_end(self) -> ExitCode:
-        """Print what happens to the deployment until someone ends it.
+    def wait_until_end(self) -> ExitCode:
+        """Print changes of the deployment until it ends.
 
         Raises:
-            CommandError: it was given up, or the loop died.
+            CommandError: recovery was given up, or the loop died.
         """
-        for ended in self._looks():
-            self._say_transitions(members=False, stamp=lambda: words.clock(time.time()))
-            stands = self._stands()
-            # A plan that is refused by now is tried again by the loop: memory may be short for a moment.
-            if stands.stage is Stage.FAILED and stands.final:
-                raise CommandError(f"{self._state.name}: {stands.sentence}{self._where()}")
+        for ended in self._poll():
+            self._print_transitions(members=False, stamp=lambda: local_time(time.time()))
+            outcome = self._outcome()
+            # The loop retries a plan that is refused now: memory may be short temporarily.
+            if outcome.stage is Stage.FAILED and outcome.final:
+                raise self._error(f": {outcome.message}")
             if ended:
-                if self._process.returncode == 0:
-                    say(f"{self._state.name} was ended")
+                if self.process.returncode == 0:
+                    print_line(f"{self.state.name} was ended")
                     return ExitCode.OK
-                raise CommandError(f"the loop of {self._state.name!r} {self._how_it_ended()}{self._where()}")
+                raise CommandError(f"the loop of {self.state.name!r} {self._exit_text()}{self._references()}")
         return ExitCode.INTERRUPTED
 
-    def end(self) -> None:
-        """End the loop and everything that it started; bounded."""
-        if self._process.poll() is None:
-            asked = self._interrupts.count
-            with loop.handle(self._process.pid) as held, countdown(f"stopping {self._state.name}") as tick:
-                if held is not None:
-                    loop.end(held, progress=tick, impatient=lambda: self._interrupts.count > asked)
-            self._process.wait()
-            if self._interrupts.count:
-                note(f"{self._state.name} has ended")
-        if self._process.returncode < 0:
-            # It was killed, by us or by someone else, and could not look after its members.
-            leftovers.end_processes(self._state)
+    def stop(self) -> None:
+        """Stop the loop and all its descendants, within a bounded time."""
+        if self.process.poll() is None:
+            before = self.signals.count
+            with processes.open_process(self.process.pid) as handle, countdown(f"stopping {self.state.name}") as tick:
+                if handle is not None:
+                    processes.stop_loop(handle, progress=tick, interrupted=lambda: self.signals.count > before)
+            self.process.wait()
+            if self.signals.count:
+                note(f"{self.state.name} has ended")
+        if self.process.returncode < 0:
+            # A killed loop could not stop its members.
+            processes.stop_processes(self.state)
 
-    def _looks(self) -> Iterator[bool]:
-        """Look again and again; says whether the loop has ended. Stops when the user asks to."""
-        while not self._interrupts.count:
-            # In this order: what the loop wrote before its end is then seen.
-            ended = self._process.poll() is not None
+    def _poll(self) -> Iterator[bool]:
+        """Read the object periodically until a signal; yield whether the loop has ended."""
+        while not self.signals.count:
+            # In this order, so that the last status of the loop is read.
+            ended = self.process.poll() is not None
             self._read()
             yield ended
             time.sleep(POLL_SECONDS)
 
     def _read(self) -> None:
-        seen = _identity(self._state)
-        # The file of an earlier life stays until this life's loop has something to say.
-        if seen is None or seen == self._seen:
+        identity = _object_identity(self.state)
+        # The file of the previous run remains until the new loop writes its first status.
+        if identity is None or identity == self.identity:
             return
         with contextlib.suppress(ValidationError):
-            self._object = self._state.object()
-        self._seen = seen
+            self.object = self.state.object()
+        self.identity = identity
 
     @property
     def _status(self) -> DeploymentStatus | None:
-        return self._object.status if self._object else None
+        return self.object.status if self.object else None
 
-    def _stands(self) -> StartOutcome:
-        if self._object is None:
+    def _outcome(self) -> StartOutcome:
+        if self.object is None:
             return StartOutcome(Stage.STARTING)
-        return progress.outcome(self._object.status, self._object.metadata.generation)
+        return start_outcome(self.object.status, self.object.metadata.generation)
 
-    def _say_transitions(self, *, members: bool, stamp: Callable[[], str]) -> None:
-        if self._status is None or self._status is self._shown:
+    def _print_transitions(self, *, members: bool, stamp: Callable[[], str]) -> None:
+        if self._status is None or self._status is self.shown:
             return
-        for line in progress.transitions(self._shown, self._status, members=members):
-            say(f"{stamp()}  {line}")
-        self._shown = self._status
+        for line in transitions(self.shown, self._status, members=members):
+            print_line(f"{stamp()}  {line}")
+        self.shown = self._status
 
-    def _say_ready(self) -> None:
-        if self._object is None:
+    def _print_ready(self) -> None:
+        if self.object is None:
             return
-        hints = render.Hints(str(self._state.token()), words.root_option(self._state.root))
-        say()
-        say(render.ready_text(self._object, self._elapsed, hints))
-        say()
-        end = f"dsv4 down {self._state.name}{hints.options}" if self._request.detach else "Ctrl-C"
-        say(f"{end} ends it.")
+        options = state_dir_option(self.state.root)
+        print_line()
+        print_line(ready_text(self.object, self._elapsed, str(self.state.token()), options))
+        print_line()
+        end = f"dsv4 down {self.state.name}{options}" if self.detach else "Ctrl-C"
+        print_line(f"{end} ends it.")
 
-    def _too_slow(self) -> CommandError:
-        waiting = progress.waiting_for(self._status)
-        limit = format_duration(self._request.timeout)
-        return CommandError(f"{self._state.name} was not ready within {limit}: {waiting}{self._where()}")
+    def _error(self, text: str, code: ExitCode = ExitCode.FAILED) -> CommandError:
+        return CommandError(f"{self.state.name}{text}{self._references()}", code=code)
 
-    def _ended_early(self) -> CommandError:
-        if sentence := loop.startup_error(self._state):
-            return bad_input(sentence)
-        said = f"{self._how_it_ended()} before it was ready{self._last_words()}"
-        return CommandError(f"the loop of {self._state.name!r} {said}{self._where()}")
+    def _early_end(self) -> CommandError:
+        if message := processes.startup_error(self.state):
+            return bad_input(message)
+        last = ""
+        with contextlib.suppress(OSError):
+            lines = self.state.log.read_text(errors="replace").split("\n")
+            if line := next((line for line in reversed(lines) if line.strip()), ""):
+                last = f" ({one_line(line)})"
+        return CommandError(
+            f"the loop of {self.state.name!r} {self._exit_text()} before it was ready{last}{self._references()}"
+        )
 
-    def _how_it_ended(self) -> str:
-        code = self._process.returncode
+    def _exit_text(self) -> str:
+        code = self.process.returncode
         return f"was killed (signal {-code})" if code < 0 else f"ended with exit code {code}"
 
-    def _last_words(self) -> str:
-        with contextlib.suppress(OSError):
-            lines = self._state.log.read_text(errors="replace").split("\n")
-            if last := next((line for line in reversed(lines) if line.strip()), ""):
-                return f" ({words.one_line(last)})"
-        return ""
-
-    def _where(self) -> str:
-        """Return where to look further."""
-        failure = progress.latest_failure(self._status) if self._status else None
+    def _references(self) -> str:
+        """Return the paths of the evidence and the log, as the end of a message."""
+        failure = _latest_failure(self._status) if self._status else None
         evidence = f"evidence: {failure.evidence}; " if failure and failure.evidence else ""
-        return f"; {evidence}log: {self._state.log}"
+        return f"; {evidence}log: {self.state.log}"
+
+
+class Stage(Enum):
+    """Stage of a start."""
+
+    STARTING = auto()
+    READY = auto()
+    FAILED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class StartOutcome:
+    """Stage of a start; a failed one has a message and an exit code."""
+
+    stage: Stage
+    message: str = ""
+    code: ExitCode = ExitCode.OK
+    final: bool = True
+    """False for a refusal that the loop evaluates again."""
+
+
+def start_outcome(status: DeploymentStatus, generation: int) -> StartOutcome:
+    """Return the outcome of the start of a generation; conditions of earlier generations are ignored."""
+    conditions = {item.type: item for item in status.conditions if item.observed_generation >= generation}
+    if (accepted := conditions.get(ConditionType.ACCEPTED)) and accepted.status is ConditionStatus.FALSE:
+        return StartOutcome(Stage.FAILED, accepted.message, ExitCode.BAD_INPUT, final=False)
+    exhausted = conditions.get(ConditionType.RECOVERY_EXHAUSTED)
+    if exhausted and exhausted.status is ConditionStatus.TRUE:
+        return _recovery_exhausted(status, exhausted.message)
+    if (ready := conditions.get(ConditionType.READY)) and ready.status is ConditionStatus.TRUE:
+        return StartOutcome(Stage.READY)
+    return StartOutcome(Stage.STARTING)
+
+
+def _latest_failure(status: DeploymentStatus) -> FailureStatus | None:
+    failures = [group.last_failure for group in status.groups if group.last_failure]
+    return max(failures, key=lambda failure: failure.time, default=None)
+
+
+def _recovery_exhausted(status: DeploymentStatus, message: str) -> StartOutcome:
+    failure = _latest_failure(status)
+    # A deterministic failure is an error of the file or the machine, so it counts as bad input.
+    code = ExitCode.BAD_INPUT if failure and failure.deterministic else ExitCode.FAILED
+    cause = failure_text(failure) if failure else ""
+    if failure and failure.message and failure.message in message:
+        cause = ""
+    return StartOutcome(Stage.FAILED, "; ".join(part.rstrip(".") for part in (message, cause) if part), code)
+
+
+def pending_reason(status: DeploymentStatus | None) -> str:
+    """Return why a deployment is not ready: its members that do not serve, or its condition."""
+    if status is None:
+        return "the loop has reported nothing"
+    pending = [
+        f"rank {member.rank} is {member.phase or 'not started'}"
+        + (f" ({one_line(member.message)})" if member.message else "")
+        for group in status.groups
+        for member in group.members
+        if member.phase is not Phase.SERVING
+    ]
+    if pending:
+        return ", ".join(pending)
+    ready = status.condition(ConditionType.READY)
+    return ready.message if ready and ready.message else f"it is {status.phase}"
+
+
+def start_view(name: str, status: DeploymentStatus | None, elapsed: float, now: float) -> str:
+    """Return the text shown on a terminal during a start, beginning with `nano   Starting   0:23 of about 0:45`."""
+    phase = status.phase if status else "Pending"
+    expected = status.expected_ready_seconds if status else None
+    about = f" of about {format_elapsed(expected)}" if expected else ""
+    lines = [f"{name}   {phase}   {format_elapsed(elapsed)}{about}"]
+    if status is not None:
+        lines += members_table(status, now).splitlines()
+        lines += [
+            f"{group_label(status, group)}{failure_text(group.last_failure)}"
+            for group in status.groups
+            if group.last_failure
+        ]
+    return "\n".join(lines)
+
+
+def transitions(before: DeploymentStatus | None, after: DeploymentStatus, *, members: bool) -> list[str]:
+    """Return one line per change between two statuses, with `members` including the phases of members."""
+    earlier = {group.index: group for group in before.groups} if before else {}
+    return [
+        f"{group_label(after, group)}{line}"
+        for group in after.groups
+        for line in _group_transitions(earlier.get(group.index), group, members=members)
+    ]
+
+
+def _group_transitions(before: GroupStatus | None, after: GroupStatus, *, members: bool) -> list[str]:
+    lines, recovered = _failure_transitions(before, after) if before else ([], [])
+    moved = before is None or (before.phase, before.incarnation) != (after.phase, after.incarnation)
+    # Omitted if `serving again` follows.
+    if moved and not (recovered and after.phase is GroupPhase.SERVING):
+        lines.append(_group_phase_text(after))
+    if after.next_restart_time and (before is None or before.next_restart_time != after.next_restart_time):
+        lines.append(f"the next restart waits until {local_time(after.next_restart_time)}")
+    if members:
+        lines += _member_transitions(before, after)
+    return lines + recovered
+
+
+def _failure_transitions(before: GroupStatus, after: GroupStatus) -> tuple[list[str], list[str]]:
+    """Return the lines for new failures and for new recoveries. Failures of earlier runs are in both statuses."""
+    known = {failure.time for failure in before.history}
+    done = {failure.time for failure in before.history if failure.recover_seconds is not None}
+    return [f"died: {failure_text(failure)}" for failure in after.history if failure.time not in known], [
+        f"serving again after {format_seconds(failure.recover_seconds)}"
+        for failure in after.history
+        if failure.recover_seconds is not None and failure.time not in done
+    ]
+
+
+def _group_phase_text(group: GroupStatus) -> str:
+    texts = {
+        GroupPhase.FORMING: f"forming incarnation {group.incarnation}",
+        GroupPhase.STARTING: f"starting the engine in incarnation {group.incarnation}",
+        GroupPhase.RESTARTING: "restarting the engine in place",
+        GroupPhase.RECOVERING: f"ending incarnation {group.incarnation}, to form the group again",
+        GroupPhase.UPDATING: "stopping, to start again with the changed specification",
+        GroupPhase.FAILED: "given up; nothing runs any more",
+    }
+    return texts.get(group.phase, group.phase.lower())
+
+
+def _member_transitions(before: GroupStatus | None, after: GroupStatus) -> list[str]:
+    same = before is not None and before.incarnation == after.incarnation
+    earlier = {member.rank: member for member in before.members} if before and same else {}
+    lines = []
+    for member in after.members:
+        known = earlier.get(member.rank)
+        if known is None:
+            lines.append(f"rank {member.rank} is the {member.role.lower()} at {member.address or member.node}")
+        if member.phase and (known is None or known.phase is not member.phase):
+            message = f": {one_line(member.message)}" if member.message else ""
+            lines.append(f"rank {member.rank} {member.phase}{message}")
+        if member.silent_since and not (known and known.silent_since):
+            lines.append(f"rank {member.rank} no longer answers")
+    return lines
+
+
+def down(root: Path, name: str | None, *, all_deployments: bool, purge: bool) -> ExitCode:
+    """End one deployment, or all of them; success if they do not run."""
+    if all_deployments:
+        states = deployments(root)
+    elif name is not None:
+        found = find_state(root, name)
+        states = [found] if found else []
+    else:
+        states = [select_state(root, None)] if deployments(root) else []
+    if not states:
+        print_line(f"{name or 'nothing'} is not running" if name else "nothing is running")
+    failed = [error for state in states if (error := _end(state, purge=purge))]
+    if failed:
+        raise CommandError(*failed)
+    return ExitCode.OK
+
+
+def _end(state: DeploymentState, *, purge: bool) -> str | None:
+    """End one deployment; return the error message if that failed."""
+    try:
+        ran = end_loop(state)
+        with convert_os_errors(f"{state.name}: cannot tidy up"), state.lock():
+            ran = bool(processes.stop_processes(state)) or ran
+            processes.remove_runtime_files(state)
+            if purge:
+                state.purge()
+    except PermissionError:
+        return f"{state.name} is run by another user, who has to end it"
+    except (StateError, CommandError) as error:
+        # StateError: started again meanwhile, a loop that survived SIGKILL, or a foreign directory.
+        return str(error)
+    print_line(f"{state.name} {'has ended' if ran else 'is not running'}{'; its files are removed' if purge else ''}")
+    return None
+
+
+def end_loop(state: DeploymentState, *, grace: float = processes.GRACE_SECONDS) -> bool:
+    """Stop the running loop and wait for its end; return whether there was one.
+
+    Raises:
+        PermissionError: it belongs to another user.
+    """
+    pid = state.holder()
+    if pid is None:
+        return False
+    with processes.open_process(pid) as handle, processes.SignalCounter() as signals:
+        # The loop may have ended before the handle was opened.
+        if handle is None or state.holder() != pid:
+            return False
+        with countdown(f"stopping {state.name}") as tick:
+            processes.stop_loop(handle, progress=tick, interrupted=lambda: signals.count > 0, grace=grace)
+    return True

@@ -1,33 +1,46 @@
-"""The optional admission webhook: what the reconciler would refuse is refused at `kubectl apply`, in the same words.
+"""The optional admission webhook: it refuses at `kubectl apply` everything that the reconciler refuses, with the same
+message.
 
-It is a convenience and no guard: the reconciler checks everything again, so a cluster without it, or one whose operator
-is away, loses nothing. It writes nothing and knows no machine, so what only the nodes can decide is a warning.
+The webhook is a convenience, not a safeguard: the reconciler checks every object again. The webhook writes nothing and
+has no data about the nodes, so findings that depend on nodes are warnings. Any client that reaches the port can send
+requests that the API server would reject. The server therefore runs in its own thread with its own event loop, and
+rejects large requests before parsing, because parsing holds the interpreter lock and would block the operator's loop.
 Protocol: https://kubernetes.io/docs/reference/access-authn-authz/extensible-admission-controllers/
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import logging
+import ssl
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import orjson
+from aiohttp import web
+
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Reason
-from dsv4_operator.api.findings import InvalidDeployment
-from dsv4_operator.api.load import parse
+from dsv4_operator.api.deployment import parse
 from dsv4_operator.api.policy import violations
-from dsv4_operator.backends import table
+from dsv4_operator.api.rules import InvalidDeployment
+from dsv4_operator.backends import registry
 from dsv4_operator.kube import Manifest
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.catalog import machine
 from dsv4_operator.planning.facts import Facts, catalog_facts
-from dsv4_operator.planning.rule import Severity
-from dsv4_operator.planning.rules import findings
+from dsv4_operator.planning.rules import Severity, findings
+
+_log = logging.getLogger("dsv4")
 
 _DEFAULT_POLICY = ClusterPolicy()
 _API_VERSION = "admission.k8s.io/v1"
 _MADE_LETTERS = 5
 _ANY_MEMORY = 2**50
-"""Of a machine without an accelerator, which the catalog cannot know."""
+"""Assumed memory of a machine without an accelerator, which the catalog does not list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +57,26 @@ def judge(
     policy: ClusterPolicy = _DEFAULT_POLICY,
     runtime_image: str = "",
 ) -> AdmissionResult:
-    """Return what the reconciler would say of `new` before it looks at the nodes.
+    """Return the refusal or warnings of the reconciler for `new`, as far as they do not depend on nodes.
 
     Args:
         new: the manifest, as the API server has it after defaulting.
-        old: the one that it replaces. A change of labels and annotations, and one that only stops the deployment, is
-            never refused, also where the specification is older than a rule.
-        policy: what deployments may have of nodes.
-        runtime_image: the operator's own, which all may run.
+        old: the replaced manifest. A change of labels and annotations alone, or one that only stops the deployment, is
+            never refused, even if the specification is older than a rule.
+        policy: limits on the use of nodes.
+        runtime_image: the operator's image, which all deployments may run.
     """
     if old is not None and (old.get("spec") == new.get("spec") or _only_stops(new, old)):
         return AdmissionResult()
     try:
         deployment = parse(_judged(new))
-        table.check(deployment)
+        registry.check(deployment)
     except InvalidDeployment as error:
         return AdmissionResult(str(error))
     forbidden = "; ".join(map(str, violations(deployment, policy, runtime_image)))
     if deployment.spec.suspend or not deployment.spec.replicas:
-        # Nothing is planned. What is not allowed is refused all the same: `kubectl scale` would start it unseen.
+        # Nothing is planned, but the policy applies: `kubectl scale` would start the deployment without another
+        # check.
         return AdmissionResult(forbidden or None)
     facts = replace(_usual_machines(deployment), forbidden=forbidden)
     try:
@@ -75,13 +89,13 @@ def judge(
     return AdmissionResult(warnings=tuple(finding.message for finding in found if finding.severity is Severity.WARN))
 
 
-def review(asked: Manifest, policy: ClusterPolicy = _DEFAULT_POLICY, runtime_image: str = "") -> Manifest:
-    """Answer an AdmissionReview.
+def review(document: Manifest, policy: ClusterPolicy = _DEFAULT_POLICY, runtime_image: str = "") -> Manifest:
+    """Return the answer to an AdmissionReview.
 
     Raises:
-        KeyError: it is none.
+        KeyError: `document` is no AdmissionReview.
     """
-    request = asked["request"]
+    request = document["request"]
     verdict = judge(request["object"], request.get("oldObject"), policy, runtime_image)
     answer: Manifest = {"uid": request["uid"], "allowed": verdict.refusal is None}
     if verdict.refusal is not None:
@@ -98,7 +112,7 @@ def _only_stops(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
 
 
 def _judged(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a verdict depends on, with a name as the API server is about to make it of `generateName`."""
+    """Return the parts of the manifest that the verdict depends on, with a sample name for `generateName`."""
     metadata = manifest["metadata"]
     judged = {key: value for key, value in manifest.items() if key != "status"}
     if "name" in metadata or "generateName" not in metadata:
@@ -110,5 +124,152 @@ def _usual_machines(deployment: DSV4Deployment) -> Facts:
     kind = machine(deployment.spec.topology.hardware)
     if not kind.sm:
         kind = replace(kind, memory_bytes=_ANY_MEMORY)
-    # No path is part of a verdict.
+    # The verdict does not depend on paths.
     return catalog_facts(deployment, kind, state_root="/", weights_root="/")
+
+
+PATH = "/validate"
+_LOOK_SECONDS = 30.0
+_STOP_SECONDS = 5.0
+_CLOSE_SECONDS = 1.0
+
+_MOST_BYTES = 4 * 2**20
+"""Bytes of a review: two objects of 1.5 MiB, the limit of etcd, and 1 MiB for the rest."""
+_MOST_VALUES = 100_000
+"""Commas and colons in a review: parsing them blocks all threads for 15 ms. Deployments have a tenth at most."""
+_REVIEWS = 4
+_OPEN = 16
+"""Requests that are read, queued or processed: 64 MiB at most."""
+_CONNECTIONS = 256
+_HANDSHAKE_SECONDS = 5.0
+_SECONDS = 4.0
+"""Time from a request's head to its answer: the API server waits for 5 s."""
+
+
+class _Server(web.Server):
+    """Server that closes connections beyond a limit: each uses a descriptor, which the operator needs too."""
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self.connections) > _CONNECTIONS:
+            transport.abort()
+
+
+class AdmissionServer:
+    """Answers AdmissionReviews over TLS. A certificate that is renewed in place is loaded within half a minute."""
+
+    def __init__(self, port: int, certificates: Path, policy: ClusterPolicy, runtime_image: str) -> None:
+        """Args:
+        port: port to listen on, on all addresses.
+        certificates: directory with `tls.crt` and `tls.key`, as a Secret of type `kubernetes.io/tls` is mounted.
+        policy: limits on the use of nodes.
+        runtime_image: the operator's image.
+
+        Raises:
+            OSError, ssl.SSLError: the files cannot be read.
+        """
+        self._port, self._policy, self._runtime_image = port, policy, runtime_image
+        self._files = certificates / "tls.crt", certificates / "tls.key"
+        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._stamp = self._look()
+        self._context.load_cert_chain(*self._files)
+        self.open = 0
+        self._reviewers = concurrent.futures.ThreadPoolExecutor(_REVIEWS, "review")
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._stop: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, name="webhook", daemon=True)
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self._thread.start()
+        await asyncio.wrap_future(self._started)
+
+    async def close(self) -> None:
+        """Stop the server."""
+        if not self._stop.done():
+            self._stop.set_result(None)
+        await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
+
+    def renew(self) -> None:
+        """Load a renewed certificate for new connections."""
+        try:
+            stamp = self._look()
+            if stamp != self._stamp:
+                self._context.load_cert_chain(*self._files)
+                self._stamp = stamp
+                _log.info("the webhook's certificate was renewed")
+        except (OSError, ssl.SSLError) as error:
+            _log.warning("the webhook's certificate cannot be read, the last one stays: %s", error)
+
+    def _look(self) -> tuple[int, ...]:
+        return tuple(file.stat().st_mtime_ns for file in self._files)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:
+            if self._started.done():
+                _log.exception("the webhook ended")
+            else:
+                self._started.set_exception(error)
+        finally:
+            self._reviewers.shutdown(wait=False, cancel_futures=True)
+
+    async def _serve(self) -> None:
+        server = _Server(self._answer, access_log=None)
+        listening = await asyncio.get_running_loop().create_server(
+            server, None, self._port, ssl=self._context, ssl_handshake_timeout=_HANDSHAKE_SECONDS
+        )
+        try:
+            self._started.set_result(None)
+            stop = asyncio.wrap_future(self._stop)
+            while not stop.done():
+                await asyncio.wait({stop}, timeout=_LOOK_SECONDS)
+                self.renew()
+        finally:
+            listening.close()
+            await server.shutdown(_CLOSE_SECONDS)
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        if (request.method, request.path) != ("POST", PATH):
+            return web.Response(status=404, text=f"POST {PATH} alone is served\n")
+        if self.open >= _OPEN:
+            return _busy(f"{_OPEN} reviews are open")
+        self.open += 1
+        try:
+            async with asyncio.timeout(_SECONDS):
+                return await self._reviewed(request)
+        except TimeoutError:
+            return _busy(f"not done within {_SECONDS:.0f} s")
+        finally:
+            self.open -= 1
+
+    async def _reviewed(self, request: web.BaseRequest) -> web.Response:
+        body = bytearray()
+        async for chunk in request.content.iter_any():
+            body += chunk
+            if len(body) > _MOST_BYTES:
+                return _too_large(f"{_MOST_BYTES} bytes")
+        if body.count(b",") + body.count(b":") > _MOST_VALUES:
+            return _too_large(f"{_MOST_VALUES} commas and colons")
+        loop = asyncio.get_running_loop()
+        try:
+            answer = await loop.run_in_executor(self._reviewers, self._review, bytes(body))
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return web.Response(status=400, text=f"not an AdmissionReview: {error!r}\n")
+        return web.Response(body=answer, content_type="application/json")
+
+    def _review(self, body: bytes) -> bytes:
+        return orjson.dumps(review(orjson.loads(body), self._policy, self._runtime_image))
+
+
+def _busy(why: str) -> web.Response:
+    return web.Response(status=503, headers={"Retry-After": "1"}, text=f"{why}; try again\n")
+
+
+def _too_large(limit: str) -> web.Response:
+    return web.Response(status=413, text=f"a review has at most {limit}; no deployment needs more\n")

@@ -1,4 +1,4 @@
-"""Every deployment of the cluster: what was last heard of it, and one reconciler for each."""
+"""Deployments of the cluster: the latest object and the reconciler of each."""
 
 from __future__ import annotations
 
@@ -9,136 +9,136 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, InvalidDeployment, Metadata, Reason
-from dsv4_operator.api.load import parse
+from dsv4_operator.api.deployment import parse
 from dsv4_operator.api.status import read_status
 from dsv4_operator.backends.base import Backend
-from dsv4_operator.controller.parts import REPEAT_SECONDS, Part, text_of
+from dsv4_operator.controller.queue import REPEAT_SECONDS, Part, text_of
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler, Refused, StatusLost
-from dsv4_operator.kube import DSV4_DEPLOYMENTS, Conflict, Kube, Manifest, NotFound
-from dsv4_operator.kube.owned import DeploymentKey
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, Client, Conflict, Manifest, NotFound
+from dsv4_operator.kube.cache import DeploymentKey
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
-from dsv4_operator.lifecycle.decide import QUIET_SECONDS
+from dsv4_operator.lifecycle.decide import RESYNC_SECONDS
 from dsv4_operator.planning import PlanRefused
-from dsv4_operator.planning.accepted import last_valid
-from dsv4_runtime.contract.clock import unix_time
+from dsv4_operator.planning.revision import last_valid
+from dsv4_runtime.util.clock import unix_time
 
 _log = logging.getLogger("dsv4")
 
 _TRIES = 3
-# Loading takes minutes, and its progress is news every second.
+# Loading takes minutes, and its progress changes every second.
 _PROGRESS_SECONDS = 5.0
 _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """Dependencies of reconciling a deployment."""
+    """Dependencies of the reconciliation of deployments."""
 
-    kube: Kube
+    kube: Client
     backend: Callable[[DSV4Deployment], Backend]
-    """Backend that runs the members of a deployment; raises InvalidDeployment where there is no such backend."""
+    """Returns the backend of a deployment; raises InvalidDeployment if there is no such backend."""
     endpoints: Callable[[DSV4Deployment], Endpoints]
-    tell: Callable[[Manifest, Event], None]
-    """Told of everything that happened, with the object that it happened to."""
+    record: Callable[[Manifest, Event], None]
+    """Called with every event and the object that it is about."""
     clock: Callable[[], float] = unix_time
     failed: Callable[[DeploymentKey, Part], None] = lambda *_: None
     """Called with every failure of a part of a reconcile."""
 
 
 class Deployments:
-    """The work of the queue: `look` is one turn of one deployment."""
+    """Reconciliation of all deployments for the work queue."""
 
     def __init__(self, dependencies: Dependencies) -> None:
         self._dependencies = dependencies
-        self._heard: dict[DeploymentKey, Manifest] = {}
-        self._states: dict[DeploymentKey, _DeploymentTurns] = {}
+        self._cached: dict[DeploymentKey, Manifest] = {}
+        self._states: dict[DeploymentKey, _DeploymentController] = {}
 
-    def told(self, manifest: Manifest, gone: bool) -> DeploymentKey | None:
-        """Take note of an event of the watch; return the deployment to reconcile, None if nothing changed.
+    def handle_event(self, manifest: Manifest, gone: bool) -> DeploymentKey | None:
+        """Store an event of the watch; return the deployment to reconcile, None if nothing changed.
 
-        Events of one UID come in order, but those of two objects that had the same name one after the other do not. So
-        an older version replaces no later one, and the end of another object is no news.
+        Events of one UID are ordered, but those of two successive objects of the same name are not. So an older version
+        never replaces a later one, and the deletion of another object is ignored.
         """
         metadata = manifest["metadata"]
         key = metadata["namespace"], metadata["name"]
         metadata.pop("managedFields", None)
-        known = self._heard.get(key)
+        known = self._cached.get(key)
         if gone:
             if known is None or known["metadata"]["uid"] != metadata["uid"]:
                 return None
-            del self._heard[key]
+            del self._cached[key]
             return key
         if known is not None and _number(manifest) < _number(known):
             return None
-        self._heard[key] = manifest
+        self._cached[key] = manifest
         state = self._states.get(key)
-        return None if state is not None and state.wrote(manifest) else key
+        return None if state is not None and state.is_own_write(manifest) else key
 
     def knows(self, key: DeploymentKey) -> bool:
-        """Tell whether there is such a deployment, as far as was heard."""
-        return key in self._heard
+        """Return whether the watch has reported such a deployment."""
+        return key in self._cached
 
     def statuses(self) -> Iterator[DeploymentStatus]:
-        """Yield the status of every deployment that was looked at."""
+        """Yield the status of every deployment that was reconciled."""
         for state in self._states.values():
             if state.status is not None:
                 yield state.status
 
     async def close(self) -> None:
-        """Let go of all connections; nothing on the cluster is touched."""
+        """Close all connections; objects on the cluster are not changed."""
         for state in self._states.values():
             await state.close()
         self._states.clear()
 
-    async def look(self, key: DeploymentKey) -> float | None:
-        """Take one turn, and return the seconds until the next one is due, None when the deployment is gone."""
-        heard, state = self._heard.get(key), self._states.get(key)
-        if state is not None and (heard is None or heard["metadata"]["uid"] != state.uid):
+    async def reconcile(self, key: DeploymentKey) -> float | None:
+        """Reconcile once, and return the seconds until the next reconcile, None if the deployment is gone."""
+        cached, state = self._cached.get(key), self._states.get(key)
+        if state is not None and (cached is None or cached["metadata"]["uid"] != state.uid):
             del self._states[key]
             await state.close()
             state = None
-        if heard is None:
+        if cached is None:
             return None
         if state is None or state.due:
-            # The watch may be late or have missed the end, and the status is what the first decision builds on.
+            # The watch may lag or have missed the deletion, and the first decision builds on the status.
             live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
-            if live is None or live["metadata"]["uid"] != heard["metadata"]["uid"]:
-                return await self._replace(key, heard, live)
+            if live is None or live["metadata"]["uid"] != cached["metadata"]["uid"]:
+                return await self._replace(key, cached, live)
             if state is None:
-                state = self._states[key] = _DeploymentTurns(self._dependencies, live)
+                state = self._states[key] = _DeploymentController(self._dependencies, live)
             state.confirm()
         try:
-            state.see(heard)
-            pause = await state.look()
+            state.update(cached)
+            pause = await state.reconcile()
         except _DeletedError:
-            return await self._replace(key, heard, await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key))
+            return await self._replace(key, cached, await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key))
         except StatusLost:
-            # Its memory is worth nothing any more. The next look begins with what is there.
+            # The state in memory is invalid. The next reconcile starts from the object.
             del self._states[key]
             await state.close()
             raise
         except Exception as error:
-            state.complain(text_of(error))
+            state.report_failure(text_of(error))
             raise
-        state.complain(None)
+        state.report_failure(None)
         return pause
 
-    async def _replace(self, key: DeploymentKey, heard: Manifest, live: Manifest | None) -> float | None:
-        """Forget the object `heard`, which does not exist any more, and go on with `live`, which has its name now."""
+    async def _replace(self, key: DeploymentKey, cached: Manifest, live: Manifest | None) -> float | None:
+        """Drop the object `cached`, which no longer exists, and continue with `live`, which has its name now."""
         state = self._states.pop(key, None)
         if state is not None:
             await state.close()
-        latest = self._heard.get(key)
-        if latest is not None and latest["metadata"]["uid"] == heard["metadata"]["uid"]:
-            del self._heard[key]
+        latest = self._cached.get(key)
+        if latest is not None and latest["metadata"]["uid"] == cached["metadata"]["uid"]:
+            del self._cached[key]
             latest = None
         if live is not None and (latest is None or _number(live) > _number(latest)):
             live["metadata"].pop("managedFields", None)
-            latest = self._heard[key] = live
+            latest = self._cached[key] = live
         return None if latest is None else 0.0
 
 
-class _StrangeStatusError(StatusLost):
+class _ForeignStatusError(StatusLost):
     """Another writer changed the status."""
 
 
@@ -148,22 +148,20 @@ class _DeletedError(StatusLost):
 
 @dataclass(frozen=True, slots=True)
 class _Specification:
-    """Specification that a manifest puts in force."""
-
     deployment: DSV4Deployment | None
-    """The manifest, or the last valid one; None: there is none, and no group that needs one."""
+    """The manifest, or the last valid one; None: there is none, and no group needs one."""
     refused: Refused | None = None
     """Refusal of the manifest; None: it is valid."""
 
 
-class _DeploymentTurns:
-    """One deployment, from its first look until it is gone."""
+class _DeploymentController:
+    """One deployment, from its first reconcile until it is gone."""
 
     def __init__(self, dependencies: Dependencies, live: Manifest) -> None:
         self._dependencies = dependencies
         self._manifest = live
         self._written: object = live.get("status") or {}
-        """The status as the server has it."""
+        """The status on the API server."""
         self._version: str = live["metadata"]["resourceVersion"]
         self._read: tuple[object, _Specification] | None = None
         self._backend: Backend | None = None
@@ -171,15 +169,15 @@ class _DeploymentTurns:
         self._problem: tuple[str, float] | None = None
         """Failure of the whole reconcile, and the Unix time of its latest event."""
         self._confirmed = -math.inf
-        """Monotonic time at which the API server had the object."""
+        """Monotonic time of the last confirmation by the API server."""
 
     @property
     def due(self) -> bool:
-        """Return whether to read the object from the API server: the watch may have missed its end."""
-        return time.monotonic() - self._confirmed >= QUIET_SECONDS
+        """Return whether to read the object from the API server: the watch may have missed its deletion."""
+        return time.monotonic() - self._confirmed >= RESYNC_SECONDS
 
     def confirm(self) -> None:
-        """Note that the API server has the object."""
+        """Record that the object exists on the API server."""
         self._confirmed = time.monotonic()
 
     async def close(self) -> None:
@@ -197,62 +195,62 @@ class _DeploymentTurns:
     def status(self) -> DeploymentStatus | None:
         return self._reconciler.status if self._reconciler is not None else None
 
-    def wrote(self, heard: Manifest) -> bool:
-        """Tell whether that is the version that was written here last."""
-        metadata = heard["metadata"]
+    def is_own_write(self, cached: Manifest) -> bool:
+        """Return whether this is the version that this process wrote last."""
+        metadata = cached["metadata"]
         return bool(metadata["uid"] == self.uid and metadata["resourceVersion"] == self._version)
 
-    def see(self, heard: Manifest) -> None:
-        """Take over what was heard, unless a later version is known.
+    def update(self, cached: Manifest) -> None:
+        """Store the object, unless a later version is known.
 
         Raises:
-            _StrangeStatusError: its status is not the one that was written here.
+            _StrangeStatusError: its status is not the one written by this process.
         """
-        if _number(heard) > int(self._version):
-            if (heard.get("status") or {}) != self._written:
-                where = "{namespace}/{name}".format_map(heard["metadata"])
-                raise _StrangeStatusError(f"{where}: its status was written by somebody else")
-            self._version = heard["metadata"]["resourceVersion"]
-        if _number(heard) > _number(self._manifest):
-            self._manifest = heard
+        if _number(cached) > int(self._version):
+            if (cached.get("status") or {}) != self._written:
+                where = "{namespace}/{name}".format_map(cached["metadata"])
+                raise _ForeignStatusError(f"{where}: its status was written by somebody else")
+            self._version = cached["metadata"]["resourceVersion"]
+        if _number(cached) > _number(self._manifest):
+            self._manifest = cached
 
-    async def look(self) -> float:
+    async def reconcile(self) -> float:
         deleting = "deletionTimestamp" in self._manifest["metadata"]
         found = self._specification()
         refused, deployment = found.refused, found.deployment
         if deployment is not None and self._backend is None:
             try:
-                # `spec.backend` cannot change: the definition refuses it.
+                # `spec.backend` is immutable.
                 self._backend = self._dependencies.backend(deployment)
             except InvalidDeployment as refusal:
                 refused = self._refused(refusal)
         if deployment is None or self._backend is None:
             await self._refuse(refused.refusal.message if refused is not None else "")
-            return QUIET_SECONDS
+            return RESYNC_SECONDS
         if self._reconciler is None:
             key = deployment.metadata.namespace, deployment.metadata.name
             self._reconciler = Reconciler(
                 self._backend,
                 self._dependencies.endpoints(deployment),
                 save=self._save,
-                tell=self._tell,
+                record=self._record,
                 failed=lambda part, _: self._dependencies.failed(key, part),
                 progress_interval=_PROGRESS_SECONDS,
                 clock=self._dependencies.clock,
             )
         return await self._reconciler.reconcile(deployment, deleting=deleting, refused=refused)
 
-    def complain(self, problem: str | None) -> None:
+    def report_failure(self, problem: str | None) -> None:
         """Report a failure of the whole reconcile: at once, and again every half hour while it lasts."""
         now = self._dependencies.clock()
         if problem is None:
             self._problem = None
         elif self._problem is None or self._problem[0] != problem or not 0 <= now - self._problem[1] < REPEAT_SECONDS:
             self._problem = problem, now
-            self._tell(Event(EventType.WARNING, Reason.ACTION_FAILED, problem))
+            self._record(Event(EventType.WARNING, Reason.ACTION_FAILED, problem))
 
     def _specification(self) -> _Specification:
-        """Read the manifest; anew only when something in it changed that dsv4 reads."""
+        """Parse the manifest; cached until a field changes that dsv4 reads."""
         metadata = {name: value for name, value in self._manifest["metadata"].items() if name in _METADATA}
         if self._read is None or self._read[0] != metadata:
             status = self.status or read_status(self._written)
@@ -283,16 +281,16 @@ class _DeploymentTurns:
         if status != known:
             await self._write(status)
             for event in events(known, status):
-                self._tell(event)
+                self._record(event)
 
-    def _tell(self, event: Event) -> None:
-        self._dependencies.tell(self._manifest, event)
+    def _record(self, event: Event) -> None:
+        self._dependencies.record(self._manifest, event)
 
     async def _save(self, changed: DSV4Deployment) -> None:
         await self._write(changed.status)
 
     async def _write(self, status: DeploymentStatus) -> None:
-        """Write the status through /status, over the very status that the decision built on, or not at all."""
+        """Write the status through /status, only over the status on which the decision was based."""
         metadata = self._manifest["metadata"]
         namespace, name = metadata["namespace"], metadata["name"]
         for _ in range(_TRIES):
@@ -309,7 +307,7 @@ class _DeploymentTurns:
                 live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, namespace, name)
                 if live is None or live["metadata"]["uid"] != self.uid:
                     raise _DeletedError(f"{namespace}/{name} was deleted while it was reconciled") from None
-                self.see(live)
+                self.update(live)
                 continue
             self._written, self._version = answer.get("status") or {}, answer["metadata"]["resourceVersion"]
             return
@@ -317,5 +315,5 @@ class _DeploymentTurns:
 
 
 def _number(manifest: Manifest) -> int:
-    """Return the number of its version: later ones have higher numbers; Kubernetes lets clients rely on it."""
+    """Return the resource version as a number; Kubernetes guarantees that later versions are greater."""
     return int(manifest["metadata"]["resourceVersion"])

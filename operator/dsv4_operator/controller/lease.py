@@ -1,4 +1,4 @@
-"""Choice of the one operator of several that acts: it holds a Lease (`coordination.k8s.io/v1`)."""
+"""Leader election with a Lease (`coordination.k8s.io/v1`): only the holder acts."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import logging
 import time
 from collections.abc import Callable
 
-from dsv4_operator.kube import LEASES, AlreadyExists, Conflict, Kube, KubeError, Manifest
+from dsv4_operator.kube import LEASES, AlreadyExists, Client, Conflict, KubeError, Manifest
 
 _log = logging.getLogger("dsv4")
 
 LEASE_SECONDS = 15
-"""A lease that was not renewed for so long may be taken; the defaults of Kubernetes' own components."""
+"""Age at which a lease may be taken; the default of Kubernetes' own components."""
 DEADLINE_SECONDS = 10.0
-"""A holder that could not renew for so long acts no more: 5 s before another one may begin."""
+"""Time without a renewal after which a holder stops: 5 s before another candidate may start."""
 RETRY_SECONDS = 2.0
-"""Between renewals, and between looks of those who wait."""
+"""Interval between renewals, and between attempts of waiting candidates."""
 
 
 class NotLeading(KubeError):
-    """This process may not write: it does not hold the lease."""
+    """This process may not write, because it does not hold the lease."""
 
 
 class Lease:
     """One candidate for one lease.
 
-    Clocks of different machines are not compared: a lease is taken when *this* process saw it unchanged for longer
-    than it lasts, as client-go does it. And a holder counts from the moment at which it *began* its last renewal.
+    Clocks of different machines are not compared: a lease is taken when *this* process saw it unchanged for longer than
+    its duration, as in client-go. A holder counts from the *start* of its last renewal.
     """
 
     def __init__(
         self,
-        kube: Kube,
+        kube: Client,
         namespace: str,
         name: str,
         identity: str,
@@ -41,11 +41,11 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        kube: without a guard that asks this lease.
+        kube: client without a guard that checks this lease.
         namespace: of the Lease.
         name: of the Lease.
-        identity: of this process, unlike any other's.
-        clock: seconds that never jump.
+        identity: unique name of this process.
+        clock: monotonic seconds.
         """
         self._kube, self._namespace, self._name = kube, namespace, name
         self.identity = identity
@@ -53,15 +53,15 @@ class Lease:
         self._renewed: float | None = None
         self._held: Manifest | None = None
         self._seen: tuple[str, float] | None = None
-        """The version of another's lease, and since when it is that."""
+        """Version of another holder's lease, and the time at which it was first seen."""
 
     @property
     def holds(self) -> bool:
-        """Tell whether this process may act now."""
+        """Return whether this process may act now."""
         return self._renewed is not None and self._clock() - self._renewed < DEADLINE_SECONDS
 
     def check(self) -> None:
-        """Guard every write.
+        """Check the lease before a write.
 
         Raises:
             NotLeading: this process may not act.
@@ -70,7 +70,7 @@ class Lease:
             raise NotLeading(f"{self.identity} does not hold the lease {self._namespace}/{self._name}")
 
     async def acquire(self) -> None:
-        """Return when this process holds the lease."""
+        """Wait until this process holds the lease."""
         waiting: str | None = None
         while True:
             try:
@@ -87,7 +87,7 @@ class Lease:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def keep(self) -> None:
-        """Renew until the lease is lost, and return then."""
+        """Renew until the lease is lost, then return."""
         while self.holds:
             await asyncio.sleep(RETRY_SECONDS)
             try:
@@ -95,17 +95,17 @@ class Lease:
                     if not await self._renew():
                         break
             except Exception as error:
-                # An answer that cannot be read is no answer; the deadline decides.
+                # An unreadable answer counts as none; the deadline decides.
                 _log.warning("the lease cannot be renewed: %s", error)
         self._renewed = None
         _log.error("the lease %s/%s is lost", self._namespace, self._name)
 
     async def release(self) -> None:
-        """Let another one begin at once; best effort, within 2 s."""
+        """Release the lease for the next holder; best effort, within 2 s."""
         held, self._renewed, self._held = self._held, None, None
         if held is None:
             return
-        spec = held["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _now()}
+        spec = held["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": micro_time()}
         try:
             async with asyncio.timeout(2.0):
                 await self._kube.replace(held | {"spec": spec})
@@ -113,7 +113,7 @@ class Lease:
             _log.warning("the lease was not released and runs out by itself: %s", error)
 
     async def _try(self) -> str | None:
-        """Take the lease if it can be taken; returns who holds it if not."""
+        """Take the lease if possible; return None, or the present holder."""
         begun = self._clock()
         known = await self._kube.get(LEASES, self._namespace, self._name)
         if known is None:
@@ -146,20 +146,20 @@ class Lease:
         return now - self._seen[1] > float(spec.get("leaseDurationSeconds") or LEASE_SECONDS)
 
     async def _renew(self) -> bool:
-        """Tell whether the lease is still this process'; `KubeError` if that cannot be known now."""
+        """Return whether the lease is still held by this process; `KubeError` if that is unknown."""
         held = self._held
         if held is None:
             return False
         begun = self._clock()
         try:
-            self._held = await self._kube.replace(held | {"spec": held["spec"] | {"renewTime": _now()}})
+            self._held = await self._kube.replace(held | {"spec": held["spec"] | {"renewTime": micro_time()}})
         except Conflict:
             found = await self._kube.get(LEASES, self._namespace, self._name)
             if found is None or (found.get("spec") or {}).get("holderIdentity") != self.identity:
                 return False
-            # Of this very process: a renewal whose answer was lost, and which is older than `begun`. Once more.
+            # Held by this process: the answer of a renewal before `begun` was lost. Repeat it.
             begun = self._clock()
-            self._held = await self._kube.replace(found | {"spec": found["spec"] | {"renewTime": _now()}})
+            self._held = await self._kube.replace(found | {"spec": found["spec"] | {"renewTime": micro_time()}})
         self._renewed = begun
         return True
 
@@ -167,12 +167,12 @@ class Lease:
         return {
             "holderIdentity": self.identity,
             "leaseDurationSeconds": LEASE_SECONDS,
-            "acquireTime": _now(),
-            "renewTime": _now(),
+            "acquireTime": micro_time(),
+            "renewTime": micro_time(),
             "leaseTransitions": transitions,
         }
 
 
-def _now() -> str:
-    """Return a `metav1.MicroTime`, only for people."""
+def micro_time() -> str:
+    """Return the time now as `metav1.MicroTime`."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

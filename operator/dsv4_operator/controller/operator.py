@@ -16,18 +16,15 @@ from pathlib import Path
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment
 from dsv4_operator.api.policy import PolicyError, parse_policy
-from dsv4_operator.backends import table
-from dsv4_operator.builders import names, paths
+from dsv4_operator.backends import registry
+from dsv4_operator.builders import names
+from dsv4_operator.controller.admission import AdmissionServer
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.lease import Lease
-from dsv4_operator.controller.metrics import OperatorMetrics
-from dsv4_operator.controller.parts import Part, is_expected
-from dsv4_operator.controller.queue import WorkQueue
+from dsv4_operator.controller.observability import OperatorMetrics, ProbeServer, Recorder
+from dsv4_operator.controller.queue import Part, WorkQueue, is_expected
 from dsv4_operator.controller.reconcile import Endpoints, StatusLost
-from dsv4_operator.controller.recorder import Recorder
-from dsv4_operator.controller.server import ProbeServer
 from dsv4_operator.controller.watching import DeploymentWatch
-from dsv4_operator.controller.webhook import AdmissionServer
 from dsv4_operator.kube import (
     DSV4_DEPLOYMENTS,
     Access,
@@ -40,49 +37,47 @@ from dsv4_operator.kube import (
     find_access,
 )
 from dsv4_operator.kube.access import SERVICE_ACCOUNT
-from dsv4_operator.kube.cache import PodKey
-from dsv4_operator.kube.owned import DeploymentKey
+from dsv4_operator.kube.cache import DeploymentKey, PodKey
 from dsv4_operator.lifecycle import Event
-from dsv4_runtime.contract.logfile import log_to
+from dsv4_runtime.util.files import log_to
 
 _log = logging.getLogger("dsv4")
 
 LEASE_NAME = "dsv4-operator"
 _WORKERS = 64
-_APART_SECONDS = 0.1
+_MIN_INTERVAL_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 15.0
-"""After a reconcile that failed as a whole. Parts of it have backoffs of their own."""
+"""Longest backoff of a reconcile that failed as a whole. Its parts have their own backoffs."""
 _CERTIFICATES = Path("/etc/dsv4/webhook")
 _DEFINITION_SECONDS = 5.0
-# The longest turn ends the members of a group, which may take as long as their grace period, one after the other.
+# The longest reconcile ends the members of a group one after the other, each within its grace period.
 _LONGEST_TURN_SECONDS = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorOptions:
-    """Options that the operator runs with."""
+    """Options of the operator process."""
 
     namespaces: tuple[str, ...]
-    """Namespaces in which deployments are looked for; none means everywhere."""
+    """Namespaces of the watched deployments; empty: all."""
     lease_namespace: str
     metrics_port: int
     webhook_port: int | None
-    """None: no admission webhook."""
     webhook_certificates: Path
     identity: str
-    """Of this process, unlike any other's that runs."""
+    """Unique name of this process."""
     runtime_image: str
-    """Of members and gateways whose deployment names no image."""
+    """Image of members and gateways whose deployment names none."""
     policy: ClusterPolicy
-    """The limits on what deployments have of nodes."""
+    """Limits on the use of nodes by deployments."""
 
 
 class CannotServe(Exception):
     """A port or a certificate cannot be used; the text names the flag and the reason."""
 
 
-class Lost(Exception):
-    """Something that this process cannot be without is gone; it ends, and its successor begins anew."""
+class DependencyLost(Exception):
+    """A resource that the process needs is lost; the process ends, and its successor starts anew."""
 
 
 def main() -> None:
@@ -90,7 +85,7 @@ def main() -> None:
     arguments = command_line().parse_args()
     log_to(None)
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    # It warns that it ignores signals, as it should in its thread.
+    # kopf warns that it ignores signals, which is intended in its thread.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     try:
         access = find_access(kubeconfig=arguments.kubeconfig)
@@ -114,9 +109,9 @@ def main() -> None:
     )
     try:
         asyncio.run(Operator(access, options).run())
-    except Lost as loss:
+    except DependencyLost as loss:
         _log.error("%s: ending", loss)
-        # At once: whoever waits for a task here would go on acting without a lease.
+        # Exit immediately: waiting for a task would continue work without a lease.
         os._exit(1)
     except CannotServe as error:
         print(error, file=sys.stderr)
@@ -142,23 +137,23 @@ class Operator:
     """One operator process."""
 
     def __init__(self, access: Access, options: OperatorOptions) -> None:
-        """Args:
-        access: which cluster, and as whom.
-        options: how it runs.
-        """
         self._access, self._options = access, options
         self._metrics = OperatorMetrics()
-        # The lease is renewed past the guard that asks it, and past the connections of everything else.
-        self._plain = Client(access, asked=self._metrics.asked)
+        # Renewals bypass the guard that checks the lease, and the connections of all other requests.
+        self._plain = Client(access, on_answer=self._metrics.count_request)
         self._lease = Lease(self._plain, options.lease_namespace, LEASE_NAME, options.identity)
-        self._kube = Client(access, guard=self._lease.check, asked=self._metrics.asked)
+        self._kube = Client(access, guard=self._lease.check, on_answer=self._metrics.count_request)
         self._recorder = Recorder(self._kube, options.identity)
         self._queue: WorkQueue[DeploymentKey] = WorkQueue(
-            self._look, workers=_WORKERS, apart=_APART_SECONDS, longest=_LONGEST_BACKOFF_SECONDS, failed=self._failed
+            self._reconcile,
+            workers=_WORKERS,
+            min_interval=_MIN_INTERVAL_SECONDS,
+            longest=_LONGEST_BACKOFF_SECONDS,
+            failed=self._failed,
         )
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
         self._owned = OwnedCache(self._kube, namespaces=options.namespaces, changed=self._changed)
-        given = table.BackendDependencies(
+        given = registry.BackendDependencies(
             self._kube,
             self._pods,
             self._owned,
@@ -167,9 +162,9 @@ class Operator:
             self._agents_changed,
             access.in_cluster,
         )
-        self._backends = table.Backends(given)
+        self._backends = registry.Backends(given)
         self._deployments = Deployments(
-            Dependencies(self._kube, self._backends.of, endpoints, self._happened, failed=self._part_failed)
+            Dependencies(self._kube, self._backends.of, endpoints, self._record, failed=self._part_failed)
         )
         self._metrics.observe(self._deployments.statuses, lambda: self._lease.holds, lambda: len(self._queue))
         self._waits_for: str | None = "starting"
@@ -205,9 +200,11 @@ class Operator:
                 await server.close()
 
     async def _serve(self) -> list[ProbeServer | AdmissionServer]:
-        """Serve probes, metrics, and the webhook if there is one: leader or not, whoever runs answers."""
+        """Start the probe and metrics server, and the webhook if there is one, also without the lease."""
         port, webhook = self._options.metrics_port, self._options.webhook_port
-        probes = ProbeServer(port, live=self._stuck, ready=self._unready, metrics=self._metrics.text)
+        probes = ProbeServer(
+            port, live=self._liveness_problem, ready=self._readiness_problem, metrics=self._metrics.text
+        )
         try:
             await probes.start()
         except OSError as error:
@@ -226,15 +223,15 @@ class Operator:
         return [probes, admission]
 
     async def _work(self) -> None:
-        """Run everything from the lease on."""
+        """Acquire the lease and run all tasks that need it."""
         self._waits_for = "the definition of DSV4Deployment"
         await self._definition()
-        # One that waits for its turn is as ready as it can be.
+        # A standby that waits for the lease is ready.
         self._waits_for = None
         await self._lease.acquire()
         _log.info("%s leads", self._lease.identity)
         self._waits_for = "the pods"
-        watch = DeploymentWatch(self._access, self._options.namespaces, self._told, self._watch_ended.set)
+        watch = DeploymentWatch(self._access, self._options.namespaces, self._on_event, self._watch_ended.set)
         ends = {
             asyncio.create_task(self._lease.keep()): "the lease",
             asyncio.create_task(self._watch_ended.wait()): "the watch of the deployments",
@@ -250,7 +247,7 @@ class Operator:
             watch.start()
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             task = done.pop()
-            raise Lost(f"{ends[task]} ended") from task.exception()
+            raise DependencyLost(f"{ends[task]} ended") from task.exception()
         finally:
             await self._queue.close()
             await self._deployments.close()
@@ -260,23 +257,23 @@ class Operator:
             await watch.close()
 
     async def _definition(self) -> None:
-        """Wait until the API server knows what a DSV4Deployment is, and lets this account list them."""
+        """Wait until the API server serves DSV4Deployment and this account may list them."""
         where: Sequence[str | None] = self._options.namespaces or (None,)
-        told = None
+        reported = None
         while True:
             try:
                 for place in where:
                     await self._kube.list(DSV4_DEPLOYMENTS, place)
             except KubeError as error:
-                if str(error) != told:
-                    told = str(error)
-                    _log.warning("waiting for the API server and the definition of DSV4Deployment: %s", told)
+                if str(error) != reported:
+                    reported = str(error)
+                    _log.warning("waiting for the API server and the definition of DSV4Deployment: %s", reported)
                 await asyncio.sleep(_DEFINITION_SECONDS)
             else:
                 return
 
-    def _told(self, manifest: Manifest, gone: bool) -> None:
-        key = self._deployments.told(manifest, gone)
+    def _on_event(self, manifest: Manifest, gone: bool) -> None:
+        key = self._deployments.handle_event(manifest, gone)
         if key is not None:
             self._queue.add(key)
 
@@ -290,47 +287,45 @@ class Operator:
     def _agents_changed(self, namespace: str, name: str) -> None:
         self._queue.add((namespace, name))
 
-    def _happened(self, about: Manifest, event: Event) -> None:
-        self._metrics.happened(event)
+    def _record(self, about: Manifest, event: Event) -> None:
+        self._metrics.count_event(event)
         self._recorder.record(about, event)
 
-    async def _look(self, key: DeploymentKey) -> float | None:
+    async def _reconcile(self, key: DeploymentKey) -> float | None:
         with self._metrics.seconds.time():
-            pause = await self._deployments.look(key)
-        self._metrics.looks.labels("ok").inc()
+            pause = await self._deployments.reconcile(key)
+        self._metrics.reconciles.labels("ok").inc()
         return pause
 
     def _part_failed(self, _key: DeploymentKey, part: Part) -> None:
         self._metrics.failures.labels(part.name).inc()
 
     def _failed(self, key: DeploymentKey, error: Exception, pause: float) -> None:
-        self._metrics.looks.labels("error").inc()
+        self._metrics.reconciles.labels("error").inc()
         unexpected = None if is_expected(error) or isinstance(error, StatusLost) else error
         said = str(error) or type(error).__name__
         _log.error("%s/%s: %s; again in %.1f s", *key, said, pause, exc_info=unexpected)
 
-    def _stuck(self) -> str | None:
-        longest = self._queue.longest_turn
+    def _liveness_problem(self) -> str | None:
+        longest = self._queue.longest_call
         return f"a turn has taken {longest:.0f} s" if longest > _LONGEST_TURN_SECONDS else None
 
-    def _unready(self) -> str | None:
+    def _readiness_problem(self) -> str | None:
         return f"waiting for {self._waits_for}" if self._waits_for is not None else None
 
 
 def endpoints(deployment: DSV4Deployment) -> Endpoints:
-    """Return where users inside the cluster reach `deployment`."""
+    """Return the URLs of `deployment` for users inside the cluster."""
     name, namespace = deployment.metadata.name, deployment.metadata.namespace
-    dashboard, _ = paths.HEAD_PORTS["dashboard"]
+    dashboard, _ = names.HEAD_PORTS["dashboard"]
     return Endpoints(
-        f"http://{name}.{namespace}.svc:{paths.GATEWAY_PORT}/v1",
+        f"http://{name}.{namespace}.svc:{names.GATEWAY_PORT}/v1",
         f"http://{names.head_name(name, 0)}.{namespace}.svc:{dashboard}",
     )
 
 
 def _identity() -> str:
-    """Return a name unlike any other's. A container that starts again in its pod is the same one: its predecessor has
-    ended.
-    """
+    """Return a unique name. A container that restarts in its pod keeps the name, because its predecessor has ended."""
     host = socket.gethostname()
     return host if (SERVICE_ACCOUNT / "token").exists() else f"{host}_{uuid.uuid4().hex[:8]}"
 

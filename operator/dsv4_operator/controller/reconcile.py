@@ -1,4 +1,4 @@
-"""One reconcile of one deployment, the same for every backend."""
+"""Reconciliation of one deployment, the same for every backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from dsv4_operator.api import ConditionType, DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, Reason
 from dsv4_operator.backends.base import Backend, BackendError
-from dsv4_operator.controller.parts import REPEAT_SECONDS, Backoffs, Failure, Part, is_expected, text_of
+from dsv4_operator.controller.queue import REPEAT_SECONDS, Backoffs, Failure, Part, is_expected, text_of
 from dsv4_operator.lifecycle import (
     Action,
     CollectEvidence,
@@ -30,14 +30,14 @@ from dsv4_operator.lifecycle import (
     versions,
     with_accepted,
 )
-from dsv4_operator.lifecycle.decide import LOOK_SECONDS, QUIET_SECONDS
+from dsv4_operator.lifecycle.decide import POLL_SECONDS, RESYNC_SECONDS
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.lifecycle.watch import ALIVE, FRESH_SECONDS
 from dsv4_operator.planning import PlanRefused, plan_group, revision
 from dsv4_operator.planning.facts import Facts
-from dsv4_operator.planning.memory.measured import measured_of
+from dsv4_operator.planning.memory.runs import measured_of
 from dsv4_runtime.contract import GroupPlan
-from dsv4_runtime.contract.clock import unix_time
+from dsv4_runtime.util.clock import unix_time
 
 _log = logging.getLogger("dsv4")
 
@@ -48,22 +48,22 @@ _PROGRESS: Mapping[str, object] = {
     "message": "",
     "processes": (),
 }
-"""Fields of a member's status that tell its progress."""
+"""Progress fields of a member's status."""
 
 AGAIN_SECONDS = 0.5
-"""Between looks while members are being ended, or their evidence is collected; news make it earlier."""
+"""Interval while members are being ended or their evidence is collected; events shorten it."""
 _EVIDENCE_SECONDS = 15.0
 _EVIDENCE_WAIT_SECONDS = 1.0
-"""For which a turn waits for evidence: mostly it is there by then."""
+"""Time for which a reconcile waits for evidence; usually sufficient."""
 
 _REPEATING = frozenset({ConditionType.PROGRESSING, ConditionType.READY})
 
 _WAIT_SECONDS = 1.0
-"""For which a reconcile waits for the machines or the front end: mostly they are done by then."""
+"""Time for which a reconcile waits for the machines or the front end; usually sufficient."""
 _ACT_SECONDS = 3.0
-"""For which a reconcile waits for the actions of all groups: a request may take ten times as long."""
+"""Time for which a reconcile waits for the actions of all groups; a request may take ten times as long."""
 _LONGEST_SECONDS = 5.0
-"""Longest backoff of a part that handling a death needs."""
+"""Longest backoff of a part that the handling of a death needs."""
 _FORM_SECONDS = 60.0
 """Longest backoff of creating members that the API server refuses, for example because of a quota."""
 _STATUS = Part("status", _LONGEST_SECONDS)
@@ -100,22 +100,20 @@ class Refused:
 
 
 class StatusLost(Exception):
-    """The deployment or its status is not the one that this process knows: what it remembers must be dropped."""
+    """The deployment or its status is not the one in the memory of this process, which must be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Executed:
-    """Result of a decision's actions."""
-
     status: GroupStatus
     failed: bool = False
-    """Whether an action failed, or waits for another attempt."""
+    """Whether an action failed, or is in backoff."""
     waits: bool = False
-    """Whether members are still being ended, or their evidence is being collected: ask again soon."""
+    """Whether members are still being ended, or their evidence is being collected; the next reconcile comes soon."""
 
 
 class Reconciler:
-    """Brings the groups of one deployment to what its specification asks for, one look at a time."""
+    """Reconciles the groups of one deployment with its specification."""
 
     def __init__(
         self,
@@ -123,7 +121,7 @@ class Reconciler:
         endpoints: Endpoints,
         *,
         save: Callable[[DSV4Deployment], Awaitable[None]],
-        tell: Callable[[Event], None] | None = None,
+        record: Callable[[Event], None] | None = None,
         failed: Callable[[Part, Failure], None] | None = None,
         progress_interval: float = 0.0,
         clock: Callable[[], float] = unix_time,
@@ -131,8 +129,8 @@ class Reconciler:
         """Args:
         backend: runs the members.
         endpoints: URLs for the status.
-        save: stores the deployment with its status; must raise if it could not, since decisions build on it.
-        tell: called once with every event; None: it is logged.
+        save: stores the deployment with its status; must raise on failure, since decisions build on the saved status.
+        record: called once per event; None: events are logged.
         failed: called with every failure of a part.
         progress_interval: seconds after a save in which a change of progress alone is not saved.
         clock: Unix time.
@@ -140,8 +138,8 @@ class Reconciler:
         self._backend = backend
         self._endpoints = endpoints
         self._save = save
-        self._tell = tell or _log_event
-        self._failed = failed or _ignore
+        self._record = record or _log_event
+        self._failed = failed or (lambda _part, _failure: None)
         self._progress_interval = progress_interval
         self._next_progress = -math.inf
         self._clock = clock
@@ -151,25 +149,25 @@ class Reconciler:
         """Time of the first reconcile."""
         self._backoffs = Backoffs()
         self._tasks: dict[tuple[Part, str], asyncio.Future[Any]] = {}
-        """Work of parts that takes longer than `_WAIT_SECONDS`, by part and identity."""
+        """Running work of parts that takes longer than `_WAIT_SECONDS`, by part and identity."""
         self._acting: dict[int, tuple[GroupStatus, asyncio.Task[_Executed]]] = {}
-        """Actions that take longer than `_ACT_SECONDS`, by group, with the status that they began with."""
+        """Running actions that take longer than `_ACT_SECONDS`, by group, with the status at their start."""
         self._evidence: dict[tuple[int, int], asyncio.Task[str | None]] = {}
-        """Evidence that is being collected, by group and incarnation: it takes up to 15 s."""
-        self._strange: dict[int, dict[str, float]] = {}
-        """By group: texts of `Observed.strange`, with the Unix time of the latest event about each."""
+        """Running evidence collections, by group and incarnation; each takes up to 15 s."""
+        self._anomalies: dict[int, dict[str, float]] = {}
+        """By group: texts of `Observed.anomalies`, with the Unix time of the latest event about each."""
         self._unplanned: dict[int, Exception] = {}
-        """Defects that the planner showed in this reconcile, by group."""
+        """Defects of the planner in this reconcile, by group."""
         self.ended = False
-        """Whether the deployment was to be deleted and nothing of it is left."""
+        """Whether a deleted deployment has no members left."""
 
     @property
     def status(self) -> DeploymentStatus | None:
-        """Return the latest one; None before the first reconcile."""
+        """Return the latest status; None before the first reconcile."""
         return self._kept
 
     async def close(self) -> None:
-        """Cancel everything that runs between reconciles."""
+        """Cancel all work that runs between reconciles."""
         acting = [task for _, task in self._acting.values()]
         tasks = [*self._evidence.values(), *self._tasks.values(), *acting]
         for task in tasks:
@@ -184,16 +182,16 @@ class Reconciler:
     ) -> float:
         """Reconcile once; return the seconds until the next reconcile is due.
 
-        Each part (machines, observation, plan and actions of each group, front end, status) fails by itself: its
-        failure becomes an event and a condition, and it is repeated after its own backoff, while the others go on.
+        Each part (machines, observation, plan and actions of each group, front end, status) fails separately: a failure
+        becomes an event and a condition, and the part is repeated after its own backoff, while the others continue.
 
         Args:
             deployment: the last valid specification.
             deleting: the deployment is being deleted.
-            refused: refusal of the specification as it is now; None: `deployment` is that specification.
+            refused: refusal of the present specification; None: `deployment` is that specification.
 
         Raises:
-            StatusLost: as `save` raised it.
+            StatusLost: raised by `save`.
         """
         known = self._with_results(self._kept if self._kept is not None else deployment.status)
         if self._began is None:
@@ -201,8 +199,8 @@ class Reconciler:
         wanted = {revision(version): version for version in versions(deployment, known)}
         self._drop_tasks(wanted, deleting=deleting)
         machines = {name: await self._machines(name, version, refused) for name, version in wanted.items()}
-        observed, blind = await self._observe(deployment, range(max(deployment.spec.replicas, len(known.groups))))
-        unheard = [] if deleting else [group.index for group in known.groups if self._listens(group, observed)]
+        observed, unobserved = await self._observe(deployment, range(max(deployment.spec.replicas, len(known.groups))))
+        unreported = [] if deleting else [group.index for group in known.groups if self._listens(group, observed)]
         turn = decide_groups(
             deployment,
             observed,
@@ -210,8 +208,8 @@ class Reconciler:
             lambda version, index: self._planner(version, machines, known, index),
             self._clock(),
             deleting=deleting,
-            unheard=frozenset((*unheard, *self._acting)),
-            blind=blind,
+            unreported=frozenset((*unreported, *self._acting)),
+            unobserved=unobserved,
         )
         decisions = turn.decisions
         self._backoffs.keep(range(len(decisions)))
@@ -237,14 +235,14 @@ class Reconciler:
                 rollout=rollout,
                 refused_generation=refused.generation if refused is not None else None,
                 problems=self._backoffs.problems(),
-                blind=blind,
+                unobserved=unobserved,
                 unreachable=None if deleting else self._backend.endpoint_problem(deployment, groups),
             )
             return await self._keep(deployment, status, deleting=deleting)
 
         reported = True
         if any(isinstance(action, CollectEvidence) for decision in decisions for action in decision.actions):
-            # What died is told before it is ended, which takes long on a node that is gone.
+            # Report a death before its members are ended, which takes long on a lost node.
             reported = await keep([decision.status for decision in decisions])
         executed = await self._execute_all(deployment, decisions, reported=reported)
         saved = await keep([one.status for one in executed])
@@ -252,16 +250,16 @@ class Reconciler:
             await self._ensure_frontend(deployment, self._kept if self._kept is not None else known)
         waits = any(one.waits for one in executed)
         done = all(one.status.phase is GroupPhase.STOPPED and not one.failed for one in executed)
-        self.ended = deleting and done and not waits and not blind
+        self.ended = deleting and done and not waits and not unobserved
         now = self._clock()
         dues = [_due(decision, one, now, saved=saved) for decision, one in zip(decisions, executed, strict=True)]
-        due = min((*dues, self._backoffs.due(now)), default=now + QUIET_SECONDS)
+        due = min((*dues, self._backoffs.due(now)), default=now + RESYNC_SECONDS)
         if self._tasks:
             due = min(due, now + AGAIN_SECONDS)
-        return max(0.0, min(due, now + QUIET_SECONDS) - now)
+        return max(0.0, min(due, now + RESYNC_SECONDS) - now)
 
     def _with_results(self, known: DeploymentStatus) -> DeploymentStatus:
-        """Return `known` with the results of actions that took longer than a reconcile and are over."""
+        """Return `known` with the results of long actions that have completed."""
         groups = list(known.groups)
         for index, (begun, task) in list(self._acting.items()):
             if not task.done():
@@ -274,7 +272,7 @@ class Reconciler:
     async def _execute_all(
         self, deployment: DSV4Deployment, decisions: Sequence[Decision], *, reported: bool
     ) -> list[_Executed]:
-        """Act for all groups side by side; what takes long goes on while other groups are decided again."""
+        """Run the actions of all groups in parallel; long ones continue while other groups are decided again."""
         tasks = {
             index: asyncio.create_task(self._execute(deployment, index, decision, reported=reported))
             for index, decision in enumerate(decisions)
@@ -291,14 +289,14 @@ class Reconciler:
         ]
 
     def _drop_tasks(self, wanted: Mapping[str, DSV4Deployment], *, deleting: bool) -> None:
-        """Cancel work whose result nothing needs any more."""
+        """Cancel work whose result is no longer needed."""
         for name in list(self._tasks):
             part, what = name
             if (part is _MACHINES and what not in wanted) or (part is _FRONTEND and deleting):
                 self._tasks.pop(name).cancel()
 
     def _check_decisions(self, decisions: Sequence[Decision]) -> None:
-        """Report the groups that could not be decided or planned because of a defect."""
+        """Report groups that could not be decided or planned because of a defect."""
         for index, decision in enumerate(decisions):
             attempts = (("decide", decision.error, "decided"), ("plan", self._unplanned.get(index), "planned"))
             for name, error, what in attempts:
@@ -310,7 +308,7 @@ class Reconciler:
         self._unplanned.clear()
 
     async def _machines(self, name: str, deployment: DSV4Deployment, refused: Refused | None) -> Facts | PlanRefused:
-        """Return the machines for `deployment`, whose revision is `name`, or the reason why nothing can be planned."""
+        """Return the machines for `deployment`, whose revision is `name`, or the refusal if nothing can be planned."""
         if refused is not None and not refused.formable:
             return refused.refusal
         found = await self._run(
@@ -325,31 +323,31 @@ class Reconciler:
         self, deployment: DSV4Deployment, groups: Sequence[int]
     ) -> tuple[list[Observed], frozenset[int]]:
         """Return the members of each group, and the groups whose members cannot be observed now."""
-        observed, blind = [], set()
+        observed, unobserved = [], set()
         for group in groups:
             part = Part("observe", _LONGEST_SECONDS, group)
             found = Observed(GroupKey.of(deployment, group), ())
             if self._backoffs.waits(part, self._clock()):
-                blind.add(group)
+                unobserved.add(group)
             else:
                 try:
                     found = await self._backend.observe(deployment, group)
                     self._backoffs.succeeded(part)
-                    self._report_strange(group, found.strange)
+                    self._report_anomalies(group, found.anomalies)
                 except Exception as error:
                     self._fail(part, error, "its members cannot be observed")
-                    blind.add(group)
+                    unobserved.add(group)
             observed.append(found)
-        return observed, frozenset(blind)
+        return observed, frozenset(unobserved)
 
-    def _report_strange(self, group: int, texts: Sequence[str]) -> None:
-        """Report objects that were ignored or changed, as events: once, and again every half hour."""
-        now, known = self._clock(), self._strange.get(group, {})
-        self._strange[group] = reported = {text: known.get(text, -math.inf) for text in texts}
+    def _report_anomalies(self, group: int, texts: Sequence[str]) -> None:
+        """Report ignored or changed objects as events: once, and again every half hour."""
+        now, known = self._clock(), self._anomalies.get(group, {})
+        self._anomalies[group] = reported = {text: known.get(text, -math.inf) for text in texts}
         for text in texts:
             if not 0 <= now - reported[text] < REPEAT_SECONDS:
                 reported[text] = now
-                self._tell(Event(EventType.WARNING, Reason.OBJECT_IGNORED, text, group))
+                self._record(Event(EventType.WARNING, Reason.OBJECT_IGNORED, text, group))
 
     async def _ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         await self._run(
@@ -360,9 +358,10 @@ class Reconciler:
         )
 
     async def _run(self, part: Part, what: str, work: Callable[[], Awaitable[ResultT]], problem: str) -> ResultT | None:
-        """Return the result of `work`; None while it runs longer than `_WAIT_SECONDS`, or fails and waits.
+        """Return the result of `work`; None while it runs longer than `_WAIT_SECONDS`, or is in backoff after a
+        failure.
 
-        A reconcile waits for it once; later ones collect the result.
+        The first reconcile waits for the result; later ones collect it.
         """
         task = self._tasks.get((part, what))
         if task is None:
@@ -383,19 +382,19 @@ class Reconciler:
         return result
 
     def _fail(self, part: Part, error: Exception, problem: str, what: object = None) -> None:
-        """Note that `part` failed: log it, and report it as an event unless that was done lately."""
-        # The text of a backend says what cannot be done.
+        """Record a failure of `part`: log it, and report it as an event unless it was reported recently."""
+        # Messages of a backend already name the failed operation.
         message = text_of(error) if isinstance(error, BackendError) or not problem else f"{problem}: {text_of(error)}"
         now = self._clock()
         reason = error.reason if isinstance(error, BackendError) else Reason.ACTION_FAILED
         soon = error.retry_seconds if isinstance(error, BackendError) else None
-        failure, news = self._backoffs.failed(part, message, now, what, reason=reason, seconds=soon)
+        failure, is_new = self._backoffs.failed(part, message, now, what, reason=reason, seconds=soon)
         unexpected = None if is_expected(error) else error
         where = "" if part.group is None else f"group {part.group}: "
         _log.error("%s%s; again in %.1f s", where, message, failure.until - now, exc_info=unexpected)
         self._failed(part, failure)
-        if news:
-            self._tell(Event(EventType.WARNING, reason, message, part.group))
+        if is_new:
+            self._record(Event(EventType.WARNING, reason, message, part.group))
 
     def _planner(
         self,
@@ -409,7 +408,7 @@ class Reconciler:
             if isinstance(facts, PlanRefused):
                 raise facts
             try:
-                # Only earlier incarnations: what one logs must not change its own plan.
+                # Only of earlier incarnations: the measurements of an incarnation must not change its own plan.
                 found = replace(facts, measured=measured_of(known, incarnation))
                 made = plan_group(deployment, found, group=group, incarnation=incarnation, restarts=restarts)
                 self._backend.reserve(deployment, made)
@@ -423,9 +422,9 @@ class Reconciler:
         return plan
 
     def _listens(self, group: GroupStatus, observed: Sequence[Observed]) -> bool:
-        """Tell whether to hear first, because this process has only just begun and heard nobody yet.
+        """Return whether to wait for reports because this process has just started.
 
-        Members that answered its predecessor are not silent because nobody listened.
+        Members that answered the previous process are not silent because of its restart.
         """
         if self._began is None or self._clock() - self._began >= FRESH_SECONDS or group.phase not in ALIVE:
             return False
@@ -440,15 +439,15 @@ class Reconciler:
     async def _execute(
         self, deployment: DSV4Deployment, index: int, decision: Decision, *, reported: bool
     ) -> _Executed:
-        """Act in order; the first action that fails, waits after a failure, or is not over yet ends the list.
+        """Execute actions in order, until one fails, is in backoff, or is not complete.
 
-        Evidence that cannot be collected is no reason to stop: it never delays a recovery beyond its time.
+        A failed evidence collection does not stop the list, and never delays a recovery beyond its time limit.
 
         Args:
-            deployment: the specification that is in force.
+            deployment: the specification in force.
             index: index of the group.
-            decision: what to do about it.
-            reported: whether the death of a member was stored, which comes before everything that ends it.
+            decision: the decision about the group.
+            reported: whether the death of a member was saved, which must precede every action that ends it.
         """
         status = decision.status
         if not reported and any(isinstance(action, CollectEvidence) for action in decision.actions):
@@ -470,7 +469,7 @@ class Reconciler:
         return _Executed(decision.completed if decision.completed is not None else status)
 
     async def _act(self, deployment: DSV4Deployment, action: Action, status: GroupStatus) -> tuple[bool, GroupStatus]:
-        """Return whether `action` is over, and the status with the evidence that came meanwhile."""
+        """Return whether `action` is complete, and the status with evidence that was collected meanwhile."""
         if not isinstance(action, Form | Drain):
             over, status = await self._collected(deployment, action, status)
             if not over:
@@ -489,9 +488,9 @@ class Reconciler:
     async def _collected(
         self, deployment: DSV4Deployment, action: CollectEvidence | Fence | Forget, status: GroupStatus
     ) -> tuple[bool, GroupStatus]:
-        """Return whether no evidence of the action's incarnation is being collected any more, and the status with it.
+        """Return whether no evidence collection of the action's incarnation is running, and the status with its result.
 
-        Begins to collect it if that is what `action` asks for. Whoever ends members waits for what they leave.
+        Starts a collection for `CollectEvidence`. Members are ended only after their evidence was collected.
         """
         key, incarnation = action.key, action.incarnation
         name = key.group, incarnation
@@ -517,13 +516,13 @@ class Reconciler:
             return None
 
     async def _keep(self, deployment: DSV4Deployment, status: DeploymentStatus, *, deleting: bool) -> bool:
-        """Save the status if it changed, and report what happened; return whether decisions may build on it.
+        """Save the status if it changed, and emit events; return whether decisions may build on it.
 
-        If it cannot be saved, the one that was saved last stays in force: nothing may be formed on a status that was
-        not saved. A deletion needs none.
+        If the status cannot be saved, the last saved one stays in force: nothing may be formed on an unsaved status. A
+        deletion does not need a saved status.
 
         Raises:
-            StatusLost: as `save` raised it.
+            StatusLost: raised by `save`.
         """
         saved = self._saved if self._saved is not None else deployment.status
         self._kept = status
@@ -547,41 +546,37 @@ class Reconciler:
         self._backoffs.succeeded(_STATUS)
         self._saved, self._next_progress = status, self._clock() + self._progress_interval
         for event in events(saved, status):
-            self._tell(event)
+            self._record(event)
         return True
 
 
 def _due(decision: Decision, executed: _Executed, now: float, *, saved: bool) -> float:
-    """Return the Unix time at which a group is decided again: at once only if all that was decided was done."""
+    """Return the Unix time of the next decision: immediately only if all actions were completed."""
     if executed.waits:
         return now + AGAIN_SECONDS
-    return max(decision.next_look, now + LOOK_SECONDS if executed.failed or not saved else now)
+    return max(decision.next_time, now + POLL_SECONDS if executed.failed or not saved else now)
 
 
 def _identity(action: Action) -> tuple[str, int]:
-    """Return kind and incarnation of `action`: an attempt of another kind or incarnation does not wait for it."""
+    """Return kind and incarnation of `action`; the backoff applies only to the same kind and incarnation."""
     return type(action).__name__, action.plan.incarnation if isinstance(action, Form) else action.incarnation
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:
-    """Take note of the exception of work that was cancelled after it failed."""
+    """Retrieve the exception of work that was cancelled after it failed."""
     if not task.cancelled():
         task.exception()
 
 
-def _ignore(_part: Part, _failure: Failure) -> None:
-    return
-
-
 def _but_for_progress(status: DeploymentStatus) -> DeploymentStatus:
-    """Return `status` without how far its members have come, which changes from second to second."""
+    """Return `status` without the progress of its members, which changes every second."""
     groups = []
     for group in status.groups:
-        # An agent that never answered yet has not fallen silent: it starts.
+        # An agent that has never answered is starting, not silent.
         starts = [{**_PROGRESS, "silent_since": None} if one.phase is None else _PROGRESS for one in group.members]
         members = tuple(one.model_copy(update=update) for one, update in zip(group.members, starts, strict=True))
         groups.append(group.model_copy(update={"members": members}))
-    # These repeat it for a group that drains; whatever else they say is in the groups' phases too.
+    # Their messages repeat the progress of a group in drain; the phases of the groups contain the rest.
     conditions = tuple(
         one.model_copy(update={"message": ""}) if one.type in _REPEATING else one for one in status.conditions
     )

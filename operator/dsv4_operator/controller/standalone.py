@@ -1,10 +1,9 @@
-"""`dsv4 up`'s own process: the reconcile loop over one file, with members that live and die with it."""
+"""Process of `dsv4 up`: the reconcile loop over one file; its members end with it."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -12,28 +11,32 @@ import sys
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, Hardware
-from dsv4_operator.backends.local import gpus, network, publish
+from dsv4_operator.backends.local import gpus, network
 from dsv4_operator.backends.local.backend import LocalBackend
-from dsv4_operator.backends.local.claims import claimed
-from dsv4_operator.backends.local.gateway import LocalGateways, check_keyless, check_secrets
-from dsv4_operator.backends.local.gpus import Card
-from dsv4_operator.backends.local.publish import Publisher, Target
-from dsv4_operator.backends.local.software import Software, cuda_software
+from dsv4_operator.backends.local.gateway import (
+    LOOPBACK,
+    Listeners,
+    LocalGateways,
+    Publisher,
+    bind_loopback,
+    check_keyless,
+    check_secrets,
+)
+from dsv4_operator.backends.local.gpus import Card, claimed
+from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
-from dsv4_operator.backends.local.toolkit import check_compilers
-from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS
+from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, wait_for
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
-from dsv4_operator.planning.members import head_ports
-from dsv4_runtime.contract.backoff import backoff
-from dsv4_runtime.contract.files import replace_file
+from dsv4_operator.planning.setup import head_ports
 from dsv4_runtime.contract.gateway import GroupRoute
-from dsv4_runtime.contract.logfile import log_to
+from dsv4_runtime.contract.recovery import backoff
+from dsv4_runtime.util.files import log_to, replace_file
 
 _log = logging.getLogger("dsv4")
 
 _LONGEST_BACKOFF_SECONDS = 15.0
-"""After a reconcile that failed as a whole. Parts of it have backoffs of their own."""
+"""Longest backoff of a reconcile that failed as a whole. Its parts have their own backoffs."""
 
 
 def main() -> None:
@@ -53,7 +56,7 @@ def main() -> None:
         if options.attached is not None:
             network.die_with_parent(signal.SIGTERM)
             if os.getppid() != options.attached:
-                # It ended before this process could ask to be told.
+                # The parent ended before the signal was registered.
                 return
         with state.lock():
             _run(state)
@@ -66,14 +69,14 @@ def _run(state: DeploymentState) -> None:
     deployment = state.manifest()
     if deployment is None:
         raise StateError(f"{state.name!r} has no manifest; start it with `dsv4 up FILE`")
-    # Of a loop that was killed: its members ended with it.
+    # Files of a killed loop, whose members ended with it.
     state.forget_incarnations()
     check_secrets(deployment, state)
     if deployment.spec.topology.hardware is Hardware.CPU:
         check_compilers(cpu=True)
         _enter(state, deployment)
         return
-    # Held from here to the end of this process, in the machine's own network.
+    # Held until the end of this process, in the machine's own network.
     with claimed(deployment.spec.topology, gpus.find(), max(deployment.spec.replicas, 1)) as cards:
         _enter(state, deployment, cards, cuda_software(deployment, state, cards))
 
@@ -84,16 +87,16 @@ def _enter(
     cards: tuple[Card, ...] = (),
     software: Software | None = None,
 ) -> None:
-    """Move into a private network where that can be had, and run the loop there."""
+    """Enter a private network if possible, and run the loop there."""
     ports = deployment.spec.network.ports
-    listeners = publish.bind({"api": ports.api, "dashboard": ports.dashboard})
+    listeners = bind_loopback({"api": ports.api, "dashboard": ports.dashboard})
     try:
         network.enter_private_network()
     except network.NoNamespacesError as error:
         check_keyless(deployment, str(error))
         note = f"shared: the members share this machine's network, because {error}"
-        # The member listens on these itself, and on two more; better to know now than when it has started.
-        others = publish.bind({"agent": ports.agent, "gcs": ports.gcs})
+        # The member itself listens on these ports and two more; conflicts are reported before the start.
+        others = bind_loopback({"agent": ports.agent, "gcs": ports.gcs})
         for listener in (*listeners.values(), *others.values()):
             listener.close()
         listeners = {}
@@ -103,7 +106,7 @@ def _enter(
     annotations = {**deployment.metadata.annotations, NETWORK_ANNOTATION: note}
     metadata = deployment.metadata.model_copy(update={"annotations": annotations})
     deployment = deployment.model_copy(update={"metadata": metadata})
-    # Before anything slow, so that nobody takes the status of an earlier life for this one's.
+    # Before any slow step, so that the status of an earlier run is not taken for this one's.
     state.save_object(deployment)
     for card in cards:
         _log.info("%s", card.title)
@@ -117,21 +120,21 @@ def _enter(
 async def _loop(
     state: DeploymentState,
     deployment: DSV4Deployment,
-    listeners: publish.Listeners,
+    listeners: Listeners,
     backend: LocalBackend,
     gateways: LocalGateways,
-    news: asyncio.Event,
+    event: asyncio.Event,
 ) -> None:
     stop = asyncio.Event()
 
     def end() -> None:
         stop.set()
-        news.set()
+        event.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
     ports = deployment.spec.network.ports
-    publisher = Publisher(Target(network.address(0), _dashboard_port(deployment)))
+    publisher = Publisher(network.address(0), head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT)
     if listeners:
         await gateways.start(listeners["api"])
         await publisher.start(listeners["dashboard"])
@@ -141,20 +144,20 @@ async def _loop(
 
     reconciler = Reconciler(
         backend,
-        Endpoints(f"http://{publish.LOOPBACK}:{ports.api}/v1", f"http://{publish.LOOPBACK}:{ports.dashboard}"),
+        Endpoints(f"http://{LOOPBACK}:{ports.api}/v1", f"http://{LOOPBACK}:{ports.dashboard}"),
         save=save,
     )
     try:
         failures = 0
         drained = False
         while True:
-            news.clear()
+            event.clear()
             if not state.directory.exists() and not stop.is_set():
-                # `dsv4 down` could not find it any more.
+                # Without its directory, `dsv4 down` cannot find the deployment.
                 _log.error("%s was removed: ending", state.directory)
                 stop.set()
             if stop.is_set() and not drained:
-                # Before its members end, and the engine with them.
+                # Before the members and the engine end.
                 await gateways.stop()
                 drained = True
             try:
@@ -166,7 +169,7 @@ async def _loop(
                 pause = backoff(failures, first=FIRST_BACKOFF_SECONDS, longest=_LONGEST_BACKOFF_SECONDS)
             if reconciler.ended:
                 break
-            await _wait(news, pause)
+            await wait_for(event, pause)
     finally:
         await gateways.stop()
         publisher.close()
@@ -176,24 +179,13 @@ async def _loop(
 
 
 def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateways:
-    """Return the gateways in front of the groups' heads, as a private network has them."""
+    """Return the gateways of a private network, with the addresses of the groups' heads."""
     ports, size = head_ports(deployment, isolated=True), deployment.spec.topology.nodes_per_group
     heads = []
     for group in range(max(deployment.spec.replicas, 1)):
         host = f"http://{network.address(group * size)}"
         heads.append(GroupRoute(group=group, agent=f"{host}:{ports.agent}", api=f"{host}:{ports.api}"))
     return LocalGateways(deployment, state, heads)
-
-
-def _dashboard_port(deployment: DSV4Deployment) -> int:
-    """Return where rank 0 of a private network has Ray's dashboard."""
-    return head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT
-
-
-async def _wait(news: asyncio.Event, seconds: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await news.wait()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""kopf, for watching alone: it tells which deployments there are, and decides nothing.
+"""Watch of the deployments with kopf, which makes no decisions.
 
-It runs in a thread with an event loop of its own: kopf takes every task of its loop, and the signals of its process,
-for its own, and ends both with itself.
+kopf runs in its own thread with its own event loop, because it takes over all tasks of its loop and the signals of its
+process, and ends both when it stops.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ _STOP_SECONDS = 5.0
 
 
 class DeploymentWatch:
-    """Tells of every deployment at the start, and of every one that came, changed or went."""
+    """Reports every deployment at the start, and every later change."""
 
     def __init__(
         self,
         access: Access,
         namespaces: Sequence[str],
-        told: Callable[[Manifest, bool], None],
+        on_change: Callable[[Manifest, bool], None],
         ended: Callable[[], None],
     ) -> None:
         """Args:
-        access: which server, and as whom.
-        namespaces: where; none means everywhere.
-        told: called in the caller's loop with the object, and whether it is gone.
-        ended: called in the caller's loop when the watch has ended, which it does not do by itself.
+        access: API server and account.
+        namespaces: watched namespaces; empty: all.
+        on_change: called in the caller's loop with the object, and whether it was deleted.
+        ended: called in the caller's loop when the watch has ended, which only happens on a failure.
         """
         self._access, self._namespaces = access, tuple(namespaces)
-        self._told, self._ended = told, ended
+        self._on_change, self._ended = on_change, ended
         self._loop = asyncio.get_running_loop()
         self._stop: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="kopf", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the watch."""
         self._thread.start()
 
     async def close(self) -> None:
-        """End the watch."""
+        """Stop the watch."""
         if not self._stop.done():
             self._stop.set_result(None)
         await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
@@ -71,34 +71,32 @@ class DeploymentWatch:
                 loop.call_soon_threadsafe(stop.set)
 
         self._stop.add_done_callback(end)
-        # kopf would make one of the user's name, and the user of a container need not have one. Its type is private.
+        # kopf's default contains the user's name, and the user of a container may have none. Its type is private.
         identity: Any = "dsv4-operator"
         await kopf.operator(
             identity=identity,
-            registry=_registry(self._access, self._hand_over),
+            registry=_registry(self._access, self._forward),
             settings=watch_settings(),
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
             stop_flag=stop,
         )
 
-    def _hand_over(self, manifest: Manifest, gone: bool) -> None:
-        self._call(self._told, manifest, gone)
+    def _forward(self, manifest: Manifest, gone: bool) -> None:
+        self._call(self._on_change, manifest, gone)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        # The caller's loop may be closed: it has stopped listening.
+        # The caller's loop may be closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
 def watch_settings() -> kopf.OperatorSettings:
-    """Return settings for watching without a trace: no finalizers, annotations, events or peers; every request has a
-    time limit.
-    """
+    """Return settings without writes (finalizers, annotations, events, peers) and with limits for requests."""
     settings = kopf.OperatorSettings()
     settings.peering.standalone = True
     settings.posting.enabled = False
-    # Needs no right to list namespaces and definitions; whoever starts this made sure that the definition is there.
+    # Needs no permission to list namespaces and definitions; the operator has checked that the definition exists.
     settings.scanning.disabled = True
     settings.watching.server_timeout = 300
     settings.watching.client_timeout = 310
@@ -106,14 +104,14 @@ def watch_settings() -> kopf.OperatorSettings:
     settings.watching.chunk_size = 500
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
-    # A worker keeps its place for 5 s after an object's news, so a limit is one on objects that may have any; all that
-    # the workers do here is to hand over.
+    # A worker is kept for 5 s after an event, so a limit would bound the number of active objects; workers only
+    # forward events.
     settings.queueing.worker_limit = None
     settings.process.ultimate_exiting_timeout = None
     return settings
 
 
-def _registry(access: Access, hand_over: Callable[[Manifest, bool], None]) -> kopf.OperatorRegistry:
+def _registry(access: Access, forward: Callable[[Manifest, bool], None]) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     async def login(**_: Any) -> kopf.ConnectionInfo:
@@ -127,10 +125,10 @@ def _registry(access: Access, hand_over: Callable[[Manifest, bool], None]) -> ko
             private_key_data=credential.key,
         )
 
-    async def tell(event: Any, **_: Any) -> None:
-        hand_over(dict(event["object"]), event["type"] == "DELETED")
+    async def on_event(event: Any, **_: Any) -> None:
+        forward(dict(event["object"]), event["type"] == "DELETED")
 
     group, version = DSV4_DEPLOYMENTS.api_version.split("/")
     kopf.on.login(registry=registry)(login)
-    kopf.on.event(group, version, DSV4_DEPLOYMENTS.plural, registry=registry)(tell)
+    kopf.on.event(group, version, DSV4_DEPLOYMENTS.plural, registry=registry)(on_event)
     return registry

@@ -1,4 +1,4 @@
-"""Choice of the API server to speak to, and of the account: the pod's own, or one of a kubeconfig."""
+"""API server and account: the service account of the pod, or a context of a kubeconfig."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from typing import Any
 
 import yaml
 
-from dsv4_operator.kube.errors import KubeError
+from dsv4_operator.kube.resources import KubeError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _PLUGIN_SECONDS = 60.0
 
 
 class AccessError(KubeError):
-    """No API server can be spoken to; the text says where it was looked for and what to do."""
+    """No API server is configured or readable; the text names the searched places and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """Proof of who asks; empty with anonymous access."""
+    """Credential of the client; empty for anonymous access."""
 
     token: str | None = None
     certificate: str | None = None
-    """PEM, the client's."""
     key: str | None = field(default=None, repr=False)
-    """PEM, the certificate's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,37 +41,36 @@ class Access:
     server: str
     """URL without a slash at its end."""
     namespace: str = "default"
-    """Namespace of objects unless another one is asked for."""
     authority: str | None = None
-    """PEM of the authorities that may have signed the server's certificate; None: those of the machine."""
+    """PEM of the accepted certificate authorities; None: those of the machine."""
     insecure: bool = False
-    """Whether the kubeconfig asks not to check the server's certificate."""
+    """Whether the server's certificate is not verified, as set in the kubeconfig."""
     server_name: str | None = None
-    """The name that the server's certificate must have, if not that of the URL."""
+    """Expected name in the server's certificate, if not that of the URL."""
     credential: Credential = Credential()
     token_file: Path | None = None
-    """Whoever made it replaces its content from time to time."""
+    """Token file, whose content is replaced from time to time."""
     plugin: Mapping[str, Any] | None = None
     """The kubeconfig's `exec`: a program that prints a credential."""
 
     @property
     def changing(self) -> bool:
-        """Tell whether a later credential may be another one."""
+        """Return whether the credential can change."""
         return self.plugin is not None or self.token_file is not None
 
     @property
     def in_cluster(self) -> bool:
-        """Tell whether it is the account of the pod that this process runs in."""
+        """Return whether this is the account of the pod of this process."""
         return self.token_file == SERVICE_ACCOUNT / "token"
 
     def credentials(self) -> Credential:
-        """Return the credential as it is now. Blocks: it may read a file or run a program (60 s at most).
+        """Return the present credential. Blocks: it may read a file or run a program (60 s at most).
 
         Raises:
             AccessError: the file or the program gave none.
         """
         if self.plugin is not None:
-            return _ask(self.plugin, self.server)
+            return _run_plugin(self.plugin, self.server)
         if self.token_file is not None:
             try:
                 return Credential(token=self.token_file.read_text().strip())
@@ -82,7 +79,7 @@ class Access:
         return self.credential
 
     def tls(self, credential: Credential) -> ssl.SSLContext | None:
-        """Return what checks the server's certificate and shows one's own; None for plain HTTP. Blocks: reads files."""
+        """Return the TLS context with authority and client certificate; None for plain HTTP. Blocks: reads files."""
         if not self.server.startswith("https:"):
             return None
         context = ssl.create_default_context(cadata=self.authority)
@@ -90,7 +87,7 @@ class Access:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         if credential.certificate and credential.key:
-            # `ssl` takes them from a file only.
+            # `ssl` loads certificates only from files.
             with tempfile.NamedTemporaryFile("w", suffix=".pem") as pair:
                 pair.write(f"{credential.certificate}\n{credential.key}")
                 pair.flush()
@@ -99,12 +96,12 @@ class Access:
 
 
 def find_access(context: str | None = None, kubeconfig: Path | None = None) -> Access:
-    """Find access as `kubectl` finds it: `kubeconfig`, else `$KUBECONFIG`, else `~/.kube/config`; in a pod its own
-    account.
+    """Return the access in the order of `kubectl`: `kubeconfig`, else `$KUBECONFIG`, else the service account of a pod,
+    else `~/.kube/config`.
 
     Args:
-        context: one of the kubeconfig's contexts; None: its current one.
-        kubeconfig: the file; None: as said above.
+        context: context of the kubeconfig; None: its current one.
+        kubeconfig: the file; None: the order above.
 
     Raises:
         AccessError: there is none, or it cannot be read.
@@ -138,7 +135,7 @@ def _of_pod(host: str, port: str) -> Access:
 
 
 def _from_files(files: list[Path], context: str | None) -> Access:
-    """Merge `files`: the first that has an entry decides about it, as with `kubectl`."""
+    """Merge `files`: the first file with an entry wins, as in `kubectl`."""
     found: dict[str, dict[str, Any]] = {"contexts": {}, "clusters": {}, "users": {}}
     current = context
     for file in files:
@@ -194,7 +191,7 @@ def _pem(entry: Mapping[str, Any], name: str, home: Path) -> str | None:
         raise AccessError(f"{name} of the kubeconfig cannot be read: {error}") from None
 
 
-def _ask(plugin: Mapping[str, Any], server: str) -> Credential:
+def _run_plugin(plugin: Mapping[str, Any], server: str) -> Credential:
     """Run a credential plugin (client-go's ExecCredential)."""
     command = [plugin["command"], *(plugin.get("args") or ())]
     version = plugin.get("apiVersion", "client.authentication.k8s.io/v1")

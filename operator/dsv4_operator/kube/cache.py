@@ -1,4 +1,4 @@
-"""Objects in memory, kept up to date by watches, so that looking at them costs no request."""
+"""Caches of pods and owned objects, kept up to date by watches, so that reads cost no request."""
 
 from __future__ import annotations
 
@@ -13,17 +13,26 @@ from typing import Generic, TypeVar
 from dsv4_operator.api import KIND
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube.base import Kube
-from dsv4_operator.kube.errors import Gone, KubeError
-from dsv4_operator.kube.resources import PODS, Resource
-from dsv4_runtime.contract.backoff import backoff
+from dsv4_operator.kube.client import Client
+from dsv4_operator.kube.resources import (
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    NETWORK_POLICIES,
+    POD_DISRUPTION_BUDGETS,
+    PODS,
+    SERVICES,
+    Gone,
+    KubeError,
+    Resource,
+)
+from dsv4_runtime.contract.recovery import backoff
 
 _log = logging.getLogger("dsv4")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 _STABLE_SECONDS = 30.0
-"""A watch that lasted so long is opened again at once; servers end them after minutes."""
-# It only says where a watch may go on.
+"""Duration after which an ended watch is opened again immediately; servers end watches after minutes."""
+# Contains only the resource version to continue from.
 _BOOKMARK = "BOOKMARK"
 
 CacheKeyT = TypeVar("CacheKeyT")
@@ -31,15 +40,15 @@ _NamespacedName = tuple[str, str]
 
 
 class Cache(Generic[CacheKeyT]):
-    """All objects of one kind that a label selector chooses, found by a key that is made of each.
+    """All objects of one resource that a label selector matches, indexed by a key of each object.
 
-    It lags behind the server, by milliseconds or, while the server cannot be reached, by minutes (`silence`). Who is
-    about to act on the absence of an object asks the server.
+    The cache lags behind the server by milliseconds or, while the server is unreachable, by minutes (`silence`). Before
+    an action based on the absence of an object, read it from the server.
     """
 
     def __init__(
         self,
-        kube: Kube,
+        kube: Client,
         resource: Resource,
         key: Callable[[Manifest], CacheKeyT],
         *,
@@ -51,53 +60,53 @@ class Cache(Generic[CacheKeyT]):
     ) -> None:
         """Args:
         kube: the API server.
-        resource: which kind.
-        key: by what objects are found; several may have the same.
-        namespaces: where; none means everywhere.
-        labels: the selector, which the server applies.
-        changed: called with the key of every object that came, changed or went.
-        keep: returns what is kept of an object, None if nothing; by default all of it.
+        resource: kind of the objects.
+        key: returns the index key of an object; several objects may share one.
+        namespaces: watched namespaces; empty: all.
+        labels: label selector, applied by the server.
+        changed: called with the key of every added, changed or deleted object.
+        keep: returns the part of an object to keep, None to drop it; default: all of it.
         clock: seconds, only for `silence`.
         """
         self._kube = kube
         self._resource = resource
         self._key = key
-        self._places: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._labels = labels
         self._changed = changed
         self._keep = keep
         self._clock = clock
         self._objects: dict[CacheKeyT, dict[_NamespacedName, Manifest]] = defaultdict(dict)
         self._keys: dict[_NamespacedName, CacheKeyT] = {}
-        self._heard: dict[str | None, float] = {}
+        self._last_data: dict[str | None, float] = {}
         self.synced = asyncio.Event()
-        """Set when everything was listed once."""
+        """Set after the first complete list."""
 
     def objects(self, key: CacheKeyT) -> list[Manifest]:
-        """Return the objects with `key`, in no order. They are shared: do not change them."""
+        """Return the objects with `key`, in no order. They are shared and must not be modified."""
         found = self._objects.get(key)
         return list(found.values()) if found else []
 
     def all(self) -> Iterable[Manifest]:
-        """Return every object. They are shared: do not change them."""
+        """Return every object. They are shared and must not be modified."""
         for found in self._objects.values():
             yield from found.values()
 
     @property
     def silence(self) -> float:
-        """Return the seconds since the server was last heard, of the namespace that was silent for the longest time."""
-        if len(self._heard) < len(self._places):
+        """Return the seconds since the last data from the server, of the namespace with the longest silence."""
+        if len(self._last_data) < len(self._namespaces):
             return float("inf")
-        return self._clock() - min(self._heard.values())
+        return self._clock() - min(self._last_data.values())
 
     async def run(self) -> None:
         """Keep the cache up to date until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for place in self._places:
-                tasks.create_task(self._follow(place))
+            for namespace in self._namespaces:
+                tasks.create_task(self._follow(namespace))
 
-    async def _follow(self, place: str | None) -> None:
-        """Follow one namespace: list, then watch, and list again when the server has forgotten where the watch was."""
+    async def _follow(self, namespace: str | None) -> None:
+        """Follow one namespace: list, then watch, and list again when the resource version has expired."""
         version: str | None = None
         failures = 0
         while True:
@@ -105,11 +114,11 @@ class Cache(Generic[CacheKeyT]):
             begun = self._clock()
             try:
                 if version is None:
-                    version = await self._list(place)
+                    version = await self._list(namespace)
                 async for event in self._kube.watch(
-                    self._resource, place, labels=self._labels, resource_version=version
+                    self._resource, namespace, labels=self._labels, resource_version=version
                 ):
-                    self._heard[place] = self._clock()
+                    self._last_data[namespace] = self._clock()
                     version = event.resource_version
                     if event.type == "DELETED":
                         self._drop(_name(event.object))
@@ -120,10 +129,10 @@ class Cache(Generic[CacheKeyT]):
             except KubeError as error:
                 problem = str(error)
             except Exception as error:
-                # Whatever is wrong with one answer or object, the others are followed.
+                # An invalid answer or object must not end the watch of the others.
                 version, problem = None, f"{type(error).__name__}: {error}"
                 _log.error("watching %s failed", self._resource.plural, exc_info=error)
-            # A server or a proxy that ends streams at once, in good order or not, is not asked as often as it likes.
+            # Backoff for a server or proxy that ends streams immediately.
             failures = 1 if self._clock() - begun > _STABLE_SECONDS else failures + 1
             if failures == 1:
                 continue
@@ -131,20 +140,20 @@ class Cache(Generic[CacheKeyT]):
             _log.warning("watching %s is broken, again in %.1f s: %s", self._resource.plural, pause, problem)
             await asyncio.sleep(pause)
 
-    async def _list(self, place: str | None) -> str:
-        listing = await self._kube.listing(self._resource, place, labels=self._labels)
-        self._heard[place] = self._clock()
+    async def _list(self, namespace: str | None) -> str:
+        listing = await self._kube.listing(self._resource, namespace, labels=self._labels)
+        self._last_data[namespace] = self._clock()
         present = set(map(_name, listing.items))
-        for name in [name for name in self._keys if place in (None, name[0]) and name not in present]:
+        for name in [name for name in self._keys if namespace in (None, name[0]) and name not in present]:
             self._drop(name)
         for item in listing.items:
             self._put(item)
-        if len(self._heard) == len(self._places):
+        if len(self._last_data) == len(self._namespaces):
             self.synced.set()
         return listing.resource_version
 
     def _put(self, item: Manifest) -> None:
-        # Half of an object's bytes, and of no use here.
+        # Half of an object's bytes, and not used.
         item["metadata"].pop("managedFields", None)
         kept = self._keep(item) if self._keep is not None else item
         if kept is None:
@@ -159,7 +168,7 @@ class Cache(Generic[CacheKeyT]):
         self._keys[name] = key
         self._objects[key][name] = item
         if before is None or before["metadata"].get("resourceVersion") != item["metadata"].get("resourceVersion"):
-            self._tell(key)
+            self._notify(key)
 
     def _drop(self, name: _NamespacedName) -> None:
         key = self._keys.pop(name, None)
@@ -168,9 +177,9 @@ class Cache(Generic[CacheKeyT]):
         self._objects[key].pop(name, None)
         if not self._objects[key]:
             del self._objects[key]
-        self._tell(key)
+        self._notify(key)
 
-    def _tell(self, key: CacheKeyT) -> None:
+    def _notify(self, key: CacheKeyT) -> None:
         if self._changed is not None:
             self._changed(key)
 
@@ -179,28 +188,28 @@ PodKey = tuple[str, str, int]
 """Namespace, deployment, group."""
 
 GATEWAYS = -2
-"""In place of the group: the gateways of a deployment, of all of its groups."""
+"""Value of the group in the key of gateways, for all groups of a deployment."""
 _OTHERS: PodKey = ("", "", -1)
 
 
 class PodCache(Cache[PodKey]):
-    """The pods of a cluster: members of groups and gateways, by their labels, and what all others take of a node."""
+    """Pods of a cluster: members and gateways by their labels, and the resource requests of all other pods."""
 
     def __init__(
-        self, kube: Kube, *, namespaces: Sequence[str] = (), changed: Callable[[PodKey], None] | None = None
+        self, kube: Client, *, namespaces: Sequence[str] = (), changed: Callable[[PodKey], None] | None = None
     ) -> None:
         """See `Cache`. `changed` is called for members and gateways only."""
 
-        def tell(key: PodKey) -> None:
+        def notify(key: PodKey) -> None:
             if changed is not None and key != _OTHERS:
                 changed(key)
 
-        super().__init__(kube, PODS, _pod_key, namespaces=namespaces, changed=tell, keep=_kept_of_pod)
+        super().__init__(kube, PODS, _pod_key, namespaces=namespaces, changed=notify, keep=_kept_of_pod)
 
     def pods(self, namespace: str, deployment: str, group: int) -> list[Manifest]:
         """Return the members of one group, of every incarnation, or the `GATEWAYS`.
 
-        They are shared: do not change them.
+        They are shared and must not be modified.
         """
         return self.objects((namespace, deployment, group))
 
@@ -211,7 +220,7 @@ def _name(item: Manifest) -> _NamespacedName:
 
 
 def _pod_key(pod: Manifest) -> PodKey:
-    """Return the group that `pod` is a member of: by owner and name, which nobody can change, else by its labels."""
+    """Return the group of a member pod: by owner and name, which are immutable, else by its labels."""
     owners = names.parts(pod, "metadata", "ownerReferences")
     member = names.parse_member_name(str(pod["metadata"].get("name")))
     if member is not None and any(one.get("kind") == KIND and one.get("name") == member[0] for one in owners):
@@ -229,7 +238,7 @@ def _pod_key(pod: Manifest) -> PodKey:
 
 
 def _kept_of_pod(pod: Manifest) -> Manifest | None:
-    """Return members and gateways as they are, and of any other pod that runs the fields that the scheduler reads."""
+    """Return members and gateways unchanged, and of any other running pod the fields that the scheduler reads."""
     if _pod_key(pod) != _OTHERS:
         return pod
     status, spec, metadata = pod.get("status") or {}, pod.get("spec") or {}, pod["metadata"]
@@ -245,3 +254,70 @@ def _kept_of_pod(pod: Manifest) -> Manifest | None:
         ]
     kept_metadata = {name: metadata.get(name) for name in ("namespace", "name", "uid", "resourceVersion")}
     return {"metadata": kept_metadata, "spec": kept_spec, "status": {"phase": status.get("phase")}}
+
+
+_KINDS = (SERVICES, CONFIG_MAPS, DEPLOYMENTS, NETWORK_POLICIES, POD_DISRUPTION_BUDGETS)
+
+DeploymentKey = tuple[str, str]
+"""Namespace and name of a deployment."""
+
+Versions = frozenset[tuple[str, str, str]]
+"""Kind, name and version of objects."""
+
+
+class OwnedCache:
+    """Services, ConfigMaps, gateways, budgets and policies of all deployments, kept up to date by watches."""
+
+    def __init__(
+        self, kube: Client, *, namespaces: Sequence[str] = (), changed: Callable[[DeploymentKey], None] | None = None
+    ) -> None:
+        """See `Cache`. `changed` is called with the deployment of every changed object."""
+        chosen = f"{names.MANAGED_BY}={names.MANAGER}"
+        # Plans and evidence belong to incarnations, and plans are read only at the start of members.
+        lasting = f"{chosen},!{names.INCARNATION}"
+        self._caches = {
+            resource.kind: Cache(
+                kube,
+                resource,
+                _key,
+                namespaces=namespaces,
+                labels=lasting if resource is CONFIG_MAPS else chosen,
+                changed=changed,
+                keep=_without_content,
+            )
+            for resource in _KINDS
+        }
+
+    async def run(self) -> None:
+        """Keep the caches up to date until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for cache in self._caches.values():
+                tasks.create_task(cache.run())
+
+    def versions(self, namespace: str, deployment: str) -> Versions:
+        """Return the versions of `deployment`'s objects, which are independent of the objects' status."""
+        return frozenset(
+            (kind, one["metadata"]["name"], _version(one))
+            for kind, cache in self._caches.items()
+            for one in cache.objects((namespace, deployment))
+        )
+
+
+def _key(item: Manifest) -> DeploymentKey:
+    metadata = item["metadata"]
+    return metadata["namespace"], (metadata.get("labels") or {}).get(names.DEPLOYMENT, "")
+
+
+def _version(item: Manifest) -> str:
+    """Return a version without the status: generation, labels and owners, for kinds with a generation."""
+    metadata = item["metadata"]
+    if not metadata.get("generation"):
+        return str(metadata["resourceVersion"])
+    ours = sorted((metadata.get("labels") or {}).items())
+    owners = sorted(one.get("uid", "") for one in metadata.get("ownerReferences") or [])
+    return f"{metadata['generation']} {ours} {owners}"
+
+
+def _without_content(item: Manifest) -> Manifest:
+    wanted = ("namespace", "name", "labels", "generation", "resourceVersion", "ownerReferences")
+    return {"metadata": {name: item["metadata"].get(name) for name in wanted}}

@@ -1,4 +1,4 @@
-"""Requests to the API server: one method a verb, a time limit on every one, typed errors."""
+"""Client of the API server: one method per verb, a time limit for every request, typed errors."""
 
 from __future__ import annotations
 
@@ -16,47 +16,72 @@ from aiohttp.abc import AbstractStreamWriter
 
 from dsv4_operator.builders.names import MANAGER, Manifest
 from dsv4_operator.kube.access import Access, Credential
-from dsv4_operator.kube.base import Listing, Manifests, WatchEvent
-from dsv4_operator.kube.errors import KubeError, NotFound, Unavailable, error_of
-from dsv4_operator.kube.resources import PODS, Resource, resource_of
+from dsv4_operator.kube.resources import PODS, KubeError, NotFound, Resource, Unavailable, error_of, resource_of
+
+Manifests = list[Manifest]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Result of a list request."""
+
+    items: Manifests
+    """Objects without `apiVersion` and `kind`, as the server lists them."""
+    resource_version: str
+    """Version to start a watch from."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """Event of a watch."""
+
+    type: str
+    """`ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`; a bookmark contains only the resource version."""
+    object: Manifest
+
+    @property
+    def resource_version(self) -> str:
+        """Return the resource version to continue the watch from."""
+        return str(self.object["metadata"]["resourceVersion"])
+
 
 REQUEST_SECONDS = 30.0
 _CONNECT_SECONDS = 5.0
 _WATCH_SECONDS = 300
-# The server sends a bookmark about once a minute, so a stream that is silent for longer is broken.
+# The server sends a bookmark about once a minute, so a longer silence means a broken stream.
 _SILENCE_SECONDS = 90.0
 _CLOSING_SECONDS = 0.25
 _CONNECTIONS = 64
-"""For requests. Watches have connections of their own: each holds one for minutes."""
+"""Limit for requests. Watches use separate connections, because each holds one for minutes."""
 _LINE_BYTES = 32 * 2**20
-"""Of one event of a watch; etcd takes objects of 1.5 MiB."""
-# A pod's token is replaced when most of its hour is over.
+"""Limit of one watch event; etcd accepts objects of 1.5 MiB."""
+# A pod's token is replaced when most of its hour has passed.
 _CREDENTIAL_SECONDS = 60.0
 _PAGE = 500
 
 
-class Client:
-    """`Kube` over HTTP."""
+class KubeReader:
+    """Read access to the API server over HTTP. Every method has a time limit and raises only `KubeError`."""
 
     def __init__(
         self,
         access: Access,
         *,
         guard: Callable[[], None] | None = None,
-        asked: Callable[[str, int], None] | None = None,
+        on_answer: Callable[[str, int], None] | None = None,
     ) -> None:
         """Args:
-        access: which server, and as whom.
+        access: API server and account.
         guard: called before every write; raises if this process may not write any more.
-        asked: told the method and the status of every answer; 0: there was none.
+        on_answer: called with method and status of every answer; 0: there was none.
         """
         self.access = access
         self._guard = guard
-        self._asked_one = asked or _ignore
+        self._on_answer = on_answer or (lambda _method, _status: None)
         self._sessions: _Sessions | None = None
         self._credential = Credential()
-        self._asked = -math.inf
-        """Time at which the credential was asked for."""
+        self._credential_time = -math.inf
+        """Time of the latest credential."""
         self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -71,31 +96,31 @@ class Client:
             sessions, self._sessions = self._sessions, None
             await sessions.requests.close()
             await sessions.watches.close()
-            # asyncio closes a connection whose TLS handshake was cut short later than its owner hears of it.
+            # asyncio closes a connection after an incomplete TLS handshake later than it reports.
             await asyncio.sleep(_CLOSING_SECONDS)
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
-        """See `Kube`."""
+        """Return the live object; None if there is none."""
         try:
-            return await self._ask("GET", resource.path(namespace, name))
+            return await self._request("GET", resource.path(namespace, name))
         except NotFound:
             return None
 
     async def list(
         self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
     ) -> Manifests:
-        """See `Kube`."""
+        """Return all live objects; `namespace` None: of all namespaces. `labels` and `fields` are selectors."""
         return (await self.listing(resource, namespace, labels=labels, fields=fields)).items
 
     async def listing(
         self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
     ) -> Listing:
-        """See `Kube`."""
+        """Return the result of `list` with the resource version from which to watch."""
         query = _selectors(labels, fields) | {"limit": str(_PAGE)}
         items: Manifests = []
         while True:
             path = resource.path(namespace)
-            page = await self._ask("GET", path, query=query)
+            page = await self._request("GET", path, query=query)
             with _expected(f"list {path}"):
                 items += [_named(item) for item in page["items"] or []]
                 following = page["metadata"].get("continue")
@@ -103,69 +128,6 @@ class Client:
             if not following:
                 return Listing(items, version)
             query["continue"] = following
-
-    async def apply(self, manifest: Manifest, *, manager: str = MANAGER) -> Manifest:
-        """See `Kube`."""
-        return await self._ask(
-            "PATCH",
-            _path(manifest),
-            manifest,
-            {"fieldManager": manager, "force": "true"},
-            "application/apply-patch+yaml",
-        )
-
-    async def create(self, manifest: Manifest) -> Manifest:
-        """See `Kube`."""
-        path = resource_of(manifest).path(manifest["metadata"].get("namespace"))
-        return await self._ask("POST", path, manifest, {"fieldManager": MANAGER})
-
-    async def patch(
-        self,
-        resource: Resource,
-        namespace: str | None,
-        name: str,
-        changes: Mapping[str, Any],
-        *,
-        subresource: str | None = None,
-    ) -> Manifest:
-        """See `Kube`."""
-        path = resource.path(namespace, name, subresource)
-        return await self._ask("PATCH", path, changes, {"fieldManager": MANAGER}, "application/merge-patch+json")
-
-    async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
-        """See `Kube`."""
-        return await self._ask("PUT", _path(manifest, subresource), manifest, {"fieldManager": MANAGER})
-
-    async def delete(
-        self,
-        resource: Resource,
-        namespace: str | None,
-        name: str,
-        *,
-        uid: str | None = None,
-        grace_seconds: int | None = None,
-    ) -> None:
-        """See `Kube`."""
-        options: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
-        if uid is not None:
-            options["preconditions"] = {"uid": uid}
-        if grace_seconds is not None:
-            options["gracePeriodSeconds"] = grace_seconds
-        with contextlib.suppress(NotFound):
-            await self._ask("DELETE", resource.path(namespace, name), options)
-
-    async def evict(self, namespace: str, name: str, *, uid: str) -> None:
-        """See `Kube`."""
-        eviction: Manifest = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"namespace": namespace, "name": name},
-            "deleteOptions": {"preconditions": {"uid": uid}},
-        }
-        try:
-            await self._ask("POST", PODS.path(namespace, name, "eviction"), eviction)
-        except NotFound:
-            return
 
     async def watch(
         self,
@@ -176,7 +138,7 @@ class Client:
         fields: str | None = None,
         resource_version: str,
     ) -> AsyncGenerator[WatchEvent]:
-        """See `Kube`."""
+        """Yield changes since `resource_version`, until the server ends the stream (5 min); `Gone`: list again."""
         path = resource.path(namespace)
         query = _selectors(labels, fields) | {
             "watch": "1",
@@ -190,7 +152,7 @@ class Client:
             async for line in _lines(request, response.content):
                 yield _watch_event(request, line)
 
-    async def _ask(
+    async def _request(
         self,
         method: str,
         path: str,
@@ -198,7 +160,7 @@ class Client:
         query: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> Manifest:
-        guard = self._guard if method != "GET" and self._guard is not None else _allow
+        guard = self._guard if method != "GET" and self._guard is not None else (lambda: None)
         guard()
         limits = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=_CONNECT_SECONDS)
         data = None if body is None else _GuardedBody(orjson.dumps(body), guard)
@@ -208,7 +170,7 @@ class Client:
                 with _expected(f"{method} {path}"):
                     return _mapping(orjson.loads(content))
         except Unavailable:
-            # A write that the guard stopped on its way looks like a broken connection.
+            # A write that the guard stopped appears as a broken connection.
             guard()
             raise
 
@@ -222,11 +184,11 @@ class Client:
         content_type: str,
         limits: aiohttp.ClientTimeout,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """Yield the answer, if it is a good one."""
+        """Yield the answer if its status is no error."""
         request = f"{method} {path}"
         try:
-            for patience in (_CREDENTIAL_SECONDS, 0.0):
-                sessions, token = await self._connected(patience)
+            for max_age in (_CREDENTIAL_SECONDS, 0.0):
+                sessions, token = await self._connected(max_age)
                 session = sessions.watches if "watch" in query else sessions.requests
                 headers = {"Authorization": f"Bearer {token}"} if token else {}
                 if data is not None:
@@ -238,33 +200,113 @@ class Client:
                     ) as response,
                     _aborted_unless_read(response),
                 ):
-                    self._asked_one(method, response.status)
-                    if response.status == 401 and patience:
-                        # A credential that has ended: once more with a new one.
+                    self._on_answer(method, response.status)
+                    if response.status == 401 and max_age:
+                        # The credential has expired: repeat with a new one.
                         continue
                     if response.status >= 400:
                         raise _error(request, response.status, await response.read())
                     yield response
                     return
         except TimeoutError:
-            self._asked_one(method, 0)
+            self._on_answer(method, 0)
             raise Unavailable(f"{request}: no answer in time from {self.access.server}") from None
         except (aiohttp.ClientError, OSError) as error:
-            self._asked_one(method, 0)
+            self._on_answer(method, 0)
             raise Unavailable(f"{request}: {self.access.server} cannot be reached: {error}") from error
 
-    async def _connected(self, patience: float) -> tuple[_Sessions, str | None]:
-        """Return the connections and the token to show on them, at most `patience` seconds old if it can change."""
+    async def _connected(self, max_age: float) -> tuple[_Sessions, str | None]:
+        """Return the connections and the bearer token, which is at most `max_age` seconds old if it can change."""
         async with self._opening:
             now = asyncio.get_running_loop().time()
-            if self._sessions is None or (self.access.changing and now - self._asked > patience):
+            if self._sessions is None or (self.access.changing and now - self._credential_time > max_age):
                 credential = await asyncio.to_thread(self.access.credentials)
                 if self._sessions is None or credential.certificate != self._credential.certificate:
                     tls = await asyncio.to_thread(self.access.tls, credential)
                     await self.close()
                     self._sessions = _Sessions(_session(tls, limit=_CONNECTIONS), _session(tls, limit=0))
-                self._credential, self._asked = credential, now
+                self._credential, self._credential_time = credential, now
             return self._sessions, self._credential.token
+
+
+class Client(KubeReader):
+    """Read and write access to the API server; errors and time limits as in `KubeReader`."""
+
+    async def apply(self, manifest: Manifest, *, manager: str = MANAGER) -> Manifest:
+        """Apply on the server as field manager `manager`, also over fields of other managers; create a missing object.
+
+        With `metadata.uid`: only the object with that uid; `Invalid` if another object has its name, `Conflict` if none
+        has. With `metadata.resourceVersion`: only that version; `Conflict` if the object has another one.
+        """
+        return await self._request(
+            "PATCH",
+            _path(manifest),
+            manifest,
+            {"fieldManager": manager, "force": "true"},
+            "application/apply-patch+yaml",
+        )
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        """Create the object; `AlreadyExists` if there is one."""
+        path = resource_of(manifest).path(manifest["metadata"].get("namespace"))
+        return await self._request("POST", path, manifest, {"fieldManager": MANAGER})
+
+    async def patch(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        changes: Mapping[str, Any],
+        *,
+        subresource: str | None = None,
+    ) -> Manifest:
+        """Apply a JSON merge patch: None removes a field, lists are replaced.
+
+        With `metadata.uid` in it: only the object with that uid; `Conflict` or `Invalid` if another one has its name.
+        """
+        path = resource.path(namespace, name, subresource)
+        return await self._request("PATCH", path, changes, {"fieldManager": MANAGER}, "application/merge-patch+json")
+
+    async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
+        """Replace with PUT; `Conflict` if `metadata.resourceVersion` is not the present one.
+
+        For the subresource `status` the server uses only the status, so the rest may be omitted.
+        """
+        return await self._request("PUT", _path(manifest, subresource), manifest, {"fieldManager": MANAGER})
+
+    async def delete(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        *,
+        uid: str | None = None,
+        grace_seconds: int | None = None,
+    ) -> None:
+        """Delete the object, and in the background its dependents; a missing object is no error.
+
+        With `uid`: only the object with that uid; `Conflict` if another object has its name.
+        """
+        options: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        with contextlib.suppress(NotFound):
+            await self._request("DELETE", resource.path(namespace, name), options)
+
+    async def evict(self, namespace: str, name: str, *, uid: str) -> None:
+        """Evict the pod with that uid; `Unavailable` if a PodDisruptionBudget does not allow it now."""
+        eviction: Manifest = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"namespace": namespace, "name": name},
+            "deleteOptions": {"preconditions": {"uid": uid}},
+        }
+        try:
+            await self._request("POST", PODS.path(namespace, name, "eviction"), eviction)
+        except NotFound:
+            return
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +315,7 @@ class _Sessions:
 
     requests: aiohttp.ClientSession
     watches: aiohttp.ClientSession
-    """Without a limit: with a shared one, watches of many namespaces leave no connection for requests."""
+    """Without a limit: with a shared one, watches of many namespaces would leave no connection for requests."""
 
 
 def _session(tls: ssl.SSLContext | None, *, limit: int) -> aiohttp.ClientSession:
@@ -282,9 +324,9 @@ def _session(tls: ssl.SSLContext | None, *, limit: int) -> aiohttp.ClientSession
 
 
 class _GuardedBody(aiohttp.BytesPayload):
-    """A body that is checked once more when its bytes are sent: until then a request may wait for a connection.
+    """A body that checks the guard again when it is sent, because a request may wait for a connection until then.
 
-    Without its body the server takes a request for incomplete, and does nothing.
+    Without its body the server treats the request as incomplete, and does nothing.
     """
 
     def __init__(self, data: bytes, guard: Callable[[], None]) -> None:
@@ -294,14 +336,6 @@ class _GuardedBody(aiohttp.BytesPayload):
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
         self._guard()
         await super().write_with_length(writer, content_length)
-
-
-def _allow() -> None:
-    return
-
-
-def _ignore(_method: str, _status: int) -> None:
-    return
 
 
 def _path(manifest: Manifest, subresource: str | None = None) -> str:
@@ -329,10 +363,10 @@ def _mapping(content: object) -> Manifest:
 
 
 def _named(item: object) -> Manifest:
-    """Return an object of the API, which has a name.
+    """Return an API object with a name.
 
     Raises:
-        KeyError, TypeError: it is something else.
+        KeyError, TypeError: it is no such object.
     """
     manifest = _mapping(item)
     if not isinstance(manifest["metadata"]["name"], str):
@@ -351,7 +385,7 @@ def _watch_event(request: str, line: bytes) -> WatchEvent:
         event = WatchEvent(str(content["type"]), _mapping(content["object"]))
         if event.type == "ERROR":
             reason, message = str(event.object.get("reason", "")), str(event.object.get("message", ""))
-            # `Expired` is the reason that goes with 410, whatever the code says.
+            # `Expired` is the reason of status 410, whatever the code.
             code = 410 if reason in ("Expired", "Gone") else int(event.object.get("code") or 500)
         elif event.resource_version and (event.type == "BOOKMARK" or _named(event.object)):
             return event
@@ -365,16 +399,16 @@ def _error(request: str, status: int, body: bytes) -> KubeError:
         answer = orjson.loads(body)
         return error_of(request, status, answer.get("reason", ""), answer.get("message", ""))
     except (ValueError, AttributeError):
-        # A proxy's words, or the server's before it serves its API.
+        # Text of a proxy, or of the server before its API is served.
         return error_of(request, status, "", body[:500].decode(errors="replace").strip())
 
 
 @contextlib.asynccontextmanager
 async def _aborted_unless_read(response: aiohttp.ClientResponse) -> AsyncGenerator[None]:
-    """Close the connection at once of an answer that is not read to its end, such as a watch's.
+    """Close the connection of an answer that is not read to its end, such as a watch's.
 
-    Nothing else can use it, and asyncio would hold it up to 30 s for the server's part of the end of TLS, after
-    `ClientSession.close` too.
+    It cannot be reused, and asyncio would keep it up to 30 s for the server's part of the TLS shutdown, even after
+    `ClientSession.close`.
     """
     try:
         yield
@@ -384,7 +418,7 @@ async def _aborted_unless_read(response: aiohttp.ClientResponse) -> AsyncGenerat
 
 
 async def _lines(request: str, stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield lines of up to 32 MiB; those of the reader have to be shorter."""
+    """Yield lines of up to 32 MiB; the reader itself has a lower limit."""
     pieces: list[bytes] = []
     size = 0
     async for chunk in stream.iter_any():

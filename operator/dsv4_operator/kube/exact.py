@@ -1,7 +1,7 @@
-"""Exact ownership of applied objects: removes what other field managers added to them.
+"""Exact ownership of applied objects: removal of fields of other field managers.
 
-Server-side apply sets the fields of its own manager and leaves all others alone, so a port, a container or a key of a
-selector that somebody else added would stay for ever. An object of a deployment is the operator's as a whole.
+Server-side apply sets the fields of its own manager and keeps all others, so a port, a container or a selector key that
+another manager added would stay. The operator owns the objects of a deployment as a whole.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dsv4_operator.builders.names import DOMAIN, MANAGER, Manifest
-from dsv4_operator.kube.base import Kube
-from dsv4_operator.kube.errors import Conflict, Invalid
-from dsv4_operator.kube.resources import Resource, resource_of
+from dsv4_operator.kube.client import Client
+from dsv4_operator.kube.resources import Conflict, Invalid, Resource, resource_of
 
 _log = logging.getLogger("dsv4")
 
@@ -26,28 +25,28 @@ _CLOSED: tuple[tuple[str, ...], ...] = (
     ("spec", "podSelector", "matchLabels"),
     ("spec", "template", "metadata", "labels"),
 )
-"""Maps whose every key has a meaning, compared as they are: a manager that calls itself ours is no owner of them."""
+"""Maps in which every key has an effect. They are compared by value, because any client can use our manager's name."""
 _ALLOWED_ANNOTATIONS = frozenset({"kubectl.kubernetes.io/restartedAt"})
-"""On a pod template: `kubectl rollout restart` asks for new pods with it."""
+"""On a pod template: set by `kubectl rollout restart`."""
 
 _FieldSet = Mapping[str, Any]
-"""A node of `fieldsV1`: `f:NAME` is a field, `k:{...}`, `v:...` and `i:...` are items of a list, `.` is itself."""
+"""A node of `fieldsV1`: `f:NAME` is a field, `k:{...}`, `v:...` and `i:...` are list items, `.` is itself."""
 
 
-async def apply_exactly(kube: Kube, manifest: Manifest) -> Manifest:
-    """Apply `manifest`, and remove what others added to the object; return it as it is then.
+async def apply_exactly(kube: Client, manifest: Manifest) -> Manifest:
+    """Apply `manifest`, and remove additions of other managers; return the resulting object.
 
-    Fields that the API server, its admission or Kubernetes' own controllers fill in stay as they are.
+    Fields that the API server, its admission or Kubernetes' own controllers set are kept.
 
     Raises:
-        KubeError: the API server refused it; `Conflict` if somebody changed the object each time.
+        KubeError: the API server refused it; `Conflict` if the object was changed at each try.
     """
     metadata = manifest["metadata"]
     namespace, name, resource = metadata.get("namespace"), metadata["name"], resource_of(manifest)
     try:
         live = await kube.apply(manifest)
     except Invalid:
-        # What others added may contradict it, such as a port of the same name.
+        # An addition of another manager may conflict with it, such as a port of the same name.
         found = await _live(kube, resource, namespace, name)
         if found is None or not _is_own(manifest, found):
             raise
@@ -58,11 +57,11 @@ async def apply_exactly(kube: Kube, manifest: Manifest) -> Manifest:
                 raise
             about = dict(metadata)
             if about.get("resourceVersion") == found["metadata"]["resourceVersion"]:
-                # The version that was asked for, after the removal.
+                # The requested version, after the removal.
                 about["resourceVersion"] = cleaned["metadata"]["resourceVersion"]
             live = await kube.apply({**manifest, "metadata": about})
     if _frozen(manifest, live):
-        # Nothing can undo that somebody made it immutable.
+        # Immutability cannot be undone.
         _log.warning("%s %s/%s was made immutable by somebody else: it is made again", resource.kind, namespace, name)
         await kube.delete(resource, namespace, name, uid=live["metadata"]["uid"])
         anew = {field: value for field, value in metadata.items() if field not in ("uid", "resourceVersion")}
@@ -70,8 +69,8 @@ async def apply_exactly(kube: Kube, manifest: Manifest) -> Manifest:
     return await _clean(kube, manifest, live)
 
 
-async def _clean(kube: Kube, manifest: Manifest, live: Manifest) -> Manifest:
-    """Remove what others added to `live`; return the object as it is then, `live` itself if there was nothing."""
+async def _clean(kube: Client, manifest: Manifest, live: Manifest) -> Manifest:
+    """Remove the additions of other managers; return the resulting object, or `live` itself if there were none."""
     namespace, name, resource = live["metadata"].get("namespace"), live["metadata"]["name"], resource_of(manifest)
     for last in (*[False] * (_TRIES - 1), True):
         changes = foreign_changes(manifest, live)
@@ -84,7 +83,7 @@ async def _clean(kube: Kube, manifest: Manifest, live: Manifest) -> Manifest:
         try:
             return await kube.patch(resource, namespace, name, changes)
         except Conflict:
-            # Controllers write the status meanwhile.
+            # Controllers may have written the status.
             found = await _live(kube, resource, namespace, name)
             if last or found is None or found["metadata"]["uid"] != live["metadata"]["uid"]:
                 raise
@@ -92,23 +91,21 @@ async def _clean(kube: Kube, manifest: Manifest, live: Manifest) -> Manifest:
     raise AssertionError("the last try returns or raises")
 
 
-async def _live(kube: Kube, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
-    """Return the object as it is; None if there is none. The operator may list these kinds, not get them."""
+async def _live(kube: Client, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
+    """Return the live object; None if there is none. The operator may list these kinds, not get them."""
     return next(iter(await kube.list(resource, namespace, fields=f"metadata.name={name}")), None)
 
 
 def foreign_changes(wanted: Manifest, live: Manifest) -> Manifest:
-    """Return the JSON merge patch that removes from `live` what others added to `wanted`; empty if nothing was.
+    """Return the JSON merge patch that removes additions of other managers from `live`; empty if there are none.
 
-    Args:
-        wanted: the object as it was applied.
-        live: the object as the API server has it, with `metadata.managedFields`.
+    `wanted` is the object as applied, `live` the one on the API server with `metadata.managedFields`.
     """
     changes: Manifest = {}
     entries = live["metadata"].get("managedFields") or []
     ours = _merged([one.get("fieldsV1") or {} for one in entries if one.get("manager") == MANAGER])
     for entry in entries:
-        # Entries of subresources are of controllers: a status, a scale.
+        # Entries of subresources belong to controllers: status, scale.
         if entry.get("manager") == MANAGER or entry.get("subresource"):
             continue
         for path in _beyond(entry.get("fieldsV1") or {}, ours):
@@ -123,19 +120,19 @@ def foreign_changes(wanted: Manifest, live: Manifest) -> Manifest:
 
 
 def _is_own(wanted: Manifest, live: Manifest) -> bool:
-    """Tell whether `live` is the object that `wanted` is about, and of the same owner: of others nothing is removed."""
+    """Return whether `live` is the object of `wanted` with the same owner; objects of other owners are not changed."""
     uid = wanted["metadata"].get("uid")
     owners = [{one.get("uid") for one in found["metadata"].get("ownerReferences") or []} for found in (wanted, live)]
     return uid in (None, live["metadata"]["uid"]) and bool(owners[0]) and owners[0] <= owners[1]
 
 
 def _frozen(wanted: Manifest, live: Manifest) -> bool:
-    """Tell whether somebody else made the object, a ConfigMap, immutable."""
+    """Return whether another client made a ConfigMap immutable."""
     return bool(live.get("immutable")) and not wanted.get("immutable") and _is_own(wanted, live)
 
 
 def _tolerated(path: Sequence[str]) -> bool:
-    """Tell whether others may have that field: labels and annotations of the object, its finalizers and owners."""
+    """Return whether other managers may own the field: labels, annotations, finalizers and owners of the object."""
     if path[0] == "status":
         return True
     if path[:4] == ("spec", "template", "metadata", "annotations"):
@@ -152,7 +149,7 @@ def _merged(sets: Sequence[_FieldSet]) -> _FieldSet:
 
 
 def _beyond(theirs: _FieldSet, ours: _FieldSet, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every field in `theirs` that is not in `ours`, up to the first list on the way to it."""
+    """Yield the path of every field in `theirs` that is missing from `ours`, up to the first list in the path."""
     for key, below in theirs.items():
         if key == ".":
             continue
@@ -163,19 +160,19 @@ def _beyond(theirs: _FieldSet, ours: _FieldSet, path: tuple[str, ...] = ()) -> I
                 yield path
             continue
         if key in ours and not ours[key]:
-            # Owned here as a whole.
+            # Owned as a whole.
             continue
         deeper = [part for part in below if part != "."]
         if deeper and key in ours:
             yield from _beyond(below, ours[key], (*path, name))
         elif key not in ours:
-            # Each part of a map by itself: some of them may stay.
+            # Each key of a map separately: some of them may stay.
             named = deeper and all(part.startswith("f:") for part in deeper)
             yield from _beyond(below, {}, (*path, name)) if named else [(*path, name)]
 
 
 def _remove(changes: Manifest, path: Sequence[str], wanted: Manifest, live: Manifest) -> None:
-    """Add to `changes` that `path` is as in `wanted`, or gone; as little beside it as possible."""
+    """Add to `changes` the value of `path` in `wanted`, or its removal, with as few other fields as possible."""
     part: Manifest = changes
     there: Any = live
     kept: Any = wanted
@@ -186,7 +183,7 @@ def _remove(changes: Manifest, path: Sequence[str], wanted: Manifest, live: Mani
         there = there[name]
         has = isinstance(kept, Mapping) and name in kept
         kept = kept[name] if has else None
-        # An empty map that is left would be a change of its own; only metadata has parts of others beside it.
+        # An empty map would be a change itself; only metadata contains fields of other managers.
         if last or (not has and path[0] != "metadata"):
             part[name] = kept
             return

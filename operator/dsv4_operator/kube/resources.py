@@ -1,4 +1,4 @@
-"""The kinds of objects that dsv4 reads and writes, and where the API server has them."""
+"""Resources that dsv4 reads and writes, their paths, and the errors of the API server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsv4_operator.api.deployment import API_VERSION, KIND
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One kind of object."""
+    """A resource of the API."""
 
     api_version: str
     kind: str
@@ -62,9 +62,71 @@ _KNOWN = {
 
 
 def resource_of(manifest: Mapping[str, Any]) -> Resource:
-    """Return the kind of the object `manifest`.
+    """Return the resource of the object `manifest`.
 
     Raises:
-        KeyError: none that dsv4 writes.
+        KeyError: dsv4 does not write this kind.
     """
     return _KNOWN[manifest["apiVersion"], manifest["kind"]]
+
+
+class KubeError(Exception):
+    """A failed request to the API server; the text begins with the request and ends with the server's message."""
+
+    def __init__(self, message: str, *, status: int = 0, reason: str = "") -> None:
+        """Args:
+        message: the request and the server's message.
+        status: HTTP status; 0 if there was no answer.
+        reason: `metav1.StatusReason`, empty without one.
+        """
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+class NotFound(KubeError):
+    """The object, or its kind, does not exist."""
+
+
+class AlreadyExists(KubeError):
+    """An object of that name exists already."""
+
+
+class Conflict(KubeError):
+    """The object, or its version, is not the one of the request."""
+
+
+class Forbidden(KubeError):
+    """The account lacks the permission (401 and 403)."""
+
+
+class Invalid(KubeError):
+    """The server cannot accept the object (400 and 422)."""
+
+
+class Gone(KubeError):
+    """The resource version is too old to watch from: list again."""
+
+
+class Unavailable(KubeError):
+    """No answer in time, or a server that is overloaded or failing. A retry may succeed."""
+
+
+_BY_STATUS: dict[int, type[KubeError]] = {
+    400: Invalid,
+    401: Forbidden,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    410: Gone,
+    422: Invalid,
+    429: Unavailable,
+}
+
+
+def error_of(request: str, status: int, reason: str, message: str) -> KubeError:
+    """Return the error for an answer to `request` (method and path), with `reason` and `message` of its `Status`."""
+    kind = AlreadyExists if reason == "AlreadyExists" else _BY_STATUS.get(status)
+    if kind is None:
+        kind = Unavailable if status >= 500 else KubeError
+    return kind(f"{request}: {status} {message or reason}".rstrip(), status=status, reason=reason)

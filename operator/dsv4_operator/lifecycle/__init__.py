@@ -1,12 +1,18 @@
-"""Lifecycle of groups: from what was observed to what to do, what to say, and what to report. Pure."""
+"""Lifecycle of groups: decisions, status and events, computed from observations. Pure."""
 
-from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, Drain, Fence, Forget, Form, Planner
-from dsv4_operator.lifecycle.decide import decide, record_evidence
-from dsv4_operator.lifecycle.events import Event, EventType, events
-from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
-from dsv4_operator.lifecycle.problems import Problem
-from dsv4_operator.lifecycle.rollout import Planners, Turn, decide_groups, versions, with_accepted
-from dsv4_operator.lifecycle.status import compute_status, given_up, refused_status
+from dsv4_operator.lifecycle.decide import (
+    Action,
+    CollectEvidence,
+    Decision,
+    Drain,
+    Fence,
+    Forget,
+    Form,
+    Planner,
+    record_evidence,
+)
+from dsv4_operator.lifecycle.rollout import decide_groups, versions, with_accepted
+from dsv4_operator.lifecycle.status import Event, EventType, compute_status, events, given_up, refused_status
 
 __all__ = [
     "Action",
@@ -18,16 +24,8 @@ __all__ = [
     "Fence",
     "Forget",
     "Form",
-    "GroupKey",
-    "Observed",
-    "ObservedMember",
-    "ObservedProcess",
     "Planner",
-    "Planners",
-    "Problem",
-    "Turn",
     "compute_status",
-    "decide",
     "decide_groups",
     "events",
     "given_up",

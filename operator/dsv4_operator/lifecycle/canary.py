@@ -1,4 +1,4 @@
-"""Whether users reach a deployment: a pure state over the results of requests through its public endpoint."""
+"""Reachability of a deployment: a pure state machine over the results of requests through its public endpoint."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from dsv4_operator.api import GroupPhase, GroupStatus
 
 PERIOD_SECONDS = 30.0
-"""Between requests while they succeed."""
+"""Interval between requests while they succeed."""
 AGAIN_SECONDS = 5.0
-"""Between requests after one that failed."""
+"""Interval between requests after a failure."""
 TEXT_SECONDS = 60.0
-"""Between texts of a problem that goes on: a status is not written with every request that fails."""
+"""Minimum interval between new messages of a lasting problem, so that not every failed request writes a status."""
 UNTRIED = "no request through the public endpoint was answered yet"
 
 UNREACHED = "the endpoint does not: "
-"""Begins what the condition Ready has of `Canary.problem`."""
+"""Prefix of `Canary.problem` in the condition Ready."""
 
 Lives = frozenset[tuple[int, int, int]]
 """Group, incarnation and engine generation of every group that serves."""
@@ -24,42 +24,41 @@ Lives = frozenset[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Knowledge about the public endpoint of one deployment."""
+    """State of the public endpoint of one deployment."""
 
     problem: str | None = UNTRIED
-    """Why users are not answered, for people; None: a request was answered."""
+    """Reason why users get no answer; None: a request was answered."""
     lives: Lives = frozenset()
     gateways: frozenset[str] = frozenset()
-    """Gateways that are ready, by their uid."""
     suspect: bool = False
-    """Whether the latest request failed after one that succeeded, which has to be confirmed."""
+    """Whether the latest request failed after a success; the failure needs confirmation."""
     changed: bool = True
-    """Whether engines or gateways changed since the latest request: a failure needs no confirmation then."""
+    """Whether engines or gateways changed since the latest request; a failure needs no confirmation then."""
     due: float = 0.0
     """Monotonic time of the next request."""
-    told: float = 0.0
-    """Monotonic time since which `problem` has its text."""
+    message_time: float = 0.0
+    """Monotonic time at which `problem` got its text."""
 
 
 def lives_of(groups: Iterable[GroupStatus]) -> Lives:
-    """Return the engines that serve."""
+    """Return the serving engines."""
     serving = (group for group in groups if group.phase is GroupPhase.SERVING)
     return frozenset((group.index, group.incarnation, group.engine_generation) for group in serving)
 
 
 def adopted(problem: str | None, lives: Lives, gateways: frozenset[str], now: float) -> Canary:
-    """Return the knowledge of an operator that takes over a deployment, whose last one left `problem` in the status.
+    """Return the initial state of an operator that takes over a deployment with `problem` in its status.
 
-    It tries at once, and confirms a failure before it takes anything back.
+    The first request is sent at once, and a failure is confirmed before the state changes.
     """
-    return Canary(problem, lives, gateways, changed=False, due=now, told=now)
+    return Canary(problem, lives, gateways, changed=False, due=now, message_time=now)
 
 
 def seen(known: Canary, lives: Lives, gateways: frozenset[str], now: float) -> Canary:
-    """Return what is known after a look at engines and gateways.
+    """Return the state after an observation of engines and gateways.
 
-    Each new engine has to answer through the endpoint once before it counts. Until it serves the deployment is not
-    Ready for that reason alone, so nothing is taken back here that was said before.
+    Each new engine must answer through the endpoint once. Until then the deployment is not Ready because the engine
+    does not serve, so this never revokes an earlier result.
     """
     if lives - known.lives:
         return Canary(UNTRIED, lives, gateways, due=now)
@@ -68,24 +67,24 @@ def seen(known: Canary, lives: Lives, gateways: frozenset[str], now: float) -> C
     return replace(known, lives=lives, gateways=gateways, changed=True, due=min(known.due, now))
 
 
-def answered(known: Canary, asked: Canary, problem: str | None, now: float, spread: float) -> Canary:
-    """Return what is known after a request.
+def answered(known: Canary, at_start: Canary, problem: str | None, now: float, spread: float) -> Canary:
+    """Return the state after a request.
 
     Args:
-        known: as it is now.
-        asked: as it was when the request began.
-        problem: why it failed; None: it was answered.
+        known: the present state.
+        at_start: the state at the start of the request.
+        problem: the failure; None: the request was answered.
         now: monotonic time.
-        spread: factor of the next period, about 1, so that requests of many deployments do not come together.
+        spread: factor of the next period, about 1, so that requests of many deployments do not coincide.
     """
-    if known.lives - asked.lives:
-        # It says nothing about the engine that came meanwhile.
+    if known.lives - at_start.lives:
+        # The result does not cover the engine that started meanwhile.
         return replace(known, due=now)
     if problem is None:
         return replace(known, problem=None, suspect=False, changed=False, due=now + PERIOD_SECONDS * spread)
     again = replace(known, changed=False, due=now + AGAIN_SECONDS * spread)
     if known.problem is None and not known.suspect and not known.changed:
         return replace(again, suspect=True)
-    if known.problem not in (None, UNTRIED) and now - known.told < TEXT_SECONDS:
+    if known.problem not in (None, UNTRIED) and now - known.message_time < TEXT_SECONDS:
         return again
-    return replace(again, problem=problem, suspect=False, told=now)
+    return replace(again, problem=problem, suspect=False, message_time=now)

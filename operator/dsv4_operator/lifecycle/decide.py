@@ -1,4 +1,4 @@
-"""The life of a group: one pure step of it.
+"""Decision about one group: a pure step from status and observation to actions.
 
 ```
 PENDING ──claim──▶ FORMING ──all members seen──▶ STARTING ──▶ SERVING ◀──▶ RESTARTING (level 1, by the head's agent)
@@ -9,31 +9,30 @@ PENDING ──claim──▶ FORMING ──all members seen──▶ STARTING �
        changed                                └──── claim ────┴───── claim, when wanted again ─────┘
 ```
 
-UPDATING and DRAINING are planned ends: an engine that is healthy finishes its open requests first (`Drain`).
+UPDATING and DRAINING are planned ends: a healthy engine finishes its open requests first (`Drain`).
 
-Three rules make it safe to be interrupted anywhere, with nothing but the last kept status to go on from:
+Three rules make every step safe to interrupt; the next step needs only the last saved status:
 
-* An incarnation gets its number in one decision (the claim, which also uses a restart) and its members in the next
-  one, which is only reached if the claim was kept. So no number is used twice, and no restart is free.
+* An incarnation gets its number in one decision (the claim, which also uses a restart) and its members in the next one,
+  which is reached only if the claim was saved. So no number is used twice, and no restart is free.
 * `Form` is always preceded, in the same list, by `Fence` of every earlier incarnation that is not known to have ended
-  (`GroupStatus.fenced_below`). So it does not matter if the observation was stale: fencing looks for itself.
-* A planned end is kept before anything is done for it. So no group that is to live has an engine that was asked to end,
-  one that was is never taken for one that stops by itself, and a change of mind forms no number that was fenced.
+  (`GroupStatus.fenced_below`). So a stale observation does no harm: fencing reads the live state.
+* A planned end is saved before any action is taken for it. So a group that is to live never has an engine in drain, a
+  requested drain is never taken for a failure, and a reverted change never forms a number that was fenced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from dsv4_operator.api import DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
-from dsv4_operator.api.annotations import is_paused
-from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, Drain, Fence, Forget, Form, Planner
+from dsv4_operator.api.deployment import is_paused
 from dsv4_operator.lifecycle.diagnosis import diagnose
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.lifecycle.watch import (
     ALIVE,
-    answer,
+    agent_status,
     failure_status,
     same_death,
     watch,
@@ -42,22 +41,90 @@ from dsv4_operator.lifecycle.watch import (
     with_restarts,
 )
 from dsv4_operator.planning import PlanRefused, revision
-from dsv4_runtime.contract import Failure, Health, Phase, permit
+from dsv4_runtime.contract import Failure, GroupPlan, Health, Phase, permit
 from dsv4_runtime.contract.recovery import within
 
-LOOK_SECONDS = 1.0
-"""Between looks at a group that runs or changes."""
-REFUSED_SECONDS = 15.0
-"""Between attempts to plan on machines that were refused; they may change without saying so."""
-QUIET_SECONDS = 300.0
-"""Between looks at a group that waits for its specification to change."""
-DRAIN_GRACE_SECONDS = 60.0
-"""Beyond the time that open requests get, until an agent is not asked any more that should have called it over.
 
-So much that clocks which differ cut nobody off.
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Create the members of `plan` that do not exist (`Backend.ensure`)."""
+
+    plan: GroupPlan
+    deployment: DSV4Deployment
+    """Deployment from which the plan was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectEvidence:
+    """Save the evidence of the members, then call `record_evidence`. Failures never delay a recovery."""
+
+    key: GroupKey
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Let a healthy engine finish its open requests; actions after it wait until the drain is complete."""
+
+    key: GroupKey
+    incarnation: int
+    seconds: float
+    """Upper bound, counted from the first drain request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """End every member; actions after it wait until it has failed or is complete."""
+
+    key: GroupKey
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Remove the objects and files that remain after fencing."""
+
+    key: GroupKey
+    incarnation: int
+
+
+Action = Form | CollectEvidence | Drain | Fence | Forget
+
+Planner = Callable[[int, Sequence[float]], GroupPlan]
+"""Returns the plan of an incarnation, given its number and the used restarts; raises `PlanRefused`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Decision about one group at one moment."""
+
+    actions: tuple[Action, ...]
+    """Actions in order. The list ends at a failed or incomplete action, except a failed `CollectEvidence`."""
+    next_time: float
+    """Unix time of the next decision at the latest; any event triggers it earlier."""
+    status: GroupStatus
+    """Status to save, also if an action failed. The next decision must get the status as it was last saved."""
+    completed: GroupStatus | None = None
+    """Status to save instead of `status` once every action is complete; None: `status`."""
+    refusal: PlanRefused | None = None
+    """Refusal of the plan, if a plan was needed."""
+    error: Exception | None = None
+    """Exception of a decision or plan that failed because of a defect; the group stays unchanged."""
+
+
+POLL_SECONDS = 1.0
+"""Interval between decisions about a group that runs or changes."""
+REFUSED_SECONDS = 15.0
+"""Interval between attempts to plan on machines that were refused; they may change without an event."""
+RESYNC_SECONDS = 300.0
+"""Interval between decisions about a group that waits for a change of its specification."""
+DRAIN_GRACE_SECONDS = 60.0
+"""Grace beyond the drain timeout, after which an agent that has not ended its drain is no longer waited for.
+
+Large enough that different clocks do not shorten a drain.
 """
 DRAIN_SILENCE_SECONDS = 5.0
-"""Without a word of the head's agent, until its engine is not waited for any more."""
+"""Silence of the head's agent after which its engine is no longer waited for."""
 
 _PLANNED_ENDS = frozenset({GroupPhase.UPDATING, GroupPhase.DRAINING})
 
@@ -72,32 +139,33 @@ def decide(
     deleting: bool = False,
     held: bool = False,
 ) -> Decision:
-    """Return what to do about one group now.
+    """Return the decision about one group at `now`.
 
     Args:
-        deployment: the version of the specification that this group is to have (`rollout`).
+        deployment: the version of the specification for this group (`rollout`).
         observed: the group's members, of every incarnation.
-        previous: the status as it was last kept, from an earlier decision; None before the first.
-        plan: makes the plan of an incarnation of this group.
+        previous: the last saved status of an earlier decision; None before the first.
+        plan: returns the plan of an incarnation of this group.
         now: Unix time.
-        deleting: the deployment is being deleted. It is done when a decision says `STOPPED` and its actions succeeded.
-        held: a group that serves from another specification goes on doing so.
+        deleting: the deployment is being deleted. Deletion is complete when a decision has the phase `STOPPED` and its
+            actions succeeded.
+        held: a group that serves from another specification keeps serving it.
     """
     return _Step(deployment, observed, plan, round(now, 3), held=held).decide(previous, deleting)
 
 
-def record_evidence(status: GroupStatus, incarnation: int, where: str | None) -> GroupStatus:
-    """Return `status` with the place of the evidence that `CollectEvidence` saved of `incarnation`'s latest death."""
+def record_evidence(status: GroupStatus, incarnation: int, location: str | None) -> GroupStatus:
+    """Return `status` with the location of the evidence of `incarnation`'s latest death."""
     history = list(status.history)
     for index in reversed(range(len(history))):
-        if where is not None and history[index].incarnation == incarnation:
-            history[index] = history[index].model_copy(update={"evidence": where})
+        if location is not None and history[index].incarnation == incarnation:
+            history[index] = history[index].model_copy(update={"evidence": location})
             break
     return status.model_copy(update={"history": tuple(history), "last_failure": history[-1] if history else None})
 
 
 class _Step:
-    """The arguments of one decision; every method is pure."""
+    """Arguments of one decision; every method is pure."""
 
     __slots__ = ("deployment", "held", "key", "now", "observed", "plan", "policy")
 
@@ -119,7 +187,7 @@ class _Step:
     def decide(self, previous: GroupStatus | None, deleting: bool) -> Decision:
         group = self._refreshed(previous or GroupStatus(index=self.key.group))
         if is_paused(self.deployment) and not deleting:
-            decision = Decision((), self.now + LOOK_SECONDS, group)
+            decision = Decision((), self.now + POLL_SECONDS, group)
         elif deleting or self.key.group >= self.deployment.spec.replicas:
             decision = self._stop(group, GroupPhase.STOPPED, at_once=deleting)
         elif self.deployment.spec.suspend:
@@ -140,18 +208,18 @@ class _Step:
         return status.model_copy(update={"phase_time": self.now})
 
     def _refreshed(self, group: GroupStatus) -> GroupStatus:
-        """Return `group` with what can be concluded from the observation and the clock alone."""
+        """Return `group` updated from the observation and the clock alone."""
         window = self.policy.window_seconds
-        # Names of others matter for the first number alone; later ones are higher.
-        taken = 0 if group.incarnation else self.observed.taken
-        seen = max((taken, *(member.incarnation for member in self.observed.members)))
+        # Names used by other deployments matter only for the first number; later numbers are higher.
+        used_incarnation = 0 if group.incarnation else self.observed.used_incarnation
+        seen = max((used_incarnation, *(member.incarnation for member in self.observed.members)))
         update: dict[str, object] = {
             "restarts": tuple(within(window, group.restarts, self.now)),
-            # Members of an incarnation are only made after all earlier ones were fenced.
+            # Members of an incarnation are created only after all earlier ones were fenced.
             "fenced_below": max(group.fenced_below, seen),
         }
-        asked = group.exhausted_generation != self.generation or group.revision != revision(self.deployment)
-        if group.phase is GroupPhase.FAILED and asked:
+        retry = group.exhausted_generation != self.generation or group.revision != revision(self.deployment)
+        if group.phase is GroupPhase.FAILED and retry:
             update |= {"phase": GroupPhase.PENDING, "exhausted_generation": None}
         group = with_restarts(group.model_copy(update=update), self.observed, window, self.now)
         if group.phase in ALIVE:
@@ -168,32 +236,32 @@ class _Step:
             return self._update(group)
         if group.phase is GroupPhase.FORMING:
             return self._form(group)
-        return Decision(self._end_observed(keep=group.incarnation), self.now + LOOK_SECONDS, group)
+        return Decision(self._end_observed(keep=group.incarnation), self.now + POLL_SECONDS, group)
 
     def _form(self, group: GroupStatus) -> Decision:
-        """Make the members that were claimed; again and again until all were seen."""
+        """Create the members of the claimed incarnation; repeated until all were observed."""
         try:
             plan = self.plan(group.incarnation, group.restarts)
         except PlanRefused as refusal:
-            # Members that exist already are supervised as those of any other group.
-            pause = LOOK_SECONDS if group.members else REFUSED_SECONDS
+            # Existing members are supervised like those of any other group.
+            pause = POLL_SECONDS if group.members else REFUSED_SECONDS
             return Decision(self._end_observed(keep=group.incarnation), self.now + pause, group, refusal=refusal)
         group = group.model_copy(update={"expected_ready_seconds": plan.expectations.ready_seconds})
         others = self._end_observed(keep=group.incarnation)
         if {member.rank for member in group.members} >= {member.rank for member in plan.members}:
             started = group.model_copy(update={"phase": GroupPhase.STARTING})
-            return Decision(others, self.now + LOOK_SECONDS, started)
+            return Decision(others, self.now + POLL_SECONDS, started)
         if self._live() - {group.incarnation}:
             return Decision(others, self.now, group)
         present = {member.rank for member in self.observed.members if member.incarnation == group.incarnation}
         if {member.rank for member in group.members} - present:
-            # One is gone that was there. Making it again would be the restart of a single rank.
-            return Decision(others, self.now + LOOK_SECONDS, group)
+            # A member disappeared. Creating it again would restart a single rank.
+            return Decision(others, self.now + POLL_SECONDS, group)
         form = Form(plan, self.deployment)
-        return Decision((*others, *self._fence_unproven(group), form), self.now + LOOK_SECONDS, group)
+        return Decision((*others, *self._fence_unproven(group), form), self.now + POLL_SECONDS, group)
 
     def _handle_death(self, group: GroupStatus, death: Failure) -> Decision:
-        """End a dead incarnation and keep its evidence: levels 2 and 3."""
+        """End a dead incarnation and save its evidence: levels 2 and 3."""
         failure = failure_status(death, group, self.generation)
         allowed = permit(self.policy, group.restarts, self.now)
         exhausted = allowed.at is None or _twice(group.history, failure)
@@ -209,49 +277,49 @@ class _Step:
         }
         if exhausted:
             update |= {"phase": GroupPhase.FAILED, "exhausted_generation": self.generation, "next_restart_time": None}
-            return Decision(actions, self.now + LOOK_SECONDS, group.model_copy(update=update))
+            return Decision(actions, self.now + POLL_SECONDS, group.model_copy(update=update))
         update |= {"phase": GroupPhase.RECOVERING, "next_restart_time": allowed.at}
         return Decision(actions, self.now, group.model_copy(update=update))
 
     def _given_up(self, group: GroupStatus) -> Decision:
-        """End only what survived its fencing (level 3); what is left of the dead stays to be looked at."""
+        """End only members that survived fencing (level 3); objects of dead members are kept for inspection."""
         fences = tuple(Fence(self.key, number) for number in sorted(self._live()))
-        return Decision(fences, self.now + (LOOK_SECONDS if fences else QUIET_SECONDS), group)
+        return Decision(fences, self.now + (POLL_SECONDS if fences else RESYNC_SECONDS), group)
 
     def _update(self, group: GroupStatus) -> Decision:
-        """End an incarnation of an older specification, unless the new one cannot be planned at all."""
+        """End an incarnation of an older specification, unless the new one cannot be planned."""
         try:
             self.plan(group.incarnation + 1, group.restarts)
         except PlanRefused as refusal:
-            return Decision(self._end_observed(keep=group.incarnation), self.now + LOOK_SECONDS, group, refusal=refusal)
+            return Decision(self._end_observed(keep=group.incarnation), self.now + POLL_SECONDS, group, refusal=refusal)
         updating = group.model_copy(update={"phase": GroupPhase.UPDATING, "ready_time": None})
         return Decision(self._end_observed(keep=group.incarnation), self.now, updating)
 
     def _next_incarnation(self, group: GroupStatus) -> Decision:
-        """End what still runs, wait for the budget, claim the next number: nothing is meant to run now."""
+        """End running members, wait for the restart budget, then claim the next number."""
         if self._drains(group):
             group = with_members(group, self.observed, self.now)
-            return Decision(self._end_drained(group), self.now + LOOK_SECONDS, group)
+            return Decision(self._end_drained(group), self.now + POLL_SECONDS, group)
         actions = self._end_observed()
         if self._live():
-            return Decision(actions, self.now + LOOK_SECONDS, group)
+            return Decision(actions, self.now + POLL_SECONDS, group)
         wanted = revision(self.deployment)
-        # To try another specification is no restart of this one.
+        # Trying another specification is no restart of this one.
         charged = group.phase is GroupPhase.RECOVERING and group.revision == wanted
         if charged:
             at = permit(self.policy, group.restarts, self.now).at
             if at is None:
-                # The budget was lowered while the restart waited.
+                # The budget was lowered during the backoff.
                 update: dict[str, object] = {
                     "phase": GroupPhase.FAILED,
                     "exhausted_generation": self.generation,
                     "next_restart_time": None,
                 }
-                return Decision(actions, self.now + QUIET_SECONDS, group.model_copy(update=update))
+                return Decision(actions, self.now + RESYNC_SECONDS, group.model_copy(update=update))
             if at > self.now:
                 return Decision(actions, at, group.model_copy(update={"next_restart_time": at}))
         restarts = (*group.restarts, self.now) if charged else group.restarts
-        # `fenced_below` also remembers the members of others, whom a lost status had made strangers.
+        # `fenced_below` includes members whose owner is unknown after a status was lost.
         incarnation = max(group.incarnation, group.fenced_below) + 1
         try:
             plan = self.plan(incarnation, restarts)
@@ -276,24 +344,21 @@ class _Step:
         return Decision(actions, self.now, claimed)
 
     def _stop(self, group: GroupStatus, target: GroupPhase, *, at_once: bool = False) -> Decision:
-        """End everything on request and stay so.
+        """End all members on request and keep the group stopped in the phase `target`.
 
-        Args:
-            group: as it is.
-            target: what it is in the end.
-            at_once: its gateway ends as well, and waits for the open requests itself: the engine need not.
+        `at_once` skips the drain: the gateway ends as well and waits for the open requests.
         """
         quiet = GroupPhase.SUSPENDED, GroupPhase.STOPPED
         drained = not self.observed.members and group.phase in (GroupPhase.PENDING, GroupPhase.DRAINING, *quiet)
         if drained and group.phase is target:
-            return Decision((), self.now + QUIET_SECONDS, group)
+            return Decision((), self.now + RESYNC_SECONDS, group)
         own = (Fence(self.key, group.incarnation),) if group.incarnation else ()
-        ends, next_look = (*own, *self._end_observed()), self.now
+        ends, next_time = (*own, *self._end_observed()), self.now
         if group.phase in ALIVE:
             ends = self._end_observed(keep=group.incarnation)
         elif self._drains(group) and not at_once:
             group = with_members(group, self.observed, self.now)
-            ends, next_look = self._end_drained(group), self.now + LOOK_SECONDS
+            ends, next_time = self._end_drained(group), self.now + POLL_SECONDS
         actions = tuple(dict.fromkeys((*self._fence_unproven(group), *ends)))
         update: dict[str, object] = {
             "phase": GroupPhase.DRAINING,
@@ -305,14 +370,14 @@ class _Step:
         }
         ending = group.model_copy(update=update)
         if not drained:
-            return Decision(actions, next_look, ending)
-        return Decision(actions, self.now + QUIET_SECONDS, ending, ending.model_copy(update={"phase": target}))
+            return Decision(actions, next_time, ending)
+        return Decision(actions, self.now + RESYNC_SECONDS, ending, ending.model_copy(update={"phase": target}))
 
     def _drains(self, group: GroupStatus) -> bool:
-        """Tell whether a group that is to end has a healthy engine, which may have open requests to finish.
+        """Return whether a group that is to end has a healthy engine, which may have open requests to finish.
 
-        It has if all members are there, and the head says nothing but that its engine serves or finishes. Who has just
-        begun to look has not heard the head, and one that is out of reach says no more: to ask it finds out.
+        This holds if all members are present and the head reports only an engine that serves or drains. After a restart
+        of the operator, or with an unreachable head, the head's status may be unknown; the drain call finds out.
         """
         if group.phase not in _PLANNED_ENDS:
             return False
@@ -325,27 +390,27 @@ class _Step:
         known = next((member for member in seen if member.rank == 0), None)
         if known is not None and known.silent_since and self.now - known.silent_since > DRAIN_SILENCE_SECONDS:
             return False
-        head = answer(mine[0], self.key)
+        head = agent_status(mine[0], self.key)
         if head is None:
             return True
         bound = self.deployment.spec.engine.timeouts.drain + DRAIN_GRACE_SECONDS
-        # A member's clock that is ahead must not hold up its end.
+        # The clock of a member may be ahead; it must not delay the end.
         began = head.phase_time if head.phase_time <= self.now else group.phase_time or self.now
         finishes = head.phase is Phase.DRAINING and self.now - began < bound
         return (finishes or head.phase is Phase.SERVING) and head.verdict.health is not Health.DEAD
 
     def _end_drained(self, group: GroupStatus) -> tuple[Action, ...]:
-        """End all that is seen, the present incarnation last and not before its open requests."""
+        """End all observed incarnations, the present one last and only after its drain."""
         drain = Drain(self.key, group.incarnation, self.deployment.spec.engine.timeouts.drain)
         return (*self._end_observed(keep=group.incarnation), drain, *self._end(group.incarnation))
 
     def _fence_unproven(self, group: GroupStatus) -> tuple[Action, ...]:
-        """End every earlier incarnation that may have members that the observation does not show."""
+        """Fence every earlier incarnation that may have members missing from the observation."""
         first = max(1, group.fenced_below)
         return tuple(Fence(self.key, number) for number in range(first, group.incarnation))
 
     def _end_observed(self, keep: int | None = None) -> tuple[Action, ...]:
-        """End and forget every incarnation that is seen, but number `keep`."""
+        """End and forget every observed incarnation except number `keep`."""
         numbers = sorted({member.incarnation for member in self.observed.members} - {keep})
         return tuple(action for number in numbers for action in self._end(number))
 
@@ -359,10 +424,10 @@ class _Step:
 
 
 def _twice(history: Iterable[FailureStatus], failure: FailureStatus) -> bool:
-    """Tell whether the death before this one had the same cause, one that trying again cannot mend.
+    """Return whether the preceding death had the same deterministic cause.
 
-    Members of one incarnation may each tell that they cannot go on, for one reason and at their own times: that is one
-    death. An engine that died twice in one incarnation died twice.
+    Members of one incarnation may report one failure separately and at different times: this counts as one death. An
+    engine that died twice in one incarnation died twice.
     """
     earlier = [known for known in history if not same_death(known, failure) and not _one_attempt(known, failure)]
     if not earlier or not (failure.deterministic and earlier[-1].deterministic):
@@ -372,5 +437,5 @@ def _twice(history: Iterable[FailureStatus], failure: FailureStatus) -> bool:
 
 
 def _one_attempt(one: FailureStatus, other: FailureStatus) -> bool:
-    """Tell whether both ended the same incarnation, without an engine's life of its own to tell them apart."""
+    """Return whether both ended the same incarnation and no engine generation distinguishes them."""
     return one.incarnation == other.incarnation and None in (one.engine_generation, other.engine_generation)

@@ -1,4 +1,4 @@
-"""Is the incarnation dead, and if so, what died first?"""
+"""Diagnosis of a dead incarnation, with the first death."""
 
 from __future__ import annotations
 
@@ -7,64 +7,60 @@ from dataclasses import dataclass
 
 from dsv4_operator.api import GroupStatus, MemberStatus
 from dsv4_operator.lifecycle.observed import Observed, ObservedMember
-from dsv4_operator.lifecycle.watch import answer
+from dsv4_operator.lifecycle.watch import agent_status
 from dsv4_runtime.contract import Cause, Failure, Health, Phase
 
 SILENT_SECONDS = 12.0
-"""A member that had answered and does not for this long is lost, unless another member hears it.
+"""A member that had answered and is silent for this long is lost, unless another member receives its heartbeats.
 
-Longer than what members need to call each other lost (`HealthPolicy.link_lost`) and to say so here: they hear each
-other every half second, and 8 s without a packet must not end a group that works.
+Longer than the time in which members detect a lost member (`HealthPolicy.link_lost`) and report it. Members send
+heartbeats every 0.5 s, and 8 s without a packet must not end a working group.
 """
 HEARD_SECONDS = 3.0
-"""A member that another one has heard since is there; only the way to it is broken."""
+"""Maximum age of a heartbeat from a member that is present; only the path from the operator to it is broken."""
 BOOT_SECONDS = 90.0
-"""The same for an agent that has not answered yet: its container or interpreter may be slow to start."""
+"""Timeout of an agent that has not answered yet: its container or interpreter may start slowly."""
 GONE_SECONDS = 3.0
-"""A member that was seen and is no longer there at all; the wait is for listings that lag behind."""
+"""Timeout of a member that was observed and has disappeared; listings may lag behind."""
 
 _UNASKED = frozenset({Phase.DRAINING, Phase.STOPPED})
 
 
 @dataclass(frozen=True, slots=True)
-class _Witness:
-    """Sign that one member shows of the group's death."""
+class _MemberFailure:
+    """Failure reported by or about one member."""
 
     rank: int
     failure: Failure
 
 
 def diagnose(group: GroupStatus, observed: Observed, now: float) -> Failure | None:
-    """Return why the group's present incarnation is dead; None while it may live.
+    """Return the failure that ended the group's present incarnation; None while it may live.
 
-    A member's own report counts more than the bare fact of its end. Between members the earliest death wins, and if it
-    blames another member that died as well, that one's: who is blamed knows best, unless it blames somebody else.
-
-    Args:
-        group: the status after `watch` with the same `observed` and `now`.
-        observed: what the backend reports.
-        now: Unix time.
+    A report of the member takes precedence over the fact of its end. Of several members the earliest death wins. If it
+    names another dead member as the culprit, that member's report wins, unless it names a different culprit. `group`
+    must be the status after `watch` with the same arguments.
     """
-    witnesses = {witness.rank: witness for witness in _witnesses(group, observed, now)}
-    if not witnesses:
+    found = {one.rank: one for one in _member_failures(group, observed, now)}
+    if not found:
         return None
-    first = min(witnesses.values(), key=lambda witness: (witness.failure.time, witness.rank))
+    first = min(found.values(), key=lambda one: (one.failure.time, one.rank))
     blamed = first.failure.culprit_rank
-    if blamed in witnesses and witnesses[blamed].failure.culprit_rank == blamed:
-        return witnesses[blamed].failure
+    if blamed in found and found[blamed].failure.culprit_rank == blamed:
+        return found[blamed].failure
     return first.failure
 
 
-def _witnesses(group: GroupStatus, observed: Observed, now: float) -> Iterator[_Witness]:
+def _member_failures(group: GroupStatus, observed: Observed, now: float) -> Iterator[_MemberFailure]:
     present = {member.rank: member for member in observed.members if member.incarnation == group.incarnation}
     for member in group.members:
         failure = _failure(member, present.get(member.rank), observed, now)
         if failure is not None:
-            yield _Witness(member.rank, failure)
+            yield _MemberFailure(member.rank, failure)
 
 
 def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observed, now: float) -> Failure | None:
-    status = answer(seen, observed.key) if seen else None
+    status = agent_status(seen, observed.key) if seen else None
     if status is not None and status.phase is Phase.FAILED:
         reported = status.verdict.failure if status.verdict.health is Health.DEAD else None
         if reported is None:
@@ -91,9 +87,9 @@ def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observ
 
 
 def _heard_by_others(rank: int, observed: Observed, now: float) -> bool:
-    """Tell whether another member, itself just heard, hears `rank`."""
+    """Return whether another member, which was heard recently itself, receives heartbeats of `rank`."""
     for other in observed.members:
-        status = answer(other, observed.key) if other.rank != rank else None
+        status = agent_status(other, observed.key) if other.rank != rank else None
         if status is None or status.signals is None or other.heard is None or now - other.heard > HEARD_SECONDS:
             continue
         if status.signals.silent.get(rank, HEARD_SECONDS) < HEARD_SECONDS:

@@ -1,11 +1,11 @@
-"""Rollout of the groups of a deployment from one specification to another, and back. Pure.
+"""Rollout of the groups of a deployment from one specification to another, and rollback. Pure.
 
-A group is decided by one version of the deployment: as it is now, or with members as in the last specification that all
-groups answered with (`RolloutStatus.served`). The version that groups are brought to is the present one until it is
-rejected. A group that is not there yet stays what it is until its turn, and when it dies before, it comes back as it
-was: a specification that nobody has tried costs no more groups than `spec.rollout.maxUnavailable`.
+Each group is decided with one version of the deployment: the present specification, or that of the last specification
+with which all groups served (`RolloutStatus.served`). The target version is the present one until it is rejected.
+Before its turn, a group keeps its version and, if it dies, recovers with that version: an untested specification
+affects at most `spec.rollout.maxUnavailable` groups.
 
-All that is needed to go on is in the kept status, so an interruption anywhere is harmless.
+The saved status contains the complete state, so an interruption at any point does no harm.
 """
 
 from __future__ import annotations
@@ -22,40 +22,46 @@ from dsv4_operator.api import (
     RolloutStatus,
     RolloutStrategy,
 )
-from dsv4_operator.api.annotations import is_paused
+from dsv4_operator.api.deployment import is_paused
 from dsv4_operator.api.values import format_duration
-from dsv4_operator.lifecycle.actions import Decision, Planner
-from dsv4_operator.lifecycle.decide import LOOK_SECONDS, decide
+from dsv4_operator.lifecycle.decide import POLL_SECONDS, Decision, Planner, decide
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.lifecycle.status import death_sentence
 from dsv4_operator.lifecycle.watch import ALIVE
-from dsv4_operator.planning.accepted import accepted_text, read_accepted
-from dsv4_operator.planning.revision import as_formed_from, formed_from, revision, revision_of, same_specification
+from dsv4_operator.planning.revision import (
+    accepted_text,
+    as_formed_from,
+    formed_from,
+    read_accepted,
+    revision,
+    revision_of,
+    same_specification,
+)
 
 Planners = Callable[[DSV4Deployment, int], Planner]
-"""Makes the planner of one group, by its index, for one of `versions`."""
+"""Returns the planner of one group, by its index, for one of `versions`."""
 
 LISTEN_SECONDS = 0.25
-"""Until the next look at a group that was not heard yet."""
+"""Interval between decisions about a group whose agents have not reported yet."""
 
 _RUNS = ALIVE | {GroupPhase.RECOVERING}
-"""The phases of a group that has something to lose; in any other it needs a new incarnation to do anything."""
+"""Phases of a group that has running members or recovers; in any other phase it needs a new incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Decisions about all groups now."""
+class GroupDecisions:
+    """Decisions about all groups at one moment."""
 
     decisions: tuple[Decision, ...]
-    """One a group, in order."""
+    """One decision per group, in order."""
     rollout: RolloutStatus
-    """To be kept with the groups' statuses."""
+    """To be saved with the statuses of the groups."""
 
 
 def versions(deployment: DSV4Deployment, known: DeploymentStatus) -> tuple[DSV4Deployment, ...]:
-    """Return what groups may be formed from in the next turn: `deployment`, and what last served if it is another one.
+    """Return the versions that groups may be formed from: `deployment`, and the served version if it differs.
 
-    `deployment` is not among them once it was given up and no group has it any more.
+    `deployment` is omitted after it was given up and no group uses it.
     """
     served = _served(deployment, known.rollout)
     if served is None:
@@ -74,25 +80,25 @@ def decide_groups(
     now: float,
     *,
     deleting: bool = False,
-    unheard: frozenset[int] = frozenset(),
-    blind: frozenset[int] = frozenset(),
-) -> Turn:
-    """Return what to do about every group now.
+    unreported: frozenset[int] = frozenset(),
+    unobserved: frozenset[int] = frozenset(),
+) -> GroupDecisions:
+    """Return the decisions about all groups.
 
     Args:
-        deployment: the specification as it stands.
+        deployment: the present specification.
         observed: the members of every group, by its index; as many as are wanted or known.
-        known: the status as it was last kept.
-        planner: makes planners for `versions(deployment, known)`.
+        known: the last saved status.
+        planner: returns planners for `versions(deployment, known)`.
         now: Unix time.
         deleting: the deployment is being deleted.
-        unheard: groups about which nothing can be said yet; they are left alone, and no group is ended for another
-            specification meanwhile.
-        blind: groups whose members cannot be observed now; the same holds for them.
+        unreported: groups without a report since the start of this process; they stay unchanged, and meanwhile no
+            group is ended for another specification.
+        unobserved: groups whose members cannot be observed now; treated like `unreported`.
     """
     groups = {group.index: group for group in known.groups}
     if known.removed_incarnation:
-        # A number is never used twice, nor by a group that has the index of one that was removed.
+        # A number is never used twice, also not by a new group with the index of a removed one.
         for index in set(range(len(observed))) - groups.keys():
             groups[index] = GroupStatus(index=index, fenced_below=known.removed_incarnation, phase_time=round(now, 3))
     served = _served(deployment, known.rollout)
@@ -100,9 +106,9 @@ def decide_groups(
 
     def step(index: int, version: _Version) -> Decision:
         previous = groups.get(index)
-        if index in blind:
-            return Decision((), now + LOOK_SECONDS, previous or GroupStatus(index=index))
-        if index in unheard and previous is not None:
+        if index in unobserved:
+            return Decision((), now + POLL_SECONDS, previous or GroupStatus(index=index))
+        if index in unreported and previous is not None:
             return Decision((), now + LISTEN_SECONDS, previous)
         plan = planner(version.deployment, index)
         try:
@@ -110,14 +116,14 @@ def decide_groups(
                 version.deployment, observed[index], previous, plan, now, deleting=deleting, held=version.held
             )
         except Exception as error:
-            # A defect that one group shows must not take supervision from the others.
-            return Decision((), now + LOOK_SECONDS, previous or GroupStatus(index=index), error=error)
+            # A defect in one group must not stop the supervision of the others.
+            return Decision((), now + POLL_SECONDS, previous or GroupStatus(index=index), error=error)
 
-    # First as if it were nobody's turn: that says how the groups are at this moment.
+    # First without any turn: this gives the present state of the groups.
     chosen = [_version(deployment, served, rollout, groups.get(index)) for index in range(len(observed))]
     decisions = [step(index, version) for index, version in enumerate(chosen)]
-    if deleting or deployment.spec.suspend or is_paused(deployment) or unheard or blind:
-        return Turn(tuple(decisions), rollout)
+    if deleting or deployment.spec.suspend or is_paused(deployment) or unreported or unobserved:
+        return GroupDecisions(tuple(decisions), rollout)
 
     wanted = [decision.status for decision in decisions[: deployment.spec.replicas]]
     rollout = _judged(rollout, deployment, served, wanted, now)
@@ -128,19 +134,19 @@ def decide_groups(
         if version == chosen[index]:
             continue
         changed = step(index, version)
-        # What cannot be planned keeps no group from what it was.
+        # A refused plan leaves a running group unchanged.
         kept = changed.refusal is None or group.phase not in _RUNS
         decisions[index] = changed if kept else replace(decisions[index], refusal=changed.refusal)
-    return Turn(tuple(decisions), rollout)
+    return GroupDecisions(tuple(decisions), rollout)
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """Version of the deployment that a group is decided by."""
+    """Version of the deployment used for a group."""
 
     deployment: DSV4Deployment
     held: bool = False
-    """It runs from another specification, which nobody knows any more, and stays so if it serves at this moment."""
+    """The group runs from an unknown specification and keeps it while it serves."""
 
 
 def _version(
@@ -162,10 +168,9 @@ def _version(
 
 
 def with_accepted(rollout: RolloutStatus, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> RolloutStatus:
-    """Return `rollout` with the last valid specification, for as long as a later one is refused.
+    """Return `rollout` with the last valid specification, for use while a later one is refused.
 
-    Its members are those of `deployment` once a group was formed from it: until then it may still be refused when it is
-    planned.
+    Its member part is that of `deployment` once a group was formed from it; until then its plan may still be refused.
     """
     known = read_accepted(rollout.accepted)
     formed = formed_from(deployment)
@@ -176,9 +181,9 @@ def with_accepted(rollout: RolloutStatus, deployment: DSV4Deployment, groups: Se
 
 
 def _served(deployment: DSV4Deployment, rollout: RolloutStatus) -> DSV4Deployment | None:
-    """Return the version that all groups last answered with; None if it is the present one, or not known.
+    """Return the version with which all groups last served; None if it is the present one, or unknown.
 
-    Before all of them have answered once, it is the version that groups were last formed from.
+    Before all groups have served once, it is the version from which groups were last formed.
     """
     accepted = None if rollout.served else read_accepted(rollout.accepted)
     formed = rollout.served if accepted is None else accepted.formed
@@ -188,12 +193,11 @@ def _served(deployment: DSV4Deployment, rollout: RolloutStatus) -> DSV4Deploymen
 
 
 def _target(deployment: DSV4Deployment, served: DSV4Deployment | None, rollout: RolloutStatus) -> DSV4Deployment:
-    """Return the version that groups are brought to."""
     return served if rollout.rejected is not None and served is not None else deployment
 
 
 def _still(rollout: RolloutStatus, deployment: DSV4Deployment, served: DSV4Deployment | None) -> RolloutStatus:
-    """Return `rollout` without a rejection that the specification left behind, or that there is no way back from."""
+    """Return `rollout` without a rejection that is obsolete, or from which no rollback is possible."""
     rejected = rollout.rejected
     if rejected is None or (served is not None and rejected.revision == revision(deployment)):
         return rollout
@@ -207,7 +211,7 @@ def _judged(
     wanted: Sequence[GroupStatus],
     now: float,
 ) -> RolloutStatus:
-    """Return `rollout` after what the groups show of the present specification."""
+    """Return `rollout` updated with the results of the present specification."""
     formed = formed_from(deployment)
     current = revision_of(formed)
     if wanted and all(group.phase is GroupPhase.SERVING and group.revision == current for group in wanted):
@@ -215,7 +219,7 @@ def _judged(
     if rollout.rejected is not None or served is None or not deployment.spec.rollout.auto_rollback:
         return rollout
     if same_specification(formed, rollout.served):
-        # Only a restart was asked for: what failed now is what served before.
+        # Only a restart was requested: the same specification served before.
         return rollout
     deadline = deployment.spec.rollout.progress_deadline
     why = next((text for group in wanted if (text := _failed(group, current, deadline, now))), None)
@@ -226,36 +230,35 @@ def _judged(
 
 
 def _failed(group: GroupStatus, current: str, deadline: float, now: float) -> str | None:
-    """Return why the present specification, of fingerprint `current`, does not work in `group`; None while it may."""
+    """Return the reason why the specification with fingerprint `current` failed in `group`; None if not."""
     if group.revision != current:
         return None
     death = group.last_failure
-    told = f"group {group.index}: {death_sentence(death)}" if death is not None else f"group {group.index}"
+    subject = f"group {group.index}: {death_sentence(death)}" if death is not None else f"group {group.index}"
     if group.phase is GroupPhase.FAILED:
-        return f"recovery was given up in {told}"
+        return f"recovery was given up in {subject}"
     if group.served_revision == current or group.phase not in _RUNS:
         return None
     if death is not None and death.incarnation == group.incarnation and death.recover_seconds is None:
         if death.cause.deterministic:
-            return told
+            return subject
     elif death is None or death.incarnation < group.incarnation:
-        told = f"group {group.index}"
+        subject = f"group {group.index}"
     if group.revision_time is not None and now - group.revision_time > deadline:
-        return f"{told} did not answer within {format_duration(deadline)} (spec.rollout.progressDeadline)"
+        return f"{subject} did not answer within {format_duration(deadline)} (spec.rollout.progressDeadline)"
     return None
 
 
 def _turns(wanted: Sequence[GroupStatus], target: str, limit: int, *, back: bool) -> frozenset[int]:
-    """Return the groups that may leave what they run from for another version.
+    """Return the groups that may change to the target version now.
 
-    Those that do not answer come first, since they lose nothing; among the others the highest index, as in a
-    StatefulSet.
+    Groups that do not serve come first, since they lose nothing; then the highest index, as in a StatefulSet.
 
     Args:
-        wanted: the groups as they are at this moment.
-        target: the fingerprint of the version that they go to.
-        limit: groups that may be down.
-        back: the version is known to serve, so no group that does not answer has to wait for the others.
+        wanted: the present statuses of the groups.
+        target: the fingerprint of the target version.
+        limit: number of groups that may be down.
+        back: the target version has served before, so groups that do not serve need not wait for the others.
     """
     outdated = [group for group in wanted if group.phase in _RUNS and group.revision != target]
     down = {group.index for group in wanted if not _answers(group)}
@@ -274,6 +277,6 @@ def _turns(wanted: Sequence[GroupStatus], target: str, limit: int, *, back: bool
 
 
 def _answers(group: GroupStatus) -> bool:
-    """Tell whether the group answers for all that is known; one whose agents were not heard lately may not."""
+    """Return whether the group serves and all of its agents have reported recently."""
     silent = any(member.silent_since is not None for member in group.members)
     return group.phase is GroupPhase.SERVING and not silent

@@ -1,9 +1,10 @@
-"""The deployment's status, made from its groups'."""
+"""Status, conditions and events of a deployment, computed from the statuses of its groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from dsv4_operator.api import (
     Condition,
@@ -19,13 +20,34 @@ from dsv4_operator.api import (
     RejectedStatus,
     RolloutStatus,
 )
-from dsv4_operator.api.annotations import PAUSED, is_paused
-from dsv4_operator.api.values import format_duration
-from dsv4_operator.lifecycle.canary import UNREACHED
-from dsv4_operator.lifecycle.problems import Problem, joined
-from dsv4_operator.lifecycle.watch import ALIVE
+from dsv4_operator.api.deployment import PAUSED, is_paused
+from dsv4_operator.api.values import format_duration, format_time
+from dsv4_operator.lifecycle.canary import UNREACHED, UNTRIED
+from dsv4_operator.lifecycle.watch import ALIVE, same_death
 from dsv4_operator.planning import PlanRefused, revision
 from dsv4_runtime.contract import Phase
+
+_LONGEST = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A lasting failure; the operation is repeated."""
+
+    message: str
+    group: int | None = None
+    """Index of the affected group; None: the whole deployment."""
+    reason: Reason = Reason.ACTION_FAILED
+
+    def __str__(self) -> str:
+        return self.message if self.group is None else f"group {self.group}: {self.message}"
+
+
+def joined(problems: Iterable[object]) -> str:
+    """Return all problems as one text of at most 1,000 characters."""
+    text = "; ".join(map(str, problems))
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
 
 _UNDER_WAY = {
     GroupPhase.FORMING: (Reason.GROUP_FORMING, "its members are being created"),
@@ -39,9 +61,9 @@ _ENDS = frozenset({GroupPhase.UPDATING, GroupPhase.DRAINING})
 _GONE = frozenset({GroupPhase.SUSPENDED, GroupPhase.STOPPED})
 
 FORMING_SECONDS = 300.0
-"""From the number of an incarnation to its last member; a group that takes longer is reported as down.
+"""Time from the claim of an incarnation to its last member; a group that takes longer is reported as down.
 
-It uses no restart: the same incarnation is tried again until the API server takes its members.
+It uses no restart: the same incarnation is tried again until the API server accepts its members.
 """
 
 
@@ -58,27 +80,27 @@ def compute_status(
     rollout: RolloutStatus | None = None,
     refused_generation: int | None = None,
     problems: Sequence[Problem] = (),
-    blind: frozenset[int] = frozenset(),
+    unobserved: frozenset[int] = frozenset(),
     unreachable: str | None = None,
 ) -> DeploymentStatus:
     """Return the status of `deployment`.
 
     Args:
-        deployment: the specification that the groups were decided by.
-        groups: the statuses of its groups, those no longer wanted included.
-        refusal: why a group could not be planned, if one could not.
+        deployment: the specification used for the decisions about the groups.
+        groups: the statuses of its groups, including those that are no longer wanted.
+        refusal: the refusal of a group's plan, if there was one.
         endpoint: base URL of the API, where known.
         dashboard: URL of the Ray dashboard, where known.
-        previous: the status as it was last kept; gives the times of conditions that stay as they are.
+        previous: the last saved status; source of the times of unchanged conditions.
         now: Unix time.
         deleting: the deployment is being deleted.
-        rollout: which specification served, and which was given up; None: as in `previous`.
+        rollout: the specification that served and the one that was given up; None: as in `previous`.
         refused_generation: `metadata.generation` of the present specification if it breaks a rule (`refusal`), so that
             `deployment` has the last valid one; None: it breaks none.
-        problems: parts of the reconcile that fail.
-        blind: indices of groups whose members cannot be observed.
-        unreachable: why no request through the endpoint is answered, although groups answer; None: it is, or no backend
-            tries it.
+        problems: failing parts of the reconcile.
+        unobserved: indices of groups whose members cannot be observed.
+        unreachable: reason why no request through the endpoint is answered, although groups answer; None: requests are
+            answered, or the backend sends none.
     """
     if rollout is None:
         rollout = previous.rollout if previous is not None else RolloutStatus()
@@ -86,14 +108,16 @@ def compute_status(
     ordered, removed = _without_removed(ordered, deployment, deleting=deleting)
     wanted = () if deleting or deployment.spec.suspend else ordered[: deployment.spec.replicas]
     expected = [group.expected_ready_seconds for group in wanted if group.expected_ready_seconds is not None]
-    view = _View(deployment, ordered, wanted, refusal, tuple(problems), blind, unreachable, now, previous, deleting)
+    view = _View(
+        deployment, ordered, wanted, refusal, tuple(problems), unobserved, unreachable, now, previous, deleting
+    )
     facts = (*_conditions(view), _rolled_back(rollout))
     current = revision(deployment) if refused_generation is None else None
     generation = deployment.metadata.generation if refused_generation is None else refused_generation
     return DeploymentStatus(
         conditions=tuple(_condition(*fact, generation, previous, now) for fact in facts),
         observed_generation=generation,
-        phase=_phase(view),
+        phase=_deployment_phase(view),
         replicas=sum(group.phase not in _GONE for group in ordered),
         ready_replicas=view.ready,
         updated_replicas=sum(group.revision == current and group.phase in ALIVE for group in wanted),
@@ -109,7 +133,7 @@ def compute_status(
 def _without_removed(
     groups: tuple[GroupStatus, ...], deployment: DSV4Deployment, *, deleting: bool
 ) -> tuple[tuple[GroupStatus, ...], int]:
-    """Return the groups without those that ended because fewer are wanted, and the highest incarnation of these."""
+    """Return the groups without those removed by a lower `spec.replicas`, and the highest incarnation of these."""
     kept = len(groups)
     while kept > deployment.spec.replicas and groups[kept - 1].phase is GroupPhase.STOPPED and not deleting:
         kept -= 1
@@ -120,13 +144,7 @@ def _without_removed(
 def refused_status(previous: DeploymentStatus, why: str, generation: int, now: float) -> DeploymentStatus:
     """Return `previous` for a specification that breaks a rule, of a deployment whose groups cannot be supervised.
 
-    They go on running, if there are any, but nothing is known of them.
-
-    Args:
-        previous: the status as it was last kept.
-        why: what is wrong and how to mend it.
-        generation: the deployment's `metadata.generation`.
-        now: Unix time.
+    Running groups continue, but their state is unknown. `why` is the broken rule and the remedy.
     """
     runs = any(group.phase not in _GONE and group.incarnation for group in previous.groups)
     ready = (None, f"its groups are not supervised: {why}") if runs else (False, why)
@@ -154,7 +172,7 @@ def death_sentence(failure: FailureStatus) -> str:
 
 
 def is_down(group: GroupStatus) -> bool:
-    """Tell whether the group died and does not serve again yet."""
+    """Return whether the group died and does not serve again yet."""
     if group.phase in (GroupPhase.RESTARTING, GroupPhase.RECOVERING, GroupPhase.FAILED):
         return True
     unrecovered = group.last_failure is not None and group.last_failure.recover_seconds is None
@@ -162,7 +180,7 @@ def is_down(group: GroupStatus) -> bool:
 
 
 def exhausted_sentence(deployment: DSV4Deployment, group: GroupStatus) -> str:
-    """Return why recovery of `group` was given up, and what to do."""
+    """Return the reason why recovery of `group` was given up, and the remedy."""
     recovery = deployment.spec.recovery
     last = group.last_failure
     if last is not None and last.deterministic and len(group.restarts) < recovery.max_restarts:
@@ -177,7 +195,7 @@ def exhausted_sentence(deployment: DSV4Deployment, group: GroupStatus) -> str:
 
 
 def given_up(deployment: DSV4Deployment, status: DeploymentStatus, group: int) -> str | None:
-    """Return why `group` will not come back by itself, for its clients; None if it may."""
+    """Return the reason why `group` will not recover by itself, for its clients; None if it may."""
     known = next((one for one in status.groups if one.index == group), None)
     return exhausted_sentence(deployment, known) if known is not None and known.phase is GroupPhase.FAILED else None
 
@@ -195,7 +213,7 @@ class _View:
     wanted: tuple[GroupStatus, ...]
     refusal: PlanRefused | None
     problems: tuple[Problem, ...]
-    blind: frozenset[int]
+    unobserved: frozenset[int]
     unreachable: str | None
     now: float
     previous: DeploymentStatus | None
@@ -203,8 +221,8 @@ class _View:
 
     @property
     def ready(self) -> int:
-        """Return how many wanted groups are observed to serve."""
-        return sum(group.phase is GroupPhase.SERVING for group in self.wanted if group.index not in self.blind)
+        """Return the number of wanted groups that are observed to serve."""
+        return sum(group.phase is GroupPhase.SERVING for group in self.wanted if group.index not in self.unobserved)
 
     @property
     def down(self) -> GroupStatus | None:
@@ -212,12 +230,12 @@ class _View:
         return next((group for group in self.wanted if is_down(group) or self.is_stuck(group)), None)
 
     def is_stuck(self, group: GroupStatus) -> bool:
-        """Return whether members of `group` should exist for long and do not."""
+        """Return whether members of `group` are missing longer than `FORMING_SECONDS`."""
         since = group.formed_time
         return group.phase is GroupPhase.FORMING and since is not None and self.now - since > FORMING_SECONDS
 
-    def told(self, group: GroupStatus, text: str) -> str:
-        """Return `text` with what fails of `group`."""
+    def with_problems(self, group: GroupStatus, text: str) -> str:
+        """Return `text` with the problems of `group`."""
         return joined((text, *(one.message for one in self.problems if one.group in (None, group.index))))
 
 
@@ -258,7 +276,7 @@ def _acceptance(view: _View) -> tuple[bool | None, Reason, str]:
         return True, Reason.PLAN_ACCEPTED, "the specification fits the machines"
     if refusal.reason is not Reason.ACTION_FAILED:
         return False, refusal.reason, refusal.message
-    # Nothing was found out about the specification: what is known of it stays.
+    # There is no result about the specification; the last one stays.
     known = view.previous.condition(ConditionType.ACCEPTED) if view.previous is not None else None
     if known is not None and known.observed_generation == view.deployment.metadata.generation:
         value = None if known.status is ConditionStatus.UNKNOWN else known.status is ConditionStatus.TRUE
@@ -277,7 +295,7 @@ def _progress(view: _View) -> tuple[bool, Reason, str]:
     if moving is None:
         return True, cause, joined(view.problems)
     others = [one for one in view.problems if one.group not in (None, moving.index)]
-    return True, cause, joined((view.told(moving, text), *others))
+    return True, cause, joined((view.with_problems(moving, text), *others))
 
 
 def _rolled_back(rollout: RolloutStatus) -> _Fact:
@@ -287,7 +305,7 @@ def _rolled_back(rollout: RolloutStatus) -> _Fact:
 
 
 def rollback_sentence(rejected: RejectedStatus) -> str:
-    """Return why a specification was given up, and what to do."""
+    """Return the reason why a specification was given up, and the remedy."""
     return (
         f"the specification was given up: {rejected.message}; groups go back to the last one that all of them answered "
         "with; mend that, then apply a changed specification to try again"
@@ -314,15 +332,19 @@ def _readiness(view: _View) -> tuple[bool | None, Reason, str]:
         return True, Reason.ALL_GROUPS_READY, count
     waiting = next((group for group in wanted if group.phase is not GroupPhase.SERVING), None)
     if waiting is None:
-        hidden = next((group for group in wanted if group.index in view.blind), None)
+        hidden = next((group for group in wanted if group.index in view.unobserved), None)
         if hidden is None:
             return False, Reason.GROUPS_NOT_READY, count
-        return None, Reason.ACTION_FAILED, f"{count}; " + view.told(hidden, f"group {hidden.index} is not observed")
+        return (
+            None,
+            Reason.ACTION_FAILED,
+            f"{count}; " + view.with_problems(hidden, f"group {hidden.index} is not observed"),
+        )
     detail = _down_sentence(waiting) if is_down(waiting) else _under_way(waiting)[1]
-    return False, Reason.GROUPS_NOT_READY, f"{count}; {view.told(waiting, detail)}"
+    return False, Reason.GROUPS_NOT_READY, f"{count}; {view.with_problems(waiting, detail)}"
 
 
-def _phase(view: _View) -> DeploymentPhase:
+def _deployment_phase(view: _View) -> DeploymentPhase:
     deployment, wanted = view.deployment, view.wanted
     if view.deleting:
         return DeploymentPhase.TERMINATING
@@ -344,12 +366,11 @@ def _phase(view: _View) -> DeploymentPhase:
 
 
 def _down(view: _View, group: GroupStatus) -> tuple[Reason, str]:
-    """Return why `group` is down."""
     if not view.is_stuck(group):
-        return Reason.GROUP_DEAD, view.told(group, _down_sentence(group))
+        return Reason.GROUP_DEAD, view.with_problems(group, _down_sentence(group))
     bound = format_duration(FORMING_SECONDS)
     text = f"group {group.index} has not all its members {bound} after incarnation {group.incarnation} was begun"
-    return Reason.FORMING_FAILED, view.told(group, text)
+    return Reason.FORMING_FAILED, view.with_problems(group, text)
 
 
 def _under_way(group: GroupStatus) -> tuple[Reason, str]:
@@ -385,3 +406,135 @@ def _condition(
         reason=reason,
         message=message,
     )
+
+
+class EventType(StrEnum):
+    """Event types of Kubernetes."""
+
+    NORMAL = "Normal"
+    WARNING = "Warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a deployment."""
+
+    type: EventType
+    reason: Reason
+    message: str
+    group: int | None = None
+    """Affected group; None for the whole deployment."""
+
+
+def events(previous: DeploymentStatus | None, new: DeploymentStatus) -> tuple[Event, ...]:
+    """Return the events between `previous`, None before the first status, and `new`, in order of occurrence."""
+    known = {group.index: group for group in previous.groups} if previous else {}
+    found = [*_accepted(previous, new)]
+    for group in new.groups:
+        found += _group(known.get(group.index) or GroupStatus(index=group.index), group, new)
+    present = {group.index for group in new.groups}
+    for group in known.values():
+        if group.index not in present and group.phase is not GroupPhase.STOPPED:
+            found.append(Event(EventType.NORMAL, Reason.GROUP_STOPPED, "the group is stopped", group.index))
+    return (*found, *_rollout(previous, new), *_endpoint(previous, new))
+
+
+def _accepted(previous: DeploymentStatus | None, new: DeploymentStatus) -> Iterator[Event]:
+    now = new.condition(ConditionType.ACCEPTED)
+    before = previous.condition(ConditionType.ACCEPTED) if previous else None
+    if now is None or (before and (before.status, before.message) == (now.status, now.message)):
+        return
+    kind = EventType.NORMAL if now.status is ConditionStatus.TRUE else EventType.WARNING
+    yield Event(kind, now.reason, now.message)
+
+
+def _endpoint(previous: DeploymentStatus | None, new: DeploymentStatus) -> Iterator[Event]:
+    """Yield one event when users get no answer although all groups answer; the next one only after a recovery."""
+    before = previous.condition(ConditionType.READY) if previous else None
+    now = new.condition(ConditionType.READY)
+    if now is not None and _fails(now) and not (before is not None and _fails(before)):
+        yield Event(EventType.WARNING, Reason.ENDPOINT_NOT_READY, now.message)
+
+
+def _fails(ready: Condition) -> bool:
+    """Return whether a request through the endpoint failed; a request that was not sent yet is no failure."""
+    return ready.reason is Reason.ENDPOINT_NOT_READY and not ready.message.endswith(UNTRIED)
+
+
+def _rollout(previous: DeploymentStatus | None, new: DeploymentStatus) -> Iterator[Event]:
+    before = previous.rollout if previous else RolloutStatus()
+    rejected = new.rollout.rejected
+    if rejected is not None and (before.rejected is None or before.rejected.revision != rejected.revision):
+        yield Event(EventType.WARNING, Reason.ROLLED_BACK, rollback_sentence(rejected))
+    if before.served and new.rollout.served != before.served:
+        message = f"all {new.ready_replicas} groups were formed again and answer"
+        yield Event(EventType.NORMAL, Reason.UPDATE_COMPLETED, message)
+
+
+def _group(before: GroupStatus, now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
+    for failure in now.history:
+        if _is_news(before, failure):
+            reason = Reason.GROUP_DEAD if (failure.level or 1) > 1 else Reason.ENGINE_DEAD
+            yield Event(EventType.WARNING, reason, death_sentence(failure), now.index)
+    if now.phase is not before.phase or now.incarnation != before.incarnation:
+        yield from _phase_events(now, new)
+    if now.phase is GroupPhase.SERVING and _life(now) != (_life(before) if before.ready_time else None):
+        yield _serving(now)
+
+
+def _is_news(before: GroupStatus, failure: FailureStatus) -> bool:
+    known = next((known for known in before.history if same_death(known, failure)), None)
+    return known is None or (failure.level or 1) > 1 >= (known.level or 1)
+
+
+def _life(group: GroupStatus) -> tuple[int, int]:
+    return group.incarnation, group.engine_generation
+
+
+def _phase_events(now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
+    match now.phase:
+        case GroupPhase.FORMING:
+            message = f"incarnation {now.incarnation} is being formed"
+            if now.restarts:
+                message += f"; {len(now.restarts)} restart{'s' * (len(now.restarts) != 1)} used"
+            yield Event(EventType.NORMAL, Reason.GROUP_FORMING, message, now.index)
+        case GroupPhase.STARTING:
+            message = f"all {len(now.members)} members of incarnation {now.incarnation} exist"
+            yield Event(EventType.NORMAL, Reason.GROUP_STARTING, message, now.index)
+        case GroupPhase.RESTARTING:
+            yield Event(EventType.NORMAL, Reason.ENGINE_RESTARTING, "the engine is restarted in place", now.index)
+        case GroupPhase.RECOVERING:
+            waits = now.next_restart_time is not None and now.next_restart_time > (now.phase_time or 0.0)
+            if waits and now.next_restart_time is not None:
+                message = (
+                    f"incarnation {now.incarnation} is ended; the next begins at {format_time(now.next_restart_time)}"
+                )
+                yield Event(EventType.NORMAL, Reason.RESTART_BACKOFF, message, now.index)
+            else:
+                message = f"incarnation {now.incarnation} is ended, another follows"
+                yield Event(EventType.NORMAL, Reason.GROUP_RECOVERING, message, now.index)
+        case GroupPhase.FAILED:
+            condition = new.condition(ConditionType.RECOVERY_EXHAUSTED)
+            message = condition.message if condition else "recovery was given up"
+            yield Event(EventType.WARNING, Reason.RECOVERY_EXHAUSTED, message, now.index)
+        case GroupPhase.UPDATING:
+            why = "the specification changed" if new.rollout.rejected is None else "the specification was given up"
+            message = f"incarnation {now.incarnation} is ended because {why}"
+            yield Event(EventType.NORMAL, Reason.UPDATE_STARTED, message, now.index)
+        case GroupPhase.DRAINING:
+            yield Event(EventType.NORMAL, Reason.GROUP_STOPPING, "the group is being stopped", now.index)
+        case GroupPhase.SUSPENDED:
+            yield Event(EventType.NORMAL, Reason.SUSPENDED, "the group is suspended", now.index)
+        case GroupPhase.STOPPED:
+            yield Event(EventType.NORMAL, Reason.GROUP_STOPPED, "the group is stopped", now.index)
+        case _:
+            return
+
+
+def _serving(now: GroupStatus) -> Event:
+    last = now.last_failure
+    if last is not None and last.recover_seconds is not None and now.total_restarts:
+        message = f"answers again, {last.recover_seconds:.1f} s after {last.cause}"
+        return Event(EventType.NORMAL, Reason.GROUP_RECOVERED, message, now.index)
+    message = f"engine generation {now.engine_generation} of incarnation {now.incarnation} answers"
+    return Event(EventType.NORMAL, Reason.ENGINE_READY, message, now.index)

@@ -1,4 +1,4 @@
-"""Reports of the present incarnation's members, worked into the group's status."""
+"""Update of a group's status from the reports of the present incarnation's members."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from dsv4_runtime.contract import AgentStatus, EngineStatus, Failure, Health, Ph
 from dsv4_runtime.contract.recovery import within
 
 ALIVE = frozenset({GroupPhase.FORMING, GroupPhase.STARTING, GroupPhase.SERVING, GroupPhase.RESTARTING})
-"""The phases in which the status' incarnation is meant to have members."""
+"""Phases in which the incarnation of the status should have members."""
 
 _EARLIEST_TIME, _LATEST_TIME = -1e9, 1e11
-"""Numbers of seconds, of times that can be written: the years 1938 and 5138."""
+"""Range of Unix times that can be formatted: the years 1938 to 5138."""
 _LARGEST_INTEGER = 2**53
 _checked: dict[int, tuple[weakref.ref[AgentStatus], AgentStatus | None]] = {}
-"""By the id of a report, as long as it exists: its replacement, if it needs one."""
+"""Replacement of each live report, by its id; None if it needs none."""
 
 FRESH_SECONDS = 3.0
-"""An answer that is older than this counts as silence."""
+"""A status older than this counts as silence."""
 
 
-def answer(member: ObservedMember, key: GroupKey) -> AgentStatus | None:
-    """Return what the agent of `member` said, if it is about that member: an address may have been another's before."""
+def agent_status(member: ObservedMember, key: GroupKey) -> AgentStatus | None:
+    """Return the status of `member`'s agent; None if it is about another member, with the same address before."""
     status = member.status
     if status is None:
         return None
@@ -57,7 +57,7 @@ def _storable(status: AgentStatus) -> AgentStatus:
 
 
 def _clean(value: Any) -> Any:
-    """Return `value` with each number in the range that times and counters have."""
+    """Return `value` with each number clamped to the range of times and counters."""
     if isinstance(value, dict):
         return {name: _clean(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -72,9 +72,9 @@ def _clean(value: Any) -> Any:
 
 
 def with_restarts(group: GroupStatus, observed: Observed, window: float, now: float) -> GroupStatus:
-    """Return `group` with the restarts that the head's agent made by itself: level 1 spends from the same budget.
+    """Return `group` with the restarts that the head's agent made itself: level 1 uses the same budget.
 
-    Also for a group that is being ended: until it is fenced, its agent goes on as it sees fit.
+    Also for a group that is being ended, because its agent may restart the engine until it is fenced.
     """
     head = _head(group, observed)
     made = head.engine.restarts if head is not None and head.engine is not None else ()
@@ -87,32 +87,25 @@ def with_restarts(group: GroupStatus, observed: Observed, window: float, now: fl
 
 
 def watch(group: GroupStatus, observed: Observed, *, generation: int, now: float) -> GroupStatus:
-    """Return `group` with what is now known of its present incarnation.
-
-    Args:
-        group: an alive group.
-        observed: what the backend reports.
-        generation: the deployment's `metadata.generation`.
-        now: Unix time.
-    """
+    """Return `group`, in a phase of `ALIVE`, updated with the reports of its present incarnation."""
     group = with_members(group, observed, now)
     head = _head(group, observed)
     if head is None:
         return group
     if head.engine is not None:
         group = _engine(group, head.engine, generation, now)
-    # A group is forming until every member was seen, whatever the head says by then.
+    # A group is FORMING until every member was observed, whatever the head reports.
     return group if group.phase is GroupPhase.FORMING else _head_phase(group, head, now)
 
 
 def with_members(group: GroupStatus, observed: Observed, now: float) -> GroupStatus:
-    """Return `group` with what is now known of each member of its present incarnation."""
+    """Return `group` with the present state of each member of its incarnation."""
     present = [member for member in observed.members if member.incarnation == group.incarnation]
     return group.model_copy(update={"members": _members(group, present, observed.key, now)})
 
 
 def with_failure(group: GroupStatus, failure: FailureStatus) -> GroupStatus:
-    """Return `group` with `failure` in its history, in the place of what is known of the same death."""
+    """Return `group` with `failure` in its history; it replaces an earlier entry of the same death."""
     history = list(group.history)
     for index, known in enumerate(history):
         if same_death(known, failure):
@@ -128,13 +121,13 @@ def with_failure(group: GroupStatus, failure: FailureStatus) -> GroupStatus:
             break
     else:
         history.append(failure)
-    # Sorted, because an agent tells of deaths again that were dropped here.
+    # Sorted, because agents report deaths again that were dropped here.
     kept = tuple(sorted(history, key=lambda known: (known.incarnation, known.time))[-HISTORY_LENGTH:])
     return group.model_copy(update={"history": kept, "last_failure": kept[-1]})
 
 
 def same_death(one: FailureStatus, other: FailureStatus) -> bool:
-    """Tell whether both tell of the same death."""
+    """Return whether both entries describe the same death."""
     if one.incarnation != other.incarnation:
         return False
     if None not in (one.engine_generation, other.engine_generation):
@@ -143,7 +136,7 @@ def same_death(one: FailureStatus, other: FailureStatus) -> bool:
 
 
 def failure_status(failure: Failure, group: GroupStatus, generation: int) -> FailureStatus:
-    """Return `failure`, as an agent tells it, in the form that the status keeps."""
+    """Return `failure`, as reported by an agent, as an entry of the status."""
     nodes = {member.rank: member.node for member in group.members}
     return FailureStatus(
         time=failure.time,
@@ -164,7 +157,7 @@ def failure_status(failure: Failure, group: GroupStatus, generation: int) -> Fai
 
 def _head(group: GroupStatus, observed: Observed) -> AgentStatus | None:
     heads = (member for member in observed.members if (member.incarnation, member.rank) == (group.incarnation, 0))
-    return next((status for member in heads if (status := answer(member, observed.key))), None)
+    return next((status for member in heads if (status := agent_status(member, observed.key))), None)
 
 
 def _members(
@@ -180,11 +173,11 @@ def _members(
 
 
 def _member(member: ObservedMember, known: MemberStatus | None, key: GroupKey, now: float) -> MemberStatus:
-    status = answer(member, key)
+    status = agent_status(member, key)
     heard = member.heard if status is not None else None
     fresh = heard is not None and now - heard <= FRESH_SECONDS
-    # From the first look that found it silent: while nobody looked, nobody could be heard.
-    # An agent that cannot be there yet is not silent.
+    # Counted from the first observation of the silence: no status can arrive while no operator runs. An agent that
+    # cannot have started is not silent.
     answers = fresh or member.waiting is not None
     silent_since = None if answers else (known and known.silent_since) or max(heard or now, now - FRESH_SECONDS)
     phase, phase_time = (known.phase, known.phase_time) if known else (None, None)
@@ -218,31 +211,29 @@ def _message(member: ObservedMember, status: AgentStatus | None) -> str:
 
 
 def _processes(member: ObservedMember, status: AgentStatus | None) -> tuple[Process, ...]:
-    """Return the processes as the machine counts them if the backend knows that, else as the member counts them in its
-    own namespace.
-    """
+    """Return the processes with the machine's process ids if known, else with those of the member's namespace."""
     if member.processes:
         return tuple(Process(name=process.name, pid=process.pid) for process in member.processes)
     return status.processes if status else ()
 
 
 def _engine(group: GroupStatus, engine: EngineStatus, generation: int, now: float) -> GroupStatus:
-    """Take over what the head's agent tells of its engine."""
+    """Return `group` with the engine status of the head's agent."""
     measured = _measured(group, engine, now)
-    told = {
+    update = {
         "engine_generation": engine.generation,
         "kv_cache": _kv_cache(engine),
         "kernels": engine.kernels,
         "measured": measured,
     }
-    group = group.model_copy(update=told)
+    group = group.model_copy(update=update)
     for failure in engine.failures:
         group = with_failure(group, failure_status(failure, group, generation))
     return group
 
 
 def _measured(group: GroupStatus, engine: EngineStatus, now: float) -> MeasuredStatus | None:
-    """Return what the engine logged about its memory; what an earlier one logged until it did."""
+    """Return the memory that the engine logged; until it does, the values of the previous engine."""
     known = group.measured
     if not engine.memory or not engine.memory_of:
         return known
@@ -273,7 +264,7 @@ def _head_phase(group: GroupStatus, head: AgentStatus, now: float) -> GroupStatu
 
 
 def _recovered(group: GroupStatus, now: float) -> GroupStatus:
-    """Return `group`, which serves: deaths of earlier incarnations are overcome."""
+    """Return `group`, which serves: earlier deaths get their recovery time."""
     ready = group.ready_time or now
 
     def overcome(failure: FailureStatus) -> FailureStatus:

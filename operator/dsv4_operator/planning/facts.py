@@ -1,4 +1,4 @@
-"""Facts that the planner has about the machines: an argument, never looked up by the planner itself."""
+"""Facts about the machines. They are arguments: the planner itself performs no detection."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from dsv4_operator.planning.images import ImageProfile
 from dsv4_operator.planning.memory.records import Measured
 
 SECRETS_ROOT = "/etc/dsv4/secrets"
-"""`Facts.secrets_root` of members on a cluster."""
+"""`Facts.secrets_root` on a cluster."""
 _CPUS = 20
 """Processors of a DGX Spark; an RTX workstation has at least as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """One accelerator that a member gets."""
+    """One accelerator of a member."""
 
     uuid: str
-    """As `CUDA_VISIBLE_DEVICES` takes it."""
+    """UUID for `CUDA_VISIBLE_DEVICES`."""
     title: str
-    """For people: number, product, UUID."""
+    """Number, product and UUID, for display."""
     memory_bytes: int | None = None
-    """All of its memory; None: not known, or the machine's own."""
+    """Total memory; None: unknown, or unified with that of the machine."""
     free_bytes: int | None = None
-    """Bytes of it that are free while no member runs; None: not known."""
+    """Free memory while no member runs; None: unknown."""
     taken_by: str = ""
-    """Owners of the rest, for people."""
+    """Owners of the used memory, for display."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """One machine (or one stand-in for it) that can hold a member."""
+    """One machine, or a substitute for it, that can run a member."""
 
     name: str
     address: str
-    """The address that Ray, vLLM and the agent of a member there use; `{incarnation}` in it stands for the number of
-    the incarnation, where members' names differ in each."""
+    """Address for Ray, vLLM and the agent of a member; `{incarnation}` stands for the number of the incarnation, if the
+    names of members contain it."""
     interface: str
-    """The network interface that has `address`; empty: not known, and left to Ray, vLLM and their libraries."""
+    """Network interface of `address`; empty: unknown, and chosen by Ray, vLLM and their libraries."""
     cpus: int
-    """Processors that a member there may count on."""
+    """Processors available to a member."""
     memory_bytes: int
-    """Free memory that a member there may count on."""
+    """Free memory available to a member."""
     machine: str | None = None
-    """Its id in the catalog (`gb10-64gb`), `cpu` without an accelerator; None: not known, so what is asked for."""
+    """Its id in the catalog (`gb10-64gb`), `cpu` without an accelerator; None: unknown, so the requested hardware."""
     gpus: tuple[GpuFacts, ...] = ()
-    """The accelerators of a member there; empty: not known, and a member takes those that it sees."""
+    """Accelerators of a member; empty: unknown, and a member uses all visible ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,53 +57,53 @@ class Facts:
     """Everything outside the specification that a plan depends on."""
 
     nodes: tuple[NodeFacts, ...]
-    """In rank order; the first is the head's. One group after the other, unless `placed` says which are whose."""
+    """Nodes in rank order, the first for the head; one group after the other, unless `placed` assigns them."""
     isolated: bool
-    """False: the nodes are one machine, so that the members share an address and its ports, and the planner makes one
-    member with all the devices instead (CPU only)."""
+    """False: the nodes are one machine whose address and ports the members share, so the planner makes one member with
+    all devices instead (CPU only)."""
     state_root: str
-    """Directory on every node for members' own files; see `member_root`."""
+    """Directory on every node for the files of members; see `member_root`."""
     weights_root: str
     """Directory on every node for checkpoints."""
     ray_token_file: str
     cache_root: str = "/var/lib/dsv4/cache"
-    """Directory on every node for compiled kernels, which outlive a group."""
+    """Directory on every node for compiled kernels, which persist after a group."""
     model: Model | None = None
-    """The checkpoint as its own files describe it; None: the files are not at hand, so it is what the catalog says."""
+    """The checkpoint according to its files; None: according to the catalog, because the files are not available."""
     measured: tuple[Measured, ...] = ()
-    """Memory that earlier starts logged, of this model, image and machine or of others."""
+    """Logged memory of earlier starts, of any model, image and machine."""
     placed: Mapping[int, tuple[NodeFacts, ...]] | None = None
-    """By group, its machines in rank order, fewer than it needs if they are not there; None: `nodes` in turn."""
+    """By group, its machines in rank order, fewer than required if some are absent; None: `nodes` in order."""
     profile: ImageProfile | None = None
-    """Profile of the vLLM that is installed on the machines; None: it comes with an image."""
+    """Profile of the vLLM installed on the machines; None: vLLM is part of an image."""
     cuda_home: str = ""
-    """Directory of the machines' CUDA toolkit; empty: engines look for it themselves."""
+    """Directory of the machines' CUDA toolkit; empty: engines search it themselves."""
     one_machine: bool = False
-    """The nodes are parts of one machine, each with a network of its own: nothing between them needs a fabric."""
+    """The nodes are parts of one machine, each with its own network; no fabric is required between them."""
     unfit: str = ""
-    """Reasons why machines that are there cannot be used, for people."""
+    """Reasons why existing machines cannot be used, for display."""
     shared_weights: str | None = None
-    """Directory on every node with files by their SHA-256, which members read and never write; None: there is none."""
+    """Directory on every node with read-only files by their SHA-256; None: there is none."""
     secrets_root: str = SECRETS_ROOT
-    """Directory of every member with `NAME/KEY` for what the specification names by a `secretKeyRef`."""
+    """Directory of every member with the file `NAME/KEY` for each `secretKeyRef` of the specification."""
     forbidden: str = ""
-    """Things that the deployment may not have here, for people; empty: it may have everything that it asks for."""
+    """Requested settings that the policy forbids here, for display; empty: none."""
 
     def of_group(self, group: int, size: int) -> tuple[NodeFacts, ...]:
-        """Return the machines of `group` in rank order; fewer than `size` if they are not there."""
+        """Return the machines of `group` in rank order; fewer than `size` if some are absent."""
         if self.placed is not None:
             return self.placed.get(group, ())[:size]
         return self.nodes[group * size : (group + 1) * size]
 
     def in_incarnation(self, group: int, incarnation: int) -> Facts:
-        """Return the same with the addresses and directories that members of `incarnation` of `group` have."""
+        """Return the same with the addresses and directories of the members of one incarnation of `group`."""
 
         def named(nodes: Iterable[NodeFacts]) -> tuple[NodeFacts, ...]:
             number = str(incarnation)
             return tuple(replace(node, address=node.address.replace("{incarnation}", number)) for node in nodes)
 
         placed = None if self.placed is None else {group: named(nodes) for group, nodes in self.placed.items()}
-        # Pods have directories of their own; on one machine the groups lie side by side.
+        # Pods have their own directories; on one machine the groups have neighbouring ones.
         root, token = self.state_root, self.ray_token_file
         if self.one_machine and group:
             root = f"{self.state_root}/g{group}"
@@ -116,10 +116,9 @@ class Facts:
 
 
 def catalog_facts(deployment: DSV4Deployment, machine: Machine, *, state_root: str, weights_root: str) -> Facts:
-    """Return as many machines as `deployment` asks for, as the catalog knows them: for plans of machines that are
-    elsewhere.
+    """Return the machines that `deployment` requests according to the catalog, for plans without access to machines.
 
-    Addresses are of 192.0.2.0/24, which is for documentation.
+    Addresses are in 192.0.2.0/24, which is reserved for documentation.
     """
     topology = deployment.spec.topology
     count = topology.nodes_per_group * max(deployment.spec.replicas, 1)

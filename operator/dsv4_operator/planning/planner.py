@@ -1,24 +1,33 @@
-"""`plan_group`: a specification and the machines at hand become the one document that members run from."""
+"""`plan_group`: the plan of one incarnation of a group, from a specification and facts about the machines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4_operator.api import DSV4Deployment, Reason
-from dsv4_operator.planning.bounds import expectations, fabric_plan, timeouts, weights_plan
-from dsv4_operator.planning.command_lines import engine_args, ray_args
-from dsv4_operator.planning.environment import group_env, member_env
+from dsv4_operator.api import DSV4Deployment, Hardware, Reason
+from dsv4_operator.planning.catalog import GIB, NANO
 from dsv4_operator.planning.facts import Facts
-from dsv4_operator.planning.members import Placement, placements
-from dsv4_operator.planning.memory import FitVerdict, advice
-from dsv4_operator.planning.refused import PlanRefused
-from dsv4_operator.planning.rule import Severity
-from dsv4_operator.planning.rules import broken_rules
-from dsv4_operator.planning.setup import Setup, setup
-from dsv4_runtime.contract import EnginePlan, GroupPlan, HealthPolicy, MemberPlan
+from dsv4_operator.planning.memory import FitVerdict, advice, memory_plan
+from dsv4_operator.planning.rendering import OBJECT_STORE_BYTES, engine_args, group_env, member_env, ray_args
+from dsv4_operator.planning.rules import Severity, broken_rules
+from dsv4_operator.planning.setup import Placement, PlanRefused, Setup, memory_of, placements, setup
+from dsv4_operator.planning.timeouts import execute_model_seconds, ready_seconds, timeouts
+from dsv4_operator.planning.weights import weights_plan
+from dsv4_runtime.contract import (
+    EnginePlan,
+    Expectations,
+    FabricPlan,
+    FabricSetting,
+    GroupPlan,
+    HealthPolicy,
+    MemberPlan,
+    Role,
+)
 
 _CPU_HEALTH = HealthPolicy(gpus=False, answer_tolerance=0.0625)
-"""The CPU build computes the same in every start: repeated starts of the nano model differ by nothing."""
+"""The CPU build computes the same in every start: repeated starts of the nano model do not differ."""
+_QUEUE_BYTES = 2 * GIB
+"""Message queues of vLLM, shared memory of NCCL and of the worker in /dev/shm."""
 
 
 def plan_group(
@@ -34,45 +43,60 @@ def plan_group(
     Args:
         deployment: a valid deployment.
         facts: the machines.
-        group: which group, from 0.
+        group: number of the group, from 0.
         incarnation: its number, from 1.
-        restarts: Unix times of the restarts that are used of the group's budget.
+        restarts: Unix times of the used restarts of the group's budget.
 
     Raises:
-        PlanRefused: it does not fit these machines, or breaks a rule. The text has all refusals.
+        PlanRefused: it does not fit these machines, or breaks a rule. The text contains all refusals.
     """
     if facts.forbidden:
         raise PlanRefused(Reason.NOT_ALLOWED, facts.forbidden)
     facts = facts.in_incarnation(group, incarnation)
     members = placements(deployment, facts, group)
+    head = members[0]
     chosen = setup(deployment, facts, group)
     _refuse(chosen)
-    weights = weights_plan(deployment, facts)
+    weights = weights_plan(deployment, facts.weights_root, facts.secrets_root, facts.shared_weights)
+    limits, fabric = timeouts(chosen), _fabric_plan(chosen)
     return GroupPlan(
         namespace=deployment.metadata.namespace,
         deployment=deployment.metadata.name,
         group=group,
         incarnation=incarnation,
-        members=tuple(_member(chosen, placement, members[0], incarnation) for placement in members),
-        env=group_env(chosen),
+        members=tuple(
+            MemberPlan(
+                rank=member.rank,
+                role=Role.WORKER if member.rank else Role.HEAD,
+                address=member.node.address,
+                node=member.node.name,
+                devices=member.devices,
+                gpus=tuple(gpu.uuid for gpu in member.node.gpus) or None,
+                ports=member.ports,
+                ray_args=ray_args(chosen, member, head, incarnation),
+                env=member_env(chosen, member, head, fabric),
+            )
+            for member in members
+        ),
+        env=group_env(chosen, load_seconds=limits.load, step_seconds=execute_model_seconds(chosen)),
         ray_token_file=facts.ray_token_file,
         engine=EnginePlan(
-            args=engine_args(chosen, members[0], weights.path),
+            args=engine_args(chosen, head, weights.path),
             served_name=deployment.served_names[0],
             image=deployment.spec.engine.image,
         ),
         weights=weights,
-        timeouts=timeouts(chosen),
-        expectations=expectations(chosen, members),
+        timeouts=limits,
+        expectations=_expectations(chosen, members),
         recovery=deployment.spec.recovery.policy(),
         health=HealthPolicy() if not chosen.on_cpu else _CPU_HEALTH,
-        fabric=fabric_plan(chosen),
+        fabric=fabric,
         restarts=tuple(sorted(restarts)),
     )
 
 
 def _refuse(chosen: Setup) -> None:
-    """Raise unless the rules and the memory allow `chosen`.
+    """Check `chosen` against the rules and the memory plan.
 
     Raises:
         PlanRefused: a rule refuses it, or the memory is too small.
@@ -87,15 +111,88 @@ def _refuse(chosen: Setup) -> None:
         raise PlanRefused(Reason.MEMORY_SHORT, f"{memory.problem}; {remedy}")
 
 
-def _member(chosen: Setup, placement: Placement, head: Placement, incarnation: int) -> MemberPlan:
-    return MemberPlan(
-        rank=placement.rank,
-        role=placement.role,
-        address=placement.node.address,
-        node=placement.node.name,
-        devices=placement.devices,
-        gpus=tuple(gpu.uuid for gpu in placement.node.gpus) or None,
-        ports=placement.ports,
-        ray_args=ray_args(chosen, placement, head, chosen.facts, incarnation),
-        env=member_env(chosen, placement, head),
+def _fabric_plan(chosen: Setup) -> FabricPlan | None:
+    """Return the settings that the members detect and verify on their network; None without one between machines."""
+    if chosen.on_cpu or not chosen.several_machines:
+        return None
+    fabric = chosen.spec.network.fabric
+    return FabricPlan(
+        require_rdma=chosen.hardware is Hardware.GB10 if fabric.require_rdma is None else fabric.require_rdma,
+        min_bandwidth=fabric.min_bus_bandwidth_gbps * 1e9 / 8 or None,
+        settings={
+            member.rank: FabricSetting(interface=member.interface, hcas=member.hcas, gid_index=member.gid_index)
+            for member in fabric.members
+        },
     )
+
+
+def _expectations(chosen: Setup, members: Sequence[Placement]) -> Expectations:
+    """Return the conditions that the agents verify on every member.
+
+    Raises:
+        PlanRefused: a machine or an accelerator has too little free memory.
+    """
+    memory, machine = chosen.memory, chosen.machine
+    kv = memory.kv
+    world_size = chosen.spec.topology.world_size
+    kv_tokens, kv_concurrency = (kv.tokens, kv.concurrency) if kv else (None, None)
+    if chosen.on_cpu:
+        devices = max(member.devices for member in members)
+        needed = NANO.head_bytes + devices * (NANO.rank_bytes + (memory.engine.kv_cache_memory or 0))
+        _check_machines(members, needed, "kvCacheMemory")
+        return Expectations(
+            world_size=world_size,
+            memory_bytes=needed,
+            shm_bytes=NANO.object_store_bytes + NANO.queue_bytes,
+            ready_seconds=ready_seconds(chosen),
+            kv_tokens=kv_tokens,
+            kv_concurrency=kv_concurrency,
+        )
+    # vLLM requires its whole share to be free at the start: of the host's memory where that is unified.
+    share = int(chosen.utilization * machine.memory_bytes)
+    shm_bytes = OBJECT_STORE_BYTES + _QUEUE_BYTES
+    needed = share if machine.unified_memory else shm_bytes + 4 * GIB
+    _check_machines(members, needed, "gpuMemoryUtilization")
+    if not machine.unified_memory:
+        _check_accelerators(chosen, share)
+    # Without measured differences, so that the next difference refers to the same figures.
+    plain = memory_plan(memory.model, machine, memory.parallel, memory.engine) if memory.measured else memory
+    return Expectations(
+        world_size=world_size,
+        memory_bytes=needed,
+        gpu_bytes=None if machine.unified_memory else share,
+        shm_bytes=shm_bytes,
+        ready_seconds=ready_seconds(chosen),
+        weights_bytes=max(rank.items[0].bytes for rank in memory.ranks),
+        kv_tokens=kv_tokens,
+        kv_concurrency=kv_concurrency,
+        memory_of=memory_of(chosen.deployment, chosen.model, machine),
+        memory=plain.budget_items(),
+    )
+
+
+def _check_machines(members: Sequence[Placement], needed: int, field: str) -> None:
+    for node in (member.node for member in members):
+        if node.memory_bytes < needed:
+            raise PlanRefused(
+                Reason.MEMORY_SHORT,
+                f"the machine {node.name} has {node.memory_bytes / GIB:.1f} GiB of free memory, and a member "
+                f"needs {needed / GIB:.1f} GiB; end other programs, lower spec.engine.{field}, "
+                "or use a machine with more memory",
+            )
+
+
+def _check_accelerators(chosen: Setup, needed: int) -> None:
+    """Check the free memory of every accelerator, where it is known.
+
+    Raises:
+        PlanRefused: other programs use so much of it that the engine does not fit beside them.
+    """
+    for gpu in (gpu for node in chosen.nodes for gpu in node.gpus):
+        if gpu.free_bytes is not None and gpu.free_bytes < needed:
+            whose = f"; {gpu.taken_by}" if gpu.taken_by else ", and its driver does not tell whose the rest is"
+            raise PlanRefused(
+                Reason.MEMORY_SHORT,
+                f"{gpu.title} has {gpu.free_bytes / GIB:.1f} GiB of free memory, and the engine needs "
+                f"{needed / GIB:.1f} GiB{whose}; end that program, or lower spec.engine.gpuMemoryUtilization",
+            )

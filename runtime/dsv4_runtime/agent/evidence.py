@@ -1,7 +1,7 @@
-"""Evidence of an engine's death, kept before it is cleared away: why it died, never what it was asked.
+"""Evidence of an engine's death, saved before recovery removes it: causes of the death, never the contents of requests.
 
 One JSON file a death, written by rank 0 before a restart in place. No text of clients gets into it: lines of logs have
-passed `contract.log_lines`, and of the metrics only vLLM's own numbers are kept.
+passed `util.log_lines`, and of the metrics only vLLM's own numbers are kept.
 """
 
 from __future__ import annotations
@@ -16,35 +16,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
-import psutil
 
-from dsv4_runtime.agent.aside import aside
+from dsv4_runtime.agent.context import run_in_daemon_thread
 from dsv4_runtime.contract import Cause, Failure, GroupPlan
 from dsv4_runtime.engine import token_auth
-from dsv4_runtime.health import ras
 
 BOUND_SECONDS = 15.0
-"""A recovery never waits longer for its evidence."""
+"""Bound of the delay of a recovery."""
 KEEP = 10
-"""Deaths of which evidence is kept, of every level; a restart loop must not fill the disk."""
+"""Number of deaths with evidence, of all levels; a restart loop must not fill the disk."""
 
 _QUESTION = aiohttp.ClientTimeout(total=2.0)
 _ACTORS = 100
-# Of the bound, for the disk.
+# Part of the bound that is reserved for writing.
 _WRITE_SECONDS = 5.0
-# File servers have clocks of their own.
+# Tolerance for the clocks of file servers.
 _CLOCK_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
-
-
-def memory() -> dict[str, int]:
-    """Return this member's memory now, in bytes; nothing where the system does not say it."""
-    try:
-        seen, shm = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")  # noqa: S108
-    except OSError:
-        return {}
-    return {"total": seen.total, "available": seen.available, "shmTotal": shm.total, "shmFree": shm.free}
 
 
 async def save(
@@ -55,15 +44,10 @@ async def save(
     token: str,
     window: Sequence[Mapping[str, object]] = (),
 ) -> Path | None:
-    """Write the evidence of `failure` below `root`; None if it could not be written. Never raises, never waits long.
+    """Write the evidence of `failure` below `root`, which outlives the incarnation and keeps the newest `KEEP`. Never
+    raises; return None if it could not be written within `BOUND_SECONDS`.
 
-    Args:
-        root: outlives the incarnation; the newest `KEEP` stay.
-        plan: of the incarnation.
-        failure: the death.
-        own: what rank 0 knows (`Member.evidence`).
-        token: the incarnation's.
-        window: the samples that the verdict was made from, oldest first.
+    `own` is the evidence of rank 0 (`AgentContext.evidence`), `window` the samples of the verdict, oldest first.
     """
     begun = time.monotonic()
     end = begun + BOUND_SECONDS
@@ -85,17 +69,17 @@ async def save(
     name = f"{plan.incarnation}-g{failure.generation}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     try:
         async with asyncio.timeout(end - time.monotonic()):
-            return await aside(_write, root, name, found)
+            return await run_in_daemon_thread(_write, root, name, found)
     except TimeoutError:
         _log.warning("the evidence of %s was not written after %.0f s", failure.cause, time.monotonic() - begun)
     except Exception as error:
-        # Whatever it is: a group does not end because its evidence cannot be kept.
+        # Any error: a group must not end because its evidence cannot be saved.
         _log.warning("the evidence of %s could not be written: %s", failure.cause, error)
     return None
 
 
 def retain(root: Path, new: Path | None = None) -> None:
-    """Remove all but the newest, of which `new` is one. A time to come is of a clock that was set right since: old."""
+    """Remove all but the newest, including `new`. A time in the future is from a wrong clock and counts as old."""
     now = time.time() + _CLOCK_SECONDS
 
     def age(path: Path) -> tuple[bool, float]:
@@ -125,8 +109,8 @@ def _session(token: str) -> aiohttp.ClientSession:
 
 
 async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, failure: Failure, found: dict[str, object]) -> None:
-    """Collect first fatal and last lines, processes and memory of every other member; one that is lost is not asked,
-    for nobody hears of the loss before this ends."""
+    """Collect the evidence of every other member. A lost member is skipped, because its loss is reported only
+    afterwards."""
     gone = failure.culprit_rank if failure.cause in (Cause.NODE_LOST, Cause.AGENT_HUNG) else None
     ranks = found["ranks"]
     assert isinstance(ranks, dict)  # noqa: S101
@@ -144,7 +128,7 @@ async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, failure: Failu
 
 
 async def _ray(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[str, object]) -> None:
-    """Ask Ray for its actors, nodes and placement groups, with causes of death (Ray's state API, `/api/v0`)."""
+    """Collect actors, nodes and placement groups with causes of death from Ray's state API (`/api/v0`)."""
     base = f"http://{plan.head.address}:{plan.head.ports.dashboard}/api/v0"
     actors, nodes, placement = await asyncio.gather(
         _json(session, f"{base}/actors?detail=1&limit={_ACTORS}"),
@@ -166,11 +150,12 @@ async def _metrics(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[
 
 
 async def _nccl(plan: GroupPlan, found: dict[str, object]) -> None:
-    """Collect what NCCL says of its ranks: who does not answer, and who has begun fewer operations than the others."""
+    """Collect NCCL's report on its ranks: ranks that do not answer, and ranks that began fewer operations than the
+    others."""
     if not plan.health.gpus:
         return
     try:
-        found["nccl"] = (await ras.report(ras.PORT)).splitlines()
+        found["nccl"] = (await nccl_report(RAS_PORT)).splitlines()
     except OSError as error:
         found["nccl"] = {"error": _reason(error)}
 
@@ -185,7 +170,7 @@ async def _json(session: aiohttp.ClientSession, url: str) -> object:
 
 
 def _rows(answer: object) -> object:
-    """Return the rows of an answer of Ray's state API, which wraps them three deep; else the answer as it is."""
+    """Return the rows of a response of Ray's state API, which nests them three deep; otherwise the response itself."""
     inner = answer
     for key in ("data", "result", "result"):
         if not isinstance(inner, dict) or key not in inner:
@@ -196,3 +181,40 @@ def _rows(answer: object) -> object:
 
 def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+RAS_PORT = 28028
+"""Default port of NCCL: on each machine the first process that uses NCCL listens there, on loopback only."""
+RAS_SECONDS = 5.0
+_PEERS_SECONDS = 3
+_MOST_BYTES = 1 << 18
+
+
+async def nccl_report(port: int = RAS_PORT, seconds: float = RAS_SECONDS) -> str:
+    """Return NCCL's verbose status: its communicators, ranks that do not answer, and the operations that each began.
+
+    Args:
+        port: port of a worker's RAS thread on this machine.
+        seconds: bound of the wait; a stopped process accepts the connection and never answers.
+
+    Raises:
+        OSError: no thread listens there, or it did not answer in time.
+    """
+    said = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                # Seconds until NCCL reports a peer as not answering; its default is longer.
+                writer.write(f"timeout {_PEERS_SECONDS}\nverbose status\n".encode())
+                while (part := await reader.read(1 << 16)) and len(said) < _MOST_BYTES:
+                    said += part
+            finally:
+                writer.close()
+    except TimeoutError:
+        # A partial answer is kept.
+        pass
+    text = said[:_MOST_BYTES].decode(errors="replace").removeprefix("OK\n")
+    if not text:
+        raise TimeoutError(f"NCCL's RAS said nothing within {seconds:g} s")
+    return text

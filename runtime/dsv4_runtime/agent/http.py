@@ -1,11 +1,11 @@
 """The agent's HTTP API.
 
-`/livez`, `/readyz` and `/metrics` are open, as kubelets and Prometheus expect; `/v1/*` asks for the token of the
-incarnation, and names its salt to whomever it refuses (`contract.token`). `/v1/watch` is `/v1/status` as a stream: one
-JSON document a line, at once when phase, verdict, progress or engine generation change, and once a second in any case;
-it ends with the agent. On rank 0 `/v1/watch?group=1` does the same for the whole group (`GroupReport`). `POST
-/v1/drain?seconds=20` has a healthy engine finish its open requests within that time, counted from the first such
-question, and says how far it is (`DrainReport`); it does not wait.
+`/livez`, `/readyz` and `/metrics` are open, as kubelets and Prometheus expect. `/v1/*` requires the token of the
+incarnation; a refusal contains its salt (`contract.token`). `/v1/watch` streams `/v1/status`, one JSON document a line:
+immediately after changes of phase, verdict, progress or engine generation, otherwise once a second; the stream ends
+with the agent. On rank 0 `/v1/watch?group=1` streams the whole group (`GroupReport`). `POST /v1/drain?seconds=20`
+starts the drain of a healthy engine, bounded from the first such request, and returns its progress without waiting
+(`DrainReport`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.agent.state import Changes
+from dsv4_runtime.agent.decide.events import Peer
+from dsv4_runtime.agent.record import Changes
 from dsv4_runtime.contract import AgentStatus, DrainReport, EngineStatus, GroupReport, Phase
 from dsv4_runtime.contract.token import CHALLENGE, challenge
 
-# A watcher that hears nothing for a few of these knows that the agent or the link is gone.
+# A client that receives nothing for a few of these treats the agent or the link as lost.
 _WATCH_SECONDS = 1.0
-# Between looks at what the other members said, for those who watch the group.
+# Interval between checks of the other members' statuses, for clients that watch the group.
 _PEERS_SECONDS = 0.1
 
 
@@ -38,7 +38,7 @@ class Reporter(Protocol):
 
     @property
     def changes(self) -> Changes:
-        """Return what tells of changes to the status that watchers want to hear of at once."""
+        """Return the notifications of status changes."""
         ...
 
     def status(self) -> AgentStatus:
@@ -46,7 +46,7 @@ class Reporter(Protocol):
         ...
 
     def others(self) -> Mapping[int, Peer]:
-        """Return the other members by rank, as they were last heard."""
+        """Return the other members by rank, with their latest answers."""
         ...
 
     def evidence(self) -> dict[str, object]:
@@ -54,12 +54,12 @@ class Reporter(Protocol):
         ...
 
     def drain(self, seconds: float) -> DrainReport:
-        """Begin to finish what the engine has begun, if it serves and that was not asked before; how far it is."""
+        """Start to drain a serving engine, unless it drains already; return the progress."""
         ...
 
 
 class _Collector:
-    """Metrics computed from the status at every scrape, so that they can never disagree with it."""
+    """Metrics computed from the status at every scrape, so that both always agree."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -108,13 +108,7 @@ def _kernels(engine: EngineStatus) -> Iterable[Metric]:
 
 
 def group_report(status: AgentStatus, others: Mapping[int, Peer], now: float) -> GroupReport:
-    """Return everything that the member of `status` knows of its group.
-
-    Args:
-        status: its own, now.
-        others: the other members.
-        now: monotonic time.
-    """
+    """Return the report of the member with `status` on its group; `now` is monotonic time."""
     heard = {rank: (peer.status, peer.heard) for rank, peer in others.items()}
     ages = {rank: round(max(0.0, now - when), 3) for rank, (_, when) in heard.items() if when is not None}
     members = [status, *(said for said, _ in heard.values() if said is not None)]
@@ -125,7 +119,7 @@ def group_report(status: AgentStatus, others: Mapping[int, Peer], now: float) ->
 
 
 def _lasting(status: AgentStatus) -> AgentStatus:
-    """Return `status` without what changes at every look."""
+    """Return `status` without the fields that change in every sample."""
     return status.model_copy(update={"signals": None, "time": status.phase_time})
 
 
@@ -138,7 +132,7 @@ def application(reporter: Reporter, token: str) -> web.Application:
     ) -> web.StreamResponse:
         if request.path.startswith("/v1/"):
             given = request.headers.get("Authorization", "")
-            # Bytes that are no UTF-8 arrive as surrogates.
+            # Invalid UTF-8 arrives as surrogates.
             if not hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {token}".encode()):
                 raise web.HTTPUnauthorized(
                     headers={CHALLENGE: challenge(token)},
@@ -159,7 +153,7 @@ def application(reporter: Reporter, token: str) -> web.Application:
 
 
 class _Handlers:
-    """Handlers that answer the routes."""
+    """Handlers of the routes."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -172,7 +166,7 @@ class _Handlers:
     async def watch(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
         await response.prepare(request)
-        # Whoever watched may be gone at any time.
+        # The client may disconnect at any time.
         with contextlib.suppress(ConnectionResetError):
             await (self._watch_group if request.query.get("group") == "1" else self._watch_own)(response)
         return response
@@ -218,7 +212,7 @@ class _Handlers:
         return web.Response(text=self._reporter.drain(seconds).to_json(), content_type="application/json")
 
     async def livez(self, _: web.Request) -> web.Response:
-        # The agent's own life alone: an engine's death is the agent's business, not the kubelet's.
+        # Liveness of the agent alone: the agent handles an engine's death, not the kubelet.
         return web.Response(text="ok\n")
 
     async def readyz(self, _: web.Request) -> web.Response:

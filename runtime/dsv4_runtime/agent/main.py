@@ -4,19 +4,90 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import logging
 import signal
+import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 
-from dsv4_runtime.agent.addresses import AddressError, resolve
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan
 
+_log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 0.3
+_LOG_SECONDS = 10.0
+
+
+class AddressError(Exception):
+    """A member's name cannot be resolved."""
+
+
+def names(plan: GroupPlan) -> dict[str, int]:
+    """Map the members' names that need resolution to their ranks."""
+    return {member.address: member.rank for member in plan.members if not _is_address(member.address)}
+
+
+def replaced(plan: GroupPlan, addresses: Mapping[str, str]) -> GroupPlan:
+    """Return `plan` with all occurrences of the names in `addresses` replaced; members' names occur nowhere else."""
+    text = plan.to_json()
+    for name, address in addresses.items():
+        text = text.replace(name, address)
+    return GroupPlan.model_validate_json(text)
+
+
+async def resolve(plan: GroupPlan, rank: int, own: str | None) -> GroupPlan:
+    """Return `plan` with addresses in place of all names; wait at most `timeouts.formation` until each has one.
+
+    `own` is this member's address, from `--address`; None: its name is resolved like the others.
+
+    Raises:
+        AddressError: a name had no address in time, or `own` is no IPv4 address.
+    """
+    wanted = names(plan)
+    found: dict[str, str] = {}
+    if own is not None and plan.members[rank].address in wanted:
+        if not _is_address(own):
+            raise AddressError(f"--address {own!r} is no IPv4 address; give the pod's")
+        found[plan.members[rank].address] = own
+    loop = asyncio.get_running_loop()
+    deadline, log_at = loop.time() + plan.timeouts.formation, loop.time() + 1.0
+    while missing := [name for name in wanted if name not in found]:
+        answers = await asyncio.gather(*(_lookup(name) for name in missing))
+        found |= {name: address for name, address in zip(missing, answers, strict=True) if address is not None}
+        missing = [name for name in missing if name not in found]
+        if not missing:
+            break
+        waiting = ", ".join(f"rank {wanted[name]} ({name})" for name in missing)
+        if loop.time() > deadline:
+            raise AddressError(f"no address after {plan.timeouts.formation:.0f} s for {waiting}; its pod did not start")
+        if loop.time() > log_at:
+            _log.info("waiting for the address of %s", waiting)
+            log_at = loop.time() + _LOG_SECONDS
+        await asyncio.sleep(_RETRY_SECONDS)
+    return replaced(plan, found) if found else plan
+
+
+async def _lookup(name: str) -> str | None:
+    try:
+        entries = await asyncio.get_running_loop().getaddrinfo(name, None, family=socket.AF_INET)
+    except OSError:
+        return None
+    return str(entries[0][4][0]) if entries else None
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return True
+
 
 def main() -> None:
-    """Live as one member of a plan until SIGTERM or SIGINT; exit code 0 then, 2 for an unusable plan."""
+    """Run one member of a plan until SIGTERM or SIGINT; exit code 0 then, 2 for an unusable plan."""
     parser = argparse.ArgumentParser(prog="dsv4-agent", description=main.__doc__)
     parser.add_argument("--plan", type=Path, required=True, help="the GroupPlan, a JSON file")
     parser.add_argument("--rank", type=int, required=True, help="which member of the plan this is")
@@ -41,7 +112,7 @@ def main() -> None:
 
 
 async def _run(options: argparse.Namespace, plan: GroupPlan, token: str) -> None:
-    # Before anything that takes time: process 1 of a container does not end of a signal that it does not handle.
+    # First of all: a signal without a handler does not end process 1 of a container.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -49,12 +120,12 @@ async def _run(options: argparse.Namespace, plan: GroupPlan, token: str) -> None
     if named is None:
         return
     member = Member(named, options.rank, options.directory, token)
-    member.evidence_root = options.evidence or options.directory / "evidence"
+    member.context.evidence_root = options.evidence or options.directory / "evidence"
     await member.run(stop)
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, GroupPlan]) -> GroupPlan | None:
-    """Return what `work` returns; None if `stop` is set before."""
+    """Return the result of `work`; None if `stop` is set first."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)

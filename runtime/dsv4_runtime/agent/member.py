@@ -1,155 +1,183 @@
-"""One member as a process: it tells `agent.decide` what happens, and does what that decides.
+"""One member as a process: `DecisionLoop` passes events to `agent.decide`, and `Member` runs the resulting actions.
 
-What is decided when is in `agent.decide.member`; the work is done by `agent.start` and, on rank 0, `agent.engine`.
+The decisions are in `agent.decide.member`; the work is done by `agent.start` and, on rank 0, by `agent.engine`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.aside import aside
-from dsv4_runtime.agent.clear import ENGINE_ROLES
+from dsv4_runtime.agent.cleanup import ENGINE_ROLES
+from dsv4_runtime.agent.context import AgentContext, run_in_daemon_thread, start_background
 from dsv4_runtime.agent.decide import actions as act
 from dsv4_runtime.agent.decide.events import (
     AgentEvent,
+    Crashed,
     Done,
     DrainAsked,
     EngineGone,
     GroupSeen,
+    Now,
+    Peer,
     ProcessEnded,
     Started,
     StopAsked,
     Task,
     TaskFailed,
+    TimerFired,
 )
-from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.agent.decide.state import initial
+from dsv4_runtime.agent.decide.member import due, step
+from dsv4_runtime.agent.decide.state import MemberState, initial
 from dsv4_runtime.agent.engine import EngineRunner
-from dsv4_runtime.agent.evidence import memory
-from dsv4_runtime.agent.loop import Loop, Tasks
-from dsv4_runtime.agent.peers import Peers
-from dsv4_runtime.agent.processes import Child, ProcessWatch, become_reaper, end_everything, reap_orphans
-from dsv4_runtime.agent.ray_node import RayNode
-from dsv4_runtime.agent.shm import sweep
-from dsv4_runtime.agent.sockets import sweep_sockets
-from dsv4_runtime.agent.standby import BRAKE, Standby
-from dsv4_runtime.agent.start import StartRunner
-from dsv4_runtime.agent.state import Changes, MemberRecord
+from dsv4_runtime.agent.processes import become_reaper, end_everything, reap_orphans
+from dsv4_runtime.agent.record import Changes
+from dsv4_runtime.agent.standby import Standby
+from dsv4_runtime.agent.start import RayNode, StartRunner
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Phase
-from dsv4_runtime.contract.secrets import is_secret_name
-from dsv4_runtime.engine.logs import LogTail, bound
-from dsv4_runtime.fabric.member import MemberFabric
-from dsv4_runtime.health.causes import ExitCauses
-from dsv4_runtime.health.ticks import tick
-from dsv4_runtime.health.vitals import SAMPLE_SECONDS, Vitals
-from dsv4_runtime.weights import doubt
-from dsv4_runtime.weights.share import Share
+from dsv4_runtime.engine.logs import bound
+from dsv4_runtime.health.vitals import SAMPLE_SECONDS
+from dsv4_runtime.util.clock import tick, unix_time
+from dsv4_runtime.weights import store
+from dsv4_runtime.weights.server import WeightsServer
 
 _log = logging.getLogger(__name__)
 
 _PEERS_SECONDS = 2.0
 _RAY_GRACE = 5.0
 _LOG_BYTES = 64 << 20
-# Processes that come late (a restarted Ray helper) are found by looking; deaths need no looking.
+# Late processes (a restarted Ray helper) are found by polling; the end of a watched process is an event.
 _REFRESH_SECONDS = 10.0
 
 
+class DecisionLoop:
+    """Loop around the decisions of one member: events, actions and the timer. Created inside a running event loop."""
+
+    def __init__(
+        self,
+        state: MemberState,
+        run: Callable[[act.AgentAction], None],
+        view: Callable[[], GroupSeen],
+        awake: Callable[[float], float],
+    ) -> None:
+        """Take functions of the member: `run` runs an action without waiting, `view` returns the latest observation of
+        the group, `awake` the end of this agent's latest pause, given the monotonic time."""
+        self.state = state
+        self._run = run
+        self._view = view
+        self._awake = awake
+        self._events: deque[AgentEvent] = deque()
+        self._busy = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def feed(self, event: AgentEvent) -> None:
+        """Handle an event, or queue it if a call of `feed` is in progress."""
+        self._events.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._events:
+                self._handle(self._events.popleft())
+        finally:
+            self._busy = False
+        self._set_timer()
+
+    def close(self) -> None:
+        """Cancel the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _handle(self, event: AgentEvent) -> None:
+        try:
+            self.state, actions = step(self.state, event, self._now())
+            for action in actions:
+                self._run(action)
+        except Exception as error:
+            _log.exception("the agent made a mistake")
+            if not isinstance(event, Crashed):
+                self._events.append(Crashed(f"{type(error).__name__}: {error}"))
+
+    def _now(self) -> Now:
+        clock = time.monotonic()
+        return Now(clock, unix_time(), self._awake(clock))
+
+    def _set_timer(self) -> None:
+        self.close()
+        at = due(self.state, self._now())
+        if at is not None:
+            self._timer = asyncio.get_running_loop().call_at(at, self._fire)
+
+    def _fire(self) -> None:
+        self.feed(self._view())
+        self.feed(TimerFired())
+
+
 class Member:
-    """One member: its children, its state, its HTTP API. Made inside a running event loop."""
+    """One member: its decisions, their actions, and its HTTP API. Created inside a running event loop."""
 
     def __init__(self, plan: GroupPlan, rank: int, directory: Path, token: str) -> None:
-        self.plan = plan
-        self.rank = rank
-        self.me = plan.members[rank]
-        self.directory = directory
-        self.evidence_root = directory / "evidence"
-        self.token = token
-        self.state = MemberRecord(plan, rank)
-        self.share = Share(plan.weights)
-        self._born = time.time()
-        self.peers = Peers(plan, rank, token)
-        self.loop = Loop(initial(plan, rank), self.act, self._view, self.peers.awake)
-        self.tasks = Tasks(self.loop.feed)
-        self.vitals = Vitals(gpus=plan.health.gpus, uuids=self.me.gpus)
-        self.sampled = Changes()
-        """Tells of every sample of this member's signals."""
-        self.exit_causes = ExitCauses(directory / "ray" / "session_latest" / "logs")
-        self.tails = {"ray": LogTail(directory / "ray.log")}
-        self.children: list[Child] = []
-        self.watch = ProcessWatch(self.process_ended)
-        self.ray = RayNode(self.me, plan.head, self.tails["ray"], self.loop.feed)
-        # The directory of the Python that runs the agent comes first: Ray starts `python` and `ninja` by name.
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        self.temporary = directory / "tmp"
-        """Directory where children make what they do not keep: it goes with the member's directory."""
-        self.standby = Standby(self)
-        own = {"PATH": path, "TMPDIR": str(self.temporary), BRAKE: str(self.standby.brake)}
-        # The engine has its weights already: what fetched them is not for it to know.
-        inherited = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
-        self.env = {**inherited, **own, **plan.environment(rank)}
-        self.fabric = MemberFabric(plan, plan.fabric, rank, token) if plan.fabric is not None else None
-        self.start = StartRunner(self)
-        self.engine = EngineRunner(self) if rank == 0 else None
+        def feed(event: AgentEvent) -> None:
+            self.loop.feed(event)
+
+        self.context = context = AgentContext(plan, rank, directory, token, feed, self.process_ended)
+        self.loop = DecisionLoop(initial(plan, rank), self.act, context.view, context.peers.awake)
+        self.share = WeightsServer(plan.weights)
+        self.ray = RayNode(context)
+        self.standby = Standby(context)
+        self.start = StartRunner(context, self.standby, self.ray, self.share)
+        self.engine = EngineRunner(context, self.standby) if rank == 0 else None
         self._runner: web.AppRunner | None = None
         self._background: list[asyncio.Task[None]] = []
 
-    # What the HTTP API reads and asks for.
+    # `http.Reporter`
 
     def status(self) -> AgentStatus:
-        """Return the member's status now."""
-        self.state.processes = {os.getpid(): "agent", **self.roles()}
-        status = self.state.status()
-        return status if self.fabric is None else status.model_copy(update={"fabric": self.fabric.status})
+        """Return the member's current status."""
+        return self.context.status()
 
     def others(self) -> Mapping[int, Peer]:
-        """Return the other members by rank, as they were last heard."""
-        return self.peers.all
+        """Return the other members by rank, with their latest answers."""
+        return self.context.peers.all
 
     @property
     def changes(self) -> Changes:
-        """Return what tells of changes to the status that watchers want to hear of at once."""
-        return self.state.changes
+        """Return the notifications of status changes."""
+        return self.context.record.changes
 
     def evidence(self) -> dict[str, object]:
-        """Return first fatal lines and last lines of every log; on rank 0 the samples of the latest verdicts too."""
-        found: dict[str, object] = {
-            "firstFatal": {name: tail.first_fatal[0] for name, tail in self.tails.items() if tail.first_fatal},
-            "lastLines": {name: list(tail.last) for name, tail in self.tails.items()},
-            "memory": memory(),
-            "status": self.status().to_dict(),
-        }
-        return found if self.engine is None else {**found, "window": self.engine.watcher.seen()}
+        """Return the evidence on this member; on rank 0 with the samples of the latest verdicts."""
+        found = self.context.evidence()
+        return found if self.engine is None else {**found, "window": self.engine.watcher.window()}
 
     def drain(self, seconds: float) -> DrainReport:
-        """Have a serving engine finish its open requests, within `seconds` of the first time that this is asked."""
+        """Start to drain a serving engine within `seconds`, unless it drains already; return the progress."""
         self.loop.feed(DrainAsked(seconds))
-        # Other ranks, and an engine that does not serve: nothing answers here, so there is nothing to wait for.
-        finishing = None if self.engine is None else self.engine.drain
-        return DrainReport(over=True) if finishing is None else finishing.report
+        # On other ranks, and for an engine that does not serve, there are no open requests.
+        wait = None if self.engine is None else self.engine.drain
+        return DrainReport(over=True) if wait is None else wait.report
 
-    # Life.
+    # Life cycle
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Live until `stop` is set, then end everything within the plan's grace time."""
+        """Run until `stop` is set, then end all processes within the plan's grace time."""
         become_reaper()
-        app = http.application(self, self.token)
+        app = http.application(self, self.context.token)
         self.share.add_to(app)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         self._background += [
-            _in_background(self._look_after_processes()),
-            _in_background(self._keep_logs_small()),
-            _in_background(self._sample()),
+            start_background(self._maintain_processes()),
+            start_background(self._keep_logs_small()),
+            start_background(self._sample()),
         ]
         try:
             self.loop.feed(Started())
@@ -159,53 +187,54 @@ class Member:
             self.loop.close()
             for work in self._background:
                 work.cancel()
-            await asyncio.gather(self.tasks.close(), *self._background, return_exceptions=True)
+            await asyncio.gather(self.context.tasks.close(), *self._background, return_exceptions=True)
             await self._end()
             await self._runner.cleanup()
 
     def act(self, action: act.AgentAction) -> None:
-        """Do what was decided; what takes time becomes a task."""
+        """Run an action; one that takes time becomes a task."""
+        context, record = self.context, self.context.record
         match action:
             case act.StartTask(task=task):
-                self.tasks.start(task, self._work(task))
+                context.tasks.start(task, self._work(task))
             case act.Stop(tasks=tasks):
-                self.tasks.stop(tasks)
+                context.tasks.stop(tasks)
                 if Task.STANDBY in tasks:
                     self.standby.release()
             case act.Enter(phase=phase, stage=doing):
-                self.state.enter(phase, doing)
+                record.enter(phase, doing)
             case act.ReportJoined(joined=joined):
-                self.state.joined = joined
+                record.joined = joined
             case act.RecordFailure(failure=failure):
-                self.state.record_failure(failure)
+                record.record_failure(failure)
             case act.FollowGeneration(generation=generation):
-                self.state.follow(generation)
-                self.exit_causes.forget()
-                self.vitals.forget()
+                record.follow(generation)
+                context.exit_causes.forget()
+                context.vitals.forget()
             case act.FindProcesses():
-                self.watch.refresh()
+                context.watch.refresh()
             case act.KillEngine():
-                self.kill_engine()
-                if not ENGINE_ROLES & set(self.watch.roles.values()):
+                context.kill_engine()
+                if not ENGINE_ROLES & set(context.watch.roles.values()):
                     self.loop.feed(EngineGone())
             case act.SweepSharedMemory():
-                self._background.append(_in_background(self.sweep()))
+                self._background.append(start_background(context.sweep()))
             case act.DoubtWeights(why=why):
                 _log.warning("the weights are read again before the next start: %s", why)
-                self.state.weights_doubted = why
-                self.state.changes.tell()
-                doubt.note(Path(self.plan.weights.path), why)
+                record.weights_doubted = why
+                record.changes.notify()
+                store.request_recheck(Path(context.plan.weights.path), why)
             case act.ReportVerified(right=right):
-                self.state.weights_verified = right
+                record.weights_verified = right
                 if right:
-                    doubt.clear(Path(self.plan.weights.path))
-                self.state.changes.tell()
+                    store.clear_recheck(Path(context.plan.weights.path))
+                record.changes.notify()
             case act.StopChildren():
-                self._background.append(_in_background(self._stop_children()))
+                self._background.append(start_background(self._stop_children()))
             case act.Exit(message=message):
                 raise SystemExit(message)
             case _:
-                assert self.engine is not None  # noqa: S101  (rank 0 alone is told such things)
+                assert self.engine is not None  # noqa: S101  (the other actions are rank 0's)
                 self.engine.act(action)
 
     def _work(self, task: Task) -> Coroutine[Any, Any, AgentEvent]:
@@ -217,133 +246,99 @@ class Member:
                 return self.engine.clear()
         return self.start.work(task)
 
-    def _view(self) -> GroupSeen:
-        return GroupSeen(dict(self.peers.all), self.state.signals, self.state.disk_rate)
-
     def process_ended(self, role: str, pid: int) -> None:
-        """Tell what the kernel said: a watched process has ended. What explains that is read first."""
+        """Feed the end of a watched process, with its explanation from logs and kernel counters."""
         _log.info("%s (process %s) ended", role, pid)
         if role in ("raylet", "gcs"):
             self.ray.process_ended(role)
             return
         if self.engine is not None:
             self.engine.read_log()
-        told = self.exit_causes.told_to_end(pid) if role == "worker" else None
-        explained = None if told and self.rank else self.exit_causes.explain()
-        self.loop.feed(ProcessEnded(role, told, explained))
-
-    def roles(self) -> dict[int, str]:
-        """Return process id to role of everything watched and every child that runs."""
-        return {**self.watch.roles, **{child.pid: child.name for child in self.children if child.running}}
-
-    def kill_engine(self) -> None:
-        """Kill the watched processes of a dead engine here. Ray asks its actors to end; stopped ones do not hear."""
-        self.watch.kill(ENGINE_ROLES)
-
-    async def sweep(self) -> None:
-        """Remove shared memory and sockets that an engine's death left behind on this member."""
-        if removed := await asyncio.to_thread(sweep, self._born):
-            _log.info("removed %s files of shared memory that nobody used any more", len(removed))
-        if sockets := await asyncio.to_thread(sweep_sockets, self.temporary):
-            _log.info("removed %s sockets that nobody used any more", len(sockets))
-
-    async def start_child(self, name: str, command: list[str], *, fed: bool = False, log: str | None = None) -> Child:
-        """Start a child that logs to `<log>.log` in the member's directory, by default `<name>.log`."""
-        self.temporary.mkdir(parents=True, exist_ok=True)
-        child = await Child.start(name, command, self.env, self.directory / f"{log or name}.log", fed=fed)
-        self.children.append(child)
-        return child
+        ordered = self.context.exit_causes.ordered_to_end(pid) if role == "worker" else None
+        explained = None if ordered and self.context.rank else self.context.exit_causes.explain()
+        self.loop.feed(ProcessEnded(role, ordered, explained))
 
     async def _listen(self) -> AgentEvent:
-        assert self._runner is not None  # noqa: S101  (set before anything is decided)
+        assert self._runner is not None  # noqa: S101  (set before the first event)
+        me = self.context.me
         try:
-            await web.TCPSite(self._runner, self.me.address, self.me.ports.agent).start()
+            await web.TCPSite(self._runner, me.address, me.ports.agent).start()
         except OSError as error:
             return TaskFailed(Task.LISTEN, Cause.UNKNOWN, f"the agent cannot listen: {error}", "exit")
-        self._background += [_in_background(self.peers.run()), _in_background(self._follow_peers())]
+        self._background += [start_background(self.context.peers.run()), start_background(self._follow_peers())]
         return Done(Task.LISTEN)
 
-    # In the background.
+    # Background work
 
     async def _follow_peers(self) -> None:
-        """Tell of every answer of another member."""
+        """Feed an observation of the group after every answer of another member."""
         while True:
-            await self.peers.changed(_PEERS_SECONDS)
-            self.loop.feed(self._view())
+            await self.context.peers.changed(_PEERS_SECONDS)
+            self.loop.feed(self.context.view())
 
-    async def _look_after_processes(self) -> None:
-        """Reap orphans, follow Ray's log, look for watched processes that came late."""
-        looked = 0.0
+    async def _maintain_processes(self) -> None:
+        """Reap orphans, follow Ray's log, and watch processes that started late."""
+        context, refreshed = self.context, 0.0
         while True:
             await tick(1.0)
-            reap_orphans(frozenset(child.pid for child in self.children))
+            reap_orphans(frozenset(child.pid for child in context.children))
             try:
-                if self.state.joined:
-                    self.tails["ray"].read()
-                if self.state.joined and time.monotonic() - looked > _REFRESH_SECONDS:
-                    looked = time.monotonic()
-                    self.watch.refresh()
+                if context.record.joined:
+                    context.tails["ray"].read()
+                if context.record.joined and time.monotonic() - refreshed > _REFRESH_SECONDS:
+                    refreshed = time.monotonic()
+                    context.watch.refresh()
             except OSError:
                 _log.exception("the processes could not be looked after, which is tried again")
 
     async def _keep_logs_small(self) -> None:
-        """Bound every log. Copying half of one takes a disk its time: the next look waits for it, nobody else does."""
+        """Bound every log. Copying half of a log may block on the disk, so it runs outside the event loop."""
         while True:
             await asyncio.sleep(_REFRESH_SECONDS)
-            for name in ("agent", *self.tails):
-                await aside(bound, self.directory / f"{name}.log", _LOG_BYTES)
+            for name in ("agent", *self.context.tails):
+                await run_in_daemon_thread(bound, self.context.directory / f"{name}.log", _LOG_BYTES)
 
     async def _sample(self) -> None:
-        """Keep the member's signals fresh, for its own rules and for the head's."""
+        """Sample the member's signals, for the rules on this member and on the head."""
+        context = self.context
         while True:
             now = time.monotonic()
-            heard = {rank: self.peers.silence(rank, now) for rank in self.peers.all}
-            silent = {rank: silence for rank, silence in heard.items() if silence is not None}
+            silences = {rank: context.peers.silence(rank, now) for rank in context.peers.all}
+            silent = {rank: silence for rank, silence in silences.items() if silence is not None}
             try:
-                self.state.signals = self.vitals.sample(self.roles(), silent)
+                context.record.signals = context.vitals.sample(context.roles(), silent)
             except OSError:
                 _log.exception("the signals could not be sampled, which is tried again")
-            self.sampled.tell()
-            self.loop.feed(self._view())
+            context.sampled.notify()
+            self.loop.feed(context.view())
             await tick(SAMPLE_SECONDS)
 
-    # Ends.
+    # Shutdown
 
     async def _stop_children(self) -> None:
-        """End the children, the latest first: vLLM before the Ray node that it runs on."""
-        for child in reversed(self.children):
+        """End the children, the latest first: vLLM before its Ray node."""
+        for child in reversed(self.context.children):
             await child.end(_RAY_GRACE if child.name == "ray" else 2.0)
 
     async def _end(self) -> None:
-        """End everything that was started, within the plan's grace time."""
-        deadline = time.monotonic() + self.plan.timeouts.drain
-        self.watch.close()
-        if self.fabric is not None:
-            self.fabric.close()
+        """End all processes within the plan's grace time, and close all files."""
+        context, drain = self.context, self.context.plan.timeouts.drain
+        deadline = time.monotonic() + drain
+        context.watch.close()
+        if context.fabric is not None:
+            context.fabric.close()
         try:
-            async with asyncio.timeout(max(1.0, self.plan.timeouts.drain - 2.0)):
+            async with asyncio.timeout(max(1.0, drain - 2.0)):
                 await self._stop_children()
         except TimeoutError:
             _log.warning("children did not end in time, killing what is left")
         if not await end_everything(deadline):
             _log.error("some processes could not be killed")
-        await self.sweep()
-        self.vitals.close()
-        self.exit_causes.close()
+        await context.sweep()
+        context.vitals.close()
+        context.exit_causes.close()
         if self.engine is not None:
             self.engine.close()
-        for tail in self.tails.values():
+        for tail in context.tails.values():
             tail.close()
-        self.state.enter(Phase.STOPPED)
-
-
-def _in_background(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-    """Work beside the decisions; nobody waits for it, so its mistakes are logged."""
-
-    def tell(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("the agent made a mistake", exc_info=error)
-
-    task = asyncio.create_task(work)
-    task.add_done_callback(tell)
-    return task
+        context.record.enter(Phase.STOPPED)

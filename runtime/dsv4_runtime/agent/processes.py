@@ -1,4 +1,4 @@
-"""The processes below the agent: starting, finding, watching and ending them, children's children included."""
+"""Processes below the agent, including grandchildren: start, search, watch and end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import psutil
 
-from dsv4_runtime.health.table import below
+from dsv4_runtime.util.procfs import below
 
 _log = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ _PROGRAMS = {"raylet": "raylet", "gcs_server": "gcs"}
 
 
 def become_reaper() -> None:
-    """Make orphans below this process its own children, as they are below process 1 anyway."""
+    """Become the parent of orphans below this process, as process 1 is anyway."""
     if os.getpid() != 1:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def role_of(command: Sequence[str]) -> str | None:
-    """Return which of the watched processes a command line belongs to; None for all others."""
+    """Return the role of a command line among the watched processes; None for all others."""
     if not command:
         return None
     for title, role in _TITLES:
@@ -50,7 +50,7 @@ def role_of(command: Sequence[str]) -> str | None:
 
 
 def descendants() -> list[psutil.Process]:
-    """Return everything below this process that still runs, with any of its threads."""
+    """Return the processes below this one of which any thread runs."""
     found = []
     for pid, entry in below(os.getpid()).items():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -60,10 +60,10 @@ def descendants() -> list[psutil.Process]:
 
 
 def find_roles() -> dict[int, str]:
-    """Map process id to role for every watched process below this one.
+    """Map process id to role of the watched processes below this one.
 
-    A child bears its parent's title from its birth until it becomes a program of its own, so whoever has a title that
-    its parent has too is not who it says.
+    A forked child has its parent's title until it executes a program, so a process with the role of its parent does not
+    count.
     """
     table = below(os.getpid())
     found = {pid: role for pid in table if (role := role_of(_command(pid)))}
@@ -80,7 +80,7 @@ def _command(pid: int) -> list[str]:
 
 @contextlib.contextmanager
 def waited_for(pid: int) -> Iterator[None]:
-    """Leave the exit code of a child to whoever waits for it, within this context."""
+    """Exclude a child from `reap_orphans` within this context: its exit code is awaited elsewhere."""
     _waited_for.add(pid)
     try:
         yield
@@ -89,9 +89,9 @@ def waited_for(pid: int) -> Iterator[None]:
 
 
 def reap_orphans(own: frozenset[int]) -> None:
-    """Collect the exit codes of ended children that nobody waits for; `own` are waited for elsewhere."""
+    """Collect the exit codes of ended children; those in `own` are awaited elsewhere."""
     own = own | _waited_for
-    # One call to the kernel instead of a look at every process: this happens every second.
+    # One system call instead of a scan of all processes: this runs every second.
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
             os.waitpid(ended.si_pid, os.WNOHANG)
@@ -116,9 +116,9 @@ class Child:
     async def start(
         cls, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, *, fed: bool = False
     ) -> Child:
-        """Start `command` with exactly `env`; both outputs are appended to `log`. If `fed`, `tell` writes its input.
+        """Start `command` with exactly `env`; both outputs are appended to `log`. If `fed`, `send` writes its input.
 
-        Without a log that can be written the child runs all the same, and its output is lost.
+        If the log cannot be written, the child runs without one.
         """
         with _output(log) as output:
             process = await asyncio.create_subprocess_exec(
@@ -138,14 +138,14 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Tell whether it has not been seen to end."""
+        """Return whether its end was not yet observed."""
         return self._process.returncode is None
 
     async def wait(self) -> int:
         """Wait for the exit code; negative signal number if a signal ended it."""
         return await self._process.wait()
 
-    def tell(self, line: bytes) -> bool:
+    def send(self, line: bytes) -> bool:
         """Write to the input of a process that was started `fed`, and end that; return whether it could be written."""
         assert self._process.stdin is not None  # noqa: S101  (see `start`)
         try:
@@ -164,9 +164,10 @@ class Child:
             return []
 
     async def end(self, grace: float) -> None:
-        """Send SIGTERM, `grace` seconds later SIGKILL to it and everything that was below it; return when it has ended.
+        """Send SIGTERM, after `grace` seconds SIGKILL to the process and its descendants; return after its end.
 
-        What waits for a device in the kernel may not end; after five seconds it is left to the end of the member.
+        A process that waits for a device in the kernel may not end; after five seconds it is left to the end of the
+        member.
         """
         tree = self.tree()
         if self.running and grace > 0:
@@ -185,14 +186,14 @@ class Child:
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """Send SIGKILL; psutil makes sure that a process id was not given to another process meanwhile."""
+    """Send SIGKILL; psutil excludes a process that reuses a process id."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Tell whether it is the helper in which Python's multiprocessing keeps track of shared memory."""
+    """Return whether a process is the resource tracker of Python's multiprocessing."""
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -211,7 +212,7 @@ async def end_everything(deadline: float) -> bool:
 
 
 class ProcessWatch:
-    """Tells the moment a process ends, children or not, without looking: one pidfd each (Linux 5.3)."""
+    """Reports the end of processes immediately, children or not, through one pidfd each (Linux 5.3)."""
 
     def __init__(self, ended: Callable[[str, int], None]) -> None:
         self._ended = ended
@@ -219,11 +220,11 @@ class ProcessWatch:
 
     @property
     def roles(self) -> dict[int, str]:
-        """Map process id to role, of those that run."""
+        """Map process id to role of the running processes."""
         return {pid: role for pid, (role, _) in self._watched.items()}
 
     def refresh(self) -> None:
-        """Watch what has appeared since the last time."""
+        """Watch processes that started since the last call."""
         for pid, role in find_roles().items():
             if pid not in self._watched:
                 with contextlib.suppress(ProcessLookupError):
@@ -238,7 +239,7 @@ class ProcessWatch:
         self._ended(role, pid)
 
     def kill(self, roles: Container[str]) -> None:
-        """Send SIGKILL to the watched processes of these roles, and to no process that was given one of their ids."""
+        """Send SIGKILL to the watched processes of these roles; a process that reuses an id is excluded."""
         for role, descriptor in self._watched.values():
             if role in roles:
                 with contextlib.suppress(ProcessLookupError):

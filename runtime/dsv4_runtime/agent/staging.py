@@ -1,7 +1,7 @@
-"""Weights on this member: made, fetched, or found; and the page cache before they are loaded.
+"""Weights of this member: generated, fetched, or found; and the page cache before the load.
 
-The work is done in processes of its own: torch and the client libraries of hubs and stores are not for the agent's
-memory, and a transfer that hangs can be killed.
+The work runs in processes of its own: torch and the client libraries of hubs and stores would cost the agent memory,
+and a transfer that hangs can be killed.
 """
 
 from __future__ import annotations
@@ -18,45 +18,41 @@ from pydantic import ValidationError
 from dsv4_runtime.agent.processes import waited_for
 from dsv4_runtime.contract import Cause, GroupPlan, PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.nano.main import DAMAGED
-from dsv4_runtime.weights import cache, doubt
-from dsv4_runtime.weights.job import Job, News
+from dsv4_runtime.weights import cache, store
+from dsv4_runtime.weights.messages import StagingJob, StagingReport
 
 _log = logging.getLogger(__name__)
 _GUARD_SECONDS = 2.0
-# Files that were dropped come back as they are read: dropping them again at once would only make reading slower.
+# Dropped files return to the cache as they are read: dropping them again at once would only slow the load down.
 _GUARD_PAUSE_SECONDS = 10.0
 
 
 class StagingError(Exception):
-    """The weights are not there and cannot be had; the text says why and what to do."""
+    """The weights are missing and cannot be fetched; the text contains the reason and the remedy."""
 
     def __init__(self, message: str, cause: Cause = Cause.STAGING_FAILED) -> None:
         super().__init__(message)
         self.cause = cause
 
 
-async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], None]) -> News:
-    """Make sure that `weights.path` holds a complete checkpoint, and return what was done for it.
+async def stage(plan: GroupPlan, rank: int, token: str, report: Callable[[StagingReport], None]) -> StagingReport:
+    """Make sure that `weights.path` contains a complete checkpoint, and return the last report.
 
-    Args:
-        plan: whose weights.
-        rank: this member.
-        token: the incarnation's; it opens the other members' files.
-        heard: told how far it has come.
+    `token` opens the files of the other members; `report` is called with every progress report.
 
     Raises:
-        StagingError: it is not there and cannot be had.
+        StagingError: the checkpoint is missing and cannot be fetched.
     """
     if plan.weights.source is WeightsSource.NANO:
         return await _make_nano(plan.weights)
-    last = News()
+    last = StagingReport()
 
-    def hear(news: News) -> None:
+    def keep(news: StagingReport) -> None:
         nonlocal last
         last = news
-        heard(news)
+        report(news)
 
-    code = await _run("stage", _job(plan, rank, token), hear)
+    code = await _run("stage", _job(plan, rank, token), keep)
     if last.error is not None:
         raise StagingError(last.error, last.cause or Cause.STAGING_FAILED)
     if code != 0:
@@ -65,39 +61,40 @@ async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], 
     return last
 
 
-async def prepare_page_cache(plan: GroupPlan, rank: int, heard: Callable[[News], None]) -> None:
-    """Read ahead what this member's ranks will load, and, where devices share the memory, keep enough of it free.
+async def prepare_page_cache(plan: GroupPlan, rank: int, report: Callable[[StagingReport], None]) -> None:
+    """Read the weights of this member's ranks into the page cache; with unified memory, keep enough of it free.
 
-    Runs beside the formation of the group and never fails a start. `heard` is told how far the reading has come.
+    Runs during the formation of the group and never fails a start. `report` is called with every progress report.
     """
     weights = plan.weights
 
-    def hear(news: News) -> None:
+    def keep(news: StagingReport) -> None:
         _log.info("weights: %s", news.stage)
-        heard(news)
+        report(news)
 
     try:
         if weights.prefetch:
-            await _run("prefetch", _job(plan, rank, ""), hear)
+            await _run("prefetch", _job(plan, rank, ""), keep)
         if weights.page_cache is PageCache.UNIFIED:
             await _keep_free(Path(weights.path))
     except Exception:
         _log.exception("the page cache stays as it is")
 
 
-async def read_again(how: str, plan: GroupPlan, rank: int, heard: Callable[[News], None]) -> News:
-    """Read the checkpoint: by `scrub` slowly until a file is wrong, by `verify` once, at once; return what came of it.
+async def read_again(how: str, plan: GroupPlan, rank: int, report: Callable[[StagingReport], None]) -> StagingReport:
+    """Read the checkpoint again: `scrub` slowly until a file is wrong, `verify` once at full speed. Return the last
+    report.
 
-    `heard` is told each time that every file was read and is right.
+    `report` is called after every complete pass without a wrong file.
     """
-    last = News()
+    last = StagingReport()
 
-    def hear(news: News) -> None:
+    def keep(news: StagingReport) -> None:
         nonlocal last
         last = news
-        heard(news)
+        report(news)
 
-    await _run(how, _job(plan, rank, ""), hear)
+    await _run(how, _job(plan, rank, ""), keep)
     return last
 
 
@@ -108,12 +105,12 @@ async def _keep_free(folder: Path) -> None:
             await asyncio.sleep(_GUARD_PAUSE_SECONDS)
 
 
-def _job(plan: GroupPlan, rank: int, token: str) -> Job:
+def _job(plan: GroupPlan, rank: int, token: str) -> StagingJob:
     first = sum(member.devices for member in plan.members[:rank])
     last = first + plan.members[rank].devices - 1
     count = plan.weights.pipeline_stages
     per_stage = max(1, plan.expectations.world_size // count)
-    return Job(
+    return StagingJob(
         weights=plan.weights,
         rank=rank,
         members={
@@ -127,14 +124,14 @@ def _job(plan: GroupPlan, rank: int, token: str) -> Job:
     )
 
 
-async def _run(what: str, job: Job, heard: Callable[[News], None]) -> int:
-    """Run one job to its end; its input stays open meanwhile, because the process ends with it."""
+async def _run(what: str, job: StagingJob, report: Callable[[StagingReport], None]) -> int:
+    """Run one job to its end; its input stays open meanwhile, because the process ends at the end of its input."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "dsv4_runtime.weights.main", what),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        # Modules compiled once start in half the time.
+        # With cached bytecode the process starts in half the time.
         env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
     )
     assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018  (both are pipes, see above)
@@ -144,7 +141,7 @@ async def _run(what: str, job: Job, heard: Callable[[News], None]) -> int:
             await process.stdin.drain()
             async for line in process.stdout:
                 try:
-                    heard(News.model_validate_json(line))
+                    report(StagingReport.model_validate_json(line))
                 except ValidationError:
                     _log.warning("weights: %s", line.decode(errors="replace").strip())
             return await process.wait()
@@ -156,13 +153,13 @@ async def _run(what: str, job: Job, heard: Callable[[News], None]) -> int:
                 await process.wait()
 
 
-async def _make_nano(weights: WeightsPlan) -> News:
-    """Make the nano checkpoint; members that share a disk make it once, because its maker takes a lock."""
+async def _make_nano(weights: WeightsPlan) -> StagingReport:
+    """Generate the nano checkpoint, once for members that share a disk, because its generator takes a lock."""
     command = [sys.executable, "-m", "dsv4_runtime.nano.main", weights.path]
     command += ["--seed", str(weights.seed or 0), "--precision", weights.precision or "bf16"]
     command += ["--drafts", weights.drafts or "none"]
     folder = Path(weights.path)
-    doubted = doubt.reason(folder) is not None
+    doubted = store.recheck_reason(folder) is not None
     if doubted:
         command.append("--verify")
     process = await asyncio.create_subprocess_exec(
@@ -180,6 +177,6 @@ async def _make_nano(weights: WeightsPlan) -> News:
         raise StagingError(
             f"the nano checkpoint could not be made in {weights.path!r}: {lines[-1] if lines else 'no output'}"
         )
-    doubt.clear(folder)
+    store.clear_recheck(folder)
     wrong = tuple(line.removeprefix(DAMAGED) for line in lines if line.startswith(DAMAGED))
-    return News(stage="made" if wrong else "complete", verified=doubted, wrong=wrong)
+    return StagingReport(stage="made" if wrong else "complete", verified=doubted, wrong=wrong)

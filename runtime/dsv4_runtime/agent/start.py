@@ -1,92 +1,104 @@
-"""Tasks of every member before the engine, as `decide.member` orders them: checks, weights, network, Ray."""
+"""Tasks of every member before the engine starts, as `agent.decide.member` orders them: checks, weights, network, Ray.
+
+Each preflight check raises `PreflightError` with the remedy.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import importlib.util
 import logging
-from collections.abc import Coroutine, Iterator
-from typing import TYPE_CHECKING, Any
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
-from dsv4_runtime.agent.decide.events import AgentEvent, Done, Staged, Task, TaskFailed, WeightsRead
-from dsv4_runtime.agent.preflight import PreflightError, preflight
+import psutil
+
+from dsv4_runtime.agent.cleanup import SHM, short_of_memory
+from dsv4_runtime.agent.context import AgentContext
+from dsv4_runtime.agent.decide.death import describe_exit
+from dsv4_runtime.agent.decide.events import AgentEvent, Done, RayLost, Staged, Task, TaskFailed, WeightsRead
+from dsv4_runtime.agent.processes import Child
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, read_again, stage
-from dsv4_runtime.contract import Cause, FabricStatus, Progress
-from dsv4_runtime.fabric.member import FabricError
-from dsv4_runtime.weights.job import News
-
-if TYPE_CHECKING:
-    from dsv4_runtime.agent.member import Member
+from dsv4_runtime.agent.standby import Standby
+from dsv4_runtime.contract import Cause, FabricStatus, GpuSignals, GroupPlan, Progress, Role
+from dsv4_runtime.engine.logs import RAY_STARTED
+from dsv4_runtime.fabric.member import FabricError, MemberFabric
+from dsv4_runtime.health.gpu import DriverSilentError, Gpus, within_seconds
+from dsv4_runtime.weights.messages import StagingReport
+from dsv4_runtime.weights.server import WeightsServer
 
 _log = logging.getLogger(__name__)
 
-
-@contextlib.contextmanager
-def _log_only() -> Iterator[None]:
-    """Log what keeps processes from waiting: without them an engine starts all the same, only later."""
-    try:
-        yield
-    except (OSError, TimeoutError) as error:
-        _log.warning("no process waits for the next engine: %s", str(error) or type(error).__name__)
+# A driver needs seconds to wake up its GPUs.
+_DRIVER_SECONDS = 10.0
+# Until the driver has released the memory of an engine that ended before.
+_GPU_SECONDS, _GPU_PAUSE_SECONDS = 10.0, 0.5
+_TICK_SECONDS = 0.25
+_CONNECT_SECONDS = 2.0
 
 
 class StartRunner:
-    """The tasks of a member's start."""
+    """Runner of the tasks of a member's start."""
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._plan, self._rank = member.plan, member.rank
+    def __init__(self, context: AgentContext, standby: Standby, ray: RayNode, share: WeightsServer) -> None:
+        self._context = context
+        self._standby = standby
+        self._ray = ray
+        self._share = share
+        self._plan, self._rank, self._record = context.plan, context.rank, context.record
 
     def work(self, task: Task) -> Coroutine[Any, Any, AgentEvent]:
-        """Return the work of a task."""
-        match task:
-            case Task.PREFLIGHT:
-                return self.preflight()
-            case Task.STAGE:
-                return self.stage()
-            case Task.PROVE:
-                return self.prove()
-            case Task.READ_AHEAD:
-                return self.read_ahead()
-            case Task.SCRUB:
-                return self.scrub()
-            case Task.VERIFY:
-                return self.verify()
-            case Task.STANDBY:
-                return self.standby()
-        assert task is Task.JOIN, task  # noqa: S101  (`Member` and `EngineRunner` have the others)
-        return self.join()
+        """Return the coroutine of a task."""
+        # `Member` and `EngineRunner` have the other tasks.
+        works: dict[Task, Callable[[], Coroutine[Any, Any, AgentEvent]]] = {
+            Task.PREFLIGHT: self.preflight,
+            Task.STAGE: self.stage,
+            Task.PROVE: self.prove,
+            Task.READ_AHEAD: self.read_ahead,
+            Task.JOIN: self.join,
+            Task.SCRUB: self.scrub,
+            Task.VERIFY: self.verify,
+            Task.STANDBY: self.standby,
+        }
+        return works[task]()
 
     async def preflight(self) -> AgentEvent:
         """Check the member."""
         try:
-            await preflight(self._plan, self._rank, self._member.fabric)
+            await preflight(self._plan, self._rank, self._context.fabric)
         except PreflightError as error:
             return TaskFailed(Task.PREFLIGHT, error.cause, str(error), "preflight")
         return Done(Task.PREFLIGHT)
 
     async def stage(self) -> AgentEvent:
-        """Have the weights on this member."""
+        """Stage the weights on this member."""
 
-        def heard(news: News) -> None:
-            self._member.share.heard(news)
+        def report(news: StagingReport) -> None:
+            self._share.heard(news)
             if news.stage is not None:
-                self._member.state.advance(Progress(stage=news.stage, percent=news.percent))
+                self._record.advance(Progress(stage=news.stage, percent=news.percent))
 
         with _log_only():
-            await self._member.standby.start_server("vllm")
+            await self._standby.start_server("vllm")
         try:
-            done = await stage(self._plan, self._rank, self._member.token, heard)
+            done = await stage(self._plan, self._rank, self._context.token, report)
         except StagingError as error:
             return TaskFailed(Task.STAGE, error.cause, str(error), "staging")
         for name in done.wrong:
-            said = "%s: %s of rank %s was not what its source says, and was fetched anew"
-            _log.warning(said, Cause.WEIGHTS_CORRUPT, name, self._rank)
-        self._member.state.weights_repaired = done.wrong
+            text = "%s: %s of rank %s was not what its source says, and was fetched anew"
+            _log.warning(text, Cause.WEIGHTS_CORRUPT, name, self._rank)
+        self._record.weights_repaired = done.wrong
         return Staged(done.verified)
 
     async def prove(self) -> AgentEvent:
-        """Prove the network, then give Ray and vLLM the environment that goes with it."""
-        member, fabric = self._member, self._member.fabric
+        """Verify the network, then add its variables to the environment of Ray and vLLM."""
+        context, fabric = self._context, self._context.fabric
         if fabric is None:
             return Done(Task.PROVE)
         try:
@@ -94,46 +106,46 @@ class StartRunner:
             for variable in fabric.variables:
                 _log.info("%s=%s: %s", variable.name, variable.value, variable.reason)
             found = {variable.name: variable.value for variable in fabric.variables}
-            # What the plan says wins: the user may know better.
-            member.env = {**member.env, **found, **self._plan.environment(self._rank)}
-            await fabric.measure(self._fabrics, member.start_child, member.directory / "fabric.log")
+            # The plan takes precedence: it contains the user's settings.
+            context.env = {**context.env, **found, **self._plan.environment(self._rank)}
+            await fabric.measure(self._fabrics, context.start_child, context.directory / "fabric.log")
         except FabricError as error:
             return TaskFailed(Task.PROVE, error.cause, str(error), "preflight")
-        member.children = [child for child in member.children if child.running]
+        context.children = [child for child in context.children if child.running]
         return Done(Task.PROVE)
 
     async def read_ahead(self) -> AgentEvent:
-        """Read into memory what the ranks will load."""
+        """Read the weights of this member's ranks into the page cache."""
 
-        def heard(news: News) -> None:
-            self._member.state.disk_rate = news.disk_bytes_per_second or self._member.state.disk_rate
+        def report(news: StagingReport) -> None:
+            self._record.disk_rate = news.disk_bytes_per_second or self._record.disk_rate
 
-        await prepare_page_cache(self._plan, self._rank, heard)
+        await prepare_page_cache(self._plan, self._rank, report)
         return Done(Task.READ_AHEAD)
 
     async def join(self) -> AgentEvent:
         """Start this member's Ray node."""
-        await self._member.ray.start(self._member.start_child)
+        await self._ray.start()
         return Done(Task.JOIN)
 
     async def standby(self) -> AgentEvent:
-        """Have processes wait for the next engine."""
+        """Start the standby processes for the next engine."""
         with _log_only():
-            await self._member.standby.prepare()
+            await self._standby.prepare()
         return Done(Task.STANDBY)
 
     async def scrub(self) -> AgentEvent:
-        """Read the weights' files while the engine serves; say when all were read, and if one is wrong."""
+        """Read the weights' files while the engine serves; report each complete pass, and end at a wrong file."""
 
-        def heard(news: News) -> None:
+        def report(news: StagingReport) -> None:
             if news.verified:
-                self._member.loop.feed(WeightsRead(Task.SCRUB))
+                self._context.feed(WeightsRead(Task.SCRUB))
 
-        done = await read_again("scrub", self._plan, self._rank, heard)
+        done = await read_again("scrub", self._plan, self._rank, report)
         return self._wrong(Task.SCRUB, done.wrong) if done.wrong else Done(Task.SCRUB)
 
     async def verify(self) -> AgentEvent:
-        """Read the weights' files at once, and say whether they are right."""
+        """Read the weights' files once at full speed and report whether they are right."""
         done = await read_again("verify", self._plan, self._rank, lambda _: None)
         return self._wrong(Task.VERIFY, done.wrong) if done.wrong else WeightsRead(Task.VERIFY, done.verified)
 
@@ -142,4 +154,194 @@ class StartRunner:
         return TaskFailed(task, Cause.WEIGHTS_CORRUPT, message, "staging")
 
     def _fabrics(self) -> dict[int, FabricStatus | None]:
-        return {rank: peer.status.fabric if peer.status else None for rank, peer in self._member.peers.all.items()}
+        return {rank: peer.status.fabric if peer.status else None for rank, peer in self._context.peers.all.items()}
+
+
+@contextlib.contextmanager
+def _log_only() -> Iterator[None]:
+    """Log errors of standby processes: without them an engine still starts, only later."""
+    try:
+        yield
+    except (OSError, TimeoutError) as error:
+        _log.warning("no process waits for the next engine: %s", str(error) or type(error).__name__)
+
+
+class RayNode:
+    """Ray node of one member. Created inside a running event loop."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        self._exit: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the node and wait until Ray reports that it runs; the decisions bound the wait."""
+        me, log = self._context.me, self._context.tails["ray"]
+        if me.role is Role.WORKER:
+            await self._wait_for_gcs()
+        child = await self._context.start_child("ray", [sys.executable, "-m", "ray.scripts.scripts", *me.ray_args])
+        self._exit = asyncio.create_task(self._await_exit(child))
+        # The line is written by another process: there is no event to wait for.
+        while not any(RAY_STARTED in line for line in log.read()):  # noqa: ASYNC110
+            await asyncio.sleep(_TICK_SECONDS)
+
+    def process_ended(self, role: str) -> None:
+        """Report the end of the raylet or the GCS, a second before `ray start --block` exits for it."""
+        cause = Cause.RAYLET_DIED if role == "raylet" else Cause.RAY_HEAD_LOST
+        self._context.feed(RayLost(cause, f"the {role} process of rank {self._context.rank} ended", "process"))
+
+    async def _await_exit(self, ray: Child) -> None:
+        code = await ray.wait()
+        log = self._context.tails["ray"]
+        log.read()
+        error = f": {log.first_fatal[0]}" if log.first_fatal else ""
+        cause = Cause.RAY_HEAD_LOST if self._context.me.role is Role.HEAD else Cause.RAYLET_DIED
+        message = f"Ray on rank {self._context.rank} ended ({describe_exit(code)}){error}"
+        self._context.feed(RayLost(cause, message, "exit"))
+
+    async def _wait_for_gcs(self) -> None:
+        """Wait until the head's GCS listens: `ray start` gives up before a slow head is ready."""
+        head = self._context.plan.head
+        while True:
+            try:
+                async with asyncio.timeout(_CONNECT_SECONDS):
+                    _, writer = await asyncio.open_connection(head.address, head.ports.gcs)
+            except (OSError, TimeoutError):
+                await asyncio.sleep(_TICK_SECONDS)
+            else:
+                writer.close()
+                return
+
+
+class PreflightError(Exception):
+    """Failed check."""
+
+    def __init__(self, message: str, cause: Cause = Cause.PREFLIGHT_FAILED) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+async def preflight(plan: GroupPlan, rank: int, fabric: MemberFabric | None = None) -> None:
+    """Run all checks, the cheap ones first. Afterwards the fabric answers the probes of the other members."""
+    await wait_for_address(plan.members[rank].address, plan.timeouts.preflight)
+    check_ports(plan, rank)
+    check_resources(plan)
+    check_software()
+    if plan.health.gpus:
+        await check_gpus(plan, rank)
+    if fabric is not None:
+        try:
+            await fabric.open()
+        except FabricError as error:
+            raise PreflightError(str(error), error.cause) from error
+
+
+def _addresses() -> set[str]:
+    return {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+
+
+async def wait_for_address(address: str, seconds: float) -> None:
+    """Wait until one of this member's interfaces has `address`; the backend may still be plugging it in."""
+    deadline = time.monotonic() + seconds
+    while address not in _addresses():
+        if time.monotonic() > deadline:
+            found = ", ".join(sorted(_addresses() - {"127.0.0.1", "::1"})) or "none but loopback"
+            raise PreflightError(f"no interface has the member's address {address} (found: {found})")
+        await asyncio.sleep(0.05)
+
+
+def check_ports(plan: GroupPlan, rank: int) -> None:
+    """Check that all ports of this member are free at its address."""
+    member = plan.members[rank]
+    for name, port in member.ports.model_dump(exclude_none=True).items():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((member.address, port))
+            except OSError as error:
+                raise PreflightError(
+                    f"the {name} port {port} of {member.address} cannot be used: {error.strerror}; "
+                    "end the process that has it, or give the deployment another port",
+                    Cause.PORT_CONFLICT,
+                ) from error
+
+
+def check_resources(plan: GroupPlan) -> None:
+    """Check that free memory and free shared memory are sufficient for the plan."""
+    want = plan.expectations
+    free = psutil.virtual_memory().available
+    if free < want.memory_bytes:
+        raise PreflightError(
+            f"{free / 2**30:.1f} GiB of memory are free, the member needs {want.memory_bytes / 2**30:.1f} GiB; "
+            "end other programs on this machine or use one with more memory"
+        )
+    shm = shutil.disk_usage(SHM).free
+    if shm < want.shm_bytes:
+        raise PreflightError(
+            f"{SHM} has {shm / 2**20:.0f} MiB free, the member needs {want.shm_bytes / 2**20:.0f} MiB; "
+            "enlarge it or remove what fills it",
+            Cause.SHARED_MEMORY_FULL,
+        )
+
+
+def check_software() -> None:
+    """Check that Ray and vLLM are installed beside this agent."""
+    missing = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PreflightError(f"not installed on this member: {', '.join(missing)}; use an image or extra that has them")
+
+
+def sample_gpus(plan: GroupPlan, rank: int) -> tuple[GpuSignals, ...]:
+    """Return the signals of the GPUs that the plan assigns to this member.
+
+    Raises:
+        PreflightError: the driver does not answer, or shows fewer GPUs than the member needs.
+    """
+    gpus = Gpus(plan.members[rank].gpus)
+    try:
+        if gpus.problem:
+            raise PreflightError(
+                f"{gpus.problem}; install NVIDIA's driver on this machine so that `nvidia-smi` lists the GPUs, and see "
+                "that the container has them"
+            )
+        found, wanted = gpus.sample(), plan.members[rank].devices
+        if len(found) < wanted and gpus.silent:
+            errors = ", ".join(f"{name}: {text}" for name, text in gpus.silent.items())
+            raise PreflightError(f"{errors}; look for the XID in `dmesg`, and reset the machine", Cause.XID_ERROR)
+        if len(found) < wanted:
+            raise PreflightError(
+                f"{len(found)} of the {wanted} GPUs that the plan gives to this member are there; see `nvidia-smi -L`"
+            )
+        return found
+    finally:
+        gpus.close()
+
+
+async def check_gpus(plan: GroupPlan, rank: int) -> None:
+    """Wait until the GPUs have the memory that the engine needs: an engine that has just ended may still hold it.
+
+    Raises:
+        PreflightError: another program holds it, or a GPU or its driver is missing.
+    """
+    deadline = time.monotonic() + _GPU_SECONDS
+    while True:
+        try:
+            sample = functools.partial(within_seconds, _DRIVER_SECONDS, functools.partial(_sample_or_error, plan, rank))
+            found = await asyncio.to_thread(sample)
+        except DriverSilentError as error:
+            raise PreflightError(f"{error}; see `dmesg` and `nvidia-smi`", Cause.XID_ERROR) from None
+        if isinstance(found, PreflightError):
+            raise found
+        short = short_of_memory(found, plan.expectations.gpu_bytes)
+        if short is None:
+            return
+        if time.monotonic() > deadline:
+            raise PreflightError(f"{short}; end that program, or lower gpuMemoryUtilization", Cause.OUT_OF_MEMORY_GPU)
+        await asyncio.sleep(_GPU_PAUSE_SECONDS)
+
+
+def _sample_or_error(plan: GroupPlan, rank: int) -> tuple[GpuSignals, ...] | PreflightError:
+    """Return the error of `sample_gpus`: `within_seconds` does not pass exceptions on from its thread."""
+    try:
+        return sample_gpus(plan, rank)
+    except PreflightError as error:
+        return error

@@ -5,22 +5,13 @@ The operator imports no other part of this package.
 
 from dsv4_runtime.contract.base import Document, Report
 from dsv4_runtime.contract.fabric import FabricPlan, FabricSetting, FabricStatus, Rail
-from dsv4_runtime.contract.group import GroupReport
-from dsv4_runtime.contract.health import HealthPolicy
-from dsv4_runtime.contract.kernels import KernelStanding, KernelStatus
-from dsv4_runtime.contract.memory_log import (
-    KV_CACHE,
-    MemoryLog,
-    logged_terms,
-    memory_differences,
-    memory_figures,
-    read_memory_log,
-)
+from dsv4_runtime.contract.kernels import KernelStatus, ProviderStatus
 from dsv4_runtime.contract.plan import (
     PLAN_VERSION,
     EnginePlan,
     Expectations,
     GroupPlan,
+    HealthPolicy,
     MemberPlan,
     MemberPorts,
     Reading,
@@ -36,6 +27,7 @@ from dsv4_runtime.contract.status import (
     Failure,
     GpuProcess,
     GpuSignals,
+    GroupReport,
     Health,
     Phase,
     Process,
@@ -48,7 +40,6 @@ from dsv4_runtime.contract.status import (
 from dsv4_runtime.contract.weights import PageCache, Verify, WeightsPlan, WeightsSource
 
 __all__ = [
-    "KV_CACHE",
     "PLAN_VERSION",
     "AgentStatus",
     "Cause",
@@ -67,17 +58,16 @@ __all__ = [
     "GroupReport",
     "Health",
     "HealthPolicy",
-    "KernelStanding",
     "KernelStatus",
     "MemberPlan",
     "MemberPorts",
-    "MemoryLog",
     "PageCache",
     "Permit",
     "Phase",
     "Process",
     "ProcessSignals",
     "Progress",
+    "ProviderStatus",
     "Rail",
     "Reading",
     "RecoveryPolicy",
@@ -90,9 +80,5 @@ __all__ = [
     "WeightsPlan",
     "WeightsProgress",
     "WeightsSource",
-    "logged_terms",
-    "memory_differences",
-    "memory_figures",
     "permit",
-    "read_memory_log",
 ]

@@ -20,11 +20,11 @@ class Document(BaseModel):
     )
 
     def to_dict(self) -> dict[str, object]:
-        """Return the document as plain JSON values; what is not set stays away."""
+        """Return the document as JSON values, without unset fields."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the document as JSON text; what is not set stays away."""
+        """Return the document as JSON text, without unset fields."""
         return self.model_dump_json(by_alias=True, exclude_none=True, indent=indent)
 
 

@@ -15,7 +15,7 @@ ENVIRONMENT = {
     "PYTHONMALLOC": "malloc",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=262144",
 }
-"""Environment of its process: Python's objects in huge pages, where the kernel gives them to those that ask.
+"""Environment of its process: Python's objects in huge pages, if the kernel provides them on request.
 
 Between two requests others fill caches and TLBs; fewer pages are found again sooner (docs/decisions/0006, glibc 2.35).
 Long bodies have pages of their own, which grow without a copy and go back to the kernel at once: glibc would raise the
@@ -58,7 +58,7 @@ class GatewaySettings(Document):
     max_held_bytes: int = Field(ge=0)
     """Bodies of the requests that wait, together."""
     max_client_bytes: int = Field(default=384 * 2**20, ge=2**20)
-    """Everything that is kept for clients, together: connections, heads, bodies, and what is gathered of answers."""
+    """Limit for all data of clients together: connections, heads, bodies, and buffered answers."""
     request_timeout_seconds: Seconds
     """From the arrival of a request to the last byte of its answer."""
     max_body_bytes: int = Field(ge=1)
@@ -70,7 +70,7 @@ class GatewaySettings(Document):
     """URL of the Service in front of all gateways. Without another gateway behind it a terminating gateway ends open
     requests after 15 s, because a deleted deployment has no engine for them. None: there is no such Service."""
     api_keys_file: str | None = None
-    """A file with one key a line; None: anybody may ask."""
+    """A file with one key a line; None: no authentication."""
 
 
 class GroupRoute(Report):
@@ -82,7 +82,8 @@ class GroupRoute(Report):
     api: str
     """Base URL of vLLM."""
     given_up: str | None = None
-    """Reason why the group will not come back by itself: nobody waits for it. None: it may."""
+    """Reason for which the group does not recover by itself, so that requests do not wait for it. None: it may
+    recover."""
 
 
 class GatewayRoute(GroupRoute):
@@ -122,7 +123,7 @@ class CanaryReport(Report):
 
 
 class FatalRequest(Report):
-    """A request that was refused because engines died of it. Nothing of what it asked."""
+    """A request that was refused because engines died of it, without its contents."""
 
     id: str
     """Its `X-Request-Id`."""

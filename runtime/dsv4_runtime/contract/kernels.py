@@ -1,4 +1,4 @@
-"""Choice of the provider for each operation of a layer: what `spec.engine.kernels` and `DSV4_KERNELS` say."""
+"""Choice of the provider for each operation of a layer, in the syntax of `spec.engine.kernels` and `DSV4_KERNELS`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Op(StrEnum):
 BUNDLED = "bundled"
 BUNDLED_W4A8 = "bundled_w4a8"
 STOCK = "stock"
-"""Whatever vLLM itself picks."""
+"""The kernel that vLLM itself picks."""
 ON_REQUEST = ("b12x",)
 """Kernels that vLLM takes only where its options name them (`--linear-backend b12x`, `--moe-backend b12x`)."""
 
@@ -55,7 +55,7 @@ PROVIDERS: Mapping[Op, tuple[str, ...]] = {
 _BUNDLED = frozenset({BUNDLED, BUNDLED_W4A8})
 
 
-class KernelStanding(Report):
+class ProviderStatus(Report):
     """Standing in an operation of one of the providers that were tried."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -79,7 +79,7 @@ class KernelStatus(Report):
     """Provider that computes it; `stock` is vLLM's own pick."""
     note: str | None = None
     """Difference from the choice: why a bundled kernel was not put in place, or ranks that chose otherwise."""
-    standings: tuple[KernelStanding, ...] = ()
+    standings: tuple[ProviderStatus, ...] = ()
     """Of the providers that were tried; empty where nothing was, because the specification names the provider."""
 
     def against_next(self) -> tuple[str, float] | None:
@@ -109,11 +109,11 @@ class KernelChoice:
     providers: Mapping[Op, str] = field(default_factory=dict)
 
     def provider(self, op: Op) -> str:
-        """Return who computes `op`."""
+        """Return the provider of `op`."""
         return self.providers.get(op, STOCK)
 
     def bundled(self, op: Op) -> bool:
-        """Tell whether one of the bundled kernels computes `op`."""
+        """Return whether a bundled kernel computes `op`."""
         return self.provider(op) != STOCK
 
     def __str__(self) -> str:
@@ -126,16 +126,16 @@ ALL_BUNDLED = KernelChoice(dict.fromkeys(Op, BUNDLED))
 
 
 def needs_evidence(text: str | None) -> bool:
-    """Tell whether `text` leaves an operation open, so that it is chosen by evidence."""
+    """Return whether `text` leaves an operation open, so that its provider is chosen by evidence."""
     named = {part.partition("=")[0].strip() for part in (text or "").split(",")}
     return (text or "").strip() not in ("", "off") and not set(Op) <= named
 
 
 def parse_kernel_choice(text: str | None, auto: KernelChoice = ALL_BUNDLED) -> KernelChoice:
-    """Return the choice that `text` asks for: `auto`, `off`, or `op=provider,…` (what is not named is as in `auto`).
+    """Return the choice in `text`: `auto`, `off`, or `op=provider,…` (other operations are as in `auto`).
 
     Args:
-        text: the value of `DSV4_KERNELS`; None or empty means `off`: nobody's engine changes unasked.
+        text: the value of `DSV4_KERNELS`; None or empty means `off`: without a request no engine changes.
         auto: the choice made by evidence.
 
     Raises:

@@ -1,7 +1,7 @@
 """`GroupPlan`: all that the members of one incarnation need to know, written by the planner, read by the agents.
 
-The plan is rendered once for an incarnation and never changed: other settings mean another incarnation. It holds no
-secret, only the names of files that hold one, so it may be printed, logged and kept as evidence.
+The plan is rendered once for an incarnation and never changed: other settings require another incarnation. It contains
+no secret, only the names of files with secrets, so it may be printed, logged and kept as evidence.
 """
 
 from __future__ import annotations
@@ -15,9 +15,58 @@ from pydantic import Field, model_validator
 
 from dsv4_runtime.contract.base import Document
 from dsv4_runtime.contract.fabric import FabricPlan
-from dsv4_runtime.contract.health import HealthPolicy
 from dsv4_runtime.contract.recovery import RecoveryPolicy
 from dsv4_runtime.contract.weights import WeightsPlan
+
+
+class HealthPolicy(Document):
+    """The thresholds of `dsv4_runtime.health.rules`."""
+
+    gpus: bool = True
+    """Whether the engine computes on GPUs: then their activity is the sign of life, and processor time is not."""
+    stopped: float = Field(default=2.0, gt=0)
+    """A process that is stopped (SIGSTOP) for this long is hung."""
+    stall_min: float = Field(default=2.5, gt=0)
+    """Without any sign of life no step may take less than this and be called hung."""
+    stall_max: float = Field(default=60.0, gt=0)
+    stall_factor: float = Field(default=4.0, ge=1)
+    """In between, so many times the engine's slow (95th percentile) steps are allowed."""
+    stall_round_trips: float = Field(default=50.0, ge=0)
+    """And at least so many round trips between the members: a step makes many, and the link may have become slow."""
+    busy_max: float = Field(default=90.0, gt=0)
+    """An engine that is visibly busy may take this long for a step: compilation, autotuning."""
+    life_share: float = Field(default=0.1, gt=0, le=1)
+    """A process that uses at least this share of a core is alive."""
+    canary_patience: float = Field(default=1.5, gt=0)
+    """A canary that has waited less than this proves nothing."""
+    canary_min: float = Field(default=3.0, gt=0)
+    """Between canaries of an idle engine, at least."""
+    canary_max: float = Field(default=30.0, gt=0)
+    """Between canaries, at most; this is the pace while steps prove that the engine works."""
+    canary_load: float = Field(default=0.1, gt=0, le=1)
+    """Share of an idle engine's time that canaries may take."""
+    answer_tolerance: float = Field(default=0.5, gt=0)
+    """Nats by which the log probabilities of the known answer may differ from start to start. The default leaves room
+    for accelerators, on which the order of sums may be another one in each start."""
+    api_silent: float = Field(default=4.0, gt=0)
+    """An API process that answers nothing for so long, and does nothing either, is hung."""
+    link_suspect: float = Field(default=2.0, gt=0)
+    """A member that is silent for this long makes the engine suspect."""
+    link_lost: float = Field(default=9.0, gt=0)
+    """A member that is silent for this long is lost; one second remains until its loss must be reported."""
+    agent_silent: float = Field(default=4.0, gt=0)
+    """An agent that is silent for this long, although its machine accepts connections for half of it, is hung."""
+    link_recover: float = Field(default=3.0, ge=0)
+    """After a silence that ended, an engine has as long as the silence took and this for its connections to recover."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        ordered = ("stall_min", "stall_max"), ("canary_min", "canary_max"), ("link_suspect", "link_lost")
+        for low, high in (*ordered, ("agent_silent", "link_lost")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(f"{low} {getattr(self, low)} is more than {high} {getattr(self, high)}; lower it")
+        return self
+
 
 PLAN_VERSION: Literal["dsv4.dev/plan/v1"] = "dsv4.dev/plan/v1"
 
@@ -50,7 +99,7 @@ class MemberPlan(Document):
     role: Role
     address: str
     """The address that this member's agent, Ray node and vLLM workers use; the fabric's on real machines. A name where
-    addresses are only known later: the agents replace it (`dsv4_runtime.agent.addresses`)."""
+    addresses are only known later: the agents replace it (`dsv4_runtime.agent.main`)."""
     node: str | None = None
     """The machine that holds the member; None: the backend's choice."""
     devices: int = Field(ge=1)
@@ -65,7 +114,7 @@ class MemberPlan(Document):
 
 
 _NOT_OF_THE_MODEL = ("--host=", "--port=", "--kv-cache-memory-bytes=", "--gpu-memory-utilization=")
-"""Engine arguments that say where it listens and how much memory it takes, which no answer depends on."""
+"""Engine arguments for addresses and amounts of memory, which no answer depends on."""
 
 
 class EnginePlan(Document):
@@ -74,13 +123,13 @@ class EnginePlan(Document):
     args: tuple[str, ...]
     """Arguments after the API server's program name."""
     served_name: str
-    """The model name that a checked completion asks for."""
+    """The model name in checked completions."""
     image: str | None = None
     """The container image that the specification names; None: it leaves it open."""
 
 
 class Reading(Document):
-    """Allowance of a bound for the reading of a checkpoint, while nobody has measured the disks."""
+    """Share of a bound that is for reading a checkpoint, as long as the disks are not measured."""
 
     size: int = Field(ge=0)
     """Bytes that a machine reads."""
@@ -103,8 +152,8 @@ class Timeouts(Document):
     """Share of `load` that is for reading; None: `load` was given, and no disk changes it."""
     first_token: Seconds
     drain: Seconds
-    """From SIGTERM until everything that the agent started has ended. What open requests get before that is said with
-    the question (`POST /v1/drain`)."""
+    """From SIGTERM until all processes of the agent have ended. The time for open requests before that is an argument
+    of `POST /v1/drain`."""
 
     def load_at(self, rate: float | None) -> float:
         """Return the load's bound if the slowest disk reads `rate` bytes a second: slower ones get the time they take.
@@ -192,9 +241,9 @@ class GroupPlan(Document):
 
     @property
     def model_digest(self) -> str:
-        """Return a digest of what answers depend on: the weights, the engine's arguments and the image.
+        """Return a digest of all inputs of the answers: the weights, the engine's arguments and the image.
 
-        Groups and incarnations that have the same give the same answers, so one may continue what another began.
+        Groups and incarnations with the same digest give the same answers, so one can continue a stream of another.
         """
         weights = self.weights.model_dump(mode="json", include={"source", "seed", "precision", "origin", "revision"})
         path = None if self.weights.origin else self.weights.path

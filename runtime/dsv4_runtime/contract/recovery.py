@@ -1,4 +1,4 @@
-"""The restart budget: one pure rule that the head's agent (level 1) and the operator (level 2) both follow.
+"""The restart budget: one pure rule for the head's agent (level 1) and the operator (level 2).
 
 Restart loops leak unified memory on GB10 until the machine needs a power cycle, so every level spends from one budget.
 """
@@ -10,8 +10,14 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from dsv4_runtime.contract.backoff import backoff
 from dsv4_runtime.contract.base import Document
+
+
+def backoff(failures: int, *, first: float, longest: float) -> float:
+    """Return the seconds to wait after `failures` failures in a row, from 1 on: `first`, doubled each time, at most
+    `longest`."""
+    # Without the limit 2.0**failures would overflow.
+    return float(min(first * 2.0 ** min(failures - 1, 30), longest))
 
 
 class RecoveryPolicy(Document):
@@ -27,10 +33,10 @@ class RecoveryPolicy(Document):
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """The answer to "may the group be restarted?"."""
+    """Time and budget of the next restart."""
 
     at: float | None
-    """Unix time from which on a restart is allowed; None: the budget is spent."""
+    """Unix time from which a restart is allowed; None: the budget is spent."""
     spent: int
     """Restarts within the window before this one."""
 
@@ -38,8 +44,8 @@ class Permit:
 def permit(policy: RecoveryPolicy, restarts: Sequence[float], now: float) -> Permit:
     """Return when the next restart is allowed, given the Unix times of the earlier ones (in any order).
 
-    The wait counts from the latest restart, not from `now`, so asking again does not push it away. A restart in the
-    future was dated by a clock that is ahead: within a window it counts, and nobody waits for its time to come.
+    The wait counts from the latest restart, not from `now`, so repeated calls do not extend it. A restart in the future
+    was dated by a clock that is ahead: it counts within a window, but its time is not awaited.
     """
     recent = within(policy.window_seconds, restarts, now)
     spent = len(recent)
@@ -55,6 +61,6 @@ def permit(policy: RecoveryPolicy, restarts: Sequence[float], now: float) -> Per
 def within(window: float, times: Iterable[float], now: float) -> list[float]:
     """Return the Unix times that are less than `window` seconds from `now`, before or after it.
 
-    What is further in the future was dated by a clock that is wrong, and would count for as long as that is.
+    A time further in the future was dated by a wrong clock, and would count for as long as that is wrong.
     """
     return [time for time in times if abs(now - time) < window]

@@ -41,22 +41,22 @@ class Cause(StrEnum):
     RAY_WORKER_DIED = "RayWorkerDied"
     RAYLET_DIED = "RayletDied"
     RAYLET_HUNG = "RayletHung"
-    """A member's raylet was stopped: Ray starts and ends nothing there any more."""
+    """A member's raylet was stopped: Ray can neither start nor end processes there."""
     RAY_HEAD_LOST = "RayHeadLost"
     RAY_HEAD_HUNG = "RayHeadHung"
-    """The GCS, Ray's head on rank 0, was stopped: no engine can be started any more."""
+    """The GCS, Ray's head on rank 0, was stopped: no engine can be started."""
     MEMBER_LOST = "MemberLost"
     """A member's agent ended."""
     AGENT_HUNG = "AgentHung"
-    """A member's agent answers nobody, although its machine takes connections."""
+    """A member's agent does not answer, although its machine accepts connections."""
     NODE_LOST = "NodeLost"
     """A member can no longer be reached over the network, or its node is gone."""
     PREFLIGHT_FAILED = "PreflightFailed"
     STAGING_FAILED = "StagingFailed"
     FORMATION_TIMEOUT = "FormationTimeout"
     WEIGHTS_CORRUPT = "WeightsCorrupt"
-    """A file of the checkpoint is not what its source says: it was found so while it was used, or is so again after it
-    was fetched a second time."""
+    """A file of the checkpoint differs from its source: the difference was found while the file was in use, or remains
+    after it was fetched again."""
     DISK_FULL = "DiskFull"
     FABRIC_ERROR = "FabricError"
     """NCCL reported an error of a network device, of its address (GID) or of a peer."""
@@ -69,10 +69,9 @@ class Cause(StrEnum):
     """The GPU's driver reported an error that ends every program on it."""
     STARTUP_TIMEOUT = "StartupTimeout"
     CANARY_FAILED = "CanaryFailed"
-    """The checked completion did not come, or was not a completion."""
+    """The checked completion failed or was invalid."""
     ENGINE_WRONG = "EngineWrong"
-    """A new engine does not answer as a working one, or as it did before, although the files of its weights are
-    right."""
+    """A new engine gives wrong or changed answers although the files of its weights are right."""
     OUT_OF_MEMORY_HOST = "OutOfMemoryHost"
     """Memory of the node or of its container ran out, and the kernel ended a process."""
     OUT_OF_MEMORY_GPU = "OutOfMemoryGPU"
@@ -100,7 +99,7 @@ class Cause(StrEnum):
 
     @property
     def deterministic(self) -> bool:
-        """Tell whether trying again cannot help: two of the same in a row end the recovery."""
+        """Return whether a retry is useless: two of the same in a row end the recovery."""
         return self in _DETERMINISTIC
 
 
@@ -121,7 +120,7 @@ _DETERMINISTIC = frozenset(
 
 
 class Health(StrEnum):
-    """The verdict's first word."""
+    """Health in a verdict."""
 
     STARTING = "Starting"
     HEALTHY = "Healthy"
@@ -130,16 +129,16 @@ class Health(StrEnum):
 
 
 class Failure(Report):
-    """One death: what died, where, how it was noticed, and what was done about it."""
+    """One death: its cause, place, detection and recovery."""
 
     time: float
-    """Unix time at which it was noticed."""
+    """Unix time of the detection."""
     cause: Cause
     culprit_rank: int | None = None
     message: str
-    """The first fatal line, or what was seen; at most 1 KiB."""
+    """The first fatal line, or the observation; at most 1 KiB."""
     detected_by: str
-    """The signal that showed it: `exit`, `process`, `peer`, `timeout`, `log`, `completion`, `preflight`, `staging`,
+    """Signal that detected it: `exit`, `process`, `peer`, `timeout`, `log`, `completion`, `preflight`, `staging`,
     `steps`, `api`, `link` or `gpu`."""
     generation: int | None = None
     """The engine generation that died; None if it was not an engine's death."""
@@ -151,7 +150,7 @@ class Failure(Report):
     """Whether damaged weights would explain it, although no file was found to be wrong; None: they would not. Two such
     of the same cause in a row end the recovery."""
     evidence: str | None = None
-    """Directory on rank 0's node with what was kept of it. None if nothing was."""
+    """Directory on rank 0's node with the saved evidence. None without evidence."""
 
 
 class Verdict(Report):
@@ -159,7 +158,7 @@ class Verdict(Report):
 
     health: Health
     failure: Failure | None = None
-    """Failure that a dead engine died of, and that a suspect one will have died of if it shows no life soon."""
+    """Failure of a dead engine, or the one that a suspect engine is about to have."""
 
 
 class Process(Report):
@@ -177,7 +176,7 @@ class ProcessSignals(Report):
     """Its role, as in `Process`."""
     pid: int
     state: str
-    """The kernel's letter: `R` runs or wants to, `S` sleeps, `D` waits for a device, `T` stopped, `Z` ended."""
+    """The kernel's letter: `R` running or runnable, `S` sleeping, `D` waiting for a device, `T` stopped, `Z` ended."""
     cpu_seconds: float
     """Processor time that its threads have used, and those of the processes below it that run: compilers count too."""
 
@@ -191,11 +190,11 @@ class GpuProcess(Report):
     memory: int
     """Bytes."""
     own: bool = False
-    """Whether the member's agent started it, or one that it started."""
+    """Whether it is the member's agent's child or a descendant."""
 
 
 class GpuSignals(Report):
-    """Condition of an accelerator; what its driver does not tell stays None."""
+    """Condition of an accelerator; fields that its driver does not report stay None."""
 
     index: int
     power_watts: float | None = None
@@ -206,13 +205,13 @@ class GpuSignals(Report):
     memory_total: int | None = None
     """Bytes."""
     processes: tuple[GpuProcess, ...] = ()
-    """Processes that have memory there, as far as the driver tells this member."""
+    """Processes with memory on it, as far as the driver reports them to this member."""
     xid: int | None = None
     """The latest error that the driver reported since the agent started."""
 
 
 class Signals(Report):
-    """Observations by a member of its own engine processes and its node; the head's rules judge by them."""
+    """Observations of a member's engine processes and node; input of the head's rules."""
 
     time: float
     """Seconds of the member's monotonic clock when it was sampled."""
@@ -222,18 +221,18 @@ class Signals(Report):
     shm_free: int | None = None
     """Bytes free in /dev/shm."""
     oom_kills: int | None = None
-    """Processes that the kernel has ended for want of memory."""
+    """Number of out-of-memory kills."""
     gpus: tuple[GpuSignals, ...] = ()
     gpus_age: float = 0.0
-    """Seconds since they were seen so: their driver may answer late, or no more."""
+    """Seconds since this sample: the driver may answer late or never."""
     collectives: int | None = None
     """Collective operations that this member's engine worker has begun; None where nothing counts them."""
     silent: dict[int, float] = Field(default_factory=dict)
-    """Rank to the seconds since this member last heard that one; ranks that it never heard are missing."""
+    """Rank to the seconds since its last sign of life at this member; ranks without one are missing."""
 
 
 class WeightsProgress(Report):
-    """Progress of an engine in reading its weights, as rank 0 logged it; what it has not logged is absent."""
+    """Progress of an engine in reading its weights, from rank 0's log; values that are not logged are absent."""
 
     shards: int | None = None
     """Files that are read."""
@@ -281,16 +280,16 @@ class EngineStatus(Report):
     """Providers of the operations of a layer, as this generation logged them; empty until then, and where all of them
     are vLLM's."""
     memory: dict[str, int] = Field(default_factory=dict)
-    """Bytes by item of the memory plan that this generation logged beyond what was planned; empty until it did."""
+    """Bytes by item of the memory plan by which this generation's log exceeds the plan; empty before that log."""
 
 
 class DrainReport(Report):
     """Answer of an agent to `POST /v1/drain`."""
 
     over: bool
-    """Whether there is nothing to wait for any more: no request is open, the bound passed, or no engine serves here."""
+    """Whether the wait is over: no request is open, the bound has passed, or no engine serves on this member."""
     open: int | None = None
-    """Requests that vLLM computed or had waiting when it was asked last; None: it has not been asked."""
+    """Running and waiting requests in vLLM's latest answer; None before the first answer."""
 
 
 class AgentStatus(Report):
@@ -309,7 +308,7 @@ class AgentStatus(Report):
     verdict: Verdict
     processes: tuple[Process, ...] = ()
     model_digest: str | None = None
-    """Of everything that answers depend on, from the plan; None: the plan does not say."""
+    """Digest of all inputs of the answers, from the plan; None: not in the plan."""
     joined: bool = False
     """Whether this member's Ray node is part of the cluster."""
     signals: Signals | None = None
@@ -319,10 +318,24 @@ class AgentStatus(Report):
     """Rate at which this member's disk gave the checkpoint when it was read ahead; None until that is known, and where
     all of it was in memory already."""
     weights_repaired: tuple[str, ...] = ()
-    """Files of the checkpoint that were not what their source says when this incarnation read them again, and were
-    fetched anew."""
+    """Files of the checkpoint that differed from their source when this incarnation read them again, and were fetched
+    again."""
     weights_verified: bool | None = None
     """Whether the content of every file of the checkpoint was read since the present engine generation, or the first
-    one's staging, and is right; False: nobody knows what is right; None: not read to the end."""
+    one's staging, and is right; False: there is no reference; None: not read to the end."""
     engine: EngineStatus | None = None
     fabric: FabricStatus | None = None
+
+
+class GroupReport(Report):
+    """One line of `GET /v1/watch?group=1`: the age of the head's status of each member, and the statuses if they
+    changed.
+
+    Most lines contain ages alone and are cheap to parse.
+    """
+
+    ages: dict[int, float]
+    """Rank to the seconds since its latest answer to the head; the head's own is 0, ranks without an answer are
+    missing."""
+    members: tuple[AgentStatus, ...] | None = None
+    """The latest status of every member that has answered, without `signals`; None: as in an earlier line."""

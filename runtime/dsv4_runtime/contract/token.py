@@ -1,10 +1,10 @@
-"""The token of one incarnation: what opens its agents, Ray and vLLM's port.
+"""The token of one incarnation, for its agents, Ray and vLLM's port.
 
-Each incarnation has a token of its own, so one that leaked opens nothing once the group was formed anew. Tokens are
-made with the deployment's token key, which the operator and the gateways have and members never do: a token is a random
-salt and the HMAC of that salt under the key. An agent names its salt to whomever it refuses, and whoever has the key
-makes the token from it at once; a Secret that is mounted would reach gateways up to a minute after a repair. Salts are
-random, so nobody can have a token made for an incarnation that is still to come.
+Each incarnation has a token of its own, so a leaked one becomes useless with the next incarnation. Tokens are derived
+from the deployment's token key, which the operator and the gateways have and members never do: a token is a random salt
+and the HMAC of that salt under the key. The refusal of an agent contains its salt, from which a holder of the key
+derives the token at once; a mounted Secret would reach gateways up to a minute after a repair. Salts are random, so no
+token of a future incarnation can be obtained.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def new_token(key: str) -> str:
 
 
 def challenge(token: str) -> str:
-    """Return the value of `CHALLENGE` with which a server that asks for `token` refuses."""
+    """Return the value of `CHALLENGE` in the refusal of a server with this `token`."""
     return f'Bearer realm="dsv4", salt="{token[:_SALT_CHARS]}"'
 
 
@@ -49,11 +49,11 @@ def canary_token(key: str) -> str:
 
 
 class AgentCredential:
-    """Credential for one agent, whose token is another one in every incarnation."""
+    """Credential for one agent, whose token differs in every incarnation."""
 
     def __init__(self, token: str = "") -> None:
         self.token = token
-        """The latest that was asked for; empty before the first refusal if none is known."""
+        """The latest required token; empty before the first refusal if none is known."""
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -61,14 +61,10 @@ class AgentCredential:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     def answer(self, key: str, shown: Mapping[str, str], refusal: Mapping[str, str]) -> bool:
-        """Make the token that a refusal asks for; return whether it is another one than the request showed.
+        """Derive the token that a refusal requires; return whether it differs from the token of the request.
 
-        Several requests may be under way: one that was sent before another one's refusal showed an older token.
-
-        Args:
-            key: the deployment's token key.
-            shown: `headers` as the refused request had them.
-            refusal: the headers of the answer 401.
+        Several requests may be in flight: one that was sent before another one's refusal has an older token. `key` is
+        the deployment's token key, `shown` are the `headers` of the refused request, `refusal` those of the answer 401.
         """
         found = _SALT.fullmatch(refusal.get(CHALLENGE, ""))
         if found is None:

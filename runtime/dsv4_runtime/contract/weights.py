@@ -1,4 +1,4 @@
-"""`WeightsPlan`: which checkpoint a member must have, where it comes from, and how it is kept."""
+"""`WeightsPlan`: the checkpoint of the members, its source, and its handling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WeightsSource(StrEnum):
     """Source of a member's weights."""
 
     NANO = "Nano"
-    """Made on the spot from a seed (`dsv4_runtime.nano`)."""
+    """Generated from a seed (`dsv4_runtime.nano`)."""
     PATH = "Path"
     """Already in `WeightsPlan.path`."""
     HUGGING_FACE = "HuggingFace"
@@ -31,7 +31,7 @@ class Verify(StrEnum):
     """Verification, at a start, of files that were verified when they were staged."""
 
     MARKER = "Marker"
-    """Compares size and modification time with what was noted then; reads nothing."""
+    """Compares size and modification time with those of the staging; reads no content."""
     FULL = "Full"
     """Computes every SHA-256 again."""
 
@@ -51,7 +51,7 @@ class WeightsPlan(Document):
 
     source: WeightsSource
     path: str
-    """Path where the checkpoint is, or comes to be, on every member."""
+    """Path of the checkpoint on every member."""
     seed: int | None = None
     """Of a `Nano` checkpoint."""
     precision: str | None = None
@@ -75,7 +75,7 @@ class WeightsPlan(Document):
     bandwidth_bytes: int | None = Field(default=None, ge=1)
     """Rate at which a member may fetch from the origin and from other members, bytes a second. None: no limit."""
     from_members: bool = True
-    """Whether members fetch from each other what one of them already has."""
+    """Whether members fetch files from other members that have them."""
     verify: Verify = Verify.MARKER
     prefetch: bool = True
     """Whether the files are read into the page cache while Ray forms."""
@@ -92,5 +92,6 @@ class WeightsPlan(Document):
 
     @property
     def identity(self) -> str:
-        """Name the checkpoint, whichever member it is on: staged files of another identity are not used."""
+        """Return the identity of the checkpoint, equal on all members: staged files of another identity are not
+        used."""
         return " ".join(filter(None, (self.source.value, self.endpoint, self.origin, self.revision)))

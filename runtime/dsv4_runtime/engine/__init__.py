@@ -1,1 +1,1 @@
-"""Starting, reading and checking of Ray and vLLM on a member."""
+"""Logs, completions and authentication of Ray and vLLM on a member."""

@@ -1,6 +1,6 @@
-"""The checked completions: one token for the canary, and the known question that an engine has to answer as before.
+"""Checked completions: one token for the canary, and the known question, whose answer must not change between starts.
 
-Nothing but a checked answer makes an engine `Serving`.
+Only a checked answer makes an engine `Serving`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ANSWER_TOKENS = 8
 
 
 class BadCompletion(Exception):
-    """Answer that is not the completion that was asked for."""
+    """Answer that is not the requested completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ def request(model: str) -> dict[str, object]:
 
 
 def known_request(model: str) -> dict[str, object]:
-    """Return the body of `POST /v1/completions` that asks the known question."""
-    # Tokens by number: text of parts of characters does not tell them apart.
+    """Return the body of `POST /v1/completions` with the known question."""
+    # Token ids, because texts with parts of characters do not distinguish tokens.
     more = {"prompt": _QUESTION, "max_tokens": _ANSWER_TOKENS, "logprobs": 2, "ignore_eos": True, "seed": 0}
     return {**request(model), **more, "return_tokens_as_token_ids": True}
 
 
 def check_answer(status: int, body: bytes) -> None:
-    """Raise `BadCompletion` unless an answer with this HTTP status and body is the one to `request`."""
+    """Raise `BadCompletion` unless this HTTP status and body are a valid answer to `request`."""
     check(_parsed(status, body))
 
 
@@ -65,7 +65,7 @@ def known_answer(status: int, body: bytes) -> KnownAnswer:
     """Return the answer to `known_request` in a response with this HTTP status and body.
 
     Raises:
-        BadCompletion: it is none.
+        BadCompletion: it is invalid.
     """
     answer = _parsed(status, body)
     check(answer, _ANSWER_TOKENS)
@@ -83,15 +83,11 @@ def known_answer(status: int, body: bytes) -> KnownAnswer:
 
 
 def difference(known: KnownAnswer, now: KnownAnswer, tolerance: float) -> str | None:
-    """Return how an engine's answer differs from the one it gave before; None if it does not.
+    """Return how an engine's answer differs from the earlier one; None if it does not.
 
-    Where two tokens were as likely as each other, rounding may choose the other one: what follows has another context
-    and is not compared.
-
-    Args:
-        known: what it gave before.
-        now: what it gives now.
-        tolerance: nats by which rounding may move a log probability; of two tokens, each.
+    Where two tokens were equally likely, rounding may choose the other one: the following tokens have another context
+    and are not compared. `tolerance` is the number of nats by which rounding may move a log probability; of two tokens,
+    each.
     """
     for place, (token, found) in enumerate(zip(known.tokens, now.tokens, strict=True)):
         margin, logprob = known.margins[place], known.logprobs[place]
@@ -101,16 +97,16 @@ def difference(known: KnownAnswer, now: KnownAnswer, tolerance: float) -> str | 
             return f"token {place + 1} is {found}, and was {token}, by {margin:.3f} nats the likeliest"
         if abs(now.logprobs[place] - logprob) > tolerance:
             return f"token {place + 1} has the log probability {now.logprobs[place]:.4f}, and had {logprob:.4f}"
-        # A token that is nearly certain has nearly the same probability whatever becomes of the others.
+        # A nearly certain token keeps its probability whatever happens to the others, so the margin is compared too.
         if abs(now.margins[place] - margin) > 2 * tolerance:
             return f"token {place + 1} is {now.margins[place]:.3f} nats likelier than the next, and was {margin:.3f}"
     return None
 
 
 def check(body: object, tokens: int = 1) -> None:
-    """Raise `BadCompletion` unless `body` is one choice with so many tokens, a text, and their probabilities.
+    """Raise `BadCompletion` unless `body` has one choice with this number of tokens, a text, and log probabilities.
 
-    An engine whose numbers have become NaN still answers with a token; only the probability shows it.
+    An engine with NaN values still returns a token; only the probability shows the fault.
     """
     if not isinstance(body, Mapping):
         raise BadCompletion("the answer is no JSON object")

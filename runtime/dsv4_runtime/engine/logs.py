@@ -1,6 +1,6 @@
-"""Facts in Ray's and vLLM's log lines: how far a start has come, and what killed it.
+"""Facts in the log lines of Ray and vLLM: progress of a start, and causes of a death.
 
-Lines pass `contract.log_lines` first: a line that a client may have written is no evidence. No reader raises.
+Lines pass `util.log_lines` first: a line that a client may have written is no evidence. No reader raises.
 
 The children write their logs to files themselves, so that they neither wait for a stopped agent nor die with it; the
 agent reads along. Line texts: vLLM 0.32 and 0.33 (`v1/worker`, `model_executor/model_loader`, `v1/engine/core.py`).
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dsv4_runtime.contract import Cause, KernelStatus, Progress, WeightsProgress
-from dsv4_runtime.contract.log_lines import FATAL_SECONDS, LineFilter, head, log_reader
+from dsv4_runtime.util.log_lines import FATAL_SECONDS, LineFilter, head, log_reader
 
 _log = logging.getLogger(__name__)
 
@@ -40,21 +40,21 @@ _CORE_LOST = re.compile(
     rf"{_API}(?:ERROR|WARNING) {_AT}core_client\.py:\d+\] (?:"
     r"Engine core proc \S{1,80} died unexpectedly|(?:\[shutdown\] )?MPClient: engine core exited unexpectedly)"
 )
-# vLLM goes on without a plugin (`plugins/__init__.py`). Its API server loads plugins before it has set its log up.
+# vLLM continues without a plugin (`plugins/__init__.py`). Its API server loads plugins before it configures its log.
 _PLUGIN_FAILED = re.compile(rf"^(?:(?:\([^()]{{1,80}}\) )?ERROR {_AT}__init__\.py:\d+\] )?Failed to load plugin dsv4$")
 _ANSI = re.compile(r"\x1b\[[0-9;]{0,16}m")
 _LINE_LIMIT = 4096
-# Of one look: what is left is read with the next one, and the caller's other work comes in between.
+# Per call; the rest is read by the next call, so that the caller's other work is not delayed.
 _READ_BYTES = 1 << 20
-# Of a serving engine they announce no death, whatever they mention.
+# In the log of a serving engine, lines of these levels announce no death.
 _NO_ERRORS = frozenset({"DEBUG", "INFO", "WARNING"})
 _KEEP = 200
 
 
 class LogTail:
-    """Reads what a file has gained since the last look, as whole lines without colour codes and without clients' text.
+    """Reads the new lines of a growing file, without colour codes and without client text.
 
-    A carriage return ends a line too while an engine starts: progress bars rewrite theirs.
+    A carriage return also ends a line while an engine starts: progress bars overwrite theirs.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,7 +62,7 @@ class LogTail:
         self._clock = clock
         self._file: BinaryIO | None = None
         self._rest = b""
-        # The beginning of a line was too long and has been read; the rest of that line is nothing of its own.
+        # The beginning of a long line was returned; the rest of that line is discarded.
         self._cut = False
         self._filter = LineFilter()
         self.last: deque[str] = deque(maxlen=_KEEP)
@@ -86,7 +86,7 @@ class LogTail:
 
     @property
     def behind(self) -> bool:
-        """Return whether the last look left something unread."""
+        """Return whether the last call left unread data."""
         with contextlib.suppress(OSError):
             return self._file is not None and os.fstat(self._file.fileno()).st_size > self._file.tell()
         return False
@@ -108,16 +108,16 @@ class LogTail:
             self.last.append(kept)
             if counts:
                 evidence.append(kept)
-                self._look(kept)
+                self._check_fatal(kept)
         return evidence
 
     def _gained(self) -> bytes:
         try:
             if self._file is None:
-                # Closed by `close`: the file is read for as long as its writer lives.
+                # Closed by `close`: the file is read as long as its writer lives.
                 self._file = self._path.open("rb")
             if os.fstat(self._file.fileno()).st_size < self._file.tell():
-                # It was cut (`bound`); what follows is new.
+                # The file was truncated (`bound`); its content is new.
                 self._file.seek(0)
                 self._rest, self._cut = b"", False
             return self._file.read(_READ_BYTES)
@@ -146,30 +146,30 @@ class LogTail:
         return pieces
 
     def forget(self) -> None:
-        """Forget what was read up to now: it was of an engine that has ended. The lines that follow are of a start."""
+        """Discard the lines up to now: they belong to an ended engine. The following lines belong to a start."""
         while data := self._gained():
             self._take(data)
         self._first = self._origin = None
         self.guard(serving=False)
 
     def survived(self) -> None:
-        """Forget what was read up to now: the engine serves all the same. Clients write into the log from now on."""
+        """Discard the lines up to now: the engine serves despite them. From now on clients write into the log."""
         self._first = self._origin = None
         self.guard(serving=True)
 
     def guard(self, *, serving: bool) -> None:
-        """Take the lines that are read from now on as those of an engine that serves clients, or of one that starts."""
+        """Treat the following lines as those of an engine that serves clients, or of one that starts."""
         if serving is not self._filter.serving:
             self._filter.begin(serving=serving)
 
-    def _look(self, line: str) -> None:
+    def _check_fatal(self, line: str) -> None:
         if self._filter.serving and head(line).level in _NO_ERRORS:
             return
         if self._outranks(found := fatal(line), line):
             self._first, self._first_time = found, self._clock()
             origin = _ORIGIN.match(line)
             self._origin, self._traced = (origin[0] if origin else "" if plugin_failed(line) else None), False
-        # Lines of other processes may come in between.
+        # Lines of other processes may occur in between.
         elif self._origin is not None and line.startswith(self._origin):
             rest = line.removeprefix(self._origin)
             if rest.startswith("Traceback ("):
@@ -188,52 +188,50 @@ class LogTail:
             return found is not None
         if first[1] is not None or core_failed(first[0]):
             return False
-        # Lines of a traceback are told with the line that it belongs to.
+        # Lines of a traceback are reported with the line that it belongs to.
         within = self._origin is not None and line.startswith(self._origin)
         return not within and (found[1] is not None or core_failed(line))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class WorkerLogs:
-    """Reads along what Ray's worker processes of one node write: each has files of its own, and none is forwarded."""
+    """Follows the logs of Ray's worker processes of one node: each has its own files, and Ray forwards none of them."""
 
     def __init__(self, ray_logs: Path) -> None:
-        """Args:
-        ray_logs: where Ray's session keeps its logs; it need not be there yet.
-        """
+        """Take the log directory of Ray's session; it need not exist yet."""
         self._folder = ray_logs
         self._tails: dict[Path, LogTail] = {}
 
     def read(self) -> list[str]:
-        """Return the new lines of all of them, file after file. Later than in a start they may quote requests."""
+        """Return the new lines of all files, file after file. After a start they may quote requests."""
         for path in sorted(self._folder.glob("worker-*")):
             if path.suffix in (".out", ".err") and path not in self._tails:
                 self._tails[path] = LogTail(path)
         return [line for tail in self._tails.values() for line in tail.read()]
 
     def forget(self) -> None:
-        """Forget what was written up to now: it was of an engine that has ended."""
+        """Discard the lines up to now: they belong to an ended engine."""
         self.read()
         for tail in self._tails.values():
             tail.forget()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for tail in self._tails.values():
             tail.close()
         self._tails.clear()
 
 
 def bound(path: Path, limit: int) -> None:
-    """Cut a log that has outgrown `limit` bytes, keeping its last half as `<name>.1`.
+    """Truncate a log of more than `limit` bytes, and keep its last half as `<name>.1`.
 
-    Its writers append, so they go on at the new end. What they write between the copy and the cut is lost: a few lines
-    of hundreds of thousands.
+    Its writers append, so they continue at the new end. Lines written between copy and truncation are lost: a few of
+    hundreds of thousands.
     """
     try:
         if path.stat().st_size <= limit:
@@ -246,11 +244,11 @@ def bound(path: Path, limit: int) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        # A full disk must not end the agent; the next look tries again.
+        # A full disk must not end the agent; the next call tries again.
         _log.warning("%s could not be cut: %s", path, error)
 
 
-# In the order in which a start passes them; a later line never takes progress back.
+# In the order of a start; a later line never reduces the progress.
 _STAGES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"vLLM API server version|non-default args"), "starting the API server"),
     (re.compile(r"Initializing a V1 LLM engine"), "starting the engine"),
@@ -274,11 +272,9 @@ _PREFETCH = re.compile(r"Prefetching checkpoint files: (\d{1,2}|100)% \((\d{1,7}
 
 @log_reader(lambda: None)
 def progress(line: str, before: Progress | None = None) -> Progress | None:
-    """Return what a line of vLLM's log says about the start; None for most lines.
+    """Return the progress in a line of vLLM's log; None for most lines.
 
-    Args:
-        line: of the log.
-        before: what the lines before it said; vLLM logs files, and dsv4's loader bytes.
+    `before` is the progress of the lines before it: vLLM logs files, and dsv4's loader bytes.
     """
     known = (before and before.weights) or WeightsProgress()
     if match := _SHARDS.search(line):
@@ -317,7 +313,7 @@ _KV_CACHE = re.compile(
 
 @log_reader(lambda: None)
 def kv_cache(line: str) -> tuple[int, float] | None:
-    """Return (tokens, requests of the greatest length at once) of the KV cache, if a line says it; None: any other."""
+    """Return (tokens, requests of the maximum length at once) of the KV cache; None for any other line."""
     found = _KV_CACHE.search(line)
     return (int(found[1].replace(",", "")), float(found[2])) if found else None
 
@@ -328,11 +324,11 @@ _NO_KERNELS = re.compile(r"dsv4 kernels: ([a-z0-9_, ]{1,500}) (stays with vLLM's
 
 @log_reader(lambda: None)
 def kernels(line: str) -> tuple[int, KernelStatus] | None:
-    """Return (rank, who computes an operation there), where a line of dsv4's plugin says it; None for any other."""
+    """Return (rank, provider of an operation there) from a line of dsv4's plugin; None for any other line."""
     if (found := _KERNELS.search(line)) is None:
         return None
     try:
-        # Ray writes how often it saw a line behind it.
+        # Ray appends the number of repetitions of a line.
         document, _ = json.JSONDecoder().raw_decode(line, found.end())
         return int(found[1]), KernelStatus.model_validate(document)
     except ValueError:
@@ -341,7 +337,7 @@ def kernels(line: str) -> tuple[int, KernelStatus] | None:
 
 @log_reader(lambda: None)
 def kernels_not_attached(line: str) -> tuple[tuple[str, ...], str] | None:
-    """Return (operations, why) if dsv4's plugin says that no bundled kernel was put in place; None: any other line."""
+    """Return (operations, reason) if dsv4's plugin attached no bundled kernel to them; None for any other line."""
     found = _NO_KERNELS.search(line)
     return (tuple(found[1].split(", ")), found[2]) if found else None
 
@@ -351,12 +347,12 @@ _LOADED = re.compile(rf"Model loading took {_NUMBER} GiB")
 
 @log_reader(lambda: None)
 def loaded_bytes(line: str) -> int | None:
-    """Return the memory that the weights of a rank took, where a line says it; None for any other."""
+    """Return the memory of a rank's weights in bytes; None for any other line."""
     found = _LOADED.search(line)
     return round(float(found[1]) * 2**30) if found else None
 
 
-# What a line means when it is the first bad one. `None` in the second place: bad, but it names no cause.
+# Meaning of a line that is the first fatal one. `None` in the second place: fatal, but without a cause.
 _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
     (_PLUGIN_FAILED, Cause.PLUGIN_NOT_LOADED),
     (re.compile(r"api_server\.py: error:|unrecognized arguments|invalid choice"), Cause.CONFIG_ERROR),
@@ -380,48 +376,47 @@ _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
     (re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|^\w*(Error|Exception)\b"), None),
 )
 
-# Of an error that says what it is on its next lines: its name stands alone, or Ray has the traceback of another process
-# below it.
+# Error whose text is on the next lines: its name stands alone, or Ray appends the traceback of another process.
 _BELOW = re.compile(r"^(?:\S.*:$|[\w.]{0,200}\bRayTaskError\(\w{1,200}\):)")
 # Process, level, time and place of a line of vLLM's, the same on each line of a traceback.
 _ORIGIN = re.compile(r"\([^()]{1,200}\) [A-Z]{4,8} \S{1,40} \S{1,40} \[[^\]]{1,200}\] ")
 
-# vLLM writes down, as errors, what it was doing before it says what went wrong. What is seen of a provider of kernels,
-# such as its lack of memory, happened to a process that only tried it.
+# vLLM logs its inputs as errors before the error itself. An observation of a kernel provider, such as a lack of memory,
+# belongs to a process that only tried it.
 _NO_DEATH = re.compile(r"dump_input\.py:\d+\] Dumping |dsv4 kernels(?: of rank \d+)?: ")
 
 
 @log_reader(bool)
 def shutting_down(line: str) -> bool:
-    """Tell whether vLLM says that it ends itself in good order, as it does on SIGTERM."""
+    """Return whether vLLM logs a regular shutdown, as on SIGTERM."""
     return _SHUTTING_DOWN.search(line) is not None
 
 
 @log_reader(bool)
 def core_lost(line: str) -> bool:
-    """Tell whether vLLM's API process says that its EngineCore has ended, for which it then ends itself."""
+    """Return whether vLLM's API process logs the end of its EngineCore, after which it ends itself."""
     return _CORE_LOST.match(line) is not None
 
 
 @log_reader(bool)
 def core_failed(line: str) -> bool:
-    """Tell whether EngineCore says that it cannot go on.
+    """Return whether EngineCore logs that it cannot continue.
 
-    vLLM ends itself then, in what looks like good order; it may take seconds, as its executor waits for Ray first.
-    Only EngineCore's own lines count: the API process writes down what clients send.
+    vLLM then shuts down regularly, which may take seconds, because its executor waits for Ray first. Only lines of
+    EngineCore count: the API process logs text of clients.
     """
     return _CORE_FAILED.match(line) is not None
 
 
 @log_reader(bool)
 def plugin_failed(line: str) -> bool:
-    """Tell whether vLLM says that it goes on without dsv4's plugin, which it could not load."""
+    """Return whether vLLM logs that it could not load dsv4's plugin and continues without it."""
     return _PLUGIN_FAILED.match(line) is not None
 
 
 @log_reader(lambda: None)
 def fatal(line: str) -> tuple[str, Cause | None] | None:
-    """Return (the line, its cause if it names one) when a line announces a death; None for any other line."""
+    """Return (line, its cause or None) of a fatal line; None for any other line."""
     for pattern, cause in _FATAL:
         if pattern.search(line) and not _NO_DEATH.search(line):
             return line[:1024], cause

@@ -1,1 +1,3 @@
-"""The network between members: found in sysfs, checked, handed to NCCL, and proved before a model is loaded."""
+"""The network between members: discovery in sysfs, checks, NCCL configuration, and verification before the model is
+loaded.
+"""

@@ -1,7 +1,7 @@
-"""Speed probe of an all-reduce over all members: a program of its own, one on every member, that ends when it is done.
+"""Bandwidth probe: one process per member runs an all-reduce over all members and exits.
 
-It prints one line of JSON and lets NCCL write its log beside it, which shows the transport. A process of its own,
-because a CUDA context keeps memory until its process ends.
+It prints one line of JSON; NCCL's log beside it shows the transport. It is a separate process because a CUDA context
+holds memory until its process ends.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Result:
     """Result of the probe."""
 
     bandwidth: float | None
-    """Bus bandwidth in bytes a second; None if it was not measured."""
+    """Bus bandwidth in bytes per second; None if not measured."""
     skipped: str | None
-    """Reason why it was not measured."""
+    """Reason for a skipped measurement."""
 
 
 def command(rank: int, world: int, address: str, port: int, seconds: float) -> list[str]:
-    """Return the command line of the probe of one member; `address` and `port` are those of rank 0's rendezvous."""
+    """Return the probe's command line for one member; `address` and `port` are those of rank 0's rendezvous."""
     arguments = {"--rank": rank, "--world": world, "--address": address, "--port": port, "--seconds": seconds}
     words = [str(word) for pair in arguments.items() for word in pair]
     return [sys.executable, "-m", "dsv4_runtime.fabric.bandwidth", *words]
 
 
-def result(output: str) -> Result | None:
-    """Return what a finished probe printed; None if it never came so far."""
+def parse_result(output: str) -> Result | None:
+    """Return the result printed by a probe; None if there is none."""
     for line in reversed(output.splitlines()):
         if line.startswith(RESULT):
             try:
@@ -50,12 +50,14 @@ def result(output: str) -> Result | None:
 
 
 def bus_bandwidth(size: int, world: int, seconds: float) -> float:
-    """Return the bytes a second through the slowest link of a ring all-reduce of `size` bytes, as nccl-tests does."""
+    """Return the bytes per second of the slowest link of a ring all-reduce of `size` bytes, as defined by
+    nccl-tests.
+    """
     return 2 * (world - 1) / world * size / seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the probe: its entry point."""
+    """Run the probe."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, kind in (("rank", int), ("world", int), ("address", str), ("port", int), ("seconds", float)):
         parser.add_argument(f"--{name}", type=kind, required=True)
@@ -63,14 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        _say({"skipped": "no GPU"})
+        _print_result({"skipped": "no GPU"})
         return 0
-    _say({"bandwidth": _measure(torch, given), "gpu": torch.cuda.get_device_name(0)})
+    _print_result({"bandwidth": _measure(torch, given), "gpu": torch.cuda.get_device_name(0)})
     return 0
 
 
 def _measure(torch: Any, given: argparse.Namespace) -> float:
-    """Measure, and raise what torch raises: the parent reads it in the log."""
+    """Measure; exceptions of torch propagate to the log, which the parent process reads."""
     torch.cuda.set_device(0)
     torch.distributed.init_process_group(
         "nccl",
@@ -88,7 +90,7 @@ def _measure(torch: Any, given: argparse.Namespace) -> float:
         begun = time.monotonic()
         torch.distributed.all_reduce(data)
         torch.cuda.synchronize()
-        # The first turns connect the ranks.
+        # The first rounds connect the ranks.
         if turn >= _WARM:
             best = min(best, time.monotonic() - begun)
     wrong = int((data != given.world).sum())
@@ -98,7 +100,7 @@ def _measure(torch: Any, given: argparse.Namespace) -> float:
     return bus_bandwidth(BYTES, given.world, best)
 
 
-def _say(document: dict[str, object]) -> None:
+def _print_result(document: dict[str, object]) -> None:
     print(RESULT + json.dumps(document), flush=True)
 
 

@@ -1,17 +1,239 @@
-"""Checks of a machine's fitness from a look at it, each with what was found and the remedy; pure."""
+"""Selection of interface, RDMA ports and GIDs, the resulting variables of NCCL, Gloo and UCX, and checks with remedies.
+Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 
-from dsv4_runtime.contract import FabricPlan
-from dsv4_runtime.fabric.choose import FabricChoice
-from dsv4_runtime.fabric.environment import gids_cannot_be_told
-from dsv4_runtime.fabric.node import Node, Port, roce_mtu
+from dsv4_runtime.contract import FabricPlan, FabricSetting, Rail
+from dsv4_runtime.fabric.node import ROCE_V2, Gid, Interface, Node, Port, roce_mtu
 
-# Mbit/s of a cage of a GB10's ConnectX-7; it can come up at half of that without a word.
+
+@dataclass(frozen=True, slots=True)
+class UsablePort:
+    """A usable RDMA port with its interface and address."""
+
+    port: Port
+    interface: Interface
+    address: IPv4Interface
+    gid: int
+    """Index of the RoCE v2 GID of `address`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FabricChoice:
+    """Selected interface and RDMA ports of a member."""
+
+    sockets: Interface | None
+    """Interface of NCCL's bootstrap and Gloo; None: no interface has the member's address."""
+    address: IPv4Interface | None
+    """The member's address on it."""
+    fit: tuple[UsablePort, ...]
+    """RDMA ports in use."""
+    unfit: tuple[tuple[Port, str], ...]
+    """Other ports, each with the reason."""
+    missing: tuple[str, ...] = ()
+    """Configured RDMA devices that do not exist."""
+
+    def rails(self) -> tuple[Rail, ...]:
+        """Return the member's addresses: that of its sockets first, then one per RDMA port."""
+        ends = [(fit.interface, fit.address, fit.port.name) for fit in self.fit]
+        found: list[tuple[Interface, IPv4Interface, str | None]] = []
+        if self.sockets is not None and self.address is not None:
+            hca = next((name for _, address, name in ends if address.ip == self.address.ip), None)
+            found.append((self.sockets, self.address, hca))
+        found += [end for end in ends if self.address is None or end[1].ip != self.address.ip]
+        return tuple(Rail(interface=link.name, address=str(own), mtu=link.mtu, hca=hca) for link, own, hca in found)
+
+
+def choose_fabric(node: Node, address: str | None = None, setting: FabricSetting | None = None) -> FabricChoice:
+    """Select the fabric of the member at `address`. Without an address (`dsv4 doctor`) the first usable port also
+    carries sockets.
+
+    A port whose interface has the default route is excluded unless it is configured: it leads to the outside, not to
+    the fabric.
+    """
+    setting = setting or FabricSetting()
+    fit: list[UsablePort] = []
+    unfit: list[tuple[Port, str]] = []
+    for port in node.ports:
+        if setting.hcas is not None and port.hca not in setting.hcas:
+            unfit.append((port, "it is not among the devices that were set by hand"))
+            continue
+        found = _usable_port(node, port, by_hand=setting.hcas is not None)
+        if isinstance(found, UsablePort):
+            fit.append(found)
+        else:
+            unfit.append((port, found))
+    sockets, own = _socket_interface(node, address, setting, fit)
+    here = {port.hca for port in node.ports}
+    missing = tuple(hca for hca in setting.hcas or () if hca not in here)
+    return FabricChoice(sockets, own, tuple(fit), tuple(unfit), missing)
+
+
+def _usable_port(node: Node, port: Port, *, by_hand: bool) -> UsablePort | str:
+    """Return the usable port, or the reason why it is not usable."""
+    if port.link_layer != "Ethernet":
+        return f"its link layer is {port.link_layer}, not Ethernet: dsv4 knows RoCE only"
+    if not port.active:
+        return f"its link is not up ({port.state})"
+    interface = node.interfaces.get(port.interface) if port.interface else None
+    if interface is None:
+        return "it has no network interface here"
+    if not interface.up:
+        return f"its interface {interface.name} is down or has no carrier"
+    if not interface.addresses:
+        return f"its interface {interface.name} has no IPv4 address"
+    if interface.default_route and not by_hand:
+        return f"the default route leads over its interface {interface.name}"
+    for address in interface.addresses:
+        if (index := port.gid_index(address.ip)) is not None:
+            if not port.usable:
+                return "its device file in /dev/infiniband is missing"
+            return UsablePort(port, interface, address, index)
+    return f"no {ROCE_V2} GID stands for {interface.addresses[0].ip} of {interface.name}"
+
+
+def _socket_interface(
+    node: Node, address: str | None, setting: FabricSetting, fit: Sequence[UsablePort]
+) -> tuple[Interface | None, IPv4Interface | None]:
+    if address is None:
+        first = next(iter(fit), None)
+        return (first.interface, first.address) if first else (None, None)
+    own = _parse_address(address)
+    holder = node.interface_of(own) if own else None
+    interface = node.interfaces.get(setting.interface) if setting.interface else holder
+    if interface is None:
+        return None, None
+    mine = next((entry for entry in interface.addresses if entry.ip == own), None)
+    return interface, mine or next(iter(interface.addresses), None)
+
+
+def _parse_address(address: str) -> IPv4Address | None:
+    try:
+        return IPv4Address(address)
+    except ValueError:
+        return None
+
+
+def nccl_gid(gids: Sequence[Gid], within: IPv4Network | None = None) -> int:
+    """Return the GID index that NCCL selects by default (IPv4, RoCE v2) with NCCL_IB_ADDR_RANGE=`within`.
+
+    Follows `ncclIbGetGidIndex` of NCCL 2.21 to 2.30 (src/transport/net_ib/connect.cc): the first entry is replaced by
+    the first IPv4 one, which is replaced by one of the requested version. NCCL does not check whether the interface
+    (still) has the address.
+    """
+    table = {gid.index: gid for gid in gids}
+    best = 0
+    for index in range(1, max(table, default=0) + 1):
+        candidate, present = table.get(index), table.get(best)
+        if candidate is None or candidate.ipv4 is None or (within is not None and candidate.ipv4 not in within):
+            continue
+        if present is None or present.ipv4 is None or (candidate.kind != present.kind and candidate.kind == ROCE_V2):
+            best = index
+    return best
+
+
+def common_range(fit: Sequence[UsablePort]) -> IPv4Network | None:
+    """Return the narrowest IPv4 network with the addresses of all ports in use for which NCCL selects the correct GIDs;
+    None if there is none.
+    """
+    addresses = sorted(item.address.ip for item in fit)
+    if not addresses:
+        return None
+    length = next(
+        length for length in range(32, -1, -1) if addresses[-1] in IPv4Network((addresses[0], length), strict=False)
+    )
+    network = IPv4Network((addresses[0], length), strict=False)
+    right = all(nccl_gid(item.port.gids, network) == item.gid for item in fit)
+    return network if right and length > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """Environment variable with its reason."""
+
+    name: str
+    value: str
+    reason: str
+
+
+def variables(choice: FabricChoice, plan: FabricPlan, rank: int, *, ring: bool = False) -> tuple[Variable, ...]:
+    """Return the fabric environment of Ray and vLLM on this member. `ring`: not every rail reaches every member.
+
+    Variables that NCCL determines correctly by itself stay unset.
+    """
+    found: list[Variable] = []
+    if choice.sockets is not None:
+        name = choice.sockets.name
+        peers = "the other members reach this one over it"
+        found += [
+            # "=": exact match instead of a prefix match.
+            Variable("NCCL_SOCKET_IFNAME", f"={name}", f"bootstrap of NCCL: {peers}"),
+            Variable("GLOO_SOCKET_IFNAME", name, f"Gloo would take the interface of the host's name: {peers}"),
+            Variable("TP_SOCKET_IFNAME", name, f"the same for torch's TensorPipe: {peers}"),
+        ]
+    if not choice.fit:
+        off = "no RDMA port here is fit; one that is half there would stall the start instead of being passed over"
+        return (*found, Variable("NCCL_IB_DISABLE", "1", off), *_LOG_VARIABLES)
+    names = [fit.port.name for fit in choice.fit]
+    found += [
+        Variable("NCCL_IB_DISABLE", "0", "an image or a shell may have switched RDMA off"),
+        # Each half of a ConnectX-7 cage of a GB10 carries 100 Gbit/s, half of the cable's bandwidth.
+        Variable("NCCL_IB_HCA", "=" + ",".join(names), "exactly the ports that are up, have an address and a GID"),
+    ]
+    # UCX uses only the listed devices: RDMA ports for data, the interface for its own sockets.
+    devices = [*names, *([choice.sockets.name] if choice.sockets else [])]
+    found.append(Variable("UCX_NET_DEVICES", ",".join(devices), "the same choice for UCX, where vLLM moves KV with it"))
+    if plan.require_rdma:
+        found.append(
+            Variable("NCCL_NET", "IB", "the plan requires RDMA: NCCL ends with an error instead of using sockets")
+        )
+    found += _gid_variables(choice.fit, plan.setting(rank))
+    if ring:
+        why = "not every rail reaches every member: NCCL must pick the port that is in the peer's network"
+        found += [
+            Variable("NCCL_IB_SUBNET_AWARE_ROUTING", "1", why),
+            Variable("NCCL_IB_MERGE_NICS", "0", why),
+            Variable("NCCL_CROSS_NIC", "1", why),
+        ]
+    return (*found, *_LOG_VARIABLES)
+
+
+_LOG_VARIABLES = (
+    Variable("NCCL_DEBUG", "INFO", "NCCL's log is the only proof of the transport that it uses"),
+    Variable("NCCL_DEBUG_SUBSYS", "INIT,NET", "only the lines about start and transport"),
+)
+
+
+def _gid_variables(fit: tuple[UsablePort, ...], setting: FabricSetting) -> list[Variable]:
+    """Return the GID variables; empty where NCCL's default is correct, which is the usual case."""
+    if setting.gid_index != "Auto":
+        return [Variable("NCCL_IB_GID_INDEX", str(setting.gid_index), "set by hand in the deployment")]
+    wrong = [item for item in fit if nccl_gid(item.port.gids) != item.gid]
+    if not wrong:
+        return []
+    first = wrong[0]
+    why = f"NCCL would take GID {nccl_gid(first.port.gids)} of {first.port.name}, which is not that of an address here"
+    # One index applies to all ports, and may point to another address on the next port.
+    if len(indices := {item.gid for item in fit}) == 1:
+        return [Variable("NCCL_IB_GID_INDEX", str(indices.pop()), why)]
+    if (network := common_range(fit)) is not None:
+        return [Variable("NCCL_IB_ADDR_RANGE", str(network), why)]
+    return []
+
+
+def gids_not_settable(choice: FabricChoice, setting: FabricSetting) -> bool:
+    """Return whether NCCL would select a wrong GID that no variable can correct."""
+    wrong = any(nccl_gid(item.port.gids) != item.gid for item in choice.fit)
+    return setting.gid_index == "Auto" and wrong and not _gid_variables(choice.fit, setting)
+
+
+# Mbit/s of a ConnectX-7 cage of a GB10, which can come up at half speed without an error.
 _TWIN_SPEED = 200_000
 _FULL_ROCE_MTU = 4096
 _OPEN_FILES = 65_536
@@ -35,15 +257,15 @@ class Check:
     level: CheckStatus
     found: str
     remedy: str = ""
-    """Remedy; empty when nothing has to be done."""
+    """Empty if no action is required."""
 
     def to_dict(self) -> dict[str, str]:
-        """Return it as plain JSON values; an empty remedy stays away."""
+        """Return the check as JSON values, without an empty remedy."""
         return {key: str(value) for key, value in asdict(self).items() if value}
 
 
-def examine(node: Node, choice: FabricChoice, plan: FabricPlan, rank: int = 0) -> tuple[Check, ...]:
-    """Yield every check that a look can make, in the order in which to mend them."""
+def run_checks(node: Node, choice: FabricChoice, plan: FabricPlan, rank: int = 0) -> tuple[Check, ...]:
+    """Return all checks in the recommended order of repair."""
     return (
         _kernel(node),
         *_devices(node, choice, plan),
@@ -59,14 +281,14 @@ def examine(node: Node, choice: FabricChoice, plan: FabricPlan, rank: int = 0) -
 
 
 def failures(checks: Iterable[Check]) -> list[Check]:
-    """Return those that failed."""
+    """Return the failed checks."""
     return [check for check in checks if check.level is CheckStatus.FAIL]
 
 
 def _kernel(node: Node) -> Check:
-    """Check for Kexec HandOver: kernels with it set their memory aside as a movable area that RDMA cannot pin.
+    """Check for Kexec HandOver: such kernels reserve memory as a movable area that RDMA cannot pin.
 
-    Seen with 7.0.0-1019-nvidia and 7.0.0-31: every port is up, and `ibv_reg_mr` fails for want of memory.
+    Observed with 7.0.0-1019-nvidia and 7.0.0-31: all ports are up, and `ibv_reg_mr` fails with ENOMEM.
     """
     name, kernel = "kernel", node.kernel
     if "kho=off" in kernel.arguments or not kernel.release.startswith(_KHO_KERNEL):
@@ -83,7 +305,7 @@ def _kernel(node: Node) -> Check:
 
 
 def _devices(node: Node, choice: FabricChoice, plan: FabricPlan) -> Iterator[Check]:
-    """Tell whether there is RDMA at all, and which ports are used."""
+    """Check for RDMA devices and report the ports in use."""
     bad = CheckStatus.FAIL if plan.require_rdma else CheckStatus.WARN
     for hca in choice.missing:
         there = ", ".join(sorted({port.hca for port in node.ports})) or "none"
@@ -105,7 +327,7 @@ def _devices(node: Node, choice: FabricChoice, plan: FabricPlan) -> Iterator[Che
         yield Check("rdma", bad, "no RDMA port is fit; NCCL would use TCP sockets", "see the ports below")
     cabled = {_cage(fit.port) for fit in choice.fit}
     for port, reason in choice.unfit:
-        # An empty cage beside one in use is how most machines are, and so is a port that leads to the outside.
+        # Empty cages beside a used one, and ports that lead to the outside, are common.
         empty = not port.active and _cage(port) not in cabled
         fine = "set by hand" in reason or (bool(choice.fit) and (empty or "default route" in reason))
         level = CheckStatus.SKIPPED if fine else CheckStatus.WARN if choice.fit else bad
@@ -130,7 +352,7 @@ def _remedy(port: Port, reason: str) -> str:
 
 
 def _links(choice: FabricChoice) -> Iterator[Check]:
-    """Check the speed of the links in use. Twins share a cage; each of them shows the speed of the whole cable."""
+    """Check the speed of the links in use. Twin ports share a cage; each shows the speed of the whole cable."""
     twins = _twin_cages([fit.port for fit in choice.fit] + [port for port, _ in choice.unfit])
     for fit in choice.fit:
         speed = fit.interface.speed
@@ -144,7 +366,7 @@ def _links(choice: FabricChoice) -> Iterator[Check]:
 
 
 def _pcie(node: Node) -> Check:
-    """Check that the cards came up with all their lanes: firmware of GB10 before 2026-04 gives the second half two."""
+    """Check the PCIe width: GB10 firmware before 2026-04 gives the second half of a card two lanes."""
     links = {port.pci.address or port.hca: port.pci for port in node.ports}
     known = {address: link for address, link in links.items() if link.speed is not None and link.width is not None}
     if not known:
@@ -160,7 +382,7 @@ def _pcie(node: Node) -> Check:
 
 
 def _twins(node: Node, choice: FabricChoice) -> Check:
-    """Check that both halves of a cage are in use: one alone carries half of the cable's bytes."""
+    """Check that both halves of a cage are in use: one alone carries half of the cable's bandwidth."""
     cages = _twin_cages(node.ports)
     if not cages:
         return Check("twins", CheckStatus.SKIPPED, "no two ports share a cage")
@@ -175,7 +397,7 @@ def _twins(node: Node, choice: FabricChoice) -> Check:
 
 
 def _networks(choice: FabricChoice) -> Check:
-    """Check for two ports in one network: the kernel answers for both on either, and RDMA packets go astray."""
+    """Check for two ports in one network: the kernel answers ARP for both on either, and RDMA packets are misrouted."""
     if len(choice.fit) < 2:
         return Check("networks", CheckStatus.SKIPPED, "fewer than two ports are used")
     pairs = [
@@ -191,7 +413,7 @@ def _networks(choice: FabricChoice) -> Check:
 
 
 def _mtu(choice: FabricChoice, plan: FabricPlan) -> Check:
-    """Check the MTU, which bounds RoCE packets: 1024 bytes instead of 4096 cost 40 % of the prefill."""
+    """Check the MTU, which limits RoCE packets: 1024 bytes instead of 4096 cost 40 % of the prefill throughput."""
     if not choice.fit:
         return Check("mtu", CheckStatus.SKIPPED, "no RDMA port is used")
     small = [fit.interface for fit in choice.fit if plan.mtu is not None and fit.interface.mtu < plan.mtu]
@@ -208,7 +430,7 @@ def _mtu(choice: FabricChoice, plan: FabricPlan) -> Check:
 
 
 def _gids(choice: FabricChoice, plan: FabricPlan, rank: int) -> Check:
-    """Tell whether NCCL ends up with the GID of an address that the interface has."""
+    """Check that NCCL uses a GID of an existing address."""
     if not choice.fit:
         return Check("gid", CheckStatus.SKIPPED, "no RDMA port is used")
     setting = plan.setting(rank)
@@ -221,7 +443,7 @@ def _gids(choice: FabricChoice, plan: FabricPlan, rank: int) -> Check:
                 f"index {setting.gid_index} is set by hand, but {first.address.ip} is {first.gid} on {first.port.name}"
             )
             return Check("gid", CheckStatus.FAIL, said, "leave the index out; dsv4 finds it on each machine")
-    elif gids_cannot_be_told(choice, setting):
+    elif gids_not_settable(choice, setting):
         said = f"the GID tables have stale entries before the right ones ({found}), at different places on each port"
         return Check("gid", CheckStatus.FAIL, said, "start the machine again, which makes the tables anew")
     stale = [
@@ -239,7 +461,7 @@ def _gids(choice: FabricChoice, plan: FabricPlan, rank: int) -> Check:
 
 
 def _locked_memory(node: Node) -> Check:
-    """Check the limit of locked memory, against which RDMA pins its buffers."""
+    """Check the limit of locked memory for RDMA buffers."""
     limits = node.limits
     if not limits.locked_memory_known:
         return Check("memlock", CheckStatus.SKIPPED, "/proc/self/limits does not say")
@@ -267,7 +489,7 @@ def _cage(port: Port) -> tuple[str, str] | None:
 
 
 def _twin_cages(ports: Iterable[Port]) -> dict[tuple[str, str], set[str]]:
-    """Map the cages that several ports share, as on GB10, to the names of those ports."""
+    """Map cages with several ports, as on GB10, to the names of those ports."""
     cages: dict[tuple[str, str], set[str]] = {}
     for port in ports:
         if (cage := _cage(port)) is not None:

@@ -1,4 +1,6 @@
-"""`dsv4 doctor` on a node: every check with what was found and the remedy."""
+"""`dsv4 doctor` on a node: all checks with findings and remedies; with `--peer`, the path between two machines in both
+directions.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +9,128 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
-from ipaddress import IPv4Address
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Interface
 from pathlib import Path
 
-from dsv4_runtime.contract import FabricPlan
-from dsv4_runtime.fabric.checks import Check, CheckStatus, examine, failures
-from dsv4_runtime.fabric.choose import FabricChoice, choose_fabric
-from dsv4_runtime.fabric.discover import discover_node
-from dsv4_runtime.fabric.environment import Variable, variables
-from dsv4_runtime.fabric.node import Node
-from dsv4_runtime.fabric.peer import try_peers
+from dsv4_runtime.contract import FabricPlan, Rail
+from dsv4_runtime.fabric.checks import (
+    Check,
+    CheckStatus,
+    FabricChoice,
+    Variable,
+    choose_fabric,
+    failures,
+    run_checks,
+    variables,
+)
+from dsv4_runtime.fabric.node import Node, discover_node
+from dsv4_runtime.fabric.probes import ProbeOutcome, Responder, group_key, path_problem, probe
+
+PEER_PORT = 7471
+# Not secret: senders only learn that their packet arrived.
+_KEY = group_key("doctor", 0)
+# There are no ranks without a plan.
+_NO_RANK = 0
+# Longer than the longest silent wait of the other side, its TCP stream.
+_PEER_SILENCE_SECONDS = 6.0
+
+
+def rail_to(node: Node, peer: IPv4Address) -> Rail | None:
+    """Return the interface in the network of `peer`; None if there is none."""
+    for link in node.interfaces.values():
+        for address in link.addresses:
+            if peer in address.network and peer != address.ip:
+                port = next((port for port in node.ports if port.interface == link.name), None)
+                hca = port.name if port else None
+                return Rail(interface=link.name, address=str(address), mtu=link.mtu, hca=hca)
+    return None
+
+
+async def check_peers(node: Node, peers: list[IPv4Address], seconds: float, mtu: int | None) -> list[Check]:
+    """Return one check per peer, where the same command must run within `seconds`."""
+    rails = {peer: rail_to(node, peer) for peer in peers}
+    mine = {rail.address: rail for rail in rails.values() if rail is not None}
+    responder = Responder(_KEY)
+    try:
+        await responder.open(tuple(mine.values()), PEER_PORT)
+    except OSError as error:
+        responder.close()
+        return [
+            Check("peers", CheckStatus.FAIL, f"port {PEER_PORT} cannot be used: {error}", "end the program that has it")
+        ]
+    try:
+        plan = FabricPlan(mtu=mtu)
+        tries = [_check_peer(responder, peer, rail, time.monotonic() + seconds, plan) for peer, rail in rails.items()]
+        return list(await asyncio.gather(*tries))
+    finally:
+        responder.close()
+
+
+async def _check_peer(
+    responder: Responder, peer: IPv4Address, mine: Rail | None, deadline: float, plan: FabricPlan
+) -> Check:
+    name = f"peer {peer}"
+    if mine is None:
+        return Check(
+            name, CheckStatus.FAIL, "no interface here is in its network", "give both ends addresses in one network"
+        )
+    theirs = mine.model_copy(
+        update={
+            "address": f"{peer}/{IPv4Interface(mine.address).network.prefixlen}",
+            "interface": "its",
+            "port": PEER_PORT,
+        }
+    )
+    want = plan.mtu or mine.mtu
+    outcome = await probe(_KEY, _NO_RANK, mine, theirs, want)
+    while not outcome.arrives and time.monotonic() < deadline:
+        outcome = await probe(_KEY, _NO_RANK, mine, theirs, want)
+    # The other side may have started later: respond until it is silent.
+    while (quiet := responder.received(_NO_RANK, mine)) is None or quiet < _PEER_SILENCE_SECONDS:
+        if quiet is None and time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.25)
+    return peer_check(name, replace(outcome, received=quiet is not None), plan)
+
+
+def peer_check(name: str, outcome: ProbeOutcome, plan: FabricPlan) -> Check:
+    """Return the check for the path to a peer."""
+    if (problem := path_problem(plan, "the peer", outcome)) is not None:
+        found, _, remedy = problem.partition("; ")
+        return Check(name, CheckStatus.FAIL, found, remedy)
+    found = (
+        f"{outcome.mine.interface}: packets of {outcome.carries} bytes arrive, TCP flows, "
+        f"{outcome.seconds * 1e6:.0f} µs there and back"
+    )
+    if not outcome.received:
+        return Check(
+            name, CheckStatus.WARN, f"{found}; but nothing of its own came", "run the same command there meanwhile"
+        )
+    return Check(name, CheckStatus.OK, found)
+
 
 _COLOURS = {CheckStatus.OK: "32", CheckStatus.WARN: "33", CheckStatus.FAIL: "31", CheckStatus.SKIPPED: "2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the checks; 0 if none failed, else 1."""
+    """Print the checks; return 0 if none failed, else 1."""
     given = _parser().parse_args(arguments)
     node = discover_node(given.root)
-    # Whoever plugged a cable in wants RDMA.
+    # A connected cable implies that RDMA is expected.
     required = given.require_rdma or any(port.active for port in node.ports)
     plan = FabricPlan(require_rdma=required, mtu=given.mtu)
     choice = choose_fabric(node)
-    checks = [*examine(node, choice, plan), _gpu(node), _bandwidth(node)]
+    checks = [*run_checks(node, choice, plan), _gpu(node), _bandwidth(node)]
     if given.peer:
-        checks += asyncio.run(try_peers(node, given.peer, given.wait, given.mtu))
-    told = variables(choice, plan, 0) if node.ports else ()
+        checks += asyncio.run(check_peers(node, given.peer, given.wait, given.mtu))
+    environment = variables(choice, plan, 0) if node.ports else ()
     if given.output == "json":
-        print(json.dumps(_document(checks, choice, told), indent=2))
+        print(json.dumps(_document(checks, choice, environment), indent=2))
     else:
-        print(_text(checks, told, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        print(_text(checks, environment, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 1 if failures(checks) else 0
 
 
@@ -67,16 +160,16 @@ def _bandwidth(node: Node) -> Check:
     return Check("bandwidth", CheckStatus.SKIPPED, found)
 
 
-def _document(checks: Sequence[Check], choice: FabricChoice, told: Sequence[Variable]) -> dict[str, object]:
+def _document(checks: Sequence[Check], choice: FabricChoice, environment: Sequence[Variable]) -> dict[str, object]:
     return {
         "ok": not failures(checks),
         "checks": [check.to_dict() for check in checks],
         "rails": [rail.to_dict() for rail in choice.rails()],
-        "environment": [{"name": one.name, "value": one.value, "reason": one.reason} for one in told],
+        "environment": [{"name": one.name, "value": one.value, "reason": one.reason} for one in environment],
     }
 
 
-def _text(checks: Sequence[Check], told: Sequence[Variable], *, colour: bool) -> str:
+def _text(checks: Sequence[Check], environment: Sequence[Variable], *, colour: bool) -> str:
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
@@ -85,9 +178,9 @@ def _text(checks: Sequence[Check], told: Sequence[Variable], *, colour: bool) ->
         lines.append(f"{word}  {check.name:<{width}}  {check.found}")
         if check.remedy:
             lines.append(f"{'':<7}  {'':<{width}}  -> {check.remedy}")
-    if told:
+    if environment:
         lines += ["", "What dsv4 tells NCCL, Gloo and UCX here:"]
-        lines += [f"  {one.name}={one.value}  ({one.reason})" for one in told]
+        lines += [f"  {one.name}={one.value}  ({one.reason})" for one in environment]
     bad = failures(checks)
     warned = sum(check.level is CheckStatus.WARN for check in checks)
     lines += ["", f"{len(bad)} failed, {warned} to look at, {len(checks)} checks"]

@@ -1,85 +1,158 @@
-"""The fabric of one member, from the first look to the proof: what the agent calls.
+"""The fabric of one member, from discovery to verification, as used by the agent.
 
-Order: `open` (look, check, listen), `prove` (every path to every other member, both ways), `measure` (bandwidth, where
-GPUs are). The other members are heard through the agents' statuses.
+Order: `open` (discover, check, listen), `prove` (all paths to all other members, both directions), `measure`
+(bandwidth, with GPUs). The status of other members comes from their agents. `NcclLog` determines NCCL's transport from
+its log, the only proof of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Protocol
 
 from dsv4_runtime.contract import Cause, FabricPlan, FabricStatus, GroupPlan, Rail
 from dsv4_runtime.fabric import bandwidth
-from dsv4_runtime.fabric.checks import CheckStatus, examine, failures
-from dsv4_runtime.fabric.choose import FabricChoice, choose_fabric
-from dsv4_runtime.fabric.discover import discover_node
-from dsv4_runtime.fabric.environment import Variable, variables
-from dsv4_runtime.fabric.nccl import NcclLog
-from dsv4_runtime.fabric.node import Node
-from dsv4_runtime.fabric.probes import Answerer, ProbeOutcome, ask, group_key
-from dsv4_runtime.fabric.proof import cannot_be, in_ring, notes, paths, wanted, wrong
+from dsv4_runtime.fabric.checks import (
+    CheckStatus,
+    FabricChoice,
+    Variable,
+    choose_fabric,
+    failures,
+    run_checks,
+    variables,
+)
+from dsv4_runtime.fabric.node import Node, discover_node
+from dsv4_runtime.fabric.probes import (
+    ProbeOutcome,
+    Responder,
+    address_problem,
+    group_key,
+    is_ring,
+    mtu_notes,
+    path_problem,
+    paths,
+    probe,
+    required_size,
+)
+from dsv4_runtime.util.log_lines import is_nccl, log_reader
+
+_VERSION = re.compile(r"NCCL version (\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)")
+_NETWORK = re.compile(r"NCCL INFO (?:Using network|Assigned NET plugin) ([A-Za-z0-9_.-]{1,64})")
+# `Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA`; a `NET/IB : Using …` line only lists devices. The atomic
+# group keeps the search linear: only the first arrow can start a match.
+_CONNECTION = re.compile(r"^(?>.*?(?:\[send\]|\[receive\]|->)).* via NET/([A-Za-z0-9_.-]{1,64})/\d")
+_NO_DEVICE = re.compile(r"NET/IB ?: No device found")
+_DEVICES = re.compile(r"NCCL INFO NET/IB ?: Using (.*)")
+_DEVICE = re.compile(r"\[\d{1,4}\] ?([^\s:{},=]{1,64}(?::\d{1,4})?)/RoCE")
+
+
+@dataclass(slots=True)
+class NcclLog:
+    """Parser of NCCL's log lines with NCCL_DEBUG=INFO and the subsystems INIT and NET, from NCCL 2.4 to 2.30; behind
+    Ray they carry a prefix with the worker's name.
+    """
+
+    version: str | None = None
+    network: str | None = None
+    """Network of the latest communicator: `IB`, `Socket`, or the name of a plugin."""
+    devices: tuple[str, ...] = ()
+    """RDMA ports found by NCCL."""
+    no_device: bool = False
+    """NCCL found no RDMA device."""
+    connections: Counter[str] = field(default_factory=Counter)
+    """Number of connections between members per network."""
+    first_socket: str | None = None
+    """First line that shows sockets in use."""
+
+    @log_reader(lambda: None)
+    def feed(self, line: str) -> None:
+        """Process a log line; lines of other programs are ignored."""
+        if not is_nccl(line):
+            return
+        if match := _VERSION.search(line):
+            self.version = match[1]
+        if _NO_DEVICE.search(line):
+            self.no_device = True
+        if match := _DEVICES.search(line):
+            self.devices = tuple(_DEVICE.findall(match[1])) or self.devices
+        if match := _NETWORK.search(line):
+            self.network = match[1]
+            self._note(match[1], line)
+        elif match := _CONNECTION.search(line):
+            self.connections[match[1]] += 1
+            self._note(match[1], line)
+
+    @property
+    def transport(self) -> str | None:
+        """Return the transport in use: `Socket` as soon as any connection uses sockets; None if unknown."""
+        if self.first_socket is not None:
+            return "Socket"
+        return self.network or next(iter(self.connections), None)
+
+    def _note(self, network: str, line: str) -> None:
+        if network.lower().startswith("socket") and self.first_socket is None:
+            self.first_socket = line.strip()[:400]
+
 
 _log = logging.getLogger(__name__)
 
-_TICK = 0.25
-# A peer may be about to send the packet that shows which direction of a path works.
+_POLL_SECONDS = 0.25
+# Time for a packet of the peer, which shows the working direction of a path.
 _LISTEN_SECONDS = 2.0
 _LOG_BYTES = 1 << 20
 
 Statuses = Callable[[], Mapping[int, FabricStatus | None]]
-"""Rank to what each other member last said of its fabric; None while it has said nothing."""
+"""Latest fabric status of each other rank; None before the first."""
 
 
 class FabricError(Exception):
-    """The fabric is not what the plan asks for; the text says where and what to do."""
+    """The fabric does not meet the plan; the message contains location and remedy."""
 
     def __init__(self, message: str, cause: Cause = Cause.FABRIC_DOWN) -> None:
         super().__init__(message)
         self.cause = cause
 
 
-class Running(Protocol):
-    """A process that the agent started."""
+class RunningProcess(Protocol):
+    """Process started by the agent."""
 
     async def wait(self) -> int:
         """Return its exit code."""
 
     async def end(self, grace: float) -> None:
-        """End it."""
+        """Stop the process."""
 
 
-Start = Callable[[str, list[str]], Awaitable[Running]]
+Start = Callable[[str, list[str]], Awaitable[RunningProcess]]
 """Starts a command under a name; its output goes to `<name>.log` in the member's directory."""
 
 
 class MemberFabric:
-    """The fabric as one member sees it. Use inside a running event loop."""
+    """The fabric of one member. Use inside a running event loop."""
 
     def __init__(self, plan: GroupPlan, fabric: FabricPlan, rank: int, token: str) -> None:
         self._plan, self._fabric, self._rank = plan, fabric, rank
         self._key = group_key(token, plan.incarnation)
-        self._answerer = Answerer(self._key)
+        self._responder = Responder(self._key)
         self._choice: FabricChoice | None = None
         self.variables: tuple[Variable, ...] = ()
-        """Environment of Ray and vLLM, each variable with its reason; complete after `prove`."""
+        """Environment of Ray and vLLM with reasons; complete after `prove`."""
         self.status = FabricStatus()
 
     async def open(self, node: Node | None = None) -> None:
-        """Look at this machine, refuse it if it is not fit, and answer probes from now on.
-
-        Raises:
-            FabricError: a check failed.
-        """
+        """Discover and check this machine, then respond to probes; raise FabricError if a check fails."""
         node = await asyncio.to_thread(discover_node) if node is None else node
         self._choice = choose_fabric(node, self._plan.members[self._rank].address, self._fabric.setting(self._rank))
-        checks = examine(node, self._choice, self._fabric, self._rank)
+        checks = run_checks(node, self._choice, self._fabric, self._rank)
         if bad := failures(checks):
             raise FabricError("; ".join(f"{check.name}: {check.found}; {check.remedy}" for check in bad))
         if self._choice.sockets is None:
@@ -91,7 +164,7 @@ class MemberFabric:
                 else f"no interface has the member's address {self._plan.members[self._rank].address}"
             )
         try:
-            rails = await self._answerer.open(self._choice.rails())
+            rails = await self._responder.open(self._choice.rails())
         except OSError as error:
             raise FabricError(f"cannot listen for probes: {error}") from error
         remarks = tuple(f"{check.name}: {check.found}" for check in checks if check.level is CheckStatus.WARN)
@@ -100,19 +173,19 @@ class MemberFabric:
             _log.warning("fabric: %s", remark)
 
     async def prove(self, others: Statuses) -> None:
-        """Wait for the other members, probe every path to each, wait until they have done so too.
+        """Wait for the other members, probe all paths to them, and wait until they have done the same.
 
         Raises:
-            FabricError: a path is missing, blocked in one or both directions, or too narrow; or a member did not
-                come, or did not prove its own paths, in time.
+            FabricError: a path is missing, blocked in one or both directions, or too narrow; or another member did not
+                appear or did not prove its own paths in time.
         """
         theirs = await self._wait_for_rails(others)
         mine = self.status.rails
         if impossible := [
-            text for rank, rails in theirs.items() if (text := cannot_be(self._fabric, rank, mine, rails))
+            text for rank, rails in theirs.items() if (text := address_problem(self._fabric, rank, mine, rails))
         ]:
             raise FabricError("; ".join(impossible))
-        ring = in_ring(mine, list(theirs.values()))
+        ring = is_ring(mine, list(theirs.values()))
         if self._choice is not None:
             self.variables = variables(self._choice, self._fabric, self._rank, ring=ring)
         begun = time.monotonic()
@@ -120,8 +193,8 @@ class MemberFabric:
         remarks = list(self.status.notes)
         problems = []
         for rank, outcomes in zip(theirs, found, strict=True):
-            problems += [text for outcome in outcomes if (text := wrong(self._fabric, f"rank {rank}", outcome))]
-            remarks += notes(rank, outcomes)
+            problems += [text for outcome in outcomes if (text := path_problem(self._fabric, f"rank {rank}", outcome))]
+            remarks += mtu_notes(rank, outcomes)
         if problems:
             raise FabricError("; ".join(problems))
         count = sum(map(len, found))
@@ -130,10 +203,10 @@ class MemberFabric:
         await self._wait_for(others, lambda status: status.proved, self._fabric.seconds, "prove its paths")
 
     async def measure(self, others: Statuses, start: Start, log: Path) -> None:
-        """Measure an all-reduce over all members if the plan has a floor for it; `log` is what `start` writes to.
+        """Measure an all-reduce over all members if the plan has a minimum; `log` is the output file of `start`.
 
         Raises:
-            FabricError: it was slower than the floor, used sockets, or failed.
+            FabricError: it was below the minimum, used sockets, or failed.
         """
         floor, world = self._fabric.min_bandwidth, len(self._plan.members)
         if floor is None or world < 2:
@@ -141,7 +214,7 @@ class MemberFabric:
         seconds = self._fabric.seconds
         try:
             async with asyncio.timeout(seconds):
-                port = await self._meet(others)
+                port = await self._rendezvous_port(others)
                 head = self.status.rails[0] if self._rank == 0 else _head(others)
                 address = str(IPv4Interface(head.address).ip)
                 probe = await start("fabric", bandwidth.command(self._rank, world, address, port, seconds))
@@ -152,27 +225,29 @@ class MemberFabric:
         except TimeoutError:
             raise FabricError(f"the bandwidth probe did not end within {seconds:.0f} s; see fabric.log") from None
         text = await asyncio.to_thread(_tail, log)
-        self._judge(floor, code, text)
+        self._evaluate(floor, code, text)
 
     def engine_said(self, line: str) -> str | None:
-        """Take note of a line of the engine's log; what is wrong if NCCL uses sockets where the plan requires RDMA."""
+        """Process a line of the engine's log; return the problem if NCCL uses sockets although the plan requires
+        RDMA.
+        """
         nccl = NcclLog()
         nccl.feed(line)
         if nccl.transport is not None and nccl.transport != self.status.transport:
             self.status = self.status.model_copy(update={"transport": nccl.transport})
-        return self._fell_back(nccl)
+        return self._socket_fallback(nccl)
 
     def close(self) -> None:
-        """Answer probes no more."""
-        self._answerer.close()
+        """Stop responding to probes."""
+        self._responder.close()
 
-    def _judge(self, floor: float, code: int, text: str) -> None:
+    def _evaluate(self, floor: float, code: int, text: str) -> None:
         nccl = NcclLog()
         for line in text.splitlines():
             nccl.feed(line)
-        found = bandwidth.result(text)
+        found = bandwidth.parse_result(text)
         self.status = self.status.model_copy(update={"transport": nccl.transport})
-        if (said := self._fell_back(nccl)) is not None:
+        if (said := self._socket_fallback(nccl)) is not None:
             raise FabricError(said, Cause.NCCL_SOCKET_FALLBACK)
         if self._fabric.require_rdma and nccl.no_device and not nccl.devices:
             raise FabricError(
@@ -195,8 +270,8 @@ class MemberFabric:
                 "take the power of the machines away for a minute and start them cold"
             )
 
-    def _fell_back(self, nccl: NcclLog) -> str | None:
-        # With one member NCCL names a network too, and has no use for it.
+    def _socket_fallback(self, nccl: NcclLog) -> str | None:
+        # With a single member NCCL reports a network that it does not use.
         if not self._fabric.require_rdma or nccl.first_socket is None or len(self._plan.members) < 2:
             return None
         return (
@@ -204,8 +279,8 @@ class MemberFabric:
             "machine says which port is not fit"
         )
 
-    async def _meet(self, others: Statuses) -> int:
-        """Return the port of the rendezvous, which rank 0 chooses."""
+    async def _rendezvous_port(self, others: Statuses) -> int:
+        """Return the port of the rendezvous, chosen by rank 0."""
         if self._rank == 0:
             with socket.socket() as free:
                 free.bind((str(IPv4Interface(self.status.rails[0].address).ip), 0))
@@ -216,7 +291,7 @@ class MemberFabric:
             status = others().get(0)
             if status is not None and status.rendezvous is not None:
                 return status.rendezvous
-            await asyncio.sleep(_TICK)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _wait_for_rails(self, others: Statuses) -> dict[int, tuple[Rail, ...]]:
         bounds = self._plan.timeouts
@@ -231,20 +306,22 @@ class MemberFabric:
             if time.monotonic() > deadline:
                 ranks = ", ".join(map(str, late))
                 raise FabricError(f"rank {ranks} did not {doing} within {seconds:.0f} s", Cause.FORMATION_TIMEOUT)
-            await asyncio.sleep(_TICK)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _probe(self, rank: int, theirs: tuple[Rail, ...]) -> list[ProbeOutcome]:
-        """Probe every path to one member, one after the other."""
+        """Probe all paths to one member sequentially."""
         return [
-            await self._heard(rank, await ask(self._key, self._rank, here, there, wanted(self._fabric, here, there)))
+            await self._with_reception(
+                rank, await probe(self._key, self._rank, here, there, required_size(self._fabric, here, there))
+            )
             for here, there in paths(self.status.rails, theirs)
         ]
 
-    async def _heard(self, rank: int, outcome: ProbeOutcome) -> ProbeOutcome:
+    async def _with_reception(self, rank: int, outcome: ProbeOutcome) -> ProbeOutcome:
         deadline = time.monotonic() + (0.0 if outcome.arrives else _LISTEN_SECONDS)
-        while self._answerer.heard(rank, outcome.mine) is None and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(_TICK)
-        return outcome.with_heard(self._answerer.heard(rank, outcome.mine) is not None)
+        while self._responder.received(rank, outcome.mine) is None and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_SECONDS)
+        return replace(outcome, received=self._responder.received(rank, outcome.mine) is not None)
 
 
 def _head(others: Statuses) -> Rail:

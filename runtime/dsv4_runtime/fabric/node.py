@@ -1,12 +1,24 @@
-"""Network of a machine: interfaces, RDMA ports with their GIDs, limits, kernel. Values only."""
+"""The network of a machine: interfaces, RDMA ports with GIDs, limits and kernel, discovered in /sys and /proc.
+
+RDMA ports are found by class, link state and network interface, never by name. References:
+Documentation/ABI/stable/sysfs-class-infiniband and .../testing/sysfs-class-net of the Linux kernel.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Interface, IPv6Address
+from pathlib import Path
+
+import psutil
 
 ROCE_V2 = "RoCE v2"
-# What a RoCE v2 packet carries besides its payload, as the kernel counts it (`iboe_get_mtu`): GRH 40, UDP 8, BTH 12,
+# Bytes of a RoCE v2 packet besides its payload, as computed by the kernel (`iboe_get_mtu`): GRH 40, UDP 8, BTH 12,
 # extended headers 4 + 28, ICRC 4.
 _ROCE_OVERHEAD = 96
 
@@ -17,19 +29,19 @@ class Interface:
 
     name: str
     up: bool
-    """It has a carrier, and the kernel calls it up (or, as for virtual ones, does not know)."""
+    """Carrier present and operational state up (or unknown, as for virtual interfaces)."""
     mtu: int
     """Bytes; 0 if unknown."""
     speed: int | None
-    """Mbit/s; None while it is down, and for virtual ones."""
+    """Mbit/s; None while it is down and for virtual interfaces."""
     addresses: tuple[IPv4Interface, ...]
     default_route: bool
-    """Whether the machine's default route leads over it."""
+    """Whether it has the default route."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """One entry of an RDMA port's GID table."""
+    """Entry of an RDMA port's GID table."""
 
     index: int
     kind: str
@@ -39,26 +51,26 @@ class Gid:
 
     @property
     def ipv4(self) -> IPv4Address | None:
-        """Return the IPv4 address that it stands for; None for others."""
+        """Return the IPv4 address of the GID; None if it has none."""
         return self.value.ipv4_mapped
 
 
 @dataclass(frozen=True, slots=True)
 class PciLink:
-    """Attachment of a PCI function."""
+    """PCIe link of a device."""
 
     address: str | None
     """`0000:01:00.0`."""
     speed: float | None
-    """GT/s of each lane now."""
+    """Current GT/s per lane."""
     width: int | None
-    """Lanes now."""
+    """Current lanes."""
     max_speed: float | None
     max_width: int | None
 
     @property
     def reduced(self) -> bool:
-        """Tell whether it came up slower or narrower than the device can."""
+        """Return whether the link is slower or narrower than the device supports."""
         slower = self.speed is not None and self.max_speed is not None and self.speed < self.max_speed
         narrower = self.width is not None and self.max_width is not None and self.width < self.max_width
         return slower or narrower
@@ -69,14 +81,14 @@ class PciLink:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One port of an RDMA device."""
+    """Port of an RDMA device."""
 
     hca: str
     number: int
     active: bool
-    """The port's state is ACTIVE and its physical state LinkUp."""
+    """Port state ACTIVE and physical state LinkUp."""
     state: str
-    """Both states in the kernel's words."""
+    """Both states as reported by the kernel."""
     link_layer: str
     rate: float | None
     """Gbit/s."""
@@ -84,49 +96,49 @@ class Port:
     gids: tuple[Gid, ...]
     firmware: str | None
     card: str | None
-    """The same for all functions of one card (`sys_image_guid`)."""
+    """Identical for all functions of one card (`sys_image_guid`)."""
     cage: str | None
-    """The plug on the card (`phys_port_name`): two ports with the same card and cage share one cable."""
+    """Plug of the card (`phys_port_name`): ports with the same card and cage share a cable."""
     pci: PciLink
     usable: bool
-    """Whether its device file is there, so that a program can open it."""
+    """Whether its device file exists."""
 
     @property
     def name(self) -> str:
-        """Return it as NCCL names it: device and port."""
+        """Return NCCL's name of the port: device and number."""
         return f"{self.hca}:{self.number}"
 
     def gid_index(self, address: IPv4Address) -> int | None:
-        """Return the index of the first RoCE v2 GID that stands for `address`."""
+        """Return the index of the first RoCE v2 GID of `address`."""
         return next((gid.index for gid in self.gids if gid.kind == ROCE_V2 and gid.ipv4 == address), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Properties of the kernel that matter to RDMA."""
+    """Kernel properties relevant to RDMA."""
 
     release: str
     arguments: tuple[str, ...]
     cma_total: int | None
-    """KiB of the contiguous memory area, and of it free; None where /proc/meminfo does not say."""
+    """KiB of the contiguous memory area, and its free part; None if unknown."""
     cma_free: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of this process, which its children inherit. None: unlimited, or not known."""
+    """Limits of this process, inherited by its children. None: unlimited or unknown."""
 
     locked_memory: int | None
     """Bytes."""
     locked_memory_known: bool
     may_lock: bool
-    """It has the capability IPC_LOCK, to which the limit does not apply."""
+    """The capability IPC_LOCK overrides the limit."""
     open_files: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine, as far as the fabric is concerned."""
+    """A machine's network and related limits."""
 
     interfaces: dict[str, Interface]
     ports: tuple[Port, ...]
@@ -136,16 +148,290 @@ class Node:
     """Whether an NVIDIA driver is loaded."""
 
     def interface_of(self, address: IPv4Address) -> Interface | None:
-        """Return the interface that has `address`."""
+        """Return the interface with `address`."""
         return next(
             (link for link in self.interfaces.values() if any(entry.ip == address for entry in link.addresses)), None
         )
 
 
 def roce_mtu(mtu: int) -> int:
-    """Return the largest payload in bytes of a RoCE v2 packet on an interface of this MTU; 0 if not even 256 fit."""
+    """Return the maximum RoCE v2 payload in bytes for an interface MTU; 0 if below 256."""
     return next((size for size in (4096, 2048, 1024, 512, 256) if size + _ROCE_OVERHEAD <= mtu), 0)
 
 
 def _show(value: float | None) -> str:
     return "?" if value is None else f"{value:g}"
+
+
+_LIMIT = 1 << 20
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+class SystemTree:
+    """A machine's /sys, /proc and /dev, or a copy of them. Unreadable files count as missing; nothing raises."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def text(self, path: str) -> str | None:
+        """Return the stripped content of a file; None if there is none.
+
+        Reading fails with EINVAL for empty slots of a GID table and for the speed of a link that is down.
+        """
+        file = self._root / path
+        try:
+            # Only regular files: opening a FIFO would block.
+            if not file.is_file():
+                return None
+            with file.open("rb") as stream:
+                return stream.read(_LIMIT).decode(errors="replace").strip("\0 \t\r\n")
+        except (OSError, ValueError):
+            return None
+
+    def number(self, path: str) -> float | None:
+        """Return the first number of a file; None if there is none. `200 Gb/sec (4X HDR)` is 200."""
+        return first_number(self.text(path))
+
+    def names(self, path: str) -> list[str]:
+        """Return the entries of a directory, numbers in numeric order; empty if there is none."""
+        try:
+            found = os.listdir(self._root / path)
+        except (OSError, ValueError):
+            return []
+        return sorted(found, key=lambda name: (0, int(name), name) if _plain(name) else (1, 0, name))
+
+    def target(self, path: str) -> str | None:
+        """Return the last component of a link's target; None if it is no valid link."""
+        try:
+            return (self._root / path).resolve(strict=True).name
+        except (OSError, ValueError, RuntimeError):
+            return None
+
+    def exists(self, path: str) -> bool:
+        """Return whether the path exists."""
+        try:
+            return (self._root / path).exists()
+        except (OSError, ValueError):
+            return False
+
+
+def first_number(text: str | None) -> float | None:
+    """Return the first number of a text, within the range of sysfs values; None if there is none."""
+    match = _NUMBER.search(text) if text else None
+    return float(match[0]) if match and len(match[0]) <= 18 else None
+
+
+def _plain(name: str) -> bool:
+    return name.isascii() and name.isdigit() and len(name) < 10
+
+
+RECORDED_ADDRESSES = "ip-addr.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Interface properties reported directly by the kernel; None: use sysfs."""
+
+    addresses: tuple[IPv4Interface, ...] = ()
+    up: bool | None = None
+    mtu: int | None = None
+    speed: int | None = None
+
+
+Links = Mapping[str, Link]
+"""All interfaces by name."""
+
+_INFINIBAND = "sys/class/infiniband"
+_NET = "sys/class/net"
+_IPC_LOCK = 14  # CAP_IPC_LOCK of capabilities(7)
+_ROUTE_UP = 0x1
+_UNKNOWN_GUIDS = frozenset({"", "0000:0000:0000:0000"})
+
+
+def discover_node(root: Path = Path("/")) -> Node:
+    """Discover this machine, or a copy of another machine's /sys, /proc and /dev with `ip -j addr` in
+    `ip-addr.json`.
+    """
+    return discover(root, live_links() if root == Path("/") else recorded_links(root))
+
+
+def live_links() -> Links:
+    """Return the interfaces of this network namespace. /sys may belong to another namespace, and has no addresses."""
+    addresses: dict[str, tuple[IPv4Interface, ...]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family.name == "AF_INET":
+                with suppress(ValueError):
+                    address = IPv4Interface(f"{entry.address}/{entry.netmask or 32}")
+                    addresses[name] = (*addresses.get(name, ()), address)
+    return {
+        name: Link(addresses.get(name, ()), stats.isup, stats.mtu, stats.speed)
+        for name, stats in psutil.net_if_stats().items()
+    }
+
+
+def recorded_links(root: Path) -> Links:
+    """Return the interfaces of a copy: names from its /sys, addresses from its `ip -j addr`."""
+    tree = SystemTree(root)
+    # `bonding_masters` is a file among the interfaces.
+    found = {name: Link() for name in tree.names(_NET) if tree.exists(f"{_NET}/{name}/mtu")}
+    with suppress(ValueError, TypeError, AttributeError, KeyError):
+        for link in json.loads(tree.text(RECORDED_ADDRESSES) or "[]"):
+            entries = [entry for entry in link.get("addr_info", []) if entry.get("family") == "inet"]
+            addresses = tuple(IPv4Interface(f"{entry['local']}/{entry['prefixlen']}") for entry in entries)
+            if link["ifname"] in found:
+                found[link["ifname"]] = Link(addresses)
+    return found
+
+
+def discover(root: Path, links: Links) -> Node:
+    """Return the network of the machine below `root`; invalid or missing entries are omitted, nothing raises."""
+    tree = SystemTree(root)
+    interfaces = _interfaces(tree, links)
+    opened = _devices_with_files(tree)
+    ports = [
+        _port(tree, hca, int(number), interfaces, usable=hca in opened)
+        for hca in tree.names(_INFINIBAND)
+        for number in tree.names(f"{_INFINIBAND}/{hca}/ports")
+        if number.isascii() and number.isdigit() and len(number) < 4
+    ]
+    ports.sort(key=lambda port: (port.pci.address or "", port.hca, port.number))
+    return Node(interfaces, tuple(ports), _kernel(tree), _limits(tree), tree.exists("proc/driver/nvidia/version"))
+
+
+def _interfaces(tree: SystemTree, links: Links) -> dict[str, Interface]:
+    default = _default_routes(tree)
+    found = {}
+    for name, link in sorted(links.items()):
+        base = f"{_NET}/{name}"
+        up = tree.text(f"{base}/operstate") in ("up", "unknown") and tree.text(f"{base}/carrier") != "0"
+        # -1 (sysfs) or 0 (psutil) while the link is down.
+        speed = tree.number(f"{base}/speed") if link.speed is None else link.speed
+        found[name] = Interface(
+            name=name,
+            up=up if link.up is None else link.up,
+            mtu=int(tree.number(f"{base}/mtu") or 0) if link.mtu is None else link.mtu,
+            speed=int(speed) if speed is not None and speed > 0 else None,
+            addresses=link.addresses,
+            default_route=name in default,
+        )
+    return found
+
+
+def _default_routes(tree: SystemTree) -> frozenset[str]:
+    """Return the interfaces with an IPv4 default route (proc(5), /proc/net/route)."""
+    found = set()
+    for line in (tree.text("proc/net/route") or "").splitlines()[1:]:
+        cells = line.split()
+        if len(cells) < 8 or cells[1] != "00000000" or cells[7] != "00000000":
+            continue
+        with suppress(ValueError):
+            if int(cells[3], 16) & _ROUTE_UP:
+                found.add(cells[0])
+    return frozenset(found)
+
+
+def _devices_with_files(tree: SystemTree) -> frozenset[str]:
+    """Return the RDMA devices with a device file, which is often missing in containers."""
+    verbs = "sys/class/infiniband_verbs"
+    return frozenset(
+        device
+        for name in tree.names(verbs)
+        if (device := tree.text(f"{verbs}/{name}/ibdev")) and tree.exists(f"dev/infiniband/{name}")
+    )
+
+
+def _port(tree: SystemTree, hca: str, number: int, interfaces: Mapping[str, Interface], *, usable: bool) -> Port:
+    device = f"{_INFINIBAND}/{hca}/device"
+    base = f"{_INFINIBAND}/{hca}/ports/{number}"
+    gids = _gids(tree, base)
+    interface = _interface_of(tree, device, number, gids, interfaces)
+    state, physical = tree.text(f"{base}/state") or "?", tree.text(f"{base}/phys_state") or "?"
+    card = tree.text(f"{_INFINIBAND}/{hca}/sys_image_guid") or ""
+    return Port(
+        hca=hca,
+        number=number,
+        active=state.endswith("ACTIVE") and physical.endswith("LinkUp"),
+        state=f"{state.rpartition(': ')[2]}, {physical.rpartition(': ')[2]}",
+        link_layer=tree.text(f"{base}/link_layer") or "?",
+        rate=tree.number(f"{base}/rate"),
+        interface=interface,
+        gids=gids,
+        firmware=tree.text(f"{_INFINIBAND}/{hca}/fw_ver"),
+        card=card if card not in _UNKNOWN_GUIDS else None,
+        cage=(tree.text(f"{_NET}/{interface}/phys_port_name") if interface else None) or None,
+        pci=PciLink(
+            address=tree.target(device),
+            speed=tree.number(f"{device}/current_link_speed"),
+            width=_lanes(tree.number(f"{device}/current_link_width")),
+            max_speed=tree.number(f"{device}/max_link_speed"),
+            max_width=_lanes(tree.number(f"{device}/max_link_width")),
+        ),
+        usable=usable,
+    )
+
+
+def _gids(tree: SystemTree, base: str) -> tuple[Gid, ...]:
+    found = []
+    for index in tree.names(f"{base}/gids"):
+        text, kind = tree.text(f"{base}/gids/{index}"), tree.text(f"{base}/gid_attrs/types/{index}")
+        # The type of an empty slot cannot be read.
+        if not text or not kind or not (index.isascii() and index.isdigit() and len(index) < 6):
+            continue
+        with suppress(ValueError):
+            value = IPv6Address(text)
+            if int(value) & (2**64 - 1):
+                found.append(Gid(int(index), kind, value, tree.text(f"{base}/gid_attrs/ndevs/{index}")))
+    return tuple(found)
+
+
+def _interface_of(
+    tree: SystemTree, device: str, number: int, gids: tuple[Gid, ...], interfaces: Mapping[str, Interface]
+) -> str | None:
+    """Return the port's network interface: that of its GIDs, which is correct for bonds, VLANs and several ports per
+    function; else that of its PCI function. Interfaces with an IPv4 address come first.
+    """
+    names = [gid.interface for gid in gids if gid.interface in interfaces]
+    functions = [name for name in tree.names(f"{device}/net") if name in interfaces]
+    # `dev_port` counts from 0, RDMA ports from 1.
+    names += [name for name in functions if tree.number(f"{_NET}/{name}/dev_port") == number - 1] or functions
+    return next((name for name in names if name and interfaces[name].addresses), names[0] if names else None)
+
+
+def _kernel(tree: SystemTree) -> Kernel:
+    memory = dict(line.split(":", 1) for line in (tree.text("proc/meminfo") or "").splitlines() if ":" in line)
+    return Kernel(
+        release=tree.text("proc/sys/kernel/osrelease") or "?",
+        arguments=tuple((tree.text("proc/cmdline") or "").split()),
+        cma_total=_as_int(first_number(memory.get("CmaTotal"))),
+        cma_free=_as_int(first_number(memory.get("CmaFree"))),
+    )
+
+
+def _limits(tree: SystemTree) -> Limits:
+    soft: dict[str, str] = {}
+    for line in (tree.text("proc/self/limits") or "").splitlines():
+        for name in ("Max locked memory", "Max open files"):
+            if line.startswith(name) and (cells := line[len(name) :].split()):
+                soft[name] = cells[0]
+    locked, files = soft.get("Max locked memory"), soft.get("Max open files")
+    capabilities = 0
+    for line in (tree.text("proc/self/status") or "").splitlines():
+        if line.startswith("CapEff:"):
+            with suppress(ValueError):
+                capabilities = int(line.split(":", 1)[1], 16)
+    return Limits(
+        locked_memory=None if locked == "unlimited" else _as_int(first_number(locked)),
+        locked_memory_known=locked is not None,
+        may_lock=bool(capabilities >> _IPC_LOCK & 1),
+        open_files=None if files == "unlimited" else _as_int(first_number(files)),
+    )
+
+
+def _as_int(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _lanes(value: float | None) -> int | None:
+    # 0 and 255 mean unknown, as for virtual functions.
+    return int(value) if value is not None and 0 < value < 255 else None

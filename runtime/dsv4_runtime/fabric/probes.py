@@ -1,8 +1,7 @@
-"""Probes between two members' addresses: does a packet arrive, how large a one, does a TCP stream flow.
+"""Probes between two members' addresses (reachability, packet size, TCP stream) and the evaluation of their outcomes.
 
-Both sides answer (`Answerer`) and ask (`Asker`), so each direction of a path is tried by the side that sends into it.
-Every probe carries the sender's rank and a keyed hash: who is not of this incarnation gets no answer, and no answer is
-larger than its question.
+Each side responds (`Responder`) and sends (`probe`), so each direction is tested by its sender. A probe carries the
+sender's rank and a keyed hash: packets of other incarnations get no reply, and no reply is larger than its request.
 """
 
 from __future__ import annotations
@@ -16,79 +15,75 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from ipaddress import IPv4Interface
 from typing import cast
 
-from dsv4_runtime.contract import Rail
+from dsv4_runtime.contract import FabricPlan, Rail
 
-# linux/in.h; Python's socket module has no names for them.
+# linux/in.h; missing in Python's socket module.
 _IP_MTU_DISCOVER = 10
 _IP_PMTUDISC_PROBE = 3
-"""Set don't-fragment and send also what the kernel believes to be too large: the path itself is asked."""
+"""Set don't-fragment and ignore the kernel's path MTU, so that the path itself is tested."""
 _IP_UDP_HEADERS = 28
 
 _HEADER = struct.Struct("!4sBHQ")
 _MAGIC = b"dsv4"
-_ASK, _ANSWER, _STREAM = 1, 2, 3
+_REQUEST, _REPLY, _STREAM = 1, 2, 3
 _TAG = 16
 SMALLEST = _HEADER.size + _TAG + _IP_UDP_HEADERS
-"""The smallest probe, as an IP packet in bytes."""
+"""Smallest probe, as an IP packet in bytes."""
 
 _STREAM_BYTES = 256 * 1024
 _STREAM_SECONDS = 5.0
-# How long each try waits for its answer. What a start depends on is tried patiently: either end may be busy. Where a
-# path's limit is looked for, which only tells people more, it is not.
-_PATIENT = (0.25, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0)
-_BRISK = (0.25, 0.25)
+# Timeouts of successive attempts: long where the start depends on the result, because either end may be busy; short for
+# the search of a path's limit, which is informational.
+_LONG_WAITS = (0.25, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0)
+_SHORT_WAITS = (0.25, 0.25)
 _PORT_TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
-    """Findings of one side about the path from one of its addresses to one of a peer's."""
+    """Result of one side for the path between two addresses."""
 
     mine: Rail
     theirs: Rail
     arrives: bool
-    """A small packet went there and its answer came back."""
+    """A small packet was answered."""
     streams: bool
-    """A TCP stream of 256 KiB went there and back unharmed."""
+    """A TCP stream of 256 KiB was echoed unchanged."""
     carries: int
-    """The largest IP packet, in bytes, that went there whole; 0 if none did. Exact only below what was asked for."""
-    heard: bool
-    """A packet of the peer's arrived here."""
+    """Largest IP packet in bytes that arrived; 0 if none did. Exact only below the requested size."""
+    received: bool
+    """A packet of the peer arrived."""
     seconds: float
-    """The quickest round trip of a small packet."""
-
-    def with_heard(self, heard: bool) -> ProbeOutcome:
-        """Return the same with what only the answering side of this member knows."""
-        return replace(self, heard=heard)
+    """Shortest round trip of a small packet."""
 
 
-class Answerer:
-    """Answers probes at the rails of one member, over UDP and TCP on one port of each, until closed."""
+class Responder:
+    """Responds to probes on a member's rails, over UDP and TCP on one port each, until closed."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._open: list[Callable[[], object]] = []
-        self._heard: dict[tuple[int, str], float] = {}
+        self._received: dict[tuple[int, str], float] = {}
 
     async def open(self, rails: tuple[Rail, ...], port: int = 0) -> tuple[Rail, ...]:
-        """Listen at every rail, at `port` or, if that is 0, at any free one; returns them with their ports.
+        """Listen on every rail, at `port` or at any free port if it is 0; return the rails with their ports.
 
         Raises:
-            OSError: an address is not there, or no port is free at it.
+            OSError: an address does not exist, or has no free port.
         """
         return tuple([await self._listen(rail, port) for rail in rails])
 
-    def heard(self, rank: int, rail: Rail) -> float | None:
-        """Return the seconds since the latest packet of `rank` arrived at `rail`; None if none ever did."""
-        heard = self._heard.get((rank, _ip(rail)))
-        return None if heard is None else time.monotonic() - heard
+    def received(self, rank: int, rail: Rail) -> float | None:
+        """Return the seconds since the latest packet of `rank` at `rail`; None if there was none."""
+        received = self._received.get((rank, _ip(rail)))
+        return None if received is None else time.monotonic() - received
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop listening."""
         for close in self._open:
             close()
         self._open.clear()
@@ -101,29 +96,29 @@ class Answerer:
             try:
                 datagram = _socket(socket.SOCK_DGRAM, rail, port)
             except OSError:
-                # Somebody else has this number for UDP.
+                # The number is in use for UDP.
                 stream.close()
                 if wanted or attempt == _PORT_TRIES - 1:
                     raise
                 continue
             server = await asyncio.start_server(self._echo, sock=stream)
-            transport, _ = await loop.create_datagram_endpoint(lambda: _Answers(self, rail), sock=datagram)
+            transport, _ = await loop.create_datagram_endpoint(lambda: _DatagramResponder(self, rail), sock=datagram)
             self._open += [server.close, transport.close]
             return rail.model_copy(update={"port": port})
         raise AssertionError("unreachable")
 
     def answer(self, data: bytes, rail: Rail) -> bytes | None:
-        """Return the answer to a datagram; None if it is not a probe of this group."""
-        header = _opened(self._key, data)
-        if header is None or header[0] != _ASK:
+        """Return the reply to a datagram; None if it is not a probe of this group."""
+        header = _unseal(self._key, data)
+        if header is None or header[0] != _REQUEST:
             return None
-        self._heard[header[1], _ip(rail)] = time.monotonic()
-        return _sealed(self._key, _ANSWER, header[1], header[2])
+        self._received[header[1], _ip(rail)] = time.monotonic()
+        return _seal(self._key, _REPLY, header[1], header[2])
 
     async def _echo(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_STREAM_SECONDS):
-                header = _opened(self._key, await reader.readexactly(_HEADER.size + _TAG))
+                header = _unseal(self._key, await reader.readexactly(_HEADER.size + _TAG))
                 if header is None or header[0] != _STREAM:
                     return
                 left = _STREAM_BYTES
@@ -137,30 +132,30 @@ class Answerer:
             writer.close()
 
 
-class _Answers(asyncio.DatagramProtocol):
-    def __init__(self, answerer: Answerer, rail: Rail) -> None:
-        self._answerer, self._rail = answerer, rail
+class _DatagramResponder(asyncio.DatagramProtocol):
+    def __init__(self, responder: Responder, rail: Rail) -> None:
+        self._responder, self._rail = responder, rail
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Always a datagram transport, though asyncio's own class does not say so before Python 3.12.
+        # Always a datagram transport; asyncio declares that only since Python 3.12.
         self._transport = cast("asyncio.DatagramTransport", transport)
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
-        answer = self._answerer.answer(data, self._rail)
+        answer = self._responder.answer(data, self._rail)
         if answer is not None:
             self._transport.sendto(answer, addr)
 
 
-async def ask(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> ProbeOutcome:
+async def probe(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> ProbeOutcome:
     """Probe the path from `mine` to `theirs` (which has a port) with IP packets of up to `want` bytes.
 
-    Takes 4 s if nothing arrives, and up to 20 s on a path that loses large packets without a word.
+    Takes 4 s if nothing arrives, and up to 20 s on a path that silently drops large packets.
     """
     path = _Path(key, rank, mine, theirs)
     try:
         quickest = await path.fastest()
         if quickest is None:
-            return ProbeOutcome(mine, theirs, arrives=False, streams=False, carries=0, heard=False, seconds=0.0)
+            return ProbeOutcome(mine, theirs, arrives=False, streams=False, carries=0, received=False, seconds=0.0)
         streams = await _stream(key, rank, mine, theirs)
         return ProbeOutcome(
             mine,
@@ -168,7 +163,7 @@ async def ask(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> Pro
             arrives=True,
             streams=streams,
             carries=await path.largest(want),
-            heard=False,
+            received=False,
             seconds=quickest,
         )
     finally:
@@ -176,7 +171,7 @@ async def ask(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> Pro
 
 
 class _Path:
-    """A UDP socket from one address to another that never fragments."""
+    """UDP socket between two addresses, without fragmentation."""
 
     def __init__(self, key: bytes, rank: int, mine: Rail, theirs: Rail) -> None:
         self._key, self._rank = key, rank
@@ -187,9 +182,9 @@ class _Path:
         self._socket.close()
 
     async def fastest(self) -> float | None:
-        """Round trip in seconds of a small packet; None if none of several came back."""
+        """Return the shortest of several round trips in seconds; None if all packets are lost."""
         times = []
-        for seconds in _PATIENT:
+        for seconds in _LONG_WAITS:
             begun = time.monotonic()
             if await self._once(SMALLEST, seconds):
                 times.append(time.monotonic() - begun)
@@ -198,13 +193,13 @@ class _Path:
         return min(times, default=None)
 
     async def largest(self, want: int) -> int:
-        """Return the largest packet up to `want` bytes that gets there; found by halving if not `want` itself."""
-        if await self._arrives(want, _PATIENT):
+        """Return the largest packet up to `want` bytes that arrives, by bisection below `want`."""
+        if await self._arrives(want, _LONG_WAITS):
             return want
         low, high = SMALLEST, want
         while high - low > 1:
             middle = (low + high) // 2
-            if await self._arrives(middle, _BRISK):
+            if await self._arrives(middle, _SHORT_WAITS):
                 low = middle
             else:
                 high = middle
@@ -218,30 +213,30 @@ class _Path:
 
     async def _once(self, size: int, seconds: float) -> bool:
         nonce = secrets.randbits(63)
-        probe = _sealed(self._key, _ASK, self._rank, nonce).ljust(size - _IP_UDP_HEADERS, b"\0")
+        probe = _seal(self._key, _REQUEST, self._rank, nonce).ljust(size - _IP_UDP_HEADERS, b"\0")
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(seconds):
-                # EMSGSIZE: larger than the interface; others: no route, refused.
+                # EMSGSIZE: larger than the interface's MTU; others: no route, refused.
                 await loop.sock_sendto(self._socket, probe, self._target)
                 while True:
                     data, _ = await loop.sock_recvfrom(self._socket, 65_536)
-                    if _opened(self._key, data) == (_ANSWER, self._rank, nonce):
+                    if _unseal(self._key, data) == (_REPLY, self._rank, nonce):
                         return True
         except OSError:
-            # Not only what was sent just now: an earlier refusal may be told here. The next try will show.
+            # An error may belong to an earlier packet; the next attempt decides.
             await asyncio.sleep(0.01)
             return False
 
 
 async def _stream(key: bytes, rank: int, mine: Rail, theirs: Rail) -> bool:
-    """Tell whether 256 KiB of random bytes come back over TCP as they were sent."""
+    """Return whether 256 KiB of random bytes are echoed unchanged over TCP."""
     data = os.urandom(_STREAM_BYTES)
     writer = None
     try:
         async with asyncio.timeout(_STREAM_SECONDS):
             reader, writer = await asyncio.open_connection(_ip(theirs), theirs.port, local_addr=(_ip(mine), 0))
-            writer.write(_sealed(key, _STREAM, rank, secrets.randbits(63)) + data)
+            writer.write(_seal(key, _STREAM, rank, secrets.randbits(63)) + data)
             return hmac.compare_digest(await reader.readexactly(_STREAM_BYTES), data)
     except (OSError, asyncio.IncompleteReadError):
         return False
@@ -251,17 +246,17 @@ async def _stream(key: bytes, rank: int, mine: Rail, theirs: Rail) -> bool:
 
 
 def group_key(token: str, incarnation: int) -> bytes:
-    """Return the key of an incarnation's probes, from the incarnation's token."""
+    """Return the probe key of an incarnation, derived from its token."""
     return hashlib.sha256(f"dsv4 fabric probe\0{incarnation}\0{token}".encode()).digest()
 
 
-def _sealed(key: bytes, kind: int, rank: int, nonce: int) -> bytes:
+def _seal(key: bytes, kind: int, rank: int, nonce: int) -> bytes:
     header = _HEADER.pack(_MAGIC, kind, rank, nonce)
     return header + hmac.digest(key, header, "sha256")[:_TAG]
 
 
-def _opened(key: bytes, data: bytes) -> tuple[int, int, int] | None:
-    """Return (kind, rank, nonce) of a genuine probe; None for anything else."""
+def _unseal(key: bytes, data: bytes) -> tuple[int, int, int] | None:
+    """Return (kind, rank, nonce) of an authentic probe, else None."""
     header, tag = data[: _HEADER.size], data[_HEADER.size : _HEADER.size + _TAG]
     if len(header) < _HEADER.size or not hmac.compare_digest(hmac.digest(key, header, "sha256")[:_TAG], tag):
         return None
@@ -274,7 +269,7 @@ def _socket(kind: socket.SocketKind, rail: Rail, port: int) -> socket.socket:
     try:
         opened.setblocking(False)
         if kind == socket.SOCK_STREAM:
-            # A connection that ended a moment ago must not keep a fixed port from us.
+            # Recently closed connections must not block a fixed port.
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if kind == socket.SOCK_DGRAM:
             opened.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
@@ -287,3 +282,88 @@ def _socket(kind: socket.SocketKind, rail: Rail, port: int) -> socket.socket:
 
 def _ip(rail: Rail) -> str:
     return str(IPv4Interface(rail.address).ip)
+
+
+def paths(mine: Sequence[Rail], theirs: Sequence[Rail]) -> list[tuple[Rail, Rail]]:
+    """Return the pairs of addresses to probe: those of the sockets, and RDMA rails in the same network.
+
+    The first rail of each side is that of its sockets, which may be routed. RDMA is not routed.
+    """
+    found = [(mine[0], theirs[0])] if mine and theirs else []
+    for here in mine:
+        for there in theirs:
+            both = here.hca is not None and there.hca is not None
+            if both and (here, there) not in found and _network(here) == _network(there):
+                found.append((here, there))
+    return found
+
+
+def is_ring(mine: Sequence[Rail], others: Sequence[Sequence[Rail]]) -> bool:
+    """Return whether an RDMA rail of this member does not reach every other member: direct cables without a switch."""
+    return any(
+        rail.hca is not None and not any(there.hca and _network(rail) == _network(there) for there in theirs)
+        for rail in mine
+        for theirs in others
+    )
+
+
+def address_problem(plan: FabricPlan, rank: int, mine: Sequence[Rail], theirs: Sequence[Rail]) -> str | None:
+    """Return the conflict between the addresses of this member and those of `rank`, before any packet is sent."""
+    twice = {_ip(rail) for rail in mine} & {_ip(rail) for rail in theirs}
+    if twice:
+        return f"rank {rank} has the address {min(twice)} too; give every machine addresses of its own"
+    if plan.require_rdma and not any(here.hca and there.hca for here, there in paths(mine, theirs)):
+        return (
+            f"no RDMA port here is in a network with one of rank {rank} (here: {_show(mine)}; there: {_show(theirs)}); "
+            "give the two ends of each cable addresses in one network"
+        )
+    return None
+
+
+def required_size(plan: FabricPlan, mine: Rail, theirs: Rail) -> int:
+    """Return the required IP packet size in bytes of the path between two rails."""
+    return plan.mtu or min(mine.mtu, theirs.mtu)
+
+
+def path_problem(plan: FabricPlan, who: str, outcome: ProbeOutcome) -> str | None:
+    """Return the problem of a path to `who` with its remedy in one sentence, else None."""
+    here, there = _ip(outcome.mine), _ip(outcome.theirs)
+    path = f"from {here} ({outcome.mine.interface}) to {there} of {who}"
+    if not outcome.arrives:
+        if outcome.received:
+            return (
+                f"what is sent {path} does not arrive, although packets of {who} arrive here: "
+                f"this one direction is blocked; look at the firewalls of both machines and the routes between them"
+            )
+        return (
+            f"nothing comes back {path}, and no packet of {who} arrives here; "
+            "look at the cable, the switch, the firewalls (ufw) and the address at the other end"
+        )
+    want = required_size(plan, outcome.mine, outcome.theirs)
+    if outcome.carries < want:
+        return (
+            f"the path {path} carries packets of {outcome.carries} bytes, not of {want}; "
+            f"set the MTU of every interface and switch between them to {want}, or that of both ends to "
+            f"{outcome.carries}"
+        )
+    if not outcome.streams:
+        return f"a TCP stream {path} stalls or breaks although packets arrive; look at the firewalls of both machines"
+    return None
+
+
+def mtu_notes(rank: int, outcomes: Sequence[ProbeOutcome]) -> list[str]:
+    """Return remarks about differing MTUs."""
+    return [
+        f"{outcome.mine.interface} has an MTU of {outcome.mine.mtu}, its peer {_ip(outcome.theirs)} of rank {rank} "
+        f"one of {outcome.theirs.mtu}"
+        for outcome in outcomes
+        if outcome.mine.mtu != outcome.theirs.mtu
+    ]
+
+
+def _show(rails: Sequence[Rail]) -> str:
+    return ", ".join(f"{rail.hca} {rail.address}" for rail in rails if rail.hca) or "none"
+
+
+def _network(rail: Rail) -> object:
+    return IPv4Interface(rail.address).network

@@ -1,1 +1,1 @@
-"""The HTTP front of a group: passes requests through, and keeps them while the engine is away (docs/gateway.md)."""
+"""HTTP front end of a group: forwards requests, and keeps them while the engine is unavailable (docs/gateway.md)."""

@@ -1,7 +1,8 @@
-"""Continuing a stream whose engine died: which streams, from which token, with which request. Pure.
+"""Continuation of a stream whose engine died: which streams, from which token, with which request.
 
-The rule is in docs/gateway.md: a stream is continued only if the engine's next token depends on nothing but the tokens
-so far and on fields that are sent again, and if the text that the client has is exactly the text of those tokens.
+Rule (docs/gateway.md): a stream is continued only if the next token depends solely on the previous tokens and on
+request fields that are sent again, and if the delivered text is exactly the text of those tokens. Only `Resumption`
+performs I/O.
 """
 
 from __future__ import annotations
@@ -15,25 +16,49 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
+from dsv4_runtime.gateway import errors
+from dsv4_runtime.gateway.errors import RefusedError
+from dsv4_runtime.gateway.http1 import encode_headers
+from dsv4_runtime.gateway.http_client import Upstream
+from dsv4_runtime.gateway.routing import RoutedGroup
+from dsv4_runtime.util import sse
+
+
+def is_error_event(event: bytes, data: bytes) -> bool:
+    """Return whether the event reports a failed stream, on any path. `data` is its payload."""
+    return data[:9] == b'{"error":' or sse.name(event) in _ERRORS
+
+
+TERMINATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+"""Paths whose streams have a final event."""
+_ERRORS = frozenset({b"error", b"response.failed"})
+_LAST_NAMES = _ERRORS | {b"message_stop", b"response.completed", b"response.incomplete"}
+
+
+def is_final_event(event: bytes, data: bytes) -> bool:
+    """Return whether the event may end a stream of a path in `TERMINATED_PATHS`. `data` is its payload."""
+    return data == b"[DONE]" or sse.name(event) in _LAST_NAMES
+
+
 Pieces = tuple[bytes | bytearray | memoryview, ...]
-"""Of a request's body, in their order."""
+"""Parts of a request's body, in order."""
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-# Read by the engine for each token, from the tokens so far and nothing else; sent again as they are.
+# Evaluated per token from the previous tokens only; sent again unchanged.
 _SAMPLING = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids"}
     | {"stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}
     | {"model", "user", "priority", "cache_salt", "session_id", "stream", "stream_options", "stream_interval"}
 )
-# Of no consequence for the tokens, and not sent again.
+# Without effect on the tokens; not sent again.
 _PASSED_OVER = frozenset({"metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "request_id"})
-# Replaced by what is left of them.
+# Replaced by the remaining length.
 _LENGTH = {
     COMPLETIONS: frozenset({"max_tokens", "min_tokens"}),
     CHAT: frozenset({"max_tokens", "max_completion_tokens", "min_tokens"}),
 }
-# They make the prompt, whose tokens are known by then.
+# Part of the prompt, whose tokens are known by then.
 _PROMPT = {
     COMPLETIONS: frozenset({"prompt", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"}),
     CHAT: frozenset(
@@ -41,7 +66,7 @@ _PROMPT = {
         | {"chat_template", "chat_template_kwargs", "reasoning_effort", "truncate_prompt_tokens", "truncation_side"}
     ),
 }
-# Harmless at exactly this value (null is harmless everywhere).
+# Without effect at exactly these values (null is always neutral).
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -68,18 +93,18 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _IDS = re.compile(rb'"((?:prompt_)?token_ids)":\[[0-9,]*\]')
 _PROMPT_IDS = b'"prompt_token_ids":['
 _MAX_CHUNK = 2**19
-"""Bytes of a chunk that are parsed in one go."""
-# Bytes of one character, less one: tokens whose text the engine may hold back until the character is whole.
+"""Maximum bytes of a chunk parsed at once."""
+# Bytes of a character minus one: tokens whose text the engine may hold back until the character is complete.
 _HELD_BACK = 3
 
 
 class _List(Enum):
-    """Place in the stream of one engine: before, in or after the list of the prompt's tokens."""
+    """Position in one engine's stream relative to the list of prompt tokens."""
 
     COMING = auto()
     TAKEN = auto()
     DROPPED = auto()
-    """In the list of an engine that continues; it has tokens of the answer too."""
+    """In the list of a continuing engine, which also contains tokens of the response."""
     OVER = auto()
 
 
@@ -88,20 +113,20 @@ def _null(found: re.Match[bytes]) -> bytes:
 
 
 def obstacle(path: str, body: Mapping[str, Any]) -> str | None:
-    """Return why a stream with this request could not be continued; None: it can. `body` is the parsed request."""
+    """Return why a stream with the parsed request `body` could not be continued, else None."""
     if path not in _PROMPT:
         return f"streams of {path} are not continued"
     known = _SAMPLING | _PASSED_OVER | _PROMPT[path]
     for field, value in body.items():
         if field in _LENGTH[path]:
-            # Null is no limit for one version of vLLM and 16 for another, where it means anything for completions.
+            # Depending on the vLLM version, null means no limit or 16 for completions.
             if type(value) is not int and not (value is None and (path, field) != (COMPLETIONS, "max_tokens")):
                 return f"{field} is not a whole number"
             continue
         if value is None or field in known:
             continue
         if field == "seed":
-            # The engine counts draws from the seed on, and greedy choice draws nothing.
+            # The seed determines the draws in sequence; greedy sampling draws nothing.
             if body.get("temperature") == 0:
                 continue
             return "seed makes the draws depend on how many there were"
@@ -115,7 +140,7 @@ def obstacle(path: str, body: Mapping[str, Any]) -> str | None:
 
 
 def _same(value: object, neutral: object) -> bool:
-    # In Python false is 0, in a request `logprobs: 0` asks for something that `logprobs: false` does not.
+    # In Python False == 0, but `logprobs: 0` and `logprobs: false` differ.
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -133,7 +158,7 @@ def _plain(message: object) -> bool:
 
 
 def with_token_ids(raw: bytes | bytearray, body: Mapping[str, Any]) -> Pieces:
-    """Return the request with `return_token_ids`, in pieces; every other byte is as the client sent it."""
+    """Return the request with `return_token_ids`, in parts; all other bytes are unchanged."""
     if body.get("return_token_ids"):
         return (raw,)
     if "return_token_ids" in body:
@@ -143,45 +168,45 @@ def with_token_ids(raw: bytes | bytearray, body: Mapping[str, Any]) -> Pieces:
 
 
 class Transcript:
-    """One stream as its client has it, over all engines that took part in it."""
+    """State of one stream as delivered to its client, across all engines."""
 
     def __init__(self, path: str, raw: bytes | bytearray, body: Mapping[str, Any]) -> None:
         """Args:
         path: `/v1/completions` or `/v1/chat/completions`.
-        raw: the request as the client sent it.
-        body: the same, parsed; `obstacle` of it is None. Not kept: it takes many times the memory of `raw`.
+        raw: the request as sent by the client.
+        body: the parsed request, for which `obstacle` is None. Not stored: it takes many times the memory of `raw`.
         """
         self._path, self._raw = path, raw
         self._wants_ids = bool(body.get("return_token_ids"))
         self._prompt: list[bytes] = []
-        """The prompt's tokens as the engine wrote them: numbers with commas between, in pieces. Empty: not known."""
+        """Prompt tokens as sent by the engine, comma-separated numbers in parts; empty: unknown."""
         self._prompt_tokens = self._prompt_bytes = 0
         self._list = _List.COMING
         self._border = b""
         self._tokens: array[int] = array("i")
         self._settled = 0
-        """Tokens whose text the client certainly has, to the last character."""
+        """Tokens whose text is completely delivered."""
         self._text = ""
-        """Text that the client has beyond that of the settled ones."""
+        """Delivered text beyond the settled tokens."""
         self._frame: dict[str, Any] = {}
-        """id, object, created, model of the first chunk."""
+        """id, object, created and model of the first chunk."""
         self._base = 0
-        """Tokens that earlier engines generated; the present one counts from there."""
+        """Tokens of earlier engines; the present one counts from there."""
         self._continuing = False
-        """Whether the present engine is not the first: its chunks need the first one's frame."""
+        """Whether the present engine is not the first: its chunks get the first one's frame."""
         self._chat = path == CHAT
-        """Whether the present engine's chunks are those of chat."""
+        """Whether the present engine sends chat chunks."""
         self._usage_given = False
         self.finished = False
         """Whether the chunk with the finish reason was delivered."""
         self.obstacle: str | None = None
-        """Property of the stream that forbids to continue it."""
+        """Property of the stream that prevents its continuation."""
 
     def strip(self, data: bytes) -> bytes:
-        """Return bytes of the stream, in which the prompt's tokens are missing: they are kept as they are.
+        """Remove the list of prompt tokens from bytes of the stream, and store it unparsed.
 
-        A list of a million tokens is never parsed, and each piece costs what its bytes cost. Generated text cannot
-        have the list's name: quotes have escapes there. Bytes that may begin the name wait for the next piece.
+        The cost is linear in the bytes, also for a million tokens. Generated text cannot contain the name of the list,
+        because its quotes are escaped. Bytes that may begin the name are held back until the next part.
         """
         if self._list is _List.OVER or self._wants_ids:
             return data
@@ -214,9 +239,9 @@ class Transcript:
         self._prompt_bytes += len(ids)
 
     def take(self, event: bytes, data: bytes) -> bytes:
-        """Note a chunk (`data` is the event's payload) that is now delivered; the bytes that the client gets for it.
+        """Record a delivered chunk (`data` is the event's payload); return the bytes for the client, possibly none.
 
-        Empty bytes: the client gets nothing. What cannot be understood is passed on, and the stream not continued.
+        Chunks of an unknown form are forwarded, and the stream cannot be continued.
         """
         if len(data) > _MAX_CHUNK:
             self.obstacle = f"the stream has a chunk of more than {_MAX_CHUNK >> 10} KiB"
@@ -237,7 +262,7 @@ class Transcript:
         return event if self._wants_ids else _IDS.sub(_null, event)
 
     def _note(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bool:
-        """Note what a chunk says; whether it is for the client, who may not have asked for what we asked for."""
+        """Record a chunk; return whether it is for the client, who may not have requested token ids."""
         if not self._prompt:
             found = array("i", choice.get("prompt_token_ids") or chunk.get("prompt_token_ids") or ())
             if found:
@@ -252,18 +277,18 @@ class Transcript:
         if self.obstacle is None:
             self._tokens.extend(tokens)
         if len(tokens) == 1 and text:
-            # The engine gives text only up to a whole character, so this token has none that is still to come.
+            # The engine emits text up to a whole character, so no text of this token is pending.
             self._settled, self._text = len(self._tokens), ""
         else:
             self._text += text
         if choice.get("finish_reason") is not None:
             self.finished = True
             return True
-        # A parser had nothing to say about the token: without ids there would have been no chunk.
+        # The parser produced no text for the token: without ids there would be no chunk.
         return bool(delta) or self._wants_ids or not tokens
 
     def _as_own(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Return a chunk of a later engine as one of the stream that it continues."""
+        """Return a chunk of a later engine in the frame of the continued stream."""
         own = {**chunk, **self._frame, "choices": [self._as_own_choice(choice) for choice in chunk["choices"]]}
         if usage := chunk.get("usage"):
             prompt, completion = self._prompt_tokens, self._base + usage["completion_tokens"]
@@ -284,13 +309,14 @@ class Transcript:
         return {**own, "token_ids": ids}
 
     def alignments(self) -> list[tuple[int, list[int]]]:
-        """Return the possible cuts, best first: how many tokens stay, and those whose text must be `loose_text`.
+        """Return the possible cuts, best first: number of tokens kept, and tokens whose text must equal `loose_text`.
 
-        One with no tokens needs no check. Several tokens in one chunk do not say which of them the text belongs to.
+        Cuts without tokens need no check. A chunk of several tokens does not determine which of them its text belongs
+        to.
         """
         end, start = len(self._tokens), self._settled
         if not self._text:
-            # Later tokens showed the client nothing yet; the engine generates them again.
+            # Later tokens have no delivered text; the engine generates them again.
             cuts = [start] if not self._wants_ids else [end] * (start == end)
             return [(cut, []) for cut in cuts]
         least = end if self._wants_ids else max(start, end - _HELD_BACK)
@@ -298,17 +324,17 @@ class Transcript:
 
     @property
     def size(self) -> int:
-        """Return the bytes of its tokens."""
+        """Return the bytes of the stored tokens."""
         return self._tokens.itemsize * len(self._tokens) + self._prompt_bytes
 
     def request(self) -> dict[str, Any]:
-        """Return the request, parsed anew."""
+        """Parse and return the request."""
         return dict(from_json(self._raw))
 
     def limit(self, body: Mapping[str, Any]) -> int | None:
-        """Return how many tokens the client asked for at most; None: as many as the model's context has room for.
+        """Return the requested token limit; None: the rest of the model's context.
 
-        `body` is `request()`, as it is for `cut`.
+        `body` is the result of `request()`, as for `cut`.
         """
         if self._path == COMPLETIONS:
             return int(body.get("max_tokens", 16))
@@ -317,26 +343,26 @@ class Transcript:
 
     @property
     def loose_text(self) -> str:
-        """Return the text that the client has and that no settled token accounts for."""
+        """Return the delivered text that belongs to no settled token."""
         return self._text
 
     def cut(self, sent: Mapping[str, Any], tokens: int, context: int | None) -> tuple[str, Pieces]:
-        """Keep so many tokens; path and body of the request that continues after them.
+        """Keep `tokens` tokens; return path and body of the request that continues after them.
 
         Args:
-            sent: the request that the client sent.
-            tokens: one of `alignments()`.
-            context: tokens that prompt and answer may have together, where `limit` is None; None: not known.
+            sent: the client's request.
+            tokens: number of tokens from `alignments()`.
+            context: maximum tokens of prompt and response, required where `limit` is None; None: unknown.
 
         Raises:
-            ValueError: there is nothing to continue from; the text says why.
+            ValueError: the stream cannot be continued; the message contains the reason.
         """
         del self._tokens[tokens:]
         self._settled, self._text = tokens, ""
         self._base, self._continuing = tokens, True
         self._list, self._border = _List.COMING, b""
         if self._path == CHAT and tokens == 0:
-            # The client has the role at most. Asking again is exact also where a parser works on the text.
+            # The client has the role at most. Repeating the request is exact, also with an output parser.
             self._chat = True
             return CHAT, with_token_ids(self._raw, sent)
         if not self._prompt:
@@ -346,7 +372,7 @@ class Transcript:
         limit = self.limit(sent)
         if limit is not None and limit <= tokens:
             raise ValueError("all tokens were delivered, but the engine did not say that it had finished")
-        # No limit must be said as a number: without one, completions have 16 tokens. vLLM takes the prompt off it.
+        # A missing limit must be sent as a number: the default of completions is 16. vLLM subtracts the prompt.
         left = context if limit is None else limit - tokens
         if left is None:
             raise ValueError("no max_tokens was given, and vLLM does not say how long its context is")
@@ -356,7 +382,7 @@ class Transcript:
         return COMPLETIONS, (b'{"prompt":[', *self._prompt, kept + b"],", to_json(body)[1:])
 
     def ending(self) -> bytes:
-        """Return what a finished stream still owes its client: usage if it was asked for, and the end."""
+        """Return the missing end of a finished stream: usage if requested, and the final event."""
         usage = b""
         options = self.request().get("stream_options") or {}
         if options.get("include_usage") and not self._usage_given:
@@ -368,3 +394,52 @@ class Transcript:
 
 def _dump(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+class Resumption:
+    """Builds the continuing request with data from the next engine."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    async def request(self, group: RoutedGroup, transcript: Transcript) -> tuple[str, Pieces]:
+        """Return path and body of the request that continues the stream at `group`.
+
+        Raises:
+            RefusedError: exact continuation is impossible.
+        """
+        sent = transcript.request()
+        model = sent.get("model")
+        context = await self._context(group, model) if transcript.limit(sent) is None else None
+        for tokens, loose in transcript.alignments():
+            if not transcript.loose_text or (loose and await self._text(group, model, loose) == transcript.loose_text):
+                try:
+                    return transcript.cut(sent, tokens, context)
+                except ValueError as error:
+                    raise RefusedError(errors.engine_lost(f"the stream cannot be continued: {error}")) from error
+        message = "the stream cannot be continued: the tokens behind its last characters are not certain"
+        raise RefusedError(errors.engine_lost(message))
+
+    async def _text(self, group: RoutedGroup, model: object, tokens: list[int]) -> str | None:
+        asked = json.dumps({"model": model, "tokens": tokens}).encode()
+        found = await self._request_json(group, "POST", "/detokenize", asked)
+        return None if found is None else str(found.get("prompt"))
+
+    async def _context(self, group: RoutedGroup, model: object) -> int | None:
+        """Return the maximum tokens of prompt and response."""
+        found = await self._request_json(group, "GET", "/v1/models")
+        cards = (found or {}).get("data", [])
+        return next((card.get("max_model_len") for card in cards if model in (None, card["id"])), None)
+
+    async def _request_json(
+        self, group: RoutedGroup, method: str, path: str, body: bytes = b""
+    ) -> dict[str, Any] | None:
+        """Send a request of the gateway itself; return None unless vLLM answers with a JSON object."""
+        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth)]
+        async with self._upstream.request(group.api, method, path, headers, (body,)) as answer:
+            text = await answer.read()
+        try:
+            found = json.loads(text) if answer.status == 200 else None
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None

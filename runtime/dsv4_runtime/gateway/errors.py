@@ -1,4 +1,4 @@
-"""Answers of the gateway itself when it cannot answer with the engine's words, in the shape that clients expect."""
+"""Error responses of the gateway, in the formats of OpenAI's, Anthropic's and vLLM's APIs."""
 
 from __future__ import annotations
 
@@ -9,62 +9,62 @@ from enum import StrEnum
 
 RETRY_AFTER_SECONDS = 10
 _SHOWN = 100
-"""Letters of a client's text that an error repeats."""
+"""Maximum characters of client text repeated in an error."""
 
 
 class EngineLostError(Exception):
-    """The engine ended, or stopped answering, under a request; whoever holds the request decides what comes next."""
+    """The engine ended or stopped responding during a request; the caller decides about a retry."""
 
 
-class ClientGoneError(Exception):
+class ClientGoneError(ConnectionError):
     """The client closed its connection."""
 
 
 class Outcome(StrEnum):
-    """Outcome of a request, as it is counted."""
+    """Outcome of a request, as counted."""
 
     OK = "ok"
     CLIENT_ERROR = "client_error"
-    """A 4xx, vLLM's or the gateway's."""
+    """4xx of vLLM or of the gateway."""
     ENGINE_ERROR = "engine_error"
-    """An error of an engine that lives."""
+    """Error of a live engine."""
     LOST = "lost"
     FATAL = "fatal"
-    """Engines died of it."""
+    """Engines died of the request."""
     UNAVAILABLE = "unavailable"
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
-    """The client left."""
+    """The client disconnected."""
     UNAUTHORIZED = "unauthorized"
     TOO_LARGE = "too_large"
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An answer of the gateway's own."""
+    """Error response of the gateway."""
 
     status: int
     kind: str
     """OpenAI's `error.type`."""
     code: str
-    """OpenAI's `error.code`: one word for programs."""
+    """OpenAI's `error.code`, machine-readable."""
     message: str
     outcome: Outcome
     retry: bool = False
-    """Whether the same request may succeed later, after `RETRY_AFTER_SECONDS`."""
+    """Whether a retry after `RETRY_AFTER_SECONDS` may succeed."""
     param: str | None = None
-    """OpenAI's `error.param`: the field that is wrong."""
+    """OpenAI's `error.param`: the invalid field."""
     as_vllm: bool = False
     """Whether `error.code` is the status, as in vLLM's errors."""
 
     def body(self) -> bytes:
-        """Return it as JSON; Anthropic's `/v1/messages` has the same `error.type` and `error.message`."""
+        """Return the JSON body; Anthropic's `/v1/messages` shares `error.type` and `error.message`."""
         code = self.status if self.as_vllm else self.code
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": code}
         return json.dumps({"type": "error", "error": error}, separators=(",", ":")).encode()
 
     def event(self, path: str) -> bytes:
-        """Return it as the last event of a stream of `path`."""
+        """Return the final event of a stream of `path`."""
         if path == "/v1/responses":
             fields = {"type": "error", "code": self.code, "message": self.message, "param": None}
             return b"event: error\ndata: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"
@@ -73,134 +73,127 @@ class Refusal:
 
 
 class RefusedError(Exception):
-    """The request ends here, with an answer of the gateway's own."""
+    """The request ends with an error response of the gateway."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
 
 
-def away(message: str) -> Refusal:
-    """Refuse a request that cannot wait any longer for an engine that is away."""
-    return Refusal(503, "service_unavailable_error", "engine_unavailable", message, Outcome.UNAVAILABLE, retry=True)
+def _service_unavailable(code: str, message: str, *, retry: bool = True) -> Refusal:
+    return Refusal(503, "service_unavailable_error", code, message, Outcome.UNAVAILABLE, retry=retry)
+
+
+def _invalid(status: int, code: str, message: str, outcome: Outcome = Outcome.CLIENT_ERROR) -> Refusal:
+    return Refusal(status, "invalid_request_error", code, message, outcome)
+
+
+def _invalid_as_vllm(status: int, kind: str, code: str, message: str, param: str | None = None) -> Refusal:
+    return Refusal(status, kind, code, message, Outcome.CLIENT_ERROR, param=param, as_vllm=True)
+
+
+def unavailable(message: str) -> Refusal:
+    """Refuse a request that cannot wait longer for an engine."""
+    return _service_unavailable("engine_unavailable", message)
 
 
 def given_up_refusal(reason: str) -> Refusal:
-    """Refuse a request whose engine will not come back by itself."""
-    message = f"the engine was given up: {reason}"
-    return Refusal(503, "service_unavailable_error", "engine_given_up", message, Outcome.UNAVAILABLE)
+    """Refuse a request whose engine will not recover by itself."""
+    return _service_unavailable("engine_given_up", f"the engine was given up: {reason}", retry=False)
 
 
-def lost(message: str) -> Refusal:
-    """Refuse a request under which the engine died, and which cannot be saved."""
+def engine_lost(message: str) -> Refusal:
+    """Refuse a request whose engine died and that cannot be continued or repeated."""
     return Refusal(502, "server_error", "engine_lost", message, Outcome.LOST, retry=True)
 
 
-def fatal(deaths: int) -> Refusal:
-    """Refuse what engines die of: clients repeat no 422."""
+def engine_fatal(deaths: int) -> Refusal:
+    """Refuse a request that kills engines; clients do not retry a 422."""
     message = f"{deaths} engines died while they had this request, the last one with no other request; do not repeat it"
-    return Refusal(422, "invalid_request_error", "engine_fatal", message, Outcome.FATAL)
+    return _invalid(422, "engine_fatal", message, Outcome.FATAL)
 
 
-def too_late(message: str) -> Refusal:
-    """Refuse a request whose time is over."""
+def timed_out(message: str) -> Refusal:
+    """Refuse a request that exceeded its time limit."""
     return Refusal(504, "timeout_error", "request_timeout", message, Outcome.TIMEOUT)
 
 
-def draining() -> Refusal:
-    """Refuse a request because the gateway ends."""
-    return Refusal(
-        503,
-        "service_unavailable_error",
-        "shutting_down",
-        "the gateway is shutting down",
-        Outcome.UNAVAILABLE,
-        retry=True,
-    )
-
-
-def unauthorized() -> Refusal:
-    """Refuse a request without a key that is known."""
-    message = "this API needs a key that it knows; send it as Authorization: Bearer <key>"
-    return Refusal(401, "authentication_error", "invalid_api_key", message, Outcome.UNAUTHORIZED)
-
-
 def too_large(limit: int) -> Refusal:
-    """Refuse a body that is longer than the limit."""
+    """Refuse a body that exceeds the limit."""
     message = f"the body is longer than {limit} bytes (spec.gateway.maxBodyBytes)"
-    return Refusal(413, "invalid_request_error", "body_too_large", message, Outcome.TOO_LARGE)
+    return _invalid(413, "body_too_large", message, Outcome.TOO_LARGE)
 
 
 def unknown_model(name: str, known: Iterable[str]) -> Refusal:
     """Refuse a model that is not served, as vLLM does."""
     shown = name if len(name) <= _SHOWN else name[:_SHOWN] + "…"
     message = f"The model `{shown}` does not exist. Valid aliases: {', '.join(known)}."
-    return Refusal(404, "NotFoundError", "model_not_found", message, Outcome.CLIENT_ERROR, param="model", as_vllm=True)
+    return _invalid_as_vllm(404, "NotFoundError", "model_not_found", message, "model")
 
 
 def bad_model(kind: str, known: Iterable[str]) -> Refusal:
-    """Refuse a model that is no text."""
+    """Refuse a model name that is not a string."""
     message = f"model: a value of type {kind} is not a name; use one of: {', '.join(known)}"
-    return Refusal(400, "BadRequestError", "bad_model", message, Outcome.CLIENT_ERROR, param="model", as_vllm=True)
-
-
-def bad_encoding() -> Refusal:
-    """Refuse JSON that is not in UTF-8."""
-    message = "the body is JSON in UTF-16 or UTF-32; send UTF-8 (RFC 8259, 8.1)"
-    return Refusal(400, "BadRequestError", "bad_encoding", message, Outcome.CLIENT_ERROR, as_vllm=True)
+    return _invalid_as_vllm(400, "BadRequestError", "bad_model", message, "model")
 
 
 def unknown_path(path: str) -> Refusal:
-    """Refuse a path that the gateway does not pass on."""
+    """Refuse a path that is not forwarded."""
     message = f"the path {path[:_SHOWN]!r} is none of this API; docs/gateway.md lists those that are passed on"
-    return Refusal(404, "NotFoundError", "path_not_found", message, Outcome.CLIENT_ERROR, as_vllm=True)
+    return _invalid_as_vllm(404, "NotFoundError", "path_not_found", message)
 
 
 def bad_timeout(value: str) -> Refusal:
-    """Refuse a request whose `X-Request-Timeout` is no number of seconds."""
+    """Refuse an `X-Request-Timeout` that is not a number of seconds."""
     message = f"X-Request-Timeout: {value[:40]!r} is not a number of seconds above 0; write for example 30"
-    return Refusal(400, "invalid_request_error", "bad_timeout", message, Outcome.CLIENT_ERROR)
+    return _invalid(400, "bad_timeout", message)
 
 
 def too_slow(rate: int) -> Refusal:
-    """Refuse a body of which too little arrives."""
+    """Refuse a body that arrives too slowly."""
     message = f"the body arrived with less than {rate} bytes a second; send it faster, or in smaller requests"
     return Refusal(408, "timeout_error", "body_too_slow", message, Outcome.CLIENT_ERROR)
 
 
-def no_upgrade() -> Refusal:
-    """Refuse WebSockets and other protocols, which cannot be kept over an engine's death."""
-    message = "the gateway passes on HTTP requests only; Upgrade is not supported"
-    return Refusal(501, "invalid_request_error", "upgrade_unsupported", message, Outcome.CLIENT_ERROR)
-
-
 def malformed(what: str) -> Refusal:
-    """Return the answer to what is no HTTP/1.1."""
+    """Refuse a request that is not HTTP/1.1."""
     message = f"the request is not HTTP/1.1 as RFC 9112 has it: {what[:100]}"
-    return Refusal(400, "invalid_request_error", "malformed_request", message, Outcome.CLIENT_ERROR)
+    return _invalid(400, "malformed_request", message)
 
 
 def head_too_large(limit: int) -> Refusal:
-    """Refuse a first line and headers that are longer than any that a client of this API has."""
+    """Refuse a request line with headers beyond the limit."""
     message = f"the request's first line and headers are longer than {limit} bytes"
-    return Refusal(431, "invalid_request_error", "head_too_large", message, Outcome.CLIENT_ERROR)
-
-
-def no_memory() -> Refusal:
-    """Refuse what would take the gateway beyond what it may keep for all clients together."""
-    message = (
-        "the gateway keeps as many bytes of requests and answers as it may (spec.gateway.maxHeldBytes, maxBodyBytes)"
-    )
-    return Refusal(503, "service_unavailable_error", "overloaded", message, Outcome.UNAVAILABLE, retry=True)
+    return _invalid(431, "head_too_large", message)
 
 
 def too_many_connections(limit: int) -> Refusal:
-    """Refuse a request for which there is no connection to keep, or whose body takes too long in arriving for that."""
+    """Refuse a request beyond the connection limit, or a body that makes room for another connection."""
     message = f"the gateway has {limit} connections, the most that it keeps; send the request again later"
-    return Refusal(503, "service_unavailable_error", "overloaded", message, Outcome.UNAVAILABLE, retry=True)
+    return _service_unavailable("overloaded", message)
 
 
-def internal() -> Refusal:
-    """Return the answer after a mistake of the gateway's."""
-    message = "the gateway failed to handle the request; its log says where"
-    return Refusal(500, "server_error", "internal_error", message, Outcome.ENGINE_ERROR)
+DRAINING = _service_unavailable("shutting_down", "the gateway is shutting down")
+UNAUTHORIZED = Refusal(
+    401,
+    "authentication_error",
+    "invalid_api_key",
+    "this API needs a key that it knows; send it as Authorization: Bearer <key>",
+    Outcome.UNAUTHORIZED,
+)
+BAD_ENCODING = _invalid_as_vllm(
+    400, "BadRequestError", "bad_encoding", "the body is JSON in UTF-16 or UTF-32; send UTF-8 (RFC 8259, 8.1)"
+)
+NO_UPGRADE = _invalid(501, "upgrade_unsupported", "the gateway passes on HTTP requests only; Upgrade is not supported")
+"""WebSockets and other protocols cannot survive the engine's death."""
+NO_MEMORY = _service_unavailable(
+    "overloaded",
+    "the gateway keeps as many bytes of requests and answers as it may (spec.gateway.maxHeldBytes, maxBodyBytes)",
+)
+INTERNAL = Refusal(
+    500,
+    "server_error",
+    "internal_error",
+    "the gateway failed to handle the request; its log says where",
+    Outcome.ENGINE_ERROR,
+)

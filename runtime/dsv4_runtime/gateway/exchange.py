@@ -1,4 +1,4 @@
-"""One request and its answer, from the first byte to the last."""
+"""One request and its response: identity, headers, progress, accounting and access log."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ import time
 from collections.abc import Set
 
 from dsv4_runtime.contract.gateway import GatewaySettings
-from dsv4_runtime.engine import token_auth, turns
+from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Transcript
-from dsv4_runtime.gateway.errors import ClientGoneError, Outcome, Refusal, RefusedError
+from dsv4_runtime.gateway.errors import Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.http1 import BrokenMessageError, Fields, Headers
+from dsv4_runtime.gateway.http_client import UpstreamResponse
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request
-from dsv4_runtime.gateway.suspects import Exposure
-from dsv4_runtime.gateway.upstream import UpstreamResponse
+from dsv4_runtime.gateway.routing import Exposure
 
 access = logging.getLogger("dsv4.gateway.access")
 
-LAST_WORDS_SECONDS = 2.0
-"""Time for which the gateway waits for a client to make room for the error that ends its answer."""
-_LOOK_SECONDS = 0.02
+FINAL_EVENT_SECONDS = 2.0
+"""Time to wait for a client to read before the final error event of its stream."""
+_POLL_SECONDS = 0.02
 _SETTLED_BYTES = 2**12
 REQUEST_ID = "X-Request-Id"
 _REQUEST_ID = REQUEST_ID.encode()
-# RFC 9110, 7.6.1: about one connection, not about the message.
+# Hop-by-hop headers (RFC 9110, 7.6.1).
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te"}
     | {b"trailer", b"transfer-encoding", b"upgrade"}
 )
-# What each side writes itself.
+# Set by each side itself.
 _NOT_UPSTREAM = _HOP_BY_HOP | {
     b"host",
     b"content-length",
     b"expect",
     _REQUEST_ID.lower(),
     token_auth.HEADER.lower().encode(),
-    turns.HEADER.lower().encode(),
+    token_auth.TURN_HEADER.lower().encode(),
 }
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", _REQUEST_ID.lower()}
 _DIGEST_KEY = secrets.token_bytes(32)
@@ -52,7 +52,7 @@ _SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 class Exchange:
-    """State of one request as the gateway knows it, and the client's side of it."""
+    """State of one request, and its response to the client; sending raises `ClientGoneError` after a disconnect."""
 
     def __init__(self, request: Request, settings: GatewaySettings) -> None:
         self.request = request
@@ -68,18 +68,18 @@ class Exchange:
         self.complete = False
         """Whether the last event of a stream was delivered."""
         self.obstacle: str | None = None
-        """Reason why a stream could not be continued, known before it begins."""
+        """Reason why a stream cannot be continued, known before it begins."""
         self.sent_upstream = False
         self.deaths = 0
-        """Engines that died under this attempt at the request (`suspects` has those under the same request)."""
+        """Engines that died during this attempt (`suspects` counts those of all equal requests)."""
         self.exposure: Exposure | None = None
-        """Of the engine that has it now."""
-        self.turned_away = False
-        """Whether its latest attempt was not admitted because of another request."""
+        """Exposure of the engine that has the request now."""
+        self.turn_refused = False
+        """Whether the latest attempt was not admitted because of another request."""
         self.losses = 0
-        """Connections that broke under the request since it last made progress."""
+        """Connections that broke since the last progress."""
         self.model: str | None = None
-        """Of the engine that had the request last; None: none had it."""
+        """Model digest of the latest engine; None before the first attempt."""
         self.replays = self.continuations = 0
         self.held = 0.0
         self.outcome = Outcome.CANCELLED
@@ -87,22 +87,18 @@ class Exchange:
         self._bytes = 0
         self._first: float | None = None
         self._transcribed = 0
-        """Bytes of the transcript that are charged."""
+        """Charged bytes of the transcript."""
         self._tail = 0
-        """Bytes of an incomplete event that are charged."""
+        """Charged bytes of an incomplete event."""
         self._settings = settings
 
     async def read(self) -> None:
-        """Read the body.
-
-        Raises:
-            RefusedError: it is too long, there is no room for it, or it is no HTTP.
-        """
+        """Read the body; raise RefusedError if it is too long, does not fit into memory, or is malformed."""
         request, limit = self.request, self._settings.max_body_bytes
         declared = request.header(b"content-length")
         if declared.isdigit() and int(declared) > limit:
             raise RefusedError(errors.too_large(limit))
-        await request.go_on()
+        await request.send_continue()
         try:
             while part := await request.part():
                 if len(self.body) + len(part) > limit:
@@ -114,14 +110,14 @@ class Exchange:
 
     @property
     def digest(self) -> bytes:
-        """Return what identifies method, path and body, within this process. Complete after `read`."""
+        """Return the keyed digest of method, path and body, valid in this process; complete after `read`."""
         return self._digest.digest()
 
     def timeout(self) -> float:
-        """Return the seconds that the request may take: the limit, or less if the client says so.
+        """Return the time limit in seconds: the configured one, or a shorter one requested by the client.
 
         Raises:
-            RefusedError: what the client says is no time.
+            RefusedError: the client's value is invalid.
         """
         given = self.request.header(b"x-request-timeout")
         limit = self._settings.request_timeout_seconds
@@ -136,44 +132,32 @@ class Exchange:
         return min(seconds, limit)
 
     def headers(self, own: Headers, *, keep_key: bool) -> Headers:
-        """Return what goes to vLLM: the client's, spelled as they came, and the gateway's `own`."""
+        """Return the request headers for vLLM: the client's, in their original spelling, and `own`."""
         dropped = _NOT_UPSTREAM if keep_key else _NOT_UPSTREAM | _KEYS
         return [*_passed(self.request.headers, dropped), (_REQUEST_ID, self.id.encode()), *own]
 
     def answer_headers(self, upstream: UpstreamResponse) -> Headers:
-        """Return what goes to the client, of what vLLM gave."""
+        """Return the response headers for the client."""
         return [*_passed(upstream.headers, _NOT_DOWNSTREAM), (_REQUEST_ID, self.id.encode())]
 
     def own_headers(self) -> Headers:
-        """Return the headers of JSON of the gateway's own."""
+        """Return the headers of the gateway's own JSON responses."""
         return [(b"Content-Type", b"application/json"), (_REQUEST_ID, self.id.encode())]
 
-    @property
-    def begun(self) -> bool:
-        """Tell whether the client has anything of an answer."""
-        return self.request.begun
-
     def begin(self, status: int, headers: Headers) -> None:
-        """Begin an answer whose length is not known yet; until something follows, another may take its place."""
+        """Begin a response of unknown length; until a part follows, another head may replace it."""
         self._status = status
         self.request.begin(status, headers)
 
     async def write(self, data: bytes) -> None:
-        """Send a part of it at once.
-
-        Raises:
-            ClientGoneError: nobody is left to read it.
-        """
+        """Send a part of the response."""
         if self._first is None:
             self._first = time.monotonic()
         self._bytes += len(data)
-        try:
-            await self.request.write(data)
-        except ConnectionError as error:
-            raise ClientGoneError from error
+        await self.request.write(data)
 
-    def settle(self) -> None:
-        """Charge what the transcript has grown by; without room for it the stream is no longer continued."""
+    def charge_transcript(self) -> None:
+        """Charge the growth of the transcript; if the account is full, the stream can no longer be continued."""
         if self.transcript is not None and self.transcript.size - self._transcribed >= _SETTLED_BYTES:
             if self.request.charge.take(self.transcript.size - self._transcribed):
                 self._transcribed = self.transcript.size
@@ -181,7 +165,7 @@ class Exchange:
                 self.transcript.obstacle = "the gateway had no room for its tokens"
 
     def keep_tail(self, size: int) -> bool:
-        """Charge for the `size` bytes of an event that is not complete; whether there is room for them."""
+        """Charge `size` bytes of an incomplete event; return False if the account is full."""
         size = size if size > _SETTLED_BYTES * 16 else 0
         charge, more = self.request.charge, size - self._tail
         if more > 0 and not charge.take(more):
@@ -191,35 +175,13 @@ class Exchange:
         self._tail = size
         return True
 
-    async def end(self) -> None:
-        """Send the end of it.
-
-        Raises:
-            ClientGoneError: nobody is left to read it.
-        """
-        try:
-            await self.request.end()
-        except ConnectionError as error:
-            raise ClientGoneError from error
-
-    async def whole(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
-        """Send a complete answer.
-
-        Raises:
-            ClientGoneError: nobody is left to read it.
-        """
+    async def send_whole(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
+        """Send a complete response."""
         self._status, self._bytes, self._first = status, len(body), time.monotonic()
-        try:
-            await self.request.send(status, headers, body)
-        except ConnectionError as error:
-            raise ClientGoneError from error
+        await self.request.send(status, headers, body)
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Send the gateway's own answer to a request that has none yet.
-
-        Raises:
-            ClientGoneError: nobody is left to read it.
-        """
+        """Send the response of the gateway to a request that has none."""
         headers = self.own_headers()
         if refusal.retry:
             headers.append((b"Retry-After", b"%d" % errors.RETRY_AFTER_SECONDS))
@@ -228,31 +190,31 @@ class Exchange:
         self.outcome = refusal.outcome
         if refusal.code == "shutting_down":
             self.request.keep_alive = False
-        await self.whole(refusal.status, headers, refusal.body())
+        await self.send_whole(refusal.status, headers, refusal.body())
 
     async def cut(self, refusal: Refusal) -> None:
-        """End an answer that has begun: a stream with an error event, anything else with a broken connection.
+        """End a started response: a stream with an error event, any other by closing the connection.
 
-        The connection of a client that does not read what it has been sent is broken too: it would never be done.
+        The connection is also closed if the client does not read, because the event would never be delivered.
         """
         self.outcome = refusal.outcome
-        if self.is_stream and await self._reads():
+        if self.is_stream and await self._client_reads():
             await self.write(refusal.event(self.path))
-            await self.end()
+            await self.request.end()
         else:
             self.request.abort()
 
-    async def _reads(self) -> bool:
-        """Tell whether there is room for a last event, at once or soon."""
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
+    async def _client_reads(self) -> bool:
+        """Return whether the client has read enough for a final event, at once or soon."""
+        deadline = time.monotonic() + FINAL_EVENT_SECONDS
         while not self.request.is_read:
             if time.monotonic() > deadline:
                 return False
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         return True
 
-    def account(self, metrics: GatewayMetrics) -> None:
-        """Count it and write its line in the access log; neither has anything of what was asked or answered."""
+    def record(self, metrics: GatewayMetrics) -> None:
+        """Count the request and write its access log line, without request or response content."""
         now = time.monotonic()
         metrics.requests.labels(self.outcome).inc()
         first = "-"
@@ -264,8 +226,8 @@ class Exchange:
             self.id,
             self.request.remote,
             self.request.method,
-            self.request.target.partition("?")[0][:100],  # as it was sent: decoded, it could have line breaks
-            self._status if self.begun else 0,
+            self.request.target.partition("?")[0][:100],  # raw: the decoded path may contain line breaks
+            self._status if self.request.begun else 0,
             self.outcome,
             self._bytes,
             first,
@@ -277,7 +239,7 @@ class Exchange:
 
 
 def _passed(headers: Fields, dropped: Set[bytes]) -> Headers:
-    """Return the headers but the dropped ones, and those that `Connection` says are about this connection only."""
+    """Return the headers without `dropped` and without those named by `Connection`."""
     for lowered, _, value in headers:
         if lowered == b"connection":
             dropped = dropped | {named.strip().lower() for named in value.split(b",")}
@@ -285,14 +247,14 @@ def _passed(headers: Fields, dropped: Set[bytes]) -> Headers:
 
 
 class Deadline:
-    """The end of a request's time; it can be drawn nearer."""
+    """Time limit of a request, which can be shortened."""
 
     def __init__(self, seconds: float, message: str) -> None:
         self.scope = asyncio.timeout(seconds)
-        self.refusal = errors.too_late(message)
+        self.refusal = errors.timed_out(message)
 
     def now(self, refusal: Refusal) -> None:
-        """End it at once, for another reason."""
+        """Expire now, for another reason."""
         self.refusal = refusal
-        with contextlib.suppress(RuntimeError):  # It is over already.
+        with contextlib.suppress(RuntimeError):  # It expired already.
             self.scope.reschedule(0.0)

@@ -1,9 +1,8 @@
-"""HTTP/1.1 messages as they come in: what is the same for the client's requests and vLLM's answers.
+"""HTTP/1.1 message parsing shared by the server side (`http_server`) and the client side (`http_client`).
 
-Requests to an engine are far apart, and what a gateway does for one is done by a processor that has slept and caches
-that others have filled: there every layer costs several times what it costs in a loop
-(docs/decisions/0006-gateway-protocols.md). So `downstream` and `upstream` are protocols of the event loop around
-llhttp's parser and this class, and nothing else.
+Requests arrive far apart, so most run with idle CPU states and cold caches, and every layer costs several times its
+cost in a tight loop (docs/decisions/0006-gateway-protocols.md). Both sides are therefore event loop protocols directly
+around llhttp's parser and `Message`.
 """
 
 from __future__ import annotations
@@ -14,52 +13,52 @@ from typing import cast
 
 Headers = list[tuple[bytes, bytes]]
 Fields = list[tuple[bytes, bytes, bytes]]
-"""Headers as they came, in their order: the name in lower case, the name as it was spelled, the value."""
+"""Received headers in order: lower-case name, original name, value."""
 
 MAX_WAITING_BYTES = 2**18
-"""Bytes that may wait for somebody who reads slowly; more stays with the other side."""
+"""Buffered bytes of a body beyond which reading from the peer is paused."""
 BODILESS = frozenset({204, 304})
-"""Statuses whose answers have no body, as have those to HEAD (RFC 9110, 6.4.1)."""
+"""Statuses of responses without a body; responses to HEAD have none either (RFC 9110, 6.4.1)."""
 
 
 class BrokenMessageError(ConnectionError):
-    """The connection broke before the message was complete, or what came over it is no HTTP/1.1."""
+    """The connection broke before the message was complete, or the bytes are not HTTP/1.1."""
 
 
 class BaseConnection(asyncio.BaseProtocol):
-    """Common part of both sides' connections."""
+    """Common part of client and engine connections."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
-        """None before it is made and after it is lost."""
+        """None before the connection is established and after it is lost."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport that the event loop made."""
+        """Store the transport."""
         self.transport = cast(asyncio.Transport, transport)
 
     def pause(self) -> None:
-        """Read no more for now."""
+        """Pause reading."""
         if self.transport is not None:
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Resume reading."""
         if self.transport is not None:
             self.transport.resume_reading()
 
     def abort(self) -> None:
-        """Break it."""
+        """Abort the connection."""
         if self.transport is not None:
             self.transport.abort()
 
 
 class Message:
-    """Headers and a body that comes in pieces. The parser's owner puts in, one task takes out."""
+    """Headers and a body received in parts. The parser's owner adds parts; one task consumes them."""
 
     def __init__(self, connection: BaseConnection) -> None:
         self.headers: Fields = []
         self.complete = False
-        """Whether all of it is here."""
+        """Whether the whole message was received."""
         self._connection = connection
         self._parts: list[bytes] = []
         self._waiting = 0
@@ -67,19 +66,19 @@ class Message:
         self._waiter: asyncio.Future[None] | None = None
 
     def header(self, name: bytes) -> str:
-        """Return the value of a header: empty if there is none, joined by commas if several. `name` in lower case."""
+        """Return the value of the header `name` (lower case): empty if absent, comma-joined if repeated."""
         return ",".join([value.decode("latin-1") for key, _, value in self.headers if key == name])
 
     async def part(self) -> bytes:
-        """Return what has come of the body since the last call, once there is something; nothing: that was all of it.
+        """Return the body bytes received since the last call, waiting for the first; empty at the end of the body.
 
         Raises:
-            BrokenMessageError: it broke off; what came before that is given first.
+            BrokenMessageError: the body is incomplete; raised after all received bytes were returned.
         """
         while not self._parts:
             if self.complete:
                 return b""
-            await self.news()
+            await self.wait_for_data()
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         was_full = self.is_full
         self.drop()
@@ -87,14 +86,10 @@ class Message:
             self._connection.resume()
         return data
 
-    async def news(self) -> None:
-        """Wait until something more of it is here.
-
-        Raises:
-            BrokenMessageError: nothing more will come.
-        """
+    async def wait_for_data(self) -> None:
+        """Wait until more of the message was received; raise BrokenMessageError if that is impossible."""
         if self._broken is not None:
-            # A new one each time: an exception that is kept keeps the frames that it was raised in.
+            # A new exception each time: a stored one would keep the frames of its traceback alive.
             raise BrokenMessageError(self._broken)
         self._waiter = asyncio.get_running_loop().create_future()
         try:
@@ -104,11 +99,11 @@ class Message:
 
     @property
     def is_full(self) -> bool:
-        """Tell whether as much of the body waits as may wait."""
+        """Return whether the buffered part of the body exceeds its limit."""
         return self._waiting > MAX_WAITING_BYTES
 
     def put(self, data: bytes) -> None:
-        """Append a piece of the body."""
+        """Append a part of the body."""
         self._parts.append(data)
         self._waiting += len(data)
         if self.is_full:
@@ -116,32 +111,32 @@ class Message:
         self.wake()
 
     def drop(self) -> None:
-        """Forget what has come of the body and was not taken."""
+        """Discard the buffered part of the body."""
         self._parts.clear()
         self._waiting = 0
 
     def finish(self) -> None:
-        """Note that nothing more will come: that was all of it."""
+        """Mark the message as complete."""
         self.complete = True
         self.wake()
 
     def fail(self, reason: str) -> None:
-        """Note that nothing more will come, though it is not complete."""
+        """Mark the message as broken unless it is complete."""
         if not self.complete and self._broken is None:
             self._broken = reason
         self.wake()
 
     def wake(self) -> None:
-        """Wake who waits: there is something new."""
+        """Wake the waiting consumer."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-def raw(headers: Mapping[str, str]) -> Headers:
-    """Return headers as bytes."""
+def encode_headers(headers: Mapping[str, str]) -> Headers:
+    """Encode headers as bytes."""
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
-def head(first: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the first line, headers and the empty line after them."""
+def encode_head(first: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Encode the first line, the headers and the empty line."""
     return b"".join((first, b"\r\n", *[b"%b: %b\r\n" % header for header in headers], b"\r\n"))

@@ -1,4 +1,4 @@
-"""`dsv4-gateway`: the process."""
+"""Process `dsv4-gateway`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from pathlib import Path
 import uvloop
 
 from dsv4_runtime.contract.gateway import GatewaySettings
-from dsv4_runtime.contract.logfile import log_to
-from dsv4_runtime.gateway.downstream import RESERVED_CONNECTIONS
-from dsv4_runtime.gateway.keys import Keys, KeysError
-from dsv4_runtime.gateway.route import RouteFile
+from dsv4_runtime.gateway.admission import ApiKeys, ApiKeysError
+from dsv4_runtime.gateway.http_server import RESERVED_CONNECTIONS
+from dsv4_runtime.gateway.routing import RouteFile
 from dsv4_runtime.gateway.server import MAX_CONNECTIONS, Gateway
+from dsv4_runtime.util.files import log_to
 
 _log = logging.getLogger("dsv4.gateway")
 _OWN_FILES = 64 + 2 * RESERVED_CONNECTIONS
-"""Files that the process opens besides connections of requests: logs, the watch, libraries, connections that are one
-too many."""
+"""Files besides client connections: logs, watches, libraries, connections beyond the limit."""
 
 
 def main() -> None:
@@ -44,13 +43,13 @@ def main() -> None:
     try:
         settings = GatewaySettings.model_validate_json(options.settings.read_bytes())
         routes = RouteFile(options.route)
-        keys = Keys(Path(settings.api_keys_file)) if settings.api_keys_file is not None else None
+        keys = ApiKeys(Path(settings.api_keys_file)) if settings.api_keys_file is not None else None
         listener = socket.socket(fileno=options.fd) if options.fd is not None else _bind(options.listen)
-    except (OSError, ValueError, KeysError) as error:
+    except (OSError, ValueError, ApiKeysError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
     connections = _max_connections()
-    # What the imports left behind stays: without it every full collection, 5 ms long, would look at all of it.
+    # Exclude imported modules from garbage collection: a full collection would otherwise take 5 ms.
     gc.collect()
     gc.freeze()
     gateway = partial(Gateway, settings, routes, keys, max_connections=connections, number=options.number)
@@ -58,11 +57,7 @@ def main() -> None:
 
 
 def _bind(where: str) -> socket.socket:
-    """Return a listening socket at `HOST:PORT`.
-
-    Raises:
-        ValueError: `where` is no address.
-    """
+    """Return a listening socket at `HOST:PORT`; raises ValueError."""
     host, _, port = where.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"--listen {where!r} is not HOST:PORT; write for example 127.0.0.1:8000")
@@ -70,7 +65,7 @@ def _bind(where: str) -> socket.socket:
 
 
 def _max_connections() -> int:
-    """Return how many clients may be connected: each may need a connection to vLLM too. Raises the process's limit."""
+    """Raise the file limit; return the maximum number of clients, each with a connection to vLLM."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * MAX_CONNECTIONS + _OWN_FILES
     files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -1,85 +1,65 @@
-"""The gateway's own metrics. vLLM's are passed on beside them under their own names."""
+"""Metrics of the gateway; vLLM's are appended under their own names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from dsv4_runtime.gateway.engine import Availability
 from dsv4_runtime.gateway.errors import Outcome
-from dsv4_runtime.gateway.groups import Groups
+from dsv4_runtime.gateway.routing import Availability, Groups
 
 _HOLD_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 600)
 _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
 class GatewayMetrics:
-    """Metrics of the gateway, in a registry of their own: vLLM's text has the process's."""
+    """Metrics in a separate registry: the metrics text of vLLM contains those of its process."""
 
     def __init__(self, number: int | None = None) -> None:
         """Args:
-        number: which of several gateways at one address counts, as a label; None: there is one, and no label.
+        number: index of this gateway among several at one address, used as a label; None: no label.
         """
         self._number = number
         self._registry = CollectorRegistry(auto_describe=True)
-        registry = self._registry
-        self.requests = Counter("dsv4_gateway_requests", "Requests by how they ended", ["outcome"], registry=registry)
+        counter = partial(Counter, registry=self._registry)
+        gauge = partial(Gauge, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry)
+        self.requests = counter("dsv4_gateway_requests", "Requests by how they ended", ["outcome"])
         for outcome in Outcome:
-            # A rate needs the zero before the first.
+            # Rates need an initial zero.
             self.requests.labels(outcome)
-        self.refused = Counter(
-            "dsv4_gateway_refused", "Heads and connections that were refused", ["code"], registry=registry
-        )
+        self.refused = counter("dsv4_gateway_refused", "Heads and connections that were refused", ["code"])
         for code in ("malformed_request", "head_too_large", "overloaded"):
             self.refused.labels(code)
-        self._client_bytes = Gauge("dsv4_gateway_client_bytes", "Bytes kept for clients", registry=registry)
-        self._active = Gauge("dsv4_gateway_active", "Requests that have no whole answer yet", registry=registry)
-        self.held = Gauge("dsv4_gateway_held", "Requests that wait for the engine", registry=registry)
-        self.held_bytes = Gauge("dsv4_gateway_held_bytes", "Bodies of the requests that wait", registry=registry)
-        self.replayed = Counter(
-            "dsv4_gateway_replayed", "Times a request was sent again from its start", registry=registry
-        )
-        self.continued = Counter("dsv4_gateway_continued", "Times a started stream was continued", registry=registry)
-        self._rejected = Gauge(
-            "dsv4_gateway_credentials_rejected",
-            "1 while no agent accepts this gateway and one rejects its credentials",
-            registry=registry,
-        )
-        self.cut = Counter("dsv4_gateway_cut", "Started answers that ended with an error", registry=registry)
-        self.hold = Histogram(
-            "dsv4_gateway_hold_seconds", "How long requests waited", buckets=_HOLD_BUCKETS, registry=registry
-        )
-        self.first_byte = Histogram(
-            "dsv4_gateway_first_byte_seconds",
-            "From a request to the first byte of its answer",
-            buckets=_FIRST_BYTE_BUCKETS,
-            registry=registry,
-        )
+        self._client_bytes = gauge("dsv4_gateway_client_bytes", "Bytes kept for clients")
+        self._active = gauge("dsv4_gateway_active", "Requests that have no whole answer yet")
+        self.held = gauge("dsv4_gateway_held", "Requests that wait for the engine")
+        self.held_bytes = gauge("dsv4_gateway_held_bytes", "Bodies of the requests that wait")
+        self.replayed = counter("dsv4_gateway_replayed", "Times a request was sent again from its start")
+        self.continued = counter("dsv4_gateway_continued", "Times a started stream was continued")
+        rejected = "1 while no agent accepts this gateway and one rejects its credentials"
+        self._rejected = gauge("dsv4_gateway_credentials_rejected", rejected)
+        self.cut = counter("dsv4_gateway_cut", "Started answers that ended with an error")
+        self.hold = histogram("dsv4_gateway_hold_seconds", "How long requests waited", buckets=_HOLD_BUCKETS)
+        first_byte = "From a request to the first byte of its answer"
+        self.first_byte = histogram("dsv4_gateway_first_byte_seconds", first_byte, buckets=_FIRST_BYTE_BUCKETS)
 
-    def observe_requests(self, active: Callable[[], int]) -> None:
-        """Have the requests without a whole answer counted at every scrape."""
-        self._active.set_function(active)
-
-    def observe_credentials(self, rejected: Callable[[], bool]) -> None:
-        """Have the agents' acceptance of this gateway looked up at every scrape."""
-        self._rejected.set_function(lambda: float(rejected()))
-
-    def observe_clients(self, used: Callable[[], int]) -> None:
-        """Have the bytes that are kept for clients read at every scrape."""
-        self._client_bytes.set_function(used)
-
-    def observe_groups(self, groups: Groups) -> None:
-        """Have every engine's state, and the age of the last word of its agent, computed at every scrape."""
+    def observe(self, groups: Groups, active: Callable[[], int], client_bytes: Callable[[], int]) -> None:
+        """Compute the gauges of groups, open requests and client memory at every scrape."""
         self._registry.register(_GroupsCollector(groups))
+        self._active.set_function(active)
+        self._client_bytes.set_function(client_bytes)
+        self._rejected.set_function(lambda: float(groups.refusal is not None))
 
     def text(self) -> bytes:
-        """Return all of them in Prometheus' text format."""
+        """Return all metrics in Prometheus text format."""
         return generate_latest(self if self._number is not None else self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """Give every sample the label `gateway`: those of several processes must not be taken for each other's."""
+        """Add the label `gateway` to every sample, to distinguish the processes."""
         for metric in self._registry.collect():
             samples = [one._replace(labels={**one.labels, "gateway": str(self._number)}) for one in metric.samples]
             metric.samples = samples
@@ -100,7 +80,7 @@ class _GroupsCollector:
         for index, group in self._groups.all.items():
             for state in Availability:
                 states.add_metric([str(index), state.value], float(state is group.engine.state))
-            if (age := group.watch.age) is not None:
+            if (age := group.age) is not None:
                 ages.add_metric([str(index)], age)
         yield states
         yield ages

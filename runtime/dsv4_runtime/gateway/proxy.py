@@ -1,8 +1,8 @@
-"""Passes requests on to vLLM, and keeps each until it is answered or can no longer be.
+"""Forwards requests to vLLM, and keeps each until it is answered or cannot be answered any more.
 
-A request is tried until an engine lives long enough to answer it. What decides between the tries is how much of the
-answer the client has: nothing (the request is sent again), a stream that can be continued exactly (it is), or anything
-else (it ends with an error that says so).
+A request is retried until one engine lives long enough to answer it. Between attempts, the delivered part of the
+response decides: nothing delivered (the request is sent again), a stream with exact continuation (it is continued),
+anything else (it ends with an explicit error).
 """
 
 from __future__ import annotations
@@ -12,31 +12,98 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-from dsv4_runtime.contract.gateway import FatalRequests, GatewaySettings
-from dsv4_runtime.engine import token_auth, turns
-from dsv4_runtime.engine.turns import Kind
-from dsv4_runtime.gateway import errors, paths, sse
-from dsv4_runtime.gateway.body import parse_object
-from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Pieces, Transcript, obstacle, with_token_ids
-from dsv4_runtime.gateway.engine import EngineView, Life
-from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError
+from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.engine import token_auth
+from dsv4_runtime.engine.token_auth import Kind
+from dsv4_runtime.gateway import errors
+from dsv4_runtime.gateway.admission import (
+    ApiKeys,
+    EncodingError,
+    Models,
+    find_models,
+    is_allowed,
+    model_of_path,
+    parse_object,
+)
+from dsv4_runtime.gateway.continuation import (
+    CHAT,
+    COMPLETIONS,
+    TERMINATED_PATHS,
+    Pieces,
+    Resumption,
+    Transcript,
+    is_error_event,
+    is_final_event,
+    obstacle,
+    with_token_ids,
+)
+from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError, unavailable
 from dsv4_runtime.gateway.exchange import Deadline, Exchange
-from dsv4_runtime.gateway.groups import Groups, RoutedGroup
-from dsv4_runtime.gateway.hold import Hold
-from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, raw
-from dsv4_runtime.gateway.keys import Keys
+from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, encode_headers
+from dsv4_runtime.gateway.http_client import UnreachableError, Upstream, UpstreamResponse
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request
-from dsv4_runtime.gateway.resumption import Resumption
-from dsv4_runtime.gateway.suspects import Suspects
-from dsv4_runtime.gateway.trial import TrialAttempt, Trials, TurnRefusedError
-from dsv4_runtime.gateway.upstream import UnreachableError, Upstream, UpstreamResponse
+from dsv4_runtime.gateway.routing import EngineGeneration, EngineView, EngineWait, Groups, RoutedGroup
+from dsv4_runtime.gateway.suspects import TURN_SECONDS, Suspects, TrialAttempt, Trials, TurnRefusedError
+from dsv4_runtime.util import sse
+
+
+class HoldQueue:
+    """Bounded queue of requests that wait for an engine."""
+
+    def __init__(self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics) -> None:
+        self._settings, self._groups, self._metrics = settings, groups, metrics
+        self._count = self._bytes = 0
+
+    async def wait(
+        self,
+        size: int,
+        admits: Callable[[RoutedGroup], bool] | None = None,
+        changed: Callable[[], Awaitable[None]] | None = None,
+        *,
+        admitted: bool,
+    ) -> tuple[RoutedGroup, EngineGeneration]:
+        """Wait for an available group; return it with its engine generation.
+
+        Args:
+            size: bytes of the request's body.
+            admits: see `Groups.available`.
+            changed: see `Groups.available`.
+            admitted: whether an engine already had the request. Such requests are always accepted; the bounds apply to
+                requests that arrive while no engine is available.
+
+        Raises:
+            RefusedError: the queue is full, or no engine became available in time.
+        """
+        settings = self._settings
+        if not admitted and (self._count >= settings.max_held_requests or self._bytes + size > settings.max_held_bytes):
+            raise RefusedError(unavailable("the engine is away, and as many requests as may wait for it do so already"))
+        self._change(1, size)
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(settings.hold_timeout_seconds) as bound:
+                return await self._groups.available(admits, changed)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            message = f"the engine is away and did not come back within {settings.hold_timeout_seconds:g} s"
+            raise RefusedError(unavailable(message)) from None
+        finally:
+            self._change(-1, -size)
+            self._metrics.hold.observe(time.monotonic() - begun)
+
+    def _change(self, count: int, size: int) -> None:
+        self._count += count
+        self._bytes += size
+        self._metrics.held.set(self._count)
+        self._metrics.held_bytes.set(self._bytes)
+
 
 _log = logging.getLogger("dsv4.gateway")
 
-# What only computes: to ask twice is to be answered twice, and nothing else.
+# Requests without side effects, which can be repeated safely.
 _REPEATABLE = frozenset(
     {COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings"}
     | {"/tokenize", "/detokenize", "/pooling", "/classify"}
@@ -44,67 +111,57 @@ _REPEATABLE = frozenset(
     | {"/v1/audio/transcriptions", "/v1/audio/translations"}
 )
 _MAX_LOSSES = 10
-"""Connections that may break under a request in a row."""
+"""Consecutive broken connections per request."""
 _MIN_RETRIES, _RETRY_SHARE = 3, 0.2
-"""Requests that may be sent again at the same time while no engine died: Envoy's retry budget, with its defaults."""
-_WHOLE_BYTES = 16 * 2**20
-"""A longer answer is passed on as it comes, and cannot be asked for again once it has begun."""
+"""Concurrent retries while no engine died: Envoy's retry budget with its defaults."""
+_MAX_BUFFERED_BYTES = 16 * 2**20
+"""A longer response is forwarded as it arrives, and cannot be repeated once it has begun."""
 COMMENT_SECONDS = 15.0
-"""Between comments in a stream that is held: proxies end connections on which nothing is sent for long."""
+"""Interval of comments in a held stream: proxies close idle connections."""
 GENERATING = frozenset({COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/embeddings", "/pooling"})
-"""Paths whose whole answers with status 200 the engine has computed."""
+"""Paths whose complete 200 responses were computed by the engine."""
 FOLLOWED = frozenset({COMPLETIONS, CHAT})
-"""Paths whose streams begin with the engine's first output."""
-_TURN = turns.HEADER.lower().encode()
+"""Paths whose streams begin with the first output of the engine."""
+_TURN = token_auth.TURN_HEADER.lower().encode()
 _VERDICT_SECONDS = 2.0
-"""Time that vLLM's own `/health` may take to say whether a 5xx came of the engine's death."""
+"""Limit for vLLM's `/health` to decide whether a 5xx was caused by the engine's death."""
 
 
 class Proxy:
-    """Answers everything that the gateway does not answer itself."""
+    """Handler of all requests that the gateway does not answer itself."""
 
-    def __init__(self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics, keys: Keys | None) -> None:
+    def __init__(
+        self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics, keys: ApiKeys | None
+    ) -> None:
         self._settings, self._groups, self._metrics = settings, groups, metrics
         self._keys = keys
-        self._hold = Hold(settings, groups, metrics)
-        self._suspects = Suspects(settings.hold_timeout_seconds)
-        groups.died = lambda life, reported: self._suspects.died(life.name, life.exposures, reported=reported)
+        self._hold = HoldQueue(settings, groups, metrics)
+        self.suspects = Suspects(settings.hold_timeout_seconds)
+        groups.died = lambda generation, reported: self.suspects.died(
+            generation.name, generation.exposures, reported=reported
+        )
         self._retries = 0
-        """Requests that are sent again after a connection broke, and no engine died."""
+        """Requests being repeated after a broken connection without an engine death."""
         self._deadlines: set[Deadline] = set()
         self.idle = asyncio.Event()
-        """Set while no request waits for its answer."""
+        """Set while no request is in progress."""
         self.idle.set()
-        self._upstream = Upstream()
-        self._resumption = Resumption(self._upstream)
-        self._trials = Trials(self._suspects, self._upstream, settings.served_names[0])
-
-    @property
-    def upstream(self) -> Upstream:
-        """Return the connections to the engines."""
-        return self._upstream
+        self.upstream = Upstream()
+        self._resumption = Resumption(self.upstream)
+        self._trials = Trials(self.suspects, self.upstream, settings.served_names[0])
 
     @property
     def active(self) -> int:
-        """Return the number of requests that have no whole answer yet."""
+        """Return the number of requests in progress."""
         return len(self._deadlines)
 
-    @property
-    def fatal(self) -> FatalRequests:
-        """Return the latest requests that were refused because engines died of them."""
-        return self._suspects.found
-
-    def close(self) -> None:
-        """Let go of connections."""
-        self._upstream.close()
-
     def end_all(self) -> None:
-        """End every request that is still being answered, with an error that says why."""
+        """End every request in progress with an error."""
         for deadline in tuple(self._deadlines):
-            deadline.now(errors.draining())
+            deadline.now(errors.DRAINING)
 
     async def answer(self, request: Request) -> None:
-        """Answer one request, whatever becomes of it."""
+        """Handle one request to its end."""
         exchange = Exchange(request, self._settings)
         try:
             deadline = self._admit(exchange)
@@ -129,42 +186,33 @@ class Proxy:
         except RefusedError as error:
             await self._give_up(exchange, error.refusal)
         except ClientGoneError:
-            # Nobody is left to answer.
             request.abort()
         finally:
-            exchange.account(self._metrics)
+            exchange.record(self._metrics)
 
     def _admit(self, exchange: Exchange) -> Deadline:
-        """Return the deadline by which the request has to be answered.
-
-        Raises:
-            RefusedError: it is none that is answered.
-        """
+        """Check key and path; return the deadline; raises RefusedError."""
         request = exchange.request
         if self._keys is not None and not self._keys.admit(request):
-            raise RefusedError(errors.unauthorized())
+            raise RefusedError(errors.UNAUTHORIZED)
         if request.upgrade:
-            raise RefusedError(errors.no_upgrade())
-        if not paths.allowed(exchange.path):
+            raise RefusedError(errors.NO_UPGRADE)
+        if not is_allowed(exchange.path):
             raise RefusedError(errors.unknown_path(exchange.path))
         seconds = exchange.timeout()
         return Deadline(seconds, f"the request took longer than {seconds:g} s")
 
     async def _check_model(self, exchange: Exchange) -> None:
-        """Check the name of the model: vLLM logs names that it does not know.
-
-        Raises:
-            RefusedError: it is not one that is served.
-        """
-        known, steps = self._settings.served_names, paths.models(exchange.body)
+        """Check the model name, because vLLM logs unknown names; raises RefusedError."""
+        known, steps = self._settings.served_names, find_models(exchange.body)
         while True:
             try:
                 next(steps)
             except StopIteration as end:
-                found: paths.Models = end.value
+                found: Models = end.value
                 break
-            except paths.EncodingError:
-                raise RefusedError(errors.bad_encoding()) from None
+            except EncodingError:
+                raise RefusedError(errors.BAD_ENCODING) from None
             await asyncio.sleep(0)
         if found.wrong is not None:
             raise RefusedError(errors.bad_model(found.wrong, known))
@@ -173,27 +221,27 @@ class Proxy:
                 raise RefusedError(errors.unknown_model(name, known))
 
     async def _answers_model(self, exchange: Exchange) -> bool:
-        """Answer `/v1/models/NAME`, which vLLM does not; whether it is that path.
+        """Answer `/v1/models/NAME`, which vLLM does not implement; return whether the path matched.
 
         Raises:
-            RefusedError: there is no such model.
+            RefusedError: the model is not served.
         """
-        name = paths.model_of_path(exchange.path)
+        name = model_of_path(exchange.path)
         if name is None:
             return False
         if name not in self._settings.served_names:
             raise RefusedError(errors.unknown_model(name, self._settings.served_names))
         card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "vllm"}
         exchange.outcome = Outcome.OK
-        await exchange.whole(200, exchange.own_headers(), json.dumps(card).encode())
+        await exchange.send_whole(200, exchange.own_headers(), json.dumps(card).encode())
         return True
 
     async def _give_up(self, exchange: Exchange, refusal: Refusal) -> None:
         try:
-            if not exchange.begun:
+            if not exchange.request.begun:
                 await exchange.refuse(refusal)
             elif exchange.request.ended:
-                # A client that has not read it by now will not.
+                # The client has had enough time to read it.
                 exchange.request.abort()
             else:
                 self._metrics.cut.inc()
@@ -205,16 +253,16 @@ class Proxy:
     def _client(self, exchange: Exchange) -> Iterator[None]:
         """Count a client of the request within the block."""
         digest = exchange.digest
-        self._suspects.arrive(digest)
+        self.suspects.arrive(digest)
         try:
             yield
         finally:
-            self._suspects.depart(digest)
+            self.suspects.depart(digest)
 
     async def _until_answered(self, exchange: Exchange) -> None:
         answered = False
         while not answered:
-            if self._suspects.suspected(exchange.digest):
+            if self.suspects.suspected(exchange.digest):
                 answered = await self._try_alone(exchange)
             elif exchange.losses and not exchange.deaths:
                 answered = await self._retry(exchange)
@@ -222,10 +270,10 @@ class Proxy:
                 answered = await self._try(exchange)
 
     async def _retry(self, exchange: Exchange) -> bool:
-        """Do as `_try` within the retry budget: a client's requests are not multiplied while an engine lives."""
+        """Call `_try` within the retry budget: requests are not multiplied while an engine lives."""
         if self._retries >= max(_MIN_RETRIES, _RETRY_SHARE * self.active):
             message = f"the connection to vLLM broke, and {self._retries} requests are being sent again already"
-            raise RefusedError(errors.lost(message))
+            raise RefusedError(errors.engine_lost(message))
         self._retries += 1
         try:
             return await self._try(exchange)
@@ -233,208 +281,211 @@ class Proxy:
             self._retries -= 1
 
     async def _try(self, exchange: Exchange) -> bool:
-        """Have one engine answer; whether the answer is whole."""
+        """Send the request to one engine; return whether the response is complete."""
         digest = exchange.digest
-        group, life = await self._engine(exchange, lambda group: self._suspects.admits(group, digest))
-        if self._suspects.suspected(digest):
+        group, generation = await self._engine(exchange, lambda group: self.suspects.admits(group, digest))
+        if self.suspects.suspected(digest):
             return False
         try:
-            async with life.attempt(exchange.id):
-                await self._attempt(exchange, group, life)
+            async with EngineWait(generation, exchange.id):
+                await self._attempt(exchange, group, generation)
         except TurnRefusedError:
-            await self._trials.pause()
+            await asyncio.sleep(TURN_SECONDS)
             return False
         except EngineLostError as error:
-            return await self._outlive(exchange, group, life, error)
+            return await self._handle_loss(exchange, group, generation, error)
         return True
 
     async def _try_alone(self, exchange: Exchange) -> bool:
-        """Do as `_try` for a suspected request, in its trial."""
+        """Call `_try` for a suspected request within its trial."""
         digest = exchange.digest
-        self._suspects.wait(exchange, digest)
+        self.suspects.wait(exchange, digest)
         try:
-            group, life = await self._engine(exchange)
-            while not self._suspects.is_next(exchange):
-                async with _kept_alive(exchange):
-                    await self._suspects.changed()
-                if not self._suspects.suspected(digest):
+            group, generation = await self._engine(exchange)
+            while not self.suspects.is_next(exchange):
+                async with _keep_alive_comments(exchange):
+                    await self.suspects.changed()
+                if not self.suspects.suspected(digest):
                     return False
-                group, life = await self._engine(exchange)
-            trial = self._suspects.begin(exchange, group)
+                group, generation = await self._engine(exchange)
+            trial = self.suspects.begin(exchange, group)
         finally:
-            self._suspects.stop_waiting(exchange)
+            self.suspects.stop_waiting(exchange)
         try:
-            async with life.attempt(exchange.id), self._trials.prepared(trial, group, life) as attempt:
-                async with _kept_alive(exchange):
-                    await attempt.free()
-                while True:
-                    try:
-                        await self._attempt(exchange, group, life, attempt)
-                    except TurnRefusedError as error:
-                        await attempt.refused(error.reason)
-                    else:
-                        return True
+            attempt = TrialAttempt(self._trials, trial, group, generation)
+            async with EngineWait(generation, exchange.id):
+                with contextlib.closing(attempt):
+                    async with _keep_alive_comments(exchange):
+                        await attempt.wait_until_free()
+                    while True:
+                        try:
+                            await self._attempt(exchange, group, generation, attempt)
+                        except TurnRefusedError as error:
+                            await attempt.wait_after_refusal(error.reason)
+                        else:
+                            return True
         except EngineLostError as error:
-            if not life.over and not await group.engine.outlives(life, _VERDICT_SECONDS):
-                # Its trial goes on until the agent's report: another request would spoil the proof.
-                await self._trials.over(group, life)
-            return await self._outlive(exchange, group, life, error)
+            if not generation.over and not await group.engine.survives(generation, _VERDICT_SECONDS):
+                # Keep the trial until the agent's report: another request would invalidate the proof.
+                await self._trials.wait_for_report(group, generation)
+            return await self._handle_loss(exchange, group, generation, error)
         finally:
-            self._suspects.end(trial)
+            self.suspects.end(trial)
 
     async def _engine(
         self, exchange: Exchange, admits: Callable[[RoutedGroup], bool] | None = None
-    ) -> tuple[RoutedGroup, Life]:
-        """Return the group that the request goes to and the life of its engine, at once or after a wait."""
+    ) -> tuple[RoutedGroup, EngineGeneration]:
+        """Return a group and its engine generation, waiting if necessary."""
         found = self._groups.pick(admits)
         if found is None:
             since = time.monotonic()
             try:
-                async with _kept_alive(exchange):
-                    size, changed = len(exchange.body), self._suspects.changed
+                async with _keep_alive_comments(exchange):
+                    size, changed = len(exchange.body), self.suspects.changed
                     found = await self._hold.wait(size, admits, changed, admitted=exchange.sent_upstream)
             finally:
                 exchange.held += time.monotonic() - since
         return found
 
-    async def _outlive(self, exchange: Exchange, group: RoutedGroup, life: Life, error: EngineLostError) -> bool:
-        """Return whether the answer is whole although the engine was lost; if not, it is asked for again.
+    async def _handle_loss(
+        self, exchange: Exchange, group: RoutedGroup, generation: EngineGeneration, error: EngineLostError
+    ) -> bool:
+        """Return whether the response is complete although the engine was lost; otherwise it is tried again.
 
         Raises:
-            RefusedError: it may not be.
+            RefusedError: the request cannot be tried again.
         """
         if exchange.request.ended:
-            # The engine has nothing more to do with what the client has not read yet.
+            # The remaining data is buffered; the engine is not needed any more.
             return True
         _log.info("%s: %s", exchange.id, error)
         if exchange.complete:
             exchange.outcome = Outcome.OK
-            await exchange.end()
+            await exchange.request.end()
             return True
-        died = life.over or not await group.engine.outlives(life, _VERDICT_SECONDS)
+        died = generation.over or not await group.engine.survives(generation, _VERDICT_SECONDS)
         transcript = exchange.transcript
-        if exchange.begun and transcript is not None and transcript.finished:
+        if exchange.request.begun and transcript is not None and transcript.finished:
             await exchange.write(transcript.ending())
             exchange.outcome = Outcome.OK
-            await exchange.end()
+            await exchange.request.end()
             return True
-        if not life.unreachable:
+        if not generation.unreachable:
             exchange.losses += 1
-            if died and not life.planned:
+            if died and not generation.planned:
                 exchange.deaths += 1
-        self._permit_another(exchange)
+        self._check_retry(exchange)
         return False
 
-    def _permit_another(self, exchange: Exchange) -> None:
-        """Check whether the request goes on after the engine was lost under it.
-
-        Raises:
-            RefusedError: it does not.
-        """
-        if exchange.begun:
+    def _check_retry(self, exchange: Exchange) -> None:
+        """Check whether the request can be tried again after the loss of its engine; raises RefusedError."""
+        if exchange.request.begun:
             if exchange.transcript is not None:
                 reason = exchange.transcript.obstacle
             else:
                 reason = exchange.obstacle if exchange.is_stream else "it was too long to keep"
             if reason is not None:
-                raise RefusedError(errors.lost(f"the engine died, and the answer cannot be continued: {reason}"))
+                raise RefusedError(errors.engine_lost(f"the engine died, and the answer cannot be continued: {reason}"))
         elif exchange.sent_upstream and not _repeatable(exchange):
-            raise RefusedError(errors.lost("the engine died under the request, which may have taken effect"))
+            raise RefusedError(errors.engine_lost("the engine died under the request, which may have taken effect"))
         if exchange.losses > _MAX_LOSSES:
-            raise RefusedError(errors.lost(f"the connection to vLLM broke {exchange.losses} times in a row"))
+            raise RefusedError(errors.engine_lost(f"the connection to vLLM broke {exchange.losses} times in a row"))
 
     async def _attempt(
-        self, exchange: Exchange, group: RoutedGroup, life: Life, trial: TrialAttempt | None = None
+        self, exchange: Exchange, group: RoutedGroup, generation: EngineGeneration, trial: TrialAttempt | None = None
     ) -> None:
-        """Ask this life of the group's engine.
-
-        Raises:
-            EngineLostError: it died, or the connection to it broke.
-            TurnRefusedError: another request has the engine for itself; this one was not seen by it.
-        """
+        """Send the request to one engine generation; raises EngineLostError, TurnRefusedError."""
         before = exchange.sent_upstream
-        if exchange.begun and exchange.model != life.model:
+        if exchange.request.begun and exchange.model != generation.model:
             message = "the engine died, and the answer cannot be continued: the next engine has another model or flags"
-            raise RefusedError(errors.lost(message))
+            raise RefusedError(errors.engine_lost(message))
         try:
-            path, body = await self._next(exchange, group)
+            path, body = await self._prepare(exchange, group)
             self._count_another(exchange)
             exchange.sent_upstream = True
-            exchange.model = life.model
-            own = raw(group.auth)
+            exchange.model = generation.model
+            own = encode_headers(group.auth)
             if trial is not None:
                 own += trial.headers()
-            elif self._suspects.tried(group):
+            elif self.suspects.has_trial(group):
                 own += self._trials.headers(Kind.SHARED)
             headers = exchange.headers(own, keep_key=self._keys is None)
-            with self._exposed(exchange, life, trial):
-                await self._ask(exchange, group, life, path, headers, body)
+            with self._record_exposure(exchange, generation, trial):
+                await self._send(exchange, group, generation, path, headers, body)
         except TurnRefusedError:
-            exchange.sent_upstream, exchange.turned_away = before, True
+            exchange.sent_upstream, exchange.turn_refused = before, True
             raise
         except UnreachableError as error:
-            # vLLM has not seen it.
+            # vLLM has not received it.
             exchange.sent_upstream = before
             raise EngineLostError(str(error)) from error
         except BrokenMessageError as error:
             raise EngineLostError(str(error)) from error
 
     @contextlib.contextmanager
-    def _exposed(self, exchange: Exchange, life: Life, trial: TrialAttempt | None) -> Iterator[None]:
-        """Note that this life of the engine has the request, within the block."""
+    def _record_exposure(
+        self, exchange: Exchange, generation: EngineGeneration, trial: TrialAttempt | None
+    ) -> Iterator[None]:
+        """Record within the block that this engine generation has the request."""
         now = time.monotonic()
-        exchange.exposure = exposure = life.exposures.enter(exchange.digest, exchange.id, len(exchange.body), now)
+        exchange.exposure = exposure = generation.exposures.enter(exchange.digest, exchange.id, len(exchange.body), now)
         if trial is not None:
             trial.sent(exposure)
         try:
             yield
         except (UnreachableError, TurnRefusedError):
-            life.exposures.end(exposure)
+            generation.exposures.end(exposure)
             raise
         except BaseException as error:
             broken = isinstance(error, (BrokenMessageError, EngineLostError))
-            life.exposures.leave(exposure, time.monotonic(), broken=broken)
+            generation.exposures.leave(exposure, time.monotonic(), broken=broken)
             raise
-        life.exposures.end(exposure)
+        generation.exposures.end(exposure)
 
-    def _computed(self, exchange: Exchange, life: Life, status: int) -> None:
-        """Note that the engine has given the whole answer; the client may still be reading it."""
+    def _record_computed(self, exchange: Exchange, generation: EngineGeneration, status: int) -> None:
+        """Record that the engine has computed the whole response, even if the client is still reading."""
         if exchange.exposure is not None:
             if status == 200 and exchange.path in GENERATING:
                 exchange.exposure.progress()
-            life.exposures.end(exchange.exposure)
+            generation.exposures.end(exchange.exposure)
         if status < 400:
-            self._suspects.answered(exchange.digest)
+            self.suspects.answered(exchange.digest)
 
-    async def _ask(
-        self, exchange: Exchange, group: RoutedGroup, life: Life, path: str, headers: Headers, body: Pieces
+    async def _send(
+        self,
+        exchange: Exchange,
+        group: RoutedGroup,
+        generation: EngineGeneration,
+        path: str,
+        headers: Headers,
+        body: Pieces,
     ) -> None:
-        async with self._upstream.ask(group.api, exchange.request.method, path, headers, body) as upstream:
+        async with self.upstream.request(group.api, exchange.request.method, path, headers, body) as upstream:
             if upstream.status == 503 and (reason := upstream.header(_TURN)):
-                raise TurnRefusedError(turns.reason(reason))
-            if upstream.status >= 500 and not await group.engine.outlives(life, _VERDICT_SECONDS):
+                raise TurnRefusedError(token_auth.refusal_reason(reason))
+            if upstream.status >= 500 and not await group.engine.survives(generation, _VERDICT_SECONDS):
                 raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")
             if upstream.status == 200 and _is_stream(upstream):
-                await self._stream(exchange, upstream, group.engine, life)
-            elif exchange.begun:
+                await self._stream(exchange, upstream, group.engine, generation)
+            elif exchange.request.begun:
                 message = f"the engine refused to continue the stream (status {upstream.status})"
-                raise RefusedError(errors.lost(message))
+                raise RefusedError(errors.engine_lost(message))
             else:
-                await self._whole(exchange, upstream, life)
+                await self._whole(exchange, upstream, generation)
 
     def _count_another(self, exchange: Exchange) -> None:
-        if exchange.turned_away:
-            exchange.turned_away = False
-        elif exchange.begun:
+        if exchange.turn_refused:
+            exchange.turn_refused = False
+        elif exchange.request.begun:
             exchange.continuations += 1
             self._metrics.continued.inc()
         elif exchange.sent_upstream:
             exchange.replays += 1
             self._metrics.replayed.inc()
 
-    async def _next(self, exchange: Exchange, group: RoutedGroup) -> tuple[str, Pieces]:
-        """Return path and body of the request for this attempt."""
-        if exchange.begun and exchange.transcript is not None:
+    async def _prepare(self, exchange: Exchange, group: RoutedGroup) -> tuple[str, Pieces]:
+        """Return path and body for this attempt."""
+        if exchange.request.begun and exchange.transcript is not None:
             return await self._resumption.request(group, exchange.transcript)
         whole = exchange.request.target, (exchange.body,)
         body = parse_object(exchange.body) if exchange.path in (COMPLETIONS, CHAT) else None
@@ -447,66 +498,68 @@ class Proxy:
         exchange.transcript = Transcript(exchange.path, exchange.body, body)
         return exchange.request.target, with_token_ids(exchange.body, body)
 
-    async def _whole(self, exchange: Exchange, upstream: UpstreamResponse, life: Life) -> None:
-        """Send an answer once it is complete, so that until then it can be asked for again."""
+    async def _whole(self, exchange: Exchange, upstream: UpstreamResponse, generation: EngineGeneration) -> None:
+        """Send a response after its end, so that the request can be repeated until then."""
         headers, whole = exchange.answer_headers(upstream), bytearray()
         while part := await upstream.part():
-            if exchange.begun:
+            if exchange.request.begun:
                 await exchange.write(part)
                 continue
             whole += part
-            if len(whole) > _WHOLE_BYTES or not exchange.request.charge.take(len(part)):
+            if len(whole) > _MAX_BUFFERED_BYTES or not exchange.request.charge.take(len(part)):
                 exchange.begin(upstream.status, headers)
                 await exchange.write(bytes(whole))
                 whole.clear()
         if upstream.status == 401 and whole == token_auth.REFUSED:
             raise EngineLostError("vLLM's port did not take the gateway's token")
-        self._computed(exchange, life, upstream.status)
+        self._record_computed(exchange, generation, upstream.status)
         exchange.outcome = _outcome(upstream.status)
-        if exchange.begun:
-            await exchange.end()
+        if exchange.request.begun:
+            await exchange.request.end()
         else:
-            await exchange.whole(upstream.status, headers, whole)
+            await exchange.send_whole(upstream.status, headers, whole)
 
-    async def _stream(self, exchange: Exchange, upstream: UpstreamResponse, engine: EngineView, life: Life) -> None:
-        """Pass on events as they come. The head of the answer waits for the first: until then it can be replayed."""
+    async def _stream(
+        self, exchange: Exchange, upstream: UpstreamResponse, engine: EngineView, generation: EngineGeneration
+    ) -> None:
+        """Forward events as they arrive. The head waits for the first event: until then the request can be replayed."""
         splitter, transcript, outcome = sse.Splitter(), exchange.transcript, Outcome.OK
         exchange.is_stream = True
-        if not exchange.begun:
-            # vLLM sends its head long before the first event, which shall not wait for ours.
+        if not exchange.request.begun:
+            # vLLM sends its head long before the first event, which must not be delayed.
             exchange.begin(upstream.status, exchange.answer_headers(upstream))
         while data := await upstream.part():
             out: list[bytes] = []
-            for event in _events(exchange, splitter, data if transcript is None else transcript.strip(data)):
+            for event in _split_events(exchange, splitter, data if transcript is None else transcript.strip(data)):
                 payload, passed = sse.payload(event), event
-                if sse.is_error(event, payload):
+                if is_error_event(event, payload):
                     await _deliver(exchange, out)
                     out = []
-                    if not await engine.outlives(life, _VERDICT_SECONDS):
+                    if not await engine.survives(generation, _VERDICT_SECONDS):
                         raise EngineLostError("vLLM reported an error in the stream and is not healthy")
                     outcome = Outcome.ENGINE_ERROR
                 elif payload[:1] == b"{" and exchange.path in FOLLOWED and exchange.exposure is not None:
                     exchange.exposure.progress()
-                if transcript is not None and payload[:1] == b"{" and not sse.is_error(event, payload):
+                if transcript is not None and payload[:1] == b"{" and not is_error_event(event, payload):
                     passed = transcript.take(event, payload)
-                exchange.complete = exchange.complete or sse.is_last(event, payload)
+                exchange.complete = exchange.complete or is_final_event(event, payload)
                 out.append(passed)
             await _deliver(exchange, out)
-        if exchange.path in sse.SUPERVISED and not exchange.complete:
+        if exchange.path in TERMINATED_PATHS and not exchange.complete:
             raise EngineLostError("vLLM ended the stream in the middle")
         if outcome is Outcome.OK:
-            self._computed(exchange, life, upstream.status)
+            self._record_computed(exchange, generation, upstream.status)
         exchange.outcome = outcome
-        await exchange.end()
+        await exchange.request.end()
 
 
 @contextlib.asynccontextmanager
-async def _kept_alive(exchange: Exchange) -> AsyncIterator[None]:
-    """Send comments in a begun stream within the block, in which nothing else is sent."""
-    if not (exchange.begun and exchange.is_stream) or exchange.request.ended:
+async def _keep_alive_comments(exchange: Exchange) -> AsyncIterator[None]:
+    """Send comments in a started stream within the block, which must not send anything else."""
+    if not (exchange.request.begun and exchange.is_stream) or exchange.request.ended:
         yield
         return
-    task = asyncio.create_task(_comment(exchange))
+    task = asyncio.create_task(_send_comments(exchange))
     try:
         yield
     finally:
@@ -514,8 +567,8 @@ async def _kept_alive(exchange: Exchange) -> AsyncIterator[None]:
         await asyncio.wait({task})
 
 
-async def _comment(exchange: Exchange) -> None:
-    # A client that left ends the request's own task; this one has nobody to tell.
+async def _send_comments(exchange: Exchange) -> None:
+    # A disconnect cancels the request's own task.
     with contextlib.suppress(ClientGoneError):
         while True:
             await asyncio.sleep(COMMENT_SECONDS)
@@ -523,23 +576,23 @@ async def _comment(exchange: Exchange) -> None:
 
 
 async def _deliver(exchange: Exchange, events: list[bytes]) -> None:
-    """Send events. Nothing waits between a transcript's note and the server's taking the bytes over."""
+    """Send events. No await separates the transcript's record from handing the bytes to the server."""
     if events:
         exchange.losses = 0
-        exchange.settle()
+        exchange.charge_transcript()
         if data := b"".join(events):
             await exchange.write(data)
 
 
-def _events(exchange: Exchange, splitter: sse.Splitter, data: bytes) -> list[bytes]:
+def _split_events(exchange: Exchange, splitter: sse.Splitter, data: bytes) -> list[bytes]:
     try:
         events = splitter.feed(data)
     except sse.EventTooLongError:
         message = f"vLLM sent an event of more than {sse.MAX_EVENT_BYTES >> 20} MiB"
-        raise RefusedError(errors.lost(message)) from None
-    exchange.settle()
+        raise RefusedError(errors.engine_lost(message)) from None
+    exchange.charge_transcript()
     if not exchange.keep_tail(splitter.size):
-        raise RefusedError(errors.lost("the gateway has no room for an event of the stream"))
+        raise RefusedError(errors.engine_lost("the gateway has no room for an event of the stream"))
     return events
 
 

@@ -1,110 +1,179 @@
-"""One request of a client, as its handler sees it."""
+"""One client request, and the accounting of the memory that the gateway keeps for clients.
+
+Everything that a client can make the gateway store is charged to one account with a limit: connections, heads, bodies
+(arriving, waiting, sent), buffered responses, and the state for continuing a stream. A request that does not fit is
+refused, so the memory of the process is bounded by the account plus the program itself.
+"""
 
 from __future__ import annotations
 
 import email.utils
 import http
+import time
+from collections.abc import Callable
 from urllib.parse import unquote
 
 import httptools
 
 from dsv4_runtime.gateway import errors, http1
-from dsv4_runtime.gateway.account import Charge
 from dsv4_runtime.gateway.errors import Refusal
 from dsv4_runtime.gateway.http1 import BODILESS, Fields, Headers
+
+CONNECTION_BYTES = 2**14
+"""Charge for a connection: its objects, and received bytes that are not parsed yet."""
+REQUEST_BYTES = 2**14
+"""Charge for a request besides its head and body: its objects, and response buffers."""
+SLOW_CLIENT_BYTES = 2**19
+"""Charge for a response that the client does not read: the full buffers of both sides."""
+GRACE_SECONDS = 5.0
+"""Time after which an incomplete body may be evicted to free memory."""
+
+
+class Charge:
+    """Share of one owner in an account."""
+
+    def __init__(self, account: Account) -> None:
+        self.size = 0
+        """Bytes."""
+        self.account = account
+
+    def take(self, size: int) -> bool:
+        """Add `size` bytes; return False, with nothing added, if the account is full."""
+        account = self.account
+        if account.used + size > account.limit and not account.make_room(size, self):
+            return False
+        account.used += size
+        self.size += size
+        return True
+
+    def shrink(self, size: int) -> None:
+        """Reduce the charge to `size` bytes."""
+        if size < self.size:
+            self.account.used -= self.size - size
+            self.size = size
+
+    def release(self) -> None:
+        """Release all bytes. Idempotent."""
+        self.arrived()
+        self.shrink(0)
+
+    def arriving(self, evict: Callable[[], None]) -> None:
+        """Register an incomplete body; `evict` must release the charge when the memory is needed elsewhere."""
+        if self not in self.account.arriving:
+            self.account.arriving[self] = time.monotonic(), evict
+
+    def arrived(self) -> None:
+        """Unregister the body: it is complete or was abandoned."""
+        self.account.arriving.pop(self, None)
+
+
+class Account:
+    """Bytes in use, with a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self.arriving: dict[Charge, tuple[float, Callable[[], None]]] = {}
+        """Incomplete bodies, oldest first: start time and eviction callback."""
+
+    def make_room(self, size: int, charge: Charge) -> bool:
+        """Return whether `size` bytes fit, evicting old incomplete bodies if necessary.
+
+        Without eviction, a few clients that stop sending in the middle of a body could fill the account and block all
+        others.
+        """
+        while self.used + size > self.limit:
+            oldest, (since, evict) = next(iter(self.arriving.items()), (charge, (0.0, None)))
+            if evict is None or oldest is charge or time.monotonic() - since < GRACE_SECONDS:
+                return False
+            oldest.arrived()
+            evict()
+        return True
+
 
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
 
 class ClientConnection(http1.BaseConnection):
-    """Connection that a request came on, as far as the request needs it."""
+    """Interface of a client connection for its requests."""
 
     @property
     def is_read(self) -> bool:
-        """Tell whether the client takes what it is sent, as far as it is there."""
+        """Return whether the client has read the bytes sent so far."""
         raise NotImplementedError
 
     @property
     def ending(self) -> bool:
-        """Tell whether the answer that is to begin is the last one."""
+        """Return whether the next response is the last one of the connection."""
         raise NotImplementedError
 
     async def send(self, data: bytes, body: bytes | bytearray = b"") -> None:
-        """Send bytes, and `body` after them; wait for a client that does not read.
-
-        Raises:
-            ConnectionError: nobody is left to read it.
-        """
+        """Send `data` and `body`; wait while the client does not read, raise ClientGoneError after a disconnect."""
         raise NotImplementedError
 
     def refuse(self, refusal: Refusal) -> None:
-        """Read no more of the request that is arriving; its answer is `refusal` if it has none yet."""
+        """Stop reading the arriving request; respond with `refusal` unless a response was started."""
         raise NotImplementedError
 
 
 class Request(http1.Message):
-    """One request, and the way back to whoever asked it. An answer is one `send`, or `begin`, `write`s and `end`."""
+    """One request and its response: a single `send`, or `begin`, several `write` and `end`.
+
+    All methods that send raise `ClientGoneError` after the client closed the connection.
+    """
 
     def __init__(self, connection: ClientConnection, remote: str, charge: Charge) -> None:
         super().__init__(connection)
         self._client = connection
         self.charge = charge
-        """Memory that is kept for it: its head, its body, its answer."""
+        """Charge for head, body and response."""
         self.refusal: Refusal | None = None
-        """Reason why it is not answered by the handler, or why its body ended."""
+        """Reason why the handler does not answer the request, or why its body was cut off."""
         self.method = ""
         self.target = ""
-        """Path and query as they came over the wire."""
+        """Path and query as received."""
         self.path = ""
-        """Decoded."""
+        """Decoded path."""
         self.remote = remote
-        """The client's address."""
+        """Client address."""
         self.upgrade = False
-        """Whether another protocol is wanted."""
+        """Whether the client requests another protocol."""
         self.keep_alive = False
-        """Whether another request may follow on the connection; may be taken back until the answer begins."""
+        """Whether another request may follow on the connection; may be cleared until the response begins."""
         self.chunks = True
-        """Whether the client can read an answer whose length is not known: not before HTTP/1.1."""
+        """Whether the client accepts chunked responses: HTTP/1.1 and later."""
         self.begun = False
-        """Whether the client has anything of an answer."""
+        """Whether any part of a response was sent."""
         self.ended = False
         self._unsent = b""
         self._chunked = self._bodiless = False
 
-    def aim(self, target: bytes) -> None:
-        """Set target and path to what the request line has."""
+    def set_target(self, target: bytes) -> None:
+        """Set target and path from the request line."""
         self.target = (target if target[:1] in b"/*" else _relative(target)).decode("latin-1")
         path = self.target.partition("?")[0]
         self.path = unquote(path) if "%" in path else path
 
-    async def go_on(self) -> None:
-        """Tell a client that waits for it (`Expect: 100-continue`) to send the body."""
+    async def send_continue(self) -> None:
+        """Send `100 Continue` to a client that waits for it."""
         if not self.complete and self.header(b"expect").lower() == "100-continue":
             await self._client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     async def send(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
-        """Send a whole answer.
-
-        Raises:
-            ConnectionError: nobody is left to read it.
-        """
+        """Send a complete response."""
         self._prepare(status, headers, len(body))
         self.begun = self.ended = True
         await self._client.send(self._unsent, b"" if self._bodiless else body)
 
     def begin(self, status: int, headers: Headers) -> None:
-        """Prepare the head of an answer whose length is not known; it is sent with what comes next, in one packet.
+        """Prepare the head of a response of unknown length; it is sent in one packet with the first part.
 
-        Until then another may take its place.
+        Until then, another head may replace it.
         """
         self._prepare(status, headers, None)
 
     async def write(self, data: bytes) -> None:
-        """Send a part of the answer; wait for a client that does not read.
-
-        Raises:
-            ConnectionError: nobody is left to read it.
-        """
+        """Send a part of the response; wait while the client does not read."""
         self.begun = True
         unsent, self._unsent = self._unsent, b""
         if self._chunked and data:
@@ -112,44 +181,40 @@ class Request(http1.Message):
         await self._client.send(unsent if self._bodiless else unsent + data)
 
     async def end(self) -> None:
-        """Send the end of it.
-
-        Raises:
-            ConnectionError: nobody is left to read it.
-        """
+        """Complete the response."""
         self.begun = self.ended = True
         await self._client.send(self._unsent + (b"0\r\n\r\n" if self._chunked else b""))
 
     @property
     def is_read(self) -> bool:
-        """Tell whether the client takes what it is sent, as far as it is there."""
+        """Return whether the client has read the bytes sent so far."""
         return self._client.is_read
 
     def abort(self) -> None:
-        """Break the connection: whoever reads knows that the answer is not whole."""
+        """Abort the connection, which marks the response as incomplete."""
         self._client.abort()
 
     def put(self, data: bytes) -> None:
-        """Append a piece of the body, or refuse the request if the gateway has no room for it."""
+        """Append a part of the body, or refuse the request if the account is full."""
         if self.charge.take(len(data)):
             super().put(data)
         else:
-            self._client.refuse(errors.no_memory())
+            self._client.refuse(errors.NO_MEMORY)
 
     def finish(self) -> None:
-        """Note that the body is complete."""
+        """Mark the body as complete."""
         self.charge.arrived()
         super().finish()
 
     def refuse(self, refusal: Refusal) -> None:
-        """End the body here: nothing that follows on the connection can be understood, or is wanted."""
+        """Refuse the request and discard its body; the rest of the connection is not parsed."""
         self.refusal, self.keep_alive = refusal, False
         self.drop()
         self.charge.release()
         self.fail(refusal.message)
 
     def release(self) -> None:
-        """Forget everything that was kept for it."""
+        """Discard all data kept for the request."""
         self.drop()
         self.headers = []
         self._unsent = b""
@@ -166,7 +231,8 @@ class Request(http1.Message):
         elif length is None and self.chunks and not self._bodiless:
             self._chunked = True
             framing.append((b"Transfer-Encoding", b"chunked"))
-        # What is left of the request would be taken for the next one. Without a length, the end says what the end is.
+        # An unread rest of the body would be parsed as the next request. Without a length, only closing ends the
+        # response.
         self.keep_alive &= self.complete and (length is not None or self._chunked or self._bodiless)
         self.keep_alive &= not self._client.ending
         if not self.keep_alive:
@@ -176,11 +242,11 @@ class Request(http1.Message):
         if not any(name.lower() == b"date" for name, _ in headers):
             framing.append((b"Date", email.utils.formatdate(usegmt=True).encode()))
         first = b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b""))
-        self._unsent = http1.head(first, [*headers, *framing])
+        self._unsent = http1.encode_head(first, [*headers, *framing])
 
 
 def wrong_head(version: str, headers: Fields, size: int, limit: int) -> Refusal | None:
-    """Return what is wrong with a head of `size` bytes that the parser lets pass; None: nothing."""
+    """Return the refusal for an invalid head of `size` bytes that the parser accepts, else None."""
     if size > limit:
         return errors.head_too_large(limit)
     if version not in ("1.0", "1.1"):
@@ -195,7 +261,7 @@ def wrong_head(version: str, headers: Fields, size: int, limit: int) -> Refusal 
 
 
 def _relative(target: bytes) -> bytes:
-    """Return path and query of a target that has scheme and host (RFC 9112, 3.2.2)."""
+    """Return path and query of an absolute target (RFC 9112, 3.2.2)."""
     try:
         parsed = httptools.parse_url(target)
     except httptools.HttpParserInvalidURLError:

@@ -1,64 +1,173 @@
-"""The gateway's server: its own few paths, everything else to the proxy, and a good end."""
+"""The gateway: its own paths, the canary, forwarding of all other requests, and draining."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import contextlib
+import hmac
 import json
 import logging
 import socket
 import time
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 import aiohttp
 
-from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.contract.gateway import CanaryReport, GatewaySettings
 from dsv4_runtime.contract.token import canary_token
-from dsv4_runtime.gateway import canary, errors
-from dsv4_runtime.gateway.account import Account
-from dsv4_runtime.gateway.canary import Canary
-from dsv4_runtime.gateway.downstream import HttpServer
-from dsv4_runtime.gateway.engine import Availability
-from dsv4_runtime.gateway.exchange import LAST_WORDS_SECONDS, access
-from dsv4_runtime.gateway.groups import Groups
-from dsv4_runtime.gateway.http1 import Headers
-from dsv4_runtime.gateway.keys import Keys
+from dsv4_runtime.gateway import errors
+from dsv4_runtime.gateway.admission import ApiKeys
+from dsv4_runtime.gateway.errors import EngineLostError
+from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, access
+from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, encode_headers
+from dsv4_runtime.gateway.http_client import UnreachableError, Upstream
+from dsv4_runtime.gateway.http_server import HttpServer
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.proxy import Proxy
-from dsv4_runtime.gateway.request import Request
-from dsv4_runtime.gateway.route import RouteFile, TokenKeyError
-from dsv4_runtime.gateway.shared import Shared
+from dsv4_runtime.gateway.request import Account, Request
+from dsv4_runtime.gateway.routing import Availability, EngineWait, Groups, RoutedGroup, RouteFile, TokenKeyError
+
+T = TypeVar("T")
+
+
+class SharedResult(Generic[T]):
+    """Latest result of `make`, which runs once at a time and at most once per `seconds`."""
+
+    def __init__(self, make: Callable[[], Awaitable[T]], seconds: float) -> None:
+        self._make, self._seconds = make, seconds
+        self._task: asyncio.Task[T] | None = None
+        self._ended = 0.0
+
+    async def get(self) -> T:
+        """Return the result; raises the exception of `make`."""
+        task = self._task
+        if task is None or (task.done() and time.monotonic() - self._ended >= self._seconds):
+            task = self._task = asyncio.create_task(self._run())
+        # Other callers keep waiting when one is cancelled.
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Cancel a running `make`."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._task
+
+    async def _run(self) -> T:
+        try:
+            return await self._make()
+        finally:
+            self._ended = time.monotonic()
+
+
+CANARY_SECONDS = 10.0
+"""Limit for the completion."""
+_CANARY_SHARED_SECONDS = 2.0
+_MAX_ANSWER_BYTES = 2**20
+
+
+class Canary:
+    """Canary: completes one token in the group that would serve the next request."""
+
+    def __init__(self, groups: Groups, upstream: Upstream, model: str) -> None:
+        self._groups, self._upstream = groups, upstream
+        self._body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0.0}).encode()
+        self._name = socket.gethostname()
+
+    def refusal(self, request: Request) -> CanaryReport | None:
+        """Return the response to a request without a valid canary token, else None."""
+        try:
+            wanted = canary_token(self._groups.routes.token_key())
+        except TokenKeyError as error:
+            return self._failed(f"wrong canary token: this gateway has none to compare it with: {error}")
+        scheme, _, given = request.header(b"authorization").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), wanted.encode()):
+            return None
+        return self._failed("wrong canary token: this gateway has another token key, or the request has no token")
+
+    async def check(self) -> CanaryReport:
+        """Return whether an engine completes one token now, without waiting for an unavailable engine."""
+        found = self._groups.pick()
+        if found is None:
+            why = self._groups.refusal or self._groups.given_up or f"the state is {self._groups.state}"
+            return self._failed(f"no healthy engine: {why}")
+        group, generation = found
+        begun = time.monotonic()
+        reason: str | None
+        try:
+            async with asyncio.timeout(CANARY_SECONDS), EngineWait(generation, "canary"):
+                reason = await self._complete(group)
+        except TimeoutError:
+            # Long responses may delay the next one; they also prove that requests are answered.
+            answers = self._upstream.last_body(group.api) > begun
+            reason = None if answers else f"no answer within {CANARY_SECONDS:g} s"
+        except (EngineLostError, UnreachableError, BrokenMessageError) as error:
+            reason = str(error)
+        return CanaryReport(
+            ok=reason is None,
+            reason=_line(reason or ""),
+            group=group.index,
+            generation=f"{generation.identity[0]}-g{generation.identity[1]}",
+            seconds=round(time.monotonic() - begun, 4),
+            gateway=self._name,
+        )
+
+    async def _complete(self, group: RoutedGroup) -> str | None:
+        """Return the problem of the response, else None."""
+        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth)]
+        async with self._upstream.request(group.api, "POST", "/v1/completions", headers, (self._body,)) as answer:
+            body = b""
+            while (part := await answer.part()) and len(body) < _MAX_ANSWER_BYTES:
+                body += part
+        text = body[:200].decode(errors="replace")
+        if answer.status != 200:
+            return f"vLLM answered {answer.status}: {text}"
+        try:
+            choices = json.loads(body)["choices"]
+        except (ValueError, TypeError, KeyError):
+            choices = None
+        return None if isinstance(choices, list) and choices else f"vLLM's answer has no choice: {text}"
+
+    def _failed(self, reason: str) -> CanaryReport:
+        return CanaryReport(ok=False, reason=_line(reason), gateway=self._name)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:500]
+
 
 _log = logging.getLogger("dsv4.gateway")
 _ENDING_SECONDS = 0.5
 ALONE_SECONDS = 15.0
 """Time without another gateway of the deployment after which a terminating gateway ends open requests."""
-_LOOK_SECONDS = 2.0
-_PEER = aiohttp.ClientTimeout(total=5.0)
+_PEER_CHECK_SECONDS = 2.0
+_PEER_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 MAX_CONNECTIONS = 4096
 _TEXT = [(b"Content-Type", b"text/plain; charset=utf-8")]
 _METRICS = [(b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8")]
 _JSON = [(b"Content-Type", b"application/json")]
-_SCRAPE = aiohttp.ClientTimeout(total=5.0)
+_SCRAPE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 _SCRAPE_SHARED_SECONDS = 1.0
-"""For so long the metrics of vLLM are not asked for again."""
-_MOST_METRICS_BYTES = 32 * 2**20
-_OWN_METRICS_A_SECOND = 20
-"""Beyond it scrapes share a text: whoever reaches the gateway can scrape it, and making the text takes 0.5 ms."""
+"""Interval of scrapes of vLLM."""
+_MAX_METRICS_BYTES = 32 * 2**20
+_OWN_METRICS_PER_SECOND = 20
+"""Beyond this rate, scrapes share a text: generating it takes 0.5 ms, and `/metrics` needs no key."""
 _OWN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
-"""Answered also when the gateway has no connection and no memory left for clients."""
+"""Served even when connections and memory for clients are exhausted."""
 _ANSWER_SECONDS = 10.0
-"""Time that a client may take to read what the gateway itself says."""
+"""Limit for a client to read a response of the gateway."""
 
 
 class Gateway:
-    """One gateway, from its first connection to its last."""
+    """One gateway process."""
 
     def __init__(
         self,
         settings: GatewaySettings,
         routes: RouteFile,
-        keys: Keys | None,
+        keys: ApiKeys | None,
         *,
         max_connections: int = MAX_CONNECTIONS,
         number: int | None = None,
@@ -68,24 +177,21 @@ class Gateway:
         self._settings = settings
         self._metrics = GatewayMetrics(number)
         self._groups = Groups(routes)
-        self._metrics.observe_groups(self._groups)
         self._proxy = Proxy(settings, self._groups, self._metrics, keys)
-        self._metrics.observe_requests(lambda: self._proxy.active)
-        self._metrics.observe_clients(lambda: self._account.used)
-        self._metrics.observe_credentials(lambda: self._groups.refusal is not None)
+        self._metrics.observe(self._groups, lambda: self._proxy.active, lambda: self._account.used)
         self._keys = keys
         self._draining = False
         self._began = int(time.time())
-        self._scraper = aiohttp.ClientSession(timeout=_SCRAPE)
-        self._own = b""
-        self._made: collections.deque[float] = collections.deque()
-        """Times at which the gateway's metrics were made within the last second."""
-        self._theirs = Shared(self._scrape, _SCRAPE_SHARED_SECONDS)
+        self._scraper = aiohttp.ClientSession(timeout=_SCRAPE_TIMEOUT)
+        self._metrics_text = b""
+        self._metrics_times: collections.deque[float] = collections.deque()
+        """Times of metric generations within the last second."""
+        self._engine_metrics = SharedResult(self._scrape, _SCRAPE_SHARED_SECONDS)
         self._canaries = Canary(self._groups, self._proxy.upstream, settings.served_names[0])
-        self._canary = Shared(self._canaries.check, canary.SHARED_SECONDS)
+        self._canary = SharedResult(self._canaries.check, _CANARY_SHARED_SECONDS)
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
-        """Answer until `stop` is set, then drain."""
+        """Serve until `stop` is set, then drain."""
         server = HttpServer(
             self._handle,
             self._account,
@@ -105,22 +211,22 @@ class Gateway:
         finally:
             watching.cancel()
             await asyncio.wait({watching})
-            await server.close(LAST_WORDS_SECONDS)
-            await asyncio.gather(self._theirs.close(), self._canary.close())
-            self._proxy.close()
+            await server.close(FINAL_EVENT_SECONDS)
+            await asyncio.gather(self._engine_metrics.close(), self._canary.close())
+            self._proxy.upstream.close()
             await self._scraper.close()
 
     def _refused(self, remote: str, refusal: errors.Refusal) -> None:
-        """Count a head that is no request, and write its line in the access log."""
+        """Count a refused head and write its access log line."""
         self._metrics.requests.labels(refusal.outcome).inc()
         self._metrics.refused.labels(refusal.code).inc()
         access.info("- %s - - status=%d outcome=%s refused=%s", remote, refusal.status, refusal.outcome, refusal.code)
 
     async def _drain(self, server: HttpServer) -> None:
-        """Answer for the time of the lame duck as before, then finish the requests that are open and no others.
+        """Serve as before during the lame duck period, then finish open requests only.
 
-        Endpoints and load balancers go on sending requests to a gateway for a while after it was told to end. Until
-        then it is not ready, and every answer is the last one of its connection.
+        Endpoints and load balancers keep sending requests for a while. During that time the gateway is not ready, and
+        every response closes its connection.
         """
         self._draining = server.ending = True
         lame_duck = self._settings.lame_duck_seconds
@@ -130,34 +236,34 @@ class Gateway:
         if not await self._finished():
             _log.warning("draining: %d requests are still open and are ended", self._proxy.active)
             self._proxy.end_all()
-            await self._idle(LAST_WORDS_SECONDS + _ENDING_SECONDS)
+            await self._idle(FINAL_EVENT_SECONDS + _ENDING_SECONDS)
 
     async def _finished(self) -> bool:
         """Wait for open requests; return whether all ended within `drain_seconds` and before the deployment was gone.
 
-        The deployment counts as gone when no other gateway of it answered through the Service for `ALONE_SECONDS`.
+        The deployment counts as gone when no other gateway answered through the Service for `ALONE_SECONDS`.
         """
         service, seen = self._settings.service_url, time.monotonic()
         deadline = seen + self._settings.drain_seconds
         if service is None:
             return await self._idle(self._settings.drain_seconds)
         while (left := deadline - time.monotonic()) > 0:
-            if await self._idle(min(left, _LOOK_SECONDS)):
+            if await self._idle(min(left, _PEER_CHECK_SECONDS)):
                 return True
-            if await self._another_answers(service):
+            if await self._peer_answers(service):
                 seen = time.monotonic()
             elif time.monotonic() - seen >= ALONE_SECONDS:
                 _log.warning("draining: no other gateway answers at %s", service)
                 return False
         return self._proxy.idle.is_set()
 
-    async def _another_answers(self, service: str) -> bool:
-        """Return whether a ready gateway with this gateway's token key is behind `service`."""
+    async def _peer_answers(self, service: str) -> bool:
+        """Return whether a ready gateway with the same token key answers at `service`."""
         try:
             token = canary_token(self._groups.routes.token_key())
-            # A connection of its own: one that is kept would always reach the same gateway.
+            # Without `close`, the kept connection would always reach the same gateway.
             headers = {"Authorization": f"Bearer {token}", "Connection": "close"}
-            async with self._scraper.head(f"{service}/dsv4/canary", headers=headers, timeout=_PEER) as answer:
+            async with self._scraper.head(f"{service}/dsv4/canary", headers=headers, timeout=_PEER_TIMEOUT) as answer:
                 return answer.status == 200
         except (TokenKeyError, aiohttp.ClientError, OSError, TimeoutError):
             return False
@@ -173,25 +279,25 @@ class Gateway:
     async def _handle(self, request: Request) -> None:
         match request.path:
             case "/healthz":
-                await _tell(request, 200, _TEXT, b"ok\n")
+                await _respond(request, 200, _TEXT, b"ok\n")
             case "/readyz":
-                await self._tell_state(request, self._unready())
+                await self._respond_state(request, self._readiness_problem())
             case "/health":
                 healthy = self._groups.state is Availability.HEALTHY
-                await self._tell_state(request, None if healthy else self._groups.state)
+                await self._respond_state(request, None if healthy else self._groups.state)
             case "/metrics":
-                await _tell(request, 200, _METRICS, self._own_metrics() + await self._theirs.get())
+                await _respond(request, 200, _METRICS, self._own_metrics() + await self._engine_metrics.get())
             case "/dsv4/canary":
-                await self._tell_canary(request)
+                await self._respond_canary(request)
             case "/dsv4/fatal-requests" if self._keys is None or self._keys.admit(request):
-                await _tell(request, 200, _JSON, self._proxy.fatal.to_json().encode())
-            case _ if self._models_asked(request):
-                await _tell(request, 200, _JSON, self._models())
+                await _respond(request, 200, _JSON, self._proxy.suspects.found.to_json().encode())
+            case _ if self._serves_models(request):
+                await _respond(request, 200, _JSON, self._models())
             case _:
                 await self._proxy.answer(request)
 
-    def _unready(self) -> str | None:
-        """Return why this gateway can neither answer requests nor hold them; None: it can."""
+    def _readiness_problem(self) -> str | None:
+        """Return why this gateway can neither answer nor hold requests, else None."""
         groups = self._groups
         if groups.state is Availability.HEALTHY:
             return None
@@ -201,25 +307,25 @@ class Gateway:
             return f"the engine was given up: {reason}"
         return None if self._settings.hold_timeout_seconds > 0 else str(groups.state)
 
-    async def _tell_state(self, request: Request, problem: str | None) -> None:
+    async def _respond_state(self, request: Request, problem: str | None) -> None:
         """Send 200 with the engines' state, or 503 with the reason in one line."""
         problem = "shutting down" if self._draining else problem
         text = str(self._groups.state) if problem is None else " ".join(problem.split())
-        await _tell(request, 200 if problem is None else 503, _TEXT, f"{text}\n".encode())
+        await _respond(request, 200 if problem is None else 503, _TEXT, f"{text}\n".encode())
 
-    async def _tell_canary(self, request: Request) -> None:
+    async def _respond_canary(self, request: Request) -> None:
         if (refusal := self._canaries.refusal(request)) is not None:
-            await _tell(request, 401, _JSON, refusal.to_json().encode())
+            await _respond(request, 401, _JSON, refusal.to_json().encode())
             return
         if request.method == "HEAD":
-            # Only the token is checked.
-            await _tell(request, 200, _JSON, b"")
+            # HEAD only checks the token.
+            await _respond(request, 200, _JSON, b"")
             return
         report = await self._canary.get()
-        await _tell(request, 200 if report.ok else 503, _JSON, report.to_json().encode())
+        await _respond(request, 200 if report.ok else 503, _JSON, report.to_json().encode())
 
-    def _models_asked(self, request: Request) -> bool:
-        """Tell whether it is about the models, from somebody who may ask, while the engine cannot say."""
+    def _serves_models(self, request: Request) -> bool:
+        """Return whether an authorized client requests the models while no engine is available."""
         if (request.method, request.path) != ("GET", "/v1/models") or self._groups.state is Availability.HEALTHY:
             return False
         return self._keys is None or self._keys.admit(request)
@@ -232,19 +338,19 @@ class Gateway:
         return json.dumps({"object": "list", "data": data}).encode()
 
     def _own_metrics(self) -> bytes:
-        """Return the gateway's metrics, made at most `_OWN_METRICS_A_SECOND` times a second."""
+        """Return the gateway's metrics, generated at most `_OWN_METRICS_PER_SECOND` times per second."""
         now = time.monotonic()
-        while self._made and now - self._made[0] > 1.0:
-            self._made.popleft()
-        if len(self._made) < _OWN_METRICS_A_SECOND:
-            self._made.append(now)
-            self._own = self._metrics.text()
-        return self._own
+        while self._metrics_times and now - self._metrics_times[0] > 1.0:
+            self._metrics_times.popleft()
+        if len(self._metrics_times) < _OWN_METRICS_PER_SECOND:
+            self._metrics_times.append(now)
+            self._metrics_text = self._metrics.text()
+        return self._metrics_text
 
     async def _scrape(self) -> bytes:
-        """Return the metrics of the vLLM of the gateway's own group; empty while it does not answer.
+        """Return the metrics of the own group's vLLM; empty while it does not answer.
 
-        Always of the same group: counters of different engines under one name would jump.
+        Always of the same group: counters of several engines under one name would be inconsistent.
         """
         own = next(iter(self._groups.all.values()), None)
         if own is None:
@@ -257,15 +363,15 @@ class Gateway:
                 async for part in answer.content.iter_any():
                     parts.append(part)
                     size += len(part)
-                    if size > _MOST_METRICS_BYTES:
-                        _log.warning("vLLM's metrics have more than %d bytes: left out", _MOST_METRICS_BYTES)
+                    if size > _MAX_METRICS_BYTES:
+                        _log.warning("vLLM's metrics have more than %d bytes: left out", _MAX_METRICS_BYTES)
                         return b""
                 return b"".join(parts)
         return b""
 
 
-async def _tell(request: Request, status: int, headers: Headers, body: bytes) -> None:
-    """Send a whole answer of the gateway's own; whoever does not read it is left."""
+async def _respond(request: Request, status: int, headers: Headers, body: bytes) -> None:
+    """Send a complete response of the gateway; abort if the client does not read it."""
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
             await request.send(status, headers, body)

@@ -1,218 +1,144 @@
-"""Requests that may be what engines die of. Pure: the clock is an argument.
+"""Requests suspected of killing engines, and the trials that prove or clear them.
 
-A request is identified by a keyed digest of method, path and body, so deaths are kept when its client leaves and sends
-it again. Two deaths make it a suspect: it is sent again only as a trial, one trial at a time. A third death convicts it
+A request is identified by a keyed digest of method, path and body, so deaths are kept when its client disconnects and
+retries. After two deaths a request is a suspect and is only sent as a trial, one at a time. A third death convicts it
 if no other request can have been in the engine; otherwise the next trial is stricter. Only proof ends a trial: output
-of the engine for it, its end, or a completion of another request that was sent after it.
+of the engine for the request, its end, or a completion of another request that was sent later. `Suspects` is pure
+except for its event and log; the clock is an argument.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
+import secrets
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from dsv4_runtime.contract.gateway import FatalRequest, FatalRequests
+from dsv4_runtime.engine import completion, token_auth
+from dsv4_runtime.engine.token_auth import Kind, Refused
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import RefusedError
+from dsv4_runtime.gateway.http1 import Headers, encode_headers
+from dsv4_runtime.gateway.http_client import Upstream
+from dsv4_runtime.gateway.routing import SETTLE_SECONDS, EngineGeneration, Exposure, Exposures, RoutedGroup
 
 _log = logging.getLogger("dsv4.gateway")
 
 SUSPECTED_DEATHS = 2
-"""Engines that died under a request before it is sent only as a trial."""
+"""Engine deaths after which a request is only sent as a trial."""
 MAX_DEATHS = 8
-"""Engines that died under a request before it is not sent any more although nothing proves that it is the cause."""
+"""Engine deaths after which a request is refused even without proof."""
 DRAIN_SECONDS = 10.0
-"""Time in one life of an engine for which trials wait for it to be free of other requests. Each death under the request
-after the second doubles it."""
+"""Time per engine generation that trials wait for other requests to end; doubled by each death after the second."""
 _MAX_DRAIN_SECONDS = 120.0
 TRIAL_SECONDS = 1.0
-"""A trial that had its proof stays alone at least so long, and twice as long as a request lived before its engine died
-although it had shown progress."""
+"""Minimum exclusive time of a trial that produced proof, and twice the time after which an engine died despite earlier
+progress."""
 _MAX_TRIAL_SECONDS = 300.0
-SETTLE_SECONDS = 1.0
-"""Time after which vLLM has noticed that a client left: output of a request that was sent later proves that the engine
-dropped the one that was left."""
 MIN_KEPT_SECONDS = 600.0
-"""Time for which deaths are kept after the latest, or after the client left, at least."""
+"""Minimum retention of deaths after the latest death or disconnect."""
 MAX_RECORDS = 4096
-"""Requests whose deaths are kept while nobody waits for them."""
-_MAX_LEFT = 4096
+"""Requests without clients whose deaths are kept."""
 _KEEP_FOUND = 20
 
 Clock = Callable[[], float]
 
 
-@dataclass(eq=False, slots=True)
-class Exposure:
-    """One request that one life of an engine has, or may still have."""
-
-    digest: bytes
-    id: str
-    size: int
-    sent: float
-    life: Exposures
-    alone: bool = False
-    """Whether no request of another gateway can be in the engine (`engine.turns`)."""
-    trial: bool = False
-    """Whether it was alone when it was sent."""
-    progressed: bool = False
-    broken: bool = False
-    """Whether its own connection broke."""
-    left: float | None = None
-    """When the gateway stopped waiting for the answer; None: it waits."""
-
-    def progress(self) -> None:
-        """Note output of the engine for it."""
-        if not self.progressed:
-            self.progressed = True
-            self.life.settle(self.sent)
-
-
-class Exposures:
-    """Requests of this gateway in one life of an engine."""
-
-    def __init__(self) -> None:
-        self.drained = 0.0
-        """Seconds for which trials in this life waited for it to be free of other requests."""
-        self._open: dict[Exposure, None] = {}
-        self._left: dict[bytes, Exposure] = {}
-        self.complete = True
-        """Whether every request that may be in the engine is known."""
-
-    def __iter__(self) -> Iterator[Exposure]:
-        yield from self._open
-        yield from self._left.values()
-
-    @property
-    def unsettled(self) -> bool:
-        """Tell whether requests were left that may still be in the engine."""
-        return bool(self._left) or not self.complete
-
-    def enter(self, digest: bytes, name: str, size: int, now: float) -> Exposure:
-        """Note a request that is sent now; `name` is its id."""
-        exposure = Exposure(digest, name, size, now, self)
-        self._open[exposure] = None
-        return exposure
-
-    def end(self, exposure: Exposure) -> None:
-        """Forget a request: its answer is whole, or the engine did not get it."""
-        self._open.pop(exposure, None)
-
-    def leave(self, exposure: Exposure, now: float, *, broken: bool) -> None:
-        """Note that the gateway no longer waits for the answer, which the engine may still be computing.
-
-        `broken`: because the connection broke.
-        """
-        exposure.broken = broken
-        if self._open.pop(exposure, self) is self:
-            return
-        exposure.left = now
-        self._left.pop(exposure.digest, None)
-        self._left[exposure.digest] = exposure
-        if len(self._left) > _MAX_LEFT:
-            del self._left[next(iter(self._left))]
-            self.complete = False
-
-    def settle(self, sent: float) -> None:
-        """Note that the engine computed a request that was sent at `sent`: what was left before is no longer in it."""
-        for digest, other in tuple(self._left.items()):
-            if other.left is not None and other.left + SETTLE_SECONDS < sent:
-                del self._left[digest]
-
-
 @dataclass(slots=True)
 class Death:
-    """One death of an engine that had the request."""
+    """Death of an engine that had the request."""
 
-    life: str
+    generation: str
     silent: bool
-    """Whether the request had no output in that life."""
+    """Whether the request had no output in that generation."""
 
 
 @dataclass(slots=True)
 class Record:
-    """Deaths under one request."""
+    """Deaths attributed to one request."""
 
     digest: bytes
     touched: float
     deaths: list[Death] = field(default_factory=list)
     convicted: int = 0
-    """Engines that died when it was convicted; 0: it is not."""
+    """Engine deaths at conviction; 0 if not convicted."""
     lived: float = 0.0
-    """Longest time from its sending to a death at which it was no longer alone, although its trial had begun so."""
+    """Longest time from sending to a death at which a trial was no longer alone."""
 
     @property
     def suspected(self) -> bool:
-        """Tell whether it is sent only as a trial."""
+        """Return whether it is only sent as a trial."""
         return len(self.deaths) >= SUSPECTED_DEATHS
 
     @property
     def strict(self) -> bool:
-        """Tell whether no other request at all is sent beside its trial: an earlier trial proved nothing."""
+        """Return whether no other request may run beside its trial: an earlier trial proved nothing."""
         return len(self.deaths) > SUSPECTED_DEATHS
 
     @property
     def drain_seconds(self) -> float:
-        """Return how long its trial may wait for other requests to end."""
+        """Return the maximum wait of its trial for other requests."""
         return min(DRAIN_SECONDS * 2.0 ** (len(self.deaths) - SUSPECTED_DEATHS), _MAX_DRAIN_SECONDS)
 
     @property
     def trial_seconds(self) -> float:
-        """Return how long its trial stays alone at least."""
+        """Return the minimum exclusive time of its trial."""
         return min(max(TRIAL_SECONDS, 2.0 * self.lived), _MAX_TRIAL_SECONDS)
 
 
 @dataclass(eq=False, slots=True)
 class Trial:
-    """Attempt of a suspect, of which there is one at a time."""
+    """Attempt of a suspect; only one at a time."""
 
     record: Record
     group: object
 
 
 class Suspects:
-    """Deaths by request, and whose turn it is to be tried."""
+    """Engine deaths by request, and the order of trials."""
 
     def __init__(self, kept_seconds: float = MIN_KEPT_SECONDS, clock: Clock = time.monotonic) -> None:
         """Args:
-        kept_seconds: time for which deaths are kept without a client, at least `MIN_KEPT_SECONDS`.
+        kept_seconds: retention of deaths without a client, at least `MIN_KEPT_SECONDS`.
         clock: monotonic seconds.
         """
         self._kept, self._clock = max(kept_seconds, MIN_KEPT_SECONDS), clock
         self._records: dict[bytes, Record] = {}
-        """The one that was touched longest ago first."""
+        """Least recently used first."""
         self._clients: dict[bytes, int] = {}
-        """Exchanges of each request that wait for its answer."""
+        """Open exchanges per request."""
         self._waiting: dict[Hashable, Record] = {}
-        """Exchanges that wait to be tried, in the order of their coming."""
+        """Exchanges waiting for their trial, in order of arrival."""
         self._next: Hashable | None = None
-        """The one of them whose trial is next; None: not computed."""
+        """Exchange with the next trial; None: not computed."""
         self._trial: Trial | None = None
         self._changed = asyncio.Event()
         self._found: list[FatalRequest] = []
 
     @property
     def found(self) -> FatalRequests:
-        """Return the latest requests that were convicted."""
+        """Return the latest convicted requests."""
         return FatalRequests(requests=tuple(self._found))
 
     @property
     def size(self) -> int:
-        """Return the number of requests whose deaths are kept."""
+        """Return the number of requests with recorded deaths."""
         return len(self._records)
 
     def arrive(self, digest: bytes) -> None:
-        """Note a client of a request. Each call needs a `depart`."""
+        """Count a client of a request. Each call needs a `depart`."""
         record = self._records.get(digest)
         if record is not None and digest not in self._clients and self._clock() - record.touched > self._kept:
             del self._records[digest]
         self._clients[digest] = self._clients.get(digest, 0) + 1
 
     def depart(self, digest: bytes) -> None:
-        """Note that a client of a request was answered, or left."""
+        """Remove a client of a request."""
         self._clients[digest] -= 1
         if not self._clients[digest]:
             del self._clients[digest]
@@ -220,70 +146,64 @@ class Suspects:
             self._touch(record)
 
     def suspected(self, digest: bytes) -> bool:
-        """Return whether the request is sent only as a trial.
-
-        Raises:
-            RefusedError: it is not sent any more.
-        """
+        """Return whether the request is only sent as a trial; raise RefusedError if it is not sent any more."""
         record = self._records.get(digest)
         if record is None:
             return False
         if record.convicted:
-            raise RefusedError(errors.fatal(record.convicted))
+            raise RefusedError(errors.engine_fatal(record.convicted))
         if len(record.deaths) >= MAX_DEATHS:
             message = f"{len(record.deaths)} engines died while they had this request and others; it is not sent again"
-            raise RefusedError(errors.lost(message))
+            raise RefusedError(errors.engine_lost(message))
         return record.suspected
 
     def admits(self, group: object, digest: bytes) -> bool:
-        """Tell whether a request that is not suspected may go to `group` now.
+        """Return whether an unsuspected request may go to `group` now.
 
-        Requests with deaths wait for the end of a trial. While a strict trial waits or runs, all do.
+        Requests with deaths wait for the end of a trial. While a strict trial waits or runs, all requests wait.
         """
         if self._trial is not None:
             if self._trial.group is not group:
                 return True
             record = self._trial.record
         elif self._waiting:
-            record = self._waiting[self._best()]
+            record = self._waiting[self._likeliest()]
         else:
             return True
         return not record.strict and digest not in self._records
 
-    def tried(self, group: object) -> bool:
-        """Tell whether a trial waits, or runs in `group`."""
+    def has_trial(self, group: object) -> bool:
+        """Return whether a trial waits, or runs in `group`."""
         return bool(self._waiting) if self._trial is None else self._trial.group is group
 
-    # trials
-
     def wait(self, exchange: Hashable, digest: bytes) -> None:
-        """Have a suspect wait for its trial."""
+        """Queue a suspect for its trial."""
         self._waiting[exchange] = self._records[digest]
         self._notify()
 
     def is_next(self, exchange: Hashable) -> bool:
-        """Tell whether the trial of a waiting suspect may begin."""
-        return self._trial is None and self._best() is exchange
+        """Return whether the trial of a queued suspect may begin."""
+        return self._trial is None and self._likeliest() is exchange
 
     def begin(self, exchange: Hashable, group: object) -> Trial:
-        """Begin the trial of a waiting suspect in `group`."""
+        """Begin the trial of a queued suspect in `group`."""
         self._trial = Trial(self._waiting.pop(exchange), group)
         self._notify()
         return self._trial
 
     def stop_waiting(self, exchange: Hashable) -> None:
-        """Note that a suspect does not wait. Harmless when repeated."""
+        """Remove a suspect from the queue. Idempotent."""
         if self._waiting.pop(exchange, None) is not None:
             self._notify()
 
     def end(self, trial: Trial) -> None:
-        """End a trial: other requests go on. Harmless when repeated."""
+        """End a trial and release the other requests. Idempotent."""
         if self._trial is trial:
             self._trial = None
             self._notify()
 
     def has_deaths(self, digest: bytes) -> bool:
-        """Tell whether engines died under the request."""
+        """Return whether the request has recorded deaths."""
         record = self._records.get(digest)
         return record is not None and bool(record.deaths)
 
@@ -291,10 +211,10 @@ class Suspects:
         """Wait until trials or deaths change."""
         await self._changed.wait()
 
-    def _best(self) -> Hashable:
-        """Return the waiting suspect that is most likely the cause.
+    def _likeliest(self) -> Hashable:
+        """Return the most likely cause among the queued suspects.
 
-        Engines died before they had any output for it; more of them died; it came last.
+        Order: most deaths without output, most deaths, latest arrival.
         """
         if self._next is None:
             order = {exchange: index for index, exchange in enumerate(self._waiting)}
@@ -311,24 +231,22 @@ class Suspects:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    # deaths
-
     def answered(self, digest: bytes) -> None:
-        """Note that the engine answered a request in full: it is not the cause of the deaths before."""
+        """Clear the deaths of a request that was answered completely."""
         record = self._records.get(digest)
         if record is not None and not record.convicted:
             record.deaths.clear()
             record.lived = 0.0
             self._notify()
 
-    def died(self, life: str, exposures: Exposures, *, reported: bool) -> None:
-        """Count a death under every request that may have been in the engine.
+    def died(self, generation: str, exposures: Exposures, *, reported: bool) -> None:
+        """Attribute a death to every request that may have been in the engine.
 
         Args:
-            life: name of the engine's life, of no other.
-            exposures: what it had at its death.
-            reported: whether the agent reported its death. If not, only another life was seen to follow it, and it may
-                have ended before a request reached it: that makes suspects, and convicts only by a broken connection.
+            generation: unique name of the engine generation.
+            exposures: its requests at its death.
+            reported: whether the agent reported the death. If not, the generation was only replaced and may have ended
+                before a request reached it: this makes suspects, and convicts only with a broken connection.
         """
         now = self._clock()
         exposed: dict[bytes, list[Exposure]] = {}
@@ -341,22 +259,22 @@ class Suspects:
             certain = reported or any(exposure.broken for exposure in found)
             if record.convicted or (record.suspected and not certain):
                 continue
-            record.deaths.append(Death(life, not any(exposure.progressed for exposure in found)))
+            record.deaths.append(Death(generation, not any(exposure.progressed for exposure in found)))
             for exposure in found:
                 if exposure.trial and not exposure.alone:
                     record.lived = max(record.lived, now - exposure.sent)
             if record.strict and only and all(exposure.alone for exposure in found):
-                self._convict(record, found[-1], life)
+                self._convict(record, found[-1], generation)
         self._forget_old(now)
         self._notify()
 
-    def _convict(self, record: Record, exposure: Exposure, life: str) -> None:
+    def _convict(self, record: Record, exposure: Exposure, generation: str) -> None:
         record.convicted = engines = len(record.deaths)
-        lives = {death.life for death in record.deaths}
+        generations = {death.generation for death in record.deaths}
         for other in self._records.values():
-            # Deaths that it explains, unless the other one had no output in them: there may be two of the kind.
+            # Keep deaths in which the other request had no output: there may be two causes.
             if other is not record:
-                other.deaths = [death for death in other.deaths if death.silent or death.life not in lives]
+                other.deaths = [death for death in other.deaths if death.silent or death.generation not in generations]
         self._found = [
             *self._found[1 - _KEEP_FOUND :],
             FatalRequest(id=exposure.id, size=exposure.size, engines=engines, time=time.time()),
@@ -366,7 +284,7 @@ class Suspects:
             exposure.id,
             exposure.size,
             engines,
-            life,
+            generation,
         )
 
     def _touch(self, record: Record) -> None:
@@ -375,10 +293,158 @@ class Suspects:
             self._records[record.digest] = self._records.pop(record.digest)
 
     def _forget_old(self, now: float) -> None:
-        """Forget requests without clients: the old ones, and the oldest of too many; convicted ones last."""
+        """Remove requests without clients that are expired or exceed the limit, convicted ones last."""
         idle = [record for digest, record in self._records.items() if digest not in self._clients]
         excess = len(idle) - MAX_RECORDS
         for record in sorted(idle, key=lambda record: (bool(record.convicted), record.touched)):
             if excess > 0 or now - record.touched > self._kept:
                 del self._records[record.digest]
                 excess -= 1
+
+
+PROBE_SECONDS = 2.0
+"""Time without output after which a trial sends a probe."""
+_POLL_SECONDS = 0.02
+TURN_SECONDS = 0.25
+"""Interval of attempts while another request has exclusive use."""
+_REPORT_SECONDS = 30.0
+"""Time that a trial with a broken connection waits for the agent's report of the death."""
+
+
+class TurnRefusedError(Exception):
+    """vLLM's API process rejected the request because of another one (`engine.token_auth`)."""
+
+    def __init__(self, reason: Refused) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class TrialAttempt:
+    """A trial in one engine generation."""
+
+    def __init__(self, trials: Trials, trial: Trial, group: RoutedGroup, generation: EngineGeneration) -> None:
+        self._trials, self._trial, self._group, self._generation = trials, trial, group, generation
+        self._kind = Kind.ALONE
+        self._watch: asyncio.Task[None] | None = None
+
+    def headers(self) -> Headers:
+        """Return the headers that request exclusive use of the engine."""
+        return self._trials.headers(self._kind)
+
+    async def wait_until_free(self) -> None:
+        """Wait, within the limit, until no request in the engine would invalidate the trial."""
+        exposures, record, suspects = self._generation.exposures, self._trial.record, self._trials.suspects
+        while True:
+            others = [other for other in exposures if other.digest != record.digest and other.left is None]
+            spoilt = any(record.strict or suspects.has_deaths(other.digest) for other in others)
+            if not spoilt and not exposures.unsettled:
+                return
+            begun = time.monotonic()
+            left = record.drain_seconds - exposures.drained
+            if left <= 0:
+                self._share()
+                return
+            if spoilt:
+                await asyncio.sleep(_POLL_SECONDS)
+            else:
+                await self._settle(left)
+            exposures.drained += time.monotonic() - begun
+
+    async def wait_after_refusal(self, reason: Refused) -> None:
+        """Wait after a rejection; use a shared attempt once the limit is exceeded."""
+        exposures = self._generation.exposures
+        begun = time.monotonic()
+        left = self._trial.record.drain_seconds - exposures.drained
+        if self._kind is Kind.ALONE and left <= 0:
+            self._share()
+        elif reason is Refused.UNSETTLED:
+            await self._settle(left)
+        else:
+            await asyncio.sleep(TURN_SECONDS)
+        exposures.drained += time.monotonic() - begun
+
+    async def _settle(self, seconds: float) -> None:
+        """Probe the engine to prove that it dropped the abandoned requests."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(seconds, TURN_SECONDS)):
+                await asyncio.sleep(SETTLE_SECONDS)
+                if not await self._trials.probe(self._group, self._generation):
+                    await asyncio.sleep(TURN_SECONDS)
+
+    def _share(self) -> None:
+        """Continue beside other requests; a death will not convict."""
+        self._kind = Kind.SHARED
+        self._trials.suspects.end(self._trial)
+
+    def sent(self, exposure: Exposure) -> None:
+        """Record that the request is being sent."""
+        if self._kind is Kind.ALONE:
+            exposure.alone = exposure.trial = True
+            self.close()
+            self._watch = asyncio.create_task(self._end_with_proof(exposure))
+
+    def close(self) -> None:
+        """Stop the background task."""
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def _end_with_proof(self, exposure: Exposure) -> None:
+        """End the exclusive use once the engine has produced output with the request in it."""
+        probe: asyncio.Task[bool] | None = None
+        probing = time.monotonic() + PROBE_SECONDS
+        try:
+            while not (exposure.progressed or (probe is not None and probe.done() and probe.result())):
+                if time.monotonic() >= probing and (probe is None or probe.done()):
+                    probe = asyncio.create_task(self._trials.probe(self._group, self._generation))
+                    probing = time.monotonic() + PROBE_SECONDS
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            if probe is not None:
+                probe.cancel()
+        await asyncio.sleep(self._trial.record.trial_seconds - (time.monotonic() - exposure.sent))
+        # In this order: other requests may enter the engine from here on.
+        exposure.alone = False
+        self._trials.suspects.end(self._trial)
+        await self._trials.release(self._group)
+
+
+class Trials:
+    """Runs trials."""
+
+    def __init__(self, suspects: Suspects, upstream: Upstream, model: str) -> None:
+        self.suspects = suspects
+        self._upstream, self._model = upstream, model
+        self._owner = secrets.token_hex(8)
+
+    def headers(self, kind: Kind) -> Headers:
+        """Return the header with the kind of the request."""
+        return encode_headers({token_auth.TURN_HEADER: token_auth.turn_header(self._owner, kind)})
+
+    async def wait_for_report(self, group: RoutedGroup, generation: EngineGeneration) -> None:
+        """Wait until the agent reports the state of a generation whose request lost its connection."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REPORT_SECONDS):
+                while not generation.over and group.engine.present is not generation:  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_SECONDS)
+
+    async def probe(self, group: RoutedGroup, generation: EngineGeneration) -> bool:
+        """Complete one token; return whether that succeeded in a confirmed generation."""
+        sent = time.monotonic()
+        body = json.dumps(completion.request(self._model)).encode()
+        if await self._post(group, "/v1/completions", Kind.PROBE, body) and group.engine.present is generation:
+            generation.exposures.settle(sent)
+            return True
+        return False
+
+    async def release(self, group: RoutedGroup) -> None:
+        """Release the engine for requests of other gateways."""
+        await self._post(group, "/dsv4/turn", Kind.RELEASE, b"{}")
+
+    async def _post(self, group: RoutedGroup, path: str, kind: Kind, body: bytes) -> bool:
+        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth), *self.headers(kind)]
+        try:
+            async with self._upstream.request(group.api, "POST", path, headers, (body,)) as answer:
+                await answer.read()
+                return answer.status == 200
+        except ConnectionError:
+            return False

@@ -1,1 +1,1 @@
-"""Is the engine alive? Samplers look at it from all sides, pure rules judge what they saw."""
+"""Health of the engine: samplers on every member, and pure rules that judge the samples."""

@@ -1,7 +1,6 @@
-"""NVIDIA GPUs through NVML, where there are any: power, utilisation, memory and who has it, and the driver's errors
-(XID).
+"""NVIDIA GPUs through NVML, if there are any: power, utilisation, memory and its holders, and driver errors (XID).
 
-GB10 shares its memory with the host and does not tell of it; every field is asked for by itself.
+GB10 shares its memory with the host and does not report it, so every field is read separately.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 from dsv4_runtime.contract import GpuProcess, GpuSignals
 from dsv4_runtime.health.samples import FATAL_XIDS
-from dsv4_runtime.health.table import entry
+from dsv4_runtime.util.procfs import entry
 
 try:
     import pynvml
@@ -39,16 +38,14 @@ class Gpus:
     """The GPUs of this member."""
 
     def __init__(self, uuids: tuple[str, ...] | None = None) -> None:
-        """Args:
-        uuids: of the member's own; None: all that the driver shows.
-        """
+        """Open the GPUs with these UUIDs; None: all that the driver shows."""
         self._handles: dict[int, Any] = {}
         self._events: Any = None
         self._xids: dict[int, int] = {}
         self.problem = ""
-        """Reason why there are none."""
+        """Reason for the lack of GPUs."""
         self.silent: dict[str, str] = {}
-        """GPUs that the driver counts and that do not answer, to what it says of them."""
+        """GPUs that the driver counts but that do not answer, to the driver's error."""
         if pynvml is None:
             self.problem = "the package nvidia-ml-py is not installed"
             return
@@ -74,42 +71,42 @@ class Gpus:
 
     @property
     def there(self) -> bool:
-        """Tell whether there are any."""
+        """Return whether there are any."""
         return bool(self._handles)
 
     def sample(self) -> tuple[GpuSignals, ...]:
-        """Return all of them as they are now."""
+        """Return the signals of all GPUs."""
         self._read_xids()
         return tuple(self._signals(index, handle) for index, handle in self._handles.items())
 
     def forget(self) -> None:
-        """Drop the errors that were reported up to now: they were those of an engine that has ended."""
+        """Drop the errors reported up to now: they belong to an ended engine."""
         self._read_xids()
         self._xids.clear()
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         if self._handles:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
             self._handles = {}
 
     def _signals(self, index: int, handle: Any) -> GpuSignals:
-        power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
-        load = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
-        memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        power = _query(pynvml.nvmlDeviceGetPowerUsage, handle)
+        load = _query(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle)
         return GpuSignals(
             index=index,
             power_watts=None if power is None else power / 1000,
             utilization=None if load is None else load.gpu / 100,
             memory_used=None if memory is None else int(memory.used),
             memory_total=None if memory is None else int(memory.total),
-            processes=tuple(map(_process, _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ())),
+            processes=tuple(map(_process, _query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ())),
             xid=self._xids.get(index),
         )
 
     def _read_xids(self) -> None:
-        """Read the events that have come since the last look; the driver keeps them."""
+        """Read the events since the last call; the driver queues them."""
         if self._events is None:
             return
         while True:
@@ -123,34 +120,32 @@ class Gpus:
 
 
 class GpuWatch:
-    """Asks for them in a thread of its own: the driver of a broken one answers late or never, and nobody may wait."""
+    """Samples the GPUs in a thread of its own, because the driver of a broken GPU answers late or never."""
 
     def __init__(self, uuids: tuple[str, ...] | None = None) -> None:
-        """Args:
-        uuids: as for `Gpus`.
-        """
+        """Sample the GPUs with these UUIDs, as in `Gpus`."""
         self._uuids = uuids
         self._lock = threading.Lock()
         self._life = 0
         self._seen: tuple[float, tuple[GpuSignals, ...]] = time.monotonic(), ()
         self._closed = threading.Event()
-        # It may never end, and is no reason for the agent not to.
+        # A daemon, because it may never end.
         threading.Thread(target=self._run, name="gpus", daemon=True).start()
 
     def latest(self) -> tuple[tuple[GpuSignals, ...], float]:
-        """Return the GPUs as they were last seen, and the seconds since; nothing, and 0, if none was ever seen."""
+        """Return the latest sample and its age in seconds; nothing and 0 before the first one."""
         seen, gpus = self._seen
         return gpus, time.monotonic() - seen if gpus else 0.0
 
     def forget(self) -> None:
-        """Drop the errors that were reported up to now: they were those of an engine that has ended."""
+        """Drop the errors reported up to now: they belong to an ended engine."""
         with self._lock:
             self._life += 1
             seen, gpus = self._seen
             self._seen = seen, tuple(gpu.model_copy(update={"xid": None}) for gpu in gpus)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop sampling."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -162,7 +157,7 @@ class GpuWatch:
                     gpus.forget()
                 found = gpus.sample()
                 with self._lock:
-                    # What was asked before `forget` has errors in it that were to be forgotten.
+                    # A sample begun before `forget` contains the errors that were to be dropped.
                     if life == self._life:
                         self._seen = time.monotonic(), found
                 self._closed.wait(_SAMPLE_SECONDS)
@@ -170,14 +165,14 @@ class GpuWatch:
             gpus.close()
 
 
-def within_seconds(seconds: float, ask: Callable[[], _T]) -> _T:
-    """Return what `ask` returns, which asks the driver, in a thread of its own.
+def within_seconds(seconds: float, call: Callable[[], _T]) -> _T:
+    """Return the result of `call`, a call to the driver, which runs in a thread of its own.
 
     Raises:
         DriverSilentError: it took longer than `seconds`; the thread is left behind.
     """
     answers: list[_T] = []
-    thread = threading.Thread(target=lambda: answers.append(ask()), name="nvml", daemon=True)
+    thread = threading.Thread(target=lambda: answers.append(call()), name="nvml", daemon=True)
     thread.start()
     thread.join(seconds)
     if not answers:
@@ -185,18 +180,18 @@ def within_seconds(seconds: float, ask: Callable[[], _T]) -> _T:
     return answers[0]
 
 
-def _process(told: Any) -> GpuProcess:
-    pid = int(told.pid)
+def _process(found: Any) -> GpuProcess:
+    pid = int(found.pid)
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
-        # Of another process namespace, or ended.
+        # Process of another namespace, or ended.
         name = ""
-    return GpuProcess(pid=pid, name=name, memory=int(told.usedGpuMemory or 0), own=_is_own(pid))
+    return GpuProcess(pid=pid, name=name, memory=int(found.usedGpuMemory or 0), own=_is_own(pid))
 
 
 def _is_own(pid: int) -> bool:
-    """Tell whether process `pid` is below this one."""
+    """Return whether process `pid` is a descendant of this one."""
     for _ in range(_ANCESTORS):
         if pid == os.getpid():
             return True
@@ -207,8 +202,8 @@ def _is_own(pid: int) -> bool:
     return False
 
 
-def _ask(question: Any, handle: Any) -> Any:
+def _query(function: Any, handle: Any) -> Any:
     try:
-        return question(handle)
+        return function(handle)
     except pynvml.NVMLError:
         return None

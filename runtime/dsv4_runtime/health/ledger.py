@@ -1,7 +1,7 @@
-"""Count of the collective operations that an engine worker has begun, told to the agent through shared memory.
+"""Number of collective operations that an engine worker has begun, shared with the agent through shared memory.
 
-In a hang all ranks but one wait inside a collective that the one has not begun: the lowest count names it. The worker's
-side is a patch of `vllm_plugin`; it counts into a file of eight bytes that bears its process id.
+In a hang all ranks but one wait inside a collective that this one has not begun: the lowest count identifies it. The
+worker's side is a patch of `vllm_plugin`; it counts in a file of eight bytes with its process id in the name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Writer:
             os.close(descriptor)
 
     def begin(self) -> None:
-        """Count one more operation that begins. Half a microsecond."""
+        """Count one operation. Takes half a microsecond."""
         self._count += 1
         _COUNT.pack_into(self._memory, 0, self._count)
 
 
 class LedgerReader:
-    """The agent's side; it keeps what it has opened, also when the worker has ended."""
+    """The agent's side; it keeps the file open after the worker's end."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -47,12 +47,12 @@ class LedgerReader:
         return int(_COUNT.unpack_from(self._memory, 0)[0])
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._memory.close()
 
 
 def read(pid: int) -> LedgerReader | None:
-    """Return worker `pid`'s ledger; None: it keeps none. The file's name is removed: it lives as long as it is open."""
+    """Return worker `pid`'s ledger, or None, and remove the file's name, so that it exists only while it is open."""
     path = _path(pid)
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Samples that the head takes of the engine: vLLM's API process, its step counter, and the canary."""
+"""Samples of the engine, taken by the head: vLLM's API process, its step counter, and the canary."""
 
 from __future__ import annotations
 
@@ -12,27 +12,22 @@ import aiohttp
 from dsv4_runtime.contract import HealthPolicy
 from dsv4_runtime.engine import completion
 from dsv4_runtime.health.samples import Pace, steps_and_requests
-from dsv4_runtime.health.ticks import tick
+from dsv4_runtime.util.clock import tick
 
-_ASK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _ANSWER = aiohttp.ClientTimeout(total=2.0)
-# `/health` tells little that `/metrics` does not: only that vLLM itself calls its engine dead.
+# Compared with `/metrics`, `/health` only adds vLLM's own report of a dead engine.
 _HEALTH_EVERY = 3
 _RETRY_SECONDS = 0.5
-# A step is late when it takes this long, and twice as long as slow steps do.
+# A step is late after this time and twice the duration of slow steps.
 _LATE_SECONDS = 1.0
 
 
 class Prober:
-    """Asks vLLM for ever; what it knows is in the attributes. All times are monotonic."""
+    """Polls vLLM until cancelled; the results are attributes. All times are monotonic."""
 
     def __init__(self, base: str, model: str, policy: HealthPolicy, headers: Mapping[str, str] | None = None) -> None:
-        """Args:
-        base: URL of vLLM's API.
-        model: the name that the canary asks for.
-        policy: the canary's pace and patience.
-        headers: what vLLM's port asks for (`engine.token_auth`).
-        """
+        """Take the URL of the API, the model name and thresholds of the canary, and authentication for vLLM's port."""
         self._base = base
         self._model = model
         self._policy = policy
@@ -47,17 +42,17 @@ class Prober:
         self.canary_said = ""
         self.pace = Pace()
         self.quiet = False
-        """Whether no canary is sent: the engine is to become idle."""
-        self._news = asyncio.Event()
-        """`/metrics` were read."""
+        """Whether canaries are paused so that the engine becomes idle."""
+        self._metrics_read = asyncio.Event()
+        """Set after each reading of `/metrics`."""
         self._steps: int | None = None
         self._looked = now
         self._canary_ended = now
         self._canary_seconds = 0.0
 
     async def run(self) -> None:
-        """Ask until cancelled."""
-        # One connection for questions, one for the canary: neither waits for the other.
+        """Poll until cancelled."""
+        # Two connections, so that polling and canary do not wait for each other.
         async with aiohttp.ClientSession(timeout=_ANSWER, headers=self._headers) as session:
             await asyncio.gather(self._ask(session), self._canaries(session))
 
@@ -70,10 +65,10 @@ class Prober:
                     self._read(await response.read())
                 if asked % _HEALTH_EVERY == 0 or self.errored:
                     await self._calls_dead(session)
-            await tick(_ASK_SECONDS)
+            await tick(_POLL_SECONDS)
 
     async def _calls_dead(self, session: aiohttp.ClientSession) -> bool:
-        """Tell whether vLLM says that its engine is dead."""
+        """Return whether vLLM reports that its engine is dead."""
         async with session.get(f"{self._base}/health") as response:
             self.errored = response.status == 503
         self.answered = time.monotonic()
@@ -93,20 +88,21 @@ class Prober:
                     self.pace.add((now - self.stepped) / (steps - self._steps))
                 self.stepped = now
         self._steps, self.outstanding = steps, outstanding
-        self._news.set()
+        self._metrics_read.set()
 
     async def _canaries(self, session: aiohttp.ClientSession) -> None:
         while True:
-            self._news.clear()
-            pause = _ASK_SECONDS if self.quiet else self._due() - time.monotonic()
+            self._metrics_read.clear()
+            pause = _POLL_SECONDS if self.quiet else self._due() - time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await self._news.wait()
+                    await self._metrics_read.wait()
             if not self.quiet and time.monotonic() >= self._due():
                 await self._canary(session)
 
     def _due(self) -> float:
-        """Return when to send the next: late while steps prove that the engine works, soon if owed ones stay out."""
+        """Return the time of the next canary: late while steps prove that the engine works, soon if due steps are
+        missing."""
         policy, ended = self._policy, self._canary_ended
         if self.canary_wrong:
             return ended + _RETRY_SECONDS
@@ -114,21 +110,21 @@ class Prober:
             return ended + min(max(policy.canary_min, self._canary_seconds / policy.canary_load), policy.canary_max)
         due = ended + policy.canary_max
         if self._looked > self.stepped:
-            # The counter was looked at again since it moved, and stands still.
-            patience = max(_LATE_SECONDS, 2.0 * (self.pace.slow or 0.0))
-            due = min(due, max(self.stepped + patience, ended + _LATE_SECONDS))
+            # The counter was read again since its last change, and stands still.
+            timeout = max(_LATE_SECONDS, 2.0 * (self.pace.slow or 0.0))
+            due = min(due, max(self.stepped + timeout, ended + _LATE_SECONDS))
         return due
 
     async def _canary(self, session: aiohttp.ClientSession) -> None:
-        """Send one canary. What no answer means is for the rules to say; a wrong answer is wrong whenever it comes."""
+        """Send one canary. The rules judge a missing answer; a wrong answer counts at any time."""
         self.canary_sent = time.monotonic()
-        patience = aiohttp.ClientTimeout(total=2 * self._policy.busy_max)
+        timeout = aiohttp.ClientTimeout(total=2 * self._policy.busy_max)
         body = completion.request(self._model)
         try:
-            async with session.post(f"{self._base}/v1/completions", json=body, timeout=patience) as response:
+            async with session.post(f"{self._base}/v1/completions", json=body, timeout=timeout) as response:
                 answer = await response.read()
             self._canary_seconds = time.monotonic() - self.canary_sent
-            # 429 and 503: too busy. And an engine that calls itself dead is no engine that computes nonsense.
+            # 429 and 503: too busy. An engine that reports itself dead does not count as one with wrong results.
             if response.status not in (429, 503) and not (response.status >= 500 and await self._calls_dead(session)):
                 completion.check_answer(response.status, answer)
                 self.canary_wrong = 0

@@ -1,8 +1,8 @@
 """The verdict: pure rules over a window of samples, with the clock as an argument.
 
-Each rule looks for one way of dying and says `Suspect` before it says `Dead`. No rule kills on a single probe, and none
-kills an engine whose steps advance. What is certain (a process that ended) does not come through here: the agent
-hears of it from the kernel.
+Each rule detects one kind of failure and returns `Suspect` before `Dead`. No rule kills on a single probe, and none
+kills an engine whose steps advance. The end of a process is certain and needs no rule: the kernel reports it to the
+agent.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dsv4_runtime.contract import Cause, Health, HealthPolicy
 from dsv4_runtime.health.samples import FATAL_XIDS, ProcessView, RankView, Sample, xid_message
 
 WINDOW_SECONDS = 60.0
-"""Older samples are not needed."""
+"""Age of the oldest sample that the rules need."""
 GAP_SECONDS = 3.0
-"""Samples further apart than this: the head itself stood still, and what it saw before says nothing."""
+"""A larger gap between samples means that the head was stopped; older samples then prove nothing."""
 _BEATS_SECONDS = 1.4
 _SAMPLE_SECONDS = 1.6
-"""A heartbeat later than this is missing."""
+"""Interval after which a heartbeat counts as missing."""
 _ENGINE = frozenset({"engine-core", "worker"})
 _WANTS_TO_RUN = frozenset("RD")
 # Follows other deaths more often than it causes one.
@@ -39,7 +39,7 @@ class Judgement:
     """The rule that fired, as in `Failure.detected_by`."""
     message: str = ""
     since: float = 0.0
-    """Beginning of the trouble."""
+    """Beginning of the failure."""
 
 
 HEALTHY = Judgement(Health.HEALTHY)
@@ -65,7 +65,7 @@ def agent_hung(silence: float, accepting: float | None, policy: HealthPolicy, no
     """Return whether a member's agent is hung, and its machine is not: a link that comes back brings the agent along.
 
     Args:
-        silence: seconds since the agent was heard.
+        silence: seconds since the agent's last sign of life.
         accepting: monotonic time since which its machine takes connections, as in `RankView`.
         policy: the thresholds.
         now: monotonic time.
@@ -76,8 +76,8 @@ def agent_hung(silence: float, accepting: float | None, policy: HealthPolicy, no
 def stall_bound(run: Sequence[Sample], policy: HealthPolicy) -> float:
     """Return how long a step may take without any sign of life."""
     learned = policy.stall_factor * (run[-1].pace or 0.0)
-    # The fastest heartbeat of the latest three or four: a busy agent answers late, a slow link delays every one. No
-    # more of them: a link that becomes slow has to raise the bound before the step that it delays is called hung.
+    # The fastest heartbeat of the latest three or four: a busy agent answers late, a slow link delays every one. An
+    # older one must not count: a link that becomes slow has to raise the bound before the delayed step is called hung.
     fastest: dict[int, float] = {}
     for sample in (sample for sample in run if sample.time > run[-1].time - _BEATS_SECONDS):
         for rank in sample.ranks:
@@ -88,7 +88,7 @@ def stall_bound(run: Sequence[Sample], policy: HealthPolicy) -> float:
 
 
 def _stopped(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """Judge whether somebody stopped a process of the engine; of several, name the one that was stopped first."""
+    """Judge whether a process of the engine is stopped; of several, name the one that was stopped first."""
     stopped = [
         (_since(run, functools.partial(_is_stopped, rank=rank.rank, role=process.role)), rank.rank, process.role)
         for rank in run[-1].ranks
@@ -112,7 +112,7 @@ def _stopped(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgeme
 
 
 def _hung(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """Judge whether work waits, no step ends, and nobody computes.
+    """Judge whether work waits, no step ends, and no rank computes.
 
     The canary is the proof that work waits: vLLM's own numbers of requests stand still when the steps do.
     """
@@ -157,7 +157,7 @@ def _api_hung(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgem
 
 
 def _lost(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """Judge whether a member is no longer heard: its machine, or its agent alone."""
+    """Judge whether a member is silent: its machine, or its agent alone."""
     rank = min(run[-1].ranks, key=lambda rank: rank.heard, default=None)
     if rank is None:
         return None
@@ -178,20 +178,20 @@ def _lost(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement 
 
 
 def _wrong(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """Judge whether the canary's answers are not what a working engine says."""
+    """Judge whether the canary's answers are wrong."""
     wrong = run[-1].canary_wrong
     if not wrong:
         return None
     health = Health.DEAD if wrong > 1 else Health.SUSPECT
     since = _since(run, lambda sample: sample.canary_wrong > 0)
-    # Which rank computed nonsense cannot be told from the answer.
+    # The answer does not show which rank computed it wrongly.
     return Judgement(
         health, Cause.CANARY_FAILED, None, "completion", f"the canary failed: {run[-1].canary_said}", since
     )
 
 
 def _says_so(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """Judge whether vLLM's `/health` says that its engine is dead, and vLLM does not end."""
+    """Judge whether vLLM's `/health` reports a dead engine while vLLM does not end."""
     if not run[-1].errored:
         return None
     since = _since(run, lambda sample: sample.errored)
@@ -264,7 +264,7 @@ def _last_life(
 
 
 def _engine_lives(before: Sample, sample: Sample, policy: HealthPolicy) -> bool:
-    """Tell whether any rank computes. Where there is a GPU its power tells: a host that waits for one spins."""
+    """Return whether any rank computes. With a GPU its power decides, because a host that waits for a GPU spins."""
     for rank in sample.ranks:
         if rank.gpu_busy is not None:
             if rank.gpu_busy:
@@ -283,7 +283,7 @@ def _api_lives(before: Sample, sample: Sample, policy: HealthPolicy) -> bool:
 
 
 def _computes(before: Sequence[ProcessView], rank: RankView, roles: frozenset[str], policy: HealthPolicy) -> bool:
-    """Tell whether a process of these roles uses its processor, or wants to and twice in a row gets none."""
+    """Return whether a process of these roles uses its processor, or is runnable twice in a row without getting one."""
     wanted = {process.role for process in before if process.state in _WANTS_TO_RUN}
     return any(
         (process.share or 0.0) >= policy.life_share or (process.state in _WANTS_TO_RUN and process.role in wanted)

@@ -1,4 +1,4 @@
-"""Input of the rules: one frozen `Sample` for each look at the group, taken by the head's agent.
+"""Input of the rules: frozen `Sample` objects of the group, taken by the head's agent.
 
 All times are seconds of the head's monotonic clock.
 """
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from dsv4_runtime.contract import GpuSignals, Signals
 
 FATAL_XIDS = frozenset({48, 74, 79, 94, 95, 119, 120, 140, 154})
-"""The driver ends what runs on the GPU, or the GPU has fallen off the bus (NVIDIA's XID catalogue)."""
+"""The driver ends the programs on the GPU, or the GPU has fallen off the bus (NVIDIA's XID catalogue)."""
 _PACE_KEPT = 400
 _IDLE_WATTS_FACTOR = 1.3
 GPU_FRESH_SECONDS = 3.0
-"""Age up to which the accelerators' driver tells of the present."""
+"""Age up to which a sample of the accelerators counts as current."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ProcessView:
     state: str
     """The kernel's letter, as in `contract.ProcessSignals`."""
     share: float | None
-    """Processor time of its whole tree since the look before, in cores; None at the first look."""
+    """Processor time of its whole tree since the previous sample, in cores; None in the first sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,15 @@ class RankView:
 
     rank: int
     heard: float
-    """Time at which it was last heard; for the head itself, the sample's time."""
+    """Time of its last sign of life; for the head itself, the sample's time."""
     accepting: float | None = None
-    """Since when its machine takes connections that its agent does not answer; None: it does not, or it answers."""
+    """Since when its machine accepts connections without an answer of its agent; None: it does not, or the agent
+    answers."""
     round_trip: float | None = None
     """Seconds of its latest heartbeat, there and back."""
     processes: tuple[ProcessView, ...] = ()
     gpu_busy: bool | None = None
-    """Whether an accelerator draws more power than an idle one; None where there is none, or it does not tell (now)."""
+    """Whether an accelerator draws more power than an idle one; None without an accelerator or a current reading."""
     collectives: int | None = None
     """Collective operations that its worker has begun; None where nothing counts them."""
     xid: int | None = None
@@ -54,23 +55,24 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at the group."""
+    """One sample of the group."""
 
     time: float
     answered: float
     """Time of the API process's latest answer."""
     errored: bool = False
-    """Its `/health` says itself that the engine is dead."""
+    """Whether its `/health` reports a dead engine."""
     stepped: float = 0.0
-    """Time at which the engine's step counter was last seen to have moved, or at which the engine began to serve."""
+    """Time of the latest observed change of the engine's step counter, or of the beginning of serving."""
     outstanding: int = 0
-    """Requests that run or wait. vLLM tells with the results of a step, so this stands still when the steps do."""
+    """Requests that run or wait. vLLM updates the number with the results of a step, so it stands still with the
+    steps."""
     canary_sent: float | None = None
-    """Time at which the canary that is still unanswered was sent."""
+    """Time at which the unanswered canary was sent."""
     canary_wrong: int = 0
     """Wrong answers to the latest canaries in a row."""
     canary_said: str = ""
-    """Fault that was found."""
+    """Description of the fault."""
     pace: float | None = None
     """Seconds of the engine's slow steps; None until some were seen."""
     ranks: tuple[RankView, ...] = ()
@@ -79,7 +81,7 @@ class Sample:
 class Pace:
     """Duration of the engine's slow steps: the 95th percentile of the latest 400 measurements.
 
-    Not more than that: a single step that took long, as one that waits for a compiler does, teaches nothing.
+    A higher percentile would include single long steps, for example one that waits for a compiler.
     """
 
     def __init__(self) -> None:
@@ -98,7 +100,7 @@ class Pace:
 
 
 class Viewer:
-    """Turns a member's successive `Signals` into views; the shares are differences between two of them."""
+    """Converts successive `Signals` of a member into views; shares are differences between two of them."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -109,7 +111,7 @@ class Viewer:
     def view(
         self, signals: Signals | None, heard: float, round_trip: float | None, accepting: float | None = None
     ) -> RankView:
-        """Return the member as `signals` show it; the same `signals` again leave everything as it was."""
+        """Return the view of `signals`; the same `signals` again change nothing."""
         if signals is not None and (self._before is None or signals.time > self._before.time):
             known = {process.pid: process.cpu_seconds for process in self._before.processes} if self._before else {}
             passed = signals.time - self._before.time if self._before else 0.0
@@ -131,20 +133,21 @@ class Viewer:
         )
 
     def _busy(self, gpus: Iterable[GpuSignals]) -> bool | None:
-        """Tell whether something is computed: clearly more power than an idle one says so; utilisation alone does not.
+        """Return whether a GPU computes: clearly more power than an idle GPU proves it; utilisation alone does not.
 
-        A kernel that only waits, as one for a lost peer does, keeps the utilisation at 100 % and the power at idle: on
-        an H200 127 W, with 126 W for an open but idle context and 440 W and more for work. What idle is, is learned
-        here, since the engine serves: without a context it is less (80 W there). Until then utilisation has to do.
+        A kernel that only waits, for example for a lost peer, keeps the utilisation at 100 % and the power at idle: on
+        an H200 127 W, with 126 W for an open but idle context and 440 W and more for work. The idle power is learned
+        here while the engine serves, because it is lower without a context (80 W there). Until then utilisation
+        decides.
 
-        None: none tells, or none runs a kernel, so that the processors have to tell.
+        None: no GPU reports power, or none runs a kernel, so that the processors decide.
         """
         told = [gpu for gpu in gpus if gpu.power_watts is not None]
         for gpu in told:
             if not gpu.utilization:
                 least = self._idle_watts.get(gpu.index, float("inf"))
                 self._idle_watts[gpu.index] = min(gpu.power_watts or 0.0, least)
-        # Where no kernel runs, no processor spins for one: what the processors do then is work, as compiling is.
+        # Without a running kernel no processor spins for one, so processor time is work, such as compilation.
         if all(gpu.utilization == 0 for gpu in told):
             return None
         return any(self._works(gpu) for gpu in told)
@@ -155,13 +158,13 @@ class Viewer:
 
 
 def worst_xid(gpus: Iterable[GpuSignals]) -> int | None:
-    """Return the error that a member's accelerators report; of several a fatal one."""
+    """Return an error of a member's accelerators; of several a fatal one."""
     told = (gpu.xid for gpu in gpus if gpu.xid is not None)
     return min(told, key=lambda xid: xid not in FATAL_XIDS, default=None)
 
 
 def xid_message(rank: int, xid: int | None) -> str:
-    """Put `xid` of `rank` into words for people."""
+    """Return the message for `xid` of `rank`."""
     return f"the driver of a GPU of rank {rank} reported XID {xid}"
 
 
@@ -172,7 +175,7 @@ def _share(now: float, before: float | None, passed: float) -> float | None:
 def steps_and_requests(metrics: bytes) -> tuple[int, int] | None:
     """Return (steps, requests that run or wait) from vLLM's `/metrics`; None if they are not in it.
 
-    Only these lines are looked at: there are hundreds, and this happens every second.
+    Only these lines are parsed: there are hundreds of others, and this runs every second.
     """
     found: Mapping[bytes, int | None] = {name: _total(metrics, name) for name in (_STEPS, _RUNNING, _WAITING)}
     steps, running, waiting = found[_STEPS], found[_RUNNING], found[_WAITING]

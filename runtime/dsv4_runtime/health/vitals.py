@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from dsv4_runtime.contract import ProcessSignals, Signals
+import psutil
+
+from dsv4_runtime.contract import Cause, ProcessSignals, Signals
+from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.health import ledger
 from dsv4_runtime.health.gpu import GpuWatch
-from dsv4_runtime.health.table import below, entry, trees
+from dsv4_runtime.util.procfs import below, entry, trees
 
 SAMPLE_SECONDS = 0.5
-"""Between two samples."""
+"""Interval of the samples."""
 ROLES = frozenset({"api", "engine-core", "worker", "raylet", "gcs"})
-# Compilers come and go below a worker; whoever waits for one has a bound of many seconds.
+# Compilers are short-lived children of a worker; a wait for one has a bound of many seconds.
 _TREE_SECONDS = 2.0
 _SLOW_SECONDS = 2.0
 _SHM = "/dev/shm"  # noqa: S108  (shared memory's place)
@@ -29,7 +34,7 @@ class Vitals:
 
     def __init__(self, *, gpus: bool = True, uuids: tuple[str, ...] | None = None) -> None:
         """Args:
-        gpus: whether the engine computes on them; those of others say nothing about it.
+        gpus: whether the engine computes on GPUs; otherwise they are ignored.
         uuids: of the member's own; None: all that it sees.
         """
         self._gpus = GpuWatch(uuids) if gpus else None
@@ -40,12 +45,8 @@ class Vitals:
         self._ledgers: dict[int, ledger.LedgerReader] = {}
 
     def sample(self, roles: Mapping[int, str], silent: Mapping[int, float]) -> Signals:
-        """Sample the member now.
-
-        Args:
-            roles: process id to role of what runs; only those of the engine and of Ray are looked at.
-            silent: rank to seconds since it was heard.
-        """
+        """Sample the member now. Of `roles`, process id to role, only processes of the engine and of Ray are sampled;
+        `silent` maps ranks to the seconds since their last sign of life."""
         now = time.monotonic()
         watched = {pid: role for pid, role in roles.items() if role in ROLES}
         if now - self._treed >= _TREE_SECONDS or watched.keys() - self._trees.keys():
@@ -66,12 +67,12 @@ class Vitals:
         )
 
     def forget(self) -> None:
-        """Forget what was seen of an engine that has ended: it says nothing about the next."""
+        """Discard observations of an ended engine."""
         if self._gpus is not None:
             self._gpus.forget()
 
     def close(self) -> None:
-        """Ask the accelerators' driver no more."""
+        """Stop sampling the accelerators."""
         if self._gpus is not None:
             self._gpus.close()
 
@@ -84,7 +85,7 @@ class Vitals:
         return ProcessSignals(name=role, pid=pid, state=own.state, cpu_seconds=round(total, 2))
 
     def _collectives(self, workers: set[int]) -> int | None:
-        """Return the least count of the member's workers: whoever is behind is waited for."""
+        """Return the lowest count of the member's workers: the others wait for that one."""
         for gone in self._ledgers.keys() - workers:
             self._ledgers.pop(gone).close()
         for pid in sorted(workers):
@@ -95,7 +96,7 @@ class Vitals:
 
 
 def available() -> int | None:
-    """Return the bytes of memory that programs could still get."""
+    """Return the bytes of available memory."""
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -112,7 +113,7 @@ def shm_free() -> int | None:
 
 
 def oom_kills() -> int | None:
-    """Count the processes that the kernel ended for want of memory: in this container, else on this machine."""
+    """Return the number of out-of-memory kills in this container, otherwise on this machine."""
     for path in (_CGROUP_EVENTS, _VMSTAT):
         try:
             lines = path.read_text().splitlines()
@@ -122,3 +123,77 @@ def oom_kills() -> int | None:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None
+
+
+# The raylet's log lines about kills by its memory monitor (Ray 2.56 and later; the second one also earlier).
+_RAY_KILLED = re.compile(r"Ray killed \d+ worker\(s\)|killed due to the node running low on memory|OOM kill reason")
+# The raylet's log line about a worker's exit; 1, INTENDED_SYSTEM_EXIT of Ray's `WorkerExitType`: Ray ordered it.
+_RAY_ORDERED = r"disconnect_type=1\b.*\bworker_id="
+# The raylet logs some 20 KB about itself each minute, and about a worker just before its end.
+_LOG_TAIL_BYTES = 256 << 10
+# A file in shared memory that cannot grow ends its writer with SIGBUS, without a log line.
+_SHM_FULL_BYTES = 1 << 20
+
+
+class ExitCauses:
+    """Explanations for the end of engine processes, from changes on this member since the engine's start."""
+
+    def __init__(self, ray_logs: Path) -> None:
+        """Take the log directory of Ray's session; it need not exist yet."""
+        self._logs = ray_logs
+        self._tails = [LogTail(ray_logs / name) for name in ("raylet.out", "raylet.err")]
+        self._oom_kills = oom_kills()
+
+    def forget(self) -> None:
+        """Discard earlier observations: they do not explain the end of the engine that starts now."""
+        for tail in self._tails:
+            tail.read()
+        self._oom_kills = oom_kills()
+
+    def explain(self) -> tuple[Cause, str] | None:
+        """Return cause and evidence for an engine process that has just ended; None without an explanation on this
+        member."""
+        for tail in self._tails:
+            for line in tail.read():
+                if _RAY_KILLED.search(line):
+                    return Cause.RAY_MEMORY_KILL, line
+        now = oom_kills()
+        if now is not None and self._oom_kills is not None and now > self._oom_kills:
+            self._oom_kills = now
+            return Cause.OUT_OF_MEMORY_HOST, "the kernel ended it for want of memory"
+        free = shm_free()
+        if free is not None and free < _SHM_FULL_BYTES:
+            return Cause.SHARED_MEMORY_FULL, f"shared memory (/dev/shm) has {free} bytes free"
+        return None
+
+    def ordered_to_end(self, pid: int) -> bool | None:
+        """Return whether Ray ordered the worker `pid`, which has just ended, to end.
+
+        It does so when vLLM's executor gives the worker up, and when the EngineCore that made it is gone. Either way
+        the worker died of another death, and may have been seen to end before that one, for an EngineCore that fails
+        ends last. None if Ray's logs do not know that worker.
+        """
+        try:
+            # The name contains both ids of the worker; a process id may have been an earlier worker's too.
+            log = max(self._logs.glob(f"python-core-worker-*_{pid}.log"), key=lambda log: log.stat().st_mtime)
+            worker = log.name.removeprefix("python-core-worker-").partition("_")[0]
+            with (self._logs / "raylet.out").open("rb") as raylet:
+                raylet.seek(max(0, os.fstat(raylet.fileno()).st_size - _LOG_TAIL_BYTES))
+                said = raylet.read().decode(errors="replace")
+        except (OSError, ValueError):
+            return None
+        return re.search(_RAY_ORDERED + re.escape(worker), said) is not None
+
+    def close(self) -> None:
+        """Close the logs."""
+        for tail in self._tails:
+            tail.close()
+
+
+def memory_usage() -> dict[str, int]:
+    """Return total and available memory and shared memory of this member in bytes; empty if they cannot be read."""
+    try:
+        memory, shm = psutil.virtual_memory(), shutil.disk_usage(_SHM)
+    except OSError:
+        return {}
+    return {"total": memory.total, "available": memory.available, "shmTotal": shm.total, "shmFree": shm.free}

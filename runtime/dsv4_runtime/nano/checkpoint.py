@@ -1,4 +1,4 @@
-"""Writes the nano checkpoint: complete or not at all, and never over anything else."""
+"""Atomic creation of the nano checkpoint, which never overwrites other files."""
 
 import errno
 import hashlib
@@ -14,11 +14,11 @@ MANIFEST = "nano.json"
 
 
 class NotANanoCheckpointError(Exception):
-    """The directory holds something that this module did not make, so it is left alone."""
+    """The directory contains files not created by this module, and is left unchanged."""
 
 
 def damaged(path: Path) -> list[str]:
-    """Return the files of the nano checkpoint in `path` whose SHA-256 is not the one that its manifest lists."""
+    """Return the files of the nano checkpoint in `path` whose SHA-256 differs from the manifest."""
     manifest = _manifest(path)
     return sorted(
         name
@@ -40,24 +40,24 @@ def make(
     drafts: Drafts = Drafts.NONE,
     anew: bool = False,
 ) -> Path:
-    """Make the nano checkpoint in `path`, or reuse it when it is already there and complete.
+    """Create the nano checkpoint in `path`, or reuse a complete one.
 
-    The same seed, precision and drafts give the same bytes. The files appear all at once: they are written beside
-    `path` and renamed. A nano checkpoint that is incomplete, or another one, is replaced.
+    Equal seed, precision and drafts give equal bytes. All files appear atomically: they are written beside `path` and
+    renamed. An incomplete or different nano checkpoint is replaced.
 
     Args:
         path: the checkpoint's directory; it and its parents may be missing.
         seed: any integer from 0.
         precision: `BF16` for CPU, `FP8` for the released FP8 and MXFP4 formats.
-        drafts: the layers for speculative decoding; the others are the same whichever these are.
-        anew: replace a complete one too, because files of it are `damaged`.
+        drafts: the layers for speculative decoding; they do not affect the other layers.
+        anew: replace a complete checkpoint, because files of it are `damaged`.
 
     Returns:
         `path`, made absolute.
 
     Raises:
         ValueError: `seed` is negative.
-        NotANanoCheckpointError: `path` is a file, or a directory that holds anything else.
+        NotANanoCheckpointError: `path` is a file, or a directory with other content.
         OSError: the disk is full or not writable.
     """
     if seed < 0:
@@ -68,8 +68,8 @@ def make(
     if not anew and _is_complete(path, digest):
         return path
     _refuse_foreign(path)
-    # Here and not above: it loads torch, which a member with a complete checkpoint need not wait for.
-    from dsv4_runtime.nano.files import write
+    # Loads torch, which is not needed for a complete checkpoint.
+    from dsv4_runtime.nano.weights import write
 
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -87,7 +87,7 @@ def make(
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    """Return the parsed manifest of `path`, or None when there is none that can be read."""
+    """Return the parsed manifest of `path`; None if there is no readable one."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -106,7 +106,7 @@ def _is_complete(path: Path, digest: str) -> bool:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Raise unless `path` is missing, an empty directory, or holds only files that its manifest lists."""
+    """Raise unless `path` is missing, an empty directory, or contains only files of its manifest."""
     if not path.exists():
         return
     remedy = "choose another directory, or empty this one if nothing in it is needed"
@@ -121,7 +121,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _publish(fresh: Path, path: Path, aside: Path, digest: str) -> None:
-    """Rename `fresh` to `path`. Another process may publish the same checkpoint meanwhile: then its copy stays."""
+    """Rename `fresh` to `path`. If another process publishes the same checkpoint meanwhile, its copy is kept."""
     for _ in range(3):
         try:
             fresh.rename(path)

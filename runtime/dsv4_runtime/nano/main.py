@@ -1,4 +1,4 @@
-"""`dsv4-nano DIR`: makes the nano checkpoint from the command line."""
+"""Command `dsv4-nano DIR`, which creates the nano checkpoint."""
 
 import argparse
 import sys
@@ -9,11 +9,11 @@ from dsv4_runtime.nano.checkpoint import NotANanoCheckpointError, damaged, make
 from dsv4_runtime.nano.recipe import Drafts, Precision
 
 DAMAGED = "damaged: "
-"""Begins the line of each file that was not what the manifest says."""
+"""Prefix of the line of each file that differs from the manifest."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the checkpoint that `argv` (default: the process's arguments) asks for; return the exit status."""
+    """Create the checkpoint described by `argv` (default: the process's arguments); return the exit status."""
     parser = argparse.ArgumentParser(
         prog="dsv4-nano", description="Make a tiny, real DeepSeek-V4 checkpoint with random weights."
     )

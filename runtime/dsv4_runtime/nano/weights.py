@@ -1,40 +1,144 @@
-"""Draws the nano model's tensors, one by one, under the names of the released checkpoints.
+"""Tensors of the nano model, their quantisation, and the checkpoint's files.
 
 Names follow vLLM's mapping (`models/deepseek_v4/nvidia/model.py`, `cpu/model.py`). Each tensor has its own random
-stream, named by seed and tensor name, so that neither the order nor another tensor's size changes it.
+stream, derived from seed and tensor name, so that neither the order nor the size of other tensors changes it.
 
-Random weights alone make a poor test model: in bfloat16 the order of a sum decides which expert comes sixth and which
-token first, so that two correct engines soon say different things. Therefore most of an expert is common to all experts
-of its layer, and the output layer has two parts. One favours, after each word, a fixed next word; the other is random
-and reads the rest of the hidden state. The first gives margins, the second lets the context change what is said.
-docs/decisions/0002-nano-model.md has the figures.
+Purely random weights make a poor test model: in bfloat16 the summation order decides which expert is sixth and which
+token is first, so that two correct engines soon diverge. Therefore most of an expert is common to all experts of its
+layer, and the output layer has two parts: one favours a fixed successor of each word, which provides margins; the other
+is random and reads the rest of the hidden state, which makes the output depend on the context. Figures:
+docs/decisions/0002-nano-model.md.
 
-The layers that draft are made to know the favoured next word too, so that a good part of their drafts is accepted and
-the rest is not: an MTP layer takes the last word nearly as it is, and DSpark's bias by the token before favours the
-same next word.
+The draft layers favour the same successor, so that many but not all drafts are accepted: an MTP layer passes the last
+word nearly unchanged, and DSpark's bias by the previous token has the same successor.
+
+Both quantised formats of the released checkpoints use power-of-two scales stored as UE8M0: one byte, the exponent plus
+127, no sign and no mantissa. Sources: vLLM `model_executor/layers/quantization/{fp8,mxfp4}.py`; OCP Microscaling
+Formats v1.0, section 6.3 (MXFP4).
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
-from dsv4_runtime.nano.quantise import to_fp8, to_mxfp4
-from dsv4_runtime.nano.recipe import Drafts, Precision, Recipe
-from dsv4_runtime.nano.tokenizer import word_ids
+from dsv4_runtime.nano.recipe import (
+    FP8_BLOCK,
+    MXFP4_BLOCK,
+    Drafts,
+    Precision,
+    Recipe,
+    model_config,
+    tokenizer_config,
+    tokenizer_json,
+    word_ids,
+)
 
-_NEXT_WORD_GAIN = 26.0  # logits that the favoured next word gains where nothing but the last word is in the state
-_CONTEXT_GAIN = 2.5  # standard deviation of the words' other logits
-_SILENT_GAIN = 0.1  # the same for tokens that are no words, so that greedy text can be read
-_ATTENTION_GAIN = 2.0  # of the attention's output, and of the experts': what comes from the context outweighs
-_EXPERT_GAIN = 0.5  # what comes from the last word alone
-_EXPERT_SPREAD = 0.15  # share of an expert that is its own
-_DRAFT_SPREAD = 1.5  # what a draft layer's input has of the target's state, beside 1 of the last word
-_MARKOV_GAIN = 12.0  # logits that DSpark's bias gives to the favoured next word
-_MARKOV_NOISE = 0.05  # standard deviation of the rest of the bias's two factors
+_FP8_MAX = 448.0
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_MAX_EXPONENT = 2  # 6.0 = 1.5 * 2**2
+_BIAS = 127
+
+
+def _ue8m0(exponent: torch.Tensor) -> torch.Tensor:
+    """Store integer exponents (any integer dtype) as `float8_e8m0fnu` of the same shape."""
+    return (exponent.clamp(-_BIAS, _BIAS) + _BIAS).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _log2(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the base-2 logarithm of positive float32 values rounded down and up, exactly, as int32."""
+    mantissa, exponent = torch.frexp(value)  # mantissa from 0.5, below 1
+    down = exponent - 1
+    return down, torch.where(mantissa == 0.5, down, exponent)
+
+
+def _power(exponent: torch.Tensor) -> torch.Tensor:
+    """Return `2**exponent` exactly, as float32, for int32 exponents; subnormal results become 2**-126."""
+    return ((exponent.clamp(-126, 127) + _BIAS) << 23).view(torch.float32)
+
+
+def _blocks(weight: torch.Tensor) -> torch.Tensor:
+    """View `[n, k]` as `[n/128, 128, k/128, 128]`."""
+    rows, columns = weight.shape
+    if rows % FP8_BLOCK or columns % FP8_BLOCK:
+        raise ValueError(
+            f"FP8 weight of shape [{rows}, {columns}]: both sizes must be multiples of {FP8_BLOCK}; change the recipe"
+        )
+    return weight.reshape(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
+
+
+def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise float32 `[n, k]` to e4m3 `[n, k]` and UE8M0 scales `[n/128, k/128]`.
+
+    The scale is the smallest power of two that brings the block into the e4m3 range, so that no value saturates.
+
+    Raises:
+        ValueError: `n` or `k` is not a multiple of 128.
+    """
+    blocks = _blocks(weight)
+    peak = blocks.abs().amax(dim=(1, 3)).clamp_min(torch.finfo(torch.float32).tiny)
+    _, exponent = _log2(peak / _FP8_MAX)
+    scaled = blocks * _power(-exponent)[:, None, :, None]
+    return scaled.to(torch.float8_e4m3fn).reshape(weight.shape), _ue8m0(exponent)
+
+
+def from_fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Dequantise the result of `to_fp8` to float32 `[n, k]`."""
+    blocks = _blocks(weight.to(torch.float32))
+    return (blocks * scale.to(torch.float32)[:, None, :, None]).reshape(weight.shape)
+
+
+def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise float32 `[n, k]` to packed E2M1 int8 `[n, k/2]` and UE8M0 scales `[n, k/32]`.
+
+    Even `k` is in the low nibble. The exponent follows OCP MX: the exponent of the block's peak minus that of the
+    format's peak, so that values above 6 after scaling saturate. Halfway values are rounded to the smaller magnitude.
+
+    Raises:
+        ValueError: `k` is not a multiple of 32.
+    """
+    rows, columns = weight.shape
+    if columns % MXFP4_BLOCK:
+        raise ValueError(
+            f"MXFP4 weight of shape [{rows}, {columns}]: the second size must be a multiple of {MXFP4_BLOCK}; "
+            "change the recipe"
+        )
+    blocks = weight.reshape(rows, columns // MXFP4_BLOCK, MXFP4_BLOCK)
+    peak = blocks.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    exponent = _log2(peak)[0] - _FP4_MAX_EXPONENT
+    scaled = (blocks * _power(-exponent)[..., None]).reshape(rows, columns)
+    values = torch.tensor(_FP4_VALUES, device=weight.device)
+    code = torch.bucketize(scaled.abs(), (values[1:] + values[:-1]) / 2) + 8 * (scaled < 0)
+    code = code.to(torch.uint8)
+    packed = code[:, 0::2] | (code[:, 1::2] << 4)
+    return packed.view(torch.int8), _ue8m0(exponent)
+
+
+def from_mxfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Dequantise the result of `to_mxfp4` to float32 `[n, k]`."""
+    table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
+    byte = packed.view(torch.uint8).to(torch.int64)
+    values = torch.stack((table[byte & 0xF], table[byte >> 4]), dim=-1).reshape(packed.shape[0], -1)
+    return values * scale.to(torch.float32).repeat_interleave(MXFP4_BLOCK, dim=1)
+
+
+_NEXT_WORD_GAIN = 26.0  # logits added to the favoured successor where the state contains nothing but the last word
+_CONTEXT_GAIN = 2.5  # standard deviation of the other word logits
+_SILENT_GAIN = 0.1  # the same for other tokens, so that greedy text is readable
+_ATTENTION_GAIN = 2.0  # of the outputs of attention and experts: the context outweighs
+_EXPERT_GAIN = 0.5  # the last word
+_EXPERT_SPREAD = 0.15  # individual share of an expert
+_DRAFT_SPREAD = 1.5  # weight of the target's state in a draft layer's input, relative to the last word
+_MARKOV_GAIN = 12.0  # logits of DSpark's bias for the favoured successor
+_MARKOV_NOISE = 0.05  # standard deviation of the remaining entries of the bias's two factors
 
 
 class Kind(StrEnum):
@@ -58,7 +162,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class RandomStreams:
-    """Random streams of one checkpoint."""
+    """Random streams of a checkpoint."""
 
     seed: int
 
@@ -81,12 +185,12 @@ class RandomStreams:
 
 
 def _norm(source: RandomStreams, name: str, dim: int) -> Draw:
-    # Not exactly 1, so that a norm that is left out or taken twice shows.
+    # Not exactly 1, so that a missing or repeated norm is visible.
     return Draw(name, Kind.BF16, source.normal(name, dim, std=0.1, mean=1.0))
 
 
 def _compressor(source: RandomStreams, prefix: str, recipe: Recipe, ratio: int, dim: int) -> Iterator[Draw]:
-    width = dim * (2 if ratio == 4 else 1)  # ratio 4 overlaps its windows: two series per token
+    width = dim * (2 if ratio == 4 else 1)  # ratio 4 has overlapping windows: two series per token
     for part in ("wkv", "wgate"):
         name = f"{prefix}.{part}.weight"
         yield Draw(name, Kind.BF16, source.normal(name, width, recipe.hidden, std=recipe.hidden**-0.5))
@@ -149,27 +253,27 @@ def _hyper_connection(source: RandomStreams, prefix: str, recipe: Recipe, output
     width = recipe.hc_mult * recipe.hidden
     yield Draw(f"{prefix}_fn", Kind.FP32, source.normal(f"{prefix}_fn", outputs, width, std=0.5 * width**-0.5))
     base = source.normal(f"{prefix}_base", outputs, std=0.3)
-    if outputs > recipe.hc_mult:  # pre, post, then the mixing matrix: streams that mostly keep to themselves
+    if outputs > recipe.hc_mult:  # pre, post, then the mixing matrix: mostly separate streams
         base[2 * recipe.hc_mult :] += 2 * torch.eye(recipe.hc_mult).flatten()
     yield Draw(f"{prefix}_base", Kind.FP32, base)
     yield Draw(f"{prefix}_scale", Kind.FP32, torch.ones(scales))
 
 
 def _word_order(source: RandomStreams) -> torch.Tensor:
-    """Return the words' ids, int64 `[words]`; after each the favourite is the next, after the last the first."""
+    """Return the words' ids, int64 `[words]`; each is followed by its favoured successor, the last by the first."""
     words = torch.tensor(word_ids())
     return words[source.permutation("word order", len(words))]
 
 
 def _head(source: RandomStreams, embedding: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Return the output layer, float32 `[vocab, hidden]`; the module's docstring says why it is not simply random."""
+    """Return the output layer, float32 `[vocab, hidden]`, with the two parts described at the top of the module."""
     order = _word_order(source)
     gains = torch.full((recipe.vocab, 1), _SILENT_GAIN)
     gains[order] = _CONTEXT_GAIN
     head = source.normal("head.weight", recipe.vocab, recipe.hidden, std=recipe.hidden**-0.5) * gains
     directions = embedding[order] / embedding[order].norm(dim=1, keepdim=True)
-    # The random part must not see the last word itself, else some words would forever follow themselves. In float64, so
-    # that after rounding to bfloat16 no trace of the machine's linear algebra is left.
+    # Remove the last word from the random part, otherwise some words would repeat forever. In float64, so that after
+    # rounding to bfloat16 the result does not depend on the linear algebra library.
     basis = torch.linalg.qr(directions.T.double()).Q
     head -= (head.double() @ basis @ basis.T).float()
     head[order.roll(-1)] += directions * (_NEXT_WORD_GAIN * recipe.hidden**-0.5)
@@ -186,7 +290,7 @@ def _layer(source: RandomStreams, prefix: str, recipe: Recipe, layer: int, ratio
 
 
 def _stem(source: RandomStreams, prefix: str, recipe: Recipe) -> Iterator[Draw]:
-    """Yield what comes after a model's last layer and before the output layer."""
+    """Yield the tensors between the last layer and the output layer."""
     yield _norm(source, f"{prefix}norm.weight", recipe.hidden)
     yield from _hyper_connection(source, f"{prefix}hc_head", recipe, recipe.hc_mult, scales=1)
 
@@ -197,7 +301,7 @@ def _projection(source: RandomStreams, name: str, recipe: Recipe, inputs: int, i
 
 
 def _markov(source: RandomStreams, prefix: str, recipe: Recipe) -> Iterator[Draw]:
-    """Yield DSpark's bias by the token before: a column for each word, loud at the word and at its favourite."""
+    """Yield DSpark's bias by the previous token: one column per word, large at the word and its successor."""
     order, names = _word_order(source), (f"{prefix}.markov_w1.weight", f"{prefix}.markov_w2.weight")
     column = torch.arange(len(order))
     for name, tokens, loud in zip(names, (order, order.roll(-1)), (1.0, _MARKOV_GAIN), strict=True):
@@ -207,7 +311,7 @@ def _markov(source: RandomStreams, prefix: str, recipe: Recipe) -> Iterator[Draw
 
 
 def _drafts(source: RandomStreams, recipe: Recipe) -> Iterator[Draw]:
-    """Yield the layers that draft, `mtp.*`; they have neither an embedding nor an output layer of their own."""
+    """Yield the draft layers `mtp.*`, which share embedding and output layer with the model."""
     for stage in range(recipe.draft_layers):
         yield from _layer(source, f"mtp.{stage}", recipe, recipe.layers + stage, ratio=0)
     if recipe.drafts is Drafts.MTP:
@@ -245,7 +349,7 @@ _QUANTISERS: dict[Kind, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tenso
 
 
 def stored(draw: Draw, precision: Precision) -> dict[str, torch.Tensor]:
-    """Return what lies on disk for one draw: `{name: tensor}`, and its `.scale` where the format has one."""
+    """Return the stored tensors of a draw: `{name: tensor}`, and its `.scale` where the format has one."""
     quantise = _QUANTISERS.get(draw.kind)
     if quantise is None:
         return {draw.name: draw.value.to(_PLAIN[draw.kind])}
@@ -253,3 +357,67 @@ def stored(draw: Draw, precision: Precision) -> dict[str, torch.Tensor]:
         return {draw.name: draw.value.to(torch.bfloat16)}
     weight, scale = quantise(draw.value)
     return {draw.name: weight, draw.name.removesuffix("weight") + "scale": scale}
+
+
+_SHARD_BYTES = 32 << 20
+
+
+def _shards(recipe: Recipe, source: RandomStreams, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Group the stored tensors into shards of about `shard_bytes`, in drawing order."""
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for draw in draws(recipe, source):
+        for name, tensor in stored(draw, recipe.precision).items():
+            shard[name] = tensor.contiguous().cpu()
+            size += tensor.nbytes
+        if size >= shard_bytes:
+            yield shard
+            shard, size = {}, 0
+    if shard:
+        yield shard
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Limit torch to one thread: many small operations gain nothing from more, and lose on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def write(folder: Path, recipe: Recipe, seed: int) -> dict[str, Any]:
+    """Write one checkpoint into the empty `folder`; return seed, precision, and bytes and SHA-256 of every file."""
+    with _one_thread():
+        write_files(folder, recipe, RandomStreams(seed))
+    files = {file.name: _file_entry(file) for file in sorted(folder.iterdir())}
+    return {"seed": seed, "precision": recipe.precision, "files": files}
+
+
+def write_files(folder: Path, recipe: Recipe, source: RandomStreams, shard_bytes: int = _SHARD_BYTES) -> None:
+    """Write the files of the checkpoint drawn from `source` into the empty `folder`."""
+    shards = list(_shards(recipe, source, shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, name))
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(folder / "config.json", model_config(recipe))
+    _write_json(
+        folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0}
+    )
+    _write_json(folder / "tokenizer.json", tokenizer_json())
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(recipe.max_positions))
+
+
+def _file_entry(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}

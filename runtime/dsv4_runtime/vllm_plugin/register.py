@@ -1,40 +1,79 @@
-"""Entry point `vllm.general_plugins`: called by vLLM in the API server, the engine core and every worker."""
+"""Registry of the patches for every build, and the entry point `vllm.general_plugins`.
+
+vLLM calls `register` in the API server, the engine core and every worker. The patches for the CPU build are in
+`dsv4_runtime.vllm_cpu.patches`.
+"""
 
 import functools
-import logging
+import inspect
+from collections.abc import Callable
+from typing import Any
 
-from dsv4_runtime.vllm_plugin import loading, platform, reserve
-from dsv4_runtime.vllm_plugin.after_import import after_import
-from dsv4_runtime.vllm_plugin.kernels import attachments
-from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, vllm_version
-from dsv4_runtime.vllm_plugin.patches import PATCHES
+from dsv4_runtime.health.ledger import Writer
+from dsv4_runtime.vllm_plugin import forking, loading
+from dsv4_runtime.vllm_plugin.kernels import choice
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, after_import, apply_after_import, is_cpu_build, refuse
 
-_LOGGER = logging.getLogger("vllm.dsv4")  # under vLLM's logger, so it is shown as vLLM's own lines are
-
-
-def _apply(patch: Patch) -> None:
-    outcome = patch.apply()
-    if outcome is PatchOutcome.NOT_NEEDED:
-        _LOGGER.info("Patch of %s can be deleted: %s does it itself", patch.symbol, vllm_version())
-    else:
-        _LOGGER.debug("Patch of %s: %s", patch.symbol, outcome)
+_PARALLEL_STATE = "vllm.distributed.parallel_state"
+# Called by all ranks of a group in the same order. Compiled graphs call the `_out_place` methods too.
+_COLLECTIVES = ("_all_reduce_out_place", "_all_gather_out_place", "_reduce_scatter_out_place", "gather", "broadcast")
 
 
-@functools.cache  # vLLM may call a plugin more than once in one process
+@functools.cache  # the first collective of a process creates the file
+def _ledger() -> Writer:
+    return Writer()
+
+
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *rest: Any, **more: Any) -> Any:
+        if self.world_size > 1:
+            _ledger().begin()
+        return original(self, *rest, **more)
+
+    return method
+
+
+def _count_collectives() -> PatchOutcome:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    for name in _COLLECTIVES:
+        method = inspect.getattr_static(GroupCoordinator, name, None)
+        if not inspect.isfunction(method) or next(iter(inspect.signature(method).parameters)) != "self":
+            raise refuse(f"{_PARALLEL_STATE}.GroupCoordinator.{name}", "there is no method of that name")
+    for name in _COLLECTIVES:
+        setattr(GroupCoordinator, name, _counted(getattr(GroupCoordinator, name)))
+    return PatchOutcome.APPLIED
+
+
+COLLECTIVE_LEDGER = Patch(
+    module=_PARALLEL_STATE,
+    symbol="GroupCoordinator",
+    why=(
+        "in a hang every rank but one waits inside a collective that this rank has not entered; the count identifies"
+        " it, and vLLM keeps none. Costs less than a microsecond per collective started from Python"
+    ),
+    upstream="none; NCCL's flight recorder does the same for NCCL only, and writes only on a timeout",
+    versions="vLLM 0.32.0",
+    obsolete_when="vLLM reports the progress of each worker",
+    apply=_count_collectives,
+)
+
+PATCHES: tuple[Patch, ...] = (COLLECTIVE_LEDGER, forking.MODEL_INSPECTION, forking.FORKED_ENGINE)
+
+
+@functools.cache  # vLLM may call a plugin several times per process
 def register() -> None:
-    """Arrange for every patch, the loader, and on CUDA builds every kernel hook, to be applied to vLLM's modules.
+    """Register the patches, the loader and, on CUDA builds, the kernel hooks.
 
-    Each when vLLM imports the module that it is for.
-
-    Imports nothing of vLLM now.
+    Each is applied after the import of its module. Imports no module of vLLM.
 
     Raises:
-        PatchRefusedError: a module is already imported and its symbol is not the one that the patch knows.
-        KernelChoiceError: `DSV4_KERNELS` names something that is not there.
+        PatchRefusedError: a module is already imported and its symbol differs.
+        KernelChoiceError: `DSV4_KERNELS` contains an unknown name.
     """
-    for patch in PATCHES:
-        after_import(patch.module, functools.partial(_apply, patch))
+    apply_after_import(PATCHES)
     after_import(loading.MODULE, loading.attach)
-    if not platform.is_cpu_build():
-        reserve.install()
-        attachments.install()
+    if not is_cpu_build():
+        loading.install_reserve()
+        choice.install()

@@ -1,1 +1,1 @@
-"""The checkpoint's bytes: fetching, verifying, sharing between members, and the page cache."""
+"""Checkpoint files: fetching, verification, sharing between members, and the page cache."""

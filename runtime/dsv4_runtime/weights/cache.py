@@ -1,4 +1,4 @@
-"""The page cache: files are read ahead while there is room for them, and leave it where the engine needs the memory."""
+"""Page cache management: read files ahead while memory permits, and drop them where the engine needs the memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 from dsv4_runtime.contract import PageCache
 
 RESERVE_BYTES = 4 << 30
-"""Memory that reading ahead leaves to everything else."""
+"""Memory reserved for other users of the page cache."""
 
 FLOOR_BYTES = 8 << 30
-"""Free memory below which files leave the page cache where devices share the memory: the driver's allocations fail
-before the kernel frees cached pages for them."""
+"""Free memory below which files are dropped on unified memory: the driver's allocations fail before the kernel reclaims
+cached pages for them."""
 
 _BLOCK = 8 << 20
 _AHEAD = 32 << 20
-_LOOK_BYTES = 1 << 28
-_LOOK_SECONDS = 1.0
+_REPORT_BYTES = 1 << 28
+_REPORT_SECONDS = 1.0
 _MEASURE_BYTES = 1 << 26
 
 
@@ -31,7 +31,7 @@ def meminfo(text: str) -> dict[str, int]:
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory that can be had without swapping, within this container's own limit."""
+    """Return the available memory without swapping, within the limit of this container."""
     available = meminfo((proc / "meminfo").read_text()).get("MemAvailable", 0)
     with contextlib.suppress(OSError, ValueError, KeyError):
         limit = int((cgroup / "memory.max").read_text())
@@ -41,21 +41,21 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     return available
 
 
-def room(policy: PageCache, available: int, resident: int, reserve: int = RESERVE_BYTES) -> int:
+def read_ahead_limit(policy: PageCache, available: int, resident: int, reserve: int = RESERVE_BYTES) -> int:
     """Return the bytes of files that may be read ahead.
 
     Args:
         policy: whether devices share the memory.
-        available: memory that can be had now.
-        resident: memory that the engine will take; where devices have their own, it takes little of this one.
-        reserve: what to leave.
+        available: available memory.
+        resident: memory of the engine; mostly on the devices unless they share the memory.
+        reserve: memory to leave free.
     """
     taken = resident if policy is PageCache.UNIFIED else 0
     return max(0, available - taken - reserve)
 
 
 def drop(paths: Sequence[Path]) -> None:
-    """Drop files from the page cache, but for pages that a process has mapped. Needs no privilege."""
+    """Drop files from the page cache except mapped pages. Needs no privileges."""
     for path in paths:
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -66,7 +66,7 @@ def drop(paths: Sequence[Path]) -> None:
 
 
 def keep_free(folder: Path) -> bool:
-    """Drop the checkpoint's files where free memory is below the floor; return whether it was."""
+    """Drop the checkpoint's files if free memory is below the floor; return whether it was."""
     if meminfo(Path("/proc/meminfo").read_text()).get("MemFree", FLOOR_BYTES) >= FLOOR_BYTES:
         return False
     drop(sorted(folder.rglob("*.safetensors")))
@@ -74,9 +74,9 @@ def keep_free(folder: Path) -> bool:
 
 
 def storage_bytes(proc: Path = Path("/proc")) -> int:
-    """Return how many bytes this process has had read from storage so far; 0 if the kernel does not say.
+    """Return the bytes this process has read from storage; 0 if unknown.
 
-    Network file systems are included; what was in the page cache does not count.
+    Includes network file systems, excludes the page cache.
     """
     try:
         rows = dict(line.split(": ") for line in (proc / "self/io").read_text().splitlines())
@@ -86,30 +86,29 @@ def storage_bytes(proc: Path = Path("/proc")) -> int:
 
 
 def disk_rate(stored: int, read: int, seconds: float) -> float | None:
-    """Return the bytes a second of a disk; None where what it gave is too little to judge by.
+    """Return the disk throughput in bytes per second; None if too little was read from the disk.
 
     Args:
-        stored: bytes that came from it, 64 MiB at least.
-        read: bytes that were read in all. If most of them were in memory, the time is that of memory, not the disk's.
-        seconds: that it took.
+        stored: bytes read from the disk; at least 64 MiB for a result.
+        read: bytes read in total. If most came from memory, the time is not that of the disk.
+        seconds: elapsed time.
     """
     return stored / seconds if stored >= max(_MEASURE_BYTES, read / 2) and seconds > 0 else None
 
 
-def warm(paths: Sequence[Path], limit: int, told: Callable[[int, float], None]) -> int:
-    """Read files one after the other until `limit` bytes are read or memory runs low; return how many were.
+def read_ahead(paths: Sequence[Path], limit: int, report: Callable[[int, float], None]) -> int:
+    """Read files sequentially until `limit` bytes are read or memory runs low; return the bytes read.
 
-    Reads ordinary blocks in order, and asks the kernel for the next ones while it does: no O_DIRECT, which would pass
-    the page cache by.
+    Uses buffered reads with kernel read-ahead, because O_DIRECT would bypass the page cache.
 
     Args:
-        paths: the files, in the order in which the engine will want them.
+        paths: files in the engine's load order.
         limit: bytes.
-        told: called with the bytes read and the seconds it took, now and then.
+        report: called periodically with bytes read and seconds elapsed.
     """
     buffer = memoryview(bytearray(_BLOCK))
-    begun = looked = time.monotonic()
-    read, look = 0, _LOOK_BYTES
+    begun = reported = time.monotonic()
+    read, next_report = 0, _REPORT_BYTES
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -126,9 +125,9 @@ def warm(paths: Sequence[Path], limit: int, told: Callable[[int, float], None]) 
                 offset += got
                 read += got
                 now = time.monotonic()
-                if read >= look or now - looked >= _LOOK_SECONDS:
-                    look, looked = read + _LOOK_BYTES, now
-                    told(read, now - begun)
+                if read >= next_report or now - reported >= _REPORT_SECONDS:
+                    next_report, reported = read + _REPORT_BYTES, now
+                    report(read, now - begun)
                     if available_bytes() < RESERVE_BYTES:
                         return read
         except OSError:

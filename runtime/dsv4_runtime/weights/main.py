@@ -1,7 +1,7 @@
-"""`python -m dsv4_runtime.weights.main stage|prefetch|scrub|verify`: what the agent does not want in its own memory.
+"""`python -m dsv4_runtime.weights.main stage|prefetch|scrub|verify`: work outside the agent's process and memory.
 
-Reads a `Job` as the first line of its input, writes `News` as lines, and ends when its input does: so it never
-outlives the agent.
+Reads a `StagingJob` as the first line of stdin, writes `StagingReport` lines, and exits at the end of stdin, so that it
+never outlives the agent.
 """
 
 from __future__ import annotations
@@ -15,115 +15,116 @@ from pathlib import Path
 
 from dsv4_runtime.contract import Cause, PageCache
 from dsv4_runtime.weights import cache, checkpoint
-from dsv4_runtime.weights.errors import WeightsError
-from dsv4_runtime.weights.job import Job, News
-from dsv4_runtime.weights.limits import human
-from dsv4_runtime.weights.offer import Stance
+from dsv4_runtime.weights.checkpoint import WeightsError
+from dsv4_runtime.weights.messages import StagingJob, StagingReport, StagingState
+from dsv4_runtime.weights.writer import human
 
-_TELL_SECONDS = 0.25
-# Reading what is in use gives way to everything else, and begins anew an hour after it came to its end.
+_REPORT_SECONDS = 0.25
+# Scrubbing has the lowest priority, and restarts an hour after each pass.
 _NICE = 19
-_TURN_SECONDS = 3600.0
+_SCRUB_PAUSE_SECONDS = 3600.0
 
 
 def main() -> None:
-    """Do the job, say how it ended, and be gone: threads that wait on a network are not waited for."""
-    job = Job.model_validate_json(sys.stdin.readline())
-    threading.Thread(target=_until_orphaned, daemon=True).start()
+    """Run the job and exit without waiting for threads that are blocked on the network."""
+    job = StagingJob.model_validate_json(sys.stdin.readline())
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     code = {"prefetch": prefetch, "scrub": scrub, "verify": verify}.get(sys.argv[1], stage)(job)
     sys.stdout.flush()
     os._exit(code)
 
 
-def stage(job: Job) -> int:
-    """Stage the checkpoint; exit code 0, or 1 with the reason as the last news."""
+def stage(job: StagingJob) -> int:
+    """Stage the checkpoint; return 0, or 1 with the reason in the last report."""
     from dsv4_runtime.weights import staging
 
-    begun, last = time.monotonic(), _Last()
+    begun, last = time.monotonic(), _ThrottledReports()
     try:
-        done = staging.stage(job, last.tell)
+        done = staging.stage(job, last.report)
     except WeightsError as error:
-        _write(News(error=str(error), cause=error.cause))
+        _write(StagingReport(error=str(error), cause=error.cause))
         return 1
     except Exception as error:
         logging.exception("staging made a mistake")
-        _write(News(error=f"staging made a mistake: {type(error).__name__}: {error}", cause=Cause.STAGING_FAILED))
+        _write(
+            StagingReport(error=f"staging made a mistake: {type(error).__name__}: {error}", cause=Cause.STAGING_FAILED)
+        )
         return 1
     took = time.monotonic() - begun
     text = f"fetched {human(done.fetched)} in {took:.2f} s" if done.fetched else "complete, nothing to fetch"
     found = {"fetched": done.fetched, "verified": done.verified, "wrong": done.wrong}
-    _write(News(stage=text, percent=100, stance=Stance.COMPLETE, **found))
+    _write(StagingReport(stage=text, percent=100, stance=StagingState.COMPLETE, **found))
     return 0
 
 
-def prefetch(job: Job) -> int:
-    """Put the page cache into the state that the load wants."""
+def prefetch(job: StagingJob) -> int:
+    """Prepare the page cache for loading."""
     plan = job.weights
     files = checkpoint.shards(Path(plan.path), job.stages)
     if plan.page_cache is PageCache.UNIFIED:
         cache.drop(files)
     size = sum(file.stat().st_size for file in files)
-    limit = cache.room(plan.page_cache, cache.available_bytes(), job.resident_bytes)
+    limit = cache.read_ahead_limit(plan.page_cache, cache.available_bytes(), job.resident_bytes)
 
     before = cache.storage_bytes()
 
-    def tell(stage: str, read: int, seconds: float) -> None:
+    def write_rate(stage: str, read: int, seconds: float) -> None:
         rate = cache.disk_rate(cache.storage_bytes() - before, read, seconds)
-        _write(News(stage=stage, disk_bytes_per_second=rate))
+        _write(StagingReport(stage=stage, disk_bytes_per_second=rate))
 
-    def told(read: int, seconds: float) -> None:
-        tell(f"read ahead {human(read)} of {human(size)}, {human(read / max(seconds, 1e-6))}/s", read, seconds)
+    def report(read: int, seconds: float) -> None:
+        write_rate(f"read ahead {human(read)} of {human(size)}, {human(read / max(seconds, 1e-6))}/s", read, seconds)
 
     begun = time.monotonic()
-    read = cache.warm(files, limit, told)
+    read = cache.read_ahead(files, limit, report)
     took = max(time.monotonic() - begun, 1e-6)
     why = "" if read == size else f", all that memory has room for beside the engine ({human(limit)})"
-    tell(f"read ahead {human(read)} of {human(size)} in {took:.1f} s, {human(read / took)}/s{why}", read, took)
+    write_rate(f"read ahead {human(read)} of {human(size)} in {took:.1f} s, {human(read / took)}/s{why}", read, took)
     return 0
 
 
-def scrub(job: Job) -> int:
-    """Read the checkpoint again and again until a file of it is wrong, which the last news name."""
+def scrub(job: StagingJob) -> int:
+    """Verify the checkpoint repeatedly until a file is wrong; the last report names it."""
     from dsv4_runtime.weights import scrub
 
     os.nice(_NICE)
-    wrong = scrub.scrub(job.weights, _TURN_SECONDS, lambda: _write(News(verified=True)))
-    _write(News(wrong=() if wrong is None else (wrong,)))
+    wrong = scrub.scrub(job.weights, _SCRUB_PAUSE_SECONDS, lambda: _write(StagingReport(verified=True)))
+    _write(StagingReport(wrong=() if wrong is None else (wrong,)))
     return 0
 
 
-def verify(job: Job) -> int:
-    """Read the checkpoint at once; the last news say whether it is right, or which file is wrong."""
+def verify(job: StagingJob) -> int:
+    """Verify the checkpoint once; the last report contains the result."""
     from dsv4_runtime.weights import scrub
 
     comparable, wrong = scrub.verify(job.weights)
-    _write(News(verified=comparable and wrong is None, wrong=() if wrong is None else (wrong,)))
+    _write(StagingReport(verified=comparable and wrong is None, wrong=() if wrong is None else (wrong,)))
     return 0
 
 
-class _Last:
-    """Passes news on, but not more often than anybody looks."""
+class _ThrottledReports:
+    """Writes reports at a limited rate."""
 
     def __init__(self) -> None:
-        self._said: News | None = None
+        self._latest: StagingReport | None = None
         self._time = 0.0
 
-    def tell(self, news: News) -> None:
+    def report(self, report: StagingReport) -> None:
         now = time.monotonic()
-        before = self._said
-        changed = before is None or (before.stance, before.claimed) != (news.stance, news.claimed)
-        if changed or now - self._time >= _TELL_SECONDS:
-            self._said, self._time = news, now
-            _write(news)
+        before = self._latest
+        changed = before is None or (before.stance, before.claimed) != (report.stance, report.claimed)
+        if changed or now - self._time >= _REPORT_SECONDS:
+            self._latest, self._time = report, now
+            _write(report)
 
 
-def _write(news: News) -> None:
-    sys.stdout.write(f"{news.to_json()}\n")
+def _write(report: StagingReport) -> None:
+    sys.stdout.write(f"{report.to_json()}\n")
     sys.stdout.flush()
 
 
-def _until_orphaned() -> None:
+def _exit_with_parent() -> None:
     while sys.stdin.readline():
         pass
     os._exit(3)

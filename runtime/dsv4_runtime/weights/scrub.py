@@ -1,7 +1,7 @@
-"""Reads a checkpoint again and again while it is in use, slowly, and says which file is not what it should be.
+"""Slow, repeated verification of a checkpoint in use.
 
-A file whose size, times or inode have changed is read first. What is right comes from the marker of verified files, or
-from a nano checkpoint's own list; a directory that nobody staged has nothing to compare with.
+Files with a changed size, time or inode are read first. The expected digests come from the marker of verified files or
+from the manifest of a nano checkpoint; other directories cannot be verified.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
-from dsv4_runtime.contract.files import open_regular
-from dsv4_runtime.weights.limits import Limiter
+from dsv4_runtime.util.files import open_regular
 from dsv4_runtime.weights.shared import resolve_path
 from dsv4_runtime.weights.store import Store
+from dsv4_runtime.weights.writer import Limiter
 
 BYTES_PER_SECOND = 16 << 20
-"""About a hundredth of a core for SHA-256, and little beside what the slowest disk of the catalog reads."""
+"""About 1 % of a core for SHA-256, and far below the slowest disk of the catalog."""
 _CHUNK_BYTES = 1 << 20
-_LOOK_SECONDS = 10.0
+_CHANGE_CHECK_SECONDS = 10.0
 
 Stamp = tuple[int, int, int]
 
 
 def digests(plan: WeightsPlan) -> dict[str, str]:
-    """Return file name to the SHA-256 that its content must have; empty where nobody knows."""
+    """Return file name to expected SHA-256; empty if unknown."""
     folder = Path(plan.path)
     if plan.source is WeightsSource.NANO:
         try:
@@ -41,7 +41,7 @@ def digests(plan: WeightsPlan) -> dict[str, str]:
 
 
 class Scrubber:
-    """Reads one checkpoint."""
+    """Verification of one checkpoint."""
 
     def __init__(self, plan: WeightsPlan, rate: int | None = BYTES_PER_SECOND) -> None:
         self._plan = plan
@@ -49,17 +49,17 @@ class Scrubber:
         self._shared = Path(plan.shared) if plan.shared is not None else None
         self._limiter = Limiter(rate)
         self._read: dict[str, Stamp] = {}
-        """File to what it looked like when it was read and was right."""
+        """Stamp of each file when it was last verified."""
 
     def turn(self) -> str | None:
-        """Read every file once, those that have changed before the others; return the first that is wrong."""
+        """Read every file once, changed ones first; return the first wrong file."""
         for name in self._ahead():
             if self._wrong(name):
                 return name
         return None
 
     def changed(self) -> str | None:
-        """Read what has changed since it was read; return the first that is wrong."""
+        """Read files that changed since their verification; return the first wrong file."""
         for name in digests(self._plan):
             if name in self._read and self._stamp(name) != self._read[name] and self._wrong(name):
                 return name
@@ -74,14 +74,14 @@ class Scrubber:
             yield name
 
     def _wrong(self, name: str) -> bool:
-        # Twice: another process may be replacing it, and note its digest a moment later.
+        # Twice: another process may be replacing the file, and note its digest a moment later.
         for _ in range(2):
             stamp = self._stamp(name)
             wanted = digests(self._plan).get(name)
             if stamp is None or wanted is None:
                 return wanted is not None
             with contextlib.suppress(OSError):
-                # What is no file any more is wrong too.
+                # A missing or irregular file is wrong, too.
                 if self._sha256(resolve_path(self._folder / name, self._shared)) == wanted:
                     self._read[name] = stamp
                     return False
@@ -106,30 +106,30 @@ class Scrubber:
 
 
 def verify(plan: WeightsPlan) -> tuple[bool, str | None]:
-    """Read the checkpoint once, as fast as it comes; return whether it can be compared, and the first wrong file."""
+    """Verify the checkpoint once at full speed; return whether digests are known, and the first wrong file."""
     return bool(digests(plan)), Scrubber(plan, rate=None).turn()
 
 
 def scrub(
-    plan: WeightsPlan, pause: float, told: Callable[[], None], sleep: Callable[[float], None] = time.sleep
+    plan: WeightsPlan, pause: float, report: Callable[[], None], sleep: Callable[[float], None] = time.sleep
 ) -> str | None:
-    """Read the checkpoint until a file of it is wrong, and return its name; None if there is nothing to compare with.
+    """Verify the checkpoint until a file is wrong; return its name, or None if no digests are known.
 
     Args:
-        plan: which checkpoint.
-        pause: seconds between two turns; changes are looked for in between.
-        told: called after each turn that found every file right.
-        sleep: waits so many seconds.
+        plan: the checkpoint.
+        pause: seconds between passes; changed files are checked in between.
+        report: called after each pass without a wrong file.
+        sleep: sleep function.
     """
     if not digests(plan):
         return None
     scrubber = Scrubber(plan)
     while (wrong := scrubber.turn()) is None:
-        told()
+        report()
         ahead = pause
         while ahead > 0 and wrong is None:
-            sleep(min(ahead, _LOOK_SECONDS))
-            ahead -= _LOOK_SECONDS
+            sleep(min(ahead, _CHANGE_CHECK_SECONDS))
+            ahead -= _CHANGE_CHECK_SECONDS
             wrong = scrubber.changed()
         if wrong is not None:
             break

@@ -1,7 +1,8 @@
-"""Files by their SHA-256 that all deployments of a node read: `python -m dsv4_runtime.weights.shared CHECKPOINT STORE`.
+"""Content-addressed files shared by all deployments of a node: `python -m dsv4_runtime.weights.shared CHECKPOINT
+STORE`.
 
-Members see the store read-only, and read a file whole before they believe its name. So whoever can write into it can at
-most waste their time; on a cluster that is the administrator alone, who runs this.
+Members mount the store read-only and verify a file before use, so a writer can only waste their time. On a cluster only
+the administrator, who runs this program, can write.
 """
 
 from __future__ import annotations
@@ -13,44 +14,39 @@ import stat
 import sys
 from pathlib import Path
 
-from dsv4_runtime.weights.limits import human
-from dsv4_runtime.weights.manifest import is_wanted
+from dsv4_runtime.weights.checkpoint import is_wanted
+from dsv4_runtime.weights.writer import human
 
 _BLOCK_BYTES = 1 << 23
 
 
-def place_of(store: Path, sha256: str) -> Path:
-    """Return where the file with that content is, or would be."""
+def shared_file(store: Path, sha256: str) -> Path:
+    """Return the path of the file with that content."""
     return store / sha256
 
 
-def take(store: Path, sha256: str, target: Path) -> None:
-    """Put a link to the file with that content at `target`, in one step.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def link_shared(store: Path, sha256: str, target: Path) -> None:
+    """Link `target` to the file with that content, atomically; raise OSError if that fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     link = target.with_name(f".{target.name}.link")
     link.unlink(missing_ok=True)
-    link.symlink_to(place_of(store, sha256))
+    link.symlink_to(shared_file(store, sha256))
     link.replace(target)
 
 
 def resolve_path(path: Path, store: Path | None) -> Path:
-    """Return the file of `store` that `path` links to, as `take` made it; any other path as it is, links too."""
+    """Return the file of `store` that `path` links to, as created by `link_shared`; any other path unchanged."""
     try:
         target = path.readlink()
     except OSError:
         return path
-    return target if store is not None and target == place_of(store, target.name) else path
+    return target if store is not None and target == shared_file(store, target.name) else path
 
 
 def publish(checkpoint: Path, store: Path) -> dict[str, str]:
-    """Copy the files of a checkpoint into `store`, each under the SHA-256 of what was copied; return name to SHA-256.
+    """Copy the files of a checkpoint into `store` under the SHA-256 of the copied bytes; return name to SHA-256.
 
-    What somebody writes into the checkpoint meanwhile has another name than it pretends. Links and everything else that
-    is no file is left out.
+    Concurrent changes of the checkpoint result in another digest. Links and special files are skipped.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -65,9 +61,9 @@ def publish(checkpoint: Path, store: Path) -> dict[str, str]:
 
 
 def _copy(path: Path, store: Path) -> str:
-    """Copy one file; nothing that is there already is written again."""
+    """Copy one file unless it exists."""
     draft, digest = store / f".draft-{os.getpid()}", hashlib.sha256()
-    # A link or a FIFO that was put there since the look is not opened.
+    # A link or FIFO created meanwhile is not opened.
     source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         with os.fdopen(source, "rb") as given, draft.open("wb") as kept:
@@ -79,7 +75,7 @@ def _copy(path: Path, store: Path) -> str:
             kept.flush()
             os.fchmod(kept.fileno(), 0o444)
             os.fsync(kept.fileno())
-        target = place_of(store, digest.hexdigest())
+        target = shared_file(store, digest.hexdigest())
         if not target.exists():
             draft.rename(target)
     finally:

@@ -1,4 +1,6 @@
-"""A checkpoint's directory on this member: finished files, parts, the marker of what was verified, the lock."""
+"""A checkpoint's directory on this member: finished files, parts, the marker of verified files, the lock, and recheck
+requests.
+"""
 
 from __future__ import annotations
 
@@ -15,50 +17,78 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from dsv4_runtime.contract import Cause, Report
-from dsv4_runtime.contract.files import replace_file, sync_folder
-from dsv4_runtime.weights.errors import WeightsError
-from dsv4_runtime.weights.limits import human
-from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile
+from dsv4_runtime.util.files import replace_file, sync_folder
+from dsv4_runtime.weights.checkpoint import CheckpointManifest, ManifestFile, WeightsError
 from dsv4_runtime.weights.shared import resolve_path
+from dsv4_runtime.weights.writer import human
 
-HOME = ".dsv4"
+
+def request_recheck(folder: Path, why: str) -> None:
+    """Request verification of the checkpoint in `folder` before its next use; it outlives the incarnation.
+
+    An engine could not work with the files. Ignored on an unwritable disk.
+    """
+    with contextlib.suppress(OSError):
+        _recheck_file(folder).write_text(f"{why}\n")
+
+
+def recheck_reason(folder: Path) -> str | None:
+    """Return the reason of a requested recheck, else None."""
+    try:
+        return _recheck_file(folder).read_text().strip()
+    except OSError:
+        return None
+
+
+def clear_recheck(folder: Path) -> None:
+    """Remove the request after the verification."""
+    with contextlib.suppress(OSError):
+        _recheck_file(folder).unlink(missing_ok=True)
+
+
+def _recheck_file(folder: Path) -> Path:
+    # Beside the directory: a nano checkpoint contains only files of its manifest.
+    return folder.with_name(f".{folder.name}.doubted")
+
+
+_STATE_FOLDER = ".dsv4"
 PART = ".part"
-# Room that staging leaves on a disk: logs and caches of the same node live there too.
+# Free space kept for logs and caches of the node.
 SPARE_BYTES = 1 << 28
 _LOCK_POLL_SECONDS = 0.5
 
 
 class Verified(Report):
-    """A file whose digests were right when it was last read whole."""
+    """File whose digests were correct at its last verification."""
 
     size: int
     mtime_ns: int
     inode: int | None = None
-    """None: not noted; markers of earlier versions lack it."""
+    """None in markers of earlier versions."""
     sha256: str
 
 
 class Marker(Report):
-    """All files that were verified."""
+    """All verified files."""
 
     files: dict[str, Verified] = Field(default_factory=dict)
 
 
 class Store:
-    """The directory `folder`; `identity` names the checkpoint that belongs there.
+    """Directory `folder` of the checkpoint `identity`.
 
-    No file in it may be a link, but for those into `shared`, the node's shared files.
+    Its files must not be links, except into `shared`, the node's shared files.
     """
 
     def __init__(self, folder: Path, identity: str, shared: str | None = None) -> None:
         self.folder = folder
         self._shared = Path(shared) if shared is not None else None
         self.identity = identity
-        self._home = folder / HOME
+        self._home = folder / _STATE_FOLDER
         self._noting = threading.Lock()
 
     def manifest(self) -> CheckpointManifest | None:
-        """Return the manifest that was noted for this checkpoint."""
+        """Return the recorded manifest of this checkpoint."""
         try:
             found = CheckpointManifest.model_validate_json((self._home / "manifest.json").read_bytes())
         except (OSError, ValidationError):
@@ -66,8 +96,8 @@ class Store:
         return found if found.identity == self.identity else None
 
     def note_manifest(self, manifest: CheckpointManifest) -> None:
-        """Keep `manifest` for restarts and for other members; parts that belong to no file of it are removed."""
-        with full_disk(self.folder):
+        """Record `manifest` for restarts and other members; remove parts of other files."""
+        with disk_errors(self.folder):
             self._home.mkdir(parents=True, exist_ok=True)
             self._write("manifest.json", manifest.to_json(indent=1))
         parts = {self.part(file) for file in manifest.files}
@@ -76,14 +106,14 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def marker(self) -> Marker:
-        """Return what was verified, whether or not it is still as it was."""
+        """Return the verified files, changed or not."""
         try:
             return Marker.model_validate_json((self._home / "verified.json").read_bytes())
         except (OSError, ValidationError):
             return Marker()
 
     def finished(self, manifest: CheckpointManifest) -> dict[str, Verified]:
-        """Return the files of `manifest` that were verified and have not changed since; reads no file's content."""
+        """Return the files of `manifest` that were verified and have not changed since, without reading content."""
         marker = self.marker().files
         found = {}
         for file in manifest.files:
@@ -98,19 +128,19 @@ class Store:
         return found
 
     def file(self, name: str) -> Path:
-        """Return where the file called `name` is: here, or among the shared ones."""
+        """Return the path of a file, here or among the shared ones."""
         return resolve_path(self.folder / name, self._shared)
 
     def part(self, file: ManifestFile) -> Path:
-        """Return where `file` lies while it is fetched.
+        """Return the path of `file` while it is fetched.
 
-        The name has the content's key: nothing else is ever continued.
+        It contains the content's key, so that only equal contents are continued.
         """
         path = self.folder / file.name
         return path.with_name(f"{path.name}.{file.key}{PART}")
 
     def held(self, manifest: CheckpointManifest) -> int:
-        """Return the bytes of `manifest` that are here, finished or not."""
+        """Return the present bytes of `manifest`, including unfinished files."""
         done = self.finished(manifest)
         held = 0
         for file in manifest.files:
@@ -122,38 +152,38 @@ class Store:
         return held
 
     def finish(self, file: ManifestFile, sha256: str) -> None:
-        """Make `file`'s part the file: it is whole and right."""
+        """Rename the complete part of `file` and record it."""
         part, target = self.part(file), self.folder / file.name
-        with full_disk(self.folder):
+        with disk_errors(self.folder):
             with part.open("rb") as stream:
-                # The marker must not outlive the bytes that it vouches for, should the power go.
+                # The marker must not survive a power failure without the data.
                 os.fsync(stream.fileno())
             part.rename(target)
             sync_folder(target.parent)
             self.note(file, sha256)
 
     def note(self, file: ManifestFile, sha256: str) -> None:
-        """Note that `file` is in place and right."""
+        """Record that `file` is in place and correct."""
         status = (self.folder / file.name).stat()
         entry = Verified(size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sha256=sha256)
-        with self._noting, full_disk(self.folder):
+        with self._noting, disk_errors(self.folder):
             self._home.mkdir(parents=True, exist_ok=True)
             self._write("verified.json", Marker(files={**self.marker().files, file.name: entry}).to_json(indent=1))
 
     def forget(self, names: set[str]) -> None:
-        """Note that these files are not what they were."""
-        with self._noting, full_disk(self.folder):
+        """Remove files from the marker."""
+        with self._noting, disk_errors(self.folder):
             files = {name: entry for name, entry in self.marker().files.items() if name not in names}
             self._write("verified.json", Marker(files=files).to_json(indent=1))
 
     @contextlib.contextmanager
     def lock(self, waiting: Callable[[], None]) -> Iterator[None]:
-        """Let one process at a time fetch into the directory, members on other nodes that share the disk included.
+        """Lock the directory for fetching, also against other nodes on a shared disk.
 
-        `waiting` is called every half second while another process has the lock. The kernel frees it when its holder
-        dies.
+        `waiting` is called every half second while another process holds the lock. The kernel releases it when its
+        holder dies.
         """
-        with full_disk(self.folder):
+        with disk_errors(self.folder):
             self._home.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -172,11 +202,11 @@ class Store:
         replace_file(self._home / name, text, mode=0o644)
 
 
-def check_room(store: Store, missing: int) -> None:
-    """Check that the disk has room for `missing` bytes more.
+def check_free_space(store: Store, missing: int) -> None:
+    """Check that the disk has room for `missing` more bytes.
 
     Raises:
-        WeightsError: it has not; names the directory, what is there and what is needed.
+        WeightsError: it has not; names directory, free and required space.
     """
     disk = os.statvfs(store.folder)
     free = disk.f_bavail * disk.f_frsize
@@ -189,8 +219,8 @@ def check_room(store: Store, missing: int) -> None:
 
 
 @contextlib.contextmanager
-def full_disk(folder: Path) -> Iterator[None]:
-    """Name a write that fails for want of room, or of the right to write."""
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Convert write errors (disk full, no permission) into `WeightsError`."""
     try:
         yield
     except OSError as error:

@@ -69,7 +69,7 @@ class Listener:
         known = {
             "agent": "dsv4_runtime.agent" in self.process and self.port == 8090,
             # A process that has waited for its engine keeps the command line that it waited with.
-            "api": self.port == 8000 and any(one in self.process for one in ("api_server", "vllm_plugin.standby")),
+            "api": self.port == 8000 and any(one in self.process for one in ("api_server", "vllm_plugin.warm_pool")),
             "dashboard": "dashboard/dashboard.py" in self.process and self.port == 8265,
             "dashboard-agent-http": "DashboardAgent" in self.process and self.port == 52365,
             "dashboard-agent": "DashboardAgent" in self.process and self.anywhere,

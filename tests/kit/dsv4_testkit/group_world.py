@@ -7,18 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
 from dsv4_operator.api import DSV4Deployment, GroupStatus, load
-from dsv4_operator.api.annotations import PAUSED, RESTART_AT
-from dsv4_operator.lifecycle import (
-    Action,
-    CollectEvidence,
-    Drain,
-    Fence,
-    Forget,
-    Form,
-    GroupKey,
-    Observed,
-    ObservedMember,
-)
+from dsv4_operator.api.deployment import PAUSED, RESTART_AT
+from dsv4_operator.lifecycle import Action, CollectEvidence, Drain, Fence, Forget, Form
+from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.planning import Facts, NodeFacts, plan_group
 from dsv4_runtime.contract import AgentStatus, Cause, EngineStatus, Failure, GroupPlan, Health, Phase, Verdict
 
@@ -178,7 +169,7 @@ class World:
     touched: bool = True
     """Whether the user asked for something since the last formation."""
     fence_broken: bool = False
-    blind: bool = False
+    unobserved: bool = False
     """Whether listings show no members, as one from before they were made would."""
 
     def alive(self) -> list[Member]:
@@ -186,7 +177,7 @@ class World:
 
     def observe(self) -> Observed:
         seen = tuple(member.seen(self.now) for member in self.members.values())
-        return Observed(KEY, () if self.blind else seen)
+        return Observed(KEY, () if self.unobserved else seen)
 
     def end(self, member: Member, how: str) -> None:
         if member.ended is None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dsv4_kernels.compressor.api import SavePlan, StorePlan
-from dsv4_kernels.fp8_gemm.api import GemmPlan
-from dsv4_kernels.fp8_quant.api import QuantPlan, SiluMulPlan
+from dsv4_kernels.compressor.api import ProjectionPlan, SavePlan, StorePlan
+from dsv4_kernels.fp8.api import GemmPlan, QuantPlan, SiluMulPlan
 from dsv4_kernels.front.api import InsertPlan, NormPlan
 from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
 from dsv4_kernels.mhc.api import HeadPlan, PostPlan, PrePlan
-from dsv4_kernels.mla_decode.api import DecodePlan
-from dsv4_kernels.mla_merge.api import MergePlan
+from dsv4_kernels.mla_decode.api import DecodePlan, MergePlan
 from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan
 from dsv4_kernels.moe.api import MoePlan
 from dsv4_kernels.precompile import DEVICE, line
-from dsv4_kernels.projections.api import ProjectionPlan
 
 TOKENS = 8192
 DECODES = 64

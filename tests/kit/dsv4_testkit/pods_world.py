@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from dsv4_operator.backends.pods import PodsBackend
-from dsv4_operator.backends.pods.agents import AgentReport, Endpoint
 from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.backends.pods.observe import AgentReport, Endpoint
 from dsv4_operator.builders import names
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.reconcile import Endpoints
@@ -225,9 +225,9 @@ class World:
         """Let time pass until the next reconcile, at most a second, and reconcile; return when it wants the next."""
         self.kubelet()
         if NAME in self.kube.objects:
-            self.deployments.told(self.live(), False)
+            self.deployments.handle_event(self.live(), False)
         try:
-            pause = await self.deployments.look(KEY)
+            pause = await self.deployments.reconcile(KEY)
         except Exception:
             # As the work queue does.
             pause = 1.0

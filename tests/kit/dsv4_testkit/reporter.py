@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.agent.state import Changes, MemberRecord
+from dsv4_runtime.agent.decide.events import Peer
+from dsv4_runtime.agent.record import Changes, MemberRecord
 from dsv4_runtime.contract import AgentStatus, DrainReport, GroupPlan
 
 

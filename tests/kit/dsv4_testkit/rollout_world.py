@@ -14,7 +14,7 @@ from dsv4_operator.api import (
     Reason,
     load,
 )
-from dsv4_operator.api.annotations import PAUSED, RESTART_AT
+from dsv4_operator.api.deployment import PAUSED, RESTART_AT
 from dsv4_operator.lifecycle import (
     Action,
     CollectEvidence,
@@ -23,9 +23,6 @@ from dsv4_operator.lifecycle import (
     Fence,
     Forget,
     Form,
-    GroupKey,
-    Observed,
-    ObservedMember,
     Planner,
     compute_status,
     decide_groups,
@@ -33,6 +30,7 @@ from dsv4_operator.lifecycle import (
     record_evidence,
     versions,
 )
+from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.planning import PlanRefused, plan_group, revision
 from dsv4_runtime.contract import Cause, GroupPlan, Phase
 from dsv4_testkit import group_world
@@ -179,7 +177,7 @@ class World:
         self.told += events(known, new)
         self.kept = DeploymentStatus.model_validate_json(new.to_json())
         assert self.kept == new, "a status must survive being kept"
-        self.pause = min(decision.next_look for decision in turn.decisions) - self.now
+        self.pause = min(decision.next_time for decision in turn.decisions) - self.now
 
     def _check(self, seen: Sequence[Observed], known: DeploymentStatus, decided: Sequence[GroupStatus]) -> None:
         """No more groups are ended than may be down, and nothing is formed from what was given up."""

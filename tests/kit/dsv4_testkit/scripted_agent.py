@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from dsv4_operator.backends.pods.capacity import is_member
-from dsv4_operator.builders import names, paths
-from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Kube, Manifest, PodCache
-from dsv4_runtime.agent.decide.peer import Peer
+from dsv4_operator.backends.pods.scheduling import is_member
+from dsv4_operator.builders import names
+from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Client, Manifest, PodCache
+from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.agent.http import application
-from dsv4_runtime.agent.state import Changes, MemberRecord
+from dsv4_runtime.agent.record import Changes, MemberRecord
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, Failure, GroupPlan, Phase, Signals
 
 _STARTING = (Phase.PREFLIGHT, Phase.STAGING, Phase.JOINING)
@@ -211,7 +211,7 @@ class _Running:
 class ScriptedAgents:
     """Answers for every running member pod of a cluster that has an address, until closed."""
 
-    def __init__(self, kube: Kube, *, settled: Script | None = None) -> None:
+    def __init__(self, kube: Client, *, settled: Script | None = None) -> None:
         """Args:
         kube: the API server.
         settled: how agents behave for whom there is no script.
@@ -280,8 +280,8 @@ class ScriptedAgents:
         secret = await self._kube.get(SECRETS, namespace, volumes["token"]["secret"]["secretName"])
         if config is None or secret is None:
             return
-        token = base64.b64decode(secret["data"][paths.TOKEN_ENTRY]).decode()
-        plan = GroupPlan.model_validate_json(config["data"][paths.PLAN_FILE])
+        token = base64.b64decode(secret["data"][names.TOKEN_ENTRY]).decode()
+        plan = GroupPlan.model_validate_json(config["data"][names.PLAN_FILE])
         script = self.script(namespace, deployment, rank, group)
         agent = ScriptedAgent(plan, rank, script, lambda: self._siblings(plan))
 

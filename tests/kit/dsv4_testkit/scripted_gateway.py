@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from dsv4_operator.builders import names, paths
-from dsv4_operator.kube import PODS, SECRETS, Kube
+from dsv4_operator.builders import names
+from dsv4_operator.kube import PODS, SECRETS, Client
 from dsv4_runtime.contract.gateway import CanaryReport
 from dsv4_runtime.contract.token import canary_token
 
@@ -22,7 +22,7 @@ from dsv4_runtime.contract.token import canary_token
 class ScriptedGateway:
     """Answers the canary of one deployment, for a pod of its own and for every other one of its gateways."""
 
-    def __init__(self, kube: Kube, namespace: str, deployment: str) -> None:
+    def __init__(self, kube: Client, namespace: str, deployment: str) -> None:
         self._kube, self._namespace, self._deployment = kube, namespace, deployment
         self.problem = ""
         """Why it answers nobody; empty: it does."""
@@ -32,7 +32,7 @@ class ScriptedGateway:
         self.asked += 1
         chosen = names.selector(names.labels(self._deployment))
         found = [one.get("data") or {} for one in await self._kube.list(SECRETS, self._namespace, labels=chosen)]
-        keys = [base64.b64decode(data[paths.TOKEN_KEY_ENTRY]) for data in found if paths.TOKEN_KEY_ENTRY in data]
+        keys = [base64.b64decode(data[names.TOKEN_KEY_ENTRY]) for data in found if names.TOKEN_KEY_ENTRY in data]
         opens = [f"Bearer {canary_token(key.decode().strip())}" for key in keys]
         known = request.headers.get("Authorization") in opens
         reason = self.problem if known else "wrong canary token"
@@ -78,6 +78,6 @@ class ScriptedGateway:
             pods = await self._kube.list(PODS, self._namespace, labels=chosen)
             addresses = {str(pod["status"]["podIP"]) for pod in pods if (pod.get("status") or {}).get("podIP")}
             for address in addresses - opened:
-                await web.TCPSite(runner, address, paths.GATEWAY_PORT).start()
+                await web.TCPSite(runner, address, names.GATEWAY_PORT).start()
             opened |= addresses
             await asyncio.sleep(0.1)

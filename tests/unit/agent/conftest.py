@@ -16,6 +16,7 @@ from dsv4_runtime.agent.decide.events import (
     EvidenceSaved,
     FirstCompletion,
     Now,
+    Peer,
     ProcessEnded,
     Staged,
     Started,
@@ -23,7 +24,6 @@ from dsv4_runtime.agent.decide.events import (
     TimerFired,
 )
 from dsv4_runtime.agent.decide.member import due, step
-from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.decide.state import MemberState, initial
 from dsv4_runtime.contract import (
     AgentStatus,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent.addresses import AddressError, names, replaced, resolve
+from dsv4_runtime.agent.main import AddressError, names, replaced, resolve
 from dsv4_runtime.contract import GroupPlan, MemberPlan, MemberPorts, Role
 
 HEAD, WORKER = "nano-0-i1-r0.nano-0-i1.team.svc", "nano-0-i1-r10.nano-0-i1.team.svc"

@@ -8,16 +8,16 @@ import time
 
 import pytest
 
-from dsv4_runtime.agent.aside import aside
+from dsv4_runtime.agent.context import run_in_daemon_thread
 
 HUNG = """
 import asyncio, threading
-from dsv4_runtime.agent.aside import aside
+from dsv4_runtime.agent.context import run_in_daemon_thread
 
 async def main():
     try:
         async with asyncio.timeout(0.2):
-            await aside(threading.Event().wait)
+            await run_in_daemon_thread(threading.Event().wait)
     except TimeoutError:
         print("given up")
 
@@ -26,9 +26,9 @@ asyncio.run(main())
 
 
 async def test_its_result_and_its_error() -> None:
-    assert await aside(lambda a, b: a + b, 1, 2) == 3
+    assert await run_in_daemon_thread(lambda a, b: a + b, 1, 2) == 3
     with pytest.raises(ZeroDivisionError):
-        await aside(lambda: 1 // 0)
+        await run_in_daemon_thread(lambda: 1 // 0)
 
 
 async def test_the_loop_goes_on_meanwhile_and_what_was_given_up_ends_quietly() -> None:
@@ -40,9 +40,9 @@ async def test_the_loop_goes_on_meanwhile_and_what_was_given_up_ends_quietly() -
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await aside(work)
+            await run_in_daemon_thread(work)
     begin.set()
-    assert await aside(ended.wait, 5)
+    assert await run_in_daemon_thread(ended.wait, 5)
     await asyncio.sleep(0.05)
 
 

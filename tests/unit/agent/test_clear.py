@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent.clear import Remains, gpu_memory, port_free, remains, short_of_memory
-from dsv4_runtime.agent.decide.peer import Peer
+from dsv4_runtime.agent.cleanup import Obstacle, find_obstacle, gpu_memory, port_free, short_of_memory
+from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.contract import Cause, GpuProcess, GpuSignals, Health, Phase, Process, Signals, Verdict
 from dsv4_testkit.documents import agent_status
 
@@ -36,10 +36,10 @@ def left(make_plan: Any) -> Any:
         signals: Signals | None = None,
         idle: int | None = 0,
         needed: int | None = None,
-    ) -> Remains | None:
+    ) -> Obstacle | None:
         peers = {1: other or peer("agent", "raylet")}
         before = {} if idle is None else {1: idle}
-        return remains(own, {0: None, 1: signals}, peers, before, head, 10.0, needed)
+        return find_obstacle(own, {0: None, 1: signals}, peers, before, head, 10.0, needed)
 
     ask.head = head  # type: ignore[attr-defined]
     return ask
@@ -51,17 +51,17 @@ def test_nothing_is_left(left: Any) -> None:
 
 
 def test_processes_of_either_side(left: Any) -> None:
-    assert left(own=("agent", "worker")) == Remains(0, "its worker process still runs", Cause.PROCESS_STUCK)
-    assert left(other=peer("agent", "worker")) == Remains(1, "its worker process still runs", Cause.PROCESS_STUCK)
+    assert left(own=("agent", "worker")) == Obstacle(0, "its worker process still runs", Cause.PROCESS_STUCK)
+    assert left(other=peer("agent", "worker")) == Obstacle(1, "its worker process still runs", Cause.PROCESS_STUCK)
 
 
 def test_an_old_answer_proves_nothing(left: Any) -> None:
-    assert left(other=peer("agent", heard=9.0)) == Remains(1, "it has not answered since")
-    assert left(other=Peer()) == Remains(1, "it has not answered since")
+    assert left(other=peer("agent", heard=9.0)) == Obstacle(1, "it has not answered since")
+    assert left(other=Peer()) == Obstacle(1, "it has not answered since")
 
 
 def test_memory_of_accelerators(left: Any) -> None:
-    assert left(signals=gpus(2**34, 2**33), idle=2**34) == Remains(
+    assert left(signals=gpus(2**34, 2**33), idle=2**34) == Obstacle(
         1, "its accelerators still hold 8.0 GiB more than before"
     )
     assert left(signals=gpus(2**34), idle=2**34 - 2**28) is None, "the driver's own"
@@ -75,13 +75,13 @@ def test_the_port(left: Any) -> None:
         taken.bind((head.address, head.ports.api))
         taken.listen()
         assert not port_free(head)
-        assert left() == Remains(0, f"port {head.ports.api} is still taken")
+        assert left() == Obstacle(0, f"port {head.ports.api} is still taken")
     assert port_free(head)
 
 
 def test_a_driver_that_does_not_answer_proves_nothing(left: Any) -> None:
     old = gpus(0).model_copy(update={"gpus_age": 8.0})
-    assert left(signals=old) == Remains(1, "the driver of its accelerators has not answered for 8 s")
+    assert left(signals=old) == Obstacle(1, "the driver of its accelerators has not answered for 8 s")
 
 
 def card(used: int, *processes: GpuProcess, total: int = 80 * 2**30) -> Signals:
@@ -96,7 +96,7 @@ HOG = GpuProcess(pid=4711, name="python3", memory=60 * GIB)
 
 def test_a_process_of_the_engine_that_still_has_memory_of_a_gpu_is_named(left: Any) -> None:
     """However little it is, and whatever the sum says."""
-    assert left(signals=card(GIB, WORKER, HOG), idle=GIB) == Remains(
+    assert left(signals=card(GIB, WORKER, HOG), idle=GIB) == Obstacle(
         1, "on GPU 3 process 41 (VLLM::Worker) holds 0.5 GiB", Cause.PROCESS_STUCK
     )
 
@@ -104,7 +104,7 @@ def test_a_process_of_the_engine_that_still_has_memory_of_a_gpu_is_named(left: A
 def test_a_gpu_that_tells_no_memory_of_its_own_still_tells_of_processes(left: Any) -> None:
     """As GB10 does."""
     shared = GpuSignals(index=0, processes=(WORKER,))
-    assert left(signals=Signals(time=0.0, gpus=(shared,)), idle=None) == Remains(
+    assert left(signals=Signals(time=0.0, gpus=(shared,)), idle=None) == Obstacle(
         1, "on GPU 0 process 41 (VLLM::Worker) holds 0.5 GiB", Cause.PROCESS_STUCK
     )
     assert left(signals=Signals(time=0.0, gpus=(shared.model_copy(update={"processes": ()}),)), idle=None) is None
@@ -118,14 +118,14 @@ def test_memory_of_another_program_is_not_the_engines(left: Any) -> None:
 
 
 def test_another_program_that_leaves_no_room_is_the_cause_and_named(left: Any) -> None:
-    assert left(signals=card(61 * GIB, HOG), idle=GIB, needed=24 * GIB) == Remains(
+    assert left(signals=card(61 * GIB, HOG), idle=GIB, needed=24 * GIB) == Obstacle(
         1,
         "GPU 3 has 19.0 GiB of free memory, and the engine needs 24.0 GiB; process 4711 (python3) holds 60.0 GiB",
         Cause.OUT_OF_MEMORY_GPU,
     )
     unseen = left(signals=card(61 * GIB), idle=GIB, needed=24 * GIB)
     assert unseen.cause is Cause.OUT_OF_MEMORY_GPU
-    assert unseen.what.endswith("whose the rest is cannot be seen from this member")
+    assert unseen.description.endswith("whose the rest is cannot be seen from this member")
     assert "a process outside this member holds 60.0 GiB" in (
         short_of_memory(card(61 * GIB, GpuProcess(pid=0, memory=60 * GIB)).gpus, 24 * GIB) or ""
     )

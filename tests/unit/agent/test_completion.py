@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dsv4_runtime.agent import engine
 from dsv4_runtime.contract import EnginePlan, GroupPlan, WeightsPlan, WeightsSource
-from dsv4_runtime.engine import answers
 from dsv4_runtime.engine.completion import (
     BadCompletion,
     KnownAnswer,
@@ -115,27 +115,32 @@ def test_a_certain_token_shows_a_change_by_its_distance_from_the_next(margin: fl
 def test_answers_are_kept_by_what_they_depend_on(make_plan: Callable[..., GroupPlan], tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     plan = make_plan()
-    key = answers.identity(plan)
-    assert answers.known(folder, key) is None
-    assert answers.keep(folder, key, KNOWN)
-    assert answers.known(folder, key) == KNOWN
+    key = engine.answer_key(plan)
+    assert engine.stored_answer(folder, key) is None
+    assert engine.store_answer(folder, key, KNOWN)
+    assert engine.stored_answer(folder, key) == KNOWN
     same = {"incarnation": 7, "env": {"RAY_AUTH_TOKEN_PATH": "/elsewhere"}}
-    assert answers.identity(make_plan(**same)) == key
+    assert engine.answer_key(make_plan(**same)) == key
     others: list[dict[str, object]] = [
         {"env": {"VLLM_USE_DEEP_GEMM": "1"}},
         {"engine": EnginePlan(args=("--enforce-eager",), served_name="nano")},
         {"engine": EnginePlan(args=(), served_name="nano", image="other")},
         {"weights": WeightsPlan(source=WeightsSource.NANO, path="/nowhere", seed=1)},
     ]
-    assert len({key, *(answers.identity(make_plan(**change)) for change in others)}) == 5
-    answers.path(folder).write_text("{")
-    assert answers.known(folder, key) is None
-    assert answers.keep(folder, key, KNOWN)
+    assert len({key, *(engine.answer_key(make_plan(**change)) for change in others)}) == 5
+    engine.answer_file(folder).write_text("{")
+    assert engine.stored_answer(folder, key) is None
+    assert engine.store_answer(folder, key, KNOWN)
 
 
 def test_only_the_newest_answers_are_kept_and_a_full_disk_keeps_none(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     for number in range(40):
-        answers.keep(folder, str(number), KNOWN)
-    assert [answers.known(folder, key) is not None for key in ("0", "7", "8", "39")] == [False, False, True, True]
-    assert not answers.keep(tmp_path / "gone" / "checkpoint", "a", KNOWN)
+        engine.store_answer(folder, str(number), KNOWN)
+    assert [engine.stored_answer(folder, key) is not None for key in ("0", "7", "8", "39")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert not engine.store_answer(tmp_path / "gone" / "checkpoint", "a", KNOWN)

@@ -297,10 +297,10 @@ def test_a_restart_ends_the_engines_processes_here_on_fresh_news_alone(serving: 
 @pytest.mark.parametrize(
     ("event", "cause"),
     [
-        (ProcessEnded("worker", told=False), Cause.RAY_WORKER_DIED),
-        (ProcessEnded("worker", told=None), Cause.RAY_WORKER_DIED),
+        (ProcessEnded("worker", ordered=False), Cause.RAY_WORKER_DIED),
+        (ProcessEnded("worker", ordered=None), Cause.RAY_WORKER_DIED),
         (ProcessEnded("worker", False, (Cause.RAY_MEMORY_KILL, "Ray killed it")), Cause.RAY_MEMORY_KILL),
-        (ProcessEnded("worker", told=True), None),
+        (ProcessEnded("worker", ordered=True), None),
         (CORE, None),
     ],
 )
@@ -319,7 +319,7 @@ def test_the_end_of_a_worker_is_its_members_death_unless_it_was_told_to(
 def test_the_end_of_a_worker_while_no_engine_should_run_is_no_death(serving: MakeReplay, phase: Phase) -> None:
     replay = serving(1)
     replay.head_says(1, phase)
-    replay.feed(ProcessEnded("worker", told=False))
+    replay.feed(ProcessEnded("worker", ordered=False))
     assert replay.all(RecordFailure) == []
 
 

@@ -17,8 +17,8 @@ from aiohttp import web
 
 from dsv4_runtime.agent import http
 from dsv4_runtime.agent.decide.events import AgentEvent, EvidenceSaved, ProcessEnded
-from dsv4_runtime.agent.decide.recovery import Restart, next_step
-from dsv4_runtime.agent.decide.state import EngineState
+from dsv4_runtime.agent.decide.head import next_step
+from dsv4_runtime.agent.decide.state import EngineState, Restart
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import (
     AgentStatus,
@@ -76,7 +76,7 @@ class Lab:
 
     @property
     def stage(self) -> str:
-        return self.head.state.progress.stage if self.head.state.progress else ""
+        return self.head.context.record.progress.stage if self.head.context.record.progress else ""
 
 
 @contextlib.asynccontextmanager
@@ -102,7 +102,7 @@ async def lab(make_plan: MakePlan, tmp_path: Path) -> AsyncIterator[Lab]:
         ):
             yield Lab(vllm, head, client)
         head.loop.close()
-        await head.tasks.close()
+        await head.context.tasks.close()
 
 
 def serves(head: Member) -> None:
@@ -110,9 +110,9 @@ def serves(head: Member) -> None:
     engine = EngineState(generation=1, started=0.0, load_seconds=math.inf)
     fields = {"formed": True, "joined": True, "phase": Phase.SERVING, "generation": 1, "engine": engine}
     head.loop.state = dataclasses.replace(head.loop.state, **fields)
-    head.state.begin_generation()
-    head.state.served()
-    head.state.enter(Phase.SERVING)
+    head.context.record.begin_generation()
+    head.context.record.served()
+    head.context.record.enter(Phase.SERVING)
 
 
 async def test_open_requests_are_waited_for(lab: Lab) -> None:
@@ -136,7 +136,7 @@ async def test_open_requests_are_waited_for(lab: Lab) -> None:
     emptied = time.monotonic()
     assert await lab.over() == DrainReport(over=True, open=0)
     assert time.monotonic() - emptied >= 1.0
-    assert (lab.head.state.phase, lab.stage) == (Phase.DRAINING, "all requests are answered")
+    assert (lab.head.context.record.phase, lab.stage) == (Phase.DRAINING, "all requests are answered")
 
 
 async def test_an_idle_engine_is_asked_until_nothing_can_be_on_its_way(lab: Lab) -> None:
@@ -181,16 +181,16 @@ async def test_silence_is_not_emptiness(lab: Lab) -> None:
 async def test_where_nothing_serves_there_is_nothing_to_wait_for(lab: Lab, phase: Phase) -> None:
     lab.vllm.running = 3
     lab.head.loop.state = dataclasses.replace(lab.head.loop.state, phase=phase)
-    lab.head.state.enter(phase)
+    lab.head.context.record.enter(phase)
     assert await lab.drain() == DrainReport(over=True)
-    assert lab.head.state.phase is phase
+    assert lab.head.context.record.phase is phase
     assert lab.vllm.looks == []
 
 
 async def test_a_dead_engine_is_not_waited_for(lab: Lab) -> None:
     lab.head.loop.feed(ProcessEnded("engine-core"))
     assert (await lab.drain()).over
-    assert lab.head.state.phase is Phase.SERVING
+    assert lab.head.context.record.phase is Phase.SERVING
 
 
 async def test_an_engine_that_dies_meanwhile_ends_the_wait_and_stays_dead(
@@ -208,21 +208,21 @@ async def test_an_engine_that_dies_meanwhile_ends_the_wait_and_stays_dead(
     assert not (await lab.drain()).over
     head.loop.feed(ProcessEnded("engine-core"))
     async with asyncio.timeout(20):
-        while head.state.phase is not Phase.FAILED:
+        while head.context.record.phase is not Phase.FAILED:
             await asyncio.sleep(0.02)
-    failures = head.state.failures
-    assert isinstance(next_step(head.plan, {}, failures, [], 0, time.time()), Restart), "else it came back"
+    failures = head.context.record.failures
+    assert isinstance(next_step(head.context.plan, {}, failures, [], 0, time.time()), Restart), "else it came back"
     assert [one.cause for one in failures] == [Cause.ENGINE_CORE_DIED]
-    assert head.state.restarts == []
-    assert head.state.status().verdict.health is Health.DEAD
+    assert head.context.record.restarts == []
+    assert head.context.record.status().verdict.health is Health.DEAD
 
 
 async def test_the_end_of_a_member_ends_the_wait(lab: Lab) -> None:
     lab.vllm.running = 2
     await lab.drain()
-    lab.head.state.enter(Phase.DRAINING, "ending everything")
+    lab.head.context.record.enter(Phase.DRAINING, "ending everything")
     assert (await lab.drain()).over
-    assert lab.head.state.status().verdict.health is Health.STARTING
+    assert lab.head.context.record.status().verdict.health is Health.STARTING
     await asyncio.sleep(0.6)
     assert lab.stage == "ending everything"
 
@@ -231,15 +231,15 @@ async def test_the_death_of_a_process_is_noticed_while_it_drains(lab: Lab) -> No
     lab.vllm.running = 2
     await lab.drain()
     lab.head.process_ended("engine-core", 1)
-    assert lab.head.state.failure is not None
-    assert lab.head.state.failure.cause is Cause.ENGINE_CORE_DIED
+    assert lab.head.context.record.failure is not None
+    assert lab.head.context.record.failure.cause is Cause.ENGINE_CORE_DIED
 
 
 async def test_other_ranks_have_nothing_to_wait_for(make_plan: MakePlan, tmp_path: Path) -> None:
     worker = Member(make_plan(), 1, tmp_path, "secret")
-    worker.state.enter(Phase.SERVING)
+    worker.context.record.enter(Phase.SERVING)
     assert worker.drain(SECONDS) == DrainReport(over=True)
-    assert worker.state.phase is Phase.SERVING
+    assert worker.context.record.phase is Phase.SERVING
 
 
 @pytest.mark.parametrize("seconds", ["", "soon", "-1", "inf", "nan"])
@@ -247,10 +247,10 @@ async def test_a_bound_must_be_a_number(lab: Lab, seconds: str) -> None:
     async with lab.client.post("/v1/drain", params={"seconds": seconds}, headers=TOKEN) as answer:
         assert answer.status == 400
         assert f"seconds: {seconds!r}" in await answer.text()
-    assert lab.head.state.phase is Phase.SERVING
+    assert lab.head.context.record.phase is Phase.SERVING
 
 
 async def test_strangers_end_nothing(lab: Lab) -> None:
     async with lab.client.post("/v1/drain?seconds=1") as answer:
         assert answer.status == 401
-    assert lab.head.state.phase is Phase.SERVING
+    assert lab.head.context.record.phase is Phase.SERVING

@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 
 from dsv4_runtime.agent import engine
+from dsv4_runtime.agent.context import Tasks
 from dsv4_runtime.agent.decide.actions import AgentAction
 from dsv4_runtime.agent.decide.events import (
     AgentEvent,
     ApiEnded,
     CoreFailed,
     Done,
+    Peer,
     PluginFailed,
     ProcessEnded,
     Task,
     TaskFailed,
 )
 from dsv4_runtime.agent.decide.head import load_bound
-from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.decide.state import EngineState
-from dsv4_runtime.agent.loop import Tasks
 from dsv4_runtime.agent.member import Member
-from dsv4_runtime.agent.state import MemberRecord
+from dsv4_runtime.agent.record import MemberRecord
 from dsv4_runtime.contract import Cause, GroupPlan, Phase, Reading, Timeouts
 
 MakePlan = Callable[..., GroupPlan]
@@ -39,11 +39,11 @@ FATAL = "(EngineCore pid=402) ERROR 11-23 07:23:32 [core.py:1512] EngineCore enc
 
 def serving(member: Member) -> Member:
     """As after the start, with an engine that nobody started."""
-    engine = EngineState(generation=1, started=0.0, load_seconds=math.inf) if member.rank == 0 else None
+    engine = EngineState(generation=1, started=0.0, load_seconds=math.inf) if member.context.rank == 0 else None
     state = replace(member.loop.state, formed=True, joined=True, phase=Phase.SERVING, generation=1, engine=engine)
     member.loop.state = state
-    member.state.begin_generation()
-    member.state.enter(Phase.SERVING)
+    member.context.record.begin_generation()
+    member.context.record.enter(Phase.SERVING)
     return member
 
 
@@ -58,17 +58,17 @@ async def make_member(make_plan: MakePlan, tmp_path: Path) -> AsyncIterator[Call
     yield make
     for member in made:
         member.loop.close()
-        await member.tasks.close()
-        member.exit_causes.close()
-        for tail in member.tails.values():
+        await member.context.tasks.close()
+        member.context.exit_causes.close()
+        for tail in member.context.tails.values():
             tail.close()
 
 
 async def died_of(member: Member) -> tuple[Cause, str]:
     async with asyncio.timeout(1):
-        while member.state.failure is None:
+        while member.context.record.failure is None:
             await asyncio.sleep(0.01)
-    return member.state.failure.cause, member.state.failure.detected_by
+    return member.context.record.failure.cause, member.context.record.failure.detected_by
 
 
 @pytest.mark.parametrize(
@@ -80,22 +80,22 @@ async def test_an_engine_has_the_time_that_the_slowest_disk_takes(
 ) -> None:
     reading = Reading(size=50_000_000_000, bytes_per_second=1e9, slack=2)
     head = make_member(0)
-    plan = head.plan.model_copy(update={"timeouts": BOUNDS.model_copy(update={"reading": reading})})
+    plan = head.context.plan.model_copy(update={"timeouts": BOUNDS.model_copy(update={"reading": reading})})
     worker = MemberRecord(plan, 1)
-    head.state.disk_rate, worker.disk_rate = mine, theirs
-    head.peers._peers[1] = Peer(status=worker.status())
-    bound = load_bound(replace(head.loop.state, plan=plan, view=head._view()))
+    head.context.record.disk_rate, worker.disk_rate = mine, theirs
+    head.context.peers._peers[1] = Peer(status=worker.status())
+    bound = load_bound(replace(head.loop.state, plan=plan, view=head.context.view()))
     assert bound == seconds
     assert head.engine is not None
     head.engine._begin(bound)
     # vLLM gives up by itself otherwise.
-    assert head.env.get("VLLM_ENGINE_READY_TIMEOUT_S") == (str(int(seconds)) if seconds > 1300 else None)
+    assert head.context.env.get("VLLM_ENGINE_READY_TIMEOUT_S") == (str(int(seconds)) if seconds > 1300 else None)
 
 
 async def test_a_bound_that_was_given_stays(make_member: Callable[..., Member]) -> None:
     head = make_member(0)
-    head.state.disk_rate = 1e6
-    assert load_bound(replace(head.loop.state, view=head._view())) == 1300
+    head.context.record.disk_rate = 1e6
+    assert load_bound(replace(head.loop.state, view=head.context.view())) == 1300
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def test_a_worker_that_was_told_to_end_is_no_death_of_its_member(
     raylet_says(tmp_path, kind)
     member = serving(make_member(1))
     member.process_ended("worker", PID)
-    assert [one.cause for one in member.state.failures] == [Cause.RAY_WORKER_DIED] * dead
+    assert [one.cause for one in member.context.record.failures] == [Cause.RAY_WORKER_DIED] * dead
 
 
 @pytest.mark.parametrize(("worker", "cause"), [(False, Cause.ENGINE_CORE_DIED), (True, Cause.RAY_WORKER_DIED)])
@@ -173,7 +173,7 @@ async def test_an_engine_without_the_plugin_ends_unless_it_serves(
     fed: list[object] = []
     monkeypatch.setattr(head.engine, "_feed", fed.append)
     if starting:
-        head.state.enter(Phase.LOADING)
+        head.context.record.enter(Phase.LOADING)
     (tmp_path / "vllm.log").write_text("Failed to load plugin dsv4\nTraceback (most recent call last):\n")
     head.engine.read_log()
     assert (PluginFailed() in fed) is starting
@@ -198,9 +198,9 @@ async def test_an_api_process_follows_its_engine_core(
     async def start_child(*_: object, **__: object) -> Ended:
         return Ended()
 
-    monkeypatch.setattr(head, "start_child", start_child)
+    monkeypatch.setattr(head.context, "start_child", start_child)
     (tmp_path / "vllm.log").write_text(log)
-    head.tasks.start(Task.ENGINE, head.engine._live())
+    head.context.tasks.start(Task.ENGINE, head.engine._run_engine())
     assert (await died_of(head))[0] is cause
 
 
@@ -235,11 +235,11 @@ async def test_an_engine_whose_log_cannot_be_read_is_not_left_to_itself(
     def read_log() -> None:
         raise RuntimeError("it cannot be read")
 
-    monkeypatch.setattr(head, "start_child", start_child)
+    monkeypatch.setattr(head.context, "start_child", start_child)
     monkeypatch.setattr(head.engine, "read_log", read_log)
-    head.tasks.start(Task.ENGINE, head.engine._live())
+    head.context.tasks.start(Task.ENGINE, head.engine._run_engine())
     assert (await died_of(head))[0] is Cause.UNKNOWN
-    assert head.state.phase is Phase.FAILED
+    assert head.context.record.phase is Phase.FAILED
 
 
 async def test_an_api_process_that_outlives_sigkill_has_a_cause(
@@ -259,14 +259,14 @@ async def test_an_api_process_that_outlives_sigkill_has_a_cause(
 
     monkeypatch.setattr(engine, "_CLEAR_SECONDS", 0.2)
     monkeypatch.setattr(head.engine, "_engine_processes", list)
-    head.children.append(Stuck())  # type: ignore[arg-type]
+    head.context.children.append(Stuck())  # type: ignore[arg-type]
     found = await head.engine.clear()
     assert isinstance(found, TaskFailed)
     assert (found.cause, found.detected_by) == (Cause.PROCESS_STUCK, "process")
     assert f"{PID} outlives SIGKILL" in found.message
     head.loop.feed(found)
-    assert head.state.failure is not None
-    assert (head.state.failure.cause, head.state.phase) == (Cause.PROCESS_STUCK, Phase.FAILED)
+    assert head.context.record.failure is not None
+    assert (head.context.record.failure.cause, head.context.record.phase) == (Cause.PROCESS_STUCK, Phase.FAILED)
 
 
 async def test_a_mistake_in_an_action_ends_the_member_and_not_the_loop(make_member: Callable[..., Member]) -> None:
@@ -280,9 +280,12 @@ async def test_a_mistake_in_an_action_ends_the_member_and_not_the_loop(make_memb
 
     head.loop._run = run
     head.loop.feed(ApiEnded(1))
-    assert head.state.failure is not None
-    assert (head.state.failure.cause, head.state.failure.message) == (Cause.UNKNOWN, "ValueError: no such thing")
-    assert head.state.phase is Phase.FAILED
+    assert head.context.record.failure is not None
+    assert (head.context.record.failure.cause, head.context.record.failure.message) == (
+        Cause.UNKNOWN,
+        "ValueError: no such thing",
+    )
+    assert head.context.record.phase is Phase.FAILED
 
 
 async def test_a_task_that_was_stopped_is_not_heard() -> None:

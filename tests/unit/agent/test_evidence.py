@@ -13,7 +13,7 @@ from aiohttp.test_utils import unused_port
 
 from dsv4_runtime.agent import evidence
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, HealthPolicy
-from dsv4_runtime.health import ras
+from dsv4_runtime.health import vitals
 
 MakePlan = Callable[..., GroupPlan]
 
@@ -62,7 +62,7 @@ async def test_every_rank_ray_and_the_metrics_are_kept(make_plan: MakePlan, tmp_
             tmp_path,
             _here(make_plan(), port, port, port),
             FAILURE,
-            {"memory": evidence.memory()},
+            {"memory": vitals.memory_usage()},
             "secret",
             [{"steps": 3}],
         )
@@ -100,13 +100,13 @@ async def test_nccl_is_asked_where_there_are_gpus(
 
     kept = {}
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        monkeypatch.setattr(ras, "PORT", server.sockets[0].getsockname()[1])
+        monkeypatch.setattr(evidence, "RAS_PORT", server.sockets[0].getsockname()[1])
         for gpus in (True, False):
             plan = _here(make_plan(health=HealthPolicy(gpus=gpus)), *(unused_port() for _ in range(3)))
             place = await evidence.save(tmp_path / str(gpus), plan, FAILURE, {}, "secret")
             assert place is not None
             kept[gpus] = json.loads((place / "evidence.json").read_text())
-    assert kept[True]["nccl"] == ["Job summary", "  Missing communicator data from 1 rank"]
+    assert kept[True]["nccl"] == ["StagingJob summary", "  Missing communicator data from 1 rank"]
     assert "nccl" not in kept[False]
 
 

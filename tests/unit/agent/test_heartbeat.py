@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from dsv4_runtime.agent.heartbeat import Heartbeats
+from dsv4_runtime.agent.peers import Heartbeats
 
 
 def free_ports() -> list[int]:

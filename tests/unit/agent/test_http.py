@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.agent.state import MemberRecord
+from dsv4_runtime.agent.decide.events import Peer
+from dsv4_runtime.agent.record import MemberRecord
 from dsv4_runtime.client import AgentClient
 from dsv4_runtime.contract import (
     AgentStatus,
@@ -18,10 +18,10 @@ from dsv4_runtime.contract import (
     Failure,
     GroupReport,
     Health,
-    KernelStanding,
     KernelStatus,
     Phase,
     Progress,
+    ProviderStatus,
     Signals,
     Verdict,
 )
@@ -200,9 +200,9 @@ async def test_a_member_that_was_never_heard_has_no_age(served: Any) -> None:
 async def test_metrics_of_kernels(served: Any) -> None:
     session, reporter = served
     seen = (
-        KernelStanding(provider="bundled", slowness=1.0),
-        KernelStanding(provider="marlin", slowness=1.28),
-        KernelStanding(provider="deep_gemm", excluded="t1: not done after 20 s"),
+        ProviderStatus(provider="bundled", slowness=1.0),
+        ProviderStatus(provider="marlin", slowness=1.28),
+        ProviderStatus(provider="deep_gemm", excluded="t1: not done after 20 s"),
     )
     reporter.state.kernels.chosen(0, KernelStatus(op="moe", provider="bundled", standings=seen))
     async with session.get("/metrics") as response:

@@ -35,13 +35,14 @@ from dsv4_runtime.agent.decide.events import (
 )
 from dsv4_runtime.agent.decide.state import EngineState, Sign
 from dsv4_runtime.agent.member import Member
-from dsv4_runtime.contract import Cause, FabricPlan, Phase, log_lines, memory_figures, memory_log
-from dsv4_runtime.contract.log_lines import LineFilter, carries_client_text
+from dsv4_runtime.contract import Cause, FabricPlan, Phase
 from dsv4_runtime.engine import logs
 from dsv4_runtime.engine.logs import LogTail
-from dsv4_runtime.fabric import nccl
-from dsv4_runtime.fabric.member import MemberFabric
-from dsv4_runtime.fabric.nccl import NcclLog
+from dsv4_runtime.fabric import member as member_module
+from dsv4_runtime.fabric.member import MemberFabric, NcclLog
+from dsv4_runtime.util import log_lines, memory_log
+from dsv4_runtime.util.log_lines import LineFilter, carries_client_text
+from dsv4_runtime.util.memory_log import memory_figures
 from dsv4_testkit.documents import group_plan
 
 API, CORE = "(APIServer pid=8)", "(EngineCore pid=9)"
@@ -82,7 +83,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
             for number, one in enumerate(value):
                 look(f"{name}[{number}]", one)
 
-    for module in (log_lines, logs, memory_log, nccl):
+    for module in (log_lines, logs, memory_log, member_module):
         for name, value in vars(module).items():
             look(f"{module.__name__}.{name}", value)
     return found
@@ -198,17 +199,17 @@ async def make_head(tmp_path: Path) -> AsyncIterator[Callable[..., Member]]:
         member.loop.state = replace(
             member.loop.state, formed=True, joined=True, phase=phase, generation=1, engine=engine
         )
-        member.state.begin_generation()
-        member.state.enter(phase)
+        member.context.record.begin_generation()
+        member.context.record.enter(phase)
         made.append(member)
         return member
 
     yield make
     for member in made:
         member.loop.close()
-        await member.tasks.close()
-        member.exit_causes.close()
-        for tail in member.tails.values():
+        await member.context.tasks.close()
+        member.context.exit_causes.close()
+        for tail in member.context.tails.values():
             tail.close()
 
 
@@ -220,7 +221,7 @@ def fed_by(member: Member) -> list[AgentEvent]:
 
 
 def write(member: Member, *lines: str, end: str = "\n") -> None:
-    with (member.directory / "vllm.log").open("ab") as log:
+    with (member.context.directory / "vllm.log").open("ab") as log:
         log.write("".join(f"{line}{end}" for line in lines).encode(errors="replace"))
 
 
@@ -238,18 +239,22 @@ def test_a_member_survives_any_text_in_any_phase(phase: Phase) -> None:
         async def look() -> None:
             with directory() as place:
                 member = Member(group_plan(fabric=FabricPlan(require_rdma=True)), 0, place, "token")
-                member.state.begin_generation()
-                member.state.enter(phase)
+                member.context.record.begin_generation()
+                member.context.record.enter(phase)
                 assert member.engine is not None
                 fed = fed_by(member)
                 write(member, *texts, *RAISED)
                 member.engine.read_log()
                 json.dumps(member.evidence())
                 if phase not in (Phase.LOADING, Phase.WARMING):
-                    assert (member.state.kv_cache, member.state.memory, member.state.progress) == (None, {}, None)
+                    assert (
+                        member.context.record.kv_cache,
+                        member.context.record.memory,
+                        member.context.record.progress,
+                    ) == (None, {}, None)
                     assert not any(isinstance(event, FabricFellBack | PluginFailed | Loading) for event in fed)
                 member.loop.close()
-                for tail in member.tails.values():
+                for tail in member.context.tails.values():
                     tail.close()
 
         asyncio.run(look())
@@ -323,9 +328,9 @@ async def test_clients_text_is_no_evidence_while_an_engine_serves(
         "nothing is dead"
     )
     assert all(isinstance(event, FirstError) and event.cause is None for event in fed), fed
-    assert member.state.kv_cache is None
-    assert member.state.memory == {}
-    assert member.state.progress is None
+    assert member.context.record.kv_cache is None
+    assert member.context.record.memory == {}
+    assert member.context.record.progress is None
 
 
 @pytest.mark.parametrize(
@@ -343,7 +348,7 @@ async def test_evidence_and_status_have_no_text_of_clients(
     write(member, "INFO one", by_clients(MARK)[kind], FATAL)
     assert member.engine is not None
     member.engine.read_log()
-    assert member.tails["vllm"].first_fatal == (FATAL, None)
+    assert member.context.tails["vllm"].first_fatal == (FATAL, None)
     found = json.dumps(member.evidence()) + member.status().to_json()
     assert MARK not in found
     assert FATAL in found
@@ -430,7 +435,7 @@ async def test_a_death_while_serving_is_recognised(
     member.engine.read_log()
     if "fatal error" in line or "[ray_" in line or "ERROR" in line or cause:
         assert FirstError(line, cause) in fed
-    assert list(member.tails["vllm"].last) == [line]
+    assert list(member.context.tails["vllm"].last) == [line]
 
 
 async def test_an_engine_that_ends_itself_and_a_network_that_fell_back_are_recognised_while_serving(
@@ -462,7 +467,7 @@ async def test_a_quoted_line_of_enginecore_has_another_process_id(
     member = make_head(Phase.SERVING)
     fed = fed_by(member)
     if pid is not None:
-        monkeypatch.setattr(member.watch, "_watched", {pid: ("engine-core", -1)})
+        monkeypatch.setattr(member.context.watch, "_watched", {pid: ("engine-core", -1)})
     write(member, FATAL)
     assert member.engine is not None
     member.engine.read_log()
@@ -483,8 +488,8 @@ async def test_facts_of_a_start_count_while_an_engine_starts(make_head: Callable
     assert member.engine is not None
     member.engine.read_log()
     starts = phase in (Phase.LOADING, Phase.WARMING)
-    assert (member.state.kv_cache == (13_809, 13.49)) is starts
-    assert ("weights" in member.state.memory) is starts
+    assert (member.context.record.kv_cache == (13_809, 13.49)) is starts
+    assert ("weights" in member.context.record.memory) is starts
     assert any(isinstance(event, FabricFellBack) for event in fed) is starts
 
 
@@ -493,11 +498,11 @@ async def test_facts_that_are_written_just_before_an_engine_serves_count(make_he
     write(member, "GPU KV cache size: 13,809 tokens, Maximum concurrency for 1,024 tokens per request: 13.49x")
     assert member.engine is not None
     member.engine.act(ReportServing())
-    assert member.state.kv_cache == (13_809, 13.49)
-    member.state.enter(Phase.SERVING)
+    assert member.context.record.kv_cache == (13_809, 13.49)
+    member.context.record.enter(Phase.SERVING)
     write(member, "GPU KV cache size: 1 tokens, Maximum concurrency for 1 tokens per request: 1x")
     member.engine.read_log()
-    assert member.state.kv_cache == (13_809, 13.49)
+    assert member.context.record.kv_cache == (13_809, 13.49)
 
 
 @pytest.mark.parametrize("piece", [1000, 4096, 4097, 8192, 100_000])

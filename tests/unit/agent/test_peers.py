@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.agent import http, peers
-from dsv4_runtime.agent.decide.peer import Peer
+from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.agent.peers import Peers
 from dsv4_runtime.contract import AgentStatus, Cause, Failure, Health, HealthPolicy, Verdict
 from dsv4_testkit.reporter import Reporter
@@ -125,8 +125,8 @@ AGENT = """
 import asyncio, sys
 from aiohttp import web
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.heartbeat import Heartbeats
-from dsv4_runtime.agent.state import MemberRecord
+from dsv4_runtime.agent.peers import Heartbeats
+from dsv4_runtime.agent.record import MemberRecord
 from dsv4_runtime.contract import GroupPlan
 
 class Reporter:

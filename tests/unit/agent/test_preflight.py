@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent import preflight
-from dsv4_runtime.agent.preflight import PreflightError, check_gpus, check_ports, check_resources, wait_for_address
+from dsv4_runtime.agent import start
+from dsv4_runtime.agent.start import PreflightError, check_gpus, check_ports, check_resources, wait_for_address
 from dsv4_runtime.contract import Cause, Expectations, GroupPlan
 from dsv4_runtime.health import gpu
 from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu
@@ -56,8 +56,8 @@ async def refusal(plan: GroupPlan) -> tuple[str, Cause]:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     found = FakeNvml(Gpu(uuid="GPU-a"), Gpu(uuid="GPU-b"))
     monkeypatch.setattr(gpu, "pynvml", found)
-    monkeypatch.setattr(preflight, "_GPU_SECONDS", 0.2)
-    monkeypatch.setattr(preflight, "_GPU_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(start, "_GPU_SECONDS", 0.2)
+    monkeypatch.setattr(start, "_GPU_PAUSE_SECONDS", 0.05)
     return found
 
 
@@ -97,7 +97,7 @@ async def test_gpus_or_drivers_that_are_not_there(make_plan: Any, driver: FakeNv
 
 
 async def test_a_driver_that_does_not_answer(make_plan: Any, driver: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_DRIVER_SECONDS", 0.1)
+    monkeypatch.setattr(start, "_DRIVER_SECONDS", 0.1)
     driver.answers.clear()
     said, cause = await refusal(on_gpus(make_plan, "GPU-a"))
     assert (said.startswith("the NVIDIA driver has not answered for 0 s"), cause) == (True, Cause.XID_ERROR)

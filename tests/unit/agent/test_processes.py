@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from dsv4_runtime.agent import processes
+from dsv4_runtime.agent.decide.death import describe_exit
 from dsv4_runtime.agent.processes import (
     Child,
     ProcessWatch,
@@ -24,7 +25,6 @@ from dsv4_runtime.agent.processes import (
     role_of,
     waited_for,
 )
-from dsv4_runtime.engine.exits import describe_exit
 
 # Starts a grandchild in a session of its own, orphans it, and ignores SIGTERM.
 STUBBORN = """

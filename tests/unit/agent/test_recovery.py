@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent.decide.events import Now
-from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.agent.decide.recovery import Leave, Restart, next_step, root_failure
+from dsv4_runtime.agent.decide.death import root_failure
+from dsv4_runtime.agent.decide.events import Now, Peer
+from dsv4_runtime.agent.decide.head import Leave, next_step
+from dsv4_runtime.agent.decide.state import Restart
 from dsv4_runtime.contract import Cause, Failure, GpuSignals, Health, HealthPolicy, Phase, Signals, Verdict
 from dsv4_testkit.documents import agent_status
 

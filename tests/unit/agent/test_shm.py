@@ -5,7 +5,7 @@ import time
 from multiprocessing import shared_memory
 from pathlib import Path
 
-from dsv4_runtime.agent.shm import sweep
+from dsv4_runtime.agent.cleanup import sweep
 
 SHM = Path("/dev/shm")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dsv4_runtime.agent.cleanup import sweep_sockets
 from dsv4_runtime.agent.member import Member
-from dsv4_runtime.agent.sockets import sweep_sockets
 from dsv4_runtime.contract import GroupPlan
 
 MakePlan = Callable[..., GroupPlan]
@@ -46,12 +46,12 @@ async def test_a_killed_engine_leaves_nothing_outside_its_members_directory(
     with tempfile.TemporaryDirectory(prefix="m", dir="/tmp") as short:
         monkeypatch.setenv("TMPDIR", str(elsewhere))
         member = Member(make_plan(), 0, Path(short), "token")
-        child = await member.start_child("api", [sys.executable, "-c", ENGINE])
+        child = await member.context.start_child("api", [sys.executable, "-c", ENGINE])
         assert await child.wait() == -9
         assert list(elsewhere.iterdir()) == []
-        assert len(list(member.temporary.iterdir())) == 1
-        await member.sweep()
-        assert list(member.temporary.iterdir()) == []
+        assert len(list(member.context.temporary.iterdir())) == 1
+        await member.context.sweep()
+        assert list(member.context.temporary.iterdir()) == []
     assert os.environ["TMPDIR"] == str(elsewhere), "the agent's own stays"
 
 

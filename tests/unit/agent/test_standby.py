@@ -23,12 +23,14 @@ from dsv4_runtime.agent.decide.actions import KillEngine, StartTask, Stop
 from dsv4_runtime.agent.decide.events import EngineGone, Staged, Task
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan, Phase
-from dsv4_runtime.vllm_plugin import brake, preload, prestart
-from dsv4_runtime.vllm_plugin import standby as server
+from dsv4_runtime.vllm_plugin import preload, warm_pool
 from dsv4_runtime.weights.staging import StagingResult
 
 # Imports a server that says what it was told, in place of vLLM's.
-WAITING = "from dsv4_runtime.vllm_plugin import standby; standby.SERVER = 'served'; standby.main()"
+WAITING = (
+    "import sys; from dsv4_runtime.vllm_plugin import warm_pool as pool; pool.SERVER = 'served'; "
+    "pool.serve(pool.Path(sys.argv[1]))"
+)
 SERVER = """
 import os, sys
 print("imported", flush=True)
@@ -42,7 +44,7 @@ def member(make_plan: Callable[..., GroupPlan], tmp_path: Path) -> Member:
     (tmp_path / "served.py").write_text(SERVER)
     found = Member(make_plan(), 0, tmp_path, "token")
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    found.env = {**os.environ, "PYTHONPATH": path, "BEFORE": "1"}
+    found.context.env = {**os.environ, "PYTHONPATH": path, "BEFORE": "1"}
     return found
 
 
@@ -54,13 +56,13 @@ async def wait_for(file: Path, text: str) -> None:
 
 def told(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the process import `SERVER`."""
-    start = member.start_child
+    start = member.context.start_child
 
     async def other(name: str, command: list[str], *, fed: bool = False, log: str | None = None) -> Any:
-        assert command[1:] == ["-m", "dsv4_runtime.vllm_plugin.standby", member.plan.weights.path]
-        return await start(name, [sys.executable, "-c", WAITING, *command[3:]], fed=fed, log=log)
+        assert command[1:] == ["-m", "dsv4_runtime.vllm_plugin.warm_pool", "server", member.context.plan.weights.path]
+        return await start(name, [sys.executable, "-c", WAITING, *command[4:]], fed=fed, log=log)
 
-    monkeypatch.setattr(member, "start_child", other)
+    monkeypatch.setattr(member.context, "start_child", other)
 
 
 async def prepared(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +78,9 @@ async def test_it_has_imported_before_it_is_told_what_to_be(
     await wait_for(tmp_path / "standby.log", "imported")
     log = tmp_path / "vllm.log"
     log.write_text("of the engine before\n")
-    member.env = {name: value for name, value in member.env.items() if name != "BEFORE"} | {"TOLD": "now"}
+    member.context.env = {name: value for name, value in member.context.env.items() if name != "BEFORE"} | {
+        "TOLD": "now"
+    }
     taken = member.standby.take(("--model=x",), str(log))
     assert taken is not None
     assert member.standby.take((), str(log)) is None, "there is one only"
@@ -117,7 +121,7 @@ async def counts(port: int, found: list[int | None]) -> web.AppRunner:
 async def test_processes_are_made_once_the_engine_is_idle_or_after_a_bounded_time(
     member: Member, monkeypatch: pytest.MonkeyPatch, found: list[int | None], least: float, most: float
 ) -> None:
-    for name, seconds in (("_AFTER_SECONDS", 0.3), ("_ASK_SECONDS", 0.1), ("_LATEST_SECONDS", 2.0)):
+    for name, seconds in (("_AFTER_SECONDS", 0.3), ("_POLL_SECONDS", 0.1), ("_LATEST_SECONDS", 2.0)):
         monkeypatch.setattr(standby, name, seconds)
     port = unused_port()
     runner = await counts(port, found)
@@ -129,9 +133,9 @@ async def test_processes_are_made_once_the_engine_is_idle_or_after_a_bounded_tim
 
 SLOW = """
 import sys, time
-from dsv4_runtime.vllm_plugin import brake
+from dsv4_runtime.vllm_plugin import warm_pool
 begun = time.monotonic()
-with brake.slow_imports():
+with warm_pool.slow_imports():
     for number in range(10):
         end = time.thread_time() + 0.02
         while time.thread_time() < end:
@@ -148,7 +152,7 @@ def test_imports_pause_while_the_brake_is_on(tmp_path: Path, exists: bool | None
         (tmp_path / f"module{number}.py").write_text("")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     if exists is not None:
-        env[brake.FILE] = str(tmp_path / "brake")
+        env[warm_pool.BRAKE] = str(tmp_path / "brake")
     if exists:
         (tmp_path / "brake").touch()
     done = subprocess.run([sys.executable, "-c", SLOW], env=env, capture_output=True, text=True, timeout=60, check=True)
@@ -161,7 +165,7 @@ def test_a_brake_that_is_released_holds_nobody(tmp_path: Path) -> None:
     """The engine has died while its processes were still importing."""
     file = tmp_path / "brake"
     file.touch()
-    slow = brake._Brake(file)
+    slow = warm_pool._Brake(file)
     slow._used -= 100.0
     threading.Timer(0.2, file.unlink).start()
     begun = time.monotonic()
@@ -172,17 +176,17 @@ def test_a_brake_that_is_released_holds_nobody(tmp_path: Path) -> None:
 async def test_the_brake_is_on_while_an_engine_serves_and_off_when_the_next_one_needs_its_processes(
     member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert member.env.get(brake.FILE) is None, "the fixture's"
-    plain = Member(member.plan, 0, member.directory, "token")
-    assert plain.env[brake.FILE] == str(plain.standby.brake)
-    assert not member.standby.brake.exists(), "a first start is not slowed down"
+    assert member.context.env.get(warm_pool.BRAKE) is None, "the fixture's"
+    plain = Member(member.context.plan, 0, member.context.directory, "token")
+    assert plain.context.env[warm_pool.BRAKE] == str(plain.context.brake)
+    assert not member.context.brake.exists(), "a first start is not slowed down"
     await prepared(member, monkeypatch)
-    assert member.standby.brake.exists()
+    assert member.context.brake.exists()
     member.act(Stop((Task.PROBE,)))
-    assert member.standby.brake.exists()
+    assert member.context.brake.exists()
     member.act(Stop((Task.PROBE, Task.STANDBY)))
-    assert not member.standby.brake.exists()
-    (waiting,) = member.children
+    assert not member.context.brake.exists()
+    (waiting,) = member.context.children
     await waiting.end(0.0)
 
 
@@ -208,7 +212,7 @@ async def test_nothing_waits_with_a_device(tmp_path: Path, told: bool, code: int
 
 async def test_one_that_ended_is_not_taken(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     await prepared(member, monkeypatch)
-    (waiting,) = member.children
+    (waiting,) = member.context.children
     await waiting.end(0.0)
     assert member.standby.take((), str(tmp_path / "vllm.log")) is None
 
@@ -216,14 +220,14 @@ async def test_one_that_ended_is_not_taken(member: Member, monkeypatch: pytest.M
 async def test_it_waits_once(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     await prepared(member, monkeypatch)
     await member.standby.prepare()
-    (waiting,) = member.children
+    (waiting,) = member.context.children
     await waiting.end(0.0)
 
 
 async def test_it_ends_with_its_agent(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     await prepared(member, monkeypatch)
-    (waiting,) = member.children
-    assert waiting.tell(b"")
+    (waiting,) = member.context.children
+    assert waiting.send(b"")
     async with asyncio.timeout(120):
         assert await waiting.wait() == 0
     assert "serves" not in (tmp_path / "standby.log").read_text()
@@ -231,9 +235,9 @@ async def test_it_ends_with_its_agent(member: Member, monkeypatch: pytest.Monkey
 
 async def test_nothing_waits_where_memory_is_short(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "_LEAST_MEMORY", 1 << 60)
-    member.state.signals = member.vitals.sample({}, {})
+    member.context.record.signals = member.context.vitals.sample({}, {})
     await prepared(member, monkeypatch)
-    assert member.children == []
+    assert member.context.children == []
 
 
 async def test_a_first_engine_has_one_too(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -261,7 +265,7 @@ async def test_without_one_the_weights_are_fetched_all_the_same(
         raise OSError("no more processes")
 
     monkeypatch.setattr(start, "stage", fetched)
-    monkeypatch.setattr(member, "start_child", refused)
+    monkeypatch.setattr(member.context, "start_child", refused)
     assert await member.start.stage() == Staged(verified=True)
 
 
@@ -298,7 +302,7 @@ def test_the_models_class_is_inspected_before_anybody_waits(
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.registry", registry)
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    server.inspect(tmp_path)
+    warm_pool.inspect_model(tmp_path)
     assert (models["DeepseekV4ForCausalLM"].asked, models["Other"].asked) == asked
 
 
@@ -324,7 +328,7 @@ def test_only_idle_processes_with_the_engines_environment_are_counted() -> None:
         for process in found:
             while b"ray::" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:5]:
                 pass
-        assert prestart.waiting({"DSV4_TEST_OF": f"{os.getpid()}-1"}) == 1
+        assert warm_pool.idle_workers({"DSV4_TEST_OF": f"{os.getpid()}-1"}) == 1
     finally:
         for process in found:
             process.kill()
@@ -373,11 +377,11 @@ async def test_what_is_left_of_an_engine_is_looked_for_again(member: Member) -> 
     try:
         while b"ray::" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:5]:
             pass
-        member.watch.refresh()
+        member.context.watch.refresh()
         member.act(KillEngine())
         assert fed == [EngineGone()], "it has not ended yet"
         assert process.wait(5) == -9
     finally:
         process.kill()
         process.wait()
-        member.watch.close()
+        member.context.watch.close()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent.state import MemberRecord
+from dsv4_runtime.agent.record import MemberRecord
 from dsv4_runtime.contract import Cause, Failure, Health, KernelStatus, Phase
 
 
@@ -62,8 +62,8 @@ def test_what_was_logged_beyond_the_plan_is_told(make_plan: Any) -> None:
     told = plan.expectations.model_copy(update={"memory_of": "m", "memory": {"weights": 100, "KV cache": 50}})
     state = MemberRecord(plan.model_copy(update={"expectations": told}), 0)
     state.begin_generation()
-    state.remembered({"weights": 103, "kv": 45})
-    state.remembered({"weights": 104, "kv": 44})
+    state.add_memory({"weights": 103, "kv": 45})
+    state.add_memory({"weights": 104, "kv": 44})
     engine = state.status().engine
     assert engine is not None
     assert engine.memory == {}, "not before the engine has its cache"

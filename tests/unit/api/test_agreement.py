@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import Finding, InvalidDeployment, parse
-from dsv4_operator.api.endpoints import is_link_local
+from dsv4_operator.api.security import is_link_local
 from dsv4_testkit import specifications
 from dsv4_testkit.specifications import SPEC, TOKEN, fields, placed, values
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_operator.api import crd, schema
+from dsv4_operator.api import crd
 from dsv4_runtime.contract import Document
 
 FILE = Path(__file__).parents[3] / "manifests" / "crd.yaml"
@@ -141,4 +141,4 @@ class Odd(Document):
 
 def test_what_a_structural_schema_cannot_say_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot say"):
-        schema.structural(Odd, {})
+        crd.structural(Odd, {})

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_operator.api import InvalidDeployment, parse
-from dsv4_operator.api.endpoints import ENDPOINT_VARIABLES, is_link_local
+from dsv4_operator.api.security import ENDPOINT_VARIABLES, is_link_local
 from dsv4_testkit.specifications import placed
 
 FIELDS = ("model.source.http.url", "model.source.s3.endpoint", "model.source.huggingFace.endpoint", *ENDPOINT_VARIABLES)

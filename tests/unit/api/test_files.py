@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_operator.api import Hardware, load
-from dsv4_operator.api.reference import render
+from dsv4_operator.api.documents import reference
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -31,10 +31,12 @@ def test_every_sample_is_valid_and_explains_itself(path: Path) -> None:
 
 def test_the_field_reference_is_fresh() -> None:
     page = ROOT / "docs" / "reference" / "api.md"
-    assert page.read_text() == render(), "run: python -m dsv4_operator.api.reference > docs/reference/api.md"
+    assert page.read_text() == reference(), (
+        "run: python -m dsv4_operator.api.documents reference > docs/reference/api.md"
+    )
 
 
 def test_every_field_is_described() -> None:
-    rows = [line for line in render().splitlines() if line.startswith("| `")]
+    rows = [line for line in reference().splitlines() if line.startswith("| `")]
     undescribed = {row.split("`")[1] for row in rows if row.endswith("|  |")}
     assert undescribed <= {"name", "pid"}, "only a process speaks for itself"

@@ -8,8 +8,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from dsv4_operator.api import DSV4Deployment, EnvVar, InvalidDeployment, load, parse
+from dsv4_operator.api import DSV4Deployment, InvalidDeployment, load, parse
 from dsv4_operator.api.deployment import LONGEST_NAME
+from dsv4_operator.api.spec import EnvVar
 
 NANO = """
 apiVersion: dsv4.dev/v1alpha1

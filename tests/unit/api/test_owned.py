@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_operator.api.owned import owned_env, owned_flag, owned_flags
-from dsv4_operator.api.security import FLAGS, flag_reason, spellings
+from dsv4_operator.api.security import FLAGS, flag_reason, owned_env, owned_flag, owned_flags, spellings
 from dsv4_operator.planning.images import profiles
 
 SURFACES = {profile.surface.vllm: profile.surface for profile in profiles()}

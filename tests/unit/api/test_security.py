@@ -11,10 +11,9 @@ import pytest
 import yaml
 
 from dsv4_operator.api import ClusterPolicy, parse
-from dsv4_operator.api.chart import markdown, table
-from dsv4_operator.api.owned import owned_env, owned_flag
+from dsv4_operator.api.documents import security_markdown, security_tables
 from dsv4_operator.api.policy import PolicyError, parse_policy, violations
-from dsv4_operator.api.security import FLAGS, flag_reason, variable_reason
+from dsv4_operator.api.security import FLAGS, flag_reason, owned_env, owned_flag, variable_reason
 from dsv4_operator.planning.images import profiles
 
 ROOT = Path(__file__).parents[3]
@@ -121,9 +120,13 @@ def test_what_a_profile_needs_is_free() -> None:
 
 def test_the_chart_and_the_page_have_the_same_table() -> None:
     file = ROOT / "charts" / "dsv4-operator" / "files" / "security.json"
-    wanted = json.dumps(table(), indent=2, ensure_ascii=False) + "\n"
-    assert file.read_text() == wanted, "python -m dsv4_operator.api.chart > charts/dsv4-operator/files/security.json"
-    assert markdown() in (ROOT / "docs" / "trust.md").read_text(), "python -m dsv4_operator.api.chart --markdown"
+    wanted = json.dumps(security_tables(), indent=2, ensure_ascii=False) + "\n"
+    assert file.read_text() == wanted, (
+        "python -m dsv4_operator.api.documents security > charts/dsv4-operator/files/security.json"
+    )
+    assert security_markdown() in (ROOT / "docs" / "trust.md").read_text(), (
+        "python -m dsv4_operator.api.documents trust"
+    )
 
 
 @pytest.mark.parametrize("data", [{"engineFlags": ["-x"]}, {"engineFlags": ["*"]}, {"engineVariables": ["A B"]}])

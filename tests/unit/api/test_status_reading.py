@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_operator.api import DeploymentStatus, FailureStatus, GroupPhase, GroupStatus, read_status
+from dsv4_operator.api import DeploymentStatus, FailureStatus, GroupPhase, GroupStatus
+from dsv4_operator.api.status import read_status
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),

@@ -14,10 +14,9 @@ import pytest
 import yaml
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, parse
-from dsv4_operator.api.gateway import ApiKeysSource
-from dsv4_operator.backends.pods.capacity import Snapshot
-from dsv4_operator.backends.pods.scheduling import facts
-from dsv4_operator.builders import frontend, group, member
+from dsv4_operator.api.spec import ApiKeysSource
+from dsv4_operator.backends.pods.scheduling import Snapshot, facts
+from dsv4_operator.builders import frontend, member
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract.gateway import GatewayRoute
 from dsv4_testkit.pod_objects import node, sparks
@@ -42,11 +41,11 @@ def objects(name: str) -> list[dict[str, Any]]:
     wanted = read(name)
     plan = plan_group(wanted, facts(wanted, Snapshot.of_pods(tuple(NODES[name]), ())), group=0, incarnation=3)
     return [
-        group.token_key_secret(wanted, "secret"),
-        group.token_secret(wanted, plan.group, plan.incarnation, "secret"),
-        group.plan_config(wanted, plan),
-        group.incarnation_service(wanted, plan.group, plan.incarnation),
-        group.head_service(wanted, plan.group, plan.incarnation),
+        member.token_key_secret(wanted, "secret"),
+        member.token_secret(wanted, plan.group, plan.incarnation, "secret"),
+        member.plan_config(wanted, plan),
+        member.incarnation_service(wanted, plan.group, plan.incarnation),
+        member.head_service(wanted, plan.group, plan.incarnation),
         *(member.member_pod(wanted, plan, rank, host=HOST) for rank in range(len(plan.members))),
         frontend.gateway_config(wanted, 0, [None]),
         frontend.gateway_deployment(wanted, 0, image=IMAGE),

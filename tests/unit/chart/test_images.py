@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from dsv4_operator.builders.security import LOCK_MEMORY, USER
+from dsv4_operator.builders.member import LOCK_MEMORY, USER
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILES = [ROOT / "operator" / "Dockerfile", ROOT / "runtime" / "Dockerfile", ROOT / "runtime" / "Dockerfile.cpu"]

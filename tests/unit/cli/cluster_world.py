@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_operator.builders import names
-from dsv4_runtime.health.table import entry
+from dsv4_runtime.util.procfs import entry
 
 STAND_IN = Path(__file__).with_name("kubectl_stand_in.py")
 RESOURCE = "dsv4deployments.dsv4.dev"

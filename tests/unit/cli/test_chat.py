@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import DeploymentPhase
-from dsv4_operator.cli import chat, talk
-from dsv4_operator.cli.chat import ChatAnswer, ChatError, Settings
+from dsv4_operator.cli import chat
+from dsv4_operator.cli.chat import AnswerOptions, ChatAnswer, ChatError, ChatSettings
 from dsv4_operator.cli.errors import CommandError, ExitCode
-from dsv4_operator.cli.local import Local
+from dsv4_operator.cli.sources.local import LocalSource
 
 
 def chunk(text: str | None = None, finish: str | None = None, tokens: int | None = None) -> bytes:
@@ -57,12 +57,9 @@ class Server:
         self._thread.start()
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
-    def settings(self, **more: Any) -> Settings:
-        return Settings(
-            **{"max_tokens": None, "system": None, "thinking": None, "silence_seconds": 5.0, **more},
-            endpoint=self.endpoint,
-            model="nano",
-        )
+    def settings(self, **more: Any) -> ChatSettings:
+        options = {"max_tokens": None, "system": None, "thinking": None, "silence_seconds": 5.0, **more}
+        return ChatSettings(self.endpoint, "nano", AnswerOptions(**options))
 
     def close(self) -> None:
         self._server.shutdown()
@@ -93,7 +90,8 @@ def test_once(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
         (200, [chunk(""), chunk("Hé"), chunk("llo\u2028!"), chunk(None, "stop"), chunk(tokens=7), DONE])
     )
     assert (
-        chat.once(server.settings(max_tokens=9, system="Be short.", thinking=False), "Hi", terminal=True) is ExitCode.OK
+        chat.answer_once(server.settings(max_tokens=9, system="Be short.", thinking=False), "Hi", terminal=True)
+        is ExitCode.OK
     )
     out, err = capsys.readouterr()
     assert out == "Héllo\u2028!\n"
@@ -124,18 +122,20 @@ def test_once(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
 def test_errors(server: Server, code: int, parts: list[bytes | float], message: str) -> None:
     server.answers.append((code, parts))
     with pytest.raises(ChatError, match=message):
-        chat.once(server.settings(), "Hi", terminal=False)
+        chat.answer_once(server.settings(), "Hi", terminal=False)
 
 
 def test_silence_is_bounded(server: Server) -> None:
     server.answers.append((200, [chunk("He"), 1.0]))
     with pytest.raises(ChatError, match=r"said nothing for 0\.3 s"):
-        chat.once(server.settings(silence_seconds=0.3), "Hi", terminal=False)
+        chat.answer_once(server.settings(silence_seconds=0.3), "Hi", terminal=False)
 
 
 def test_nobody_listens() -> None:
     with pytest.raises(ChatError, match="does not answer"):
-        chat.once(Settings("http://127.0.0.1:9/v1", "nano", None, None, None, 1.0), "Hi", terminal=False)
+        chat.answer_once(
+            ChatSettings("http://127.0.0.1:9/v1", "nano", AnswerOptions(None, None, None, 1.0)), "Hi", terminal=False
+        )
 
 
 def test_a_conversation_remembers(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,24 +171,24 @@ def test_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_lone_argument_is_a_name_only_if_there_is_one(root: Path, saved: Callable[..., Any]) -> None:
     saved()
-    assert talk.meaning(Local(root), "nano", None) == ("nano", None)
-    assert talk.meaning(Local(root), "Hello", None) == (None, "Hello")
-    assert talk.meaning(Local(root), "nano", "Hello") == ("nano", "Hello")
-    assert talk.meaning(Local(root), None, None) == (None, None)
-    assert talk.meaning(Local(root), "../nano\0", None) == (None, "../nano\0")
+    assert chat.split_arguments(LocalSource(root), "nano", None) == ("nano", None)
+    assert chat.split_arguments(LocalSource(root), "Hello", None) == (None, "Hello")
+    assert chat.split_arguments(LocalSource(root), "nano", "Hello") == ("nano", "Hello")
+    assert chat.split_arguments(LocalSource(root), None, None) == (None, None)
+    assert chat.split_arguments(LocalSource(root), "../nano\0", None) == (None, "../nano\0")
 
 
 def test_while_it_recovers_the_gateway_holds_what_is_asked(
     root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any
 ) -> None:
     held(saved(make.status(ready=False, phase=DeploymentPhase.RECOVERING)))
-    talk.check_serving(Local(root).one(None))
+    chat.check_serving(LocalSource(root).get(None))
 
 
 def test_not_serving_says_why(root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any) -> None:
     state = saved(make.status(ready=False, endpoint=None))
     with pytest.raises(CommandError, match="nano is not serving: it is Stopped"):
-        talk.run(Local(root), None, "Hi", talk.TalkOptions(None, None, None, 1.0))
+        chat.run(LocalSource(root), None, "Hi", AnswerOptions(None, None, None, 1.0))
     held(state)
     with pytest.raises(CommandError, match="nano is not serving: it is Starting"):
-        talk.run(Local(root), None, "Hi", talk.TalkOptions(None, None, None, 1.0))
+        chat.run(LocalSource(root), None, "Hi", AnswerOptions(None, None, None, 1.0))

@@ -17,15 +17,14 @@ import pytest
 from cluster_world import RESOURCE, Server, World, get, gone, secret, wait_for
 
 from dsv4_operator.builders import names
-from dsv4_operator.cli import dashboard, main, status, where
-from dsv4_operator.cli.cluster import forward
-from dsv4_operator.cli.cluster.forward import Forward
-from dsv4_operator.cli.cluster.kubectl import Kubectl, KubectlError, first_line
-from dsv4_operator.cli.cluster.pods import belongs
-from dsv4_operator.cli.cluster.source import ClusterSource
-from dsv4_operator.cli.errors import CommandError
+from dsv4_operator.cli import dashboard, main, status
+from dsv4_operator.cli.commands import CommandTarget
+from dsv4_operator.cli.errors import KUBECTL_PLUGIN, CommandError
 from dsv4_operator.cli.output import TableFormat
-from dsv4_operator.cli.where import CommandTarget
+from dsv4_operator.cli.sources import kubectl
+from dsv4_operator.cli.sources.cluster import ClusterSource
+from dsv4_operator.cli.sources.kubectl import Kubectl, KubectlError, PortForward, first_error_line
+from dsv4_operator.cli.sources.pods import is_part_of
 
 # Which place is meant.
 
@@ -45,7 +44,7 @@ def test_which_place_is_meant(
     program: str, options: dict[str, Any], kubernetes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [f"/usr/bin/{program}"])
-    assert CommandTarget(**options).kubernetes is kubernetes
+    assert CommandTarget(**options).is_cluster is kubernetes
 
 
 def test_one_place_at_a_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +60,10 @@ def test_one_place_at_a_time(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 def test_hints_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = ClusterSource("my context", None, "prod")
-    assert cluster.command("why", "nano") == "dsv4 why nano '--context=my context' -n prod"
-    assert ClusterSource(None, None, None).command("status") == "dsv4 status --cluster"
-    monkeypatch.setattr(sys, "argv", [where.PLUGIN])
-    assert ClusterSource(None, None, None).command("status") == "kubectl dsv4 status"
+    assert cluster.command_line("why", "nano") == "dsv4 why nano '--context=my context' -n prod"
+    assert ClusterSource(None, None, None).command_line("status") == "dsv4 status --cluster"
+    monkeypatch.setattr(sys, "argv", [KUBECTL_PLUGIN])
+    assert ClusterSource(None, None, None).command_line("status") == "kubectl dsv4 status"
 
 
 # kubectl itself.
@@ -94,13 +93,13 @@ def test_kubectl_never_ends(world: World) -> None:
     ],
 )
 def test_the_line_that_says_what_went_wrong(said: str, line: str) -> None:
-    assert first_line(said) == line
+    assert first_error_line(said) == line
 
 
 def test_dsv4_is_not_installed_there(world: World) -> None:
     world.set("errors", get='error: the server doesn\'t have a resource type "dsv4deployments"')
     with pytest.raises(KubectlError, match=r'type "dsv4deployments"; is dsv4 installed in this cluster\?'):
-        ClusterSource(None, None, "default").every()
+        ClusterSource(None, None, "default").get_all()
 
 
 def test_there_is_no_context(world: World) -> None:
@@ -113,7 +112,7 @@ def test_names_are_never_options(world: World, deployed: Callable[..., Any]) -> 
     deployed()
     for name in ("--all-namespaces", "pods/x", "../x"):
         with pytest.raises(CommandError, match=r"there is no deployment .* in namespace default; there is nano"):
-            ClusterSource(None, None, "default").one(name)
+            ClusterSource(None, None, "default").get(name)
     assert not [words for _, words in world.calls("get") if "--all-namespaces" in words]
 
 
@@ -122,7 +121,7 @@ def test_names_are_never_options(world: World, deployed: Callable[..., Any]) -> 
 
 def test_a_way_is_opened_again_on_the_same_port(world: World, server: Server) -> None:
     world.set("forwards", **{"service/nano": server.port})
-    with Forward(Kubectl(None, None, "prod"), "nano", 8000) as way:
+    with PortForward(Kubectl(None, None, "prod"), "nano", 8000) as way:
         url = way.url()
         assert get(url) == b"fine"
         assert way.url() == url
@@ -138,16 +137,16 @@ def test_a_way_is_opened_again_on_the_same_port(world: World, server: Server) ->
 
 
 def test_a_way_that_cannot_be_opened(world: World) -> None:
-    way = Forward(Kubectl(None, None, None), "nano", 8000)
+    way = PortForward(Kubectl(None, None, None), "nano", 8000)
     with way, pytest.raises(KubectlError, match="kubectl port-forward service/nano: timed out waiting for the cond"):
         way.url()
 
 
 def test_opening_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "OPEN_SECONDS", 0.5)
+    monkeypatch.setattr(kubectl, "OPEN_SECONDS", 0.5)
     world.known["slow"] = ["port-forward"]
     world.write()
-    way = Forward(Kubectl(None, None, None), "nano", 8000)
+    way = PortForward(Kubectl(None, None, None), "nano", 8000)
     with way, pytest.raises(KubectlError, match="no connection within 0 s"):
         way.url()
     assert gone(world.calls("port-forward")[0][0])
@@ -156,9 +155,9 @@ def test_opening_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_way_ends_with_a_killed_command(world: World, server: Server) -> None:
     world.set("forwards", **{"service/nano": server.port})
     code = (
-        "import time; from dsv4_operator.cli.cluster.forward import Forward;"
-        "from dsv4_operator.cli.cluster.kubectl import Kubectl;"
-        "print(Forward(Kubectl(None, None, None), 'nano', 8000).url(), flush=True); time.sleep(60)"
+        "import time; from dsv4_operator.cli.sources.kubectl import PortForward;"
+        "from dsv4_operator.cli.sources.kubectl import Kubectl;"
+        "print(PortForward(Kubectl(None, None, None), 'nano', 8000).url(), flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout
@@ -295,9 +294,9 @@ def test_watching_outlasts_a_cluster_that_is_away(
 
 @pytest.mark.parametrize("part", ["", "-0-i2", "-0-i2-r1", "-0-head", "-0-gateway-5d9-x", "-0-evidence-3"])
 def test_parts_of_a_deployment(part: str) -> None:
-    assert belongs(f"nano{part}", "nano")
-    assert not belongs(f"nano-2{part}", "nano")
-    assert not belongs(f"nan{part}", "nano")
+    assert is_part_of(f"nano{part}", "nano")
+    assert not is_part_of(f"nano-2{part}", "nano")
+    assert not is_part_of(f"nan{part}", "nano")
 
 
 def test_every_call_is_bounded_and_names_its_place(world: World) -> None:

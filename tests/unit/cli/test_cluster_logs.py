@@ -13,11 +13,10 @@ from cluster_world import RESOURCE, World, gone, pod, secret, wait_for
 
 from dsv4_operator.builders import names
 from dsv4_operator.cli import main
-from dsv4_operator.cli.cluster import logs
-from dsv4_operator.cli.cluster.follow import Follower
-from dsv4_operator.cli.cluster.kubectl import Kubectl
-from dsv4_operator.cli.cluster.source import ClusterSource
-from dsv4_operator.cli.log_lines import LogComponent, LogOptions
+from dsv4_operator.cli.logs import LogComponent, LogOptions
+from dsv4_operator.cli.sources import pods
+from dsv4_operator.cli.sources.cluster import ClusterSource
+from dsv4_operator.cli.sources.kubectl import Kubectl
 
 
 def request(**more: Any) -> LogOptions:
@@ -65,12 +64,12 @@ def test_logs_of_a_pod_that_ended(logged: World, capsys: pytest.CaptureFixture[s
 def test_following_into_the_next_incarnation(
     logged: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(pods, "POLL_SECONDS", 0.5)
     logged.set("objects", pods=[pod(0, 2)])
     steps = iter(range(99))
-    read = Follower.read
+    read = pods.LogFollower.read
 
-    def step(follower: Follower, seconds: float) -> None:
+    def step(follower: pods.LogFollower, seconds: float) -> None:
         match next(steps):
             case 1:
                 logged.set("logs", **{"nano-0-i2-r0": "one\ntwo\nlast"})
@@ -83,9 +82,9 @@ def test_following_into_the_next_incarnation(
                 logged.drop("logs", "nano-0-i3-r0")
         read(follower, seconds)
 
-    monkeypatch.setattr(Follower, "read", step)
-    item = ClusterSource(None, None, "default").one("nano")
-    logs.show(
+    monkeypatch.setattr(pods.LogFollower, "read", step)
+    item = ClusterSource(None, None, "default").get("nano")
+    pods.print_logs(
         Kubectl(None, None, None),
         item,
         request(component=LogComponent.AGENT, follow=True, tail=1),
@@ -98,10 +97,10 @@ def test_following_into_the_next_incarnation(
 def test_following_ends_what_it_started_and_complains_once(logged: World, capsys: pytest.CaptureFixture[str]) -> None:
     running: list[int] = []
     said = {"out": "", "err": ""}
-    with Follower(Kubectl(None, None, None), "nano", request(follow=True), grouped=False) as follower:
+    with pods.LogFollower(Kubectl(None, None, None), "nano", request(follow=True), grouped=False) as follower:
 
         def all_run() -> bool:
-            follower.look()
+            follower.refresh()
             follower.read(0.1)
             out, err = capsys.readouterr()
             said.update(out=said["out"] + out, err=said["err"] + err)

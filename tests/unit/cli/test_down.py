@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.cli import down, leftovers, loop, main
+from dsv4_operator.cli import main, processes, up
 
 STAND_IN = str(Path(__file__).with_name("stand_in_loop.py"))
 
@@ -19,23 +19,23 @@ STAND_IN = str(Path(__file__).with_name("stand_in_loop.py"))
 def running(saved: Callable[..., DeploymentState]) -> Iterator[Callable[..., DeploymentState]]:
     """Starts a loop that this process will not wait for, as after `up --detach`."""
     states: list[DeploymentState] = []
-    processes: list[subprocess.Popen[bytes]] = []
+    started: list[subprocess.Popen[bytes]] = []
 
     def start(name: str = "nano", mode: str = "fine") -> DeploymentState:
         state = saved(name=name)
         states.append(state)
-        processes.append(loop.spawn(state, [sys.executable, STAND_IN, str(state.root), name, mode, "False"]))
+        started.append(processes.start_loop(state, [sys.executable, STAND_IN, str(state.root), name, mode, "False"]))
         deadline = time.monotonic() + 60
         while not (state.directory / "object.json").exists():
             assert time.monotonic() < deadline
-            assert processes[-1].poll() is None
+            assert started[-1].poll() is None
             time.sleep(0.02)
         return state
 
     yield start
     for state in states:
-        leftovers.end_processes(state)
-    for process in processes:
+        processes.stop_processes(state)
+    for process in started:
         process.wait(5)
 
 
@@ -46,7 +46,7 @@ def test_down_is_idempotent_and_keeps_what_is_worth_keeping(
     state.evidence().mkdir()
     assert main.run(["down", "--state-dir", str(root)]) == 0
     assert capsys.readouterr() == ("nano has ended\n", "stopping nano\n")
-    assert leftovers.processes(state) == []
+    assert processes.deployment_processes(state) == []
     left = {path.name for path in state.directory.iterdir()}
     assert left == {"lock", "manifest.json", "object.json", "loop.log", "evidence"}
     assert state.weights.exists()
@@ -69,13 +69,13 @@ def test_all(running: Callable[..., DeploymentState], root: Path) -> None:
 
 def test_a_loop_that_does_not_listen_is_killed_with_its_children(running: Callable[..., DeploymentState]) -> None:
     state = running(mode="stubborn")
-    assert len(leftovers.processes(state)) == 2
+    assert len(processes.deployment_processes(state)) == 2
     began = time.monotonic()
-    assert down.end_loop(state, grace=0.5)
+    assert up.end_loop(state, grace=0.5)
     assert time.monotonic() - began < 10
     assert state.holder() is None
-    assert leftovers.end_processes(state) == 1
-    assert leftovers.processes(state) == []
+    assert processes.stop_processes(state) == 1
+    assert processes.deployment_processes(state) == []
 
 
 def test_after_a_loop_that_was_killed(
@@ -87,7 +87,7 @@ def test_after_a_loop_that_was_killed(
     os.kill(pid, 9)
     assert main.run(["down", "--state-dir", str(root)]) == 0
     assert capsys.readouterr().out == "nano has ended\n"
-    assert leftovers.processes(state) == []
+    assert processes.deployment_processes(state) == []
 
 
 @pytest.mark.parametrize(
@@ -103,17 +103,17 @@ def test_after_a_loop_that_was_killed(
     ],
 )
 def test_what_belongs_to_a_deployment(environment: str, expected: bool) -> None:
-    assert leftovers.belongs(environment.encode(), Path("/s/nano")) is expected
+    assert processes.belongs_to_deployment(environment.encode(), Path("/s/nano")) is expected
 
 
 def test_a_test_or_shell_that_started_us_is_never_a_leftover(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = DeploymentState(root, "nano")
-    code = "import sys; from pathlib import Path; from dsv4_operator.cli import leftovers as l;"
+    code = "import sys; from pathlib import Path; from dsv4_operator.cli import processes as l;"
     code += "from dsv4_operator.backends.local.state import DeploymentState as D;"
-    code += "print(l.processes(D(Path(sys.argv[1]), 'nano')))"
+    code += "print(l.deployment_processes(D(Path(sys.argv[1]), 'nano')))"
     found = subprocess.run(
         [sys.executable, "-c", code, str(root)],
-        env={**os.environ, loop.MARKER: str(state.directory)},
+        env={**os.environ, processes.DIRECTORY_VARIABLE: str(state.directory)},
         capture_output=True,
         text=True,
         check=True,

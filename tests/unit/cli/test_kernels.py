@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import load
-from dsv4_operator.cli import kernels, main, render
-from dsv4_operator.cli.look import DeploymentView
-from dsv4_runtime.contract import KernelStanding, KernelStatus
+from dsv4_operator.cli import main, render
+from dsv4_operator.cli.sources.base import DeploymentView
+from dsv4_runtime.contract import KernelStatus, ProviderStatus
 
 MOE = KernelStatus(
     op="moe",
     provider="bundled",
     standings=(
-        KernelStanding(provider="bundled", slowness=1.0),
-        KernelStanding(provider="marlin", slowness=1.28),
-        KernelStanding(provider="deep_gemm", excluded="t1: not done after 20 s"),
+        ProviderStatus(provider="bundled", slowness=1.0),
+        ProviderStatus(provider="marlin", slowness=1.28),
+        ProviderStatus(provider="deep_gemm", excluded="t1: not done after 20 s"),
     ),
 )
 INDEXER = KernelStatus(op="indexer", provider="stock", note="bundled was chosen; stays with vLLM's own kernels (x)")
@@ -41,7 +41,7 @@ def shown(make: Any, *groups: Any, asked: str = "auto", hardware: str = "H100", 
 
 
 def test_who_computes_and_what_was_excluded(make: Any) -> None:
-    assert kernels.text(shown(make, make.group(kernels=(MOE, INDEXER)))) == (
+    assert render.kernels_text(shown(make, make.group(kernels=(MOE, INDEXER)))) == (
         "nano (Serving), spec.engine.kernels: auto\n"
         "\n"
         "OPERATION   PROVIDER   SPEED           NOTE\n"
@@ -55,7 +55,7 @@ def test_who_computes_and_what_was_excluded(make: Any) -> None:
 
 def test_several_groups(make: Any) -> None:
     groups = [make.group(index=index, kernels=(found,)) for index, found in enumerate((MOE, INDEXER))]
-    lines = kernels.text(shown(make, *groups)).splitlines()
+    lines = render.kernels_text(shown(make, *groups)).splitlines()
     assert [line.split()[:3] for line in lines[2:5]] == [
         ["GROUP", "OPERATION", "PROVIDER"],
         ["0", "moe", "bundled"],
@@ -76,7 +76,9 @@ def test_several_groups(make: Any) -> None:
     ],
 )
 def test_nothing_to_tell_is_said(make: Any, asked: str, hardware: str, said: str) -> None:
-    assert kernels.text(shown(make, make.group(), asked=asked, hardware=hardware)).splitlines()[2].startswith(said)
+    assert (
+        render.kernels_text(shown(make, make.group(), asked=asked, hardware=hardware)).splitlines()[2].startswith(said)
+    )
 
 
 def test_the_status_names_both_sides(make: Any) -> None:

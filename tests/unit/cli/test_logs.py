@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.cli import logs
 from dsv4_operator.cli.errors import CommandError
-from dsv4_operator.cli.log_lines import LogComponent, LogOptions
+from dsv4_operator.cli.logs import LogComponent, LogOptions
 from dsv4_operator.cli.output import DocumentFormat
+from dsv4_operator.cli.sources import local
 
 
 def request(**more: Any) -> LogOptions:
@@ -45,7 +45,7 @@ def state(saved: Callable[..., DeploymentState]) -> DeploymentState:
 
 
 def test_everything_of_the_latest_incarnation(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
-    logs.show(state, request())
+    local.print_logs(state, request())
     assert capsys.readouterr().out == (
         "[0 agent] one\n[0 agent] two\n[0 vllm] load 100%\n[0 vllm] ready\n[1 ray] joined\n"
     )
@@ -54,36 +54,36 @@ def test_everything_of_the_latest_incarnation(state: DeploymentState, capsys: py
 def test_groups_are_named_where_there_are_several(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
     write(state, 1, 0, "agent", "older\n", group=1)
     write(state, 5, 0, "agent", "other\n", group=1)
-    logs.show(state, request(component=LogComponent.AGENT))
+    local.print_logs(state, request(component=LogComponent.AGENT))
     assert capsys.readouterr().out == "[group 0 0 agent] one\n[group 0 0 agent] two\n[group 1 0 agent] other\n"
 
 
 def test_one_file_has_no_labels(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
-    logs.show(state, request(rank=0, component=LogComponent.AGENT, tail=1, colour=True))
-    logs.show(state, request(rank=0, component=LogComponent.VLLM, tail=1))
+    local.print_logs(state, request(rank=0, component=LogComponent.AGENT, tail=1, colour=True))
+    local.print_logs(state, request(rank=0, component=LogComponent.VLLM, tail=1))
     assert capsys.readouterr().out == "two\nready\n"
 
 
 @pytest.mark.parametrize("form", list(DocumentFormat))
 def test_documents(state: DeploymentState, capsys: pytest.CaptureFixture[str], form: DocumentFormat) -> None:
-    logs.show(state, request(rank=1, form=form))
+    local.print_logs(state, request(rank=1, form=form))
     line = capsys.readouterr().out.removeprefix("- ")
     assert json.loads(line) == {"rank": 1, "component": "ray", "line": "joined"}
 
 
 def test_the_loop(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
     state.log.write_text("formed\n")
-    logs.show(state, request(component=LogComponent.LOOP))
+    local.print_logs(state, request(component=LogComponent.LOOP))
     assert capsys.readouterr().out == "formed\n"
 
 
 def test_nothing_there(state: DeploymentState, saved: Callable[..., DeploymentState]) -> None:
     with pytest.raises(CommandError, match=r"no logs of rank 7; its ranks are 0, 1"):
-        logs.show(state, request(rank=7))
+        local.print_logs(state, request(rank=7))
     other = saved(name="other")
     other.evidence().mkdir()
     with pytest.raises(CommandError, match="not running, and its members' logs went with them; what failed"):
-        logs.show(other, request())
+        local.print_logs(other, request())
 
 
 def test_following_into_the_next_incarnation(
@@ -106,7 +106,7 @@ def test_following_into_the_next_incarnation(
                 write(state, 3, 0, "agent", "last word")
                 running = False
 
-    logs.show(state, request(component=LogComponent.AGENT, follow=True, tail=1), wait=wait)
+    local.print_logs(state, request(component=LogComponent.AGENT, follow=True, tail=1), wait=wait)
     assert capsys.readouterr().out.splitlines() == [
         "[0 agent] two",
         "[0 agent] three",
@@ -139,5 +139,5 @@ def test_following_a_log_that_is_moved_and_one_that_is_cut(
             case 3:
                 running = False
 
-    logs.show(state, request(component=LogComponent.LOOP, follow=True), wait=wait)
+    local.print_logs(state, request(component=LogComponent.LOOP, follow=True), wait=wait)
     assert capsys.readouterr().out.splitlines() == ["first", "last of the old", "new", "a"]

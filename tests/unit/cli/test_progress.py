@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import ConditionType, GroupPhase
-from dsv4_operator.cli import progress
+from dsv4_operator.cli import render, up
 from dsv4_operator.cli.errors import ExitCode
-from dsv4_operator.cli.progress import Stage, StartOutcome
+from dsv4_operator.cli.up import Stage, StartOutcome
 from dsv4_runtime.contract import Cause, Phase
 
 
@@ -23,18 +23,18 @@ def test_view_of_a_start(make: Any) -> None:
         make.member(1, None, silent_since=make.now - 12),
         expected_ready_seconds=45,
     )
-    assert progress.view("nano", status, 23.4, make.now) == (
+    assert up.start_view("nano", status, 23.4, make.now) == (
         "nano   Starting   0:23 of about 0:45\n"
         "RANK   ROLE     ADDRESS      PHASE     MESSAGE\n"
         "0      Head     10.88.0.10   Loading   loading shards 2/4\n"
         "1      Worker   10.88.0.11   -         no answer for 12 s"
     )
-    assert progress.view("nano", None, 1, make.now) == "nano   Pending   0:01"
+    assert up.start_view("nano", None, 1, make.now) == "nano   Pending   0:01"
 
 
 def test_view_names_the_group_when_there_are_several(make: Any) -> None:
     groups = [make.group(index=index, members=(make.member(0),)) for index in (0, 1)]
-    assert progress.members_table(make.status(*groups), make.now).splitlines()[1:] == [
+    assert render.members_table(make.status(*groups), make.now).splitlines()[1:] == [
         "0       0      Head   10.88.0.10   Serving   -",
         "1       0      Head   10.88.0.10   Serving   -",
     ]
@@ -42,33 +42,33 @@ def test_view_names_the_group_when_there_are_several(make: Any) -> None:
 
 def test_a_start_gives_each_transition_once(make: Any) -> None:
     first = starting(make, make.member(0, Phase.PREFLIGHT), make.member(1, None))
-    assert progress.transitions(None, first, members=True) == [
+    assert up.transitions(None, first, members=True) == [
         "starting the engine in incarnation 1",
         "rank 0 is the head at 10.88.0.10",
         "rank 0 Preflight",
         "rank 1 is the worker at 10.88.0.11",
     ]
-    assert progress.transitions(first, first, members=True) == []
+    assert up.transitions(first, first, members=True) == []
     second = starting(make, make.member(0, Phase.LOADING, "loading shards 1/4"), make.member(1, Phase.JOINING))
-    assert progress.transitions(first, second, members=True) == ["rank 0 Loading: loading shards 1/4", "rank 1 Joining"]
+    assert up.transitions(first, second, members=True) == ["rank 0 Loading: loading shards 1/4", "rank 1 Joining"]
     third = starting(make, make.member(0, Phase.LOADING, "loading shards 2/4"), make.member(1, Phase.JOINING))
-    assert progress.transitions(second, third, members=True) == [], "progress within a phase is no transition"
+    assert up.transitions(second, third, members=True) == [], "progress within a phase is no transition"
     silent = starting(make, make.member(0, Phase.LOADING), make.member(1, Phase.JOINING, silent_since=make.now))
-    assert progress.transitions(third, silent, members=True) == ["rank 1 no longer answers"]
-    assert progress.transitions(silent, make.status(), members=False) == ["serving"]
+    assert up.transitions(third, silent, members=True) == ["rank 1 no longer answers"]
+    assert up.transitions(silent, make.status(), members=False) == ["serving"]
 
 
 def test_a_death_and_the_recovery(make: Any) -> None:
     healthy = make.status()
     death = make.failure()
     dead = make.status(make.failed_group(death, phase=GroupPhase.RESTARTING), ready=False)
-    assert progress.transitions(healthy, dead, members=False) == [
+    assert up.transitions(healthy, dead, members=False) == [
         "died: EngineCoreDied on rank 0 (local-0): killed by SIGKILL",
         "restarting the engine in place",
     ]
     mended = make.status(make.failed_group(death.model_copy(update={"recover_seconds": 12.34})))
-    assert progress.transitions(dead, mended, members=False) == ["serving again after 12 s"]
-    assert progress.transitions(mended, mended, members=False) == []
+    assert up.transitions(dead, mended, members=False) == ["serving again after 12 s"]
+    assert up.transitions(mended, mended, members=False) == []
 
 
 def test_a_new_incarnation_waits_for_its_turn(make: Any) -> None:
@@ -76,7 +76,7 @@ def test_a_new_incarnation_waits_for_its_turn(make: Any) -> None:
     dead = make.status(
         make.failed_group(death, phase=GroupPhase.RECOVERING, next_restart_time=make.now + 30), ready=False
     )
-    assert progress.transitions(make.status(), dead, members=True)[:3] == [
+    assert up.transitions(make.status(), dead, members=True)[:3] == [
         "died: MemberLost on rank 1",
         "ending incarnation 1, to form the group again",
         "the next restart waits until 14:13:50",
@@ -85,15 +85,15 @@ def test_a_new_incarnation_waits_for_its_turn(make: Any) -> None:
 
 def test_old_deaths_are_no_news(make: Any) -> None:
     status = make.status(make.failed_group(make.failure(recover_seconds=3.0)))
-    assert progress.transitions(None, status, members=False) == ["serving"]
+    assert up.transitions(None, status, members=False) == ["serving"]
 
 
 def test_outcome(make: Any) -> None:
-    assert progress.outcome(make.status(), 1) == StartOutcome(Stage.READY)
-    assert progress.outcome(make.status(), 2) == StartOutcome(Stage.STARTING), "that was about an older specification"
-    assert progress.outcome(make.status(ready=False), 1) == StartOutcome(Stage.STARTING)
+    assert up.start_outcome(make.status(), 1) == StartOutcome(Stage.READY)
+    assert up.start_outcome(make.status(), 2) == StartOutcome(Stage.STARTING), "that was about an older specification"
+    assert up.start_outcome(make.status(ready=False), 1) == StartOutcome(Stage.STARTING)
     refused = make.condition(ConditionType.ACCEPTED, true=False, message="needs 8Gi, 2Gi are free")
-    assert progress.outcome(make.status(conditions=(refused,)), 1) == StartOutcome(
+    assert up.start_outcome(make.status(conditions=(refused,)), 1) == StartOutcome(
         Stage.FAILED, "needs 8Gi, 2Gi are free", ExitCode.BAD_INPUT, final=False
     )
 
@@ -102,14 +102,14 @@ def test_outcome(make: Any) -> None:
 def test_given_up(make: Any, cause: Cause, code: int) -> None:
     exhausted = make.condition(ConditionType.RECOVERY_EXHAUSTED, true=True, message="5 of 5 restarts are spent.")
     group = make.failed_group(make.failure(cause=cause, culprit_node=None), phase=GroupPhase.FAILED)
-    found = progress.outcome(make.status(group, conditions=(exhausted,)), 1)
-    assert found.sentence == f"5 of 5 restarts are spent; {cause} on rank 0: killed by SIGKILL"
+    found = up.start_outcome(make.status(group, conditions=(exhausted,)), 1)
+    assert found.message == f"5 of 5 restarts are spent; {cause} on rank 0: killed by SIGKILL"
     assert found.code == code
 
 
 def test_waiting_for(make: Any) -> None:
-    assert progress.waiting_for(None) == "the loop has reported nothing"
+    assert up.pending_reason(None) == "the loop has reported nothing"
     status = starting(make, make.member(0, Phase.LOADING, "loading shards 1/4"), make.member(1, None))
-    assert progress.waiting_for(status) == "rank 0 is Loading (loading shards 1/4), rank 1 is not started"
+    assert up.pending_reason(status) == "rank 0 is Loading (loading shards 1/4), rank 1 is not started"
     idle = make.status(make.group(GroupPhase.PENDING, members=()), ready=False, conditions=())
-    assert progress.waiting_for(idle) == "it is Starting"
+    assert up.pending_reason(idle) == "it is Starting"

@@ -6,7 +6,7 @@ from typing import Any
 
 from dsv4_operator.api import ConditionType, GroupPhase, KvCacheStatus
 from dsv4_operator.cli import render
-from dsv4_operator.cli.look import DeploymentView
+from dsv4_operator.cli.sources.base import DeploymentView
 from dsv4_runtime.contract import Cause, Phase
 from dsv4_runtime.contract.gateway import FatalRequest
 
@@ -51,10 +51,11 @@ def test_a_reason_when_it_is_not_ready(make: Any) -> None:
 
 
 def test_ready_text_can_be_pasted(make: Any) -> None:
-    hints = render.Hints("/state/nano/token", " --state-dir /state")
     found = make.deployment(make.status())
     metadata = found.metadata.model_copy(update={"annotations": {render.NETWORK_ANNOTATION: "private: own addresses"}})
-    text = render.ready_text(found.model_copy(update={"metadata": metadata}), 41.2, hints)
+    text = render.ready_text(
+        found.model_copy(update={"metadata": metadata}), 41.2, "/state/nano/token", " --state-dir /state"
+    )
     assert text == (
         "nano is serving after 41 s.\n"
         "\n"

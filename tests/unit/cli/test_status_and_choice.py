@@ -8,33 +8,32 @@ from typing import Any
 import pytest
 import yaml
 
-from dsv4_operator.cli import choose, status
+from dsv4_operator.cli import status
 from dsv4_operator.cli.errors import CommandError
-from dsv4_operator.cli.local import Local
-from dsv4_operator.cli.look import look
 from dsv4_operator.cli.output import TableFormat
+from dsv4_operator.cli.sources.local import LocalSource, read_deployment, select_state
 
 
 def test_choosing(root: Path, saved: Callable[..., Any], held: Callable[..., int]) -> None:
     with pytest.raises(CommandError, match="there is no deployment under"):
-        choose.the_one(root, None)
+        select_state(root, None)
     first = saved()
-    assert choose.the_one(root, None) == first
+    assert select_state(root, None) == first
     second = saved(name="other")
     with pytest.raises(CommandError, match="which deployment\\? Give its name; there is nano, other"):
-        choose.the_one(root, None)
+        select_state(root, None)
     held(second)
-    assert choose.the_one(root, None) == second, "the only one that runs"
-    assert choose.the_one(root, "nano") == first
+    assert select_state(root, None) == second, "the only one that runs"
+    assert select_state(root, "nano") == first
     with pytest.raises(CommandError, match="no deployment 'x' under"):
-        choose.the_one(root, "x")
+        select_state(root, "x")
 
 
 def test_a_running_deployment_as_json(
     root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held(saved(make.status()))
-    status.show(Local(root), None, TableFormat.JSON, watch=False)
+    status.show(LocalSource(root), None, TableFormat.JSON, watch=False)
     document = json.loads(capsys.readouterr().out)
     assert (document["apiVersion"], document["kind"]) == ("dsv4.dev/v1alpha1", "DSV4Deployment")
     assert document["metadata"]["name"] == "nano"
@@ -50,7 +49,7 @@ def test_a_running_deployment_as_json(
 
 def test_a_loop_that_is_gone_promises_nothing(root: Path, saved: Callable[..., Any], make: Any) -> None:
     group = make.failed_group(make.failure())
-    item = look(saved(make.status(group)))
+    item = read_deployment(saved(make.status(group)))
     found = item.document()["status"]
     assert found["phase"] == "Stopped"
     assert "endpoint" not in found
@@ -64,19 +63,19 @@ def test_a_loop_that_is_gone_promises_nothing(root: Path, saved: Callable[..., A
 def test_several(root: Path, saved: Callable[..., Any], make: Any, capsys: pytest.CaptureFixture[str]) -> None:
     saved(make.status())
     saved(name="other")
-    status.show(Local(root), None, TableFormat.TABLE, watch=False)
+    status.show(LocalSource(root), None, TableFormat.TABLE, watch=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [["nano", "0/1", "Stopped"], ["other", "0/1", "Stopped"]]
-    status.show(Local(root), None, TableFormat.YAML, watch=False)
+    status.show(LocalSource(root), None, TableFormat.YAML, watch=False)
     document = yaml.safe_load(capsys.readouterr().out)
     assert document["kind"] == "List"
     assert [item["metadata"]["name"] for item in document["items"]] == ["nano", "other"]
 
 
 def test_none(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status.show(Local(root), None, TableFormat.TABLE, watch=False)
+    status.show(LocalSource(root), None, TableFormat.TABLE, watch=False)
     assert capsys.readouterr() == ("", f"no deployments under {root}\n")
-    status.show(Local(root), None, TableFormat.JSON, watch=False)
+    status.show(LocalSource(root), None, TableFormat.JSON, watch=False)
     assert json.loads(capsys.readouterr().out)["items"] == []
 
 
@@ -95,7 +94,7 @@ def test_watching_a_pipe_prints_changes_only(
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        status.show(Local(root), "nano", TableFormat.TABLE, watch=True, wait=wait)
+        status.show(LocalSource(root), "nano", TableFormat.TABLE, watch=True, wait=wait)
     rows = [line.split()[2] for line in capsys.readouterr().out.splitlines() if line.startswith("nano")]
     assert rows == ["Starting", "Serving"]
 
@@ -108,13 +107,13 @@ def test_one_deployment_that_cannot_be_read_does_not_hide_the_others(
     (root / "old").mkdir()
     (root / "old" / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
     for _ in range(2):
-        status.show(Local(root), None, TableFormat.TABLE, watch=False)
+        status.show(LocalSource(root), None, TableFormat.TABLE, watch=False)
         shown = capsys.readouterr()
         assert "nano" in shown.out
         assert shown.err.count("warning: the files of 'old' in") == 1
     (root / "old" / "manifest.json").unlink()
     (root / "old" / "manifest.json").mkdir()
-    status.show(Local(root), None, TableFormat.TABLE, watch=False)
+    status.show(LocalSource(root), None, TableFormat.TABLE, watch=False)
     assert "warning: the files of 'old' in" in capsys.readouterr().err
 
 
@@ -122,4 +121,4 @@ def test_unreadable_files_are_named(root: Path, saved: Callable[..., Any]) -> No
     state = saved()
     (state.directory / "object.json").write_text("{}")
     with pytest.raises(CommandError, match="`dsv4 down nano --purge` removes them"):
-        look(state)
+        read_deployment(state)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.cli import leftovers, loop, main
+from dsv4_operator.cli import main, processes
 
 # Only a bound; a busy machine may take long.
 SECONDS = 60.0
@@ -52,14 +52,14 @@ class Dsv4:
         return process.returncode, out.splitlines(), err.splitlines()
 
     def left(self) -> list[int]:
-        return leftovers.processes(self.state)
+        return processes.deployment_processes(self.state)
 
     def close(self) -> None:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
                 process.communicate()
-        leftovers.end_processes(self.state)
+        processes.stop_processes(self.state)
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_a_full_disk_is_one_sentence(
 
 def test_the_real_loop_is_a_module_of_its_own(root: Path) -> None:
     state = DeploymentState(root, "nano")
-    assert loop.loop_command(state, attached=True)[1:] == [
+    assert processes.loop_command(state, attached=True)[1:] == [
         "-m",
         "dsv4_operator.controller.standalone",
         "--state-dir",
@@ -308,4 +308,4 @@ def test_the_real_loop_is_a_module_of_its_own(root: Path) -> None:
         "nano",
         f"--attached={os.getpid()}",
     ]
-    assert not any("attached" in word for word in loop.loop_command(state, attached=False))
+    assert not any("attached" in word for word in processes.loop_command(state, attached=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsv4_runtime.contract.backoff import backoff
+from dsv4_runtime.contract.recovery import backoff
 
 
 def test_wait_doubles_from_the_first_and_ends_at_the_longest() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsv4_runtime.contract import RecoveryPolicy, permit
-from dsv4_runtime.contract.clock import SteadyClock
+from dsv4_runtime.util.clock import SteadyClock
 
 DAY = 86_400.0
 START = 1_800_000_000.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_runtime.contract.files import open_regular, replace_file
+from dsv4_runtime.util.files import open_regular, replace_file
 
 
 def test_what_is_kept_is_on_the_disk_under_its_name_when_it_is_done(

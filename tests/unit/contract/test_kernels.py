@@ -11,9 +11,9 @@ from dsv4_runtime.contract.kernels import (
     STOCK,
     KernelChoice,
     KernelChoiceError,
-    KernelStanding,
     KernelStatus,
     Op,
+    ProviderStatus,
     needs_evidence,
     parse_kernel_choice,
 )
@@ -58,7 +58,7 @@ def test_what_is_not_there_is_refused_with_what_there_is(text: str, named: str) 
 
 
 STANDINGS = tuple(
-    KernelStanding(provider=name, slowness=slowness, excluded=None if slowness else "t1: wrong")
+    ProviderStatus(provider=name, slowness=slowness, excluded=None if slowness else "t1: wrong")
     for name, slowness in {"bundled": 1.1, "bundled_w4a8": 1.0, "marlin": 1.32, "triton": 1.65, "cutlass": None}.items()
 )
 
@@ -74,7 +74,7 @@ def test_speed_is_against_the_fastest_of_the_other_side(provider: str, compared:
 
 
 def test_what_vllm_takes_on_request_is_not_taken_for_its_own_pick() -> None:
-    more = (*STANDINGS, KernelStanding(provider="b12x", slowness=1.0))
+    more = (*STANDINGS, ProviderStatus(provider="b12x", slowness=1.0))
     stock = KernelStatus(op="moe", provider="stock", standings=more).against_next()
     assert stock == ("bundled_w4a8", pytest.approx(1 / 1.32))
     bundled = KernelStatus(op="moe", provider="bundled", standings=more).against_next()
@@ -82,5 +82,5 @@ def test_what_vllm_takes_on_request_is_not_taken_for_its_own_pick() -> None:
 
 
 @pytest.mark.parametrize("standings", [(), STANDINGS[:2], STANDINGS[2:]])
-def test_no_speed_without_another_side(standings: tuple[KernelStanding, ...]) -> None:
+def test_no_speed_without_another_side(standings: tuple[ProviderStatus, ...]) -> None:
     assert KernelStatus(op="moe", provider="bundled", standings=standings).against_next() is None

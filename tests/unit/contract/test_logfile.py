@@ -8,7 +8,7 @@ from pathlib import Path
 LIMIT = 4096
 PROGRAM = """
 import logging, os, pathlib, sys
-from dsv4_runtime.contract.logfile import log_to
+from dsv4_runtime.util.files import log_to
 log_to(pathlib.Path(sys.argv[1]), limit=int(sys.argv[2]))
 for number in range(300):
     logging.getLogger("test").info("line %d", number)

@@ -18,7 +18,7 @@ import pytest
 from dsv4_operator.api import InvalidDeployment, parse
 from dsv4_operator.builders import names
 from dsv4_operator.controller import reconcile
-from dsv4_operator.kube.errors import error_of
+from dsv4_operator.kube.resources import error_of
 from dsv4_runtime.contract import AgentStatus
 from dsv4_testkit.pods_world import UID, World
 

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_operator.api import ClusterPolicy, DeploymentStatus, DSV4Deployment, parse
-from dsv4_operator.backends import table
+from dsv4_operator.backends import registry
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.backends.pods.ownership import ObjectTerminating
 from dsv4_operator.controller.admission import judge
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.reconcile import Endpoints
-from dsv4_operator.kube import Kube, Manifest
+from dsv4_operator.kube import Client, Manifest
 from dsv4_operator.lifecycle import Event
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning.facts import Facts
@@ -71,32 +71,32 @@ class NoMachines:
 async def test_what_was_written_here_is_no_news() -> None:
     server, backend = server_of(), NoMachines()
     kube: Any = server
-    found: Kube = kube
+    found: Client = kube
     made: Any = backend
     dependencies = Dependencies(
         found, lambda _: made, lambda _: Endpoints("", ""), lambda *_: None, clock=lambda: 1000.0
     )
     deployments = Deployments(dependencies)
-    assert deployments.told(live(server), gone=False) == KEY
-    await deployments.look(KEY)
+    assert deployments.handle_event(live(server), gone=False) == KEY
+    await deployments.reconcile(KEY)
     assert len(server.writes()) == 1
     echo = live(server)
-    assert deployments.told(echo, gone=False) is None
+    assert deployments.handle_event(echo, gone=False) is None
     # A look that finds all as it was writes nothing.
-    await deployments.look(KEY)
+    await deployments.reconcile(KEY)
     assert len(server.writes()) == 1
     # Somebody changed it.
     changed = live(server)
     changed["metadata"] |= {"resourceVersion": "9", "generation": 2}
-    assert deployments.told(changed, gone=False) == KEY
+    assert deployments.handle_event(changed, gone=False) == KEY
     # Another one of that name, and the late end of the first.
     other = copy.deepcopy(echo)
     other["metadata"] |= {"uid": "v", "resourceVersion": "10"}
-    assert deployments.told(other, gone=False) == KEY
-    assert deployments.told(echo, gone=True) is None
-    assert deployments.told(echo, gone=False) is None
+    assert deployments.handle_event(other, gone=False) == KEY
+    assert deployments.handle_event(echo, gone=True) is None
+    assert deployments.handle_event(echo, gone=False) is None
     assert deployments.knows(KEY)
-    assert deployments.told(other, gone=True) == KEY
+    assert deployments.handle_event(other, gone=True) == KEY
     assert not deployments.knows(KEY)
 
 
@@ -111,7 +111,7 @@ def deployments_without_machines(server: Any, told: list[Event] | None = None) -
 async def settled(deployments: Deployments) -> None:
     """Reconcile until nothing is due at once."""
     async with asyncio.timeout(10):
-        while await deployments.look(KEY) == 0.0:
+        while await deployments.reconcile(KEY) == 0.0:
             pass
 
 
@@ -162,7 +162,7 @@ def test_the_deployment_that_exists_is_known_whatever_the_order_of_events(
         server._version = 1000
         deployments = deployments_without_machines(server)
         for manifest, gone in events:
-            deployments.told(copy.deepcopy(manifest), gone)
+            deployments.handle_event(copy.deepcopy(manifest), gone)
         await settled(deployments)
         assert deployments.knows(KEY) is (final is not None)
         if final is not None:
@@ -177,12 +177,12 @@ def test_the_deployment_that_exists_is_known_whatever_the_order_of_events(
 async def test_a_deployment_whose_end_the_watch_missed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     server = server_of()
     deployments = deployments_without_machines(server)
-    deployments.told(live(server), gone=False)
-    assert await deployments.look(KEY)
+    deployments.handle_event(live(server), gone=False)
+    assert await deployments.reconcile(KEY)
     del server.objects["DSV4Deployment", *KEY]
     # At rest nothing is written, so the API server is asked now and then.
-    monkeypatch.setattr("dsv4_operator.controller.deployments.QUIET_SECONDS", 0.0)
-    assert await deployments.look(KEY) is None
+    monkeypatch.setattr("dsv4_operator.controller.deployments.RESYNC_SECONDS", 0.0)
+    assert await deployments.reconcile(KEY) is None
     assert not deployments.knows(KEY)
     assert list(deployments.statuses()) == []
 
@@ -190,14 +190,14 @@ async def test_a_deployment_whose_end_the_watch_missed_is_dropped(monkeypatch: p
 async def test_a_status_that_cannot_be_written_because_the_deployment_is_gone_drops_it() -> None:
     server = server_of()
     deployments = deployments_without_machines(server)
-    deployments.told(live(server), gone=False)
-    await deployments.look(KEY)
+    deployments.handle_event(live(server), gone=False)
+    await deployments.reconcile(KEY)
     # Another generation makes another status.
     changed = live(server)
     changed["metadata"] |= {"resourceVersion": "9", "generation": 2}
-    deployments.told(changed, gone=False)
+    deployments.handle_event(changed, gone=False)
     del server.objects["DSV4Deployment", *KEY]
-    assert await deployments.look(KEY) is None
+    assert await deployments.reconcile(KEY) is None
     assert not deployments.knows(KEY)
 
 
@@ -212,8 +212,8 @@ async def test_an_object_that_is_still_being_removed_is_waited_for_and_reported(
     deployments = Deployments(
         Dependencies(kube, lambda _: backend, lambda _: Endpoints("", ""), lambda _, event: told.append(event))
     )
-    deployments.told(live(server), gone=False)
-    pauses = [await deployments.look(KEY) for _ in range(3)]
+    deployments.handle_event(live(server), gone=False)
+    pauses = [await deployments.reconcile(KEY) for _ in range(3)]
     assert all(pause is not None and 0 < pause <= 2.2 for pause in pauses), pauses
     assert [event.reason for event in told if event.type == "Warning"].count("ObjectTerminating") == 1
 
@@ -226,7 +226,7 @@ async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalBackend
         state = DeploymentState(Path(root), "nano")
         state.prepare()
         backend = LocalBackend(state, isolated=False, changed=lambda: None)
-        monkeypatch.setitem(table.BACKENDS, "Processes", lambda _: backend)
+        monkeypatch.setitem(registry.BACKENDS, "Processes", lambda _: backend)
         yield backend
         for _, incarnation, _ in list(backend._members):
             async with asyncio.timeout(30):
@@ -237,7 +237,9 @@ async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalBackend
 
 def deployments_of(server: Any, told: list[Event]) -> Deployments:
     nothing: Any = object()
-    backends = table.Backends(table.BackendDependencies(server, nothing, nothing, "", ClusterPolicy(), lambda *_: None))
+    backends = registry.Backends(
+        registry.BackendDependencies(server, nothing, nothing, "", ClusterPolicy(), lambda *_: None)
+    )
     return Deployments(
         Dependencies(server, backends.of, lambda _: Endpoints("", ""), lambda _, event: told.append(event))
     )
@@ -249,10 +251,10 @@ async def test_a_third_backend_is_one_line_in_the_table(machine: LocalBackend) -
     # Its weights are missing, so the agent gets no further than that.
     server.objects["DSV4Deployment", *KEY]["spec"]["model"]["source"] = {"path": "/missing"}
     deployments = deployments_of(server, told)
-    deployments.told(live(server), gone=False)
+    deployments.handle_event(live(server), gone=False)
     async with asyncio.timeout(30):
         while not machine._members:
-            await deployments.look(KEY)
+            await deployments.reconcile(KEY)
             status = live(server)["status"]
             assert [group["phase"] for group in status["groups"]] == ["Forming"], status["conditions"]
     ((group, incarnation, rank), member) = next(iter(machine._members.items()))
@@ -264,8 +266,8 @@ async def test_a_third_backend_is_one_line_in_the_table(machine: LocalBackend) -
 async def test_a_backend_that_the_operator_does_not_have_is_refused_with_those_that_it_has() -> None:
     server, told = server_of(backend="KubeRay"), list[Event]()
     deployments = deployments_of(server, told)
-    deployments.told(live(server), gone=False)
-    await deployments.look(KEY)
+    deployments.handle_event(live(server), gone=False)
+    await deployments.reconcile(KEY)
     said = 'spec.backend: "KubeRay" is no backend of this operator; write one of Pods, or leave it out'
     (accepted,) = [one for one in live(server)["status"]["conditions"] if one["type"] == "Accepted"]
     assert (accepted["status"], accepted["message"]) == ("False", said)

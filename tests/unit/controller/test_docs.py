@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dsv4_operator.api.annotations import PAUSED, RESTART_AT
-from dsv4_operator.controller.metrics import OperatorMetrics
+from dsv4_operator.api.deployment import PAUSED, RESTART_AT
+from dsv4_operator.controller.observability import OperatorMetrics, ProbeServer
 from dsv4_operator.controller.operator import command_line
-from dsv4_operator.controller.server import ProbeServer
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operator.md").read_text()
 

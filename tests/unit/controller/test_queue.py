@@ -79,10 +79,10 @@ async def test_workers_are_bounded_and_keys_do_not_wait_for_each_other_beyond_th
         work.add(key)
     await settled(0.02)
     assert len(worker.busy) == 2
-    assert work.longest_turn > 0
+    assert work.longest_call > 0
     await settled(0.2)
     assert sorted(worker.turns) == ["a", "b", "c", "d"]
-    assert work.longest_turn == 0
+    assert work.longest_call == 0
     await work.close()
 
 
@@ -139,7 +139,7 @@ async def test_close_interrupts_turns_and_nothing_begins_afterwards() -> None:
 
 async def test_news_that_come_in_a_crowd_share_a_turn() -> None:
     worker = Worker()
-    work = WorkQueue(worker, apart=1.0)
+    work = WorkQueue(worker, min_interval=1.0)
     work.add("a")
     for _ in range(10):
         await settled(0.01)
@@ -152,7 +152,7 @@ async def test_news_that_come_in_a_crowd_share_a_turn() -> None:
 
 async def test_who_asks_for_the_next_turn_at_once_gets_it() -> None:
     worker = Worker(pause=0.0)
-    work = WorkQueue(worker, apart=10.0)
+    work = WorkQueue(worker, min_interval=10.0)
     work.add("a")
     await settled()
     assert len(worker.turns) > 3

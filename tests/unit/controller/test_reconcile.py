@@ -10,7 +10,7 @@ import pytest
 from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, Reason, load
 from dsv4_operator.controller.reconcile import Reconciler
 from dsv4_operator.kube import KubeError
-from dsv4_operator.lifecycle.decide import LOOK_SECONDS, QUIET_SECONDS
+from dsv4_operator.lifecycle.decide import POLL_SECONDS, RESYNC_SECONDS
 from dsv4_testkit.reconcile_world import ENDPOINTS, NANO, Clock, Members, Saved, until_formed, until_served
 
 
@@ -45,7 +45,7 @@ async def test_a_fence_that_fails_is_tried_again_and_nothing_is_formed_meanwhile
     members.end(1, 1, clock.now)
     for _ in range(3):
         clock.now += 10
-        assert 0 < await reconciler.reconcile(deployment) <= LOOK_SECONDS
+        assert 0 < await reconciler.reconcile(deployment) <= POLL_SECONDS
     assert members.calls.count("fence 1") == 3
     assert "ensure 2" not in members.calls
     progressing = saved[-1].status.condition(ConditionType.PROGRESSING)
@@ -174,7 +174,7 @@ async def test_no_replicas_are_no_reason_to_look_again_at_once(world: tuple) -> 
     deployment = load(NANO)
     none = deployment.model_copy(update={"spec": deployment.spec.model_copy(update={"replicas": 0})})
     for _ in range(3):
-        assert await reconciler.reconcile(none) == QUIET_SECONDS
+        assert await reconciler.reconcile(none) == RESYNC_SECONDS
 
 
 @pytest.mark.parametrize("error", [KubeError("the status was changed"), OSError(errno.EIO, "Input/output error")])
@@ -191,7 +191,7 @@ async def test_nothing_is_decided_on_a_status_that_was_not_saved(world: tuple, e
     broken = True
     for _ in range(3):
         clock.now += 10
-        assert 0.9 * LOOK_SECONDS <= await reconciler.reconcile(deployment) <= LOOK_SECONDS
+        assert 0.9 * POLL_SECONDS <= await reconciler.reconcile(deployment) <= POLL_SECONDS
         # The claim was not kept, so it is no claim: the next turn makes it again instead of forming on it.
         assert reconciler.status == deployment.status
     assert members.calls == []

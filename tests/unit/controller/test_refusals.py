@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from dsv4_operator.api import InvalidDeployment, Reason, owned
+from dsv4_operator.api import InvalidDeployment, Reason, security
 from dsv4_operator.builders import names
 from dsv4_operator.controller import reconcile
-from dsv4_operator.controller.parts import Backoffs, Part, text_of
-from dsv4_operator.kube.errors import error_of
+from dsv4_operator.controller.queue import Backoffs, Part, text_of
+from dsv4_operator.kube.resources import error_of
 from dsv4_operator.lifecycle import rollout
 from dsv4_operator.lifecycle.status import FORMING_SECONDS
 from dsv4_testkit.pods_world import NAME, UID, World
@@ -78,7 +78,7 @@ async def test_a_rule_that_became_stricter_takes_supervision_from_nobody(
         live = world.live()
         del live["status"]["rollout"]["accepted"]
         world.put(live)
-    monkeypatch.setitem(owned._FLAGS, "--seed", "remove it")
+    monkeypatch.setitem(security._OWNED_FLAGS, "--seed", "remove it")
     world.deployments = world.operator()
     for _ in range(5):
         await world.step()

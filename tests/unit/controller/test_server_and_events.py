@@ -10,9 +10,7 @@ import httpx
 import pytest
 
 from dsv4_operator.api import DeploymentPhase, DeploymentStatus, Reason
-from dsv4_operator.controller.metrics import OperatorMetrics
-from dsv4_operator.controller.recorder import Recorder, event_manifest
-from dsv4_operator.controller.server import ProbeServer
+from dsv4_operator.controller.observability import OperatorMetrics, ProbeServer, Recorder, event_manifest
 from dsv4_operator.kube import AlreadyExists, Manifest, NotFound, Resource
 from dsv4_operator.lifecycle import Event, EventType
 from dsv4_testkit.waiting import free_port
@@ -27,7 +25,7 @@ async def test_probes_say_what_is_wrong_and_metrics_are_there() -> None:
     metrics.observe(
         lambda: [DeploymentStatus(phase=DeploymentPhase.SERVING, ready_replicas=2)], lambda: True, lambda: 3
     )
-    metrics.asked("PUT", 200)
+    metrics.count_request("PUT", 200)
     port = free_port()
     server = ProbeServer(port, live=lambda: None, ready=lambda: wrong[0] if wrong else None, metrics=metrics.text)
     await server.start()
@@ -98,7 +96,7 @@ class Events:
 
 @pytest.fixture
 async def recorder(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Recorder, Events]]:
-    monkeypatch.setattr("dsv4_operator.controller.recorder._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("dsv4_operator.controller.observability._PAUSE_SECONDS", 0.0)
     events: Any = Events()
     recorder = Recorder(events, "operator-1")
     task = asyncio.create_task(recorder.run())
@@ -130,7 +128,7 @@ async def test_an_event_that_the_server_removed_is_created_again(recorder: tuple
 async def test_the_counts_that_are_used_stay(
     recorder: tuple[Recorder, Events], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsv4_operator.controller.recorder._REMEMBERED", 2)
+    monkeypatch.setattr("dsv4_operator.controller.observability._REMEMBERED", 2)
     record, _ = recorder
     await posted(record, "often", "once", "often", "again", "often")
     assert len(record._counts) == 2

@@ -20,8 +20,8 @@ import pytest
 import yaml
 
 from dsv4_operator.api import ClusterPolicy
-from dsv4_operator.controller import webhook
-from dsv4_operator.controller.webhook import PATH, AdmissionServer
+from dsv4_operator.controller import admission
+from dsv4_operator.controller.admission import PATH, AdmissionServer
 from dsv4_testkit.certificates import certificate
 from dsv4_testkit.waiting import free_port, until
 
@@ -168,7 +168,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = 0
         self.go_on = threading.Event()
-        monkeypatch.setattr(webhook, "review", self._review)
+        monkeypatch.setattr(admission, "review", self._review)
 
     def _review(self, *_: object) -> dict[str, Any]:
         self.begun += 1
@@ -180,7 +180,7 @@ async def test_few_are_computed_at_once_and_what_is_too_many_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch)
-    monkeypatch.setattr(webhook, "_SECONDS", 30.0)
+    monkeypatch.setattr(admission, "_SECONDS", 30.0)
     trusted = certificate(tmp_path, "a").read_text()
     async with serving(tmp_path) as (server, url):
         open_ones = [asyncio.create_task(post(url, trusted, b"{}")) for _ in range(16)]
@@ -193,19 +193,19 @@ async def test_few_are_computed_at_once_and_what_is_too_many_is_told_so(
 
 async def test_nobody_waits_for_a_review_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
-    monkeypatch.setattr(webhook, "_SECONDS", 0.3)
+    monkeypatch.setattr(admission, "_SECONDS", 0.3)
     trusted = certificate(tmp_path, "a").read_text()
     async with serving(tmp_path) as (_, url):
         found = await asyncio.gather(*(post(url, trusted, b"{}") for _ in range(6)))
         assert {status for status, _ in found} == {503}
         held.go_on.set()
         await until(lambda: held.begun == 4)
-        monkeypatch.setattr(webhook, "_SECONDS", 10.0)
+        monkeypatch.setattr(admission, "_SECONDS", 10.0)
         assert (await post(url, trusted, b"{}"))[0] == 200
 
 
 async def test_connections_beyond_a_number_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "_CONNECTIONS", 3)
+    monkeypatch.setattr(admission, "_CONNECTIONS", 3)
     trusted = certificate(tmp_path, "a").read_text()
     context = ssl.create_default_context(cadata=trusted)
     async with serving(tmp_path) as (_, url):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import integers, lists, sampled_from, tuples
 
-from dsv4_runtime.engine import token_auth, turns
-from dsv4_runtime.engine.turns import Kind, Refused, Ticket, Turns
+from dsv4_runtime.engine import token_auth
+from dsv4_runtime.engine.token_auth import Kind, Refused, Ticket, Turns
 
 
 def test_no_request_of_another_gateway_is_beside_one_that_is_alone() -> None:
@@ -120,21 +120,21 @@ async def test_vllms_port_keeps_turns(tmp_path: Path, monkeypatch: pytest.Monkey
         await port(scope(*headers), receive, send)
         if not said:
             return 0, ""
-        return said[0]["status"], dict(said[0]["headers"]).get(turns.HEADER.lower().encode(), b"").decode()
+        return said[0]["status"], dict(said[0]["headers"]).get(token_auth.TURN_HEADER.lower().encode(), b"").decode()
 
     def turn(owner: str, kind: Kind) -> tuple[str, str]:
-        return turns.HEADER, turns.header(owner, kind)
+        return token_auth.TURN_HEADER, token_auth.turn_header(owner, kind)
 
     alone = asyncio.ensure_future(ask(turn("a", Kind.ALONE)))
     await asyncio.sleep(0)
-    assert await ask((turns.OWN_HEADER, "id")) == (503, "taken")
+    assert await ask((token_auth.REQUEST_ID_HEADER, "id")) == (503, "taken")
     assert await ask(turn("b", Kind.ALONE)) == (503, "taken")
     assert await ask(turn("a", Kind.RELEASE)) == (200, "")
     going.set()
-    assert await ask((turns.OWN_HEADER, "id")) == (200, "")
+    assert await ask((token_auth.REQUEST_ID_HEADER, "id")) == (200, "")
     assert (await alone)[0] == 200
     leaves.set()
-    assert await ask((turns.OWN_HEADER, "id")) == (0, "")
+    assert await ask((token_auth.REQUEST_ID_HEADER, "id")) == (0, "")
     assert await ask(turn("a", Kind.ALONE)) == (503, "unsettled")
     # An agent's request has no id, and is never kept out.
     leaves.clear()

@@ -13,10 +13,8 @@ from ipaddress import IPv4Interface, IPv6Address
 from pathlib import Path
 
 from dsv4_runtime.contract import FabricPlan
-from dsv4_runtime.fabric.checks import Check, examine
-from dsv4_runtime.fabric.choose import FabricChoice, choose_fabric
-from dsv4_runtime.fabric.discover import discover_node
-from dsv4_runtime.fabric.environment import variables
+from dsv4_runtime.fabric.checks import Check, FabricChoice, choose_fabric, run_checks, variables
+from dsv4_runtime.fabric.node import discover_node
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
 LINK_LOCAL = "fe80::fe4c:eaff:fef9:4230"
@@ -209,7 +207,7 @@ def seen(
 ) -> tuple[FabricChoice, list[Check]]:
     node = discover_node(machine.build(root))
     choice = choose_fabric(node, address, plan.setting(0))
-    return choice, list(examine(node, choice, plan))
+    return choice, list(run_checks(node, choice, plan))
 
 
 def check(checks: list[Check], name: str) -> Check:

@@ -43,8 +43,8 @@ async def as_agent(group: GroupPlan, rank: int, directory: Path) -> None:
     runner = web.AppRunner(http.application(member, "token"), access_log=None)
     await runner.setup()
     assert await member.start.preflight() == Done(Task.PREFLIGHT)
-    await web.TCPSite(runner, member.me.address, member.me.ports.agent).start()
-    asking = asyncio.create_task(member.peers.run())
+    await web.TCPSite(runner, member.context.me.address, member.context.me.ports.agent).start()
+    asking = asyncio.create_task(member.context.peers.run())
     proved = await member.start.prove()
     error = proved.message if isinstance(proved, TaskFailed) else None
     status = member.status().fabric
@@ -52,7 +52,7 @@ async def as_agent(group: GroupPlan, rank: int, directory: Path) -> None:
     await together(directory, rank)
     asking.cancel()
     await runner.cleanup()
-    found = {"error": error, "proved": status.proved, "socket": member.env.get("NCCL_SOCKET_IFNAME")}
+    found = {"error": error, "proved": status.proved, "socket": member.context.env.get("NCCL_SOCKET_IFNAME")}
     print(json.dumps({**found, "notes": status.notes}))
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from machines import RDMA, V1, V2, Card, Machine, check, mapped, rtx_host, seen, spark, told
 
 from dsv4_runtime.contract import FabricPlan, FabricSetting
-from dsv4_runtime.fabric.checks import CheckStatus, examine, failures
-from dsv4_runtime.fabric.choose import choose_fabric, nccl_gid
-from dsv4_runtime.fabric.discover import discover_node
+from dsv4_runtime.fabric.checks import CheckStatus, choose_fabric, failures, nccl_gid, run_checks
+from dsv4_runtime.fabric.node import discover_node
 
 STALE = mapped("169.254.3.4")
 
@@ -256,7 +255,7 @@ def test_this_machine() -> None:
     node = discover_node()
     assert node.interfaces["lo"].mtu == 65_536
     assert node.interface_of(IPv4Address("127.0.0.1")) == node.interfaces["lo"]
-    checks = list(examine(node, choose_fabric(node), FabricPlan()))
+    checks = list(run_checks(node, choose_fabric(node), FabricPlan()))
     if not Path("/sys/class/infiniband").exists():
         assert node.ports == ()
         assert check(checks, "rdma").level is CheckStatus.SKIPPED
@@ -308,7 +307,7 @@ def test_odd_trees_are_survived(tmp_path: Path, data: st.DataObject) -> None:
     plan = FabricPlan(require_rdma=True, mtu=9000, settings={0: setting})
     node = discover_node(root)
     choice = choose_fabric(node, address, setting)
-    assert all(found.found for found in examine(node, choice, plan))
+    assert all(found.found for found in run_checks(node, choice, plan))
     told(choice, plan)
     for rail in choice.rails():
         assert rail.address.count(".") == 3
@@ -334,7 +333,7 @@ def test_nccl_takes_a_roce_v2_ipv4_entry_wherever_there_is_one(table: list[tuple
 def test_nothing_at_all(tmp_path: Path) -> None:
     node = discover_node(tmp_path / "nothing")
     assert node.ports == ()
-    assert examine(node, choose_fabric(node), RDMA)
+    assert run_checks(node, choose_fabric(node), RDMA)
 
 
 def test_two_ports_of_one_function(tmp_path: Path) -> None:

@@ -8,10 +8,8 @@ import pytest
 from machines import RDMA, Machine, check, seen, spark
 
 from dsv4_runtime.contract import FabricPlan
-from dsv4_runtime.fabric.checks import CheckStatus, examine, failures
-from dsv4_runtime.fabric.choose import choose_fabric
-from dsv4_runtime.fabric.discover import discover_node
-from dsv4_runtime.fabric.node import roce_mtu
+from dsv4_runtime.fabric.checks import CheckStatus, choose_fabric, failures, run_checks
+from dsv4_runtime.fabric.node import discover_node, roce_mtu
 
 
 @pytest.mark.parametrize(
@@ -30,7 +28,7 @@ def test_locked_memory_without_rdma_and_without_a_word(tmp_path: Path) -> None:
     root = spark().build(tmp_path / "m")
     (root / "proc/self/limits").unlink()
     node = discover_node(root)
-    assert check(list(examine(node, choose_fabric(node), RDMA)), "memlock").level is CheckStatus.SKIPPED
+    assert check(list(run_checks(node, choose_fabric(node), RDMA)), "memlock").level is CheckStatus.SKIPPED
 
 
 @pytest.mark.parametrize(

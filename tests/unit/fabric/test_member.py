@@ -11,10 +11,10 @@ from machines import spark
 
 from dsv4_runtime.agent.decide.events import TaskFailed
 from dsv4_runtime.agent.member import Member
-from dsv4_runtime.agent.preflight import PreflightError, preflight
+from dsv4_runtime.agent.start import PreflightError, preflight
 from dsv4_runtime.contract import Cause, FabricPlan, FabricSetting, GroupPlan, MemberPlan
-from dsv4_runtime.fabric.discover import discover_node
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
+from dsv4_runtime.fabric.node import discover_node
 
 sys.path.insert(0, str(Path(__file__).parent))
 from side import plan as two_members
@@ -32,27 +32,27 @@ def alone(fabric: FabricPlan, **changes: Any) -> GroupPlan:
 async def test_ray_and_vllm_are_told_and_the_plan_s_own_words_win(tmp_path: Path) -> None:
     group = alone(FabricPlan(), env={"GLOO_SOCKET_IFNAME": "mine"})
     member = Member(group, 0, tmp_path, "token")
-    assert member.fabric is not None
-    assert member.env.get("NCCL_SOCKET_IFNAME") is None
-    await preflight(group, 0, member.fabric)
+    assert member.context.fabric is not None
+    assert member.context.env.get("NCCL_SOCKET_IFNAME") is None
+    await preflight(group, 0, member.context.fabric)
     try:
         await member.start.prove()
-        assert member.env["NCCL_SOCKET_IFNAME"] == "=lo"
-        assert member.env["GLOO_SOCKET_IFNAME"] == "mine"
-        assert member.env["NCCL_DEBUG"] == "INFO"
+        assert member.context.env["NCCL_SOCKET_IFNAME"] == "=lo"
+        assert member.context.env["GLOO_SOCKET_IFNAME"] == "mine"
+        assert member.context.env["NCCL_DEBUG"] == "INFO"
         status = member.status().fabric
         assert status is not None
         assert status.proved
         assert status.rails[0].port is not None
     finally:
-        member.fabric.close()
+        member.context.fabric.close()
 
 
 async def test_a_plan_without_a_fabric_changes_nothing(tmp_path: Path) -> None:
     member = Member(alone(FabricPlan()).model_copy(update={"fabric": None}), 0, tmp_path, "token")
-    before = dict(member.env)
+    before = dict(member.context.env)
     await member.start.prove()
-    assert member.env == before
+    assert member.context.env == before
     assert member.status().fabric is None
 
 
@@ -85,14 +85,14 @@ async def test_a_failed_proof_is_the_member_s_end(tmp_path: Path) -> None:
     group = alone(FabricPlan()).model_copy(update={"members": two_members(["127.0.0.1", "127.0.0.2"]).members})
     bounds = group.timeouts.model_copy(update={"staging": 0.2, "formation": 0.2})
     member = Member(group.model_copy(update={"timeouts": bounds}), 0, tmp_path, "token")
-    assert member.fabric is not None
-    await member.fabric.open()
+    assert member.context.fabric is not None
+    await member.context.fabric.open()
     try:
         found = await member.start.prove()
         assert isinstance(found, TaskFailed)
         assert (found.cause, found.message) == (Cause.FORMATION_TIMEOUT, "rank 1 did not come within 0 s")
     finally:
-        member.fabric.close()
+        member.context.fabric.close()
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,14 @@ async def test_the_judgement_of_a_bandwidth_probe(
     fabric = FabricPlan(require_rdma=rdma, min_bandwidth=floor)
     found = MemberFabric(two_members(["127.0.0.1", "127.0.0.2"]), fabric, 0, "token")
     with pytest.raises(FabricError, match=words) as caught:
-        found._judge(floor, code, (LOGS / f"nccl-2.28.9-{log}.log").read_text())
+        found._evaluate(floor, code, (LOGS / f"nccl-2.28.9-{log}.log").read_text())
     assert caught.value.cause is cause
 
 
 async def test_a_bandwidth_above_the_floor() -> None:
     fabric = FabricPlan(min_bandwidth=3e9)
     found = MemberFabric(alone(fabric), fabric, 0, "token")
-    found._judge(3e9, 0, (LOGS / "nccl-2.28.9-socket.log").read_text())
+    found._evaluate(3e9, 0, (LOGS / "nccl-2.28.9-socket.log").read_text())
     assert found.status.bandwidth == pytest.approx(3.628e9, rel=1e-3)
     assert found.status.transport == "Socket"
 

@@ -12,7 +12,7 @@ import pytest
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.engine.logs import fatal
 from dsv4_runtime.fabric import bandwidth
-from dsv4_runtime.fabric.nccl import NcclLog
+from dsv4_runtime.fabric.member import NcclLog
 
 LOGS = Path(__file__).parent / "logs"
 
@@ -31,7 +31,7 @@ def test_sockets() -> None:
     assert log.connections == {"Socket": 4}
     assert log.first_socket is not None
     assert "Assigned NET plugin Socket to comm" in log.first_socket
-    found = bandwidth.result(text)
+    found = bandwidth.parse_result(text)
     assert found is not None
     assert found.bandwidth == pytest.approx(3.628e9, rel=1e-3)
 
@@ -47,7 +47,7 @@ def test_rdma_asked_for_where_there_is_none() -> None:
     text = (LOGS / "nccl-2.28.9-ibrequired.log").read_text()
     log = read(text)
     assert (log.no_device, log.devices, log.network, log.first_socket) == (True, (), None, None)
-    assert bandwidth.result(text) is None
+    assert bandwidth.parse_result(text) is None
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_bandwidth_probe_where_no_gpu_is() -> None:
     command = bandwidth.command(0, 2, "127.0.0.1", 1, 5)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    found = bandwidth.result(done.stdout)
+    found = bandwidth.parse_result(done.stdout)
     assert found is not None
     import torch
 
@@ -137,7 +137,7 @@ def test_the_bandwidth_probe_where_no_gpu_is() -> None:
 
 @pytest.mark.parametrize("text", ["", "dsv4 fabric bandwidth: {", "dsv4 fabric bandwidth: []", "something else"])
 def test_a_probe_that_printed_nothing_of_use(text: str) -> None:
-    assert bandwidth.result(text) is None
+    assert bandwidth.parse_result(text) is None
 
 
 def test_bus_bandwidth_as_nccl_tests_count_it() -> None:

@@ -17,8 +17,17 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.contract import FabricPlan, Rail
-from dsv4_runtime.fabric.probes import SMALLEST, Answerer, ProbeOutcome, ask, group_key
-from dsv4_runtime.fabric.proof import cannot_be, in_ring, paths, wrong
+from dsv4_runtime.fabric.probes import (
+    SMALLEST,
+    ProbeOutcome,
+    Responder,
+    address_problem,
+    group_key,
+    is_ring,
+    path_problem,
+    paths,
+    probe,
+)
 
 SIDE = Path(__file__).parent / "side.py"
 NETWORK = Path(__file__).parent / "network.py"
@@ -125,44 +134,44 @@ def rail(address: str, hca: str | None = None, interface: str = "lo", mtu: int =
 
 
 async def test_probes_over_loopback() -> None:
-    answerer = Answerer(KEY)
-    mine, theirs = await answerer.open((rail("127.0.0.1/8"), rail("127.0.0.2/8")))
+    responder = Responder(KEY)
+    mine, theirs = await responder.open((rail("127.0.0.1/8"), rail("127.0.0.2/8")))
     try:
-        outcome = await ask(KEY, 3, mine, theirs, 9000)
+        outcome = await probe(KEY, 3, mine, theirs, 9000)
         assert (outcome.arrives, outcome.streams, outcome.carries) == (True, True, 9000)
         assert 0 < outcome.seconds < 0.25
-        assert answerer.heard(3, theirs) is not None
-        assert answerer.heard(3, mine) is None
-        assert answerer.heard(4, theirs) is None
+        assert responder.received(3, theirs) is not None
+        assert responder.received(3, mine) is None
+        assert responder.received(4, theirs) is None
         # Another incarnation's key opens nothing.
-        outcome = await ask(group_key("token", 2), 5, mine, theirs, 9000)
+        outcome = await probe(group_key("token", 2), 5, mine, theirs, 9000)
         assert (outcome.arrives, outcome.streams, outcome.carries) == (False, False, 0)
-        assert answerer.heard(5, theirs) is None
+        assert responder.received(5, theirs) is None
         # Larger than any packet can be here: the largest that is possible is found.
-        assert (await ask(KEY, 3, mine, theirs, 65_535)).carries >= 60_000
+        assert (await probe(KEY, 3, mine, theirs, 65_535)).carries >= 60_000
     finally:
-        answerer.close()
-    outcome = await ask(KEY, 3, mine, theirs, 9000)
+        responder.close()
+    outcome = await probe(KEY, 3, mine, theirs, 9000)
     assert not outcome.arrives
 
 
 def test_strangers_get_no_answer_and_none_is_larger_than_its_question() -> None:
-    answerer = Answerer(KEY)
+    responder = Responder(KEY)
     here = rail("127.0.0.1/8")
     for data in (b"", b"dsv4", bytes(SMALLEST), b"\xff" * 2000):
-        assert answerer.answer(data, here) is None
-    from dsv4_runtime.fabric.probes import _sealed
+        assert responder.answer(data, here) is None
+    from dsv4_runtime.fabric.probes import _seal
 
-    probe = _sealed(KEY, 1, 7, 42)
-    answer = answerer.answer(probe, here)
+    probe = _seal(KEY, 1, 7, 42)
+    answer = responder.answer(probe, here)
     assert answer is not None
     assert len(answer) <= len(probe)
     # An answer is not answered: two answerers never talk to each other for ever.
-    assert answerer.answer(answer, here) is None
+    assert responder.answer(answer, here) is None
     for position in range(len(probe)):
         forged = bytearray(probe)
         forged[position] ^= 1
-        assert answerer.answer(bytes(forged), here) is None
+        assert responder.answer(bytes(forged), here) is None
 
 
 A0, A1 = rail("192.168.100.1/24", "a0:1", "e0"), rail("192.168.101.1/24", "a1:1", "e1")
@@ -180,30 +189,30 @@ def test_which_paths_there_must_be() -> None:
 
 
 def test_a_ring_is_seen() -> None:
-    assert not in_ring((A0, A1), [(B0, B1)])
-    assert in_ring((MA, A0, A1), [(MB, B0), (MB, C0)])
-    assert not in_ring((MA,), [(MB, B0)])
+    assert not is_ring((A0, A1), [(B0, B1)])
+    assert is_ring((MA, A0, A1), [(MB, B0), (MB, C0)])
+    assert not is_ring((MA,), [(MB, B0)])
 
 
 def test_what_cannot_be() -> None:
     rdma, any_way = FabricPlan(require_rdma=True), FabricPlan()
-    assert cannot_be(rdma, 1, (A0, A1), (B0, B1)) is None
-    assert "rank 1 has the address 192.168.100.1 too" in str(cannot_be(any_way, 1, (A0,), (A0,)))
-    said = str(cannot_be(rdma, 1, (MA, A0), (MB, C0, C1)))
+    assert address_problem(rdma, 1, (A0, A1), (B0, B1)) is None
+    assert "rank 1 has the address 192.168.100.1 too" in str(address_problem(any_way, 1, (A0,), (A0,)))
+    said = str(address_problem(rdma, 1, (MA, A0), (MB, C0, C1)))
     assert "(here: a0:1 192.168.100.1/24; there: c0:1 192.168.101.3/24, c1:1 192.168.102.3/24)" in said
-    assert cannot_be(any_way, 1, (MA, A0), (MB, C0, C1)) is None
+    assert address_problem(any_way, 1, (MA, A0), (MB, C0, C1)) is None
 
 
 def test_the_plan_s_mtu_goes_before_the_interfaces() -> None:
-    good = ProbeOutcome(A0, B0, arrives=True, streams=True, carries=4500, heard=True, seconds=1e-5)
-    assert wrong(FabricPlan(mtu=4200), "rank 1", good) is None
-    assert "not of 9000" in str(wrong(FabricPlan(), "rank 1", good))
-    assert wrong(FabricPlan(), "rank 1", ProbeOutcome(A0, B0, True, False, 9000, True, 1.0)) is not None
+    good = ProbeOutcome(A0, B0, arrives=True, streams=True, carries=4500, received=True, seconds=1e-5)
+    assert path_problem(FabricPlan(mtu=4200), "rank 1", good) is None
+    assert "not of 9000" in str(path_problem(FabricPlan(), "rank 1", good))
+    assert path_problem(FabricPlan(), "rank 1", ProbeOutcome(A0, B0, True, False, 9000, True, 1.0)) is not None
 
 
 def test_a_peer_s_rail_by_its_address() -> None:
-    from dsv4_runtime.fabric.discover import discover_node
-    from dsv4_runtime.fabric.peer import rail_to
+    from dsv4_runtime.fabric.main import rail_to
+    from dsv4_runtime.fabric.node import discover_node
 
     assert rail_to(discover_node(), IPv4Address("127.0.0.77")) == rail("127.0.0.1/8", mtu=65_536)
     assert rail_to(discover_node(), IPv4Address("198.51.100.1")) is None

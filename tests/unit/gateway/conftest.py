@@ -24,9 +24,9 @@ from aiohttp import web
 
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
 from dsv4_runtime.contract.token import CHALLENGE, challenge, token_of
-from dsv4_runtime.engine import turns
-from dsv4_runtime.gateway.keys import Keys
-from dsv4_runtime.gateway.route import RouteFile
+from dsv4_runtime.engine import token_auth
+from dsv4_runtime.gateway.admission import ApiKeys
+from dsv4_runtime.gateway.routing import RouteFile
 from dsv4_runtime.gateway.server import Gateway
 
 LETTERS = ["a", "b", " ", "é", "€", "😀", "\n", '"', "\\"]
@@ -67,7 +67,7 @@ class Fault:
     `hang`: nothing any more, and the verdict. `glitch`: the connection breaks and the engine lives. `none`."""
     bytes: bool = False
     back: float = 0.02
-    """Seconds until the next life."""
+    """Seconds until the next generation."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Engine:
     """Answers instead of the model: an async function of request and parsed body; None from it: the model does."""
 
     def __post_init__(self) -> None:
-        self.turns = turns.Turns()
+        self.turns = token_auth.Turns()
         self.news = asyncio.Condition()
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -132,7 +132,7 @@ class Engine:
 
         async def revive() -> None:
             await asyncio.sleep(back)
-            self.alive, self.turns = True, turns.Turns()
+            self.alive, self.turns = True, token_auth.Turns()
             await self.change(phase="Serving", health="Healthy", generation=self.generation + 1)
 
         self.spawn(revive())
@@ -170,15 +170,17 @@ class Engine:
             case "/metrics":
                 text = 'vllm:num_requests_waiting{model_name="nano"} 3.0\n' + "# more\n" * self.more_metrics
                 return web.Response(text=text, status=200 if self.alive else 503)
-        wanted = turns.wanted(request.headers.get(turns.HEADER), gateway=turns.OWN_HEADER in request.headers)
+        wanted = token_auth.requested_turn(
+            request.headers.get(token_auth.TURN_HEADER), gateway=token_auth.REQUEST_ID_HEADER in request.headers
+        )
         if wanted is None:
             return await self.take(request)
         held, status = self.turns, 0
         ticket = held.enter(*wanted)
-        if isinstance(ticket, turns.Refused):
-            return web.Response(status=503, headers={turns.HEADER: ticket})
+        if isinstance(ticket, token_auth.Refused):
+            return web.Response(status=503, headers={token_auth.TURN_HEADER: ticket})
         try:
-            if ticket.kind is turns.Kind.RELEASE:
+            if ticket.kind is token_auth.Kind.RELEASE:
                 return web.json_response({})
             answer = await self.take(request)
             status = answer.status
@@ -188,7 +190,7 @@ class Engine:
             held.leave(ticket, complete=complete, proof=complete and status == 200)
 
     async def take(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request that is admitted (`engine.turns`)."""
+        """Answer a request that is admitted (`engine.token_auth`)."""
         request._client_max_size = 2**26  # aiohttp's own is 1 MiB
         raw = await request.read()
         body = json.loads(raw) if raw else {}
@@ -324,7 +326,7 @@ class Lab:
         keys = None
         if self._keys is not None:
             (root / "keys").write_text(self._keys)
-            keys = Keys(root / "keys")
+            keys = ApiKeys(root / "keys")
         self.gateway = Gateway(GatewaySettings(**{**DEFAULTS, **self._settings}), RouteFile(self.route), keys)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

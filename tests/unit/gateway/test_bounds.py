@@ -12,11 +12,11 @@ import time
 import pytest
 from aiohttp import web
 
-from dsv4_runtime.gateway import account, connection, main
-from dsv4_runtime.gateway.account import Account, Charge
-from dsv4_runtime.gateway.body import parse_object
+from dsv4_runtime.gateway import http_server, main
+from dsv4_runtime.gateway import request as request_module
+from dsv4_runtime.gateway.admission import parse_object
 from dsv4_runtime.gateway.exchange import Exchange
-from dsv4_runtime.gateway.request import Request
+from dsv4_runtime.gateway.request import Account, Charge, Request
 from dsv4_testkit.waiting import until
 
 COMPLETIONS = "/v1/completions"
@@ -51,7 +51,7 @@ def _objects(*classes):
 
 
 async def test_reading_stops_while_the_queue_of_pipelined_requests_is_full(kit):
-    most = connection._MAX_QUEUED + connection._PARSE_BYTES // len(TINY)
+    most = http_server._MAX_QUEUED + http_server._PARSE_BYTES // len(TINY)
     seen = []
 
     async def script(request, body):
@@ -61,14 +61,14 @@ async def test_reading_stops_while_the_queue_of_pipelined_requests_is_full(kit):
     async with kit.Lab() as lab:
         lab.engine.script = script
         reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
-        gateway_connections = _objects(connection.Connection)
+        gateway_connections = _objects(http_server._Connection)
         assert gateway_connections
         gateway_connections = [one for one in gateway_connections if one.transport is not None]
         writer.write(TINY * 2000 + TINY.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
         async with asyncio.timeout(30):
             answered = await reader.read()
         assert answered.count(b"HTTP/1.1 200 OK") == 2001
-        assert max(seen) >= connection._MAX_QUEUED
+        assert max(seen) >= http_server._MAX_QUEUED
         assert max(seen) <= most
         writer.close()
 
@@ -84,10 +84,10 @@ async def test_a_flood_behind_a_request_that_takes_long_is_not_kept(kit):
                         await loop.sock_sendall(client, TINY * 1000)
                         sent += 1000
             # The rest stays with the client: the kernel's buffers hold some tens of thousands.
-            assert _used(lab) < 300 * (account.REQUEST_BYTES + len(TINY)) + 2 * account.CONNECTION_BYTES
+            assert _used(lab) < 300 * (request_module.REQUEST_BYTES + len(TINY)) + 2 * request_module.CONNECTION_BYTES
             assert len(_objects(Request)) < 300
         await lab.engine.change(phase="Serving")
-        await until(lambda: _used(lab) <= 2 * account.CONNECTION_BYTES)
+        await until(lambda: _used(lab) <= 2 * request_module.CONNECTION_BYTES)
 
 
 @pytest.mark.parametrize("trailer", [b"X-T: " + b"y" * 2**20 + b"\r\n", b"X-T: y\r\n" * 2**17])
@@ -177,7 +177,7 @@ async def test_who_finds_no_room_is_refused_and_the_others_are_answered(kit):
 
 
 async def test_bodies_that_do_not_go_on_make_room_for_others(kit, monkeypatch):
-    monkeypatch.setattr(account, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(request_module, "GRACE_SECONDS", 0.2)
     async with kit.Lab(max_body_bytes=2**22, max_client_bytes=4 * 2**20) as lab:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
@@ -203,8 +203,8 @@ async def test_a_client_that_does_not_read_is_charged_for_what_waits(kit):
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", int(lab.url.rsplit(":", 1)[1])))
             client.sendall(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
-            await until(lambda: _used(lab) > account.SLOW_CLIENT_BYTES)
-        await until(lambda: _used(lab) < account.SLOW_CLIENT_BYTES)
+            await until(lambda: _used(lab) > request_module.SLOW_CLIENT_BYTES)
+        await until(lambda: _used(lab) < request_module.SLOW_CLIENT_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -334,13 +334,13 @@ def test_connections_are_limited_by_the_files_that_the_process_may_open(monkeypa
 
 
 def test_what_was_taken_can_be_given_back_once():
-    ledger = Account(100)
-    first, second = Charge(ledger), Charge(ledger)
+    account = Account(100)
+    first, second = Charge(account), Charge(account)
     assert first.take(60)
     assert not second.take(50)
     assert second.take(40)
     first.shrink(10)
-    assert ledger.used == 50
+    assert account.used == 50
     first.release()
     first.release()
-    assert (ledger.used, first.size) == (40, 0)
+    assert (account.used, first.size) == (40, 0)

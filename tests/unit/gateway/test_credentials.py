@@ -9,7 +9,7 @@ import os
 import pytest
 
 from dsv4_runtime.contract.token import canary_token, token_of
-from dsv4_runtime.gateway import watch
+from dsv4_runtime.gateway import routing
 from dsv4_testkit.waiting import free_port
 
 COMPLETIONS = "/v1/completions"
@@ -132,8 +132,8 @@ async def test_readiness_does_not_depend_on_vllm(kit):
 
 async def test_an_unreachable_agent_is_logged_on_change_and_once_a_minute(kit, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "dsv4.gateway")
-    monkeypatch.setattr(watch, "_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(watch, "_REPEAT_SECONDS", 1.0)
+    monkeypatch.setattr(routing, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(routing, "_REPEAT_SECONDS", 1.0)
     async with kit.Lab() as lab:
         upstream, port = lab.upstream, free_port()
         lab.point(f"http://127.0.0.1:{port}", api=upstream)
@@ -147,14 +147,14 @@ async def test_an_unreachable_agent_is_logged_on_change_and_once_a_minute(kit, c
     "errors", [[TimeoutError(), OSError(113, "no route"), TimeoutError("x"), ConnectionResetError()]]
 )
 async def test_errors_that_take_turns_are_one_state(kit, caplog, monkeypatch, errors):
-    monkeypatch.setattr(watch, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(routing, "_RETRY_SECONDS", 0.01)
     asked = []
 
     async def fail(self):
         asked.append(1)
         raise errors[len(asked) % len(errors)]
 
-    monkeypatch.setattr(watch.Watch, "_listen", fail)
+    monkeypatch.setattr(routing.RoutedGroup, "_listen", fail)
     async with kit.Lab(engine=kit.Engine(phase="Loading")):
         await asyncio.sleep(0.5)
     assert len(asked) > 5
@@ -249,7 +249,7 @@ async def test_canaries_are_made_once_at_a_time_and_shared(kit):
 
 @pytest.mark.parametrize("busy", [True, False])
 async def test_the_canary_is_bounded_and_a_saturated_engine_passes(kit, monkeypatch, busy):
-    monkeypatch.setattr("dsv4_runtime.gateway.canary.SECONDS", 0.5)
+    monkeypatch.setattr("dsv4_runtime.gateway.server.CANARY_SECONDS", 0.5)
 
     async def script(request, body):
         if body["prompt"] == "Hello":

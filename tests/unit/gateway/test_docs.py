@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from prometheus_client.parser import text_string_to_metric_families
 
 from dsv4_runtime.gateway import errors
-from dsv4_runtime.gateway.engine import Availability
 from dsv4_runtime.gateway.metrics import GatewayMetrics
+from dsv4_runtime.gateway.routing import Availability
 
 DOC = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
 
@@ -24,8 +24,8 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_every_metric_is_listed_with_its_labels() -> None:
     metrics = GatewayMetrics()
-    watched = SimpleNamespace(engine=SimpleNamespace(state=Availability.AWAY), watch=SimpleNamespace(age=1.0))
-    metrics.observe_groups(SimpleNamespace(all={0: watched}))
+    watched = SimpleNamespace(engine=SimpleNamespace(state=Availability.AWAY), age=1.0)
+    metrics.observe(SimpleNamespace(all={0: watched}, refusal=None), lambda: 0, lambda: 0)
     found = set()
     for family in text_string_to_metric_families(metrics.text().decode()):
         if family.name.endswith("_created"):
@@ -44,11 +44,11 @@ def test_every_outcome_and_state_is_listed() -> None:
 
 
 def test_every_error_is_listed_with_its_status() -> None:
-    made = set()
-    for _, function in inspect.getmembers(errors, inspect.isfunction):
-        if function.__module__ != errors.__name__ or "Refusal" not in str(function.__annotations__.get("return")):
+    refusals = [found for _, found in inspect.getmembers(errors) if isinstance(found, errors.Refusal)]
+    for name, function in inspect.getmembers(errors, inspect.isfunction):
+        if name.startswith("_") or "Refusal" not in str(function.__annotations__.get("return")):
             continue
         arguments = [1 if kind.annotation == "int" else "x" for kind in inspect.signature(function).parameters.values()]
-        refusal = function(*arguments)
-        made.add((str(refusal.status), f"`{refusal.code}`"))
+        refusals.append(function(*arguments))
+    made = {(str(refusal.status), f"`{refusal.code}`") for refusal in refusals}
     assert {(status, code) for status, code, _ in rows("## Errors of its own")} == made

@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dsv4_runtime.gateway import connection, errors
-from dsv4_runtime.gateway.account import Account
-from dsv4_runtime.gateway.downstream import HttpServer
-from dsv4_runtime.gateway.request import Request
+from dsv4_runtime.gateway import errors, http_server
+from dsv4_runtime.gateway.http_server import HttpServer
+from dsv4_runtime.gateway.request import Account, Request
 
 SECONDS = 10.0
 
@@ -39,7 +38,7 @@ class Echo:
             raise ValueError("a mistake")
         if request.path == "/silent":
             return
-        await request.go_on()
+        await request.send_continue()
         try:
             body = bytearray()
             while part := await request.part():
@@ -175,7 +174,7 @@ async def test_a_client_that_waits_is_told_to_go_on():
 
 
 async def test_requests_that_come_at_once_are_answered_in_their_order():
-    count = 3 * connection._MAX_QUEUED
+    count = 3 * http_server._MAX_QUEUED
     sent = b"".join(post(f"/stream?{at}", b"%d" % at) for at in range(count)) + post("/x", b"last", LAST)
     async with echo() as (found, port):
         answered = await until_closed(port, sent)
@@ -270,7 +269,7 @@ async def test_a_body_that_breaks_off_is_none():
 
 
 async def test_a_connection_on_which_nothing_is_asked_ends(monkeypatch):
-    monkeypatch.setattr(connection, "_KEEPALIVE_SECONDS", 0.2)
+    monkeypatch.setattr(http_server, "_KEEPALIVE_SECONDS", 0.2)
     async with echo() as (_, port):
         assert await until_closed(port) == b""
         assert await until_closed(port, b"GET /x HT") == b""

@@ -11,10 +11,10 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis.strategies import binary, integers, lists, sampled_from
 
-from dsv4_runtime.contract.sse import Splitter
 from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway import proxy
 from dsv4_runtime.gateway.continuation import Transcript
+from dsv4_runtime.util.sse import Splitter
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}

@@ -13,8 +13,8 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_runtime.gateway import connection, downstream, server
-from dsv4_runtime.gateway.account import CONNECTION_BYTES, Charge
+from dsv4_runtime.gateway import http_server, server
+from dsv4_runtime.gateway.request import CONNECTION_BYTES, Charge
 from dsv4_runtime.gateway.server import Gateway
 
 PLACES = 20
@@ -130,7 +130,7 @@ async def test_idle_connections_on_every_place(kit, few_places):
         await others_are_answered(lab)
 
 
-@pytest.mark.parametrize("more", [0, 10, 3 * downstream.RESERVED_CONNECTIONS])
+@pytest.mark.parametrize("more", [0, 10, 3 * http_server.RESERVED_CONNECTIONS])
 async def test_own_paths_are_answered_while_every_connection_has_a_request_with_the_engine(kit, few_places, more):
     gate = asyncio.Event()
 
@@ -155,9 +155,9 @@ async def test_own_paths_are_answered_without_memory_for_clients(kit, room):
     limits = {"max_client_bytes": 2**20, "max_body_bytes": 2**20, "max_held_bytes": 2**22}
     held = post(body, f"Content-Length: {len(body)}")
     async with kit.Lab(engine=kit.Engine(phase="Loading"), **limits) as lab, crowd(lab, 3, held):
-        ledger = lab.gateway._account
-        rest = Charge(ledger)
-        assert rest.take(ledger.limit - ledger.used - room)
+        account = lab.gateway._account
+        rest = Charge(account)
+        assert rest.take(account.limit - account.used - room)
         for path in ("/healthz", "/readyz", "/metrics"):
             assert (await ask(lab, get(path))).startswith(b"HTTP/1.1 200 "), path
         assert (await ask(lab, LAST)).startswith(b"HTTP/1.1 503 ")
@@ -167,9 +167,9 @@ async def test_own_paths_are_answered_without_memory_for_clients(kit, room):
 @pytest.fixture
 def fast(monkeypatch):
     """Half a second in which 1000 bytes have to come."""
-    monkeypatch.setattr(connection, "PACE_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "PACE_BYTES", 1000)
-    monkeypatch.setattr(downstream, "_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(http_server, "PACE_SECONDS", 0.5)
+    monkeypatch.setattr(http_server, "PACE_BYTES", 1000)
+    monkeypatch.setattr(http_server, "_CHECK_SECONDS", 0.05)
 
 
 @pytest.mark.parametrize("framing", ["Content-Length: 100000", "Transfer-Encoding: chunked"])
@@ -285,7 +285,7 @@ async def test_an_unauthenticated_flood_of_scrapes_reaches_vllm_once(kit):
 
 
 async def test_metrics_without_end_are_left_out(kit, monkeypatch, caplog):
-    monkeypatch.setattr(server, "_MOST_METRICS_BYTES", 100_000)
+    monkeypatch.setattr(server, "_MAX_METRICS_BYTES", 100_000)
     async with kit.Lab(engine=kit.Engine(more_metrics=50_000)) as lab:
         text = await ask(lab, get("/metrics"))
         assert b"dsv4_gateway_active" in text

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4_runtime.gateway.admission import ApiKeys, ApiKeysError
 from dsv4_runtime.gateway.http1 import Message
-from dsv4_runtime.gateway.keys import Keys, KeysError
 
 
 def admits(keys, header, value):
@@ -30,7 +30,7 @@ def write(tmp_path, text):
 @pytest.mark.parametrize("header", [b"Authorization", b"x-api-key"])
 @pytest.mark.parametrize("key", ["schlüssel", "ÿ", "key", "a key", "sk-#1"])
 def test_a_key_is_known_in_both_encodings(tmp_path, key, header, encoding):
-    keys = Keys(write(tmp_path, key + "\n"))
+    keys = ApiKeys(write(tmp_path, key + "\n"))
     scheme = b"Bearer " if header == b"Authorization" else b""
     assert admits(keys, header, scheme + key.encode(encoding))
     assert not admits(keys, header, scheme + key.encode(encoding) + b"x")
@@ -38,7 +38,7 @@ def test_a_key_is_known_in_both_encodings(tmp_path, key, header, encoding):
 
 
 def test_a_key_beyond_latin_1_is_known_in_utf_8(tmp_path):
-    keys = Keys(write(tmp_path, "ключ€\n"))
+    keys = ApiKeys(write(tmp_path, "ключ€\n"))
     assert admits(keys, b"Authorization", b"Bearer " + "ключ€".encode())
 
 
@@ -49,7 +49,7 @@ def test_a_key_beyond_latin_1_is_known_in_utf_8(tmp_path):
     comment=st.sampled_from(["", " # ours", "\t#ours", " #", "   ", "\r"]),
 )
 def test_any_key_that_can_be_sent_is_known_whatever_follows_it(tmp_path_factory, key, comment):
-    keys = Keys(write(tmp_path_factory.mktemp("keys"), f"# all of them\n{key}{comment}\n"))
+    keys = ApiKeys(write(tmp_path_factory.mktemp("keys"), f"# all of them\n{key}{comment}\n"))
     assert admits(keys, b"x-api-key", key.encode())
     for other in (comment.strip(), f"{key}{comment}".strip(), "# all of them", ""):
         assert admits(keys, b"x-api-key", other.encode()) == (other == key)
@@ -70,29 +70,29 @@ def test_any_key_that_can_be_sent_is_known_whatever_follows_it(tmp_path_factory,
 def test_lines_and_comments(tmp_path, text, known, unknown):
     if "\x85" in text:
         keys = None
-        with pytest.raises(KeysError, match="control character"):
-            Keys(write(tmp_path, text))
+        with pytest.raises(ApiKeysError, match="control character"):
+            ApiKeys(write(tmp_path, text))
         return
-    keys = Keys(write(tmp_path, text))
+    keys = ApiKeys(write(tmp_path, text))
     assert all(admits(keys, b"x-api-key", key.encode()) for key in known)
     assert not any(admits(keys, b"x-api-key", key.encode()) for key in unknown)
 
 
 @pytest.mark.parametrize("text", ["a\x00b\n", "a\x07\n", "a\x7f\n"])
 def test_a_key_that_no_header_can_have_is_refused_with_its_line(tmp_path, text):
-    with pytest.raises(KeysError, match=r"keys': line 2: the key has a control character.*remove"):
-        Keys(write(tmp_path, "good\n" + text))
+    with pytest.raises(ApiKeysError, match=r"keys': line 2: the key has a control character.*remove"):
+        ApiKeys(write(tmp_path, "good\n" + text))
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# only comments\n", "   # only comments\n", " \t\n"])
 def test_a_file_without_a_key_is_refused(tmp_path, text):
-    with pytest.raises(KeysError, match="has no key; write one a line"):
-        Keys(write(tmp_path, text))
+    with pytest.raises(ApiKeysError, match="has no key; write one a line"):
+        ApiKeys(write(tmp_path, text))
 
 
 def test_a_file_that_is_no_utf_8_is_refused(tmp_path):
-    with pytest.raises(KeysError, match="in UTF-8"):
-        Keys(write(tmp_path, "schlüssel".encode("latin-1")))
+    with pytest.raises(ApiKeysError, match="in UTF-8"):
+        ApiKeys(write(tmp_path, "schlüssel".encode("latin-1")))
 
 
 async def test_keys_of_a_secret_that_is_swapped_are_read_again(tmp_path):
@@ -103,7 +103,7 @@ async def test_keys_of_a_secret_that_is_swapped_are_read_again(tmp_path):
         os.utime(tmp_path / f"v{number}" / "keys", (1, 1))
     (tmp_path / "data").symlink_to("v0")
     (tmp_path / "keys").symlink_to("data/keys")
-    keys = Keys(tmp_path / "keys")
+    keys = ApiKeys(tmp_path / "keys")
     assert admits(keys, b"x-api-key", b"old")
     (tmp_path / "next").symlink_to("v1")
     (tmp_path / "next").replace(tmp_path / "data")

@@ -44,7 +44,7 @@ import asyncio, json, logging, os, pathlib, socket, subprocess, sys, tempfile, t
 import aiohttp
 from dsv4_operator.backends.local import network
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
-from dsv4_runtime.gateway.route import RouteFile
+from dsv4_runtime.gateway.routing import RouteFile
 from dsv4_runtime.gateway.server import Gateway
 from dsv4_testkit import standin
 from dsv4_testkit.faults import links
@@ -217,7 +217,7 @@ async def test_machines_that_are_gone_are_not_held_against_a_request(kit):
         asked = asyncio.ensure_future(lab.post("/v1/completions", {"model": "nano", "prompt": "x", "max_tokens": 2}))
         for seen in range(1, 6):
             await until(lambda seen=seen: len(lab.engine.requests) == seen)
-            next(iter(lab.gateway._groups.all.values())).engine.lose()
+            next(iter(lab.gateway._groups.all.values())).engine.mark_unreachable()
             await lab.engine.change()
         assert (await asked)[0] == 200
-        assert lab.gateway._proxy.fatal.requests == ()
+        assert lab.gateway._proxy.suspects.found.requests == ()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, dictionaries, floats, integers, lists, none, recursive, sampled_from, text
 
-from dsv4_runtime.gateway import paths
-from dsv4_runtime.gateway.paths import EncodingError, Models
+from dsv4_runtime.gateway import admission
+from dsv4_runtime.gateway.admission import EncodingError, Models
 
 READERS = [
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
@@ -115,7 +115,7 @@ async def test_vllms_management_is_out_of_reach(kit, path):
 
 
 def look(raw):
-    steps, longest = paths.models(raw), 0.0
+    steps, longest = admission.find_models(raw), 0.0
     while True:
         begun = time.thread_time()
         try:

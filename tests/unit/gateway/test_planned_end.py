@@ -135,7 +135,7 @@ async def test_a_gateway_that_begins_meanwhile_lets_nobody_in(kit):
 def brief(monkeypatch):
     """A gateway that ends open requests after 0.6 s without another one."""
     monkeypatch.setattr(server, "ALONE_SECONDS", 0.6)
-    monkeypatch.setattr(server, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(server, "_PEER_CHECK_SECONDS", 0.1)
 
 
 async def test_a_terminating_gateway_keeps_held_requests_while_another_one_answers(kit, brief):

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dsv4_runtime.gateway import suspects, trial
+from dsv4_runtime.gateway import proxy, routing, suspects
 
 COMPLETIONS = "/v1/completions"
 DEATHS = 5
@@ -29,9 +29,11 @@ DEATHS = 5
 def fast(monkeypatch):
     """All times a tenth."""
     for module, name in (
-        *((suspects, name) for name in ("DRAIN_SECONDS", "TRIAL_SECONDS", "SETTLE_SECONDS")),
-        *((trial, name) for name in ("PROBE_SECONDS", "_TURN_SECONDS")),
-        (trial, "SETTLE_SECONDS"),
+        *((suspects, name) for name in ("DRAIN_SECONDS", "TRIAL_SECONDS", "PROBE_SECONDS")),
+        (suspects, "TURN_SECONDS"),
+        (proxy, "TURN_SECONDS"),
+        (suspects, "SETTLE_SECONDS"),
+        (routing, "SETTLE_SECONDS"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name) / 10)
 
@@ -59,17 +61,17 @@ class World:
         engine.script = self.script
 
     async def script(self, request, body):
-        life, poison = self.engine.generation, self._poisons.get(body["prompt"])
+        generation, poison = self.engine.generation, self._poisons.get(body["prompt"])
         if poison is not None:
             await asyncio.sleep(poison.after)
             self._hung.set()
-            self.engine.spawn(self.die(life, poison.hang))
+            self.engine.spawn(self.die(generation, poison.hang))
             await asyncio.sleep(60)
         end = asyncio.get_running_loop().time() + body.get("seconds", 0.0)
         stream = None
         while asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.02)
-            if self._hung.is_set() or self.engine.generation != life:
+            if self._hung.is_set() or self.engine.generation != generation:
                 await asyncio.sleep(60)
             if body.get("stream"):
                 if stream is None:
@@ -82,9 +84,9 @@ class World:
             await stream.write(b"data: [DONE]\n\n")
         return stream or web.json_response({"choices": []})
 
-    async def die(self, life, hang):
+    async def die(self, generation, hang):
         await asyncio.sleep(hang)
-        if self.engine.generation == life and self.engine.alive:
+        if self.engine.generation == generation and self.engine.alive:
             self.deaths += 1
             await self.engine.die(0.1)
             await asyncio.sleep(0.05)
@@ -164,7 +166,7 @@ async def test_no_innocent_request_is_convicted_and_every_poison_is(kit, fast, s
         ended.set()
         await asyncio.wait_for(asyncio.gather(*clients), 60)
         assert world.deaths == deaths
-        assert all(lab.gateway._proxy._suspects.size <= 500 for lab in labs)
+        assert all(lab.gateway._proxy.suspects.size <= 500 for lab in labs)
     print(seed, gateways, len(poisons), poisons, "deaths", deaths, Counter(found))
     assert not [answer for answer in found if answer is not None and answer[1] == "engine_fatal"]
     assert not [answer for answer in found if answer is not None and answer[0] not in (200,)]

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from dsv4_runtime.contract.token import new_token
 from dsv4_runtime.engine import token_auth
-from dsv4_runtime.gateway.groups import RoutedGroup
+from dsv4_runtime.gateway.routing import RoutedGroup
 from dsv4_testkit.waiting import until
 
 COMPLETIONS = "/v1/completions"

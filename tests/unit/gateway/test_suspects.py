@@ -11,13 +11,13 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, data, floats, lists, sampled_from, tuples
 
-from dsv4_operator.cli.source import Api
-from dsv4_operator.cli.why import fatal_requests
+from dsv4_operator.cli.sources.base import ServiceAccess
+from dsv4_operator.cli.status import fatal_requests
 from dsv4_runtime.contract import AgentStatus
 from dsv4_runtime.contract.gateway import FatalRequests
-from dsv4_runtime.gateway import proxy, suspects, trial
-from dsv4_runtime.gateway.engine import EngineView
+from dsv4_runtime.gateway import proxy, suspects
 from dsv4_runtime.gateway.errors import RefusedError
+from dsv4_runtime.gateway.routing import EngineView, Exposures
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
@@ -32,7 +32,7 @@ class Behind:
 
     @contextlib.contextmanager
     def api(self, item):
-        yield Api(lambda: self._url + "/v1", "")
+        yield ServiceAccess(lambda: self._url + "/v1", "", permanent=True)
 
 
 def poisonous(lab, after=0.05):
@@ -122,7 +122,7 @@ async def test_one_suspect_at_a_time_and_others_beside_it(kit):
 async def test_a_hang_acquits_nobody(kit, monkeypatch):
     """Time alone is no proof: the engine hangs longer than a trial lasts."""
     monkeypatch.setattr(suspects, "TRIAL_SECONDS", 0.05)
-    monkeypatch.setattr(trial, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(suspects, "PROBE_SECONDS", 0.1)
     async with kit.Lab() as lab:
         deaths = 0
 
@@ -240,13 +240,13 @@ async def test_who_has_no_key_is_not_told(kit):
     assert fatal_requests(Behind("http://127.0.0.1:9"), None) == ()
 
 
-def died(found, life, *names, alone=(), reported=True):
-    """Have a life end with requests open; those in `alone` were sent as trials."""
-    exposures = suspects.Exposures()
+def died(found, generation, *names, alone=(), reported=True):
+    """Have a generation end with requests open; those in `alone` were sent as trials."""
+    exposures = Exposures()
     for name in names:
         exposure = exposures.enter(name.encode(), name, 1, 0.0)
         exposure.alone = exposure.trial = name in alone
-    found.died(life, exposures, reported=reported)
+    found.died(generation, exposures, reported=reported)
 
 
 def convicted(found):
@@ -261,7 +261,7 @@ def test_a_third_death_beside_another_request_convicts_nobody():
         died(found, "2", "innocent", "old")
         died(found, "3", "innocent", other, alone=("innocent",))
         assert convicted(found) == []
-    exposures = suspects.Exposures()
+    exposures = Exposures()
     exposures.leave(exposures.enter(b"left", "left", 1, 0.0), 1.0, broken=False)
     exposures.enter(b"innocent", "innocent", 1, 2.0).alone = True
     found.died("4", exposures, reported=True)
@@ -271,7 +271,7 @@ def test_a_third_death_beside_another_request_convicts_nobody():
 
 
 def test_only_output_of_a_later_request_shows_that_one_that_was_left_is_gone():
-    exposures = suspects.Exposures()
+    exposures = Exposures()
     before, left = exposures.enter(b"before", "before", 1, 0.0), exposures.enter(b"left", "left", 1, 0.5)
     exposures.leave(left, 1.0, broken=False)
     before.progress()
@@ -284,20 +284,20 @@ def test_only_output_of_a_later_request_shows_that_one_that_was_left_is_gone():
 
 def test_an_end_that_was_not_reported_convicts_nobody():
     found = suspects.Suspects()
-    for life in range(6):
-        died(found, str(life), "one", alone=("one",), reported=False)
+    for generation in range(6):
+        died(found, str(generation), "one", alone=("one",), reported=False)
     assert convicted(found) == []
 
 
 def test_a_conviction_explains_deaths_of_others_that_had_output():
     found = suspects.Suspects()
-    for life in ("1", "2"):
-        exposures = suspects.Exposures()
+    for generation in ("1", "2"):
+        exposures = Exposures()
         for name in ("poison", "silent", "stream"):
             exposure = exposures.enter(name.encode(), name, 1, 0.0)
             if name == "stream":
                 exposure.progress()
-        found.died(life, exposures, reported=True)
+        found.died(generation, exposures, reported=True)
     died(found, "3", "poison", alone=("poison",))
     assert convicted(found) == ["poison"]
     assert (found.suspected(b"silent"), found.suspected(b"stream")) == (True, False)
@@ -305,8 +305,8 @@ def test_a_conviction_explains_deaths_of_others_that_had_output():
 
 def test_others_wait_while_a_strict_trial_does_and_those_with_deaths_during_any():
     found, group, other = suspects.Suspects(), object(), object()
-    for life in ("1", "2"):
-        died(found, life, "one", "had a death")
+    for generation in ("1", "2"):
+        died(found, generation, "one", "had a death")
     assert found.admits(group, b"had a death")
     found.wait("exchange", b"one")
     assert (found.admits(group, b"had a death"), found.admits(group, b"new")) == (False, True)
@@ -320,13 +320,13 @@ def test_others_wait_while_a_strict_trial_does_and_those_with_deaths_during_any(
 
 def test_the_likeliest_cause_is_tried_first():
     found = suspects.Suspects()
-    for life in ("1", "2"):
-        exposures = suspects.Exposures()
+    for generation in ("1", "2"):
+        exposures = Exposures()
         for name in ("stream", "first", "last"):
             exposure = exposures.enter(name.encode(), name, 1, 0.0)
             if name == "stream":
                 exposure.progress()
-        found.died(life, exposures, reported=True)
+        found.died(generation, exposures, reported=True)
     order = []
     for name in ("first", "last", "stream"):
         found.wait(name, name.encode())
@@ -372,8 +372,8 @@ def test_deaths_of_many_requests_are_forgotten_the_oldest_first_and_all_in_time(
     monkeypatch.setattr(suspects, "MAX_RECORDS", 100)
     now = 0.0
     found = suspects.Suspects(clock=lambda: now)
-    for life in ("a", "b"):
-        died(found, life, "kept")
+    for generation in ("a", "b"):
+        died(found, generation, "kept")
     died(found, "c", "kept", alone=("kept",))
     for number in range(1000):
         now += 0.1
@@ -394,7 +394,7 @@ def test_a_life_that_ends_unplanned_is_a_death_and_a_planned_end_is_none():
         return AgentStatus(phase=phase, verdict={"health": health}, engine={"generation": generation}, **now)
 
     deaths = []
-    view = EngineView(lambda: None, died=lambda life, reported: deaths.append((life.identity[1], reported)))
+    view = EngineView(lambda: None, died=lambda generation, reported: deaths.append((generation.identity[1], reported)))
     view.report(status("Serving", "Healthy", 1))
     view.report(status("Draining", "Healthy", 1))
     view.report(status("Restarting", "Dead", 1))

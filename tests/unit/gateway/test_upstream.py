@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dsv4_runtime.gateway import http1, upstream
+from dsv4_runtime.gateway import http1, http_client
 from dsv4_runtime.gateway.http1 import BrokenMessageError
-from dsv4_runtime.gateway.upstream import UnreachableError, Upstream
+from dsv4_runtime.gateway.http_client import UnreachableError, Upstream
 
 SECONDS = 10.0
 OK = b"HTTP/1.1 200 OK\r\nX-Kind: y\r\n"
@@ -80,7 +80,7 @@ async def test_what_comes_and_whether_the_connection_is_kept(name, step):
     answer, kept = ANSWERS[name]
     async with scripted(answer, step, closes=name == "until the end") as (server, api), asking() as client:
         for _ in range(3):
-            async with client.ask(api, "GET", "/x", [(b"A", b"b")]) as given:
+            async with client.request(api, "GET", "/x", [(b"A", b"b")]) as given:
                 assert (given.status, given.header(b"x-kind")) == (200, "y")
                 assert await given.read() == b"abc"
                 # What nobody asked for may come a moment later.
@@ -93,14 +93,14 @@ async def test_what_comes_and_whether_the_connection_is_kept(name, step):
 async def test_an_answer_without_a_body(status):
     async with scripted(b"HTTP/1.1 " + status + b"\r\n\r\n") as (server, api), asking() as client:
         for _ in range(2):
-            async with client.ask(api, "GET", "/x", []) as given:
+            async with client.request(api, "GET", "/x", []) as given:
                 assert await given.read() == b""
     assert len(server.handlers) == 1
 
 
 async def test_the_length_of_an_answer_to_head_is_that_of_another():
     answer = OK + b"Content-Length: 1000\r\n\r\n"
-    async with scripted(answer) as (_, api), asking() as client, client.ask(api, "HEAD", "/x", []) as given:
+    async with scripted(answer) as (_, api), asking() as client, client.request(api, "HEAD", "/x", []) as given:
         assert await given.read() == b""
 
 
@@ -120,7 +120,7 @@ async def test_an_answer_that_breaks_off_says_so(answer, what):
         got = bytearray()
 
         async def read() -> None:
-            async with client.ask(api, "GET", "/x", []) as given:
+            async with client.request(api, "GET", "/x", []) as given:
                 while part := await given.part():
                     got.extend(part)
 
@@ -132,18 +132,18 @@ async def test_an_answer_that_breaks_off_says_so(answer, what):
 async def test_nobody_listens(unused_tcp_port):
     async with asking() as client:
         with pytest.raises(UnreachableError, match=str(unused_tcp_port)):
-            async with client.ask(f"http://127.0.0.1:{unused_tcp_port}", "GET", "/x", []):
+            async with client.request(f"http://127.0.0.1:{unused_tcp_port}", "GET", "/x", []):
                 pass
 
 
 async def test_nobody_answers_in_time(monkeypatch):
-    monkeypatch.setattr(upstream, "_CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(http_client, "_CONNECT_SECONDS", 0.1)
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
         async with asyncio.timeout(SECONDS), asking() as client:
             # The kernel takes one connection for a queue of none, and lets the next wait.
-            kept = [client.ask(f"http://127.0.0.1:{deaf.getsockname()[1]}", "GET", "/x", []) for _ in range(3)]
+            kept = [client.request(f"http://127.0.0.1:{deaf.getsockname()[1]}", "GET", "/x", []) for _ in range(3)]
             asked = await asyncio.gather(
                 *(asyncio.wait_for(one.__aenter__(), 1.0) for one in kept), return_exceptions=True
             )
@@ -153,26 +153,26 @@ async def test_nobody_answers_in_time(monkeypatch):
 async def test_a_connection_that_was_closed_meanwhile_is_not_taken():
     async with scripted(ANSWERS["length"][0], closes=True) as (server, api), asking() as client:
         for _ in range(2):
-            async with client.ask(api, "GET", "/x", []) as given:
+            async with client.request(api, "GET", "/x", []) as given:
                 await given.read()
             await asyncio.sleep(0.05)
     assert len(server.handlers) == 2
 
 
 async def test_an_old_connection_is_not_taken(monkeypatch):
-    monkeypatch.setattr(upstream, "_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(http_client, "_IDLE_SECONDS", 0.0)
     async with scripted(ANSWERS["length"][0]) as (server, api), asking() as client:
         for _ in range(2):
-            async with client.ask(api, "GET", "/x", []) as given:
+            async with client.request(api, "GET", "/x", []) as given:
                 await given.read()
     assert len(server.handlers) == 2
 
 
 async def test_who_leaves_in_the_middle_breaks_the_connection():
     async with scripted(OK + b"Content-Length: 4\r\n\r\nabc") as (server, api), asking() as client:
-        async with client.ask(api, "GET", "/x", []) as given:
+        async with client.request(api, "GET", "/x", []) as given:
             assert await given.part() == b"abc"
-        async with client.ask(api, "GET", "/x", []):
+        async with client.request(api, "GET", "/x", []):
             pass
     assert len(server.handlers) == 2
 
@@ -193,7 +193,7 @@ async def test_what_nobody_reads_stays_with_the_other_side():
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     api = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with asyncio.timeout(SECONDS), asking() as client, client.ask(api, "GET", "/x", []) as given:
+    async with asyncio.timeout(SECONDS), asking() as client, client.request(api, "GET", "/x", []) as given:
         before = -1
         while before != sent:
             before = sent

@@ -7,14 +7,14 @@ import pytest
 
 from dsv4_runtime.agent.decide.death import of_gpu_memory
 from dsv4_runtime.contract import Cause, Failure
-from dsv4_runtime.health import causes
-from dsv4_runtime.health.causes import ExitCauses
+from dsv4_runtime.health import vitals
+from dsv4_runtime.health.vitals import ExitCauses
 
 
 @pytest.fixture(autouse=True)
 def _a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causes, "oom_kills", lambda: 3)
-    monkeypatch.setattr(causes, "shm_free", lambda: 2**30)
+    monkeypatch.setattr(vitals, "oom_kills", lambda: 3)
+    monkeypatch.setattr(vitals, "shm_free", lambda: 2**30)
 
 
 def test_nothing_that_explains_it(tmp_path: Path) -> None:
@@ -37,18 +37,18 @@ def test_rays_memory_monitor_says_so_in_its_log(tmp_path: Path) -> None:
 
 def test_the_kernels_counter_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exit_causes = ExitCauses(tmp_path)
-    monkeypatch.setattr(causes, "oom_kills", lambda: 4)
+    monkeypatch.setattr(vitals, "oom_kills", lambda: 4)
     found = exit_causes.explain()
     assert found is not None
     assert found[0] is Cause.OUT_OF_MEMORY_HOST
     assert exit_causes.explain() is None, "one kill explains one end"
-    monkeypatch.setattr(causes, "oom_kills", lambda: None)
+    monkeypatch.setattr(vitals, "oom_kills", lambda: None)
     assert exit_causes.explain() is None
 
 
 def test_a_full_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exit_causes = ExitCauses(tmp_path)
-    monkeypatch.setattr(causes, "shm_free", lambda: 4096)
+    monkeypatch.setattr(vitals, "shm_free", lambda: 4096)
     assert exit_causes.explain() == (Cause.SHARED_MEMORY_FULL, "shared memory (/dev/shm) has 4096 bytes free")
 
 
@@ -63,13 +63,13 @@ def test_the_raylet_says_which_worker_it_told_to_end(tmp_path: Path) -> None:
     for worker, pid in (("e79a", 332), ("aab1", 226), ("cf19", 32)):
         (tmp_path / f"python-core-worker-{worker}_{pid}.log").write_text("Actor creation task finished\n")
     exit_causes = ExitCauses(tmp_path)
-    assert exit_causes.told_to_end(332) is None, "there is no raylet's log yet"
+    assert exit_causes.ordered_to_end(332) is None, "there is no raylet's log yet"
     about_itself = 10_000 * "[state-dump] \tNodeManager - 1 total\n"
     (tmp_path / "raylet.out").write_text(about_itself + says("e79a", 1) + 1000 * "[state-dump]\n" + says("aab1", 0))
-    assert exit_causes.told_to_end(332)
-    assert exit_causes.told_to_end(226) is False, "that one ended by itself"
-    assert exit_causes.told_to_end(32) is False, "nobody says that this one left"
-    assert exit_causes.told_to_end(465) is None, "nobody knows this one"
+    assert exit_causes.ordered_to_end(332)
+    assert exit_causes.ordered_to_end(226) is False, "that one ended by itself"
+    assert exit_causes.ordered_to_end(32) is False, "nobody says that this one left"
+    assert exit_causes.ordered_to_end(465) is None, "nobody knows this one"
 
 
 def test_a_process_id_that_was_an_earlier_workers(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_process_id_that_was_an_earlier_workers(tmp_path: Path) -> None:
     os.utime(old, (1, 1))
     new.touch()
     (tmp_path / "raylet.out").write_text(says("ff", 1))
-    assert ExitCauses(tmp_path).told_to_end(226) is False
+    assert ExitCauses(tmp_path).ordered_to_end(226) is False
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.contract import GpuSignals, HealthPolicy
-from dsv4_runtime.health import ledger, table, vitals
+from dsv4_runtime.health import ledger, vitals
 from dsv4_runtime.health.prober import Prober
+from dsv4_runtime.util import procfs
 from dsv4_testkit.waiting import wait_until
 
 GOOD = {"choices": [{"text": "a", "logprobs": {"token_logprobs": [-1.0]}}], "usage": {"completion_tokens": 1}}
@@ -35,18 +36,18 @@ def parent() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_the_table_knows_what_runs_below(parent: subprocess.Popen[bytes]) -> None:
-    wait_until(lambda: len(table.below(parent.pid)) == 1)
-    (child,) = table.below(parent.pid).values()
+    wait_until(lambda: len(procfs.below(parent.pid)) == 1)
+    (child,) = procfs.below(parent.pid).values()
     assert child.parent == parent.pid
-    everything = table.below(os.getpid())
+    everything = procfs.below(os.getpid())
     assert {parent.pid, child.pid} <= everything.keys()
-    assert table.trees(everything, [parent.pid]) == {parent.pid: (parent.pid, child.pid)}
-    assert table.trees(everything, [parent.pid, child.pid]) == {parent.pid: (parent.pid,), child.pid: (child.pid,)}
-    assert table.entry(2**22 + 1) is None
+    assert procfs.trees(everything, [parent.pid]) == {parent.pid: (parent.pid, child.pid)}
+    assert procfs.trees(everything, [parent.pid, child.pid]) == {parent.pid: (parent.pid,), child.pid: (child.pid,)}
+    assert procfs.entry(2**22 + 1) is None
 
 
 def test_what_a_compiler_below_uses_counts_for_the_worker(parent: subprocess.Popen[bytes]) -> None:
-    wait_until(lambda: len(table.below(parent.pid)) == 1)
+    wait_until(lambda: len(procfs.below(parent.pid)) == 1)
     sampler = vitals.Vitals()
     roles = {parent.pid: "worker", os.getpid(): "agent"}
     wait_until(lambda: sampler.sample(roles, {}).processes[0].state == "S")

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, PODS, Access, Client, KubeError, OwnedCache, PodCache
-from dsv4_operator.kube.base import WatchEvent
-from dsv4_operator.kube.errors import Unavailable
+from dsv4_operator.kube.client import WatchEvent
+from dsv4_operator.kube.resources import Unavailable
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 POD = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "a", "name": "x"}}

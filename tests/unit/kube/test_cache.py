@@ -10,7 +10,10 @@ import pytest
 
 from dsv4_operator.builders.names import MEMBER
 from dsv4_operator.builders.names import labels as labels_of
-from dsv4_operator.kube import PODS, Cache, Gone, Listing, PodCache, Unavailable, WatchEvent
+from dsv4_operator.kube import PODS, PodCache, Unavailable
+from dsv4_operator.kube.cache import Cache
+from dsv4_operator.kube.client import Listing, WatchEvent
+from dsv4_operator.kube.resources import Gone
 
 Step = WatchEvent | Exception | None
 

@@ -8,15 +8,13 @@ from dsv4_operator.kube import (
     AlreadyExists,
     Conflict,
     Forbidden,
-    Gone,
     Invalid,
     KubeError,
     NotFound,
     Unavailable,
     resource_of,
 )
-from dsv4_operator.kube.errors import error_of
-from dsv4_operator.kube.resources import DSV4_DEPLOYMENTS, NODES, PODS
+from dsv4_operator.kube.resources import DSV4_DEPLOYMENTS, NODES, PODS, Gone, error_of
 
 
 @pytest.mark.parametrize(

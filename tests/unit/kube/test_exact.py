@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_operator.builders.names import MANAGER, Manifest
-from dsv4_operator.kube import Invalid, Kube, Resource, apply_exactly
+from dsv4_operator.kube import Client, Invalid, Resource, apply_exactly
 from dsv4_operator.kube.exact import foreign_changes
 from dsv4_testkit.fake_kube import FakeKube, merged
 
@@ -159,7 +159,7 @@ class Managed(FakeKube):
         return answer
 
 
-def server(added: Manifest) -> tuple[Managed, Kube]:
+def server(added: Manifest) -> tuple[Managed, Client]:
     found = Managed()
     found.added = added
     kube: Any = found

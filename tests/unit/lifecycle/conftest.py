@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, Reason, load
-from dsv4_operator.lifecycle import Decision, GroupKey, Observed, ObservedMember, decide
+from dsv4_operator.lifecycle import Decision
+from dsv4_operator.lifecycle.decide import decide
+from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import AgentStatus, Cause, EngineStatus, Failure, GroupPlan, Health, Phase, Verdict
 from dsv4_testkit.group_world import facts
@@ -48,7 +50,7 @@ class Scene:
     refuse: bool = False
     annotations: dict[str, str] = field(default_factory=dict)
     members: list[ObservedMember] = field(default_factory=list)
-    taken: int = 0
+    used_incarnation: int = 0
     kept: GroupStatus | None = None
 
     @property
@@ -76,7 +78,7 @@ class Scene:
         self.now += after
         decision = decide(
             self.deployment,
-            Observed(KEY, tuple(self.members), self.taken),
+            Observed(KEY, tuple(self.members), self.used_incarnation),
             self.kept,
             self.plan,
             self.now,

@@ -9,7 +9,7 @@ import pytest
 from words import short
 
 from dsv4_operator.api import GroupPhase
-from dsv4_operator.api.annotations import PAUSED, RESTART_AT
+from dsv4_operator.api.deployment import PAUSED, RESTART_AT
 
 Scene = Any
 
@@ -18,7 +18,7 @@ def test_a_changed_specification_forms_again_without_a_charge(scene: Scene) -> N
     scene.serve()
     scene.seed, scene.generation = 1, 2
     planned = scene.look()
-    assert (short(planned), planned.next_look) == ([], scene.now), "nobody is asked to end before it is kept"
+    assert (short(planned), planned.next_time) == ([], scene.now), "nobody is asked to end before it is kept"
     assert scene.phase is GroupPhase.UPDATING
     assert short(scene.look()) == ["drain 1", "fence 1", "forget 1"]
     assert scene.phase is GroupPhase.UPDATING
@@ -50,7 +50,7 @@ def test_suspend_and_resume(scene: Scene) -> None:
     assert scene.phase is GroupPhase.DRAINING
     decision = scene.look()
     assert short(decision) == ["drain 1", "fence 1", "forget 1"]
-    assert decision.next_look == scene.now + 1.0
+    assert decision.next_time == scene.now + 1.0
     assert scene.phase is GroupPhase.DRAINING
     scene.members = []
     scene.look()

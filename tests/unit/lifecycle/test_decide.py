@@ -25,7 +25,7 @@ Scene = Any
 def test_a_group_is_claimed_then_formed_then_serves(scene: Scene) -> None:
     claim = scene.look()
     assert (short(claim), scene.phase, scene.status.incarnation) == ([], GroupPhase.FORMING, 1)
-    assert claim.next_look == scene.now, "nothing is made before the claim is kept"
+    assert claim.next_time == scene.now, "nothing is made before the claim is kept"
     assert short(scene.look()) == ["form 1"]
     assert short(scene.look(1.0)) == ["form 1"], "again until the members were seen"
     scene.says(Phase.PREFLIGHT, None)
@@ -39,17 +39,17 @@ def test_a_group_is_claimed_then_formed_then_serves(scene: Scene) -> None:
     assert (short(decision), scene.phase) == ([], GroupPhase.SERVING)
     assert scene.status.ready_time == scene.now - 1.0
     assert scene.status.restarts == ()
-    assert decision.next_look == scene.now + 1.0
+    assert decision.next_time == scene.now + 1.0
 
 
 def test_numbers_that_others_use_are_left_out(scene: Scene) -> None:
     """Pods of an earlier deployment of this name end when their kubelets say so."""
-    scene.taken = 3
+    scene.used_incarnation = 3
     scene.look()
     assert scene.status.incarnation == 4
     assert short(scene.look()) == ["fence 3", "form 4"]
     # Others that come later change nothing.
-    scene.taken = 99
+    scene.used_incarnation = 99
     scene.serve()
     scene.members[1] = replace(scene.members[1], ended="killed by SIGKILL", ended_time=scene.now)
     scene.look(1.0)
@@ -111,8 +111,8 @@ def test_the_second_restart_waits_and_the_third_is_too_many(scene: Scene) -> Non
         waiting = scene.look()
         if number == 2:
             assert scene.phase is GroupPhase.RECOVERING
-            assert waiting.next_look == scene.status.next_restart_time == scene.status.restarts[0] + 4.0
-            scene.now = waiting.next_look
+            assert waiting.next_time == scene.status.next_restart_time == scene.status.restarts[0] + 4.0
+            scene.now = waiting.next_time
         scene.serve()
     assert len(scene.status.restarts) == 2
     scene.members[0] = replace(scene.members[0], ended="exit code 1")
@@ -135,7 +135,7 @@ def test_a_survivor_of_a_group_that_was_given_up_is_fenced(new_scene: Any) -> No
     scene.look()
     assert scene.phase is GroupPhase.FAILED
     decision = scene.look(1.0)
-    assert (short(decision), decision.next_look) == (["fence 1"], scene.now + 1.0)
+    assert (short(decision), decision.next_time) == (["fence 1"], scene.now + 1.0)
 
 
 @pytest.mark.parametrize("cause", [Cause.CONFIG_ERROR, Cause.PORT_CONFLICT])
@@ -274,7 +274,7 @@ def test_a_refused_plan_forms_nothing_and_is_tried_again(scene: Scene) -> None:
     decision = scene.look()
     assert (short(decision), scene.phase) == ([], GroupPhase.PENDING)
     assert decision.refusal is not None
-    assert scene.now < decision.next_look <= scene.now + 60
+    assert scene.now < decision.next_time <= scene.now + 60
     scene.refuse = False
     scene.look(15.0)
     scene.refuse = True
@@ -353,7 +353,7 @@ def test_a_head_whose_clock_is_a_day_ahead_delays_no_restart(scene: Scene) -> No
     decision = scene.look(1.0)
     assert scene.phase is GroupPhase.RECOVERING
     assert scene.status.next_restart_time == scene.now
-    assert decision.next_look == scene.now
+    assert decision.next_time == scene.now
 
 
 def test_restarts_in_the_future_leave_the_status(scene: Scene) -> None:

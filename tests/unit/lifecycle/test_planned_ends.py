@@ -32,7 +32,7 @@ def test_open_requests_are_waited_for_and_told(scene: Scene) -> None:
     for _ in range(5):
         decision = scene.look(1.0)
         assert short(decision) == ["drain 1", "fence 1", "forget 1"]
-        assert decision.next_look == scene.now + 1.0
+        assert decision.next_time == scene.now + 1.0
     assert scene.phase is GroupPhase.UPDATING
     assert scene.status.members[0].message == "waiting for 3 open requests"
     status = compute_status(scene.deployment, [scene.status], None, None, None, None, scene.now)

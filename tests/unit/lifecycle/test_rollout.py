@@ -15,7 +15,7 @@ def serving_world(**asked: object) -> World:
     world = World(Asked().but(**asked))
     world.until(lambda: world.all_serve(0))
     world.go_on()
-    world.told.clear()
+    world.message_time.clear()
     return world
 
 

@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus
-from dsv4_operator.lifecycle import (
-    CollectEvidence,
-    Fence,
-    decide,
-    record_evidence,
-)
+from dsv4_operator.lifecycle import CollectEvidence, Fence, record_evidence
+from dsv4_operator.lifecycle.decide import decide
 from dsv4_operator.lifecycle.watch import ALIVE
 from dsv4_runtime.contract import (
     Cause,
@@ -47,7 +43,7 @@ class Group(RuleBasedStateMachine):
         self.restarts, self.paused = 0, False
         self.kept: str | None = None
         self.snapshots = [self.world.observe()]
-        self.next_look = START
+        self.next_time = START
 
     @property
     def deployment(self) -> DSV4Deployment:
@@ -73,7 +69,7 @@ class Group(RuleBasedStateMachine):
             return plan_of(self.seed, self.budget, incarnation, tuple(restarts))
 
         decision = decide(self.deployment, observed, previous, plan, self.world.now)
-        assert decision.next_look >= round(self.world.now, 3)
+        assert decision.next_time >= round(self.world.now, 3)
         assert not (self.paused and decision.actions)
         status = decision.status
         self.world.claimed = status.formed_time or 0.0
@@ -99,7 +95,7 @@ class Group(RuleBasedStateMachine):
         if len(decision.actions) > crash:
             return
         self.kept = status.to_json()
-        self.next_look = decision.next_look
+        self.next_time = decision.next_time
 
     def check_cut(self, fence: Fence, status: GroupStatus) -> None:
         """What is open at a healthy engine is only cut off after as long as it was promised."""
@@ -108,7 +104,7 @@ class Group(RuleBasedStateMachine):
         planned = status.phase in (GroupPhase.UPDATING, GroupPhase.DRAINING) and status.incarnation == fence.incarnation
         if head is None or not head.open or not planned or self.status().phase not in (*PLANNED, GroupPhase.SERVING):
             return
-        if self.world.blind:
+        if self.world.unobserved:
             return
         if len(members) == 2 and all(member.well for member in members) and head.phase in PROMISING:
             bound = self.deployment.spec.engine.timeouts.drain
@@ -129,9 +125,9 @@ class Group(RuleBasedStateMachine):
             self.step()
             self.world.now += seconds
 
-    @rule(blind=st.booleans(), fence_broken=st.booleans())
-    def backend(self, blind: bool, fence_broken: bool) -> None:
-        self.world.blind, self.world.fence_broken = blind, fence_broken
+    @rule(unobserved=st.booleans(), fence_broken=st.booleans())
+    def backend(self, unobserved: bool, fence_broken: bool) -> None:
+        self.world.unobserved, self.world.fence_broken = unobserved, fence_broken
 
     @rule()
     def quick_start(self) -> None:
@@ -184,7 +180,7 @@ class Group(RuleBasedStateMachine):
         head.life = LIFE.index(Phase.LOADING)
         self.world.level_one.append(self.world.now)
         # What the decider never hears of, it cannot count.
-        self.world.blind = False
+        self.world.unobserved = False
         self.step()
 
     @rule(what=st.sampled_from(["revision", "suspend", "resume", "restart"]))
@@ -229,7 +225,7 @@ class Group(RuleBasedStateMachine):
         """Once the trouble ends, the group serves, or was given up, or is suspended."""
         if not hasattr(self, "world"):
             return
-        self.world.blind = self.world.fence_broken = self.paused = False
+        self.world.unobserved = self.world.fence_broken = self.paused = False
         for _ in range(80):
             self.step()
             for member in self.world.alive():
@@ -242,7 +238,7 @@ class Group(RuleBasedStateMachine):
             end = GroupPhase.SUSPENDED if self.suspend else GroupPhase.SERVING
             if phase in (end, GroupPhase.FAILED) and len(self.world.alive()) == wanted:
                 break
-            self.world.now = max(self.world.now + 0.5, min(self.next_look, self.world.now + 20.0))
+            self.world.now = max(self.world.now + 0.5, min(self.next_time, self.world.now + 20.0))
         status = self.status()
         alive = self.world.alive()
         if self.suspend:

@@ -16,12 +16,12 @@ from dsv4_operator.api import (
     GroupStatus,
     Reason,
 )
-from dsv4_operator.api.annotations import PAUSED
+from dsv4_operator.api.deployment import PAUSED
 from dsv4_operator.api.status import read_status
 from dsv4_operator.lifecycle import Event, EventType, compute_status, events, refused_status
 from dsv4_operator.lifecycle.canary import UNTRIED
 from dsv4_operator.planning import PlanRefused
-from dsv4_runtime.contract import Cause, EngineStatus, KernelStanding, KernelStatus, Phase
+from dsv4_runtime.contract import Cause, EngineStatus, KernelStatus, Phase, ProviderStatus
 
 Scene = Any
 URL = "http://127.0.0.1:8000/v1"
@@ -284,7 +284,7 @@ def test_the_kv_cache_is_that_of_the_present_engine(scene: Scene) -> None:
 def test_who_computes_is_of_the_present_engine(scene: Scene) -> None:
     scene.look()
     scene.serve()
-    standings = (KernelStanding(provider="triton", excluded="t8: wrong: rms above 5e-3"),)
+    standings = (ProviderStatus(provider="triton", excluded="t8: wrong: rms above 5e-3"),)
     found = KernelStatus(op="moe", provider="bundled", standings=standings)
     scene.members[0] = scene.member(0, engine=EngineStatus(generation=1, ready_time=scene.now, kernels=(found,)))
     scene.look(1.0)

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, Reason
-from dsv4_operator.lifecycle import Action, CollectEvidence, Fence, Form, Observed, decide
+from dsv4_operator.lifecycle import Action, CollectEvidence, Fence, Form
+from dsv4_operator.lifecycle.decide import decide
+from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.planning import PlanRefused
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.group_world import SCHEDULES, BackendError, World, deployment_of, kept_status, plan_of
@@ -168,9 +170,9 @@ class Operators(RuleBasedStateMachine):
         alive = self.server.alive()
         self.server.end(alive[data.draw(st.integers(0, len(alive) - 1))], "exit code 1")
 
-    @rule(broken=st.booleans(), blind=st.booleans())
-    def trouble(self, broken: bool, blind: bool) -> None:
-        self.server.fence_broken, self.server.blind = broken, blind
+    @rule(broken=st.booleans(), unobserved=st.booleans())
+    def trouble(self, broken: bool, unobserved: bool) -> None:
+        self.server.fence_broken, self.server.unobserved = broken, unobserved
 
     @rule(what=st.sampled_from(["revision", "suspend", "resume", "refuse", "accept", "delete"]))
     def user(self, what: str) -> None:
@@ -212,7 +214,7 @@ class Operators(RuleBasedStateMachine):
         """Once the trouble ends, nothing is left of a deleted group, and any other serves or waits as it should."""
         if not hasattr(self, "server"):
             return
-        self.server.fence_broken = self.server.blind = self.refused = False
+        self.server.fence_broken = self.server.unobserved = self.refused = False
         while self.late:
             self.server.arrive(self.late.pop())
             self.one_incarnation()
@@ -267,13 +269,13 @@ def test_a_suspension_whose_fence_fails_unseen_is_not_over() -> None:
     for _ in range(3):
         machine.step()
     assert machine.server.alive()
-    machine.trouble(broken=True, blind=True)
+    machine.trouble(broken=True, unobserved=True)
     machine.user("suspend")
     for _ in range(3):
         machine.step()
         machine.nothing_runs_that_is_said_to_have_ended()
     assert machine.status().phase is GroupPhase.DRAINING
-    machine.trouble(broken=False, blind=True)
+    machine.trouble(broken=False, unobserved=True)
     for _ in range(3):
         machine.step()
     assert machine.status().phase is GroupPhase.SUSPENDED

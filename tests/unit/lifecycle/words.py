@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsv4_operator.lifecycle import Decision, Form, ObservedMember
+from dsv4_operator.lifecycle import Decision, Form
+from dsv4_operator.lifecycle.observed import ObservedMember
 
 
 def short(decision: Decision) -> list[str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dsv4_operator.api import DSV4Deployment, Metadata
-from dsv4_operator.backends.local import backend, evidence
+from dsv4_operator.backends.local import backend
 from dsv4_operator.backends.local.backend import LocalBackend, describe_end
-from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.backends.local.state import DeploymentState, collect_evidence
 from dsv4_operator.lifecycle.observed import ObservedMember
 
 
@@ -32,7 +32,7 @@ def state() -> Iterator[DeploymentState]:
 def test_the_ends_of_all_logs_are_kept(state: DeploymentState) -> None:
     member = ObservedMember(3, 0, "local-0", "10.0.0.1", started=1.0, ended="killed by SIGKILL", ended_time=2.0)
     stranger = ObservedMember(2, 1, "local-1", "10.0.0.2", started=1.0)
-    found = evidence.collect(state, 0, 3, [member, stranger], deadline=time.monotonic() + 5)
+    found = collect_evidence(state, 0, 3, [member, stranger], deadline=time.monotonic() + 5)
     assert found is not None
     names = sorted(str(path.relative_to(found)) for path in found.rglob("*") if path.is_file())
     assert names == ["m0-ray/raylet.out", "m0-status.json", "m0-vllm.log", "plan.json"]
@@ -60,7 +60,7 @@ def test_text_of_clients_is_not_kept(state: DeploymentState) -> None:
     (state.member(3, 0) / "vllm.log").write_text("\n".join(lines) + "\n")
     worker = state.member(3, 0) / "ray" / "session_1" / "logs" / "worker-1.err"
     worker.write_text(f"{lines[7]}\nNCCL WARN x\n")
-    found = evidence.collect(state, 0, 3, [], deadline=time.monotonic() + 5)
+    found = collect_evidence(state, 0, 3, [], deadline=time.monotonic() + 5)
     assert found is not None
     kept = (found / "m0-vllm.log").read_text().splitlines()
     assert [line for line in kept if "[text withheld]" not in line] == [*lines[:4], *lines[8:]]
@@ -70,13 +70,13 @@ def test_text_of_clients_is_not_kept(state: DeploymentState) -> None:
 
 
 def test_no_file_is_begun_after_the_deadline(state: DeploymentState) -> None:
-    found = evidence.collect(state, 0, 3, [], deadline=time.monotonic() - 1)
+    found = collect_evidence(state, 0, 3, [], deadline=time.monotonic() - 1)
     assert found is not None
     assert [path.name for path in found.iterdir()] == ["plan.json"]
 
 
 def test_an_incarnation_that_left_nothing(state: DeploymentState) -> None:
-    assert evidence.collect(state, 0, 9, [], deadline=time.monotonic() + 5) is None
+    assert collect_evidence(state, 0, 9, [], deadline=time.monotonic() + 5) is None
 
 
 async def test_a_disk_that_does_not_answer_is_not_waited_for(
@@ -98,10 +98,23 @@ async def test_a_disk_that_does_not_answer_is_not_waited_for(
 def test_only_the_newest_ten_stay(state: DeploymentState) -> None:
     for number in range(12):
         (state.evidence() / f"{number}-old").mkdir(parents=True)
-    newest = evidence.collect(state, 0, 3, [], deadline=time.monotonic() + 5)
+    newest = collect_evidence(state, 0, 3, [], deadline=time.monotonic() + 5)
     assert newest is not None
     assert newest.is_dir()
     assert len(list(state.evidence().iterdir())) == 10
+
+
+def test_the_time_in_the_name_decides_which_evidence_stays(state: DeploymentState) -> None:
+    kept = [f"{number}-2026010{number}T000000Z" for number in range(1, 10)]
+    # Of an agent; and of a clock that was ahead, which would stay for ever.
+    old = ["7-g2-20251231T000000Z", "8-20991231T000000Z"]
+    for age, name in enumerate((*kept, *old)):
+        (state.evidence() / name).mkdir(parents=True)
+        # As after the restore of a backup: the oldest were written last.
+        os.utime(state.evidence() / name, (1e9 - age if name in kept else 2e9,) * 2)
+    newest = collect_evidence(state, 0, 3, [], deadline=time.monotonic() + 5)
+    assert newest is not None
+    assert {path.name for path in state.evidence().iterdir()} == {*kept, newest.name}
 
 
 @pytest.mark.parametrize(

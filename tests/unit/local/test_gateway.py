@@ -12,11 +12,12 @@ import gateway_groups
 import pytest
 from pydantic import ValidationError
 
-from dsv4_operator.api import DSV4Deployment, GatewaySpec
-from dsv4_operator.backends.local import publish
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api.spec import GatewaySpec
 from dsv4_operator.backends.local.gateway import (
     MAX_DRAIN_SECONDS,
     LocalGateways,
+    bind_loopback,
     check_keyless,
     check_secrets,
     settings,
@@ -123,7 +124,7 @@ async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> No
     state = DeploymentState(tmp_path, "n")
     state.directory.mkdir()
     state.token_key.write_text("k")
-    listener = publish.bind({"api": 0})["api"]
+    listener = bind_loopback({"api": 0})["api"]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     gateway = LocalGateways(deployment(), state, [AWAY])
     await gateway.start(listener)
@@ -132,7 +133,7 @@ async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> No
         assert (await _get(url + "/health"))[0] == 503
         models = json.loads((await _get(url + "/v1/models"))[1])
         assert [model["id"] for model in models["data"]] == ["a", "b"]
-        gateway.tell(lambda _: "the budget is spent")
+        gateway.update_routes(lambda _: "the budget is spent")
         status, body = await _get(url + "/v1/embeddings")
         assert (status, b"the budget is spent" in body) == (503, True)
         (killed,) = pids(gateway)
@@ -161,7 +162,7 @@ async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path) -> No
     state = DeploymentState(tmp_path, "n")
     state.directory.mkdir()
     state.token_key.write_text("k")
-    listener = publish.bind({"api": 0})["api"]
+    listener = bind_loopback({"api": 0})["api"]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     gateways = LocalGateways(deployment(), state, [AWAY, AWAY.model_copy(update={"group": 1})])
     await gateways.start(listener)
@@ -179,7 +180,7 @@ async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path) -> No
                 assert {await _number(url) for _ in range(5)} == {other}
             finally:
                 os.kill(stopped, signal.SIGCONT)
-        gateways.tell(lambda group: "spent" if group else None)
+        gateways.update_routes(lambda group: "spent" if group else None)
         routes = [GatewayRoute.model_validate_json((state.directory / name).read_bytes()) for name in ROUTES]
         assert [[group.given_up for group in route.groups] for route in routes] == [[None, "spent"], ["spent", None]]
         os.kill(second, signal.SIGKILL)
@@ -195,7 +196,7 @@ async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(tmp_p
     state = DeploymentState(tmp_path, "n")
     state.directory.mkdir()
     state.token_key.write_text("k")
-    listener = publish.bind({"api": 0})["api"]
+    listener = bind_loopback({"api": 0})["api"]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
     with gateway_groups.groups() as (ports, doomed):
         places = [f"http://127.0.0.1:{port}" for port in ports]

@@ -13,13 +13,12 @@ import pytest
 from dsv4_operator.api import DSV4Deployment, Hardware, load
 from dsv4_operator.backends.local import gpus
 from dsv4_operator.backends.local.backend import LocalBackend
-from dsv4_operator.backends.local.claims import claimed
 from dsv4_operator.backends.local.facts import local_facts
-from dsv4_operator.backends.local.gpus import Found
+from dsv4_operator.backends.local.gpus import GpuInventory, claimed
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.cli.errors import CommandError
-from dsv4_operator.cli.files import read_file
+from dsv4_operator.cli.sources.base import read_file
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
 from dsv4_operator.planning.images import profile_named
 from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu
@@ -48,7 +47,7 @@ def nano(**topology: object) -> DSV4Deployment:
     )
 
 
-def facts(deployment: DSV4Deployment, found: Found, *, isolated: bool = True) -> Facts:
+def facts(deployment: DSV4Deployment, found: GpuInventory, *, isolated: bool = True) -> Facts:
     state = DeploymentState(Path("/s"), "nano-gpu")
     return local_facts(
         deployment,
@@ -112,18 +111,18 @@ def test_a_card_that_fell_off_the_bus_does_not_hide_the_others(driver: FakeNvml)
     before = gpus.find().cards
     driver.gpus[0].lost = True
     assert [card.index for card in gpus.find().cards] == [1]
-    lost, there = gpus.look_again(before)
+    lost, there = gpus.refresh(before)
     assert (lost.uuid, lost.free_bytes) == (before[0].uuid, None)
     assert there == before[1]
 
 
 def test_hardware_that_a_file_leaves_out_is_what_is_there(driver: FakeNvml, tmp_path: Path) -> None:
-    assert read_file(str(EXAMPLE), here=True).spec.topology.hardware is Hardware.H100
+    assert read_file(str(EXAMPLE), detect_hardware=True).spec.topology.hardware is Hardware.H100
     driver.gpus = cards(1, RTX)
-    assert read_file(str(EXAMPLE), here=True).spec.topology.hardware is Hardware.RTXPRO6000
+    assert read_file(str(EXAMPLE), detect_hardware=True).spec.topology.hardware is Hardware.RTXPRO6000
     driver.gpus = cards(1, "NVIDIA GeForce RTX 4090")
     with pytest.raises(CommandError) as refused:
-        read_file(str(EXAMPLE), here=True)
+        read_file(str(EXAMPLE), detect_hardware=True)
     assert refused.value.messages[0].endswith(
         "spec.topology.hardware: is left out, and CPU is taken, because on this machine there is 1 × NVIDIA GeForce "
         "RTX 4090, which dsv4 does not know"
@@ -133,7 +132,7 @@ def test_hardware_that_a_file_leaves_out_is_what_is_there(driver: FakeNvml, tmp_
     least = tmp_path / "least.yaml"
     least.write_text(EXAMPLE.read_text().split("  topology:")[0])
     driver.gpus = cards(1)
-    assert read_file(str(least), here=True).spec.topology.hardware is Hardware.H100
+    assert read_file(str(least), detect_hardware=True).spec.topology.hardware is Hardware.H100
 
 
 def test_cards_are_held_by_one_deployment_at_a_time_and_it_is_named(driver: FakeNvml) -> None:
@@ -143,7 +142,7 @@ import sys, time
 from dsv4_testkit.fake_nvml import FakeNvml, Gpu
 from dsv4_operator.api import Hardware, TopologySpec
 from dsv4_operator.backends.local import gpus
-from dsv4_operator.backends.local.claims import claimed
+from dsv4_operator.backends.local.gpus import claimed
 gpus.pynvml = FakeNvml(*[Gpu(uuid=uuid) for uuid in {[card.uuid for card in found.cards]!r}])
 with claimed(TopologySpec(hardware=Hardware.H100), gpus.find()) as cards:
     print(cards[0].index, flush=True)
@@ -181,7 +180,7 @@ def test_every_group_has_cards_of_its_own(driver: FakeNvml) -> None:
     asked = made.model_copy(update={"spec": made.spec.model_copy(update={"replicas": 2})})
     found = gpus.find()
     with claimed(asked.spec.topology, found, asked.spec.replicas) as both:
-        seen = facts(asked, Found(cards=both))
+        seen = facts(asked, GpuInventory(cards=both))
     given = [[gpu.uuid for gpu in seen.of_group(group, 1)[0].gpus] for group in (0, 1)]
     assert given == [[card.uuid] for card in found.cards]
     with (
@@ -277,9 +276,9 @@ async def test_what_is_free_is_asked_again_while_no_member_runs(driver: FakeNvml
 
 
 def test_gpus_that_cannot_be_asked_are_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "find", lambda: Found(problem="the NVIDIA driver has not answered for 10 s"))
+    monkeypatch.setattr(gpus, "find", lambda: GpuInventory(problem="the NVIDIA driver has not answered for 10 s"))
     monkeypatch.setattr(gpus, "_DEVICE", tmp_path / "nvidia0")
     assert gpus.hardware_here() == (Hardware.CPU, "the NVIDIA driver has not answered for 10 s")
     (tmp_path / "nvidia0").touch()
     with pytest.raises(CommandError, match="cannot be asked: the NVIDIA driver has not answered for 10 s; mend that"):
-        read_file(str(EXAMPLE), here=True)
+        read_file(str(EXAMPLE), detect_hardware=True)

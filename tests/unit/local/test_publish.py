@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from dsv4_operator.backends.local import publish
+from dsv4_operator.backends.local.gateway import Publisher, bind_loopback
 from dsv4_operator.backends.local.state import StateError
 from dsv4_testkit.waiting import free_port
 
@@ -17,8 +17,8 @@ async def test_bytes_pass_both_ways_and_an_end_passes_on() -> None:
         writer.close()
 
     server = await asyncio.start_server(upper, "127.0.0.1", 0)
-    listeners = publish.bind({"api": free_port()})
-    publisher = publish.Publisher(publish.Target("127.0.0.1", server.sockets[0].getsockname()[1]))
+    listeners = bind_loopback({"api": free_port()})
+    publisher = Publisher("127.0.0.1", server.sockets[0].getsockname()[1])
     await publisher.start(listeners["api"])
     reader, writer = await asyncio.open_connection(*listeners["api"].getsockname())
     payload = b"abc" * 100_000
@@ -31,8 +31,8 @@ async def test_bytes_pass_both_ways_and_an_end_passes_on() -> None:
 
 
 async def test_nobody_behind_it_means_a_closed_connection() -> None:
-    listeners = publish.bind({"api": free_port()})
-    publisher = publish.Publisher(publish.Target("127.0.0.1", free_port()))
+    listeners = bind_loopback({"api": free_port()})
+    publisher = Publisher("127.0.0.1", free_port())
     await publisher.start(listeners["api"])
     reader, writer = await asyncio.open_connection(*listeners["api"].getsockname())
     assert await asyncio.wait_for(reader.read(-1), 10) == b""
@@ -47,6 +47,6 @@ def test_a_taken_port_is_named_with_its_field_and_leaves_the_other_free() -> Non
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(StateError, match=rf"spec\.network\.ports\.dashboard: port {port} of 127\.0\.0\.1"):
-            publish.bind({"api": first, "dashboard": port})
-    for listener in publish.bind({"api": first}).values():
+            bind_loopback({"api": first, "dashboard": port})
+    for listener in bind_loopback({"api": first}).values():
         listener.close()

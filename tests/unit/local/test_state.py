@@ -21,7 +21,7 @@ from dsv4_operator.backends.local.state import (
     StateError,
     deployments,
 )
-from dsv4_operator.cli import loop
+from dsv4_operator.cli import processes
 from dsv4_operator.planning import plan_group
 from dsv4_operator.planning.catalog import GIB
 
@@ -61,7 +61,7 @@ def test_nobody_else_reads_what_a_deployment_has(root: Path, nano: DSV4Deploymen
         state.save_manifest(nano)
         state.save_object(nano)
         write = "import subprocess; open('own', 'w'); subprocess.run(['touch', 'childs'], check=True); print('said')"
-        assert loop.spawn(state, [sys.executable, "-c", write]).wait(30) == 0
+        assert processes.start_loop(state, [sys.executable, "-c", write]).wait(30) == 0
     finally:
         os.umask(before)
     assert stat.S_IMODE(state.directory.stat().st_mode) == 0o700

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_operator.backends.local import toolkit
+from dsv4_operator.backends.local import software
+from dsv4_operator.backends.local.software import check_compilers, cuda_home
 from dsv4_operator.backends.local.state import StateError
-from dsv4_operator.backends.local.toolkit import check_compilers, cuda_home
 
 CUDA = (13, 0)
 
@@ -33,11 +33,11 @@ def made(home: Path, release: str, headers: str = "", *, folder: str = "lib64") 
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A machine without a toolkit: neither on PATH, nor NVIDIA's, nor among the packages of Python."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(toolkit, "_SYSTEM", tmp_path / "system")
+    monkeypatch.setattr(software, "_SYSTEM", tmp_path / "system")
     monkeypatch.setattr("sys.path", [str(tmp_path / "site")])
-    monkeypatch.delitem(toolkit.importlib.util.sys.modules, "nvidia", raising=False)
+    monkeypatch.delitem(software.importlib.util.sys.modules, "nvidia", raising=False)
     yield tmp_path
-    monkeypatch.delitem(toolkit.importlib.util.sys.modules, "nvidia", raising=False)
+    monkeypatch.delitem(software.importlib.util.sys.modules, "nvidia", raising=False)
 
 
 def home_of(bare: Path, *, needed: bool = True, **named: str) -> Path | None:
@@ -76,7 +76,7 @@ def test_that_of_path_comes_before_nvidias(bare: Path, monkeypatch: pytest.Monke
 
 def test_that_of_the_packages_is_laid_out_as_nvidias(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = bare / "libcuda.so.1"
-    monkeypatch.setattr(toolkit, "_driver", lambda: [driver])
+    monkeypatch.setattr(software, "_driver", lambda: [driver])
     packages = made(bare / "site" / "nvidia" / "cu13", "13.0", folder="lib")
     home = home_of(bare)
     assert home == bare / "links"
@@ -120,8 +120,8 @@ def test_a_toolkit_that_does_not_answer_is_none(bare: Path) -> None:
 def test_missing_host_compilers_are_named_with_their_packages(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(toolkit.sysconfig, "get_python_version", lambda: "3.12")
-    monkeypatch.setattr(toolkit.sysconfig, "get_paths", lambda scheme: {"include": str(bare / "headers")})
+    monkeypatch.setattr(software.sysconfig, "get_python_version", lambda: "3.12")
+    monkeypatch.setattr(software.sysconfig, "get_paths", lambda scheme: {"include": str(bare / "headers")})
     with pytest.raises(
         StateError, match=r"gcc\) and .*Python\.h of Python 3\.12 .*install gcc g\+\+ python3\.12-dev\)$"
     ):
@@ -134,7 +134,7 @@ def test_missing_host_compilers_are_named_with_their_packages(bare: Path, monkey
     (bare / "headers").mkdir()
     (bare / "headers" / "Python.h").touch()
     check_compilers(cpu=False)
-    monkeypatch.setattr(toolkit.ctypes, "CDLL", lambda name: open(bare / name, "rb"))  # noqa: SIM115
+    monkeypatch.setattr(software.ctypes, "CDLL", lambda name: open(bare / name, "rb"))  # noqa: SIM115
     with pytest.raises(StateError, match=r"and libnuma\.so\.1 cannot be found; .*apt-get install libnuma1\)"):
         check_compilers(cpu=True)
     # What the user names is what Triton takes.

@@ -8,11 +8,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dsv4_runtime.nano import Drafts, NotANanoCheckpointError, Precision, checkpoint, files, main, make
-from dsv4_runtime.nano.quantise import from_fp8, from_mxfp4
-from dsv4_runtime.nano.recipe import model_config, recipe_for
-from dsv4_runtime.nano.tokenizer import word_ids
-from dsv4_runtime.nano.weights import Kind, RandomStreams, draws
+from dsv4_runtime.nano import Drafts, NotANanoCheckpointError, Precision, checkpoint, main, make, weights
+from dsv4_runtime.nano.recipe import model_config, recipe_for, word_ids
+from dsv4_runtime.nano.weights import Kind, RandomStreams, draws, from_fp8, from_mxfp4
 
 FEW = 8  # experts: what is tested here does not depend on their number
 
@@ -20,7 +18,7 @@ FEW = 8  # experts: what is tested here does not depend on their number
 @pytest.fixture(autouse=True)
 def few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "recipe_for", lambda *which: replace(recipe_for(*which), experts=FEW))
-    monkeypatch.setattr(files, "_SHARD_BYTES", 1 << 20)
+    monkeypatch.setattr(weights, "_SHARD_BYTES", 1 << 20)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -102,21 +100,21 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(files, "save_file", fail)
+    monkeypatch.setattr(weights, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         make(tmp_path / "nano")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_one_that_another_process_published_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path, write = tmp_path / "nano", files.write
+    path, write = tmp_path / "nano", weights.write
 
     def write_after_another(*arguments: Any) -> Any:
-        monkeypatch.setattr(files, "write", write)
+        monkeypatch.setattr(weights, "write", write)
         make(path)
         return write(*arguments)
 
-    monkeypatch.setattr(files, "write", write_after_another)
+    monkeypatch.setattr(weights, "write", write_after_another)
     make(path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["nano"]
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dsv4_runtime.nano.quantise import from_fp8, from_mxfp4, to_fp8, to_mxfp4
+from dsv4_runtime.nano.weights import from_fp8, from_mxfp4, to_fp8, to_mxfp4
 
 
 def draw(*shape: int, spread: float = 1.0) -> torch.Tensor:

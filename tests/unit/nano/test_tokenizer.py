@@ -3,8 +3,16 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from dsv4_runtime.nano.recipe import Precision, recipe_for
-from dsv4_runtime.nano.tokenizer import CONTROL, MARKERS, WORDS, tokenizer_json, vocabulary, word_ids
+from dsv4_runtime.nano.recipe import (
+    CONTROL,
+    MARKERS,
+    WORDS,
+    Precision,
+    recipe_for,
+    tokenizer_json,
+    vocabulary,
+    word_ids,
+)
 
 # What vLLM 0.32's tokenizers/deepseek_v4_encoding.py and parser/deepseek_v4.py name.
 NAMED_BY_VLLM = """

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from dsv4_operator.api import DSV4Deployment, InvalidDeployment, Reason, parse
 from dsv4_operator.planning import Facts, PlanRefused, catalog_facts, plan_group
 from dsv4_operator.planning.catalog import machine, machine_named, model_for
-from dsv4_operator.planning.images import argument_problems, profile_named, profiles, variable_problem
-from dsv4_operator.planning.memory.graphs import capture_sizes
-from dsv4_operator.planning.memory.settings import engine_of
+from dsv4_operator.planning.images import profile_named, profiles, variable_problem
+from dsv4_operator.planning.images.surface import argument_problems
+from dsv4_operator.planning.memory.items import capture_sizes
+from dsv4_operator.planning.memory.plan import engine_of
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.planspecs import IMAGE, manifest
 

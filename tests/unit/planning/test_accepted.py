@@ -18,11 +18,10 @@ from dsv4_operator.api import (
     GroupStatus,
     InvalidDeployment,
     RolloutStatus,
-    owned,
     parse,
+    security,
 )
-from dsv4_operator.planning.accepted import accepted_text, last_valid, read_accepted
-from dsv4_operator.planning.revision import formed_from, revision, revision_of
+from dsv4_operator.planning.revision import accepted_text, formed_from, last_valid, read_accepted, revision, revision_of
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 MANIFESTS = [path for path in EXAMPLES if "hardware:" in path.read_text()]
@@ -102,7 +101,7 @@ def test_a_stricter_list_of_flags_changes_no_fingerprint(monkeypatch: pytest.Mon
     given["spec"]["engine"]["extraArgs"] = ["--seed=4"]
     deployment = parse(copy.deepcopy(given))
     status = kept(deployment, accepted=accepted_text(deployment, formed_from(deployment)))
-    monkeypatch.setitem(owned._FLAGS, "--seed", "remove it")
+    monkeypatch.setitem(security._OWNED_FLAGS, "--seed", "remove it")
     found = last_valid(given, status)
     assert found is not None
     assert revision(found.deployment) == revision(deployment)

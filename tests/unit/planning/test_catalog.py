@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from dsv4_operator.api import Hardware, load
-from dsv4_operator.backends.local.checkpoint import model_here, read_checkpoint
+from dsv4_operator.backends.local.facts import model_here, read_checkpoint
 from dsv4_operator.planning.catalog import Machine, machine, machine_named, machines, model, model_for, models
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint, model_from_files
-from dsv4_operator.planning.catalog.names import UnknownCheckpoint
 from dsv4_operator.planning.catalog.records import Model, Part
+from dsv4_operator.planning.catalog.tables import UnknownCheckpoint
 from dsv4_operator.planning.memory import EngineSettings, Parallel, memory_plan
-from dsv4_operator.planning.memory.weights import rank_weights
+from dsv4_operator.planning.memory.items import rank_weights
 from dsv4_runtime.nano.checkpoint import make
 from dsv4_runtime.nano.recipe import Drafts
 

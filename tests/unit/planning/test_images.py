@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from dsv4_operator.api import Executor, Hardware
-from dsv4_operator.planning.images import argument_problems, profile_for, profile_named, profiles, variable_problem
+from dsv4_operator.planning.images import profile_for, profile_named, profiles, variable_problem
+from dsv4_operator.planning.images.surface import argument_problems, surface_document
 
 ROOT = Path(__file__).parents[3]
-SURFACES = ROOT / "operator/dsv4_operator/planning/images/surface"
 
 
 def problems(*args: str, profile: str = "vllm-0.33") -> list[tuple[int, str]]:
@@ -143,4 +143,4 @@ def test_the_surface_of_the_installed_vllm_is_fresh() -> None:
         check=True,
     )
     document = json.loads(made.stdout[made.stdout.index("{") :])
-    assert document == json.loads((SURFACES / f"vllm-{document['vllm']}.json").read_text())
+    assert document == surface_document(f"vllm-{document['vllm']}")

@@ -10,10 +10,9 @@ from dsv4_operator.api import DeploymentStatus, GroupStatus, MeasuredItem, Measu
 from dsv4_operator.planning import catalog_facts
 from dsv4_operator.planning.catalog import GIB, machine
 from dsv4_operator.planning.memory import Measured, MemoryPlan, memory_plan
-from dsv4_operator.planning.memory.measured import measured_of, planned_items, terms
-from dsv4_operator.planning.memory.runs import TERMS, comparisons, runs
+from dsv4_operator.planning.memory.runs import TERMS, comparisons, measured_of, runs, terms
 from dsv4_operator.planning.setup import memory_of, setup
-from dsv4_runtime.contract import memory_differences, read_memory_log
+from dsv4_runtime.util.memory_log import memory_differences, read_memory_log
 
 NEW = """\
 (EngineCore pid=1) INFO [core.py:123] Initializing a V1 LLM engine (v0.26.1) with config: model='/models/ds4'
@@ -56,7 +55,7 @@ def test_a_log_is_compared_term_by_term() -> None:
 def test_the_next_plan_has_what_was_measured() -> None:
     plan = run("2 RTX, 0731, K5, 1M, 0.975")
     for log in (read_memory_log(NEW), read_memory_log(NEW[:5])):
-        found = memory_differences(planned_items(plan), log)
+        found = memory_differences(plan.budget_items(), log)
         again = memory_plan(plan.model, plan.machine, plan.parallel, plan.engine, Measured("x", "2026-11-23", found))
         assert again.ranks[0].kv_available / GIB == pytest.approx(8.28, abs=0.05), "its card had 95.01 GiB"
         assert "measured here on 2026-11-23" in {item.note for item in again.ranks[0].items}

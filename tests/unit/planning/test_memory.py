@@ -12,17 +12,10 @@ from plan import broken, random_case
 
 from dsv4_operator.planning.catalog import GIB, Machine, machine_named, model
 from dsv4_operator.planning.catalog.records import Part
-from dsv4_operator.planning.memory import (
-    EngineSettings,
-    FitVerdict,
-    MemoryPlan,
-    Parallel,
-    advice,
-    longest_context,
-    memory_plan,
-)
+from dsv4_operator.planning.memory import EngineSettings, FitVerdict, MemoryPlan, Parallel, advice, memory_plan
+from dsv4_operator.planning.memory.items import stages
 from dsv4_operator.planning.memory.kv import layout
-from dsv4_operator.planning.memory.weights import stages
+from dsv4_operator.planning.memory.plan import longest_context
 from dsv4_testkit.planfixtures import Case, Row, rows, verdicts
 
 SPARK, RTX = machine_named("gb10"), machine_named("rtx-pro-6000-workstation")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_operator.api import DSV4Deployment, Hardware, load
-from dsv4_operator.api.annotations import RESTART_AT
+from dsv4_operator.api.deployment import RESTART_AT
 from dsv4_operator.planning.revision import as_formed_from, formed_from, revision, revision_of, same_specification
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))

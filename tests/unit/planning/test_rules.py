@@ -10,8 +10,7 @@ import pytest
 from dsv4_operator.api import DSV4Deployment, load, parse
 from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import machine
-from dsv4_operator.planning.rule import RuleFinding, Severity
-from dsv4_operator.planning.rules import RULES, findings
+from dsv4_operator.planning.rules import RULES, RuleFinding, Severity, findings
 
 ROOT = Path(__file__).parents[3]
 

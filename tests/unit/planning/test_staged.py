@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import DSV4Deployment, InvalidDeployment, parse
-from dsv4_operator.planning.staged import staged_weights
+from dsv4_operator.planning.weights import weights_plan
 from dsv4_runtime.contract import PageCache, Verify, WeightsPlan, WeightsSource
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -23,7 +23,7 @@ def plan(source: dict[str, Any], hardware: str = "RTXPRO6000", **staging: Any) -
             "topology": {"hardware": hardware, "nodesPerGroup": 2},
         },
     }
-    return staged_weights(DSV4Deployment.model_validate(document), "/weights", "/secrets")
+    return weights_plan(DSV4Deployment.model_validate(document), "/weights", "/secrets")
 
 
 def test_a_hub() -> None:

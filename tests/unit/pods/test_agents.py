@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
-from dsv4_operator.backends.pods.agents import AgentWatch, Endpoint
+from dsv4_operator.backends.pods.observe import AgentWatch, Endpoint
 from dsv4_runtime.client import AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupReport, Phase
 from dsv4_runtime.contract.token import CHALLENGE, challenge, new_token

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import Condition, ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment, Reason
-from dsv4_operator.backends.pods.balance import LOOK_SECONDS, Balance, surplus_gateway
 from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.backends.pods.gateways import CHECK_SECONDS, Balance, surplus_gateway
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import Unavailable
 from dsv4_testkit.fake_kube import FakeKube
@@ -82,7 +82,7 @@ class World:
         self.server.requests.clear()
         end = self.now + seconds
         while self.now < end:
-            await self.balance.look(self.deployment, self.status)
+            await self.balance.rebalance(self.deployment, self.status)
             self.now += 1
         return [what for verb, what, _ in self.server.requests if verb == "evict"]
 
@@ -93,7 +93,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 async def test_the_youngest_gateway_moves_after_the_other_node_was_there_for_a_minute(world: World) -> None:
-    assert await world.looks(LOOK_SECONDS) == []
+    assert await world.looks(CHECK_SECONDS) == []
     assert await world.looks(2) == ["Pod b"]
     assert world.server.requests[-1][2] == {"uid": "uid-b"}
 
@@ -107,9 +107,9 @@ async def test_at_most_one_a_minute_and_ever_more_seldom_where_it_does_not_help(
 async def test_a_node_that_was_just_there_has_to_last(world: World) -> None:
     for _ in range(5):
         world.nodes(node("n1"), node("n2"))
-        assert await world.looks(LOOK_SECONDS / 2) == []
+        assert await world.looks(CHECK_SECONDS / 2) == []
         world.nodes(node("n1"), node("n2", ready="False"))
-        assert await world.looks(LOOK_SECONDS) == []
+        assert await world.looks(CHECK_SECONDS) == []
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ async def test_gateways_that_are_apart_stay_and_cost_no_request(world: World) ->
 async def test_nodes_are_listed_once_a_minute_at_most(world: World) -> None:
     world.nodes(node("n1"))
     await world.looks(600)
-    assert len(world.server.requests) <= 600 / LOOK_SECONDS + 1
+    assert len(world.server.requests) <= 600 / CHECK_SECONDS + 1
 
 
 @pytest.mark.parametrize("value", [ConditionStatus.FALSE, ConditionStatus.UNKNOWN])
@@ -172,7 +172,7 @@ async def test_a_gateway_that_ended_long_ago_keeps_nothing_from_moving(world: Wo
     ended = gateway("old", "n1", ready=False)
     ended["status"]["phase"] = "Failed"
     world.pods.append(ended)
-    assert await world.looks(LOOK_SECONDS + 2) == ["Pod b"]
+    assert await world.looks(CHECK_SECONDS + 2) == ["Pod b"]
 
 
 async def test_the_budget_decides_and_its_refusal_ends_nothing(world: World) -> None:
@@ -193,7 +193,7 @@ async def test_a_group_more_means_a_gateway_more(monkeypatch: pytest.MonkeyPatch
     world.pods.append(gateway("c", "n2"))
     assert await world.looks(200) == [], "no node is without a gateway"
     world.nodes(node("n1"), node("n2"), node("n3"))
-    assert await world.looks(LOOK_SECONDS * 2 + 2) == ["Pod b"]
+    assert await world.looks(CHECK_SECONDS * 2 + 2) == ["Pod b"]
 
 
 def test_surplus_is_on_the_most_crowded_node() -> None:

@@ -20,9 +20,9 @@ from dsv4_operator.api import (
     GroupStatus,
     Reason,
 )
-from dsv4_operator.backends.pods import canary
-from dsv4_operator.backends.pods.canary import CANARY_PATH, Canaries, problem_of
-from dsv4_operator.builders import paths
+from dsv4_operator.backends.pods import gateways
+from dsv4_operator.backends.pods.gateways import CANARY_PATH, Canaries, problem_of
+from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.lifecycle.canary import UNTRIED
 from dsv4_runtime.contract.gateway import CanaryReport
@@ -180,7 +180,7 @@ async def test_one_failure_is_confirmed_before_it_counts(world: World) -> None:
     assert await world.settled() is None
     world.answer = "no healthy engine"
     known = world.canaries._known["team", "nano"]
-    known.canary = canary.adopted(None, known.canary.lives, known.canary.gateways, 0.0)
+    known.canary = gateways.adopted(None, known.canary.lives, known.canary.gateways, 0.0)
     assert await world.settled() is None
     assert await world.settled() == "no healthy engine"
     world.answer = None
@@ -254,7 +254,7 @@ async def served(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> tuple[web.A
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = int(runner.addresses[0][1])
-    monkeypatch.setattr(paths, "GATEWAY_PORT", port)
+    monkeypatch.setattr(names, "GATEWAY_PORT", port)
     return runner, port
 
 
@@ -302,7 +302,7 @@ async def test_a_gateway_that_says_nothing_is_given_up(monkeypatch: pytest.Monke
         await asyncio.sleep(60)
         return web.Response()
 
-    monkeypatch.setattr(canary, "_SECONDS", 0.2)
+    monkeypatch.setattr(gateways, "_SECONDS", 0.2)
     runner, _ = await served(answer, monkeypatch)
     world = World(real=True)
     try:
@@ -313,7 +313,7 @@ async def test_a_gateway_that_says_nothing_is_given_up(monkeypatch: pytest.Monke
 
 
 async def test_nobody_who_listens_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "GATEWAY_PORT", 9)
+    monkeypatch.setattr(names, "GATEWAY_PORT", 9)
     world = World(real=True)
     try:
         assert "http://127.0.0.1:9: Cannot connect" in (await world.settled() or "")

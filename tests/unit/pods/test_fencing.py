@@ -12,7 +12,7 @@ from dsv4_operator.api import NodeLossSpec
 from dsv4_operator.backends.pods.fencing import FenceError, Fencer
 from dsv4_operator.builders import names
 from dsv4_operator.kube import CONFIG_MAPS
-from dsv4_operator.lifecycle import GroupKey
+from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_testkit.fake_kube import FakeKube
 from dsv4_testkit.pod_objects import node, owners
 

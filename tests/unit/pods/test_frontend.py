@@ -11,7 +11,7 @@ from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, Grou
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.frontend import Frontend, routed_groups, was_placed
 from dsv4_operator.builders import names
-from dsv4_operator.builders.group import head_service
+from dsv4_operator.builders.member import head_service
 from dsv4_testkit.fake_kube import FakeKube
 from dsv4_testkit.pod_objects import ALLOWED, deployment
 

@@ -9,16 +9,17 @@ import pytest
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.api.values import parse_time
 from dsv4_operator.backends.pods import Cluster, PodsBackend
-from dsv4_operator.backends.pods.agents import AgentReport
-from dsv4_operator.backends.pods.evidence import config, superfluous
 from dsv4_operator.backends.pods.observe import (
     IMAGE_SECONDS,
     SCHEDULE_SECONDS,
+    AgentReport,
     Member,
     endpoint_of,
+    evidence_config,
     member_of,
     not_ready_since,
     observed,
+    superfluous_evidence,
 )
 from dsv4_operator.builders import names
 from dsv4_operator.lifecycle.observed import ObservedMember
@@ -203,7 +204,7 @@ def test_evidence_fits_whatever_the_agents_tell(deployment: DSV4Deployment) -> N
         + b"]}}"
     )
     told: dict[int, bytes | None] = {0: None, 1: b"not json", **dict.fromkeys(range(2, 16), long)}
-    data: dict[str, str] = config(deployment, 0, 2, members, told)["data"]
+    data: dict[str, str] = evidence_config(deployment, 0, 2, members, told)["data"]
     assert sum(len(text.encode()) for text in data.values()) <= 60 * 1024
     assert '"agent": "did not answer"' in data["m0.json"]
     assert '"died"' in data["m5.json"]
@@ -211,4 +212,4 @@ def test_evidence_fits_whatever_the_agents_tell(deployment: DSV4Deployment) -> N
 
 def test_only_the_newest_evidence_is_kept() -> None:
     kept = [{"metadata": {"name": f"e-{n}", "labels": {names.INCARNATION: str(n)}}} for n in (10, 9, 2, 30, 4, 5, 6)]
-    assert [one["metadata"]["name"] for one in superfluous(kept)] == ["e-2", "e-4"]
+    assert [one["metadata"]["name"] for one in superfluous_evidence(kept)] == ["e-2", "e-4"]

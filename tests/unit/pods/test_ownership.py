@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, MemberStatus, NodeLossSpec
 from dsv4_operator.backends import pods
 from dsv4_operator.backends.base import Backend
-from dsv4_operator.backends.pods import PodsBackend, evidence
+from dsv4_operator.backends.pods import PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import FenceError, Fencer
+from dsv4_operator.backends.pods.frontend import Superseded, TokenKeys, move_head
+from dsv4_operator.backends.pods.observe import KEPT_EVIDENCE
 from dsv4_operator.backends.pods.ownership import ForeignObject, ObjectTerminating, OwnedObjects, managed_by_apply
-from dsv4_operator.backends.pods.services import Superseded, move_head
-from dsv4_operator.backends.pods.token import TokenKeys
-from dsv4_operator.builders import frontend, group, names
-from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Conflict, Forbidden, Invalid, Kube, Unavailable
-from dsv4_operator.lifecycle import GroupKey
+from dsv4_operator.builders import frontend, member, names
+from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Client, Conflict, Forbidden, Invalid, Unavailable
+from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
 from dsv4_testkit.fake_kube import FakeKube
@@ -117,7 +117,7 @@ async def life(kube: FakeKube) -> tuple[list[Exception], set[str]]:
         fresh = backend_of(kube)
         await collected(errors, fresh.ensure_frontend(two, serving(incarnation)))
         await fresh.close()
-        for number in range(incarnation, incarnation + 1 + evidence.KEEP):
+        for number in range(incarnation, incarnation + 1 + KEPT_EVIDENCE):
             await call("collect_evidence", two, 0, number)
         await call("drain", two, 0, incarnation, 0.1)
         if incarnation == 1:
@@ -246,7 +246,7 @@ def test_nothing_else_of_the_backend_writes_to_the_api_server() -> None:
                 if on.endswith(("kube", "client")):
                     found.append((file.name, on))
     assert {name for name, _ in found} == {"ownership.py"}
-    assert {name for name, _ in inspect.getmembers(Kube, inspect.isfunction)} >= WRITES
+    assert {name for name, _ in inspect.getmembers(Client, inspect.isfunction)} >= WRITES
 
 
 async def test_the_text_names_the_object_its_owner_and_the_remedy() -> None:
@@ -418,7 +418,7 @@ async def test_a_deployment_that_is_created_again_mounts_nothing_of_its_predeces
 
 async def test_secrets_of_an_earlier_deployment_are_not_taken_over() -> None:
     older, newer = again("uid-1"), again("uid-2")
-    kube: Any = FakeKube([group.token_key_secret(older, "OLD"), group.token_secret(older, 0, 1, "OLDTOKEN")])
+    kube: Any = FakeKube([member.token_key_secret(older, "OLD"), member.token_secret(older, 0, 1, "OLDTOKEN")])
     before = copy.deepcopy(kube.objects)
     keys = TokenKeys(kube)
     key = await keys.ensure(newer)
@@ -433,7 +433,7 @@ async def test_secrets_of_an_earlier_deployment_are_not_taken_over() -> None:
 
 async def test_a_deployment_from_before_names_contained_the_uid_keeps_its_key() -> None:
     wanted = deployment().model_copy(update={"status": serving(1)})
-    named = group.token_key_secret(wanted, "EARLIER")
+    named = member.token_key_secret(wanted, "EARLIER")
     for uid, expected in ((UID, True), ("uid-of-another", False)):
         about = named["metadata"] | {
             "name": names.earlier_token_key_name(NAME),
@@ -478,7 +478,7 @@ async def test_a_new_deployment_takes_no_number_whose_pods_an_earlier_one_still_
     await first.ensure(older, plan_group(older, await first.facts(older), group=0, incarnation=3))
     second = backend_of(kube)
     seen = await second.observe(newer, 0)
-    assert (seen.members, seen.taken) == ((), 3)
+    assert (seen.members, seen.used_incarnation) == ((), 3)
     # What they take of their nodes is not the new one's to have.
     assert [one.name for one in (await second.facts(newer)).placed[0]] == ["spark-3", "spark-4"]
 
@@ -540,7 +540,7 @@ async def test_nodes_are_free_again_where_no_member_could_be_made() -> None:
 
 async def test_a_head_service_without_a_selector_is_brought_back() -> None:
     kube, wanted = server(), deployment()
-    service = group.head_service(wanted, 0, 1)
+    service = member.head_service(wanted, 0, 1)
     service["spec"] = {"type": "ExternalName", "externalName": "example.org"}
     kube._put(("Service", "team", "flash-0-head"), service)
     api: Any = kube
@@ -551,7 +551,7 @@ async def test_a_head_service_without_a_selector_is_brought_back() -> None:
 async def test_the_text_says_how_to_go_on_with_a_head_service_of_a_later_incarnation() -> None:
     """As after the restore of a backup."""
     wanted = deployment()
-    kube: Any = server(group.head_service(wanted, 0, 9))
+    kube: Any = server(member.head_service(wanted, 0, 9))
     said = r"Service team/flash-0-head\); if no other operator runs, .* delete the Service, and it is made again"
     with pytest.raises(Superseded, match=said):
         await move_head(OwnedObjects(kube), wanted, 0, 1)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, MemberStatus
-from dsv4_operator.backends.pods import PodsBackend, services
+from dsv4_operator.backends.pods import PodsBackend, frontend
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.builders import names
-from dsv4_operator.kube.owned import _version
+from dsv4_operator.kube.cache import _version
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
 from dsv4_testkit.fake_kube import FakeKube
@@ -61,8 +61,8 @@ class Applied(FakeKube):
 
 @pytest.fixture
 async def running(monkeypatch: pytest.MonkeyPatch) -> tuple[Applied, PodsBackend, DSV4Deployment]:
-    monkeypatch.setattr(services, "_SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(services, "_SECRET_SECONDS", -1.0)
+    monkeypatch.setattr(frontend, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(frontend, "_SECRET_SECONDS", -1.0)
     kube: Any = Applied({"apiVersion": "v1", "kind": "Node", **one} for one in sparks())
     view = View(kube)
     backend = PodsBackend(

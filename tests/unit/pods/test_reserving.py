@@ -13,7 +13,7 @@ from dsv4_operator.backends.pods.backend import NodesTaken
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.scheduling import facts, group_owner, stand_ins
 from dsv4_operator.builders import names
-from dsv4_operator.kube import Kube, Resource
+from dsv4_operator.kube import Client, Resource
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.fake_kube import FakeKube
@@ -64,7 +64,7 @@ def pods_of(server: FakeKube) -> list[Manifest]:
 
 
 def cluster_of(server: Any, pods: Seen | None = None) -> Cluster:
-    kube: Kube = server
+    kube: Client = server
     return Cluster(kube, pods or Seen(), runtime_image="runtime", policy=ALLOWED)
 
 

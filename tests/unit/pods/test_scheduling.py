@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_operator.api import DSV4Deployment, Reason
-from dsv4_operator.backends.pods.capacity import Snapshot
-from dsv4_operator.backends.pods.scheduling import facts, shortage
+from dsv4_operator.backends.pods.scheduling import Snapshot, facts, shortage
 from dsv4_operator.kube.cache import _kept_of_pod
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan

@@ -9,7 +9,7 @@ import pytest
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.pods import PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.backends.pods.services import Superseded
+from dsv4_operator.backends.pods.frontend import Superseded
 from dsv4_operator.kube import Conflict
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import GroupPlan

@@ -117,7 +117,7 @@ def test_all_pure_packages_are_looked_at() -> None:
     modules = set(pure_files().values())
     assert {"dsv4_operator.lifecycle.decide", "dsv4_runtime.agent.decide.head", "dsv4_runtime.health.rules"} <= modules
     assert "dsv4_runtime.contract.plan" in modules, "what they import is looked at too"
-    assert "dsv4_runtime.contract.logfile" not in modules
+    assert "dsv4_runtime.util.files" not in modules
 
 
 @pytest.mark.parametrize(

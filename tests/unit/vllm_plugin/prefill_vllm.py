@@ -21,13 +21,14 @@ from vllm.models.deepseek_v4.nvidia import flashinfer_sparse, flashmla
 from vllm.models.deepseek_v4.nvidia.flashinfer_sparse import DeepseekV4FlashInferSM120Attention
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
-from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.reference import mla_cache_write
 from dsv4_kernels.mla_prefill.reference import mla_prefill
+from dsv4_kernels.numerics import ds_mla
 from dsv4_kernels.registry import operation
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, BUNDLED, VARIABLE, KernelChoice, Op
-from dsv4_runtime.vllm_plugin.kernels import active, attachments, attention, hooks, prefill, views
+from dsv4_runtime.vllm_plugin.kernels import attention, hooks, plans, v033
+from dsv4_runtime.vllm_plugin.kernels import choice as kernels
 
 os.environ[VARIABLE] = str(ALL_BUNDLED)
 interpreter.install()
@@ -68,7 +69,7 @@ def layer(ratio: int) -> Any:
         attn_sink=torch.randn(HEADS, generator=RANDOM), swa_cache_layer=SimpleNamespace(prefix="window"),
         topk_indices_buffer=chosen(24 if ratio <= 4 else 8, 4)[0],
     )  # fmt: skip
-    made.prefill_plans = prefill.make_plans(made)
+    made.prefill_plans = attention.make_prefill_plans(made)
     return made
 
 
@@ -120,9 +121,9 @@ def prefill_agrees(ratio: int) -> dict[str, object]:
     if compressed is not None and ratio == 4:
         made.topk_indices_buffer = chosen(24, 4)[0]
     workspace = Workspace()
-    prefill.current_workspace_manager = flashmla.current_workspace_manager = lambda: workspace
+    attention.current_workspace_manager = flashmla.current_workspace_manager = lambda: workspace
     Workspace.largest = 0
-    prefill.reserve(made)
+    attention.reserve_prefill(made)
     reserved = Workspace.largest
     q = torch.randn((sum(NEW), HEADS, 512), generator=RANDOM).bfloat16()
     given = {
@@ -164,7 +165,7 @@ def classes() -> dict[str, str]:
         found[name] = f"{kind.__name__} {padded}"
     attention.choice = lambda: KernelChoice(dict.fromkeys((Op.MLA_DECODE,), BUNDLED))
     padded = attention.attention_class(DeepseekV4FlashMLAAttention, model, None).get_padded_num_q_heads(8)
-    attention.choice = active.choice
+    attention.choice = kernels.choice
     return {**found, "FlashMLA, decode alone": str(padded)}
 
 
@@ -173,14 +174,14 @@ def front_agrees() -> dict[str, object]:
     original, warnings = stock_attention.fused_q_kv_rmsnorm, []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    active.LOGGER.addHandler(handler)
-    for hook in attachments.HOOKS:
+    hooks.LOGGER.addHandler(handler)
+    for hook in v033.HOOKS:
         if hook.ops == (Op.FRONT,):
-            hooks.run(hook)
+            hooks.ATTACHED.run(hook)
     row = operation("front_norm")
     given = row.make_inputs({"tokens": 5, "rank": 72}, torch.device("cpu"), 1)
     own, theirs = stock_attention.fused_q_kv_rmsnorm(**given), original(**given)
-    plans = len(active._PLANS)
+    planned = len(plans._PLANS)
     norms = all(torch.allclose(a.float(), b.float(), rtol=2**-7, atol=0) for a, b in zip(own, theirs, strict=True))
     made, store = layer(1), cache(128, 64)
     made.padded_heads, made.n_local_heads = 16, HEADS
@@ -189,7 +190,7 @@ def front_agrees() -> dict[str, object]:
     q, kv = (torch.randn(shape, generator=RANDOM).bfloat16() for shape in ((4, HEADS, 512), (4, 512)))
     # The first has no slot, and the last is padding of a graph's.
     slots, positions = torch.tensor([-1, 70, 3]), torch.tensor([9, 8, 7, 6])
-    copied = views.pages(store).clone()
+    copied = plans.pages(store).clone()
     expected, entries = operation("front_insert").reference(
         q=q, kv=kv, kv_cache=copied, slot_mapping=slots, positions=positions,
         cos_sin_cache=made.rotary_emb.cos_sin_cache, padded_heads=16, eps=1e-6, page=64,
@@ -199,9 +200,9 @@ def front_agrees() -> dict[str, object]:
     dummy = made._fused_qnorm_rope_kv_insert(q, kv, positions, None)
     return {
         "warnings": warnings,
-        "norms": norms and plans > 0,
+        "norms": norms and planned > 0,
         "queries": torch.allclose(queries.float(), expected.float(), rtol=2**-7, atol=1e-6),
-        "entries": torch.equal(views.pages(store), entries),
+        "entries": torch.equal(plans.pages(store), entries),
         "dummy step": list(dummy.shape) == [4, 16, 512],
     }
 

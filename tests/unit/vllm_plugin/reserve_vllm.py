@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu import model_runner
 
-from dsv4_runtime.vllm_plugin import reserve
+from dsv4_runtime.vllm_plugin import loading
 
 TOKENS, LENGTH = 64, 1 << 20
 torch.accelerator.empty_cache = lambda: None
@@ -75,7 +75,7 @@ def profiled(ratios: tuple[int, ...]) -> list[int]:
         vllm_config=config(), device="cpu", get_kv_cache_spec=lambda: {str(ratio): spec(ratio) for ratio in ratios}
     )
     with Largest() as seen:
-        reserve.holding_buffers(lambda self: None)(runner)
+        loading.holding_buffers(lambda self: None)(runner)
     return seen.made
 
 
@@ -105,7 +105,7 @@ def gather_workspace(forward: Callable[..., None]) -> int:
 def needed_workspace() -> int:
     """What `_forward_prefill` asks for at the longest context: rows of the index buffers' width."""
     manager = workspace.WorkspaceManager(torch.device("cpu"))
-    columns = flashmla.round_up(reserve.width(LENGTH) + 128, 128)
+    columns = flashmla.round_up(loading.c128_width(LENGTH) + 128, 128)
     manager.get_simultaneous(
         ((layer(128).PREFILL_CHUNK_SIZE, LENGTH // 128 + 128 + TOKENS, 512), torch.bfloat16),
         ((TOKENS, columns), torch.int32), ((TOKENS,), torch.int32),
@@ -134,14 +134,14 @@ flashmla.get_forward_context = flashinfer_sparse.get_forward_context = lambda: n
 mla, sm120 = flashmla.DeepseekV4FlashMLAAttention, flashinfer_sparse.DeepseekV4FlashInferSM120Attention
 before = {"workspace": gather_workspace(mla.forward_mqa), "copies": prefill_copies(sm120.forward_mqa, 128)}
 stock = (model_runner.GPUModelRunner.profile_run, mla.forward_mqa, sm120.forward_mqa)
-for name, change in reserve._CHANGES.items():
-    reserve._attach(name, change)
+for name, change in loading._CHANGES.items():
+    loading._attach_reserve(name, change)
 changed = (model_runner.GPUModelRunner.profile_run, mla.forward_mqa, sm120.forward_mqa)
 print(
     json.dumps(
         {
             "builder": builder_bytes(),
-            "reserved": reserve.buffers_bytes(TOKENS, LENGTH),
+            "reserved": loading.buffers_bytes(TOKENS, LENGTH),
             "profiled": profiled((1, 4, 128)),
             "profiled without": profiled((1, 4)),
             "attached": [one is not other for one, other in zip(stock, changed, strict=True)],

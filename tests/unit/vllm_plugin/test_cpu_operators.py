@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 
-from dsv4_runtime.vllm_plugin import cpu_operators as operators
-from dsv4_runtime.vllm_plugin.cpu_cache import HEAD, NOPE, ROPE, read_mla, rotate, write_mla
-from dsv4_runtime.vllm_plugin.patch_cpu_linear import linear
-from dsv4_runtime.vllm_plugin.patch_cpu_operators import SIGNATURES
+from dsv4_runtime.vllm_cpu import operators
+from dsv4_runtime.vllm_cpu.operators import HEAD, NOPE, ROPE, SIGNATURES, read_mla, rotate, write_mla
+from dsv4_runtime.vllm_cpu.patches import linear
 
 BLOCK = 4
 EPS = 1e-6

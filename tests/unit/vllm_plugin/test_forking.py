@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from dsv4_runtime.vllm_plugin import forking, patch_forked_engine, patch_model_inspection
+from dsv4_runtime.vllm_plugin import forking
 from dsv4_runtime.vllm_plugin.forking import ForkError, call_in_child, has_cuda
 
 
 @pytest.fixture
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_model_inspection, "has_cuda", lambda: False)
+    monkeypatch.setattr(forking, "has_cuda", lambda: False)
 
 
 def test_a_child_of_this_process_answers(capfd: pytest.CaptureFixture[str]) -> None:
@@ -65,14 +65,14 @@ def test_without_a_driver_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_with_cuda_vllm_asks_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_model_inspection, "has_cuda", lambda: True)
-    run = patch_model_inspection.in_fork(lambda fn: ("vLLM's own", fn()))
+    monkeypatch.setattr(forking, "has_cuda", lambda: True)
+    run = forking.in_fork(lambda fn: ("vLLM's own", fn()))
     assert run(os.getpid) == ("vLLM's own", os.getpid())
 
 
 @pytest.mark.usefixtures("no_cuda")
 def test_a_fork_is_asked_first(caplog: pytest.LogCaptureFixture) -> None:
-    run = patch_model_inspection.in_fork(lambda fn: ("vLLM's own", None))
+    run = forking.in_fork(lambda fn: ("vLLM's own", None))
     with caplog.at_level("INFO", "vllm.dsv4"):
         assert run(os.getppid) == os.getpid()
         assert run(fails) == ("vLLM's own", None)
@@ -86,7 +86,7 @@ def test_it_is_put_in_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = SimpleNamespace(_run_in_subprocess=_run_in_subprocess)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.registry", registry)
     for _ in range(2):
-        patch_model_inspection.apply()
+        forking.inspect_in_fork()
         assert registry._run_in_subprocess.__wrapped__ is _run_in_subprocess
 
 
@@ -96,5 +96,5 @@ def test_it_is_put_in_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_is_not_forked_where_anything_uses_cuda(
     monkeypatch: pytest.MonkeyPatch, torchs: bool, others: bool, spawned: bool
 ) -> None:
-    monkeypatch.setattr(patch_forked_engine, "has_cuda", lambda: others)
-    assert patch_forked_engine.or_by_others(lambda: torchs)() is spawned
+    monkeypatch.setattr(forking, "has_cuda", lambda: others)
+    assert forking.or_by_others(lambda: torchs)() is spawned

@@ -50,7 +50,7 @@ def test_weights_of_another_process_are_refused_before_they_are_loaded_where_ker
         def __init__(self, load_config: Any) -> None:
             self.config = load_config
 
-    monkeypatch.setattr(loading.platform, "is_cpu_build", lambda: cpu)
+    monkeypatch.setattr(loading.patch, "is_cpu_build", lambda: cpu)
     monkeypatch.delenv("DSV4_KERNELS", raising=False)
     if text is not None:
         monkeypatch.setenv("DSV4_KERNELS", text)

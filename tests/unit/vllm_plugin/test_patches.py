@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_runtime.vllm_plugin import after_import, patches, register
-from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, PatchRefusedError, refuse
+from dsv4_runtime.vllm_cpu import patches as cpu_patches
+from dsv4_runtime.vllm_plugin import register
+from dsv4_runtime.vllm_plugin.patch import _FINDER, Patch, PatchOutcome, PatchRefusedError, after_import, refuse
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "patches.md"
 
@@ -52,33 +53,34 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_the_page_is_fresh():
-    assert PAGE.read_text() == patches.page(), (
-        "run: python -m dsv4_runtime.vllm_plugin.patches > docs/reference/patches.md"
+    assert PAGE.read_text() == cpu_patches.page(), (
+        "run: python -m dsv4_runtime.vllm_cpu.patches > docs/reference/patches.md"
     )
 
 
 def test_every_patch_is_told_in_full():
-    for entry in patches.PATCHES:
+    known = register.PATCHES + cpu_patches.PATCHES
+    for entry in known:
         for field in (entry.module, entry.symbol, entry.why, entry.upstream, entry.versions, entry.obsolete_when):
             assert field
         assert entry.module.startswith(("vllm.", "torch."))
-        assert entry.symbol in patches.page()
-    assert len({(entry.module, entry.symbol) for entry in patches.PATCHES}) == len(patches.PATCHES)
+        assert entry.symbol in cpu_patches.page()
+    assert len({(entry.module, entry.symbol) for entry in known}) == len(known)
 
 
 def test_an_action_waits_for_the_import(module: str):
     calls: list[str] = []
-    after_import.after_import(module, lambda: calls.append("first"))
-    after_import.after_import(module, lambda: calls.append("second"))
+    after_import(module, lambda: calls.append("first"))
+    after_import(module, lambda: calls.append("second"))
     assert not calls
     assert importlib.import_module(module).value == 1
     assert calls == ["first", "second"]
-    after_import.after_import(module, lambda: calls.append("now"))
+    after_import(module, lambda: calls.append("now"))
     assert calls == ["first", "second", "now"]
 
 
 def test_the_imported_module_is_itself(module: str):
-    after_import.after_import(module, lambda: None)
+    after_import(module, lambda: None)
     found = importlib.import_module(module)
     assert found.__spec__ is not None
     assert found.__spec__.name == module
@@ -89,7 +91,7 @@ def test_the_imported_module_is_itself(module: str):
 def test_a_specification_that_is_only_looked_at_loses_no_action(module: str):
     """`find_spec` is called by vLLM's registry, by pkgutil and by others; the module may be executed by hand, too."""
     calls: list[str] = []
-    after_import.after_import(module, lambda: calls.append("done"))
+    after_import(module, lambda: calls.append("done"))
     for _ in range(2):
         spec = importlib.util.find_spec(module)
         assert spec is not None
@@ -109,7 +111,7 @@ def test_an_import_that_fails_once_loses_no_action(module: str):
     calls: list[str] = []
     source = Path(importlib.util.find_spec(module).origin)  # type: ignore[arg-type, union-attr]
     good = source.read_text()
-    after_import.after_import(module, lambda: calls.append("done"))
+    after_import(module, lambda: calls.append("done"))
     source.write_text("raise ImportError('once, for lack of memory')")
     for _ in range(2):
         with pytest.raises(ImportError, match="once"):
@@ -128,7 +130,7 @@ def test_an_action_that_raises_waits_for_the_next_import(module: str):
         calls.append("called")
         raise PatchRefusedError("never")
 
-    after_import.after_import(module, action)
+    after_import(module, action)
     for _ in range(2):
         with pytest.raises(PatchRefusedError):
             importlib.import_module(module)
@@ -141,16 +143,16 @@ def test_an_action_for_a_module_that_is_being_imported_runs_at_its_end(module: s
     source.write_text("import sys\nsys.dsv4_hook()\nvalue = 1\n")
 
     def hook() -> None:
-        after_import.after_import(module, lambda: calls.append(sys.modules[module].value))
+        after_import(module, lambda: calls.append(sys.modules[module].value))
 
     monkeypatch.setattr(sys, "dsv4_hook", hook, raising=False)
-    after_import.after_import(module, lambda: calls.append("first"))
+    after_import(module, lambda: calls.append("first"))
     importlib.import_module(module)
     assert calls == ["first", 1]
 
 
 def test_a_module_that_does_not_exist_is_not_missed_until_imported():
-    after_import.after_import("no_such_module_at_all", lambda: None)
+    after_import("no_such_module_at_all", lambda: None)
     with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
         importlib.import_module("no_such_module_at_all")
 
@@ -160,7 +162,7 @@ def test_registering_twice_patches_once(module: str, registered: pytest.MonkeyPa
     register.register()
     register.register()
     assert importlib.import_module(module).value == 2
-    assert module not in after_import._FINDER.waiting
+    assert module not in _FINDER.waiting
 
 
 def test_a_refusal_fails_the_import_and_names_symbol_version_and_difference(

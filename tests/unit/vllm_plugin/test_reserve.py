@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.vllm_plugin import reserve
+from dsv4_runtime.vllm_plugin import loading
 from dsv4_testkit.vllm_script import told_by
 
 TOKENS = 64
@@ -53,7 +53,7 @@ def test_copies_of_a_prefill_on_sm12x_are_made_in_the_dummy_step(found: dict[str
     ("length", "width"), [(1, 128), (16_384, 128), (16_385, 256), (131_072, 1024), (1 << 20, WIDTH)]
 )
 def test_width(length: int, width: int) -> None:
-    assert reserve.width(length) == width
+    assert loading.c128_width(length) == width
 
 
 def test_another_vllm_is_left_alone_with_one_warning(
@@ -68,7 +68,7 @@ def test_another_vllm_is_left_alone_with_one_warning(
     before = Runner.profile_run
     monkeypatch.setitem(sys.modules, "other", other)
     with caplog.at_level(logging.WARNING):
-        reserve._attach("other", reserve._profile)
+        loading._attach_reserve("other", loading._profile)
     assert Runner.profile_run is before
     (warning,) = caplog.records
     assert "its parameters are ['self'], expected ['self', 'randomize_inputs']" in warning.getMessage()

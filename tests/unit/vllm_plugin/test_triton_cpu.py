@@ -2,10 +2,10 @@ import pytest
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 
-from dsv4_runtime.vllm_plugin.triton_cpu import InterpretedOnlyError
-from dsv4_runtime.vllm_plugin.triton_cpu import driver as driver_module
-from dsv4_runtime.vllm_plugin.triton_cpu.compiler import CPUBackend
-from dsv4_runtime.vllm_plugin.triton_cpu.driver import CPUDriver
+from dsv4_runtime.vllm_cpu.triton_cpu import InterpretedOnlyError
+from dsv4_runtime.vllm_cpu.triton_cpu import driver as driver_module
+from dsv4_runtime.vllm_cpu.triton_cpu.compiler import CPUBackend
+from dsv4_runtime.vllm_cpu.triton_cpu.driver import CPUDriver
 
 
 @pytest.mark.parametrize(

@@ -30,33 +30,15 @@ from vllm.v1.attention.backends.mla import compressor_utils, sparse_swa
 from vllm.v1.worker import utils
 from vllm.v1.worker.gpu import block_table
 
-from dsv4_kernels.fp8_gemm.reference import fp8_gemm
-from dsv4_kernels.fp8_quant.reference import fp8_quant
+from dsv4_kernels.fp8.reference import fp8_gemm, fp8_quant
 from dsv4_kernels.indexer.reference import indexer_paged_logits
 from dsv4_kernels.mla_prefill.reference import mla_prefill_lists
 from dsv4_kernels.registry import operation
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
-from dsv4_runtime.vllm_plugin import (
-    cpu_drafts,
-    cpu_operators,
-    loading,
-    patch_block_tables,
-    patch_compressed_slots,
-    patch_cpu_operators,
-    patch_window_indices,
-)
-from dsv4_runtime.vllm_plugin.kernels import (
-    active,
-    attention,
-    codes,
-    front,
-    hyper,
-    indexer,
-    linear,
-    shared_experts,
-    views,
-)
+from dsv4_runtime.vllm_cpu import drafts, model_runner, operators
+from dsv4_runtime.vllm_plugin import loading
+from dsv4_runtime.vllm_plugin.kernels import attention, choice, indexer, linear, plans, sublayers
 
 WINDOW, BLOCK = 8, 4
 
@@ -76,7 +58,7 @@ def window_indices_agree() -> bool:
         for offset, count in ((0, 1), (1, 30)):
             rows = (indices[offset:], lens[offset:])
             if own:
-                patch_window_indices.window_indices(
+                model_runner.window_indices(
                     *rows, WINDOW, WINDOW, *common, BLOCK, replay, num_tokens=count, token_offset=offset
                 )
             else:
@@ -101,8 +83,8 @@ def block_tables_agree() -> bool:
         out = torch.full((3, 64), 7)
         targets = [torch.full((6, width), 7, dtype=torch.int32) for width in widths]
         if own:
-            patch_block_tables.slot_mappings(tables, sizes, enabled, rows, starts, positions, out)
-            patch_block_tables.gather_block_tables(tables, filled, rows[:2], 4, targets)
+            model_runner.slot_mappings(tables, sizes, enabled, rows, starts, positions, out)
+            model_runner.gather_block_tables(tables, filled, rows[:2], 4, targets)
         else:
             pointers = [
                 torch.tensor([one.data_ptr() for one in group], dtype=torch.uint64) for group in (tables, targets)
@@ -128,7 +110,7 @@ def compressed_slots_agree() -> bool:
     for own in (True, False):
         out = torch.full((31,), 7)
         if own:
-            patch_compressed_slots.compressed_slots(out, slots, starts, lengths, table, 3, 4)
+            model_runner.compressed_slots(out, slots, starts, lengths, table, 3, 4)
         else:
             compressor_utils.CompressedSlotMappingKernel.kernel[(2,)](
                 out, slots, starts, lengths, table, table.stride(0), 3, 1, 1, COMPRESS_RATIO=4, PAD_ID=-1,
@@ -156,7 +138,7 @@ def scores_of_drafts() -> dict[str, object]:
     """Two requests verify three tokens each; then a step has shorter drafts, which vLLM's own warm-up never had."""
     os.environ[VARIABLE] = str(ALL_BUNDLED)
     interpreter.install()
-    active._ROWS[0] = 4
+    choice._ROWS[0] = 4
     scores, agree = indexer.paged_logits(unreached), True
     for rows in (3, 1, 2, 4):
         params = {"batch": 2, "next_n": rows, "keys": 77, "heads": 16, "page": 64}
@@ -167,7 +149,7 @@ def scores_of_drafts() -> dict[str, object]:
         wanted = indexer_paged_logits(**given)
         inside = torch.arange(77) < given["context_lens"].flatten()[:, None]
         agree &= torch.allclose(found[:, :77][inside], wanted[:, :77][inside], rtol=1e-2, atol=1e-2)
-    made = [plan for plan in active._PLANS.values() if isinstance(plan, indexer._PagedPlans)]
+    made = [plan for plan in plans._PLANS.values() if isinstance(plan, indexer._PagedPlans)]
     return {"agree": agree, "made": [sorted(plans.plans) for plans in made]}
 
 
@@ -191,7 +173,7 @@ def products() -> dict[str, object]:
     found = kernel.apply_weights(layer, x, torch.ones(80, dtype=torch.bfloat16))
     code, scale = fp8_quant(x=x.view(6, 256))
     # Codes of other values than x: what comes out tells which were taken.
-    doubled = codes.give(x.view(6, 256).clone(), (code, scale + 1))
+    doubled = plans.give_codes(x.view(6, 256).clone(), (code, scale + 1))
     wanted = fp8_gemm(a=code, a_scale=scale, w=given["w"], w_scale=given["w_scale"]).float() + 1.0
     return {
         "shape": list(found.shape),
@@ -203,7 +185,7 @@ def products() -> dict[str, object]:
 
 def inputs_with_codes() -> dict[str, bool]:
     """Whether each kernel that makes a product's input hands over the codes that the quantiser makes of it."""
-    codes.want(256, 4)
+    plans.want_codes(256, 4)
     cpu = torch.device("cpu")
     norm = operation("front_norm").make_inputs({"tokens": 4, "rank": 256}, cpu, 1)
     seam = operation("mhc_post_pre").make_inputs({"tokens": 4, "hidden": 256, "norm": True}, cpu, 2)
@@ -219,12 +201,12 @@ def inputs_with_codes() -> dict[str, bool]:
     )  # fmt: skip
     made = {
         "output": layer._o_proj(attention.Fp8Output(output["a"], output["a_scale"]), torch.arange(4)),
-        "query": front.norm(lambda *_: None)(*norm.values())[0],
-        "sublayer": hyper.mhc_fused_post_pre(**seam)[-1],
-        "shared experts": shared_experts.activation(SimpleNamespace(dsv4_limit=10.0), gate_up),
+        "query": sublayers.norm(lambda *_: None)(*norm.values())[0],
+        "sublayer": sublayers.mhc_fused_post_pre(**seam)[-1],
+        "shared experts": sublayers.activation(SimpleNamespace(dsv4_limit=10.0), gate_up),
     }
     return {
-        name: all(torch.equal(*pair) for pair in zip(codes.given(x) or (), fp8_quant(x), strict=True))
+        name: all(torch.equal(*pair) for pair in zip(plans.given_codes(x) or (), fp8_quant(x), strict=True))
         for name, x in made.items()
     }
 
@@ -242,13 +224,13 @@ def decode_plans() -> dict[str, int]:
             topk_indices_buffer=torch.empty((1, 512)), swa_cache_layer=SimpleNamespace(kv_cache=caches[0]),
             kv_cache=caches[1], _decode_here=True, _o_proj_here=True, _most_decodes=2, _window_columns=columns,
         )  # fmt: skip
-        before = len(active._PLANS)
+        before = len(plans._PLANS)
         layer.plan_decode_ahead()
         # As `_forward_decode` asks: rows of the full width, and pages of 64 where there is no compressed cache.
         topk = {1: 0, 4: 512, 128: 128}[ratio]
-        used = [views.pages(cache) for cache in (caches[0], caches[0] if ratio == 1 else caches[1])]
+        used = [plans.pages(cache) for cache in (caches[0], caches[0] if ratio == 1 else caches[1])]
         layer._decode_plan(columns, topk, (64, 64 if ratio == 1 else page), tuple(used), o8=True)
-        made[name] = len(active._PLANS) - before
+        made[name] = len(plans._PLANS) - before
     return made
 
 
@@ -301,9 +283,9 @@ def draft_norms_agree() -> bool:
     embeds, state = torch.randn((3, 96), generator=random), torch.randn((3, 4, 96), generator=random)
     weights = [1 + torch.randn(96, generator=random).bfloat16() / 10 for _ in range(2)]
     args = (embeds.bfloat16(), torch.tensor([0, 5, 6]), state.bfloat16(), *weights, 1e-6, 4)
-    own, theirs = cpu_drafts.input_norms(*args), fused_mtp_input_rmsnorm._FUSED_MTP_INPUT_RMSNORM_KERNEL(*args)
+    own, theirs = drafts.input_norms(*args), fused_mtp_input_rmsnorm._FUSED_MTP_INPUT_RMSNORM_KERNEL(*args)
     last = (args[2][:, 0].contiguous(), weights[0], 1e-6)
-    own += (cpu_drafts.rms_norm(*last),)
+    own += (drafts.rms_norm(*last),)
     theirs = (*theirs, fused_mtp_input_rmsnorm._MTP_SHARED_HEAD_RMSNORM_KERNEL(*last))
     # A sum in another order may round to the neighbour.
     return all(torch.allclose(a.float(), b.float(), rtol=1 / 128, atol=0) for a, b in zip(own, theirs, strict=True))
@@ -315,7 +297,7 @@ def block_attention_agrees() -> bool:
     width, block, heads = 8, 32, 2
     keys = torch.randn((64, 512), generator=random).bfloat16()
     cache = torch.zeros((2, block, 584), dtype=torch.uint8)
-    cpu_operators.write_mla(cache.view(2, -1), block, torch.arange(64), keys[:, :448], keys[:, 448:])
+    operators.write_mla(cache.view(2, -1), block, torch.arange(64), keys[:, :448], keys[:, 448:])
     seen = [[*range(5, 5 + WINDOW), 20, 21, 22], [40, 41, 50, 51, 52]]
     listed = torch.full((6, 1, WINDOW + width), -1)
     for token in range(6):
@@ -323,7 +305,7 @@ def block_attention_agrees() -> bool:
     window = SimpleNamespace(
         decode_swa_indices=listed.int(), decode_swa_width=WINDOW + width, num_decode_tokens=6, block_size=block
     )
-    attention = cpu_drafts.DraftAttention.__new__(cpu_drafts.DraftAttention)
+    attention = drafts.DraftAttention.__new__(drafts.DraftAttention)
     torch.nn.Module.__init__(attention)
     attention.window_size, attention.scale, attention.attn_sink = (
         WINDOW,
@@ -331,11 +313,11 @@ def block_attention_agrees() -> bool:
         torch.randn(heads, generator=random),
     )
     attention.swa_cache_layer = SimpleNamespace(prefix="swa", kv_cache=cache)
-    cpu_drafts.get_forward_context = lambda: SimpleNamespace(attn_metadata={"swa": window})
+    drafts.get_forward_context = lambda: SimpleNamespace(attn_metadata={"swa": window})
     q = torch.randn((6, heads, 512), generator=random).bfloat16()
     out = torch.empty_like(q)
     attention.forward_mqa(q, q, torch.zeros(6, dtype=torch.int64), out)
-    stored = cpu_operators.read_mla(cache.view(2, -1), block, torch.arange(64))
+    stored = operators.read_mla(cache.view(2, -1), block, torch.arange(64))
     for token in range(6):
         mine = stored[seen[token // 3]]
         logits = q[token].float() @ mine.T * attention.scale
@@ -369,7 +351,7 @@ print(
             "header": codecache._HEADER_DIR,
             "loads": {form: loaded(form) for form in ("auto", "safetensors")},
             "other loader": get_model_loader(LoadConfig(load_format="dummy")).__class__.__name__,
-            "operators missing": [n for n in patch_cpu_operators.SIGNATURES if not hasattr(torch.ops._C, n)],
+            "operators missing": [n for n in operators.SIGNATURES if not hasattr(torch.ops._C, n)],
         }
     )
 )

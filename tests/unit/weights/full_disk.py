@@ -9,8 +9,8 @@ from pathlib import Path
 
 from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.weights import staging
-from dsv4_runtime.weights.errors import WeightsError
-from dsv4_runtime.weights.job import Job
+from dsv4_runtime.weights.checkpoint import WeightsError
+from dsv4_runtime.weights.messages import StagingJob
 from dsv4_testkit.weights_servers import same_files
 
 
@@ -22,8 +22,8 @@ def main() -> None:
     # Another program takes the room after it was looked at.
     other = folder / "other"
     other.write_bytes(bytes(14 << 20))
-    staging.check_room = lambda *_: None
-    job = Job(weights=plan, rank=0)
+    staging.check_free_space = lambda *_: None
+    job = StagingJob(weights=plan, rank=0)
     found: dict[str, object] = {}
     try:
         staging.stage(job, lambda _: None)

@@ -26,7 +26,7 @@ from dsv4_runtime.contract import (
     WeightsSource,
 )
 from dsv4_runtime.weights import cache
-from dsv4_runtime.weights.job import News
+from dsv4_runtime.weights.messages import StagingReport
 from dsv4_testkit.documents import group_plan
 from dsv4_testkit.weights_servers import FileServer, Server, cached_share, same_files, write_shard
 
@@ -54,7 +54,7 @@ async def test_progress_reaches_the_agent_and_a_restart_is_fast(
     plan: GroupPlan, files: FileServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     files.pace = 10e6
-    news: list[News] = []
+    news: list[StagingReport] = []
     await stage(plan, 0, "t", news.append)
     assert same_files(files.folder, Path(plan.weights.path))
     percents = [entry.percent for entry in news if entry.percent is not None]
@@ -110,7 +110,7 @@ async def test_the_token_of_a_source_is_nowhere_but_in_its_file_and_in_requests(
         return web.Response(status=403, text=f"{canary} may not") if refuses else None
 
     files.answer, files.cut_after = answer, 1_500_000
-    news: list[News] = []
+    news: list[StagingReport] = []
     with pytest.raises(StagingError) as refusal:
         await stage(given, 0, "t", news.append)
     assert seen == {f"Bearer {canary}"}
@@ -153,13 +153,13 @@ async def test_a_disk_is_measured_while_the_files_come_from_it(tmp_path: Path) -
         ["127.0.0.1"], weights=WeightsPlan(source=WeightsSource.PATH, path=str(tmp_path), page_cache=PageCache.WARM)
     )
     cache.drop([tmp_path / "a.safetensors"])
-    cold: list[News] = []
+    cold: list[StagingReport] = []
     begun = time.monotonic()
     await prepare_page_cache(plan, 0, cold.append)
     rate = cold[-1].disk_bytes_per_second
     assert rate is not None
     assert rate > 80_000_000 / (time.monotonic() - begun)
-    cached: list[News] = []
+    cached: list[StagingReport] = []
     await prepare_page_cache(plan, 0, cached.append)
     assert {news.disk_bytes_per_second for news in cached} == {None}
 
@@ -171,7 +171,7 @@ async def test_the_page_cache_never_fails_a_start(tmp_path: Path) -> None:
 
 def test_the_agent_loads_no_client_library_and_stays_small() -> None:
     code = (
-        "import sys, psutil, dsv4_runtime.agent.main, dsv4_runtime.weights.share\n"
+        "import sys, psutil, dsv4_runtime.agent.main, dsv4_runtime.weights.server\n"
         "heavy = {'boto3', 'botocore', 'huggingface_hub', 'requests', 'torch', 'numpy', 'ray', 'vllm'}\n"
         "print(sorted(heavy & set(sys.modules)), psutil.Process().memory_info().rss >> 20)"
     )

@@ -29,11 +29,11 @@ def test_files_are_read_into_the_page_cache_and_leave_it(tmp_path: Path) -> None
     cache.drop([file])
     assert cached_share(file) < 0.05
     told: list[int] = []
-    assert cache.warm([file], 1 << 40, lambda read, _: told.append(read)) == file.stat().st_size
+    assert cache.read_ahead([file], 1 << 40, lambda read, _: told.append(read)) == file.stat().st_size
     assert cached_share(file) > 0.99
     cache.drop([file, tmp_path / "none"])
     assert cached_share(file) < 0.05
-    assert cache.warm([tmp_path / "none", file], 5_000_000, lambda *_: None) == 5_000_000
+    assert cache.read_ahead([tmp_path / "none", file], 5_000_000, lambda *_: None) == 5_000_000
 
 
 def test_files_leave_the_page_cache_when_free_memory_is_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +55,9 @@ def test_files_leave_the_page_cache_when_free_memory_is_low(tmp_path: Path, monk
 def test_reading_ends_when_memory_runs_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.safetensors"
     write_shard(file, 20_000_000, "t", 0)
-    monkeypatch.setattr(cache, "_LOOK_BYTES", 8 << 20)
+    monkeypatch.setattr(cache, "_REPORT_BYTES", 8 << 20)
     monkeypatch.setattr(cache, "available_bytes", lambda: cache.RESERVE_BYTES - 1)
-    assert cache.warm([file], 1 << 40, lambda *_: None) == 8 << 20
+    assert cache.read_ahead([file], 1 << 40, lambda *_: None) == 8 << 20
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_disk_is_judged_by_what_came_from_it(stored: int, read: int, expected:
     ],
 )
 def test_room(policy: PageCache, available: int, resident: int, expected: int) -> None:
-    assert cache.room(policy, available, resident) == expected
+    assert cache.read_ahead_limit(policy, available, resident) == expected
 
 
 def test_a_containers_limit_bounds_what_is_available(tmp_path: Path) -> None:

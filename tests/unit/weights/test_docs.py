@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from dsv4_operator.api.load import parse
-from dsv4_operator.planning.staged import staged_weights
+from dsv4_operator.api.deployment import parse
+from dsv4_operator.planning.weights import weights_plan
 from dsv4_runtime.contract import WeightsSource
 
 PAGE = Path(__file__).parents[3] / "docs" / "weights.md"
@@ -24,5 +24,5 @@ def test_every_example_is_taken() -> None:
     for example in examples:
         model = {**whole["spec"]["model"], **example["spec"]["model"]}
         deployment = parse({**whole, "spec": {**whole["spec"], "model": model}})
-        sources.add(staged_weights(deployment, "/weights", "/secrets").source)
+        sources.add(weights_plan(deployment, "/weights", "/secrets").source)
     assert sources == set(WeightsSource) - {WeightsSource.NANO, WeightsSource.PATH}

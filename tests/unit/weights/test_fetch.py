@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError
-from dsv4_runtime.weights.fetch import Flow, Stream, fetch, wait_seconds
-from dsv4_runtime.weights.limits import Limiter, Meter
-from dsv4_runtime.weights.manifest import ManifestFile
-from dsv4_runtime.weights.sink import BLOCK_BYTES
+from dsv4_runtime.weights.checkpoint import ManifestFile, NotAsDescribedError, TransientError
+from dsv4_runtime.weights.transfer import Stream, TransferContext, fetch, wait_seconds
+from dsv4_runtime.weights.writer import BLOCK_BYTES, Limiter, Meter
 from dsv4_testkit.weights_servers import cached_share
 
 CONTENT = random.Random(5).randbytes(6 * BLOCK_BYTES + 77)
 FILE = ManifestFile(name="a.safetensors", size=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest())
-FLOW = Flow(Limiter(None), Meter(), lambda: False)
+FLOW = TransferContext(Limiter(None), Meter(), lambda: False)
 # No divisor of a block, nor of a page.
 _AT_ONCE = 300_001
 
@@ -91,7 +89,7 @@ def test_a_transfer_that_is_given_up_keeps_what_came_and_leaves_no_thread(tmp_pa
 @pytest.mark.parametrize("direct", [False, True])
 def test_nothing_is_written_after_the_staging_was_told_to_stop(tmp_path: Path, direct: bool) -> None:
     source, part = Source(CONTENT), tmp_path / "part"
-    flow = Flow(Limiter(None), Meter(), lambda: source.given > 2.5 * BLOCK_BYTES)
+    flow = TransferContext(Limiter(None), Meter(), lambda: source.given > 2.5 * BLOCK_BYTES)
     with pytest.raises(TransientError):
         fetch(FILE, None, part, source, flow, tries=1, direct=direct)
     assert part.read_bytes() == CONTENT[: 2 * BLOCK_BYTES]
@@ -106,7 +104,7 @@ def test_a_stop_between_the_last_byte_and_its_write_costs_no_more_than_a_block(t
             if source.given == len(CONTENT):
                 stopped.append(count)
 
-    flow = Flow(StopsAtTheEnd(None), Meter(), lambda: bool(stopped))
+    flow = TransferContext(StopsAtTheEnd(None), Meter(), lambda: bool(stopped))
     with pytest.raises(TransientError):
         fetch(FILE, None, part, source, flow, tries=1, direct=direct)
     assert part.read_bytes() == CONTENT[: 6 * BLOCK_BYTES]

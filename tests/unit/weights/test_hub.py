@@ -14,8 +14,8 @@ from aiohttp import web
 from dsv4_runtime.agent.staging import _run
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import staging
-from dsv4_runtime.weights.errors import WeightsError
-from dsv4_runtime.weights.job import Job, News
+from dsv4_runtime.weights.checkpoint import WeightsError
+from dsv4_runtime.weights.messages import StagingJob, StagingReport
 from dsv4_testkit.weights_servers import COMMIT, FileServer, Server, same_files, wanted_files
 
 Serve = Callable[[web.Application], Server]
@@ -104,7 +104,7 @@ class Hub:
 def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No token of whoever runs the tests, and no long pauses."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
-    monkeypatch.setattr("dsv4_runtime.weights.fetch._FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("dsv4_runtime.weights.transfer._FIRST_WAIT_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def plan(hub: Hub, serve: Serve, tmp_path: Path) -> WeightsPlan:
 
 
 def stage(plan: WeightsPlan) -> int:
-    return staging.stage(Job(weights=plan), lambda _: None).fetched
+    return staging.stage(StagingJob(weights=plan), lambda _: None).fetched
 
 
 def refused(plan: WeightsPlan) -> str:
@@ -236,7 +236,7 @@ def test_a_hub_that_stays_busy_cut_or_silent_is_named(
     assert text.endswith("; check that this machine reaches it")
     hub.answer = lambda _: web.Response(status=503)
     assert "127.0.0.1 answered 503 Service Unavailable; check that this machine" in refused(plan)
-    monkeypatch.setattr("dsv4_runtime.weights.origins.hugging_face._TIMEOUT", 0.2)
+    monkeypatch.setattr("dsv4_runtime.weights.origins._HUB_TIMEOUT", 0.2)
     hub.stalls = 5
     begun = time.monotonic()
     assert "127.0.0.1 did not answer: " in refused(plan)
@@ -264,7 +264,7 @@ async def test_offline_mode_is_named_and_kept_to(
 ) -> None:
     # In a process of its own, as the agent does it: the client reads the variable when it is imported.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    news: list[News] = []
-    assert await _run("stage", Job(weights=plan), news.append) == 1
+    news: list[StagingReport] = []
+    assert await _run("stage", StagingJob(weights=plan), news.append) == 1
     assert "HF_HUB_OFFLINE forbids to ask 127.0.0.1 for deepseek-ai/Nano; unset it" in (news[-1].error or "")
     assert (hub.asked, content.requests) == (0, [])

@@ -18,9 +18,8 @@ from aiohttp import web
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import staging
-from dsv4_runtime.weights.job import Job, News
-from dsv4_runtime.weights.offer import Stance
-from dsv4_runtime.weights.share import Share
+from dsv4_runtime.weights.messages import StagingJob, StagingReport, StagingState
+from dsv4_runtime.weights.server import WeightsServer
 from dsv4_testkit.weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_files
 
 _SPEC = importlib.util.spec_from_file_location("bench_weights", Path("benchmarks/weights.py").resolve())
@@ -40,7 +39,7 @@ def test_kills_at_any_byte_cost_a_chunk_at_most(tmp_path: Path, policy: PageCach
     assert rows[-1]["kept"] > rows[0]["kept"] > 0
 
 
-def begin(job: Job) -> subprocess.Popen[str]:
+def begin(job: StagingJob) -> subprocess.Popen[str]:
     """A staging as the agent starts it."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(bench.STAGE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
@@ -62,9 +61,9 @@ def test_a_part_from_a_member_is_continued_from_the_origin(
     files = FileServer(checkpoint)
     origin = serve(files.app).url
     whole = WeightsPlan(source=WeightsSource.HTTP, path=str(tmp_path / "m0"), origin=origin)
-    share = Share(whole)
-    staging.stage(Job(weights=whole), lambda _: None)
-    share.heard(News(stance=Stance.COMPLETE))
+    share = WeightsServer(whole)
+    staging.stage(StagingJob(weights=whole), lambda _: None)
+    share.heard(StagingReport(stance=StagingState.COMPLETE))
     app = http.application(cast("http.Reporter", Reporter()), TOKEN)
     share.add_to(app)
     member = serve(app)
@@ -72,7 +71,7 @@ def test_a_part_from_a_member_is_continued_from_the_origin(
     files.requests.clear()
     folder = tmp_path / "m1"
     slow = whole.model_copy(update={"path": str(folder), "bandwidth_bytes": 4_000_000})
-    process = begin(Job(weights=slow, rank=1, members={0: member.url}, token=TOKEN))
+    process = begin(StagingJob(weights=slow, rank=1, members={0: member.url}, token=TOKEN))
     deadline = time.monotonic() + 20
     while arrived(folder) < 3_000_000 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -91,7 +90,9 @@ def test_a_part_from_a_member_is_continued_from_the_origin(
         with shard.open("r+b") as stream:
             stream.write(b"\xff" * 100)
     missing = content(tmp_path / "m0") - content(folder)
-    fetched = staging.stage(Job(weights=whole.model_copy(update={"path": str(folder)}), rank=1), lambda _: None).fetched
+    fetched = staging.stage(
+        StagingJob(weights=whole.model_copy(update={"path": str(folder)}), rank=1), lambda _: None
+    ).fetched
     assert same_files(checkpoint, folder)
     # A damaged part comes whole, is not what the manifest says, and comes once more.
     again = 3_300_000 if damaged else 0
@@ -104,7 +105,7 @@ def test_the_process_ends_with_its_agent(
     files = FileServer(checkpoint)
     files.pace = 1e6
     plan = WeightsPlan(source=WeightsSource.HTTP, path=str(tmp_path / "weights"), origin=serve(files.app).url)
-    process = begin(Job(weights=plan))
+    process = begin(StagingJob(weights=plan))
     assert process.stdin
     assert process.stdout
     assert "percent" in process.stdout.readline() + process.stdout.readline() + process.stdout.readline()

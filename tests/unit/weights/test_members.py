@@ -20,13 +20,10 @@ from hypothesis import strategies as st
 
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
-from dsv4_runtime.weights import members as weights_members
-from dsv4_runtime.weights import staging
-from dsv4_runtime.weights.errors import TransientError, WeightsError
-from dsv4_runtime.weights.job import Job, News
-from dsv4_runtime.weights.manifest import ManifestFile
-from dsv4_runtime.weights.offer import Offer, Stance, fetches_from_origin
-from dsv4_runtime.weights.share import Share
+from dsv4_runtime.weights import staging, transfer
+from dsv4_runtime.weights.checkpoint import ManifestFile, TransientError, WeightsError
+from dsv4_runtime.weights.messages import MemberWeights, StagingJob, StagingReport, StagingState, fetches_from_origin
+from dsv4_runtime.weights.server import WeightsServer
 from dsv4_testkit.weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_files, wanted_files
 
 Serve = Callable[[web.Application], Server]
@@ -39,7 +36,7 @@ class Member:
 
     rank: int
     plan: WeightsPlan
-    share: Share
+    share: WeightsServer
     server: Server
     fetched: int = 0
     error: WeightsError | None = None
@@ -48,14 +45,14 @@ class Member:
     def stage(self, others: list[Member]) -> None:
         urls = {member.rank: member.server.url for member in others if member is not self}
 
-        def hear(news: News) -> None:
+        def hear(news: StagingReport) -> None:
             self.share.heard(news)
             self.said.append(news.stage or "")
 
         try:
-            job = Job(weights=self.plan, rank=self.rank, members=urls, token=TOKEN)
+            job = StagingJob(weights=self.plan, rank=self.rank, members=urls, token=TOKEN)
             self.fetched = staging.stage(job, hear).fetched
-            self.share.heard(News(stance=Stance.COMPLETE))
+            self.share.heard(StagingReport(stance=StagingState.COMPLETE))
         except WeightsError as error:
             self.error = error
 
@@ -77,7 +74,7 @@ def make(files: FileServer, serve: Serve, tmp_path: Path) -> Callable[[int], lis
         made = []
         for rank in range(count):
             plan = WeightsPlan(source=WeightsSource.HTTP, path=str(tmp_path / f"m{rank}"), origin=origin)
-            share = Share(plan)
+            share = WeightsServer(plan)
             app = http.application(cast("http.Reporter", Reporter()), TOKEN)
             share.add_to(app)
             made.append(Member(rank, plan, share, serve(app)))
@@ -155,8 +152,8 @@ def test_a_member_that_falls_silent_is_left_soon(
             await asyncio.sleep(0.02)
         raise web.HTTPGone
 
-    monkeypatch.setattr(Share, "_file", silent)
-    monkeypatch.setattr(weights_members, "TIMEOUT", (0.5, 0.5))
+    monkeypatch.setattr(WeightsServer, "_file", silent)
+    monkeypatch.setattr(transfer, "MEMBER_TIMEOUT", (0.5, 0.5))
     members = request.getfixturevalue("make")(2)
     members[1].stage([])
     files.requests.clear()
@@ -238,7 +235,7 @@ def test_what_a_member_refuses_says_whether_to_ask_again(serve: Serve, status: i
     server = serve(app)
     if not status:
         server.stop()
-    place = weights_members.Members({3: server.url}, TOKEN, "any").places[3]
+    place = transfer.Members({3: server.url}, TOKEN, "any").sources[3]
     words = str(status) if status else "refused"
     with (
         pytest.raises(error, match=rf"a file from rank 3.*{words}"),
@@ -247,12 +244,12 @@ def test_what_a_member_refuses_says_whether_to_ask_again(serve: Serve, status: i
         pass
 
 
-offers = st.builds(Offer, stance=st.sampled_from(Stance), claimed=st.booleans(), held=st.integers(0, 3))
+offers = st.builds(MemberWeights, stance=st.sampled_from(StagingState), claimed=st.booleans(), held=st.integers(0, 3))
 
 
 @given(st.lists(offers, min_size=1, max_size=8))
-def test_exactly_one_of_the_active_fetches_from_the_origin(members: list[Offer]) -> None:
-    active = [rank for rank, offer in enumerate(members) if offer.stance is Stance.ACTIVE]
+def test_exactly_one_of_the_active_fetches_from_the_origin(members: list[MemberWeights]) -> None:
+    active = [rank for rank, offer in enumerate(members) if offer.stance is StagingState.ACTIVE]
     chosen = [
         rank
         for rank in active

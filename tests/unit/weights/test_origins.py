@@ -15,14 +15,11 @@ from aiohttp import web
 from moto.server import ThreadedMotoServer
 
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
-from dsv4_runtime.weights import members as weights_members
-from dsv4_runtime.weights import staging
-from dsv4_runtime.weights.errors import TransientError, WeightsError
-from dsv4_runtime.weights.job import Job
-from dsv4_runtime.weights.manifest import MAKE_SUMS, ManifestFile
-from dsv4_runtime.weights.origins.s3 import S3
-from dsv4_runtime.weights.origins.shared_path import SharedPath
-from dsv4_runtime.weights.transfer import Web
+from dsv4_runtime.weights import staging, transfer
+from dsv4_runtime.weights.checkpoint import MAKE_SUMS, ManifestFile, TransientError, WeightsError
+from dsv4_runtime.weights.messages import StagingJob
+from dsv4_runtime.weights.origins import S3, SharedPath
+from dsv4_runtime.weights.transfer import HttpClient
 from dsv4_testkit.weights_servers import Server, same_files
 
 Serve = Callable[[web.Application], Server]
@@ -30,7 +27,7 @@ SHARD = "model-00002-of-00003.safetensors"
 
 
 def stage(plan: WeightsPlan) -> int:
-    return staging.stage(Job(weights=plan), lambda _: None).fetched
+    return staging.stage(StagingJob(weights=plan), lambda _: None).fetched
 
 
 # S3: boto3 against moto's server.
@@ -107,7 +104,7 @@ def test_a_signature_is_not_repeated() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}/v4/x?X-Amz-Signature=secret"
-        web = Web(direct=True)
+        web = HttpClient(direct=True)
         for ask in (lambda: web.get(url, {}), lambda: web.size(url, {}), lambda: web.range(url, {}, 0).__enter__()):
             with pytest.raises(TransientError, match="Connection refused") as refused:
                 ask()
@@ -180,8 +177,8 @@ def test_a_server_that_sends_another_range(serve: Serve, given: str) -> None:
     app = web.Application()
     app.router.add_get("/{path:.+}", part)
     url = serve(app).url
-    member = weights_members.Members({3: url}, "token", "any").places[3]
-    places = (Web(direct=True).range(f"{url}/x", {}, 7), member.open(ManifestFile(name="x", size=100), 7))
+    member = transfer.Members({3: url}, "token", "any").sources[3]
+    places = (HttpClient(direct=True).range(f"{url}/x", {}, 7), member.open(ManifestFile(name="x", size=100), 7))
     for place in places:
         with pytest.raises(WeightsError, match="for bytes=7-"), place:
             pass
@@ -201,7 +198,7 @@ def test_credentials_come_from_the_plan_alone(serve: Serve, tmp_path: Path, monk
 
     app = web.Application()
     app.router.add_get("/{path:.*}", answer)
-    url, client = serve(app).url, Web()
+    url, client = serve(app).url, HttpClient()
     for headers in ({}, {"Authorization": "Bearer mine"}):
         client.get(f"{url}/here?X-Amz-Signature=x", headers)
         client.get(f"{url}/away", headers)

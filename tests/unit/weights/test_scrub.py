@@ -12,7 +12,7 @@ from aiohttp import web
 
 from dsv4_runtime.contract import WeightsPlan, WeightsSource
 from dsv4_runtime.weights import scrub, staging
-from dsv4_runtime.weights.job import Job
+from dsv4_runtime.weights.messages import StagingJob
 from dsv4_runtime.weights.scrub import Scrubber
 from dsv4_testkit.weights_servers import FileServer, Server
 
@@ -25,7 +25,7 @@ FAST = 1 << 40
 def plan(checkpoint: Path, serve: Serve, tmp_path: Path) -> WeightsPlan:
     url = serve(FileServer(checkpoint).app).url
     found = WeightsPlan(source=WeightsSource.HTTP, path=str(tmp_path / "weights"), origin=url)
-    staging.stage(Job(weights=found), lambda _: None)
+    staging.stage(StagingJob(weights=found), lambda _: None)
     return found
 
 

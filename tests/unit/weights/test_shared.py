@@ -14,7 +14,7 @@ from aiohttp import web
 
 from dsv4_runtime.contract import WeightsPlan, WeightsSource
 from dsv4_runtime.weights import shared, staging
-from dsv4_runtime.weights.job import Job
+from dsv4_runtime.weights.messages import StagingJob
 from dsv4_runtime.weights.store import Store
 from dsv4_testkit.weights_servers import FileServer, Server, same_files
 
@@ -39,12 +39,12 @@ def plan(files: FileServer, serve: Serve, tmp_path: Path) -> WeightsPlan:
 
 
 def stage(plan: WeightsPlan) -> int:
-    return staging.stage(Job(weights=plan), lambda _: None).fetched
+    return staging.stage(StagingJob(weights=plan), lambda _: None).fetched
 
 
 def of(plan: WeightsPlan, name: str) -> Path:
     digest = hashlib.sha256((Path(plan.path) / name).read_bytes()).hexdigest()
-    return shared.place_of(Path(str(plan.shared)), digest)
+    return shared.shared_file(Path(str(plan.shared)), digest)
 
 
 def test_what_is_shared_is_not_fetched_and_not_kept_twice(plan: WeightsPlan, files: FileServer) -> None:

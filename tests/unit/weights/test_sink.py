@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_runtime.weights import sink
-from dsv4_runtime.weights.sink import BLOCK_BYTES, Sink
+from dsv4_runtime.weights import writer
+from dsv4_runtime.weights.writer import BLOCK_BYTES, HashingWriter
 from dsv4_testkit.weights_servers import cached_share
 
 CONTENT = random.Random(1).randbytes(2 * BLOCK_BYTES + 5000)
@@ -34,7 +34,7 @@ def append(path: Path, data: bytes, pieces: list[int], *, direct: bool) -> None:
     """Append `data` in pieces of these sizes, again and again, and see that it is what was hashed."""
     descriptor, digest = os.open(path, os.O_RDWR | os.O_CREAT), hashlib.sha256()
     before = os.fstat(descriptor).st_size
-    found, at, turn = Sink(descriptor, before, digest.update, direct=direct), 0, 0
+    found, at, turn = HashingWriter(descriptor, before, digest.update, direct=direct), 0, 0
     try:
         with contextlib.closing(found):
             while at < len(data):
@@ -85,7 +85,7 @@ def test_a_file_system_that_says_too_late_that_it_cannot(tmp_path: Path, monkeyp
     refused, write = [], os.pwrite
 
     def pwrite(descriptor: int, data: bytes, offset: int) -> int:
-        if sink.fcntl.fcntl(descriptor, sink.fcntl.F_GETFL) & os.O_DIRECT:
+        if writer.fcntl.fcntl(descriptor, writer.fcntl.F_GETFL) & os.O_DIRECT:
             refused.append(offset)
             raise OSError(errno.EINVAL, "Invalid argument")
         return write(descriptor, data, offset)
@@ -105,14 +105,14 @@ def test_a_disk_that_becomes_full_has_the_beginning(
     def pwrite(descriptor: int, data: bytes, offset: int) -> int:
         if offset == room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        if offset % 4096 and sink.fcntl.fcntl(descriptor, sink.fcntl.F_GETFL) & os.O_DIRECT:
+        if offset % 4096 and writer.fcntl.fcntl(descriptor, writer.fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         part = data[: room - offset]
         os.lseek(descriptor, offset, os.SEEK_SET)
-        flags = sink.fcntl.fcntl(descriptor, sink.fcntl.F_GETFL)
-        sink.fcntl.fcntl(descriptor, sink.fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        flags = writer.fcntl.fcntl(descriptor, writer.fcntl.F_GETFL)
+        writer.fcntl.fcntl(descriptor, writer.fcntl.F_SETFL, flags & ~os.O_DIRECT)
         count = write(descriptor, part, offset)
-        sink.fcntl.fcntl(descriptor, sink.fcntl.F_SETFL, flags)
+        writer.fcntl.fcntl(descriptor, writer.fcntl.F_SETFL, flags)
         return count
 
     monkeypatch.setattr(os, "pwrite", pwrite)
@@ -126,7 +126,7 @@ def test_a_disk_that_becomes_full_has_the_beginning(
 
 def test_what_is_not_to_be_kept_is_not_written(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    found = Sink(descriptor, 0, lambda _: None)
+    found = HashingWriter(descriptor, 0, lambda _: None)
     found.add(1000)
     found.close(keep=False)
     os.close(descriptor)

@@ -17,9 +17,10 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.contract import Cause, PageCache, Verify, WeightsPlan, WeightsSource
-from dsv4_runtime.weights import doubt, staging
-from dsv4_runtime.weights.errors import WeightsError
-from dsv4_runtime.weights.job import Job, News
+from dsv4_runtime.weights import staging
+from dsv4_runtime.weights import store as store_module
+from dsv4_runtime.weights.checkpoint import WeightsError
+from dsv4_runtime.weights.messages import StagingJob, StagingReport
 from dsv4_runtime.weights.store import Store
 from dsv4_testkit.weights_servers import FileServer, Server, cached_share, same_files
 
@@ -37,9 +38,9 @@ def plan(files: FileServer, serve: Serve, tmp_path: Path) -> WeightsPlan:
     return WeightsPlan(source=WeightsSource.HTTP, path=str(tmp_path / "weights"), origin=serve(files.app).url)
 
 
-def stage(plan: WeightsPlan) -> tuple[int, list[News]]:
-    news: list[News] = []
-    return staging.stage(Job(weights=plan), news.append).fetched, news
+def stage(plan: WeightsPlan) -> tuple[int, list[StagingReport]]:
+    news: list[StagingReport] = []
+    return staging.stage(StagingJob(weights=plan), news.append).fetched, news
 
 
 def test_all_files_come_and_a_restart_asks_nobody(plan: WeightsPlan, files: FileServer) -> None:
@@ -253,7 +254,7 @@ def test_a_directory_without_sums_is_explained(plan: WeightsPlan, files: FileSer
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", ".dsv4/lock"])
 def test_names_that_leave_the_directory_are_refused(plan: WeightsPlan, files: FileServer, name: str) -> None:
-    from dsv4_runtime.weights.manifest import ManifestFile
+    from dsv4_runtime.weights.checkpoint import ManifestFile
 
     with pytest.raises(ValueError, match=r"not a relative file name|leaves the directory"):
         ManifestFile(name=name, size=1)
@@ -336,21 +337,21 @@ def test_files_in_doubt_are_read_again_and_a_wrong_one_is_fetched_anew(plan: Wei
     stage(plan)
     folder = Path(plan.path)
     flip(folder / SHARD)
-    assert staging.stage(Job(weights=plan), lambda _: None) == staging.StagingResult(), "no marker shows it"
+    assert staging.stage(StagingJob(weights=plan), lambda _: None) == staging.StagingResult(), "no marker shows it"
     assert not same_files(files.folder, folder)
-    doubt.note(folder, "the first completion failed")
-    done = staging.stage(Job(weights=plan), lambda _: None)
+    store_module.request_recheck(folder, "the first completion failed")
+    done = staging.stage(StagingJob(weights=plan), lambda _: None)
     assert (done.verified, done.wrong) == (True, (SHARD,))
     assert done.fetched == (folder / SHARD).stat().st_size
     assert same_files(files.folder, folder)
-    assert doubt.reason(folder) is None
-    assert staging.stage(Job(weights=plan), lambda _: None) == staging.StagingResult(), "once is enough"
+    assert store_module.recheck_reason(folder) is None
+    assert staging.stage(StagingJob(weights=plan), lambda _: None) == staging.StagingResult(), "once is enough"
 
 
 def test_files_that_are_right_are_verified_and_not_fetched(plan: WeightsPlan) -> None:
     stage(plan)
-    doubt.note(Path(plan.path), "the first completion failed")
-    assert staging.stage(Job(weights=plan), lambda _: None) == staging.StagingResult(verified=True)
+    store_module.request_recheck(Path(plan.path), "the first completion failed")
+    assert staging.stage(StagingJob(weights=plan), lambda _: None) == staging.StagingResult(verified=True)
 
 
 def test_a_doubt_outlives_a_staging_that_does_not_end(plan: WeightsPlan, files: FileServer) -> None:
@@ -358,8 +359,8 @@ def test_a_doubt_outlives_a_staging_that_does_not_end(plan: WeightsPlan, files: 
     folder = Path(plan.path)
     flip(folder / SHARD)
     files.damage[SHARD] = 99
-    doubt.note(folder, "the first completion failed")
+    store_module.request_recheck(folder, "the first completion failed")
     with pytest.raises(WeightsError) as caught:
         stage(plan)
     assert caught.value.cause is Cause.WEIGHTS_CORRUPT
-    assert doubt.reason(folder) == "the first completion failed"
+    assert store_module.recheck_reason(folder) == "the first completion failed"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile
+from dsv4_runtime.weights.checkpoint import CheckpointManifest, ManifestFile
 from dsv4_runtime.weights.store import Store
 
 DATA = b"tensors" * 100

@@ -1,1 +1,1 @@
-"""Members as processes of this machine, each in namespaces of its own where the user has the right to make them."""
+"""Members as processes of this machine, each in its own namespaces if the user may create them."""

@@ -1,4 +1,4 @@
-"""The local backend: members are processes of this machine, children of the loop, and die with it."""
+"""The local backend: members are child processes of the loop, and end with it."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus
-from dsv4_operator.backends.local import evidence, gpus, network
+from dsv4_operator.backends.local import gpus, network
 from dsv4_operator.backends.local.facts import available_memory, local_facts
 from dsv4_operator.backends.local.gateway import LocalGateways
 from dsv4_operator.backends.local.gpus import Card
-from dsv4_operator.backends.local.processes import children, outside_ids
+from dsv4_operator.backends.local.network import children, outside_ids
 from dsv4_operator.backends.local.software import Software
-from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.backends.local.state import DeploymentState, collect_evidence
 from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
-from dsv4_runtime.contract.clock import unix_time
-from dsv4_runtime.contract.files import replace_file
 from dsv4_runtime.contract.token import new_key, new_token
+from dsv4_runtime.util.clock import unix_time
+from dsv4_runtime.util.files import replace_file
 
 _log = logging.getLogger("dsv4")
 
 _START_SECONDS = 10.0
-# Together less than the 15 s that a recovery waits for its evidence: to begin with files, and to end the last of them.
+# Together less than the 15 s that a recovery waits for evidence: to start the last file, and to finish it.
 _EVIDENCE_SECONDS = 12.0
 _LAST_FILE_SECONDS = 2.0
-# Without namespaces a member's processes can only be ended by the member itself.
+# Without namespaces only the member itself can end its processes.
 _SHARED_FENCE_SECONDS = 20.0
 _WAIT_SECONDS = 1.0
-"""Of a turn for what mostly is over by then."""
+"""Time for which a reconcile waits; usually sufficient."""
 # An agent answers within milliseconds.
 _ANSWER_SECONDS = 0.4
 _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
@@ -47,13 +47,11 @@ _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
 
 @dataclass(slots=True)
 class _RunningMember:
-    """A member that this backend started."""
-
     plan: GroupPlan
     member: MemberPlan
     process: asyncio.subprocess.Process
     agent: int
-    """Process id of the agent, as this machine counts."""
+    """Process id of the agent on this machine."""
     started: float
     ended: str | None = None
     ended_time: float | None = None
@@ -62,14 +60,14 @@ class _RunningMember:
     processes: tuple[ObservedProcess, ...] = ()
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
     plugging: asyncio.Task[None] | None = field(default=None, repr=False)
-    """Gives it its interface, where it has a network of its own."""
-    question: asyncio.Task[None] | None = field(default=None, repr=False)
+    """Creates its interface, if it has its own network."""
+    request: asyncio.Task[None] | None = field(default=None, repr=False)
     fenced_time: float | None = None
-    """Monotonic time at which it was first told to end."""
+    """Monotonic time of the first request to end."""
 
     @property
     def place(self) -> int:
-        """Return its place on the bridge (`network.address`)."""
+        """Return its position on the bridge (`network.address`)."""
         return self.plan.group * len(self.plan.members) + self.member.rank
 
     @property
@@ -92,12 +90,12 @@ class LocalBackend:
         gateways: LocalGateways | None = None,
     ) -> None:
         """Args:
-        state: where files go.
+        state: files of the deployment.
         isolated: whether this process is in a private network (`network.enter_private_network`).
-        changed: called when a member ends, so that nobody has to wait for the next look.
-        cards: the GPUs that the members have; none on CPU.
-        software: installed for engines on them; none on CPU.
-        gateways: what users reach; None where members share the machine's network, and users reach them directly.
+        changed: called when a member ends, to reconcile at once.
+        cards: the GPUs of the members; none on CPU.
+        software: installed software for engines on them; none on CPU.
+        gateways: the front end; None if members share the machine's network and users connect to them directly.
         """
         self._state = state
         self._isolated = isolated
@@ -107,21 +105,21 @@ class LocalBackend:
         self._gateways = gateways
         self._members: dict[tuple[int, int, int], _RunningMember] = {}
         self._free: int | None = None
-        """Memory that was free when last no member ran."""
+        """Free memory when last no member ran."""
         self._token_key = new_key()
         replace_file(state.token_key, self._token_key)
         self._agents = AgentClient()
 
     async def close(self) -> None:
         """See `Backend`."""
-        questions = [running.question for running in self._members.values() if running.question is not None]
-        for question in questions:
-            question.cancel()
-        await asyncio.gather(*questions, return_exceptions=True)
+        requests = [running.request for running in self._members.values() if running.request is not None]
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
         await self._agents.close()
 
     async def release(self, namespace: str, name: str) -> None:
-        """See `Backend`. Its one deployment is looked after until `close`."""
+        """See `Backend`. The deployment is reconciled until `close`."""
 
     async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """See `Backend`.
@@ -130,18 +128,18 @@ class LocalBackend:
             OSError: the gateway's route cannot be written.
         """
         if self._gateways is not None:
-            self._gateways.tell(lambda group: given_up(deployment, status, group))
+            self._gateways.update_routes(lambda group: given_up(deployment, status, group))
 
     def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
-        """See `Backend`. The gateways are children of this process, and nothing is between them and users."""
+        """See `Backend`. The gateways are children of this process, and users connect to them directly."""
         return None
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
         if self._free is None or all(running.ended is not None for running in self._members.values()):
             self._free = available_memory()
-            self._cards = await asyncio.to_thread(gpus.look_again, self._cards)
-        # What members take now is there for those that follow them: a group is planned again while it runs.
+            self._cards = await asyncio.to_thread(gpus.refresh, self._cards)
+        # Memory of running members is free for their successors: a group is planned again while it runs.
         return local_facts(
             deployment,
             self._state,
@@ -152,7 +150,7 @@ class LocalBackend:
         )
 
     def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
-        """See `Backend`. Nobody else takes anything of this machine."""
+        """See `Backend`. No other deployment uses these resources."""
 
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """See `Backend`."""
@@ -161,25 +159,25 @@ class LocalBackend:
         if not file.exists():
             replace_file(file, plan.to_json(indent=2) + "\n")
         if not any(known[:2] == (plan.group, plan.incarnation) for known in self._members):
-            # The members that had the one before were fenced; those to come read it when they start.
+            # The members with the previous token were fenced; new ones read the token at their start.
             replace_file(self._state.token(plan.group), new_token(self._token_key))
         for member in plan.members:
             key = (plan.group, plan.incarnation, member.rank)
             if key not in self._members:
                 await self._start(plan, member)
-        # Mostly they have their interfaces by then; what takes longer goes on without this turn.
+        # Usually complete by then; otherwise it continues in the background.
         mine = [one for name, one in self._members.items() if name[:2] == (plan.group, plan.incarnation)]
         await _wait([one.plugging for one in mine])
 
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         """See `Backend`."""
         mine = [running for (number, _, _), running in self._members.items() if number == group]
-        asked = [self._asking(running) for running in mine if running.ended is None]
-        if asked:
-            # What the others say of one that does not answer is not to wait for it.
-            done, _ = await asyncio.wait(asked, timeout=_ANSWER_SECONDS)
-            for question in done:
-                question.result()
+        requests = [self._status_request(running) for running in mine if running.ended is None]
+        if requests:
+            # A member that does not answer must not delay the reports of the others.
+            done, _ = await asyncio.wait(requests, timeout=_ANSWER_SECONDS)
+            for request in done:
+                request.result()
         return Observed(GroupKey.of(deployment, group), tuple(self._seen(running) for running in mine))
 
     async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
@@ -190,13 +188,13 @@ class LocalBackend:
         return await self._agents.drain(head.url, self._token_key, seconds)
 
     async def fence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> bool:
-        """See `Backend`. In a process namespace of its own a member ends as a whole, with its process 1."""
+        """See `Backend`. With its own process namespace, a member ends as a whole when its process 1 ends."""
         members = [running for name, running in self._members.items() if name[:2] == (group, incarnation)]
         for running in members:
             if running.ended is None:
                 self._end(running)
         await _wait([task for running in members for task in (running.watcher, running.plugging)])
-        if any(running.ended is None or not _over(running.plugging) for running in members):
+        if any(running.ended is None or (running.plugging and not running.plugging.done()) for running in members):
             return False
         if self._isolated:
             for running in members:
@@ -207,7 +205,7 @@ class LocalBackend:
         """See `Backend`."""
         members = (await self.observe(deployment, group)).members
         deadline = time.monotonic() + _EVIDENCE_SECONDS
-        work = asyncio.to_thread(evidence.collect, self._state, group, incarnation, members, deadline=deadline)
+        work = asyncio.to_thread(collect_evidence, self._state, group, incarnation, members, deadline=deadline)
         try:
             async with asyncio.timeout(_EVIDENCE_SECONDS + _LAST_FILE_SECONDS):
                 found = await work
@@ -231,7 +229,8 @@ class LocalBackend:
         command += ["--evidence", str(self._state.evidence(plan.group))]
         if self._isolated:
             command = network.member_command(command, plan.expectations.shm_bytes)
-        # The agent ends the member in good order on SIGTERM; `unshare` passes on nothing, but takes all of it along.
+        # On SIGTERM the agent stops the member gracefully. `unshare` forwards no signal, but its end kills the
+        # member.
         on_parent_death = signal.SIGKILL if self._isolated else signal.SIGTERM
         with (directory / "agent.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -244,13 +243,13 @@ class LocalBackend:
             )
         running = _RunningMember(plan, member, process, process.pid, unix_time())
         running.watcher = asyncio.create_task(self._await_end(running))
-        # Known before anything else can fail: what runs must be found again, and ended.
+        # Recorded before any later step can fail, so that the process can be found and ended.
         self._members[plan.group, plan.incarnation, member.rank] = running
         if self._isolated:
             running.plugging = asyncio.create_task(self._plug_in(running))
 
     async def _plug_in(self, running: _RunningMember) -> None:
-        """Give a new member its interface; a member that ended meanwhile is simply observed as ended."""
+        """Create the interface of a new member; does nothing if the member ended meanwhile."""
         deadline = time.monotonic() + _START_SECONDS
         while not (network.in_own_network(running.process.pid) and children(running.process.pid)):
             if running.ended is not None or time.monotonic() > deadline:
@@ -261,7 +260,7 @@ class LocalBackend:
             await asyncio.to_thread(network.plug_in, running.process.pid, running.plan.incarnation, running.place)
 
     def _end(self, running: _RunningMember) -> None:
-        """Tell a member to end, and kill what does not within its time."""
+        """Signal a member to end; kill it after its time limit."""
         now = time.monotonic()
         if running.fenced_time is None:
             running.fenced_time = now
@@ -279,13 +278,13 @@ class LocalBackend:
         running.ended_time = unix_time()
         self._changed()
 
-    def _asking(self, running: _RunningMember) -> asyncio.Task[None]:
-        """Ask a member; the question of an earlier turn that it has not answered is not asked again."""
-        if running.question is None or running.question.done():
-            running.question = asyncio.create_task(self._ask(running))
-        return running.question
+    def _status_request(self, running: _RunningMember) -> asyncio.Task[None]:
+        """Return the status request of a member; a running request of an earlier call is reused."""
+        if running.request is None or running.request.done():
+            running.request = asyncio.create_task(self._request_status(running))
+        return running.request
 
-    async def _ask(self, running: _RunningMember) -> None:
+    async def _request_status(self, running: _RunningMember) -> None:
         try:
             status = await self._agents.status(running.url, self._token_key)
         except AGENT_ERRORS:
@@ -315,20 +314,16 @@ class LocalBackend:
 
 
 async def _wait(tasks: Iterable[asyncio.Task[None] | None]) -> None:
-    """Wait for the end of all `tasks`, but not so long that a turn would be held up."""
+    """Wait for the end of all `tasks`, at most `_WAIT_SECONDS`."""
     if under_way := {task for task in tasks if task is not None}:
         await asyncio.wait(under_way, timeout=_WAIT_SECONDS)
 
 
-def _over(task: asyncio.Task[None] | None) -> bool:
-    return task is None or task.done()
-
-
 def describe_end(code: int, log: str) -> str:
-    """Say how a member ended, for people, from the exit code of `unshare` (or of the agent) and the agent's log."""
+    """Return how a member ended, from the exit code of `unshare` (or of the agent) and the agent's log."""
     number = -code if code < 0 else code - 128 if code > 128 else 0
     last = log.rstrip().rpartition("\n")[2]
-    # util-linux 2.38 cannot die of its child's SIGKILL; it complains and exits with 1.
+    # util-linux 2.38 cannot end itself with the SIGKILL of its child; it logs a message and exits with 1.
     if code == 1 and last == _UNSHARE_COMPLAINT:
         number = signal.SIGKILL
     if number:

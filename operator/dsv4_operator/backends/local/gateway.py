@@ -1,47 +1,127 @@
-"""The gateways of a local deployment: children of the loop that are started again within a second if they end."""
+"""Front end of a local deployment: gateway processes, restarted within a second if they end, and published ports."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import DSV4Deployment, PortsSpec
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.state import DeploymentState, StateError
-from dsv4_operator.planning.gateway import gateway_settings
-from dsv4_runtime.contract.files import replace_file
+from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute, api_keys
-from dsv4_runtime.contract.secrets import is_secret_name
+from dsv4_runtime.util.files import replace_file
+from dsv4_runtime.util.secrets import is_secret_name
 
 _log = logging.getLogger("dsv4")
 
+_CHUNK = 65536
+_CONNECT_SECONDS = 5.0
+LOOPBACK = "127.0.0.1"
+
+Listeners = dict[str, socket.socket]
+"""Listening sockets by the name of their field below `spec.network.ports`."""
+
+
+def bind_loopback(ports: Mapping[str, int]) -> Listeners:
+    """Return listening sockets on loopback.
+
+    Sockets stay in the network namespace of their creation, so these listen on the machine's loopback after the process
+    has moved to another one.
+
+    Raises:
+        StateError: a port is in use; no socket stays open.
+    """
+    sockets: Listeners = {}
+    try:
+        for name, port in ports.items():
+            listener = socket.socket()
+            sockets[name] = listener
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((LOOPBACK, port))
+                listener.listen(128)
+            except OSError as error:
+                where = f"spec.network.ports.{name}: " if name in PortsSpec.model_fields else ""
+                remedy = "end the process that has it" + (" or choose another port" if where else "")
+                raise StateError(
+                    f"{where}port {port} of {LOOPBACK}, which the {name} needs, cannot be used "
+                    f"({error.strerror}); {remedy}"
+                ) from error
+    except StateError:
+        for listener in sockets.values():
+            listener.close()
+        raise
+    return sockets
+
+
+class Publisher:
+    """Forwards connections of a listening socket to a target."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._target = address, port
+        self._server: asyncio.Server | None = None
+
+    async def start(self, listener: socket.socket) -> None:
+        """Start to accept connections."""
+        self._server = await asyncio.start_server(self._serve, sock=listener)
+
+    def close(self) -> None:
+        """Stop listening; open connections end with the process or with their target."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            try:
+                async with asyncio.timeout(_CONNECT_SECONDS):
+                    upstream_reader, upstream_writer = await asyncio.open_connection(*self._target)
+            except (OSError, TimeoutError):
+                return
+            with contextlib.closing(upstream_writer):
+                await asyncio.gather(_copy(reader, upstream_writer), _copy(upstream_reader, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy until the end of the stream, then close the write side of the peer, which may still be sending."""
+    try:
+        while data := await reader.read(_CHUNK):
+            writer.write(data)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+    except OSError:
+        writer.close()
+
+
 MAX_DRAIN_SECONDS = 15.0
-"""`dsv4 down` waits 40 s for the loop, which has its members to end as well."""
+"""Upper bound of the drain: `dsv4 down` waits 40 s for the loop, which has to end its members too."""
 _LAST_SECONDS = 5.0
-"""From the end of the drain until the process is killed."""
+"""Time from the end of the drain to SIGKILL."""
 _RESTART_SECONDS = 0.5
 
 
 def settings(deployment: DSV4Deployment, state: DeploymentState) -> GatewaySettings:
-    """Return what the gateway of a group of this deployment is told."""
+    """Return the settings of a gateway of this deployment."""
     spec = deployment.spec.gateway
     drain = min(spec.drain, MAX_DRAIN_SECONDS)
-    # The socket stays open in the loop: connections wait in it for the next process.
+    # The loop keeps the socket open: connections wait in its queue for the next process.
     return gateway_settings(deployment, drain_seconds=drain, secrets_root=str(state.secrets), lame_duck_seconds=0.0)
 
 
 def check_secrets(deployment: DSV4Deployment, state: DeploymentState) -> None:
-    """Refuse secrets that the members or the gateway could not use.
+    """Check the secrets of members and gateway.
 
     Raises:
-        StateError: one cannot be read, others may read it, or it has no key.
+        StateError: a secret cannot be read, is readable by others, or contains no key.
     """
     source, keys = deployment.spec.model.source.secret_key_ref, deployment.spec.gateway.api_keys
     if source is not None:
@@ -57,10 +137,10 @@ def check_secrets(deployment: DSV4Deployment, state: DeploymentState) -> None:
 
 
 def check_keyless(deployment: DSV4Deployment, reason: str) -> None:
-    """Refuse keys where there is no private network for `reason`, and so no gateway to ask for them.
+    """Refuse API keys without a private network, because then there is no gateway to check them.
 
     Raises:
-        StateError: there are keys.
+        StateError: API keys are set.
     """
     if deployment.spec.gateway.api_keys is not None:
         raise StateError(
@@ -70,17 +150,12 @@ def check_keyless(deployment: DSV4Deployment, reason: str) -> None:
 
 
 class LocalGateways:
-    """The gateways of one deployment: one for each group, all on one socket, and each serves every group.
+    """The gateways of one deployment: one per group, all on one socket; each serves every group.
 
     The head of a group has the same address and ports in every incarnation.
     """
 
     def __init__(self, deployment: DSV4Deployment, state: DeploymentState, heads: Sequence[GroupRoute]) -> None:
-        """Args:
-        deployment: of whose specification the limits are.
-        state: where their files go.
-        heads: of each group, in their order.
-        """
         self._heads, self._token_key_file = tuple(heads), str(state.token_key)
         limits = settings(deployment, state)
         self._all = [
@@ -89,15 +164,12 @@ class LocalGateways:
         ]
 
     async def start(self, listener: socket.socket) -> None:
-        """Begin to accept on `listener`, which stays open here: connections wait in it while there is no process."""
+        """Start the processes on `listener`, which stays open here: connections wait in its queue without a process."""
         for gateway in self._all:
             await gateway.start(listener)
 
-    def tell(self, given_up: Callable[[int], str | None]) -> None:
-        """Have every gateway know why each group will not come back by itself; None: it may.
-
-        Args:
-            given_up: asked of each group.
+    def update_routes(self, given_up: Callable[[int], str | None]) -> None:
+        """Update the routes with the reason from `given_up` why each group will not recover; None: it may.
 
         Raises:
             OSError: a route cannot be written.
@@ -107,7 +179,7 @@ class LocalGateways:
             gateway.follow(self._route(group, heads))
 
     async def stop(self) -> None:
-        """Let them finish what they have begun, and end them."""
+        """Drain and end the gateways."""
         await asyncio.gather(*(gateway.stop() for gateway in self._all))
 
     def _route(self, group: int, heads: Sequence[GroupRoute]) -> GatewayRoute:
@@ -115,8 +187,6 @@ class LocalGateways:
 
 
 class _GatewayProcess:
-    """One gateway: its files and its process."""
-
     def __init__(self, limits: GatewaySettings, directory: Path, route: GatewayRoute, *, alone: bool) -> None:
         self._settings, self._route, self._alone = limits, route, alone
         number = f"-{route.group}" if route.group else ""
@@ -132,7 +202,7 @@ class _GatewayProcess:
         self._supervisor = asyncio.create_task(self._supervise(listener))
 
     def follow(self, route: GatewayRoute) -> None:
-        """Go by another route from now on."""
+        """Replace the route."""
         if self._supervisor is not None and route != self._route:
             replace_file(self._files[1], route.to_json(indent=2) + "\n")
             self._route = route

@@ -1,9 +1,8 @@
-"""A private network for the members, made of namespaces that no name and no interface of the machine refers to.
+"""Private network and namespaces of local members, without any name or interface on the machine.
 
-The loop itself moves into a fresh network namespace that holds a bridge; every member gets a namespace with one end
-of a veth pair. Nothing of it is visible on the machine, and the kernel removes all of it once the last process inside
-has ended and its sockets are done, however that came about: there is nothing to clean up. Only the listening sockets
-that the loop opened before it moved (see `publish`) lead in.
+The loop moves into a new network namespace that contains a bridge; every member gets a namespace with one end of a veth
+pair. The kernel removes all of it after the last process inside has ended and its sockets are closed, so no cleanup is
+needed. Only listening sockets that the loop opened before it moved (`gateway.bind_loopback`) lead in.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _COMMAND_SECONDS = 10.0
 
-# Inside namespaces of our own any address is free.
+# In new namespaces any address is free.
 _PREFIX, _BITS = "10.88", 20
 INTERFACE = "eth0"
 SHM = "/dev/shm"  # noqa: S108  (shared memory's place, not a temporary file)
@@ -29,19 +29,19 @@ _libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
 
 
 class NoNamespacesError(Exception):
-    """This process may not make network namespaces, or lacks the tools; the text says which."""
+    """This process may not create network namespaces, or lacks the tools; the text contains the reason."""
 
 
 def address(place: int) -> str:
-    """Return the address of the member at `place`: places are counted through all groups, rank by rank."""
+    """Return the address of the member at `place`; places are counted over all groups, rank by rank."""
     number = place + 10
     return f"{_PREFIX}.{number >> 8}.{number & 255}"
 
 
 def enter_private_network() -> None:
-    """Move this process (and what it starts from now on) into a network of its own, with a bridge for the members.
+    """Move this process and its later children into a private network with a bridge for the members.
 
-    Call it before any thread is started.
+    Must be called before any thread is started.
 
     Raises:
         NoNamespacesError: not possible here; nothing has changed.
@@ -49,7 +49,7 @@ def enter_private_network() -> None:
     for tool in ("ip", "unshare", "nsenter", "mount"):
         if shutil.which(tool) is None:
             raise NoNamespacesError(f"the program {tool!r} is not installed (Debian: iproute2, util-linux)")
-    # Members also need mount and process namespaces; trying is the only test that containers do not fool.
+    # Members also need mount and process namespaces; only an attempt is a reliable test in containers.
     probe = subprocess.run(
         [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", SHM],
         capture_output=True,
@@ -76,27 +76,22 @@ def enter_private_network() -> None:
         os.close(before)
 
 
-# A member's namespaces: network, mounts (for its own /dev/shm), System V IPC, processes. `--kill-child` and the
-# process namespace together mean: whoever ends, agent or `unshare` itself, takes the whole member along.
+# Namespaces of a member: network, mounts (for its own /dev/shm), System V IPC, processes. With `--kill-child` and the
+# process namespace, the end of the agent or of `unshare` ends the whole member.
 UNSHARE = ("unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 def member_command(command: Sequence[str], shm_bytes: int) -> list[str]:
-    """Return `command` as process 1 of new namespaces, with a /dev/shm of its own."""
+    """Return `command` as process 1 of new namespaces, with its own /dev/shm."""
     script = f'mount -t tmpfs -o mode=1777,size={shm_bytes} tmpfs {SHM} && exec "$@"'
     return [*UNSHARE, "sh", "-c", script, "member", *command]
 
 
 def plug_in(pid: int, incarnation: int, place: int) -> None:
-    """Give the network namespace of process `pid` its interface.
-
-    Args:
-        pid: of the member.
-        incarnation: of its group.
-        place: see `address`.
+    """Create the interface of the network namespace of the member process `pid`.
 
     Raises:
-        subprocess.CalledProcessError: the process has ended, most likely.
+        subprocess.CalledProcessError: usually because the process has ended.
     """
     port = _port(incarnation, place)
     inside = ["nsenter", f"--net=/proc/{pid}/ns/net"]
@@ -108,13 +103,13 @@ def plug_in(pid: int, incarnation: int, place: int) -> None:
 
 
 def unplug(incarnation: int, place: int) -> None:
-    """Cut a member off, for good; nothing if it never had an interface.
+    """Disconnect a member permanently; no error if it never had an interface.
 
-    That its processes have ended is not enough: sockets that still have something to send keep the namespace for a
-    minute and more, and its interface goes on answering for an address that the next incarnation has by then.
+    The end of its processes is not sufficient: sockets with unsent data keep the namespace for more than a minute, and
+    its interface would answer for an address of the next incarnation.
 
     Raises:
-        subprocess.CalledProcessError: it could not be cut off.
+        subprocess.CalledProcessError: the member could not be disconnected.
     """
     try:
         _ip(f"link del {_port(incarnation, place)}")
@@ -124,12 +119,12 @@ def unplug(incarnation: int, place: int) -> None:
 
 
 def _port(incarnation: int, place: int) -> str:
-    """Name the member's end of the bridge; an interface's name may have 15 characters."""
+    """Return the name of the member's port on the bridge; interface names are limited to 15 characters."""
     return f"m{incarnation}.{place}"
 
 
 def in_own_network(pid: int) -> bool:
-    """Tell whether process `pid` has left the caller's network namespace."""
+    """Return whether process `pid` has left the caller's network namespace."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
     except OSError:
@@ -137,7 +132,7 @@ def in_own_network(pid: int) -> bool:
 
 
 def die_with_parent(number: int) -> None:
-    """Have the kernel send this process signal `number` when its parent ends; survives `exec`."""
+    """Set the signal that the kernel sends to this process when its parent ends; survives `exec`."""
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
@@ -145,3 +140,34 @@ def _ip(arguments: str, prefix: Sequence[str] = ()) -> None:
     subprocess.run(
         [*prefix, "ip", *arguments.split()], check=True, capture_output=True, text=True, timeout=_COMMAND_SECONDS
     )
+
+
+def children(pid: int) -> list[int]:
+    """Return the direct children of `pid`."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def outside_ids(inside: int) -> dict[int, int]:
+    """Map the process ids in the process namespace of `inside` (an id of this machine) to this machine's ids."""
+    try:
+        wanted = os.readlink(f"/proc/{inside}/ns/pid")
+    except OSError:
+        return {}
+    found = {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            if os.readlink(f"/proc/{entry.name}/ns/pid") != wanted:
+                continue
+            status = Path(f"/proc/{entry.name}/status").read_text()
+        except OSError:
+            continue
+        for line in status.splitlines():
+            if line.startswith("NSpid:"):
+                found[int(line.split()[-1])] = int(entry.name)
+                break
+    return found

@@ -1,11 +1,21 @@
-"""Software installed beside dsv4 for engines on GPUs, from packages' metadata: nothing here imports vLLM or torch."""
+"""Software that engines on this machine need: vLLM, torch, Ray, the CUDA toolkit and compilers.
+
+Versions are read from package metadata; nothing here imports vLLM or torch. vLLM's libraries compile kernels on the
+serving
+machine: DeepGEMM and FlashInfer run CUDA's nvcc (prefill on SM12x always uses FlashInfer), Triton builds its launcher
+with the C compiler and Python's headers, and torch on CPU compiles with g++.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -13,8 +23,177 @@ from pathlib import Path
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.state import DeploymentState, StateError
-from dsv4_operator.backends.local.toolkit import Release, check_compilers, cuda_home
 from dsv4_operator.planning.images import Device, ImageProfile, profiles
+
+LEAST = (12, 9)
+"""Minimum release of nvcc for DeepGEMM."""
+_SYSTEM = Path("/usr/local/cuda")
+_ANSWER_SECONDS = 10.0
+
+Release = tuple[int, int]
+"""Release of CUDA: major, minor."""
+
+
+def cuda_home(torch: Release, links: Path, named: Mapping[str, str], *, needed: bool) -> Path | None:
+    """Return the CUDA toolkit for the engine: the user's, this machine's, or that of Python packages.
+
+    Args:
+        torch: CUDA release of the installed torch.
+        links: directory to create for a toolkit of packages, which lacks the library names that linkers need.
+        named: environment variables of the engine.
+        needed: whether an engine cannot run without a toolkit.
+
+    Raises:
+        StateError: CUDA_HOME is no suitable toolkit, or there is none and it is needed.
+    """
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if own := named.get(name):
+            if problem := _problem(Path(own), torch):
+                raise StateError(f"{name} is {own}, and {problem}; name a toolkit of CUDA {torch[0]}, or unset it")
+            return Path(own)
+    problems = []
+    for home in _here(torch):
+        problem = _problem(home, torch)
+        if problem is None:
+            return home if (home / "lib64").exists() else _linked(home, links)
+        problems.append(problem)
+    if not needed:
+        return None
+    found = f" ({'; '.join(problems)})" if problems else ""
+    raise StateError(
+        f"vLLM compiles kernels of DeepSeek-V4 with CUDA's nvcc, and there is none of CUDA {torch[0]}{found}; "
+        "`make gpu-setup` in dsv4's checkout makes an environment that has it, .venv-gpu, or install NVIDIA's CUDA "
+        "toolkit and set CUDA_HOME"
+    )
+
+
+def check_compilers(*, cpu: bool) -> None:
+    """Check the compilers, headers and libraries that engines need to compile kernels.
+
+    Args:
+        cpu: the engine is vLLM's CPU build, which is linked with libnuma.
+
+    Raises:
+        StateError: a C or C++ compiler, Python's headers or libnuma are missing.
+    """
+    python = sysconfig.get_python_version()
+    missing = {
+        name: package
+        for name, package, there in (
+            ("a C compiler (gcc)", "gcc", _compiler("CC", "gcc", "clang")),
+            ("a C++ compiler (g++)", "g++", _compiler("CXX", "g++")),
+            (f"Python.h of Python {python}", f"python{python}-dev", _python_headers()),
+            ("libnuma.so.1", "libnuma1", not cpu or _loads("libnuma.so.1")),
+        )
+        if not there
+    }
+    if missing:
+        raise StateError(
+            f"vLLM compiles kernels on this machine, and {' and '.join(missing)} cannot be found; install what has it "
+            f"(Debian, Ubuntu: apt-get install {' '.join(missing.values())})"
+        )
+
+
+def _compiler(variable: str, *names: str) -> bool:
+    return any(map(shutil.which, [os.environ[variable]] if os.environ.get(variable) else names))
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _python_headers() -> bool:
+    # The same path as in Triton: Debian's own scheme contains the paths of user packages.
+    scheme = sysconfig.get_default_scheme()
+    paths = sysconfig.get_paths(scheme="posix_prefix" if scheme == "posix_local" else scheme)
+    return Path(paths["include"], "Python.h").is_file()
+
+
+def _problem(home: Path, torch: Release) -> str | None:
+    """Return the reason why `home` is no toolkit for torch's CUDA, None if it is one."""
+    nvcc = home / "bin" / "nvcc"
+    if not nvcc.is_file():
+        return "it has no bin/nvcc"
+    release = _release(nvcc)
+    if release is None:
+        return f"{nvcc} does not say its release"
+    if release[0] != torch[0] or release < LEAST:
+        return f"{nvcc} is of CUDA {_text(release)}"
+    headers = _headers(home)
+    if headers is not None and headers != release:
+        # CUDA's C++ headers reject another release.
+        return f"{nvcc} is of CUDA {_text(release)} and the headers beside it of {_text(headers)}"
+    return None
+
+
+def _release(nvcc: Path) -> Release | None:
+    found = re.search(r"release (\d+)\.(\d+)", _output(nvcc, "--version"))
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _headers(home: Path) -> Release | None:
+    try:
+        text = (home / "include" / "cuda_runtime_api.h").read_text(errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^#define\s+CUDART_VERSION\s+(\d+)", text, re.MULTILINE)
+    return (int(found[1]) // 1000, int(found[1]) % 1000 // 10) if found else None
+
+
+def _here(torch: Release) -> Iterator[Path]:
+    """Yield the toolkits of this machine: from PATH, NVIDIA's installer, and Python packages."""
+    on_path = shutil.which("nvcc")
+    homes = [Path(on_path).resolve().parent.parent] if on_path else []
+    spec = importlib.util.find_spec("nvidia")
+    packages = (spec.submodule_search_locations or ()) if spec else ()
+    for home in (*homes, _SYSTEM, *(Path(place, f"cu{torch[0]}") for place in packages)):
+        if (home / "bin" / "nvcc").is_file():
+            yield home
+
+
+def _linked(home: Path, links: Path) -> Path:
+    """Create in `links` the directory layout of NVIDIA's installer, as links to `home` of the Python packages.
+
+    The packages lack the library names for `-lcudart` and the driver's library.
+    """
+    (links / "lib64" / "stubs").mkdir(parents=True, exist_ok=True)
+    wanted = {links / name: home / name for name in ("bin", "include", "nvvm")}
+    for library in sorted((home / "lib").glob("lib*")):
+        wanted[links / "lib64" / library.name] = library
+        plain, so, _ = library.name.partition(".so.")
+        if so:
+            wanted[links / "lib64" / f"{plain}.so"] = library
+    for driver in _driver():
+        wanted[links / "lib64" / "stubs" / "libcuda.so"] = driver
+    for link, target in wanted.items():
+        if not (link.is_symlink() and link.readlink() == target):
+            fresh = link.with_name(f".{link.name}.{os.getpid()}")
+            fresh.symlink_to(target)
+            fresh.replace(link)
+    return links
+
+
+def _driver() -> Iterable[Path]:
+    """Return the path of the driver's library from the loader's cache, if there is one."""
+    found = re.findall(r"\blibcuda\.so\.1 .*=> (\S+)", _output("/sbin/ldconfig", "-p"))
+    return [Path(path) for path in found[:1]]
+
+
+def _output(*command: str | Path) -> str:
+    """Return the standard output of a program; empty if it cannot be run or does not end in time."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _text(release: Release) -> str:
+    return f"{release[0]}.{release[1]}"
+
 
 _INSTALL = "`make gpu-setup` in dsv4's checkout makes an environment that has it, .venv-gpu"
 _FASTEST = "instanttensor"
@@ -22,19 +201,19 @@ _FASTEST = "instanttensor"
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Software of this machine that engines on its GPUs run with."""
+    """Installed software for engines on GPUs."""
 
     profile: ImageProfile | None = None
-    """Profile of the vLLM that is installed; None: the specification names one."""
+    """Profile of the installed vLLM; None: the specification names one."""
     cuda_home: str = ""
     """Directory of the CUDA toolkit; empty: there is none, and none is needed."""
 
 
 def cuda_software(deployment: DSV4Deployment, state: DeploymentState, cards: Sequence[Card]) -> Software:
-    """Return what is installed for the engines of `deployment` on `cards`.
+    """Return the installed software for the engines of `deployment` on `cards`.
 
     Raises:
-        StateError: something is missing; the text names it and the remedy.
+        StateError: something is missing; the text contains it and the remedy.
     """
     engine = deployment.spec.engine
     profile = cuda_profile(engine.profile)
@@ -43,17 +222,17 @@ def cuda_software(deployment: DSV4Deployment, state: DeploymentState, cards: Seq
     named = {**os.environ, **{one.name: one.value for one in engine.env}}
     _, torch = _installed()
     links = state.weights.parent / "cache" / f"cuda-{torch[0]}.{torch[1]}"
-    # Without stock kernels an engine on Hopper needs no compiler but Triton's; on SM12x its prefill is FlashInfer's.
+    # Without stock kernels an engine on Hopper needs only Triton's compiler; prefill on SM12x uses FlashInfer.
     needed = engine.kernels == "off" or any(card.capability[0] >= 12 for card in cards)
     home = cuda_home(torch, links, named, needed=needed)
     return Software(profile, str(home or ""))
 
 
 def cuda_profile(named: str | None = None) -> ImageProfile | None:
-    """Return the image profile of the vLLM that is installed here; None if the specification has `named` one.
+    """Return the image profile of the installed vLLM; None if the specification has `named` one.
 
     Raises:
-        StateError: there is none for CUDA, no profile describes it, or what it needs beside it is missing.
+        StateError: there is no vLLM for CUDA, no profile describes it, or a requirement is missing.
     """
     found, _ = _installed()
     if named is not None:
@@ -72,7 +251,7 @@ def cuda_profile(named: str | None = None) -> ImageProfile | None:
 
 
 def check_weights(deployment: DSV4Deployment) -> None:
-    """Refuse a directory that has no checkpoint, before anything is started for it.
+    """Check that the directory of the weights contains a checkpoint.
 
     Raises:
         StateError: `spec.model.source.path` has no configuration.
@@ -86,10 +265,10 @@ def check_weights(deployment: DSV4Deployment) -> None:
 
 
 def _installed() -> tuple[str, Release]:
-    """Return the version of vLLM and the CUDA of its torch.
+    """Return the version of vLLM and the CUDA release of its torch.
 
     Raises:
-        StateError: either is not there or not for CUDA, Ray is missing, or vLLM would not find dsv4's plugin.
+        StateError: vLLM or torch is missing or not for CUDA, Ray is missing, or vLLM would not find dsv4's plugin.
     """
     vllm = _version("vllm")
     if vllm is None or "cpu" in vllm:
@@ -112,7 +291,7 @@ def _installed() -> tuple[str, Release]:
 
 
 def _torch_cuda() -> Release | None:
-    """Return the CUDA that the installed torch is built for, by the file in which it keeps its version."""
+    """Return the CUDA release of the installed torch, from its version file."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -1,22 +1,22 @@
-"""The state directory: where `dsv4 up` keeps what outlives a process, and how its parts find each other.
+"""State directory of `dsv4 up`: files that outlive a process, and evidence of incarnations that failed.
 
 ```
 <root>/                     ~/.dsv4, or $DSV4_STATE_DIR, or --state-dir
   weights/                  checkpoints, shared by all deployments
-  secrets/<name>/<key>      what a specification names by a secretKeyRef; yours to make, mode 0600
+  secrets/<name>/<key>      values of secretKeyRef fields; created by the user, mode 0600
   <name>/                   of one deployment; no deployment may be called weights or secrets
-    lock                    held (flock) by the running loop; holds its process id
+    lock                    held (flock) by the running loop; contains its process id
     manifest.json           the deployment as the user gave it
     object.json             the same with its status, as `kubectl get -o json` would print it
-    loop.log                what the loop and its events say
-    token                   what Ray, the agents and vLLM's port of the present incarnation ask for (mode 0600)
-    token-key               what the tokens of all incarnations are made with, for the gateway (mode 0600)
+    loop.log                log and events of the loop
+    token                   token of the present incarnation for Ray, the agents and vLLM's port (mode 0600)
+    token-key               key from which the tokens of all incarnations are derived, for the gateway (mode 0600)
     i<incarnation>/plan.json
     i<incarnation>/m<rank>/ agent.log, ray.log, vllm.log, ray/ (Ray's own session directory)
     evidence/<incarnation>-<time>/
-    g<group>/               the same two of every group but the first, which has them above
+    g<group>/               token, incarnations and evidence of every group but the first, which has them above
 ```
-Every file is replaced as a whole, so a reader never sees half of one.
+Every file is replaced as a whole, so a reader never sees a partial file.
 """
 
 from __future__ import annotations
@@ -28,31 +28,33 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, SecretKeyRef
 from dsv4_operator.api.deployment import NAME_PATTERN
-from dsv4_runtime.contract.files import replace_file
+from dsv4_operator.lifecycle.observed import ObservedMember
+from dsv4_runtime.util.files import replace_file
+from dsv4_runtime.util.log_lines import without_client_text
 
-# Ray makes Unix sockets 60 characters below a member's directory, and a socket's path may have 107.
+# Ray creates Unix sockets 60 characters below a member's directory; the path of a socket is limited to 107.
 MAX_MEMBER_PATH = 44
 _LOCK_TRIES, _LOCK_PAUSE = 10, 0.05
 
 RESERVED = frozenset({"weights", "secrets"})
-"""Names of the directories that all deployments of a state directory share."""
+"""Directories that all deployments of a state directory share."""
 
 NETWORK_ANNOTATION = "dsv4.dev/local-network"
-"""Tells whether members have addresses of their own, and if not, why."""
+"""Annotation with the network mode of the members, and its reason."""
 
 
 class StateError(Exception):
-    """Something about the state directory that the user can mend; the text says what and how."""
+    """A problem with the state directory that the user can solve; the text contains the remedy."""
 
 
 class AlreadyRunning(StateError):
-    """Another loop holds the deployment's lock."""
+    """Another loop holds the lock of the deployment."""
 
 
 def default_root() -> Path:
@@ -68,10 +70,10 @@ class DeploymentState:
     name: str
 
     def __post_init__(self) -> None:
-        """Refuse a name whose directory is, or contains, something else than the files of one deployment.
+        """Refuse a name whose directory is shared or contains other files.
 
         Raises:
-            StateError: it is reserved, or no name of a deployment at all.
+            StateError: the name is reserved, or no valid name of a deployment.
         """
         if self.name in RESERVED:
             raise StateError(
@@ -93,16 +95,14 @@ class DeploymentState:
 
     @property
     def secrets(self) -> Path:
-        """Return the directory of what a `secretKeyRef` names: a directory for each Secret, a file for each of its
-        keys.
-        """
+        """Return the directory of Secrets: a directory per Secret, a file per key."""
         return self.root / "secrets"
 
     def secret(self, ref: SecretKeyRef, field: str) -> str:
-        """Return what `ref`, of `field`, names.
+        """Return the value of `ref`, used in `field`.
 
         Raises:
-            StateError: it is not there, is empty, or others may read it.
+            StateError: it is missing, empty, or readable by others.
         """
         file = self.secrets / ref.name / ref.key
         try:
@@ -123,29 +123,29 @@ class DeploymentState:
         return self.directory / "loop.log"
 
     def token(self, group: int = 0) -> Path:
-        """Return the file with what Ray, the agents and vLLM's port of a group's present incarnation ask for."""
+        """Return the token file of a group's present incarnation, for Ray, the agents and vLLM's port."""
         return self.group(group) / "token"
 
     @property
     def token_key(self) -> Path:
-        """Return the key that tokens are made with, for gateways."""
+        """Return the file of the key from which tokens are derived, for gateways."""
         return self.directory / "token-key"
 
     def group(self, index: int) -> Path:
-        """Return where incarnations and evidence of a group are."""
+        """Return the directory of a group's incarnations and evidence."""
         return self.directory / f"g{index}" if index else self.directory
 
     def groups(self) -> list[int]:
-        """Return every group that may have files."""
+        """Return the groups that may have files."""
         names = (re.fullmatch(r"g([1-9]\d*)", path.name) for path in self.directory.glob("g*"))
         return [0, *sorted(int(name[1]) for name in names if name)]
 
     def evidence(self, group: int = 0) -> Path:
-        """Return the directory with one of each incarnation that ended badly."""
+        """Return the directory of a group's evidence, with one entry per failure."""
         return self.group(group) / "evidence"
 
     def incarnation(self, number: int, group: int = 0) -> Path:
-        """Return the directory of all files of one incarnation but its evidence."""
+        """Return the directory of an incarnation's files, except its evidence."""
         return self.group(group) / f"i{number}"
 
     def incarnations(self, group: int = 0) -> list[int]:
@@ -154,14 +154,14 @@ class DeploymentState:
         return sorted(int(name[1]) for name in names if name)
 
     def member(self, incarnation: int, rank: int, group: int = 0) -> Path:
-        """Return the directory with a member's own files."""
+        """Return the directory of a member's files."""
         return self.incarnation(incarnation, group) / f"m{rank}"
 
     def prepare(self, groups: int = 1) -> None:
-        """Make the directories of a deployment of so many groups.
+        """Create the directories of a deployment with that many groups.
 
         Raises:
-            StateError: the path is too long for Ray, or it cannot be written.
+            StateError: the path is too long for Ray, or cannot be written.
         """
         longest = max(len(str(self.member(999, 99, group))) for group in (0, max(groups - 1, 0)))
         if longest > MAX_MEMBER_PATH:
@@ -180,15 +180,15 @@ class DeploymentState:
             ) from error
 
     def save_manifest(self, deployment: DSV4Deployment) -> None:
-        """Keep what the user asked for, without a status."""
+        """Save the manifest of the user, without a status."""
         replace_file(self.directory / "manifest.json", deployment.to_json(indent=2) + "\n")
 
     def save_object(self, deployment: DSV4Deployment) -> None:
-        """Keep the deployment with its status."""
+        """Save the deployment with its status."""
         replace_file(self.directory / "object.json", deployment.to_json(indent=2) + "\n")
 
     def manifest(self) -> DSV4Deployment | None:
-        """Return what the user asked for; None if nothing was ever started under this name."""
+        """Return the manifest of the user; None if no deployment was started under this name."""
         return _read(self.directory / "manifest.json")
 
     def object(self) -> DSV4Deployment | None:
@@ -197,7 +197,7 @@ class DeploymentState:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the one loop of this deployment; the kernel releases it however the process ends.
+        """Hold the lock of the deployment's loop; the kernel releases it at any end of the process.
 
         Raises:
             AlreadyRunning: another process has it.
@@ -231,10 +231,10 @@ class DeploymentState:
         return None
 
     def purge(self) -> None:
-        """Remove the directory with everything in it. To be called with the lock held.
+        """Remove the directory with its content. Must be called with the lock held.
 
         Raises:
-            StateError: its manifest is not this deployment's.
+            StateError: its manifest belongs to another deployment.
             OSError: it cannot be removed.
         """
         try:
@@ -261,17 +261,17 @@ class DeploymentState:
 
 
 def deployments(root: Path) -> list[DeploymentState]:
-    """Return every deployment that was ever started below `root` and not removed, by name."""
+    """Return every deployment below `root` that was started and not removed, by name."""
     found = []
     for path in sorted(root.glob("*/manifest.json")):
-        # Others are no deployments' directories.
+        # Skip other directories.
         with contextlib.suppress(StateError):
             found.append(DeploymentState(root, path.parent.name))
     return found
 
 
 def _flock(descriptor: int) -> bool:
-    """Take the lock; False if a loop holds it. `holder` holds it too, for the moment of its look."""
+    """Take the lock; False if a loop holds it. Retries, because `holder` holds it for a moment too."""
     for _ in range(_LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -286,3 +286,75 @@ def _read(path: Path) -> DSV4Deployment | None:
     except FileNotFoundError:
         return None
     return DSV4Deployment.model_validate_json(text)
+
+
+_TAIL_BYTES = 256 * 1024
+_RAY_FILES = 60
+# The same number as in the agent, which writes to the same directory.
+_KEEP = 10
+_NAME_TIME = re.compile(r"\d{8}T\d{6}Z")
+# Tolerance for the clocks of file servers.
+_CLOCK_SECONDS = 60.0
+
+
+def collect_evidence(
+    state: DeploymentState, group: int, incarnation: int, members: Iterable[ObservedMember], *, deadline: float
+) -> Path | None:
+    """Copy plan, statuses and the tails of all logs; None if the incarnation has no files.
+
+    After `deadline`, a monotonic time, no further file is started; completed files are kept.
+    """
+    source = state.incarnation(incarnation, group)
+    if not source.is_dir():
+        return None
+    target = state.evidence(group) / f"{incarnation}-{_name_time(time.time())}"
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source / "plan.json", target)
+    for member in members:
+        if member.incarnation == incarnation:
+            text = json.dumps(member.summary(), indent=2) + "\n"
+            (target / f"m{member.rank}-status.json").write_text(text)
+    for directory in sorted(source.glob("m*")):
+        for log in sorted(directory.glob("*.log")):
+            _copy_tail(log, target / f"{directory.name}-{log.name}", deadline)
+        ray = sorted((directory / "ray").glob("session_*/logs/*"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for log in [path for path in ray if path.is_file() and path.stat().st_size > 0][:_RAY_FILES]:
+            _copy_tail(log, target / f"{directory.name}-ray" / log.name, deadline)
+    _retain(target.parent, target)
+    return target
+
+
+def _copy_tail(source: Path, target: Path, deadline: float) -> None:
+    if time.monotonic() > deadline:
+        return
+    target.parent.mkdir(exist_ok=True)
+    with source.open("rb") as file:
+        size = source.stat().st_size
+        file.seek(max(0, size - _TAIL_BYTES))
+        tail = file.read(_TAIL_BYTES)
+    if source.name == "vllm.log" or source.name.startswith("worker-"):
+        # vLLM logs content of requests, which must not be saved.
+        lines = tail.decode(errors="replace").replace("\r\n", "\n").split("\n")
+        tail = "".join(f"{line}\n" for line in without_client_text(lines) if line).encode()
+    target.write_bytes(tail)
+
+
+def _retain(directory: Path, new: Path) -> None:
+    """Remove all but the newest entries, by the time in their names; `new` stays. A restart loop must not fill the
+    disk.
+
+    Modification times change when a backup is restored. A time in the future was written under a wrong clock and counts
+    as the oldest.
+    """
+    now = _name_time(time.time() + _CLOCK_SECONDS)
+
+    def age(path: Path) -> tuple[bool, str]:
+        written = path.name.rpartition("-")[2]
+        return path == new, written if _NAME_TIME.fullmatch(written) and written <= now else ""
+
+    for old in sorted(directory.iterdir(), key=age)[:-_KEEP]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _name_time(seconds: float) -> str:
+    return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(seconds))

@@ -1,7 +1,7 @@
 """The Pods backend: the members of every deployment as pods.
 
-Nothing is remembered here that could not be seen again: an operator that was killed at any point goes on from the API
-server. Whoever makes or ends pods looks there first, not into the cache.
+Nothing in memory is needed that could not be observed again: a restarted operator continues from the API server.
+Operations that create or end pods read the API server, not the cache.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from dataclasses import dataclass, field, replace
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods import evidence, scheduling
-from dsv4_operator.backends.pods.agents import AgentWatch
-from dsv4_operator.backends.pods.balance import Balance
-from dsv4_operator.backends.pods.canary import Canaries
-from dsv4_operator.backends.pods.capacity import Owner, Snapshot
+from dsv4_operator.backends.pods import scheduling
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer
-from dsv4_operator.backends.pods.observe import Member, endpoint_of, member_of, observed, wrong_labels
-from dsv4_operator.backends.pods.ownership import all_done
-from dsv4_operator.backends.pods.services import Frontends, move_head
-from dsv4_operator.backends.pods.token import TokenKeys, require_secrets
-from dsv4_operator.builders import group as objects
-from dsv4_operator.builders import member, names, paths
+from dsv4_operator.backends.pods.frontend import Frontends, TokenKeys, move_head, require_secrets
+from dsv4_operator.backends.pods.gateways import Balance, Canaries
+from dsv4_operator.backends.pods.observe import (
+    AgentWatch,
+    Member,
+    endpoint_of,
+    evidence_config,
+    member_of,
+    observed,
+    superfluous_evidence,
+    wrong_labels,
+)
+from dsv4_operator.backends.pods.ownership import gather_all
+from dsv4_operator.backends.pods.scheduling import Owner, Snapshot
+from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, Forbidden, Unavailable
 from dsv4_operator.kube.cache import GATEWAYS
@@ -37,37 +42,35 @@ from dsv4_operator.planning import revision
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import GroupPlan
-from dsv4_runtime.contract.clock import unix_time
+from dsv4_runtime.util.clock import unix_time
 
 _FRESH_SECONDS = 2.0
-"""Greatest age of a look at the nodes for a group that is formed."""
-_STANDING_SECONDS = 300.0
-"""And for groups whose members all stand: only a changed specification will ask."""
+"""Maximum age of the node data for a group that is being formed."""
+_COMPLETE_SECONDS = 300.0
+"""Maximum age for groups with all their members: only a changed specification needs new nodes."""
 _SHOW_SECONDS = 2.0
-"""Until the cache shows members that were made; before, there is no need to make them again."""
+"""Time until the cache contains new members; within it they are not created again."""
 
 
 class NodesTaken(BackendError):
-    """The nodes of a plan have no room any more. Planning again finds others, or says why there are none."""
+    """The nodes of a plan have no free resources any more. A new plan finds others, or contains the reason."""
 
 
 @dataclass(slots=True)
 class _GroupCache:
-    """Cache of what was last seen of one group. To lose it costs a few requests, and the times of ends begin anew."""
+    """Cached data of one group. Its loss costs a few requests, and resets the times of ends."""
 
     agents: AgentWatch | None = None
     seen: dict[str, float] = field(default_factory=dict)
-    """Of pods by uid: Unix time at which they were first seen."""
+    """Unix time of the first observation of each pod, by uid."""
     ended: dict[str, float] = field(default_factory=dict)
-    """Of pods by uid: Unix time at which their end was first seen."""
+    """Unix time at which the end of each pod was first observed, by uid."""
     made: tuple[int, float] = (0, -math.inf)
-    """The incarnation whose members were made last, and monotonic time."""
+    """Incarnation whose members were created last, and the monotonic time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _KnownFacts:
-    """The facts of one revision of a deployment, as last looked up."""
-
     generation: int
     time: float
     """Monotonic time."""
@@ -79,9 +82,8 @@ class PodsBackend:
 
     def __init__(self, cluster: Cluster, *, changed: Callable[[str, str], None]) -> None:
         """Args:
-        cluster: where.
-        changed: called with namespace and name of a deployment whose agents say something new, so that nobody has to
-            wait for the next look.
+        cluster: shared state of the cluster.
+        changed: called with namespace and name of a deployment after a new report of its agents.
         """
         self._cluster = cluster
         self._kube = cluster.kube
@@ -124,10 +126,10 @@ class PodsBackend:
             KubeError: the API server refused it.
         """
         if self._cluster.forbidden(deployment):
-            # The refusal of the plan says so; what is there stays as it is.
+            # The plan is refused with the reason; existing objects are not changed.
             return
         await self._frontends.ensure(deployment, status)
-        await self._balance.look(deployment, status)
+        await self._balance.rebalance(deployment, status)
 
     def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
         """See `Backend` and `Canaries.problem`."""
@@ -136,11 +138,11 @@ class PodsBackend:
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
         generation, now = deployment.metadata.generation, time.monotonic()
-        patience = _STANDING_SECONDS if self._stands(deployment) else _FRESH_SECONDS
+        max_age = _COMPLETE_SECONDS if self._is_complete(deployment) else _FRESH_SECONDS
         version, name = revision(deployment), (deployment.metadata.namespace, deployment.metadata.name)
         known = self._facts.get(name, {})
         latest = known.get(version)
-        if latest is not None and latest.generation == generation and now - latest.time < patience:
+        if latest is not None and latest.generation == generation and now - latest.time < max_age:
             return latest.facts
         if deployment.spec.suspend or not deployment.spec.replicas:
             # Nothing will be planned.
@@ -153,8 +155,8 @@ class PodsBackend:
                 found = scheduling.facts(deployment, snapshot)
         except Forbidden as error:
             found = replace(scheduling.facts(deployment, Snapshot((), ())), unfit=f"the operator may not look: {error}")
-        # Of other versions as long as they are asked for: two while groups go from one to the other.
-        recent = {other: one for other, one in known.items() if now - one.time < _STANDING_SECONDS}
+        # Other versions while they are in use: two during a rollout.
+        recent = {other: one for other, one in known.items() if now - one.time < _COMPLETE_SECONDS}
         self._facts[name] = {**recent, version: _KnownFacts(generation, now, found)}
         return found
 
@@ -166,11 +168,11 @@ class PodsBackend:
         """See `Backend`.
 
         Raises:
-            NodesTaken: the plan's nodes are taken meanwhile.
+            NodesTaken: the plan's nodes were taken meanwhile.
             Superseded: a later incarnation was formed meanwhile.
-            ForeignObject: an object of a wanted name belongs to somebody else.
-            ObjectTerminating: an object of a wanted name is still being removed.
-            BackendError: it asks for what it may not have, nobody names an image, or a Secret is missing.
+            ForeignObject: an object with a needed name belongs to another owner.
+            ObjectTerminating: an object with a needed name is still being removed.
+            BackendError: the policy forbids the deployment, no image is set, or a Secret is missing.
             KubeError: the API server refused an object.
         """
         host = self._cluster.host(deployment)
@@ -178,7 +180,7 @@ class PodsBackend:
         shown = any(one.incarnation == plan.incarnation for one in self._members(deployment, plan.group))
         incarnation, when = self._group(key).made
         if not shown and incarnation == plan.incarnation and time.monotonic() - when < _SHOW_SECONDS:
-            # The cache is late.
+            # The cache lags behind.
             return
         present = await self._ranks(deployment, plan.group, plan.incarnation) if shown else frozenset()
         if len(present) == len(plan.members):
@@ -186,11 +188,11 @@ class PodsBackend:
         if not present:
             await require_secrets(self._kube, deployment)
             await self._reserve_nodes(deployment, plan, host)
-        self._frontends.wrote(key.namespace, key.deployment)
+        self._frontends.record_write(key.namespace, key.deployment)
         try:
             pods = await self._prepare(deployment, plan, host, present)
         except BaseException:
-            # Nothing of it is there that would need the nodes.
+            # No member exists, so the nodes are not needed.
             self._cluster.release(_owner(key))
             raise
         self._cluster.reserve_made(pods)
@@ -198,7 +200,7 @@ class PodsBackend:
         problems = [one for one in made if isinstance(one, BaseException)]
         if problems:
             self._cluster.release(_owner(key))
-            # Others are there, and where there was no answer it may be.
+            # The other members exist; one whose request got no answer may exist.
             there = (bool, Unavailable)
             self._cluster.reserve_made(pod for pod, one in zip(pods, made, strict=True) if isinstance(one, there))
             raise problems[0]
@@ -207,7 +209,7 @@ class PodsBackend:
             await self._fencer.sweep(key, plan.incarnation)
 
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
-        """See `Backend`. Without a request: pods from the cache, agents as they were last heard."""
+        """See `Backend`. Without a request: pods from the cache, the latest reports of agents."""
         key = GroupKey.of(deployment, group)
         found, now = self._members(deployment, group), unix_time()
         known = self._group(key)
@@ -223,8 +225,8 @@ class PodsBackend:
                 ended[one.uid] = seen.ended_time
             members.append(seen)
         known.ended = ended
-        strange = self._strange(deployment, group, found)
-        return Observed(key, tuple(members), taken=self._taken(key), strange=strange)
+        anomalies = self._anomalies(deployment, group, found)
+        return Observed(key, tuple(members), used_incarnation=self._used_incarnation(key), anomalies=anomalies)
 
     async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
         """See `Backend`."""
@@ -254,13 +256,13 @@ class PodsBackend:
         pods = {one.rank: one.pod for one in found if one.incarnation == incarnation}
         token_key = await self._keys.of(deployment)
         answers = await asyncio.gather(*(self._evidence(pod, token_key) for pod in pods.values()))
-        told = dict(zip(pods, answers, strict=True))
+        answers_by_rank = dict(zip(pods, answers, strict=True))
         ordered = sorted(members, key=lambda one: one.rank)
-        config = evidence.config(deployment, group, incarnation, ordered, told)
+        config = evidence_config(deployment, group, incarnation, ordered, answers_by_rank)
         await self._objects.apply(config)
         chosen = names.labels(key.deployment, component=names.EVIDENCE, group=group)
         kept = await self._kube.list(CONFIG_MAPS, key.namespace, labels=names.selector(chosen))
-        for one in evidence.superfluous([one for one in kept if names.belongs(one, key.uid)]):
+        for one in superfluous_evidence([one for one in kept if names.belongs(one, key.uid)]):
             await self._objects.delete(CONFIG_MAPS, one, key.uid)
         return f"configmap {key.namespace}/{config['metadata']['name']}"
 
@@ -269,7 +271,7 @@ class PodsBackend:
         seen = self._seen(deployment, group, incarnation)
         await self._fencer.forget(GroupKey.of(deployment, group), incarnation, seen)
 
-    # Looking.
+    # Observation.
 
     def _group(self, key: GroupKey) -> _GroupCache:
         return self._groups.setdefault(key, _GroupCache())
@@ -286,10 +288,10 @@ class PodsBackend:
         found = (member_of(pod, metadata.name, group, metadata.uid) for pod in pods)
         return [one for one in found if isinstance(one, Member)]
 
-    def _strange(self, deployment: DSV4Deployment, group: int, members: Iterable[Member]) -> tuple[str, ...]:
-        """Return what is wrong with pods that carry the group's labels or names."""
+    def _anomalies(self, deployment: DSV4Deployment, group: int, members: Iterable[Member]) -> tuple[str, ...]:
+        """Return the problems of pods with the group's labels or names."""
         metadata = deployment.metadata
-        # Those of an earlier deployment of this name are expected while they end.
+        # Pods of an earlier deployment of this name are expected while they terminate.
         pods = [
             pod
             for pod in self._cluster.pods.pods(metadata.namespace, metadata.name, group)
@@ -300,14 +302,11 @@ class PodsBackend:
         return tuple(sorted((*ignored, *labels)))
 
     def _seen(self, deployment: DSV4Deployment, group: int, incarnation: int) -> list[str]:
-        """Return the names of the pods of one incarnation in the cache."""
         members = self._members(deployment, group)
         return [str(one.pod["metadata"]["name"]) for one in members if one.incarnation == incarnation]
 
-    def _taken(self, key: GroupKey) -> int:
-        """Return `Observed.taken`: pods of an earlier deployment keep their names until their kubelets have ended them,
-        on a node that is lost for good.
-        """
+    def _used_incarnation(self, key: GroupKey) -> int:
+        """Return `Observed.used_incarnation`; pods keep their names until kubelets end them, on a lost node forever."""
         pods = self._cluster.pods.pods(key.namespace, key.deployment, key.group)
         others = (names.parse_member_name(pod["metadata"]["name"]) for pod in pods if not names.belongs(pod, key.uid))
         return max((one[2] for one in others if one is not None and one[:2] == (key.deployment, key.group)), default=0)
@@ -315,8 +314,8 @@ class PodsBackend:
     def _gateway_pods(self, namespace: str, name: str) -> list[Manifest]:
         return self._cluster.pods.pods(namespace, name, GATEWAYS)
 
-    def _stands(self, deployment: DSV4Deployment) -> bool:
-        """Tell whether every group has all its members, so that no node has to be found for any."""
+    def _is_complete(self, deployment: DSV4Deployment) -> bool:
+        """Return whether every group has all its members, so that no new node is needed."""
         size = deployment.spec.topology.nodes_per_group
         for group in range(deployment.spec.replicas):
             members = self._members(deployment, group)
@@ -326,14 +325,13 @@ class PodsBackend:
         return True
 
     async def _ranks(self, deployment: DSV4Deployment, group: int, incarnation: int) -> frozenset[int]:
-        """Return the ranks of the members that the API server has."""
         metadata = deployment.metadata
         pods = await self._fencer.live(GroupKey.of(deployment, group), incarnation)
         found = (member_of(pod, metadata.name, group, metadata.uid) for pod in pods)
         return frozenset(one.rank for one in found if isinstance(one, Member))
 
     def _follow(self, deployment: DSV4Deployment, known: _GroupCache, members: Iterable[Member]) -> None:
-        """Watch the agents of the latest incarnation, and those of no other."""
+        """Watch the agents of the latest incarnation only."""
         latest = max((one.incarnation for one in members), default=None)
         if known.agents is not None and known.agents.incarnation != latest:
             known.agents.stop()
@@ -353,27 +351,27 @@ class PodsBackend:
             return await self._agents.evidence(endpoint.url, token_key) if endpoint is not None else None
         return None
 
-    # Making.
+    # Creation.
 
     async def _prepare(
         self, deployment: DSV4Deployment, plan: GroupPlan, host: member.Host, present: frozenset[int]
     ) -> list[Manifest]:
-        """Make what members mount and are found by; return the pods of those that are not `present`."""
-        # Before anything else: who comes late must not reach the head that was, and forms nothing itself.
+        """Create the objects that members mount or are found by; return the pods of the missing members."""
+        # First: a late operator must neither reach the present head nor form members itself.
         await move_head(self._objects, deployment, plan.group, plan.incarnation)
-        if not await self._objects.create(objects.plan_config(deployment, plan)):
-            # An earlier try came so far. Where it was the first to write the plan, nobody could have made members.
+        if not await self._objects.create(member.plan_config(deployment, plan)):
+            # An earlier attempt wrote the plan. Without members of that attempt, the new plan may replace it.
             present = await self._ranks(deployment, plan.group, plan.incarnation)
-            plan = await self._kept(deployment, plan, read=bool(present))
-        await all_done(
+            plan = await self._existing_plan(deployment, plan, read=bool(present))
+        await gather_all(
             self._keys.make_token(deployment, plan.group, plan.incarnation),
-            self._objects.apply(objects.incarnation_service(deployment, plan.group, plan.incarnation)),
+            self._objects.apply(member.incarnation_service(deployment, plan.group, plan.incarnation)),
         )
         missing = [rank for rank in range(len(plan.members)) if rank not in present]
         return [member.member_pod(deployment, plan, rank, host=host) for rank in missing]
 
     async def _reserve_nodes(self, deployment: DSV4Deployment, plan: GroupPlan, host: member.Host) -> None:
-        """Keep the nodes of `plan` for its members, if they have room for all of them.
+        """Reserve the nodes of `plan` for its members, if they have enough free resources for all of them.
 
         Raises:
             NodesTaken: they have not.
@@ -388,18 +386,15 @@ class PodsBackend:
             ranks = range(len(plan.members))
             self._cluster.reserve_made(member.member_pod(deployment, plan, rank, host=host) for rank in ranks)
 
-    async def _kept(self, deployment: DSV4Deployment, plan: GroupPlan, *, read: bool) -> GroupPlan:
-        """Return the plan as the members will have it, where one was written before.
+    async def _existing_plan(self, deployment: DSV4Deployment, plan: GroupPlan, *, read: bool) -> GroupPlan:
+        """Return the plan for the members, if one was written before.
 
-        Args:
-            deployment: owns it.
-            plan: as it is now.
-            read: whether a member may have read it, so that what was written first holds for the others too.
+        With `read`, a member may have read the earlier plan, which then stays valid for the others too.
         """
-        wanted = objects.plan_config(deployment, plan)
+        wanted = member.plan_config(deployment, plan)
         kept = await self._objects.find(wanted)
         if kept is not None and read:
-            return GroupPlan.model_validate_json(kept["data"][paths.PLAN_FILE])
+            return GroupPlan.model_validate_json(kept["data"][names.PLAN_FILE])
         if kept is not None:
             await self._objects.delete(CONFIG_MAPS, kept, deployment.metadata.uid or "")
         await self._objects.create(wanted)

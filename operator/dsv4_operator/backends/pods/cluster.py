@@ -1,4 +1,4 @@
-"""State that groups of all deployments share: the nodes, the pods as watched, and what is reserved on them."""
+"""State shared by the groups of all deployments: nodes, pods and reservations."""
 
 from __future__ import annotations
 
@@ -6,95 +6,74 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, StorageType
 from dsv4_operator.api.policy import violations
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods.capacity import Owner, PodRequests, Snapshot, owner_of, pod_requests, readable
 from dsv4_operator.backends.pods.ownership import OwnedObjects
+from dsv4_operator.backends.pods.scheduling import Owner, PodRequests, Snapshot, owner_of, pod_requests, readable
 from dsv4_operator.builders import member
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import NODES, Kube, KubeReader
+from dsv4_operator.kube import NODES, Client, KubeReader, OwnedCache, PodCache
 
 _DEFAULT_POLICY = ClusterPolicy()
 
 _RESERVED_SECONDS = 15.0
-"""For which the nodes of a plan are kept until its pods are being made: a status has to be written before."""
+"""Duration of the reservation of a plan's nodes until its pods are created; a status is written before."""
 _MADE_SECONDS = 60.0
-"""After which a pod that was to be made must have been seen: requests take 30 s at most."""
-
-
-class PodView(Protocol):
-    """Pods in memory (`dsv4_operator.kube.cache.PodCache`); may lag behind the API server."""
-
-    def pods(self, namespace: str, deployment: str, group: int) -> list[Manifest]:
-        """Return the members of one group, of every incarnation, or the gateways (`GATEWAYS`); not to be changed."""
-        ...
-
-    def all(self) -> Iterable[Manifest]:
-        """Return every pod, also of other programs; not to be changed."""
-        ...
-
-
-class OwnedView(Protocol):
-    """Owned objects in memory (`dsv4_operator.kube.owned.OwnedCache`); may lag behind the API server."""
-
-    def versions(self, namespace: str, deployment: str) -> frozenset[tuple[str, str, str]]:
-        """Return kind, name and version of the objects that `deployment` owns beside its members."""
-        ...
+"""Time after which a pod that was to be created must have been observed: requests take 30 s at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reserved:
-    """Resources reserved for members of one group whose pods were not seen yet."""
+    """Resources reserved for members of one group whose pods were not observed yet."""
 
     pods: Mapping[str, PodRequests]
-    """By the names of the pods."""
+    """By name of the pod."""
     until: float
     """Monotonic time."""
 
 
 class Cluster:
-    """One cluster, for every deployment of one operator."""
+    """One cluster, shared by all deployments of an operator."""
 
     def __init__(
         self,
-        kube: Kube,
-        pods: PodView,
+        kube: Client,
+        pods: PodCache,
         *,
         runtime_image: str,
         policy: ClusterPolicy = _DEFAULT_POLICY,
-        owned: OwnedView | None = None,
+        owned: OwnedCache | None = None,
         in_cluster: bool = False,
     ) -> None:
         """Args:
         kube: the API server.
-        pods: of the namespaces that the operator may look at, kept up to date by somebody else. What runs elsewhere is
-            not known, and only the scheduler finds that a node is full.
-        runtime_image: of members and gateways of deployments that name none.
-        policy: what deployments may have of nodes.
-        owned: what deployments own beside their members; None: nobody watches it, and only what changes is written.
+        pods: cache of the pods in the watched namespaces. Pods elsewhere are unknown, and only the scheduler detects
+            that a node is full.
+        runtime_image: image of members and gateways of deployments that name none.
+        policy: limits on the use of nodes by deployments.
+        owned: cache of the other owned objects; None: only changes of the wanted objects are written.
         in_cluster: whether this process is a pod of the cluster, so that names of Services resolve.
         """
         self.in_cluster = in_cluster
         self.kube: KubeReader = kube
         self.client = kube
-        """For those that make an `OwnedObjects` of their own; nobody else writes."""
+        """Only for the construction of `OwnedObjects`; no other code writes."""
         self.objects = OwnedObjects(kube)
         self.owned = owned
         self.pods = pods
         self._host = member.Host(policy, runtime_image)
         self._snapshot = Snapshot((), ())
         self._requests: dict[str, tuple[str, PodRequests | None]] = {}
-        """Of pods by uid: resource version, and what it takes. Reading quantities is most of the work of a look."""
+        """By uid of the pod: resource version and requests, because parsing quantities is expensive."""
         self._reserved: dict[Owner, _Reserved] = {}
-        self._looked: float | None = None
+        self._snapshot_time: float | None = None
         self.scheduling = asyncio.Lock()
-        """Held from a look at the nodes until what was found there is reserved: two groups must not take the same."""
+        """Held from a snapshot until its result is reserved: two groups must not take the same nodes."""
 
     def image(self, deployment: DSV4Deployment) -> str:
-        """Return the image of the gateways of `deployment`, and of its members.
+        """Return the image of the gateways and members of `deployment`.
 
         Raises:
             BackendError: neither it nor the operator names one.
@@ -102,10 +81,10 @@ class Cluster:
         return deployment.spec.engine.image or self.host(deployment).runtime_image
 
     def host(self, deployment: DSV4Deployment) -> member.Host:
-        """Return what the members of `deployment` may have of their nodes.
+        """Return the limits of the members of `deployment` on their nodes.
 
         Raises:
-            BackendError: it may not have what it asks for, or needs an image that the operator does not have.
+            BackendError: the policy forbids the deployment, or it needs an image that the operator does not have.
         """
         if forbidden := self.forbidden(deployment):
             raise BackendError(forbidden)
@@ -121,38 +100,38 @@ class Cluster:
         return self._host
 
     def forbidden(self, deployment: DSV4Deployment) -> str:
-        """Return what `deployment` may not have here, for people; empty: it may have everything."""
+        """Return the policy violations of `deployment` as text; empty: there are none."""
         return "; ".join(map(str, violations(deployment, self._host.policy, self._host.runtime_image)))
 
     async def snapshot(self, seconds: float) -> Snapshot:
-        """Return all nodes and pods as they were at most `seconds` ago. To be called with `scheduling` held.
+        """Return all nodes and pods, at most `seconds` old. Must be called with `scheduling` held.
 
         Raises:
             KubeError: the nodes cannot be listed.
         """
-        if self._looked is None or time.monotonic() - self._looked > seconds:
+        if self._snapshot_time is None or time.monotonic() - self._snapshot_time > seconds:
             begun = time.monotonic()
             nodes = tuple(filter(readable, await self.kube.list(NODES)))
             self._snapshot = Snapshot(nodes, self._requests_of(self.pods.all()))
-            self._looked = begun
+            self._snapshot_time = begun
             self._reserve({})
         return self._snapshot
 
     def reserve(self, owner: Owner, pods: Iterable[PodRequests]) -> None:
-        """Keep what `pods` of a planned group take, which will be made soon: for a while nobody else gets it."""
+        """Reserve the resources of a planned group's `pods`, which will be created soon."""
         self._reserve({owner: _Reserved(_by_name(pods), time.monotonic() + _RESERVED_SECONDS)})
 
     def reserve_made(self, pods: Iterable[Manifest]) -> None:
-        """Count members of one group that are about to be made as if they were there, until they are seen."""
+        """Count members of one group that are being created as existing, until they are observed."""
         requests = [found for pod in pods if (found := pod_requests(pod)) is not None]
         if requests:
             until = time.monotonic() + _MADE_SECONDS
             self._reserve({owner_of(requests[0].pod): _Reserved(_by_name(requests), until)})
 
     def release(self, owner: Owner) -> None:
-        """Drop what is reserved for a group, which went or was not made after all: whoever looks next looks anew."""
+        """Drop the reservation of a group that ended or was not created; the next snapshot is read anew."""
         self._reserved.pop(owner, None)
-        self._looked = None
+        self._snapshot_time = None
 
     def _reserve(self, more: Mapping[Owner, _Reserved]) -> None:
         now = time.monotonic()
@@ -164,7 +143,7 @@ class Cluster:
         )
 
     def _requests_of(self, pods: Iterable[Manifest]) -> tuple[PodRequests, ...]:
-        """Return what `pods` take, read anew only of those that changed."""
+        """Return the requests of `pods`, parsed again only for changed ones."""
         found: dict[str, tuple[str, PodRequests | None]] = {}
         for pod in pods:
             uid, version = str(pod["metadata"]["uid"]), str(pod["metadata"]["resourceVersion"])

@@ -1,42 +1,162 @@
-"""Keeps what users reach: the Service and the gateways of one deployment."""
+"""Services, gateways and token Secrets of deployments, and their repair."""
 
 from __future__ import annotations
 
+import base64
+import functools
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase
+from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.backends.pods.ownership import all_done
-from dsv4_operator.builders import frontend, names
+from dsv4_operator.backends.pods.ownership import OwnedObjects, gather_all
+from dsv4_operator.builders import frontend, member, names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SERVICES
+from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SECRETS, SERVICES, Client, Conflict, KubeError, KubeReader
+from dsv4_operator.kube.cache import Versions
 from dsv4_operator.lifecycle import given_up
+from dsv4_operator.lifecycle.watch import ALIVE
+from dsv4_runtime.contract.token import new_key, new_token
+
+_log = logging.getLogger("dsv4")
+
+_FRESH_SECONDS = 60.0
+"""Time for which an observed Secret is assumed to exist when members are created."""
+
+
+class TokenKeys:
+    """Cache of the token keys of all deployments, so that requests to agents cost no request to the API server."""
+
+    def __init__(self, kube: Client) -> None:
+        self._kube: KubeReader = kube
+        self._objects = OwnedObjects(kube)
+        self._known: dict[tuple[str, str], tuple[str | None, str, float]] = {}
+        """By namespace and name: uid of the deployment, key, and monotonic time of the latest confirmation."""
+
+    async def ensure(self, deployment: DSV4Deployment, seconds: float = _FRESH_SECONDS) -> str:
+        """Return the key, confirmed by the API server within the last `seconds`; created if it is missing.
+
+        Raises:
+            BackendError: see `_key_of`.
+            KubeError: see `_key_of`.
+        """
+        metadata = deployment.metadata
+        known = self._known.get((metadata.namespace, metadata.name))
+        if known is not None and known[0] == metadata.uid and time.monotonic() - known[2] <= seconds:
+            return known[1]
+        # Tokens of running agents derive from this key, so a deleted Secret is created again with the same content.
+        earlier = known[1] if known is not None and known[0] == metadata.uid else None
+        key = await self._key_of(deployment, earlier)
+        self._known[metadata.namespace, metadata.name] = metadata.uid, key, time.monotonic()
+        return key
+
+    async def make_token(self, deployment: DSV4Deployment, group_index: int, incarnation: int) -> None:
+        """Create the Secret with the token of a new incarnation, unless it exists.
+
+        Raises:
+            BackendError: see `_key_of`; or the Secret belongs to another owner.
+            KubeError: see `_key_of`; or the API server refused the Secret.
+        """
+        token = new_token(await self.ensure(deployment))
+        await self._objects.create(member.token_secret(deployment, group_index, incarnation, token))
+
+    async def of(self, deployment: DSV4Deployment) -> str | None:
+        """Return the key for requests to agents, of any age; None if it is not available."""
+        metadata = deployment.metadata
+        known = self._known.get((metadata.namespace, metadata.name))
+        if known is not None and known[0] == metadata.uid:
+            return known[1]
+        try:
+            return await self.ensure(deployment)
+        except (BackendError, KubeError) as error:
+            _log.warning("%s/%s: no token key for its agents: %s", metadata.namespace, metadata.name, error)
+            return None
+
+    async def _key_of(self, deployment: DSV4Deployment, earlier: str | None) -> str:
+        """Return the token key of `deployment`; created if there is none, from `earlier` if that is known.
+
+        Raises:
+            BackendError: the Secret belongs to another owner, or is being deleted.
+            KubeError: the Secret cannot be read or created, or has no key.
+        """
+        # A deployment without groups most likely has no key.
+        older = bool(deployment.status.groups)
+        wanted = member.token_key_secret(deployment, earlier or "")
+        known = await self._objects.find(wanted) if older or earlier is not None else None
+        if known is None:
+            key = earlier or (await self._key_before_uid(deployment) if older else None) or new_key()
+            if await self._objects.create(member.token_key_secret(deployment, key)):
+                return key
+            known = await self._objects.find(wanted)
+        found = _entry(known)
+        if found is None:
+            name = f"{deployment.metadata.namespace}/{wanted['metadata']['name']}"
+            what = f"the Secret {name} has no entry {names.TOKEN_KEY_ENTRY}"
+            raise KubeError(f"{what}; delete it, and it is made anew")
+        return found
+
+    async def _key_before_uid(self, deployment: DSV4Deployment) -> str | None:
+        """Return the key in the Secret with the former name, from which the tokens of running agents derive."""
+        metadata = deployment.metadata
+        found = await self._kube.get(SECRETS, metadata.namespace, names.earlier_token_key_name(metadata.name))
+        return _entry(found) if found is not None and names.belongs(found, metadata.uid) else None
+
+    def release(self, namespace: str, name: str) -> None:
+        """Drop the data of one deployment."""
+        self._known.pop((namespace, name), None)
+
+
+async def require_secrets(kube: KubeReader, deployment: DSV4Deployment) -> None:
+    """Check that all Secrets of `deployment` exist: without them its pods would wait without a message.
+
+    Raises:
+        BackendError: one is missing; the text contains the field, the Secret and the remedy.
+        KubeError: a Secret cannot be read.
+    """
+    namespace, gateway = deployment.metadata.namespace, deployment.spec.gateway
+    source = deployment.spec.model.source.secret_key_ref
+    keys = gateway.api_keys.secret_key_ref if gateway.api_keys is not None else None
+    for field, ref in (("spec.model.source", source), ("spec.gateway.apiKeys", keys)):
+        if ref is None:
+            continue
+        found = await kube.get(SECRETS, namespace, ref.name)
+        if not ((found or {}).get("data") or {}).get(ref.key):
+            what = "has no entry" if found is not None else "is not there, which should have"
+            raise BackendError(
+                f"{field}.secretKeyRef: the Secret {namespace}/{ref.name} {what} {ref.key}; make it, for example "
+                f"kubectl create secret generic {ref.name} -n {namespace} --from-file={ref.key}=FILE"
+            )
+
+
+def _entry(secret: Manifest | None) -> str | None:
+    """Return the token key in `secret`; None without one."""
+    text = ((secret or {}).get("data") or {}).get(names.TOKEN_KEY_ENTRY)
+    return None if text is None else base64.b64decode(text).decode().strip()
+
 
 _AGAIN_SECONDS = 600.0
-"""Between looks whether somebody else changed or removed it: nothing of it is watched."""
+"""Interval between checks for changes by other clients, in addition to the watches."""
 _GONE = frozenset({GroupPhase.SUSPENDED, GroupPhase.STOPPED})
 
 
 class Frontend:
-    """The frontend of one deployment. Remembers what was applied, so that nothing is written twice."""
+    """Front end of one deployment. Caches the applied objects, so that only changes are written."""
 
     def __init__(self, cluster: Cluster, token_key: Callable[[], Awaitable[str]]) -> None:
-        """Args:
-        cluster: where.
-        token_key: makes the deployment's token key if there is none.
-        """
         self._cluster = cluster
         self._token_key = token_key
         self._built: tuple[DSV4Deployment, list[str | None], bool, list[Manifest]] | None = None
-        """Inputs of the objects at the latest look, and the objects."""
+        """Inputs of the latest objects, and the objects."""
         self._applied: list[Manifest] = []
         self._time = -math.inf
 
     @property
     def names(self) -> frozenset[tuple[str, str]]:
-        """Return kind and name of what was applied."""
+        """Return kind and name of the applied objects."""
         return frozenset((one["kind"], one["metadata"]["name"]) for one in self._applied)
 
     async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
@@ -55,9 +175,9 @@ class Frontend:
             self._applied = wanted
             return
         await self._token_key()
-        await all_done(*(self._cluster.objects.apply(one) for one in changed))
+        await gather_all(*(self._cluster.objects.apply(one) for one in changed))
         if deployment.metadata.generation > 1:
-            # The first version of a specification follows none that asked for more groups.
+            # The first generation cannot have had more groups.
             await self._remove_superfluous(deployment, len(lost))
         self._applied = wanted
         if due:
@@ -77,15 +197,16 @@ class Frontend:
 
 
 def was_placed(status: DeploymentStatus) -> bool:
-    """Tell whether a group ever had a plan: a deployment that fits nowhere gets no gateways, which would take room.
+    """Return whether a group ever had a plan: a deployment that fits nowhere gets no gateways, which would use
+    resources.
 
-    Every decision leaves a status with groups, so one without tells nothing.
+    Every decision saves groups, so a status without groups gives no information.
     """
     return not status.groups or any(group.incarnation for group in status.groups)
 
 
 def routed_groups(deployment: DSV4Deployment, status: DeploymentStatus) -> int:
-    """Return how many groups have routes and gateways: those that are wanted, and those that still finish requests."""
+    """Return the number of groups with routes and gateways: wanted groups, and those in drain."""
     ending = (group.index + 1 for group in status.groups if group.phase not in _GONE)
     return max((deployment.spec.replicas, *ending))
 
@@ -101,3 +222,119 @@ def _objects(deployment: DSV4Deployment, lost: Sequence[str | None], image: str,
         if placed:
             found.append(frontend.gateway_deployment(deployment, group, image=image))
     return found
+
+
+_SETTLE_SECONDS = 3.0
+"""Time after a write in which new or changed objects are attributed to it."""
+_SECRET_SECONDS = 600.0
+"""Interval between reads of the Secret of an idle deployment; watching Secrets would need access to all."""
+
+
+class Superseded(BackendError):
+    """Another operator has formed a later incarnation, so the state of this one is out of date."""
+
+
+@dataclass(slots=True)
+class _Known:
+    uid: str | None
+    frontend: Frontend
+    versions: Versions
+    """Versions of the owned objects at the latest observation."""
+    written: float = -math.inf
+    """Monotonic time of the last write."""
+
+
+class Frontends:
+    """Front ends of all deployments: objects are applied after a change of the wanted state or by another client."""
+
+    def __init__(self, cluster: Cluster, keys: TokenKeys) -> None:
+        self._cluster = cluster
+        self._keys = keys
+        self._known: dict[tuple[str, str], _Known] = {}
+
+    async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+        """See `Backend.ensure_frontend`."""
+        name = deployment.metadata.namespace, deployment.metadata.name
+        known = self._known.get(name)
+        versions = self._versions(*name)
+        if known is not None and known.uid == deployment.metadata.uid and not self._changed_externally(known, versions):
+            known.versions = versions
+            await known.frontend.ensure(deployment, status)
+        else:
+            await self._apply(deployment, status, versions)
+        await self._keys.ensure(deployment, _SECRET_SECONDS)
+
+    async def _apply(self, deployment: DSV4Deployment, status: DeploymentStatus, versions: Versions) -> None:
+        """Apply all objects again; unchanged ones cause no write."""
+        frontend = Frontend(self._cluster, functools.partial(self._keys.ensure, deployment))
+        await frontend.ensure(deployment, status)
+        for group in status.groups:
+            if group.phase in ALIVE and group.members:
+                await move_head(self._cluster.objects, deployment, group.index, group.incarnation)
+                service = member.incarnation_service(deployment, group.index, group.incarnation)
+                await self._cluster.objects.apply(service)
+        name = deployment.metadata.namespace, deployment.metadata.name
+        self._known[name] = _Known(deployment.metadata.uid, frontend, versions, time.monotonic())
+
+    def record_write(self, namespace: str, name: str) -> None:
+        """Record a write of a deployment's objects, after which their versions change."""
+        known = self._known.get((namespace, name))
+        if known is not None:
+            known.written = time.monotonic()
+
+    def release(self, namespace: str, name: str) -> None:
+        """Drop the data of one deployment."""
+        self._known.pop((namespace, name), None)
+
+    def _versions(self, namespace: str, name: str) -> Versions:
+        return self._cluster.owned.versions(namespace, name) if self._cluster.owned is not None else frozenset()
+
+    def _changed_externally(self, known: _Known, versions: Versions) -> bool:
+        """Return whether another client removed or changed an object since the latest observation."""
+        settling = time.monotonic() - known.written < _SETTLE_SECONDS
+        if not settling and self._cluster.owned is not None and known.frontend.names - _names(versions):
+            # Created again at the latest reconcile, and removed again since.
+            return True
+        if versions == known.versions:
+            return False
+        return not settling or bool(_names(known.versions) - _names(versions))
+
+
+async def move_head(owned: OwnedObjects, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
+    """Set the incarnation of the head's Service, unless it has a later one.
+
+    The API server compares versions: of two operators that form at once, one that has lost its lease without noticing
+    gets no further, and its incarnation does not return. Pods that it had created before do not start, because fencing
+    removed the plan that they mount.
+
+    Raises:
+        Superseded: a later incarnation was formed.
+        BackendError: the Service belongs to another owner, or is being deleted.
+        KubeError: the Service was changed at the same time, or the API server refused it.
+    """
+    wanted = member.head_service(deployment, group, incarnation)
+    live = await owned.find(wanted)
+    if live is None:
+        await owned.create(wanted)
+        live = await owned.find(wanted)
+        if live is None:
+            raise Conflict(f"Service {wanted['metadata']['name']} was created and removed by somebody else")
+    latest = _incarnation(live)
+    if latest > incarnation:
+        where = f"{deployment.metadata.namespace}/{wanted['metadata']['name']}"
+        raise Superseded(
+            f"group {group}: incarnation {incarnation} is not formed, because incarnation {latest} was formed "
+            f"meanwhile (Service {where}); if no other operator runs, as after the restore of a backup, delete the "
+            "Service, and it is made again"
+        )
+    await owned.apply_over(live, wanted)
+
+
+def _incarnation(service: Manifest) -> int:
+    """Return the incarnation that a Service selects; 0 if it selects none, such as one of the type ExternalName."""
+    selector = dict(names.part(service, "spec", "selector"))
+    return names.number({"metadata": {"labels": selector}}, names.INCARNATION) or 0
+
+
+def _names(versions: Versions) -> frozenset[tuple[str, str]]:
+    return frozenset((kind, name) for kind, name, _ in versions)

@@ -1,29 +1,204 @@
-"""A pod as a member of a group: pure functions over what the API server says of it."""
+"""Members of a group as observed: pods, reports of their agents, and evidence of an incarnation that died.
+
+Evidence is a ConfigMap of at most 64 KiB. It never contains a prompt, because agents report none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4_operator.api import KIND
+from dsv4_operator.api import KIND, DSV4Deployment
 from dsv4_operator.api.values import parse_time
-from dsv4_operator.backends.pods.agents import AgentReport, Endpoint
-from dsv4_operator.backends.pods.capacity import node_of
+from dsv4_operator.backends.pods.scheduling import condition, node_of
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.lifecycle.observed import ObservedMember
-from dsv4_runtime.contract import Cause
+from dsv4_runtime.client import AGENT_ERRORS, SILENCE_SECONDS, AgentClient
+from dsv4_runtime.contract import AgentStatus, Cause, GroupReport
+from dsv4_runtime.contract.recovery import backoff
+from dsv4_runtime.util.clock import unix_time
+
+_log = logging.getLogger("dsv4")
+
+_POLL_SECONDS = 0.2
+_CHECK_SECONDS = 1.0
+_WITNESS_SECONDS = 0.4
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Address and port of an agent."""
+
+    address: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Return the base URL."""
+        return f"http://{self.address}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReport:
+    """Latest report of an agent."""
+
+    status: AgentStatus
+    heard: float
+    """Unix time of its arrival, by this machine's clock."""
+
+
+class AgentWatch:
+    """Watches the agents of one incarnation until closed. A broken stream only leaves the reports older."""
+
+    def __init__(
+        self,
+        client: AgentClient,
+        incarnation: int,
+        token_key: Callable[[], Awaitable[str | None]],
+        changed: Callable[[], None],
+    ) -> None:
+        """Args:
+        client: connections.
+        incarnation: reports of agents of other incarnations are dropped.
+        token_key: returns the deployment's token key; None while there is none.
+        changed: called after a new report.
+        """
+        self._client = client
+        self.incarnation = incarnation
+        self._token_key = token_key
+        self._changed = changed
+        self._endpoints: Mapping[int, Endpoint] = {}
+        self._reports: dict[int, AgentReport] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def follow(self, endpoints: Mapping[int, Endpoint]) -> None:
+        """Watch the members' agents at `endpoints`, by rank, from now on."""
+        moved = endpoints.get(0) != self._endpoints.get(0)
+        self._endpoints = dict(endpoints)
+        # A task that ended because of a defect is started again.
+        if self._tasks and not moved and not any(task.done() for task in self._tasks):
+            return
+        self.stop()
+        self._tasks = [asyncio.create_task(self._poll_stale_agents())]
+        if 0 in endpoints:
+            self._tasks.append(asyncio.create_task(self._watch_head(endpoints[0])))
+
+    def report(self, rank: int) -> AgentReport | None:
+        """Return the latest report of `rank`'s agent; None before the first."""
+        return self._reports.get(rank)
+
+    def stop(self) -> None:
+        """Cancel the watches; connections end in the background."""
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = []
+
+    async def close(self) -> None:
+        """End all connections."""
+        tasks = self._tasks
+        self.stop()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch_head(self, head: Endpoint) -> None:
+        """Follow the head's stream, with backoff after failures."""
+        failures = 0
+        while True:
+            try:
+                stream = self._client.watch_group(head.url, await self._token_key())
+                async with contextlib.aclosing(stream):
+                    members: dict[int, AgentStatus] = {}
+                    async for report in stream:
+                        members = self._take_group(report, members)
+                        failures = 0
+            except AGENT_ERRORS as error:
+                _log.debug("the stream of %s is broken: %s", head.url, str(error) or type(error).__name__)
+            failures += 1
+            await asyncio.sleep(backoff(failures, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE))
+
+    def _take_group(self, report: GroupReport, members: dict[int, AgentStatus]) -> dict[int, AgentStatus]:
+        """Store one report of the head; return the statuses that later reports refer to."""
+        now = unix_time()
+        if report.members is not None:
+            members = {status.rank: status for status in report.members}
+        changed = False
+        for rank, age in report.ages.items():
+            if rank in members:
+                changed |= self._take(rank, members[rank], now - age)
+        if changed:
+            self._changed()
+        return members
+
+    async def _poll_stale_agents(self) -> None:
+        """Poll each agent without a recent report directly: the connection from the head to it may be broken.
+
+        Polls run concurrently: an agent without an answer must not delay the others.
+        """
+        polls: dict[int, asyncio.Task[None]] = {}
+        try:
+            while True:
+                stale = self._stale(unix_time())
+                polls = {rank: task for rank, task in polls.items() if not task.done()}
+                for rank in stale:
+                    if rank not in polls:
+                        polls[rank] = asyncio.create_task(self._poll(rank))
+                await asyncio.sleep(_POLL_SECONDS if stale else _CHECK_SECONDS)
+        finally:
+            for task in polls.values():
+                task.cancel()
+
+    def _stale(self, now: float) -> list[int]:
+        """Return the ranks to poll. After the loss of the head, the reports of the others decide the verdict."""
+        head = self._reports.get(0)
+        headless = head is not None and head.heard < now - SILENCE_SECONDS
+        oldest = now - (_WITNESS_SECONDS if headless else SILENCE_SECONDS)
+        return [rank for rank in self._endpoints if rank not in self._reports or self._reports[rank].heard < oldest]
+
+    async def _poll(self, rank: int) -> None:
+        """Store the answer of `rank`'s agent, if there is one."""
+        endpoint = self._endpoints.get(rank)
+        if endpoint is None:
+            return
+        try:
+            status = await self._client.status(endpoint.url, await self._token_key())
+        except ValueError:
+            await asyncio.sleep(_CHECK_SECONDS)
+            return
+        except AGENT_ERRORS:
+            return
+        if (status.rank, status.incarnation) != (rank, self.incarnation):
+            # The agent stays stale, so the next poll is delayed.
+            await asyncio.sleep(_CHECK_SECONDS)
+        elif self._take(rank, status, unix_time()):
+            self._changed()
+
+    def _take(self, rank: int, status: AgentStatus, heard: float) -> bool:
+        """Store a report unless a later one is known; return whether it differs from the previous one."""
+        known = self._reports.get(rank)
+        if status.incarnation != self.incarnation or (known is not None and known.heard > heard):
+            return False
+        self._reports[rank] = AgentReport(status, heard)
+        return known is None or _news(known.status) != _news(status)
+
+
+def _news(status: AgentStatus) -> tuple[object, ...]:
+    return status.phase, status.verdict, status.joined, status.engine, status.progress
+
 
 SCHEDULE_SECONDS = 60.0
-"""A pod for which the scheduler finds no place for so long is a failure: dsv4 chose its node because it had room."""
+"""Time after which an unschedulable pod is a failure: dsv4 chose its node because it had free resources."""
 IMAGE_SECONDS = 180.0
-"""An image that cannot be fetched, or a container that cannot be made, is tried again for so long."""
+"""Time for retries of an image pull or of the creation of a container."""
 WAIT_SECONDS = 1800.0
-"""Until a container must run, however large its image is."""
+"""Upper bound for the start of a container, for any size of its image."""
 
 _AGENT = "agent"
-"""Name of the container that is the member."""
 _HOPELESS = frozenset(
     {
         "ErrImagePull",
@@ -50,8 +225,8 @@ class Member:
 def member_of(pod: Manifest, deployment: str, group: int, owner: str | None) -> Member | str:
     """Return `pod` as a member, or the reason why it is none.
 
-    Its incarnation and its rank are read from its name, which nobody can change; a label can be changed by anyone who
-    may write pods.
+    Incarnation and rank are read from its name, which is immutable; labels can be changed by any client with permission
+    to write pods.
 
     Args:
         pod: as the API server has it.
@@ -76,7 +251,7 @@ def owners_of(pod: Manifest) -> frozenset[str]:
 
 
 def wrong_labels(member: Member, deployment: str, group: int) -> str | None:
-    """Return which labels of a member somebody removed or changed; None if none."""
+    """Return the removed or changed labels of a member as text; None if there are none."""
     wanted = names.labels(
         deployment, component=names.MEMBER, group=group, incarnation=member.incarnation, rank=member.rank
     )
@@ -85,19 +260,15 @@ def wrong_labels(member: Member, deployment: str, group: int) -> str | None:
     if not wrong:
         return None
     pod = member.pod["metadata"]["name"]
-    told = " ".join(f"{name}={wanted[name]}" for name in wrong)
-    return f"labels of pod {pod} were changed, so Services do not find it; kubectl label --overwrite pod {pod} {told}"
-
-
-def incarnation_of(one: Manifest) -> int | None:
-    """Return the incarnation in the labels of an object; None if there is none that can be read."""
-    text = names.part(one, "metadata", "labels").get(names.INCARNATION)
-    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10 else None
+    commands = " ".join(f"{name}={wanted[name]}" for name in wrong)
+    return (
+        f"labels of pod {pod} were changed, so Services do not find it; kubectl label --overwrite pod {pod} {commands}"
+    )
 
 
 def endpoint_of(pod: Manifest) -> Endpoint | None:
-    """Return where its agent listens; None while it has no address."""
-    # Containers of others say nothing about the member.
+    """Return the endpoint of its agent; None while it has no address."""
+    # Injected containers are ignored.
     agent = next((one for one in names.parts(pod, "spec", "containers") if one.get("name") == _AGENT), {})
     address = names.part(pod, "status").get("podIP")
     number = next((one.get("containerPort") for one in names.parts(agent, "ports") if one.get("name") == "agent"), None)
@@ -107,16 +278,16 @@ def endpoint_of(pod: Manifest) -> Endpoint | None:
 def observed(
     member: Member, report: AgentReport | None, noticed: float | None, now: float, *, since: float, formed: bool
 ) -> ObservedMember:
-    """Return `member` with everything that is known of it.
+    """Return the observation of `member`.
 
     Args:
         member: its pod.
-        report: what its agent said last.
-        noticed: Unix time at which its end was first seen; None: now.
+        report: the latest report of its agent.
+        noticed: Unix time at which its end was first observed; None: now.
         now: Unix time.
-        since: Unix time at which the pod was first seen: how long it has waited is not counted from the API server's
-            time of its creation, which is of another clock.
-        formed: whether all members of its incarnation have addresses: until then its agent waits for them.
+        since: Unix time of the first observation of the pod: waits are not measured from its creation, which is a time
+            of the API server's clock.
+        formed: whether all members of its incarnation have addresses; until then its agent waits for them.
     """
     pod = member.pod
     ended, cause = _end(pod, report, now - since)
@@ -137,16 +308,15 @@ def observed(
 
 
 def not_ready_since(node: Manifest) -> str | None:
-    """Return since when `node` is not there for Kubernetes, in the API server's words; None if it is there."""
-    conditions = names.parts(node, "status", "conditions")
-    ready: Mapping[str, Any] = next((one for one in conditions if one.get("type") == "Ready"), {})
+    """Return the time since which Kubernetes reports `node` as not ready, as text; None if it is ready."""
+    ready = condition(node, "Ready")
     return None if ready.get("status") == "True" else str(ready.get("lastTransitionTime") or "never ready")
 
 
 def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | None, Cause | None]:
-    """Return how the member ended, for people, and why if that is known."""
+    """Return how the member ended, and the cause if known."""
     status = names.part(pod, "status")
-    # With containers of others in the pod its phase is theirs too, but then all of them have ended.
+    # The phase of a pod includes injected containers, but at these values all containers have ended.
     if status.get("phase") in ("Succeeded", "Failed"):
         return _last_words(status)
     terminated = next((one for one in _states(status, "terminated")), None)
@@ -156,7 +326,7 @@ def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | N
         return None, None
     if pod["metadata"].get("deletionTimestamp"):
         return "its pod was deleted before its agent answered", None
-    unschedulable = _unschedulable(status)
+    unschedulable = _unschedulable(pod)
     if unschedulable is not None and age > SCHEDULE_SECONDS:
         return f"not scheduled for {age:.0f} s: {unschedulable}", Cause.FORMATION_TIMEOUT
     hopeless = next((one for one in _states(status, "waiting") if one.get("reason") in _HOPELESS), None)
@@ -169,7 +339,7 @@ def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | N
 
 def _last_words(status: Mapping[str, Any]) -> tuple[str, Cause | None]:
     if status.get("reason"):
-        # The kubelet ended the pod itself: evicted, out of a resource, its node shut down.
+        # The kubelet ended the pod: eviction, resource shortage, shutdown of the node.
         lost = Cause.NODE_LOST if status["reason"] in ("NodeLost", "NodeShutdown", "Terminated") else None
         return f"{status['reason']}: {str(status.get('message', ''))[:300]}".rstrip(": "), lost
     terminated = next((one for one in _states(status, "terminated")), None)
@@ -184,7 +354,7 @@ def _last_words(status: Mapping[str, Any]) -> tuple[str, Cause | None]:
 
 def _waiting(pod: Manifest, *, formed: bool) -> str | None:
     status = names.part(pod, "status")
-    unschedulable = _unschedulable(status)
+    unschedulable = _unschedulable(pod)
     if unschedulable is not None:
         return f"not scheduled: {unschedulable}"
     state = next((one for one in _states(status, "waiting")), None)
@@ -195,11 +365,11 @@ def _waiting(pod: Manifest, *, formed: bool) -> str | None:
     return None if formed else "its agent waits for the addresses of the other members"
 
 
-def _unschedulable(status: Mapping[str, Any]) -> str | None:
-    for condition in names.parts(status, "conditions"):
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return str(condition.get("message") or condition.get("reason") or "no reason given")[:300]
-    return None
+def _unschedulable(pod: Manifest) -> str | None:
+    found = condition(pod, "PodScheduled")
+    if found.get("status") != "False":
+        return None
+    return str(found.get("message") or found.get("reason") or "no reason given")[:300]
 
 
 def _started(status: Mapping[str, Any]) -> bool:
@@ -217,3 +387,57 @@ def _time(text: object, default: float) -> float:
         return parse_time(text)
     except ValueError:
         return default
+
+
+KEPT_EVIDENCE = 5
+_BYTES = 60 * 1024
+"""Limit of all entries; the rest of 64 KiB is for the object itself."""
+_LINES = (200, 100, 50, 20, 5, 0)
+"""Numbers of last lines of each log, tried until the entry fits."""
+
+
+def evidence_config(
+    deployment: DSV4Deployment,
+    group: int,
+    incarnation: int,
+    members: Sequence[ObservedMember],
+    answers: Mapping[int, bytes | None],
+) -> Manifest:
+    """Return the ConfigMap; `answers` maps ranks to the answers of agents to `/v1/evidence`, None without one."""
+    limit = _BYTES // max(1, len(members))
+    data = {f"m{member.rank}.json": _entry(member, answers.get(member.rank), limit) for member in members}
+    name = names.evidence_name(deployment.metadata.name, group, incarnation)
+    about = names.metadata(deployment, name, component=names.EVIDENCE, group=group, incarnation=incarnation)
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
+
+
+def superfluous_evidence(kept: Sequence[Manifest]) -> list[Manifest]:
+    """Return all but the newest ConfigMaps."""
+    return sorted(kept, key=lambda one: names.number(one, names.INCARNATION) or 0)[:-KEPT_EVIDENCE]
+
+
+def _entry(member: ObservedMember, answer: bytes | None, limit: int) -> str:
+    seen = {**member.summary(), "agent": "did not answer" if answer is None else None}
+    agent = _parsed(answer)
+    for lines in _LINES:
+        text = json.dumps({**seen, **_shortened(agent, lines)}, indent=1, ensure_ascii=False)
+        if len(text.encode()) <= limit:
+            return text
+    return json.dumps({**seen, "status": None, "agent": "left out for want of room"})
+
+
+def _parsed(answer: bytes | None) -> dict[str, Any]:
+    try:
+        answer = json.loads(answer or b"{}")
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _shortened(agent: Mapping[str, Any], lines: int) -> dict[str, Any]:
+    logs = agent.get("lastLines") or {}
+    found: dict[str, Any] = {name: agent[name] for name in ("firstFatal", "memory") if name in agent}
+    if lines:
+        found["lastLines"] = {name: log[-lines:] for name, log in logs.items()}
+        found["window"] = (agent.get("window") or [])[-lines:]
+    return found

@@ -1,8 +1,8 @@
-"""Writes to the API server: every object that the backend creates, changes or deletes passes through here.
+"""Writes to the API server: every object that the backend creates, changes or deletes passes through this module.
 
-An object belongs to a deployment if its controller reference has the deployment's UID. A name proves nothing: it may be
-that of a user's object, of another deployment's object, or of an object of an earlier deployment that the garbage
-collector has not removed yet. Objects that belong to somebody else are never written and never deleted.
+An object belongs to a deployment if its controller reference has the deployment's UID. A name is no proof: the object
+may be a user's, of another deployment, or of an earlier deployment and not yet removed by the garbage collector.
+Objects of other owners are never written or deleted.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dsv4_operator.api import KIND, Reason
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import MANAGER, Manifest
-from dsv4_operator.kube import AlreadyExists, Conflict, Invalid, Kube, NotFound, Resource, apply_exactly, resource_of
+from dsv4_operator.kube import AlreadyExists, Client, Conflict, Invalid, NotFound, Resource, apply_exactly, resource_of
 
 _TRIES = 6
 _RETRY_SECONDS = 2.0
 
 
 class ForeignObject(BackendError):
-    """An object of a wanted name belongs to somebody else; the text names it, its owner and the remedy."""
+    """An object with a needed name belongs to another owner; the text contains its name, its owner and the remedy."""
 
     reason = Reason.FOREIGN_OBJECT
 
 
 class ObjectTerminating(BackendError):
-    """An object of a wanted name is about to be removed: it is being deleted, or its deployment is gone."""
+    """An object with a needed name is about to be removed: it is being deleted, or its deployment is gone."""
 
     reason = Reason.OBJECT_TERMINATING
     retry_seconds = _RETRY_SECONDS
@@ -37,14 +37,14 @@ class ObjectTerminating(BackendError):
 class OwnedObjects:
     """Creates, applies and deletes objects of deployments; see the module."""
 
-    def __init__(self, kube: Kube) -> None:
+    def __init__(self, kube: Client) -> None:
         self._kube = kube
 
     async def find(self, manifest: Manifest) -> Manifest | None:
-        """Return the live object with kind and name of `manifest`, which has the same owner; None if there is none.
+        """Return the live object with kind, name and owner of `manifest`; None if there is none.
 
         Raises:
-            ForeignObject: it belongs to somebody else.
+            ForeignObject: it belongs to another owner.
             ObjectTerminating: it is about to be removed.
             KubeError: it cannot be read.
         """
@@ -55,10 +55,10 @@ class OwnedObjects:
         return found
 
     async def create(self, manifest: Manifest) -> bool:
-        """Create the object; return False if the deployment has one of that name already, which is left as it is.
+        """Create the object; return False if the deployment already has one of that name, which is not changed.
 
         Raises:
-            ForeignObject: an object of that name belongs to somebody else.
+            ForeignObject: an object of that name belongs to another owner.
             ObjectTerminating: it is about to be removed.
             KubeError: the API server refused the object.
         """
@@ -73,22 +73,22 @@ class OwnedObjects:
         raise Conflict(f"{_name(manifest)} is created and removed again and again")
 
     async def apply(self, manifest: Manifest) -> None:
-        """Create the object, or apply it over the one that the deployment has.
+        """Create the object, or apply it over the deployment's existing one.
 
         Raises:
-            ForeignObject: an object of that name belongs to somebody else.
+            ForeignObject: an object of that name belongs to another owner.
             ObjectTerminating: it is about to be removed.
             KubeError: the API server refused the object.
         """
         for _ in range(_TRIES):
             live = await self.find(manifest)
             try:
-                # Applying creates too, but it would adopt an object that came since the look.
+                # Apply would create a missing object too, but also adopt one that was created meanwhile.
                 if live is None:
                     live = await self._kube.create(manifest)
                 await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})
             except (AlreadyExists, Conflict, NotFound):
-                # Another object of that name since the look.
+                # Another object has that name now.
                 continue
             except Invalid:
                 if live is None or not await self._replaced(live, manifest):
@@ -101,7 +101,7 @@ class OwnedObjects:
         """Apply `manifest` over exactly the version `live` of the object, which `find` returned.
 
         Raises:
-            ForeignObject: an object of somebody else has its name now.
+            ForeignObject: an object of another owner has its name now.
             ObjectTerminating: it is about to be removed.
             Conflict: it was changed since.
             KubeError: the API server refused the object.
@@ -118,7 +118,7 @@ class OwnedObjects:
     ) -> None:
         """Delete the object `live`, as the API server returned it, if its owner has `owner_uid`.
 
-        Otherwise, and if there is another object of its name by now, nothing happens: the deployment's own is gone.
+        Does nothing otherwise, or if another object has its name: the deployment's own is gone.
         """
         if not names.belongs(live, owner_uid):
             return
@@ -137,7 +137,7 @@ class OwnedObjects:
             await self.delete(resource, live, owner_uid)
 
     async def _replaced(self, live: Manifest, manifest: Manifest) -> bool:
-        """Tell whether another object has the name of `live` by now: API servers refuse its UID as `Invalid` then."""
+        """Return whether another object has the name of `live`: API servers refuse its UID as `Invalid` then."""
         now = await self.find(manifest)
         return now is None or now["metadata"]["uid"] != live["metadata"]["uid"]
 
@@ -153,8 +153,8 @@ class OwnedObjects:
         await apply_exactly(self._kube, {**manifest, "metadata": {**manifest["metadata"], **about}})
 
 
-async def all_done(*work: Awaitable[object]) -> None:
-    """Wait until all of `work` is done, also where a part of it fails; raise the first error."""
+async def gather_all(*work: Awaitable[object]) -> None:
+    """Wait for all of `work`, also after a failure; raise the first error."""
     for one in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(one, BaseException):
             raise one
@@ -164,7 +164,7 @@ def check(live: Manifest, manifest: Manifest) -> None:
     """Compare the owner of an object with that of `manifest`, which has its kind and name.
 
     Raises:
-        ForeignObject: it belongs to somebody else.
+        ForeignObject: it belongs to another owner.
         ObjectTerminating: it is being deleted, or belongs to an earlier deployment of the same name.
     """
     wanted, actual = names.controller_of(manifest), names.controller_of(live)
@@ -181,10 +181,10 @@ def check(live: Manifest, manifest: Manifest) -> None:
 
 
 def managed_by_apply(live: Manifest) -> Manifest | None:
-    """Return the metadata with which fields that were set by creating the object count as applied; None: they do.
+    """Return metadata that marks fields set at creation as applied; None: they are marked already.
 
-    Server-side apply removes a field that is not wanted any more only if nobody but the applying manager has it, and
-    for the API server a manager that creates is another one than the same manager that applies.
+    Server-side apply removes an obsolete field only if the applying manager alone owns it, and the API server treats a
+    manager that creates and the same manager that applies as different ones.
     """
     entries: list[dict[str, Any]] = live["metadata"].get("managedFields") or []
     own = [one for one in entries if one.get("manager") == MANAGER and not one.get("subresource")]

@@ -1,39 +1,285 @@
-"""Choice of a node for each member: pure functions over the nodes and pods of a cluster, as the API server lists them.
+"""Node capacity and the choice of a node for each member: pure functions over the nodes and pods of a cluster.
 
-All members of a group get their nodes at once or none does, so two groups never wait for each other's second half. The
+Either all members of a group get nodes or none does, so two groups never block each other with half of their nodes. The
 pods name their nodes, and the scheduler still checks that they fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
 
 from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, StorageType, TolerationOperator
 from dsv4_operator.api.values import quantity
-from dsv4_operator.backends.pods.capacity import (
-    PODS,
-    NodeCapacity,
-    Owner,
-    PodRequests,
-    Snapshot,
-    node_of,
-    owner_of,
-)
-from dsv4_operator.builders import member, names, paths
+from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.planning.catalog import GIB, machine_named, product_machine
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_runtime.contract import GroupPlan
 
+_GROUP_KEY = (names.DEPLOYMENT, names.GROUP)
+
+PODS = "pods"
+"""Resource of which each pod uses one; nodes allow 110 by default."""
+
+Owner = tuple[str, str, str, str]
+"""Namespace, deployment and group of a member, and the UID of the deployment."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Snapshot of a cluster. The free resources of each node are computed once for all groups."""
+
+    nodes: tuple[Manifest, ...]
+    requests: tuple[PodRequests, ...]
+    """Requests of the pods of all namespaces, including other programs on the same nodes."""
+    expected: tuple[PodRequests, ...] = ()
+    """Requests of pods that are being created."""
+
+    @classmethod
+    def of_pods(cls, nodes: Iterable[Manifest], pods: Iterable[Manifest]) -> Snapshot:
+        """Return the snapshot of the listed `nodes` and `pods`."""
+        return cls(tuple(nodes), tuple(found for pod in pods if (found := pod_requests(pod)) is not None))
+
+    def expecting(self, expected: Iterable[PodRequests]) -> Snapshot:
+        """Return the same snapshot with other expected pods."""
+        changed = Snapshot(self.nodes, self.requests, tuple(expected))
+        # Unchanged, so the computed value is reused.
+        changed.__dict__.update(_listed=self._listed)
+        return changed
+
+    def of(self, owner: Owner) -> Sequence[Manifest]:
+        """Return the members of one group, including expected ones."""
+        return [one.pod for one in self._members.get(owner, ())]
+
+    @cached_property
+    def _members(self) -> Mapping[Owner, Sequence[PodRequests]]:
+        found: dict[Owner, list[PodRequests]] = defaultdict(list)
+        for one in (*self.requests, *self.expected):
+            if one.owner is not None:
+                found[one.owner].append(one)
+        return dict(found)
+
+    @cached_property
+    def _listed(self) -> Mapping[str, NodeCapacity]:
+        """Return every node with its free resources beside the existing pods."""
+        found = {}
+        for node in self.nodes:
+            allocatable = names.part(node, "status", "allocatable")
+            capacity = NodeCapacity(node, {name: math.floor(_scaled(name, text)) for name, text in allocatable.items()})
+            found[capacity.name] = capacity
+        return _with_reserved(found, self.requests)
+
+    @cached_property
+    def _left(self) -> Mapping[str, NodeCapacity]:
+        """Return every node with its free resources beside all pods."""
+        return _with_reserved({name: node.copy() for name, node in self._listed.items()}, self.expected)
+
+    def capacity_for(self, owner: Owner) -> list[NodeCapacity]:
+        """Return every node with its free resources beside all pods except those of the group `owner`.
+
+        These end before new ones are created. The caller owns the list and may reserve on it.
+        """
+        found = {name: node.copy() for name, node in self._left.items()}
+        for one in self._members.get(owner, ()):
+            if one.node in found:
+                found[one.node].release(one)
+        return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PodRequests:
+    """Resource requests of one pod on its node."""
+
+    pod: Manifest
+    node: str
+    owner: Owner | None
+    """None: the pod is no member of a group."""
+    requests: Mapping[str, int]
+    """In the units of `NodeCapacity.free`."""
+
+
+@dataclass(slots=True, eq=False)
+class NodeCapacity:
+    """One node with its free resources for one group."""
+
+    manifest: Manifest
+    free: dict[str, int]
+    """CPUs in thousandths, memory in bytes, devices by count."""
+    members: list[Manifest] = field(default_factory=list)
+    """Pods of other groups' members."""
+
+    @property
+    def name(self) -> str:
+        """Return the node's name."""
+        return str(self.manifest["metadata"]["name"])
+
+    def copy(self) -> NodeCapacity:
+        """Return a copy to reserve on. Both share their fields until one replaces its own."""
+        return NodeCapacity(self.manifest, self.free, self.members)
+
+    def reserve(self, pod: PodRequests) -> None:
+        """Subtract the requests of a pod on this node."""
+        self.take(pod.requests)
+        if pod.owner is not None:
+            self.members = [*self.members, pod.pod]
+
+    def release(self, pod: PodRequests) -> None:
+        """Add the requests of a pod that ends before others are created."""
+        self.take({resource: -number for resource, number in pod.requests.items()})
+        self.members = [member for member in self.members if member is not pod.pod]
+
+    def take(self, requests: Mapping[str, int]) -> None:
+        """Subtract `requests` from the free resources."""
+        free = dict(self.free)
+        for resource, number in requests.items():
+            free[resource] = free.get(resource, 0) - number
+        self.free = free
+
+
+def readable(node: Manifest) -> bool:
+    """Return whether the used fields of `node` have the expected types; a malformed node must not hide the others."""
+    for path in (("metadata", "labels"), ("spec",), ("status", "allocatable"), ("status", "capacity")):
+        if not isinstance(_at(node, *path), dict | None):
+            return False
+    for path in (("spec", "taints"), ("status", "conditions"), ("status", "addresses")):
+        found = _at(node, *path)
+        if found is not None and not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
+            return False
+    amounts = names.part(node, "status", "allocatable")
+    return isinstance(names.part(node, "metadata").get("name"), str) and all(map(_is_amount, amounts.values()))
+
+
+def _at(value: Any, *path: str) -> Any:
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else value
+    return value
+
+
+def _is_amount(value: object) -> bool:
+    try:
+        quantity(str(value))
+    except ValueError:
+        return False
+    return True
+
+
+def condition(manifest: Manifest, kind: str) -> Mapping[str, Any]:
+    """Return the condition of type `kind` of a node or pod; empty without one."""
+    return next((one for one in names.parts(manifest, "status", "conditions") if one.get("type") == kind), {})
+
+
+def node_of(pod: Manifest) -> str | None:
+    """Return the node of `pod`, or the one required by its affinity; None if it may run on any."""
+    name = names.part(pod, "spec").get("nodeName")
+    if name:
+        return str(name)
+    required = names.part(pod, "spec", "affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
+    for term in names.parts(required, "nodeSelectorTerms"):
+        for want in names.parts(term, "matchFields"):
+            values = want.get("values")
+            if want.get("key") == "metadata.name" and values and isinstance(values, list):
+                return str(values[0])
+    return None
+
+
+def pod_requests(pod: Manifest) -> PodRequests | None:
+    """Return the requests of `pod` on its node; None if it has no node, or has ended."""
+    name = node_of(pod)
+    if name is None or has_ended(pod):
+        return None
+    return PodRequests(pod, name, owner_of(pod) if is_member(pod) else None, _counted_requests(pod))
+
+
+def has_ended(pod: Manifest) -> bool:
+    """Return whether all containers of `pod` have ended permanently, so that it uses no resources."""
+    return names.part(pod, "status").get("phase") in ("Succeeded", "Failed")
+
+
+def is_member(pod: Manifest) -> bool:
+    """Return whether `pod` is a member of a group of some deployment."""
+    labels = names.part(pod, "metadata", "labels")
+    return labels.get(names.MANAGED_BY) == names.MANAGER and labels.get(names.COMPONENT) == names.MEMBER
+
+
+def owner_of(pod: Manifest) -> Owner:
+    """Return the owner of the member `pod`."""
+    metadata = pod["metadata"]
+    deployment, group = (str(metadata["labels"].get(key, "")) for key in _GROUP_KEY)
+    return str(metadata["namespace"]), deployment, group, str((names.controller_of(pod) or {}).get("uid") or "")
+
+
+def _with_reserved(nodes: dict[str, NodeCapacity], pods: Iterable[PodRequests]) -> dict[str, NodeCapacity]:
+    for pod in pods:
+        if pod.node in nodes:
+            nodes[pod.node].reserve(pod)
+    return nodes
+
+
+def _counted_requests(pod: Manifest) -> dict[str, int]:
+    """Return the requests of `pod`, computed as in the scheduler.
+
+    Source: `PodRequests` of k8s.io/component-helpers/resource, without in-place resizing. Containers run together with
+    the sidecars, an init container with the sidecars before it. Requests of the pod itself replace the sum.
+    """
+    spec = names.part(pod, "spec")
+    total: dict[str, int] = defaultdict(int)
+    for container in names.parts(spec, "containers"):
+        _add(total, _container_requests(container))
+    sidecars: dict[str, int] = defaultdict(int)
+    greatest: dict[str, int] = {}
+    for container in names.parts(spec, "initContainers"):
+        wanted = _container_requests(container)
+        if container.get("restartPolicy") == "Always":
+            _add(sidecars, wanted)
+            _add(total, wanted)
+            wanted = {}
+        for resource in {*sidecars, *wanted}:
+            number = sidecars.get(resource, 0) + wanted.get(resource, 0)
+            greatest[resource] = max(greatest.get(resource, 0), number)
+    for resource, number in greatest.items():
+        total[resource] = max(total[resource], number)
+    total.update(_container_requests(spec))
+    _add(total, _rounded_up(names.part(spec, "overhead")))
+    total[PODS] = 1
+    return total
+
+
+def _add(total: dict[str, int], requests: Mapping[str, int]) -> None:
+    for resource, number in requests.items():
+        total[resource] += number
+
+
+def _container_requests(container: Mapping[str, Any]) -> dict[str, int]:
+    limits, requests = (names.part(container, "resources", name) for name in ("limits", "requests"))
+    return _rounded_up({**limits, **requests})
+
+
+def _rounded_up(quantities: Mapping[str, object]) -> dict[str, int]:
+    return {name: math.ceil(_scaled(name, text)) for name, text in quantities.items()}
+
+
+def _scaled(resource: str, text: object) -> Fraction:
+    """Return an amount in the units of `NodeCapacity.free`; 0 if it cannot be parsed."""
+    try:
+        return quantity(str(text)) * (1000 if resource == "cpu" else 1)
+    except ValueError:
+        return Fraction(0)
+
+
 _NAMED = 4
-"""Nodes that a refusal names."""
 _SPARK_64GB = 80 * GIB
 
 
 def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
-    """Return the machines of every group of `deployment`, and why the others cannot be used.
+    """Return the machines of every group of `deployment`, and the reasons against other nodes.
 
-    A group keeps the nodes that it has or had: its weights and compiled kernels are there.
+    A group keeps its present or former nodes, which have its weights and compiled kernels.
     """
     topology, namespace, name = deployment.spec.topology, deployment.metadata.namespace, deployment.metadata.name
     size = topology.nodes_per_group
@@ -50,18 +296,18 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
             taken = (_stand_in(deployment, group, rank, node.name, 0) for rank, node in enumerate(chosen))
             snapshot = snapshot.expecting((*snapshot.expected, *taken))
     storage = deployment.spec.storage.path
-    own = paths.own_folder(storage, namespace, name)
+    own = names.own_folder(storage, namespace, name)
     on_node = deployment.spec.storage.type is StorageType.HOST_PATH
     return Facts(
         nodes=(),
         isolated=True,
-        state_root=paths.STATE,
+        state_root=names.STATE_DIRECTORY,
         weights_root=f"{own}/weights",
-        ray_token_file=paths.TOKEN_FILE,
+        ray_token_file=names.TOKEN_FILE,
         cache_root=f"{own}/cache",
-        shared_weights=paths.shared_weights(storage) if on_node else None,
+        shared_weights=names.shared_weights(storage) if on_node else None,
         placed=placed,
-        unfit=_told(reasons, bool(snapshot.nodes)),
+        unfit=_summary(reasons, bool(snapshot.nodes)),
     )
 
 
@@ -72,13 +318,13 @@ def group_owner(deployment: DSV4Deployment, group: int) -> Owner:
 
 
 def stand_ins(deployment: DSV4Deployment, plan: GroupPlan) -> list[PodRequests]:
-    """Return what the members of `plan` will take, before their pods are there."""
+    """Return the requests of the members of `plan`, before their pods exist."""
     memory = plan.expectations.memory_bytes
     return [_stand_in(deployment, plan.group, member.rank, member.node or "", memory) for member in plan.members]
 
 
 def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) -> str | None:
-    """Return why the members of `plan` do not fit on the nodes that it names, for people; None if they do.
+    """Return the reason why the members of `plan` do not fit on its nodes; None if they do.
 
     The plan may be older than `snapshot`: a node may have been lost, cordoned or filled since.
     """
@@ -88,8 +334,8 @@ def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) ->
         node = nodes.get(planned.node or "")
         if node is None:
             return f"the node {planned.node} is gone"
-        wanted = _requests(deployment, plan.expectations.memory_bytes)
-        problem = _unfit(deployment, node.manifest) or _crowded(deployment, node) or _short(node, wanted)
+        wanted = _member_requests(deployment, plan.expectations.memory_bytes)
+        problem = _unfit(deployment, node.manifest) or _conflict(deployment, node) or _insufficient(node, wanted)
         if problem is not None:
             return f"the node {planned.node} {problem}"
         node.take(wanted)
@@ -104,16 +350,16 @@ def _choose(
     present: Mapping[int, str],
     reasons: dict[str, str],
 ) -> list[NodeCapacity]:
-    """Return the nodes of the group's ranks in order, as many as there are; why others do not fit goes to `reasons`."""
+    """Return the nodes of the group's ranks in order, as many as fit; reasons against others are added to `reasons`."""
     topology = deployment.spec.topology
     size = topology.nodes_per_group
     pins: Sequence[str] = topology.nodes[group * size : (group + 1) * size] if topology.nodes else ()
-    wanted = _requests(deployment, 0)
+    wanted = _member_requests(deployment, 0)
     fitting = []
     for node in nodes:
         if topology.nodes and node.name not in pins:
             continue
-        problem = unfit[node.name] or _crowded(deployment, node) or _short(node, wanted)
+        problem = unfit[node.name] or _conflict(deployment, node) or _insufficient(node, wanted)
         if problem is None:
             fitting.append(node)
         else:
@@ -125,7 +371,7 @@ def _choose(
     alone = topology.exclusive or deployment.spec.network_mode is NetworkMode.HOST_NETWORK
     chosen: list[NodeCapacity] = []
     for rank in range(size):
-        options = [node for node in fitting if _short(node, wanted) is None and not (alone and node in chosen)]
+        options = [node for node in fitting if _insufficient(node, wanted) is None and not (alone and node in chosen)]
         if pins:
             options = [node for node in options if rank < len(pins) and node.name == pins[rank]]
         if not options:
@@ -146,10 +392,10 @@ def _choose(
 
 
 def _unfit(deployment: DSV4Deployment, node: Manifest) -> str | None:
-    """Return why no member of `deployment` may go to `node`, whatever else is there."""
+    """Return the reason why no member of `deployment` may run on `node`, regardless of other pods."""
     spec, metadata = node.get("spec") or {}, node["metadata"]
     labels: Mapping[str, str] = metadata.get("labels") or {}
-    ready = next((one for one in _conditions(node) if one.get("type") == "Ready"), {})
+    ready = condition(node, "Ready")
     if ready.get("status") != "True":
         return f"is not ready since {ready.get('lastTransitionTime', 'it was made')}"
     if spec.get("unschedulable"):
@@ -181,12 +427,12 @@ def _tolerated(deployment: DSV4Deployment, taint: Mapping[str, str]) -> bool:
     return False
 
 
-def _requests(deployment: DSV4Deployment, memory_bytes: int) -> dict[str, int]:
+def _member_requests(deployment: DSV4Deployment, memory_bytes: int) -> dict[str, int]:
     return {**member.requests(deployment, memory_bytes), PODS: 1}
 
 
-def _short(node: NodeCapacity, wanted: Mapping[str, int]) -> str | None:
-    """Say which resource is not there."""
+def _insufficient(node: NodeCapacity, wanted: Mapping[str, int]) -> str | None:
+    """Return the first insufficient resource as text; None if all suffice."""
     for resource, number in wanted.items():
         free = node.free.get(resource, 0)
         if free < number:
@@ -198,8 +444,8 @@ def _short(node: NodeCapacity, wanted: Mapping[str, int]) -> str | None:
     return None
 
 
-def _crowded(deployment: DSV4Deployment, node: NodeCapacity) -> str | None:
-    """Say which member there does not go together with one of `deployment`."""
+def _conflict(deployment: DSV4Deployment, node: NodeCapacity) -> str | None:
+    """Return the conflict with a member on the node as text; None if there is none."""
     on_host = deployment.spec.network_mode is NetworkMode.HOST_NETWORK
     for pod in node.members:
         alone = bool((pod["spec"].get("affinity") or {}).get("podAntiAffinity"))
@@ -213,7 +459,7 @@ def _crowded(deployment: DSV4Deployment, node: NodeCapacity) -> str | None:
 
 
 def _nodes(deployment: DSV4Deployment, group: int, present: Iterable[Manifest]) -> dict[int, str]:
-    """Map each rank to the node that the group's latest incarnation has it on, or had it on."""
+    """Map each rank to the present or last node of the group's latest incarnation."""
     known = next((one for one in deployment.status.groups if one.index == group), None)
     found = {one.rank: one.node for one in known.members} if known is not None else {}
     places = [(names.parse_member_name(pod["metadata"]["name"]), node_of(pod)) for pod in present]
@@ -228,14 +474,14 @@ def _node_facts(
     spec, namespace, name = deployment.spec, deployment.metadata.namespace, deployment.metadata.name
     shared = sum(other is node for other in chosen)
     cpus = int(quantity(node.manifest["status"]["allocatable"].get("cpu", "1")))
-    # Nodes that are containers of one machine, as kind makes them, each have all of its processors.
+    # Nodes that are containers of one machine, as in kind, each report all of its CPUs.
     beside = sum(other is node or _is_same_machine(other.manifest, node.manifest) for other in chosen)
     on_host = spec.network_mode is NetworkMode.HOST_NETWORK
     address = names.member_address(namespace, name, group, "{incarnation}", rank)
     return NodeFacts(
         name=node.name,
         address=_internal_address(node.manifest) if on_host else address,
-        # Every network plugin calls a pod's interface so; of a node's the agents find the ones that matter.
+        # The interface name of pods in every network plugin; the agents detect the interfaces of nodes.
         interface="" if on_host else "eth0",
         cpus=max(1, cpus // beside),
         memory_bytes=max(0, node.free.get("memory", 0)) // shared,
@@ -249,21 +495,21 @@ def _is_same_machine(one: Manifest, other: Manifest) -> bool:
 
 
 def _machine(node: Manifest) -> str | None:
-    """Return the catalog's id of what GPU feature discovery found on `node`; None: nothing, or nothing in it."""
+    """Return the catalog id of the GPU that GPU feature discovery found on `node`; None without one."""
     machine = product_machine(str((node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product", "")))
     memory = quantity((node.get("status") or {}).get("capacity", {}).get("memory", "0"))
     return "gb10-64gb" if machine == "gb10" and 0 < memory < _SPARK_64GB else machine
 
 
 def _internal_address(node: Manifest) -> str:
-    """Return the node's own address; its name if it tells none, which the agent's check of addresses then refuses."""
+    """Return the node's internal address; its name if there is none, which the agent's address check then refuses."""
     addresses = (node.get("status") or {}).get("addresses") or []
     internal = (one["address"] for one in addresses if one.get("type") == "InternalIP")
     return str(next(internal, node["metadata"]["name"]))
 
 
 def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memory_bytes: int) -> PodRequests:
-    """Return what a member will take, before its pod is there."""
+    """Return the requests of a member, before its pod exists."""
     owner = group_owner(deployment, group)
     about = names.labels(owner[1], component=names.MEMBER, group=group, incarnation=0, rank=rank)
     alone = {"podAntiAffinity": {"required": True}} if deployment.spec.topology.exclusive else {}
@@ -275,16 +521,12 @@ def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memo
             "affinity": alone,
         },
     }
-    return PodRequests(pod, node, owner, _requests(deployment, memory_bytes))
+    return PodRequests(pod, node, owner, _member_requests(deployment, memory_bytes))
 
 
-def _conditions(node: Manifest) -> Iterator[Mapping[str, str]]:
-    yield from (node.get("status") or {}).get("conditions") or []
-
-
-def _told(reasons: Mapping[str, str], nodes: bool) -> str:
+def _summary(reasons: Mapping[str, str], nodes: bool) -> str:
     if not nodes:
         return "the cluster has no nodes"
-    told = [f"{name} {reason}" for name, reason in sorted(reasons.items())]
-    more = f", and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
-    return "; ".join(told[:_NAMED]) + more
+    lines = [f"{name} {reason}" for name, reason in sorted(reasons.items())]
+    more = f", and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
+    return "; ".join(lines[:_NAMED]) + more

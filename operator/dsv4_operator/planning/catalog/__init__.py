@@ -1,51 +1,26 @@
-"""Catalog of models and machines: data files with a source for every figure, and typed records over them."""
+"""Catalog of models and machines: data files with a source for every figure, and typed records."""
 
-from __future__ import annotations
-
-from dsv4_operator.planning.catalog.constants import (
-    AGENT_PORT,
-    API_PORT,
-    DASHBOARD_PORT,
-    GCS_PORT,
-    GIB,
-    MIB,
-    NANO,
-    NanoProfile,
-)
-from dsv4_operator.planning.catalog.machines import machine, machine_named, machines, product_machine
-from dsv4_operator.planning.catalog.models import model, models
-from dsv4_operator.planning.catalog.names import UnknownCheckpoint, checkpoint_named, model_for
-from dsv4_operator.planning.catalog.records import (
-    Build,
-    Division,
-    Machine,
-    Model,
-    Part,
-    Range,
-    Source,
-    Speculative,
-    WeightComponent,
+from dsv4_operator.planning.catalog.records import API_PORT, DASHBOARD_PORT, GIB, NANO, Machine, Model
+from dsv4_operator.planning.catalog.tables import (
+    UnknownCheckpoint,
+    checkpoint_named,
+    machine,
+    machine_named,
+    machines,
+    model,
+    model_for,
+    models,
+    product_machine,
 )
 
 __all__ = [
-    "AGENT_PORT",
     "API_PORT",
     "DASHBOARD_PORT",
-    "GCS_PORT",
     "GIB",
-    "MIB",
     "NANO",
-    "Build",
-    "Division",
     "Machine",
     "Model",
-    "NanoProfile",
-    "Part",
-    "Range",
-    "Source",
-    "Speculative",
     "UnknownCheckpoint",
-    "WeightComponent",
     "checkpoint_named",
     "machine",
     "machine_named",

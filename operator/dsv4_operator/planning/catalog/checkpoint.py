@@ -1,20 +1,20 @@
-"""A model from a checkpoint's own files: `config.json` and the headers of its safetensors. Pure; others read them."""
+"""Model of a checkpoint from `config.json` and the headers of its safetensors files. Pure: callers read the files."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from dsv4_operator.planning.catalog.models import models
 from dsv4_operator.planning.catalog.records import Division, Model, Part, Source, Speculative, WeightComponent
+from dsv4_operator.planning.catalog.tables import models
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _TABLE = re.compile(r"layers\.\d+\.engram\.embed\..+")
 _DRAFT = re.compile(r"mtp\.(\d+)\.(.+)")
 _FORMATS = {"BF16": "bf16", "F32": "fp32", "I64": "int64", "F8_E4M3": "fp8", "F8_E8M0": "scales", "I8": "fp4"}
-# The first that matches a name (without `layers.N.`) says what a tensor is and how it is divided.
+# Kind and division of a tensor by the first pattern that matches its name (without `layers.N.`).
 _KINDS: tuple[tuple[re.Pattern[str], Part, Division], ...] = (
     (re.compile(r"ffn\.experts\."), Part.EXPERTS, Division.EXPERT),
     (re.compile(r"ffn\.shared_experts\."), Part.SHARED_EXPERT, Division.TENSOR),
@@ -51,26 +51,26 @@ _FIELDS = {
 }
 _V41 = "DeepseekV41ForCausalLM"
 _SOURCES = "kv_source_layer_ids"
-"""Of V4.1 only: the layers that have a compressed cache."""
+"""Field of V4.1 with the layers that have a compressed cache."""
 
 
 class BadCheckpoint(Exception):
-    """Files that are no DeepSeek-V4 checkpoint, or a damaged one; the text names the file and the remedy."""
+    """The files are not a DeepSeek-V4 checkpoint, or damaged; the text names the file and the remedy."""
 
 
 def model_from_files(
     path: str, variant: str, config: Mapping[str, Any], headers: Mapping[str, Mapping[str, Any]]
 ) -> Model:
-    """Return the model that the files of one checkpoint describe, its bytes counted tensor by tensor.
+    """Return the model of the checkpoint with these files; its bytes are counted tensor by tensor.
 
     Args:
-        path: the checkpoint's directory, for messages and as its name.
-        variant: the `spec.model.variant` that the deployment gives it.
-        config: `config.json`; that of V4.1 has the language model's part under `text_config`.
-        headers: of every safetensors file, by its name.
+        path: directory of the checkpoint, for messages and its name.
+        variant: `spec.model.variant` of the deployment.
+        config: `config.json`; in V4.1 the part of the language model is under `text_config`.
+        headers: headers of every safetensors file, by file name.
 
     Raises:
-        BadCheckpoint: it is not a DeepSeek-V4 checkpoint, or its configuration lacks something; the text says what.
+        BadCheckpoint: it is not a DeepSeek-V4 checkpoint, or its configuration is incomplete.
     """
     architecture, config = _language_model(path, config)
     count = int(config["num_hidden_layers"])
@@ -112,10 +112,10 @@ def model_from_files(
 
 
 def _language_model(path: str, config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return the architecture and the language model's configuration.
+    """Return the architecture and the configuration of the language model.
 
     Raises:
-        BadCheckpoint: the catalog has no model of that architecture, or the configuration lacks something.
+        BadCheckpoint: the catalog has no model of that architecture, or the configuration is incomplete.
     """
     architecture = (config.get("architectures") or ["none"])[0]
     known = sorted({found.architecture for found in models()})
@@ -123,7 +123,7 @@ def _language_model(path: str, config: Mapping[str, Any]) -> tuple[str, Mapping[
         raise BadCheckpoint(f"{path}/config.json: the architecture is {architecture}; dsv4 reads {' and '.join(known)}")
     needed = [*_FIELDS.values(), "num_hidden_layers", "compress_ratios"]
     if architecture == _V41:
-        # The language model has a part of its own beside the vision tower's, and no layers that choose by hash.
+        # The language model has its own part beside that of the vision tower, and no hash layers.
         config = {"num_hash_layers": 0, **config, **(config.get("text_config") or {})}
         needed.append(_SOURCES)
     missing = [key for key in needed if key not in config]
@@ -133,15 +133,15 @@ def _language_model(path: str, config: Mapping[str, Any]) -> tuple[str, Mapping[
 
 
 def model_of_config(path: str, config: Mapping[str, Any]) -> Model:
-    """Return the checkpoint of the catalog whose body `config` describes, of several the greatest.
+    """Return the checkpoint of the catalog with the body in `config`, of several the greatest.
 
-    Which draft heads a checkpoint has is not in every configuration; the greatest is the one that is sure to fit.
+    Not every configuration lists the draft heads; a plan for the greatest checkpoint fits all.
 
     Raises:
-        BadCheckpoint: it is none that the catalog has.
+        BadCheckpoint: the catalog has no such checkpoint.
     """
-    told = {**config, **(config.get("text_config") or {})}
-    hidden, ratios = told.get("hidden_size"), tuple(told.get("compress_ratios") or ())
+    merged = {**config, **(config.get("text_config") or {})}
+    hidden, ratios = merged.get("hidden_size"), tuple(merged.get("compress_ratios") or ())
     body = [
         found
         for found in models()
@@ -206,9 +206,5 @@ def _components(counts: _Counts) -> tuple[WeightComponent, ...]:
 
 
 def _like(hidden: int, ratios: tuple[int, ...]) -> Model | None:
-    """Return a model of the catalog with the same body: what only people know, such as parsers, is taken from it."""
-    return _first(found for found in models() if found.hidden == hidden and found.compress_ratios == ratios)
-
-
-def _first(found: Iterable[Model]) -> Model | None:
-    return next(iter(found), None)
+    """Return a model of the catalog with the same body, for properties that the files lack, such as parsers."""
+    return next((known for known in models() if known.hidden == hidden and known.compress_ratios == ratios), None)

@@ -1,9 +1,10 @@
-"""Flags and variables that an engine's command line and environment accept."""
+"""Flags and variables that the command line and environment of an engine accept."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -15,7 +16,7 @@ from dsv4_operator.api.values import quoted
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """Values that one flag or variable takes."""
+    """Accepted values of one flag or variable."""
 
     values: int | str = 1
     """0: none; 1: exactly one; `?`: at most one; `+` and `*`: several."""
@@ -23,14 +24,14 @@ class Accepts:
     """`integer`, `number`, `size` (4096 or 4k), `integer or auto`, `json`; None: any text."""
     choices: tuple[str, ...] = ()
     list: bool = False
-    """Several of `choices`, with commas."""
+    """Whether a value is a comma-separated list of `choices`."""
     least: float | None = None
     above: float | None = None
     most: float | None = None
     below: float | None = None
 
     def problem(self, value: str) -> str | None:
-        """Return what is wrong with `value` and what would be right; None if nothing is known to be."""
+        """Return the problem with `value` and a remedy; None without a known problem."""
         if self.choices:
             given = value.split(",") if self.list else [value]
             if wrong := [one for one in given if one not in self.choices]:
@@ -38,12 +39,14 @@ class Accepts:
                 remedy = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(self.choices)}"
                 return f"{quoted(wrong[0])} is unknown here; {remedy}"
             return None
-        if self.kind == "json":
-            return _json_problem(value)
         if self.kind is None or (self.kind == "integer or auto" and value == "auto"):
             return None
-        number = _number(value, self.kind)
-        if number is None:
+        try:
+            if self.kind == "json":
+                json.loads(value)
+                return None
+            number = _number(value, self.kind)
+        except ValueError:
             return f"{quoted(value)} is not {_WANTED[self.kind]}"
         return self._out_of_range(value, number)
 
@@ -64,27 +67,17 @@ _WANTED = {
     "number": "a number; write for example 0.5",
     "size": "a whole number; write for example 4096 or 4k",
     "integer or auto": "a whole number; write one, or auto",
+    "json": 'JSON; write for example {"key": 1}, in single quotes',
 }
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def _json_problem(value: str) -> str | None:
-    try:
-        json.loads(value)
-    except ValueError:
-        return f'{quoted(value)} is not JSON; write for example {{"key": 1}}, in single quotes'
-    return None
-
-
-def _number(value: str, kind: str) -> float | None:
-    try:
-        if kind == "number":
-            return float(value)
-        if kind != "integer" and value[-1:] in _SUFFIXES:
-            return float(value[:-1]) * _SUFFIXES[value[-1]]
-        return float(int(value))
-    except ValueError:
-        return None
+def _number(value: str, kind: str) -> float:
+    if kind == "number":
+        return float(value)
+    if kind != "integer" and value[-1:] in _SUFFIXES:
+        return float(value[:-1]) * _SUFFIXES[value[-1]]
+    return float(int(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +87,17 @@ class Surface:
     vllm: str
     flags: Mapping[str, Accepts]
     aliases: Mapping[str, str]
-    """Short and negated forms of `flags`."""
+    """Short and negated forms, and their flag."""
     env: Mapping[str, Accepts] = field(default_factory=dict)
 
     def flag(self, name: str) -> str | None:
-        """Return the flag that `name` means (`--no-async-scheduling`: `--async-scheduling`); None if it is unknown."""
+        """Return the flag for `name` (`--async-scheduling` for `--no-async-scheduling`); None if it is unknown."""
         if name in self.flags:
             return name
         return self.aliases.get(name)
 
     def flag_names(self) -> Iterator[str]:
-        """Return every way to write a flag."""
+        """Return all names of all flags."""
         yield from self.flags
         yield from self.aliases
 
@@ -112,7 +105,7 @@ class Surface:
 @cache
 def surface(name: str) -> Surface:
     """Return the surface in the file `surface/<name>.json`."""
-    data = _read(name)
+    data = surface_document(name)
     return Surface(
         vllm=data["vllm"],
         flags={flag: _accepts(entry) for flag, entry in data["flags"].items()},
@@ -128,9 +121,98 @@ def library(name: str) -> tuple[str, frozenset[str]]:
     return data["prefix"], frozenset(data["names"])
 
 
+def surface_document(name: str) -> dict[str, Any]:
+    """Return the complete document of a vLLM, with the rows that `surface/<name>.json` takes from its base."""
+    document: dict[str, Any] = _read(name)
+    if "base" not in document:
+        return document
+    base = surface_document(document["base"])
+    for table in ("flags", "aliases", "env"):
+        rows = base[table] | document[table]
+        base[table] = {row: rows[row] for row in sorted(rows) if rows[row] is not None}
+    return base | {"vllm": document["vllm"]}
+
+
 def _read(name: str) -> Any:
     return json.loads((resources.files(__package__) / "surface" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _accepts(entry: Mapping[str, Any]) -> Accepts:
     return Accepts(**{**entry, "choices": tuple(entry.get("choices", ()))})
+
+
+_FLAG = re.compile(r"-[A-Za-z-]")
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One flag with its values on a command line."""
+
+    index: int
+    """Index of the flag in the list."""
+    written: str
+    """The flag as given, without a value after `=`."""
+    values: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Return the normalized flag: dashes for underscores, without the key after a dot."""
+        flag = self.written.partition(".")[0]
+        return flag.replace("_", "-") if flag.startswith("--") else flag
+
+    @property
+    def key(self) -> str:
+        """Return the key in `--flag.key value`; empty without one."""
+        return self.written.partition(".")[2]
+
+
+def read_arguments(args: Sequence[str]) -> tuple[Argument, ...]:
+    """Return the flags in `args`, as the parser of the engine reads them. Words before the first flag are dropped."""
+    found: list[Argument] = []
+    for index, word in enumerate(args):
+        if _FLAG.match(word):
+            flag, equals, value = word.partition("=")
+            found.append(Argument(index, flag, (value,) if equals else ()))
+        elif found:
+            last = found.pop()
+            found.append(Argument(last.index, last.written, (*last.values, word)))
+    return tuple(found)
+
+
+def argument_problems(args: Sequence[str], surface: Surface) -> Iterator[tuple[int, str]]:
+    """Yield the index in `args` and a message for every argument that the engine of `surface` would refuse."""
+    for argument in read_arguments(args):
+        name = surface.flag(argument.name)
+        if name is None:
+            yield argument.index, unknown(argument.written, list(surface.flag_names()), f"vLLM {surface.vllm}")
+            continue
+        yield from ((argument.index, text) for text in _value_problems(argument, surface.flags[name]))
+
+
+def unknown(name: str, known: Sequence[str], of: str) -> str:
+    """Return the message for an unknown `name`, with the nearest known name."""
+    nearest = get_close_matches(name.replace("_", "-") if name.startswith("-") else name, known, n=1, cutoff=0.7)
+    remedy = f"did you mean {nearest[0]}?" if nearest else "remove it"
+    return f'"{name}" is unknown to {of}; {remedy}'
+
+
+def _value_problems(argument: Argument, accepts: Accepts) -> Iterator[str]:
+    flag, count = argument.written, len(argument.values)
+    if argument.key:
+        if accepts.kind != "json":
+            yield f'"{flag}" has a key, and {argument.name} takes none; write {argument.name} VALUE'
+        elif not count:
+            yield f"{flag} takes a value; write {flag}=VALUE"
+        return
+    if accepts.values == 0 and count:
+        yield f"{quoted(argument.values[0])} follows {flag}, which takes no value; remove it"
+    elif accepts.values == 1 and count != 1:
+        yield f"{flag} takes one value, and {count} follow; write {flag}=VALUE"
+    elif accepts.values == "?" and count > 1:
+        yield f"{flag} takes at most one value, and {count} follow"
+    elif accepts.values == "+" and not count:
+        yield f"{flag} takes at least one value; write {flag} VALUE"
+    else:
+        for value in argument.values:
+            if problem := accepts.problem(value):
+                yield f"{flag}: {problem}"

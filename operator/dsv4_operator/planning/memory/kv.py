@@ -1,11 +1,11 @@
-"""The KV cache as vLLM lays it out: which layers share a block, how many bytes a block has, what a request needs.
+"""Layout of the KV cache in vLLM: groups of layers that share blocks, bytes of a block, blocks of a request.
 
-vLLM (0.29 to 0.33) keeps one pool of equal blocks. Layers of one kind form groups; a block of any group takes the bytes
-of the widest one. A request holds blocks for its whole context in the compressed groups, and in the window groups (the
-sliding window, the compressor's state) for its window and every token in flight: scheduled, but not settled. V4.1 has a
-ring of one block for the compressor's state. Follows
-`v1/core/kv_cache_utils.py` (`_get_packed_kv_cache_groups`, `get_max_concurrency_for_kv_cache_config`) and
-`max_admission_blocks_per_request` in `v1/kv_cache_interface.py`; a test compares with vLLM's own code.
+vLLM (0.29 to 0.33) has one pool of blocks of equal size. Layers of one kind form groups; the widest group determines
+the bytes of a block. A request holds blocks for its whole context in the compressed groups, and in the window groups
+(sliding window, compressor state) for its window and every token in flight (scheduled, not settled). V4.1 has a ring of
+one block for the compressor state. Follows `v1/core/kv_cache_utils.py` (`_get_packed_kv_cache_groups`,
+`get_max_concurrency_for_kv_cache_config`) and `max_admission_blocks_per_request` in `v1/kv_cache_interface.py`; a test
+compares it with vLLM.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from dsv4_operator.planning.catalog.records import EXACT, Model, Range
 
 _WINDOW_TOKENS = 64
 _WINDOW_TOKENS_SHARED = 32
-"""Of a model whose layers share their compressed caches (V4.1)."""
+"""For models whose layers share their compressed caches (V4.1)."""
 _STATE_TOKENS = {4: 4, 128: 8}
 _INDEX_EXTRA = 4  # one FP32 scale beside the 128 values of an indexer key
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One way to store a token."""
+    """Storage format of a token."""
 
     name: str
     token_bytes: int
-    """Of the main cache."""
+    """Bytes in the main cache."""
     alignment: int
-    """That pages are rounded up to."""
+    """Multiple to which pages are rounded up."""
 
     def padded(self, size: int) -> int:
-        """Return the page for `size` bytes."""
+        """Return the bytes of a page for `size` bytes."""
         return -(-size // self.alignment) * self.alignment
 
 
@@ -45,74 +45,74 @@ FORMATS = {
         # 448 FP8 values, 64 BF16 values of the rotary part, 8 bytes of scales.
         Format("fp8_ds_mla", 584, 576),
         Format("bf16", 1024, 512),
-        # Community builds only; the token's share follows from the block size that they log, 1 065 792 bytes for Flash.
+        # Community builds only; the bytes of a token follow from the logged block size, 1 065 792 bytes for Flash.
         Format("nvfp4_ds_mla", 584, 576),
     )
 }
 _LOGGED_BLOCK = {("nvfp4_ds_mla", 43): 1_065_792}
-"""Bytes per block that builds log whose format is not public, by format and layers."""
+"""Logged bytes of a block of builds whose format is not public, by format and layers."""
 _LOGGED_REQUEST = Range(0.91, 0.95, 1.03)
-"""Of those builds: three of 0.26 hold 6 to 9 % fewer blocks for a request, one of 0.25 1 % more."""
+"""Correction for those builds: three of 0.26 hold 6 to 9 % fewer blocks for a request, one of 0.25 1 % more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerCache:
-    """Cache that one layer keeps."""
+    """One cache of a layer."""
 
     layer: int
     kind: tuple[str, int]
-    """Kind of layers that may share a bucket: whole context, the window, or a ring; and tokens of a block."""
+    """Kind (whole context, window or ring) and tokens of a block; caches of one kind share a bucket."""
     window: int
     page: int
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share one block table."""
+    """Layers with a common block table."""
 
     block_tokens: int
-    """0: one block holds what a request has, however long it is."""
+    """0: one block for a request of any length."""
     window: int
     """0: the whole context."""
     pages: tuple[tuple[int, int], ...]
-    """(layer, bytes) of every cache in it."""
+    """(layer, bytes) of every cache of the group."""
 
     def blocks(self, tokens: int, in_flight: int) -> int:
-        """Return the blocks that a request of at most `tokens` may hold, with `in_flight` tokens not settled."""
+        """Return the maximum blocks of a request of `tokens` with `in_flight` tokens."""
         if not self.block_tokens:
             return 1
         if not self.window:
             return -(-tokens // self.block_tokens)
-        # One more: the window need not begin with a block.
+        # One more, because the window may begin within a block.
         return -(-min(self.window - 1 + in_flight, tokens) // self.block_tokens) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The groups of one model."""
+    """Groups of a model."""
 
     groups: tuple[KVGroup, ...]
     logged_block: int | None = None
     reserve: Range = EXACT
-    """Blocks of one request that builds log, over the number that is planned."""
+    """Logged over planned blocks of one request."""
 
     def bytes_per_block(self, layers: range) -> int:
-        """Return the bytes of a block on a stage with `layers`; draft layers count from the last decoder layer on."""
+        """Return the bytes of a block on a stage with `layers`; draft layers follow the last decoder layer."""
         if self.logged_block is not None:
             return self.logged_block
         return max((sum(page for layer, page in group.pages if layer in layers) for group in self.groups), default=0)
 
     def blocks_per_request(self, tokens: int, in_flight: int) -> int:
-        """Return the blocks that a request of at most `tokens` may hold."""
+        """Return the maximum blocks of a request of `tokens`."""
         return math.ceil(self.reserve.expected * sum(group.blocks(tokens, in_flight) for group in self.groups))
 
 
 @cache
 def layout(model: Model, kv_format: str, drafts: int, draft_tokens: int = 0) -> Layout:
-    """Return how vLLM groups the caches of `model` with `drafts` draft layers that propose `draft_tokens` a step.
+    """Return vLLM's groups for the caches of `model` with `drafts` draft layers and `draft_tokens` of a step.
 
     Raises:
-        ValueError: the format is unknown, or none of this model's.
+        ValueError: the format is unknown, or the model does not support it.
     """
     if kv_format not in FORMATS:
         raise ValueError(f"the KV cache format {kv_format!r} is unknown; known are {', '.join(FORMATS)}")
@@ -122,7 +122,7 @@ def layout(model: Model, kv_format: str, drafts: int, draft_tokens: int = 0) -> 
         return Layout(_groups(list(_shared_caches(model, FORMATS[kv_format], drafts, draft_tokens))))
     groups = _groups(list(_caches(model, FORMATS[kv_format], drafts)))
     if drafts > 1:
-        # Builds with several DSpark stages log as if the window layers formed three groups (ECO, MIA; NEP two).
+        # Logs of builds with several DSpark stages match three groups of window layers (ECO, MIA; NEP two).
         groups = _with_third_window_group(groups, model.window)
     logged = _LOGGED_BLOCK.get((kv_format, len(model.layers)))
     return Layout(groups, logged, _LOGGED_REQUEST if logged else EXACT)
@@ -131,7 +131,7 @@ def layout(model: Model, kv_format: str, drafts: int, draft_tokens: int = 0) -> 
 def _caches(model: Model, form: Format, drafts: int) -> Iterator[_LayerCache]:
     padded = form.padded
     for layer, ratio in enumerate((*model.compress_ratios, *(0,) * drafts)):
-        # In the order in which vLLM's layers register: it decides which layer a group begins with, not how many.
+        # In registration order of vLLM's layers: it determines the first layer of a group, not their number.
         yield _LayerCache(layer, ("window", _WINDOW_TOKENS), model.window, padded(_WINDOW_TOKENS * form.token_bytes))
         if ratio not in _STATE_TOKENS:
             continue
@@ -148,12 +148,11 @@ def _caches(model: Model, form: Format, drafts: int) -> Iterator[_LayerCache]:
 
 
 def _shared_caches(model: Model, form: Format, drafts: int, draft_tokens: int) -> Iterator[_LayerCache]:
-    """Yield the caches of V4.1 (`models/deepseek_v41/attention.py`, `compressor.py`): few layers have a compressed
-    cache and index keys.
+    """Yield the caches of V4.1 (`models/deepseek_v41/attention.py`, `compressor.py`).
 
-    What the compressor has not pooled yet is in a ring of one block a request.
+    Few layers have a compressed cache and index keys. Rows before compression are in a ring of one block per request.
     """
-    # A power of two that holds a step's rows and the one before.
+    # A power of two for the rows of a step and one earlier row.
     rows = max(8, 1 << (draft_tokens + 1).bit_length())
     for layer, ratio in enumerate((*model.compress_ratios, *(0,) * drafts)):
         window = form.padded(_WINDOW_TOKENS_SHARED * form.token_bytes)
@@ -177,11 +176,11 @@ def _groups(caches: Sequence[_LayerCache]) -> tuple[KVGroup, ...]:
     balanced = [len({len(same) for same in pages}) == 1 for pages in by_page]
     repeats = [max(len(same) for same in pages) for pages in by_page]
     even = [count for count, is_even in zip(repeats, balanced, strict=True) if is_even]
-    # A bucket that repeats a pattern of several page sizes stays whole; those of one size are split down towards it.
+    # A bucket with a repeated pattern of several page sizes remains whole; buckets of one size are split to match it.
     whole = [count for count, pages, is_even in zip(repeats, by_page, balanced, strict=True) if is_even and pages[1:]]
     size = _split_size(even, max(whole)) if whole else 0
     parts_of = [-(-count // size) if is_even and size else 1 for count, is_even in zip(repeats, balanced, strict=True)]
-    # What a request holds little of may be split down to one layer a group, so as not to widen the block of the others.
+    # Caches with few blocks per request may be split down to one layer a group, so that they do not widen the blocks.
     splits = [kind == "ring" or (kind == "window" and not size) for kind, _, _ in buckets]
     width = max(
         sum(-(-len(same) // (sum(map(len, pages)) if split else parts)) * same[0].page for same in pages)
@@ -212,7 +211,7 @@ def _pages(caches: Iterable[_LayerCache]) -> tuple[tuple[int, int], ...]:
 
 
 def _split_size(counts: Sequence[int], floor: int) -> int:
-    """Return the group size from `floor` on that pads least in sum; of equals the greatest."""
+    """Return the group size of at least `floor` with the least total padding; of equal ones the greatest."""
     return max(range(floor, max(counts) + 1), key=lambda size: (-sum(-count % size for count in counts), size))
 
 

@@ -1,13 +1,33 @@
-"""The memory plan."""
+"""Memory plan of every rank, changes that would make it fit, and the plan of a deployment."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from dsv4_operator.planning.catalog.constants import GIB
-from dsv4_operator.planning.catalog.records import Machine, Model, Part
+from dsv4_operator.api import (
+    CudagraphMode,
+    DSV4Deployment,
+    Executor,
+    KvCacheDtype,
+    SpeculativeMethod,
+    SpeculativeSpec,
+    TablesPlace,
+)
+from dsv4_operator.planning.catalog.records import GIB, NANO, Machine, Model, Part
+from dsv4_operator.planning.images import ImageProfile
+from dsv4_operator.planning.images.surface import read_arguments
+from dsv4_operator.planning.memory.items import (
+    beside_weights,
+    check_parallel,
+    loader_bytes,
+    rank_weights,
+    stages,
+    weights_item,
+)
 from dsv4_operator.planning.memory.kv import Layout, layout
 from dsv4_operator.planning.memory.records import (
     EngineSettings,
@@ -20,21 +40,19 @@ from dsv4_operator.planning.memory.records import (
     Parallel,
     RankPlan,
 )
-from dsv4_operator.planning.memory.terms import beside_weights, loader_bytes
-from dsv4_operator.planning.memory.weights import check_parallel, rank_weights, stages, weights_item
 
 
 def memory_plan(
     model: Model, machine: Machine, parallel: Parallel, engine: EngineSettings, measured: Measured | None = None
 ) -> MemoryPlan:
-    """Return where the memory of every rank goes. Never raises for a plan that does not fit; the verdict says so.
+    """Return the memory plan of every rank. A plan that does not fit has a verdict and raises no error.
 
     Args:
         model: the checkpoint.
         machine: every machine of the group.
-        parallel: how the group is divided.
-        engine: the engine's settings.
-        measured: what a start of the same model, image and machine logged.
+        parallel: parallelism of the group.
+        engine: settings of the engine.
+        measured: logged memory of a start with the same model, image and machine.
 
     Raises:
         ValueError: `parallel` does not divide the model (heads, output groups, layers), or the KV format is unknown.
@@ -42,15 +60,25 @@ def memory_plan(
     check_parallel(model, parallel)
     drafts = model.speculative.layers if engine.speculative_tokens and model.speculative else 0
     cache, widths = _cache(model, engine, parallel.pipeline, drafts)
-    firsts = _firsts(model, machine, parallel, engine, measured)
+    kinds = [_kind(parallel, rank) for rank in range(parallel.world_size)]
+    # The first rank of every kind represents the others.
+    firsts = {
+        kind: _rank(model, machine, parallel, engine, kinds.index(kind), measured) for kind in dict.fromkeys(kinds)
+    }
     kv = _kv_plan(engine, parallel, cache, widths, tuple(firsts.values())) if cache else None
     if kv:
         firsts = {kind: replace(rank, kv_bytes=kv.blocks * widths[rank.stage]) for kind, rank in firsts.items()}
     missing = {rank.rank: _missing(rank, widths, kv) for rank in firsts.values()}
     tightest = max(firsts.values(), key=lambda rank: (max(missing[rank.rank]), -rank.rank))
     problem = _verdict(machine, engine, tightest, missing[tightest.rank], widths, kv)
-    worst = max(max(_missing(rank, widths, kv, _worst(rank))) for rank in firsts.values())
-    best = max(max(_missing(rank, widths, kv, _best(rank))) for rank in firsts.values())
+    budget, beside = MemoryPool.BUDGET, MemoryPool.BESIDE
+    worst, best = (
+        max(max(_missing(rank, widths, kv, *change)) for rank, change in changes)
+        for changes in (
+            [(rank, (rank.above(budget), rank.above(beside))) for rank in firsts.values()],
+            [(rank, (-rank.below(budget), -rank.below(beside))) for rank in firsts.values()],
+        )
+    )
     refused = bool(problem) and (kv is None or not machine.memory_bytes or best > 0)
     return MemoryPlan(
         model=model,
@@ -59,8 +87,7 @@ def memory_plan(
         engine=engine,
         measured=measured,
         ranks=tuple(
-            replace(firsts[_kind(parallel, rank)], rank=rank, node=rank // parallel.devices_per_node)
-            for rank in range(parallel.world_size)
+            replace(firsts[kind], rank=rank, node=rank // parallel.devices_per_node) for rank, kind in enumerate(kinds)
         ),
         kv=kv,
         fits=not problem,
@@ -74,7 +101,7 @@ def memory_plan(
 
 
 def _cache(model: Model, engine: EngineSettings, pipeline: int, drafts: int) -> tuple[Layout | None, tuple[int, ...]]:
-    """Return the layout of the KV cache, and the bytes of a block on each stage."""
+    """Return the layout of the KV cache and the bytes of a block on each stage."""
     if not model.kv_known:
         return None, (0,) * pipeline
     found = layout(model, engine.kv_dtype or model.kv_format, drafts, engine.speculative_tokens)
@@ -85,25 +112,14 @@ def _cache(model: Model, engine: EngineSettings, pipeline: int, drafts: int) -> 
 def _widths(cache: Layout, layers: int, pipeline: int, drafts: int) -> tuple[int, ...]:
     divided = list(stages(layers, pipeline))
     divided[-1] = range(divided[-1].start, divided[-1].stop + drafts)
-    # A stage without any cache of its own cannot be: every layer has a window.
+    # Every stage has a cache, because every layer has a window.
     return tuple(cache.bytes_per_block(part) for part in divided)
 
 
 def _kind(parallel: Parallel, rank: int) -> tuple[int, bool, int]:
-    """Return what tells ranks apart: stage, whether it is the head, how many ranks its machine has."""
+    """Return the properties in which ranks differ: stage, head or worker, number of ranks on its machine."""
     before = rank - rank % parallel.devices_per_node
     return rank // parallel.tensor, rank == 0, min(parallel.devices_per_node, parallel.world_size - before)
-
-
-def _firsts(
-    model: Model, machine: Machine, parallel: Parallel, engine: EngineSettings, measured: Measured | None
-) -> dict[tuple[int, bool, int], RankPlan]:
-    """Return the first rank of every kind, before the KV cache is shared out."""
-    found: dict[tuple[int, bool, int], RankPlan] = {}
-    for rank in range(parallel.world_size):
-        if (kind := _kind(parallel, rank)) not in found:
-            found[kind] = _rank(model, machine, parallel, engine, rank, measured)
-    return found
 
 
 def _rank(
@@ -114,22 +130,26 @@ def _rank(
     parts = rank_weights(model, parallel, stage, drafts=engine.speculative_tokens > 0, expert_rows=rows)
     if not machine.unified_memory or engine.tables_on_disk:
         parts = tuple((part, size) for part, size in parts if part is not Part.ENGRAM)
-    items = [weights_item(parts, engine.build) if machine.sm else Item("weights", _sum(parts), MemoryPool.BUDGET)]
+    total = sum(size for _, size in parts)
+    items = [weights_item(parts, engine.build) if machine.sm else Item("weights", total, MemoryPool.BUDGET)]
     for item in beside_weights(model, machine, parallel, engine, head=rank == 0, last=stage == parallel.pipeline - 1):
-        # The processes of a CPU member were measured with their weights.
-        items.append(item if machine.sm or item.name != "worker and Ray processes" else _less(item, items[0].bytes))
+        if not machine.sm and item.name == "worker and Ray processes":
+            # The measurement of the processes of a CPU member includes their weights.
+            item = Item(item.name, max(0, item.bytes - total), item.where, "")
+        items.append(item)
     if measured is not None:
         items = [measured.applied(item) for item in items]
     memory = machine.memory_bytes // sharing if machine.unified_memory else machine.memory_bytes
-    inside = sum(item.bytes for item in items if item.where is MemoryPool.BUDGET)
-    if engine.kv_cache_memory is not None or not machine.sm:
-        available = engine.kv_cache_memory or 0
-        budget = inside + available
+    inside = [item for item in items if item.where is MemoryPool.BUDGET]
+    planned = sum(item.bytes for item in inside)
+    given = engine.kv_cache_memory is not None or not machine.sm
+    if given:
+        least = most = available = engine.kv_cache_memory or 0
+        budget = planned + available
     else:
         budget = int(memory * (engine.gpu_memory_utilization or machine.utilization))
-        available = budget - inside
-    given = engine.kv_cache_memory is not None or not machine.sm
-    above, below = (0, 0) if given else _spread(items)
+        available = budget - planned
+        least, most = budget - sum(item.most for item in inside), budget - sum(item.least for item in inside)
     return RankPlan(
         rank=rank,
         node=rank // parallel.devices_per_node,
@@ -140,25 +160,11 @@ def _rank(
         budget_bytes=budget,
         kv_available=available,
         kv_bytes=0,
-        kv_least=available - above,
-        kv_most=available + below,
+        kv_least=least,
+        kv_most=most,
         kv_given=given,
         loader_bytes=loader_bytes(machine),
     )
-
-
-def _spread(items: Sequence[Item]) -> tuple[int, int]:
-    """Return the bytes that the items of the budget may take more and less than is expected."""
-    inside = [item for item in items if item.where is MemoryPool.BUDGET]
-    return sum(item.most - item.bytes for item in inside), sum(item.bytes - item.least for item in inside)
-
-
-def _sum(parts: Sequence[tuple[Part, int]]) -> int:
-    return sum(size for _, size in parts)
-
-
-def _less(item: Item, taken: int) -> Item:
-    return Item(item.name, max(0, item.bytes - taken), item.where, "")
 
 
 def _kv_plan(
@@ -187,31 +193,19 @@ def _kv_plan(
 
 
 def _needed(rank: RankPlan, widths: Sequence[int], kv: KvPlan | None) -> int:
-    """Return the bytes of KV cache that the rank must have: one request of the greatest length, and the block that vLLM
-    keeps to itself.
-    """
+    """Return the minimum KV cache of the rank in bytes: one request of the greatest length and vLLM's own block."""
     return (kv.blocks_per_request + 1) * widths[rank.stage] if kv else 0
 
 
-_Difference = tuple[int, int]
-"""Bytes by which the items in the budget and those beside it differ from what is expected."""
-
-
-def _worst(rank: RankPlan) -> _Difference:
-    return rank.above(MemoryPool.BUDGET), rank.above(MemoryPool.BESIDE)
-
-
-def _best(rank: RankPlan) -> _Difference:
-    return -rank.below(MemoryPool.BUDGET), -rank.below(MemoryPool.BESIDE)
-
-
 def _missing(
-    rank: RankPlan, widths: Sequence[int], kv: KvPlan | None, change: _Difference = (0, 0)
+    rank: RankPlan, widths: Sequence[int], kv: KvPlan | None, inside: int = 0, beside: int = 0
 ) -> tuple[int, int, int]:
-    """Return what the rank lacks: in the engine's budget, of its memory while it serves, and while it loads."""
-    inside, beside = change
+    """Return the missing bytes of the rank: in the engine's budget, in its memory while it serves, while it loads.
+
+    `inside` and `beside` are added to the expected sizes of the items in the budget and beside it.
+    """
     loading = rank.total(MemoryPool.BESIDE) + beside + rank.items[0].bytes + rank.loader_bytes
-    # What the budget's items take more comes off the KV cache, unless its size was given.
+    # Larger items of the budget reduce the KV cache, unless its size was given.
     budget, cache = (0, inside) if rank.kv_given else (inside, 0)
     return (
         _needed(rank, widths, kv) - rank.kv_available + budget,
@@ -228,7 +222,7 @@ def _verdict(
     widths: Sequence[int],
     kv: KvPlan | None,
 ) -> str:
-    """Return why a plan does not fit, by its tightest rank; empty if it does."""
+    """Return the reason why a plan does not fit, by its tightest rank; empty if it fits."""
     if not machine.memory_bytes:
         return "how much memory the machine has is not known"
     budget, serving, loading = missing
@@ -262,5 +256,321 @@ def _budget_problem(machine: Machine, engine: EngineSettings, rank: RankPlan, ne
 
 
 def gib(count: float) -> str:
-    """Return bytes as people write them."""
+    """Return bytes as text in GiB."""
     return f"{count / GIB:.2f} GiB"
+
+
+LEAST_CONTEXT = 1024
+"""The shortest suggested `maxModelLen`, and its step."""
+_FEWEST_BATCHED = 512
+_LEAST_SHARE = 0.1
+_MOST_NODES = 16
+_MOST_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of the specification that would make it fit."""
+
+    text: str
+    """Field, value and effect, for display."""
+    plan: MemoryPlan
+    """Plan with the change."""
+
+
+def advice(plan: MemoryPlan) -> Iterator[Change]:
+    """Yield the smallest changes that would make `plan` fit, those with the least effect first.
+
+    If no single change is sufficient: all together. Changes are computed lazily. Yields none for a plan that fits, or
+    if no change helps.
+    """
+    if not plan.fits and plan.kv is not None:
+        yield from _other_settings(plan)
+        found = _more_devices(plan)
+        engine = plan.engine
+        if found is None and (engine.kv_cache_memory is not None or engine.gpu_memory_utilization is not None):
+            # If no number of machines is sufficient, the given share of their memory may be wrong.
+            field = "gpuMemoryUtilization" if engine.kv_cache_memory is None else "kvCacheMemory"
+            found = _more_devices(
+                _with(plan, kv_cache_memory=None, gpu_memory_utilization=None), f"engine.{field} left out, "
+            )
+        if found is not None:
+            yield found
+
+
+def longest_context(plan: MemoryPlan) -> int:
+    """Return the greatest `max_model_len` with which `plan` would fit, a multiple of 1024 tokens; 0 if none."""
+    if not _with(plan, max_model_len=LEAST_CONTEXT).fits:
+        return 0
+    low, high = 1, plan.model.max_positions // LEAST_CONTEXT
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _with(plan, max_model_len=middle * LEAST_CONTEXT).fits:
+            low = middle
+        else:
+            high = middle - 1
+    return low * LEAST_CONTEXT
+
+
+def _other_settings(plan: MemoryPlan) -> Iterator[Change]:
+    if any(rank.items[0].bytes > rank.memory_bytes for rank in _with(plan, speculative_tokens=0).ranks):
+        # Only draft layers can be left out of the weights.
+        return
+    for changes in (_settings(plan), _settled_and_fewer(plan), _together(plan)):
+        found = False
+        for change in changes:
+            if change.plan.fits:
+                found = True
+                yield change
+        if found:
+            return
+
+
+def _settings(plan: MemoryPlan) -> Iterator[Change]:
+    engine = plan.engine
+    if engine.kv_cache_memory is None and plan.machine.sm:
+        yield from _other_share(plan)
+    elif engine.kv_cache_memory is not None and plan.kv:
+        needed = (plan.kv.blocks_per_request + 1) * plan.kv.bytes_per_block
+        room = min(rank.kv_bytes + rank.spare_bytes for rank in plan.ranks)
+        mebibytes = -(-needed // 2**20) if needed > engine.kv_cache_memory else room // 2**20
+        if mebibytes > 0:
+            yield _change(f"engine.kvCacheMemory: {mebibytes}Mi", _with(plan, kv_cache_memory=mebibytes * 2**20))
+    yield from _fewer_batched(plan)
+    if engine.async_scheduling:
+        yield _change("engine.asyncScheduling: false", _with(plan, async_scheduling=False))
+    if engine.max_model_len > LEAST_CONTEXT and (longest := min(longest_context(plan), engine.max_model_len)):
+        changed = _with(plan, max_model_len=longest)
+        yield _change(f"engine.maxModelLen: {longest} instead of {engine.max_model_len}", changed)
+    if engine.speculative_tokens:
+        yield _change("engine.speculative.method: None", _with(plan, speculative_tokens=0))
+    if engine.cuda_graphs and plan.machine.sm:
+        eager = _with(plan, cuda_graphs=False)
+        yield _change("engine.cudagraphMode: None, which costs two thirds of the speed", eager)
+
+
+def _other_share(plan: MemoryPlan) -> Iterator[Change]:
+    """Yield a greater share of the memory if the budget is too small, else a smaller one."""
+    now, most = plan.engine.gpu_memory_utilization or plan.machine.utilization, plan.machine.utilization_max
+    upwards = [round(now + step / 100, 3) for step in range(1, 100) if now + step / 100 <= most]
+    downwards = [round(now - step / 100, 3) for step in range(1, 100) if now - step / 100 >= _LEAST_SHARE]
+    for shares, enough in ((upwards, _budget_fits), (downwards, _rest_fits)):
+        first = bisect_left(shares, True, key=lambda share: enough(_with(plan, gpu_memory_utilization=share)))
+        if first < len(shares) and (changed := _with(plan, gpu_memory_utilization=shares[first])).fits:
+            yield _change(f"engine.gpuMemoryUtilization: {shares[first]:.3g} instead of {now:.3g}", changed)
+            return
+
+
+def _budget_fits(plan: MemoryPlan) -> bool:
+    """Return whether the KV cache fits into the budget, which grows with the share of the memory."""
+    return plan.kv is not None and plan.kv.blocks > plan.kv.blocks_per_request
+
+
+def _rest_fits(plan: MemoryPlan) -> bool:
+    """Return whether the other items fit beside the budget, which shrinks with a greater share of the memory."""
+    return all(rank.spare_bytes >= 0 for rank in plan.ranks)
+
+
+def _fewer_batched(plan: MemoryPlan, before: str = "") -> Iterator[Change]:
+    tokens = plan.engine.max_num_batched_tokens
+    while (tokens := tokens // 2) >= _FEWEST_BATCHED:
+        if (changed := _with(plan, max_num_batched_tokens=tokens)).fits:
+            text = f"{before}engine.maxNumBatchedTokens: {tokens} instead of {plan.engine.max_num_batched_tokens}"
+            yield _change(text, changed)
+            return
+
+
+def _settled_and_fewer(plan: MemoryPlan) -> Iterator[Change]:
+    if plan.engine.async_scheduling:
+        yield from _fewer_batched(_with(plan, async_scheduling=False), "engine.asyncScheduling: false, ")
+
+
+def _together(plan: MemoryPlan) -> Iterator[Change]:
+    """Yield a combination of settings, added one after the other until the plan fits."""
+    texts, changed = [], plan
+    most = plan.machine.utilization_max
+    steps: list[tuple[str, dict[str, object]]] = []
+    if plan.engine.kv_cache_memory is None and (plan.engine.gpu_memory_utilization or plan.machine.utilization) < most:
+        steps.append((f"engine.gpuMemoryUtilization: {most:.3g}", {"gpu_memory_utilization": most}))
+    if plan.engine.async_scheduling:
+        steps.append(("engine.asyncScheduling: false", {"async_scheduling": False}))
+    tokens = min(1024, plan.engine.max_num_batched_tokens)
+    if tokens < plan.engine.max_num_batched_tokens:
+        steps.append((f"engine.maxNumBatchedTokens: {tokens}", {"max_num_batched_tokens": tokens}))
+    if plan.engine.speculative_tokens:
+        steps.append(("engine.speculative.method: None", {"speculative_tokens": 0}))
+    for text, values in steps:
+        changed = _with(changed, **values)
+        texts.append(text)
+        if changed.fits and len(texts) > 1:
+            yield _change(", ".join(texts), changed)
+            return
+        if len(texts) > 1 and (longest := longest_context(changed)):
+            shorter = _with(changed, max_model_len=longest)
+            yield _change(", ".join([*texts, f"engine.maxModelLen: {longest}"]), shorter)
+            return
+    if (longest := longest_context(_with(changed, cuda_graphs=False))) and plan.machine.sm:
+        longest = min(longest, plan.engine.max_model_len)
+        texts += ["engine.cudagraphMode: None", f"engine.maxModelLen: {longest}"]
+        yield _change(", ".join(texts), _with(changed, cuda_graphs=False, max_model_len=longest))
+
+
+def _more_devices(plan: MemoryPlan, before: str = "") -> Change | None:
+    """Return the plan with the fewest machines that fits; more ranks per layer are preferred to stages."""
+    per_node = plan.parallel.devices_per_node
+    nodes = -(-plan.parallel.world_size // per_node)
+    # With fewer machines the weights alone exceed the memory of all engines.
+    whole = rank_weights(
+        plan.model, replace(plan.parallel, tensor=1, pipeline=1), 0, drafts=plan.engine.speculative_tokens > 0
+    )
+    memory = plan.machine.memory_bytes * (1 if plan.machine.unified_memory else per_node)
+    if plan.engine.kv_cache_memory is None:
+        memory = int(memory * (plan.engine.gpu_memory_utilization or plan.machine.utilization))
+    weights = sum(size for part, size in whole if plan.machine.unified_memory or part is not Part.ENGRAM)
+    numbers = range(max(nodes + 1, weights // max(memory, 1)), min(_MOST_NODES, _MOST_RANKS // per_node) + 1)
+    # If no number of ranks divides both the devices and a layer (three machines), use stages.
+    found = _fewest(plan, numbers, _divisions) or _fewest(plan, numbers, _in_stages)
+    if found is None:
+        return None
+    parallel = found.parallel
+    stages = f", pipelineParallelSize: {parallel.pipeline}" if parallel.pipeline > 1 else ""
+    machines = f"topology.nodesPerGroup: {parallel.world_size // per_node}, tensorParallelSize: {parallel.tensor}"
+    return _change(f"{before}{machines}{stages}", found)
+
+
+_Divide = Callable[[MemoryPlan, int], Iterator[MemoryPlan]]
+"""Plans for a number of machines, the preferred division first."""
+
+
+def _fewest(plan: MemoryPlan, numbers: range, divide: _Divide) -> MemoryPlan | None:
+    """Return the plan that fits with the fewest machines in `numbers`."""
+    for more in reversed(numbers):
+        possible = False
+        for each in divide(plan, more):
+            if each.fits:
+                break
+            possible = True
+        else:
+            if not possible:
+                continue
+            # With fewer machines every rank holds more, so no smaller number fits.
+            return None
+        break
+    upwards = (each for more in numbers for each in divide(plan, more))
+    return next((each for each in upwards if each.fits), None)
+
+
+def _divisions(plan: MemoryPlan, nodes: int) -> Iterator[MemoryPlan]:
+    """Yield plans with at least as many ranks per layer as now; none if the model does not allow any."""
+    now, per_node = plan.parallel, plan.parallel.devices_per_node
+    # With several devices per machine, layers shared between machines are slow; stages are better.
+    order = (now.tensor, 16, 8, 4, 2) if per_node > 1 else (16, 8, 4, 2, now.tensor)
+    for tensor in order:
+        if nodes * per_node % tensor == 0 and tensor >= now.tensor:
+            yield from _divided(plan, tensor, nodes * per_node // tensor)
+
+
+def _in_stages(plan: MemoryPlan, nodes: int) -> Iterator[MemoryPlan]:
+    """Yield plans with fewer ranks per layer than now, for numbers of machines without another division."""
+    devices = nodes * plan.parallel.devices_per_node
+    if devices % plan.parallel.tensor:
+        for tensor in (4, 2, 1):
+            if devices % tensor == 0 and tensor < plan.parallel.tensor:
+                yield from _divided(plan, tensor, devices // tensor)
+
+
+def _divided(plan: MemoryPlan, tensor: int, pipeline: int) -> Iterator[MemoryPlan]:
+    parallel = replace(plan.parallel, tensor=tensor, pipeline=pipeline)
+    with suppress(ValueError):
+        yield memory_plan(plan.model, plan.machine, parallel, plan.engine, plan.measured)
+
+
+def _with(plan: MemoryPlan, **values: object) -> MemoryPlan:
+    engine = replace(plan.engine, **values)  # type: ignore[arg-type]
+    return memory_plan(plan.model, plan.machine, plan.parallel, engine, plan.measured)
+
+
+def _change(text: str, plan: MemoryPlan) -> Change:
+    if plan.kv is None:
+        return Change(text, plan)
+    cache = gib(min(rank.kv_bytes for rank in plan.ranks))
+    room = f"{plan.kv.concurrency:.2f} requests of {plan.engine.max_model_len:,} tokens at once"
+    return Change(f"{text}: KV cache {cache}, {room}", plan)
+
+
+_NCCL_BUFFER, _NCCL_CHANNELS = 4 * 2**20, 16
+"""NCCL's default buffer of a channel, and its maximum number of channels between machines."""
+
+
+def deployment_plan(
+    deployment: DSV4Deployment, model: Model, machine: Machine, profile: ImageProfile, measured: Measured | None = None
+) -> MemoryPlan:
+    """Return the memory plan of one group. Without `maxModelLen`: with the longest context that fits.
+
+    Args:
+        deployment: the specification.
+        model: its checkpoint, from the catalog or from the files.
+        machine: every machine of the group; on CPU with its actual memory.
+        profile: profile of the image.
+        measured: logged memory of a start with the same model, image and machine.
+
+    Raises:
+        ValueError: see `memory_plan`.
+    """
+    topology = deployment.spec.topology
+    parallel = Parallel(
+        topology.tensor_parallel, topology.pipeline_parallel_size, topology.devices_per_node, topology.expert_parallel
+    )
+    plan = memory_plan(model, machine, parallel, engine_of(deployment, model, machine, profile), measured)
+    if deployment.spec.engine.max_model_len is None and machine.sm:
+        longest = longest_context(plan) or LEAST_CONTEXT
+        return memory_plan(model, machine, parallel, replace(plan.engine, max_model_len=longest), measured)
+    return plan
+
+
+def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profile: ImageProfile) -> EngineSettings:
+    """Return the settings that affect memory; the default context is the shortest one."""
+    engine = deployment.spec.engine
+    on_cpu = not machine.sm
+    return EngineSettings(
+        max_model_len=engine.max_model_len or (NANO.max_model_len if on_cpu else LEAST_CONTEXT),
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        # vLLM 0.32, config/vllm.py: "`ray` does not support async scheduling yet" of the compiled graphs.
+        async_scheduling=engine.async_scheduling and engine.executor is not Executor.RAY_LEGACY,
+        speculative_tokens=_speculative_tokens(engine.speculative, model),
+        kv_dtype=_KV_FORMATS.get(engine.kv_cache_dtype),
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        kv_cache_memory=engine.kv_cache_memory or (NANO.kv_cache_bytes if on_cpu else None),
+        cuda_graphs=engine.cudagraph_mode is not CudagraphMode.NONE,
+        capture_size=max(_sizes(engine.extra_args, "--max-cudagraph-capture-size"), default=None),
+        capture_sizes=_sizes(engine.extra_args, "--cudagraph-capture-sizes"),
+        ray=engine.executor is not Executor.MP,
+        ray_legacy=engine.executor is Executor.RAY_LEGACY,
+        build=profile.build,
+        tables_on_disk=deployment.spec.model.tables is TablesPlace.DISK,
+        nccl_share=_nccl_share({**profile.env, **{given.name: given.value for given in engine.env}}),
+    )
+
+
+def _sizes(args: Sequence[str], flag: str) -> tuple[int, ...]:
+    """Return the numbers that the user gives to `flag`; none if one of them is invalid."""
+    given = [value for argument in read_arguments(args) if argument.name == flag for value in argument.values]
+    return tuple(map(int, given)) if all(value.isdecimal() for value in given) else ()
+
+
+def _nccl_share(env: Mapping[str, str]) -> float:
+    """Return the bytes of NCCL's buffers relative to its defaults."""
+    size, channels = (env.get(name, "") for name in ("NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS"))
+    share = int(size) / _NCCL_BUFFER if size.isdecimal() else 1.0
+    return share * (min(int(channels), _NCCL_CHANNELS) / _NCCL_CHANNELS if channels.isdecimal() else 1.0)
+
+
+_KV_FORMATS = {KvCacheDtype.FP8_DS_MLA: "fp8_ds_mla", KvCacheDtype.NVFP4_DS_MLA: "nvfp4_ds_mla"}
+"""vLLM replaces other formats by that of the model."""
+
+
+def _speculative_tokens(spec: SpeculativeSpec, model: Model) -> int:
+    if spec.method is SpeculativeMethod.NONE:
+        return 0
+    return spec.tokens or (model.speculative.tokens if model.speculative else 1)

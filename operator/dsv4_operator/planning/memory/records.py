@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dsv4_operator.planning.catalog.constants import GIB
-from dsv4_operator.planning.catalog.records import RELEASED, Build, Machine, Model, Part, Range
+from dsv4_operator.planning.catalog.records import GIB, RELEASED, Build, Machine, Model, Part, Range
+from dsv4_runtime.util.memory_log import KV_CACHE
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Division of a group over devices and machines."""
+    """Parallelism of a group over devices and machines."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -28,48 +28,48 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of the engine that take memory."""
+    """Settings of the engine that affect its memory."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     async_scheduling: bool = True
     speculative_tokens: int = 0
-    """Draft tokens a step; 0: the draft layers are not loaded."""
+    """Draft tokens of a step; 0: the draft layers are not loaded."""
     kv_dtype: str | None = None
-    """`fp8_ds_mla`, `nvfp4_ds_mla` or `bf16`. Default: the model's."""
+    """`fp8_ds_mla`, `nvfp4_ds_mla` or `bf16`. Default: that of the model."""
     gpu_memory_utilization: float | None = None
-    """Share of the memory for weights, activations and KV cache. Default: the machine's."""
+    """Share of the memory for weights, activations and KV cache. Default: that of the machine."""
     kv_cache_memory: int | None = None
-    """Bytes for the KV cache of each rank; then the utilization has no say."""
+    """Bytes for the KV cache of each rank; overrides the utilization."""
     cuda_graphs: bool = True
     capture_size: int | None = None
-    """Tokens of the largest graph (`--max-cudagraph-capture-size`). Default: what the planner renders."""
+    """Tokens of the largest graph (`--max-cudagraph-capture-size`). Default: the planner's value."""
     capture_sizes: tuple[int, ...] = ()
-    """Tokens of every graph, where they are given (`--cudagraph-capture-sizes`)."""
+    """Tokens of every graph, if given (`--cudagraph-capture-sizes`)."""
     ray: bool = True
     """Whether Ray starts the workers."""
     ray_legacy: bool = False
-    """Whether they speak through Ray's compiled graphs."""
+    """Whether the workers use Ray's compiled graphs."""
     build: Build = RELEASED
     """Differences of the image's engine from released vLLM."""
     tables_on_disk: bool = False
-    """Tables beside the layers (V4.1's n-grams) are read from disk as they are needed, and take no memory."""
+    """Whether tables beside the layers (n-grams of V4.1) are read from disk on demand, without memory."""
     nccl_share: float = 1.0
-    """Share of their bytes at its defaults that NCCL's buffers take, where their size or number was set."""
+    """Bytes of NCCL's buffers relative to its defaults, if their size or number was set."""
 
     def concurrent_batches(self, pipeline: int) -> int:
-        """Return the number of batches that may be under way at once (vLLM's `VllmConfig.max_concurrent_batches`)."""
+        """Return the number of concurrent batches (vLLM's `VllmConfig.max_concurrent_batches`)."""
         return pipeline + (1 if self.async_scheduling else 0)
 
 
 class MemoryPool(StrEnum):
-    """Memory pool that an item takes from."""
+    """Memory pool of an item."""
 
     BUDGET = "budget"
-    """Within what the engine was given (`gpu_memory_utilization`)."""
+    """Within the engine's budget (`gpu_memory_utilization`)."""
     BESIDE = "beside"
-    """Of the same memory, but not within what the engine counts."""
+    """In the same memory outside of the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Item:
 
     name: str
     bytes: int
-    """Expected."""
+    """Expected size."""
     where: MemoryPool
     note: str = ""
     least: int = -1
@@ -98,17 +98,17 @@ def ranged(name: str, size: Range, where: MemoryPool, note: str = "", *, plus: i
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Differences between what a start of the same model, image and machine logged and what was planned for it."""
+    """Differences between the logged and the planned memory of a start with the same model, image and machine."""
 
     of: str
-    """Model, image and machine that it is about."""
+    """Model, image and machine of the start."""
     date: str
-    """Of the start: `2026-11-23`."""
+    """Date of the start: `2026-11-23`."""
     differences: Mapping[str, int] = field(hash=False)
-    """Bytes by item name: logged less planned, negative where the plan was too high."""
+    """Bytes by item name: logged minus planned, negative if the plan was too high."""
 
     def applied(self, item: Item) -> Item:
-        """Return `item` as it was measured, with half of its range: settings may have changed since."""
+        """Return `item` with its measured size and half of its range, because settings may have changed."""
         if item.name not in self.differences:
             return item
         size = max(0, item.bytes + self.differences[item.name])
@@ -121,11 +121,11 @@ class FitVerdict(StrEnum):
     """Whether a plan fits, over the ranges of its items."""
 
     FITS = "fits"
-    """With every item at its most."""
+    """With every item at its upper bound."""
     NARROW = "fits by less than its uncertainty"
-    """With some items at less than their most."""
+    """Only with some items below their upper bound."""
     NO = "does not fit"
-    """Not even with every item at its least."""
+    """Not even with every item at its lower bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,75 +136,75 @@ class RankPlan:
     node: int
     stage: int
     weights: tuple[tuple[Part, int], ...]
-    """The parts of the item `weights`."""
+    """Parts of the item `weights`."""
     items: tuple[Item, ...]
-    """Everything but the KV cache; weights first."""
+    """All memory except the KV cache; weights first."""
     memory_bytes: int
-    """That the rank has: its accelerator's, or an equal share of its machine's where that is the same memory."""
+    """Memory of the rank: of its accelerator, or an equal share of unified memory."""
     budget_bytes: int
-    """That the engine may take for itself, KV cache included."""
+    """Limit of the engine's memory, including the KV cache."""
     kv_available: int
-    """For the KV cache on this rank; negative when the weights and the rest alone exceed the budget."""
+    """Memory for the KV cache on this rank; negative if the items alone exceed the budget."""
     kv_least: int
-    """`kv_available` with every item of the budget at its most."""
+    """`kv_available` with every item of the budget at its upper bound."""
     kv_most: int
-    """`kv_available` with every item of the budget at its least."""
+    """`kv_available` with every item of the budget at its lower bound."""
     kv_bytes: int
-    """That the KV cache takes: whole blocks, as many as the tightest rank can hold."""
+    """Size of the KV cache: whole blocks, limited by the tightest rank."""
     kv_given: bool
-    """Whether the size of the KV cache was given, and is not what is left of the budget."""
+    """Whether the size of the KV cache was given; otherwise it is the rest of the budget."""
     loader_bytes: int
-    """That loading takes for a while beside the weights, before there is a KV cache."""
+    """Temporary memory of the load beside the weights, released before the KV cache is allocated."""
 
     def total(self, where: MemoryPool | None = None) -> int:
-        """Return the bytes of the items in `where` (or of all), the KV cache not included."""
+        """Return the bytes of the items in `where` (or of all), without the KV cache."""
         return sum(item.bytes for item in self.items if where is None or item.where is where)
 
     def above(self, where: MemoryPool | None = None) -> int:
-        """Return the bytes that the items in `where` may take beyond what is expected."""
+        """Return the difference between the upper bounds and the expected sizes of the items in `where`, in bytes."""
         return sum(item.most - item.bytes for item in self.items if where is None or item.where is where)
 
     def below(self, where: MemoryPool | None = None) -> int:
-        """Return the bytes that the items in `where` may take less than is expected."""
+        """Return the difference between the expected sizes and the lower bounds of the items in `where`, in bytes."""
         return sum(item.bytes - item.least for item in self.items if where is None or item.where is where)
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes of everything that is planned: items, reserve and KV cache."""
+        """Return the planned bytes: items, reserve and KV cache."""
         return self.total() + self.kv_bytes
 
     @property
     def spare_bytes(self) -> int:
-        """Return the bytes that are left: negative when more is planned than there is."""
+        """Return the unplanned bytes; negative if the plan exceeds the memory."""
         return self.memory_bytes - self.used_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    """The KV cache, the same on every rank of a stage."""
+    """KV cache, the same on every rank of a stage."""
 
     bytes_per_block: int
-    """Of the widest stage."""
+    """Bytes of a block on the widest stage."""
     blocks: int
-    """Number that vLLM calls `num_gpu_blocks`."""
+    """`num_gpu_blocks` of vLLM."""
     blocks_per_request: int
-    """Of one request of the greatest length, with the reserve for its tokens in flight."""
+    """Blocks of one request of the greatest length, including its tokens in flight."""
     in_flight_tokens: int
     tokens: int
-    """As vLLM prints it: `GPU KV cache size: … tokens`."""
+    """`GPU KV cache size: … tokens` in the log of vLLM."""
     concurrency: float
-    """As vLLM prints it: `Maximum concurrency for … tokens per request: …x`."""
+    """`Maximum concurrency for … tokens per request: …x` in the log of vLLM."""
     concurrency_least: float
     concurrency_most: float
     request_bytes: int
     """`blocks_per_request` in bytes, on the widest stage."""
     in_flight_bytes: int
-    """The part of `request_bytes` that is there for tokens in flight."""
+    """Part of `request_bytes` for tokens in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The verdict and everything behind it."""
+    """Memory plan of a group: inputs, ranks, KV cache and verdict."""
 
     model: Model = field(repr=False)
     machine: Machine = field(repr=False)
@@ -213,17 +213,23 @@ class MemoryPlan:
     measured: Measured | None
     ranks: tuple[RankPlan, ...]
     kv: KvPlan | None
-    """None where the layout of the model's cache is not known."""
+    """None if the layout of the model's cache is unknown."""
     fits: bool
     """With every item at its expected size."""
     verdict: FitVerdict
     uncertainty_bytes: int
-    """Bytes that the tightest rank may lack more than expected; 0 for a verdict that the ranges do not touch."""
+    """Additional bytes that the tightest rank may lack; 0 if the ranges do not affect the verdict."""
     lacks_at_most: int
-    """Bytes that a rank lacks with every item at its most; 0 or less if nothing."""
+    """Bytes that a rank lacks with every item at its upper bound; 0 or less if none."""
     tightest: int
-    """The rank that limits all."""
+    """Rank with the least memory left; it limits the KV cache of all."""
     problem: str
-    """Reason why it does not fit, in one sentence; empty if it does."""
+    """Reason why it does not fit, as one sentence; empty if it fits."""
     short_bytes: int
     """Bytes that the tightest rank lacks with every item at its expected size; 0 if it fits."""
+
+    def budget_items(self) -> dict[str, int]:
+        """Return the bytes of the KV cache and of every item in the engine's budget, on the tightest rank."""
+        rank = self.ranks[self.tightest]
+        items = {item.name: item.bytes for item in rank.items if item.where is MemoryPool.BUDGET}
+        return items if rank.kv_given else items | {KV_CACHE: rank.kv_available}

@@ -1,4 +1,4 @@
-"""The starts of `runs.toml`, each with the plan of its settings: what a figure of the plan rests on."""
+"""Logged starts beside their plans: those of `runs.toml`, and the last start of a deployment."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from dsv4_operator.planning.catalog.constants import GIB
-from dsv4_operator.planning.catalog.machines import machine_named
-from dsv4_operator.planning.catalog.models import model
-from dsv4_operator.planning.catalog.records import Build, build_of
+from dsv4_operator.api import DeploymentStatus
+from dsv4_operator.api.values import format_time
+from dsv4_operator.planning.catalog.records import GIB, Build, build_of
+from dsv4_operator.planning.catalog.tables import machine_named, model
 from dsv4_operator.planning.images import profile_named
 from dsv4_operator.planning.memory.plan import memory_plan
-from dsv4_operator.planning.memory.records import EngineSettings, MemoryPlan, Parallel
+from dsv4_operator.planning.memory.records import EngineSettings, Measured, MemoryPlan, Parallel
+from dsv4_runtime.util.memory_log import KV_CACHE, MemoryLog, logged_terms
 
 TERMS = {
     "weights": ("weights", "rotary tables, top-k buffer"),
@@ -24,7 +25,7 @@ TERMS = {
     "kv": (),
     "concurrency": (),
 }
-"""Figures that vLLM logs, and the items of a plan that they are; `kv` is what is left of the budget."""
+"""Logged figures of vLLM, and the corresponding items of a plan; `kv` is the rest of the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class LoggedStart:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One logged figure and the plan's, with the plan's range."""
+    """One logged figure beside that of the plan, with its range."""
 
     run: LoggedStart
     figure: str
@@ -53,20 +54,20 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Return planned over logged, less 1."""
+        """Return the relative error of the plan."""
         return self.planned / self.logged - 1
 
 
 @cache
 def runs() -> tuple[LoggedStart, ...]:
-    """Return every run, in the order of the file."""
+    """Return every run in the order of the file."""
     data = tomllib.loads((resources.files(__package__) / "runs.toml").read_text(encoding="utf-8"))
     builds = {row.pop("name"): build_of(row) for row in data["build"]}
     return tuple(_run(row, builds) for row in data["run"])
 
 
 def comparisons(figure: str | None = None) -> Iterator[Comparison]:
-    """Yield every logged figure, or all of `figure`, beside the plan's."""
+    """Yield every logged figure, or those of `figure`, beside that of the plan."""
     for run in runs():
         for name, logged in run.logged.items():
             if figure in (None, name):
@@ -74,7 +75,7 @@ def comparisons(figure: str | None = None) -> Iterator[Comparison]:
 
 
 def planned(plan: MemoryPlan, rank: int, figure: str) -> tuple[float, float, float]:
-    """Return the plan's value of a figure of `TERMS` on one rank, and its least and most; GiB or requests."""
+    """Return the planned value, lower and upper bound of a figure of `TERMS` on one rank; GiB or requests."""
     on = plan.ranks[rank]
     if figure == "kv":
         return on.kv_available / GIB, on.kv_least / GIB, on.kv_most / GIB
@@ -98,3 +99,49 @@ def _run(row: Mapping[str, Any], builds: Mapping[str, Build]) -> LoggedStart:
         EngineSettings(**row["engine"], build=build),
     )
     return LoggedStart(row["name"], row["source"], row["date"], row.get("rank", 0), plan, row["logged"])
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One logged figure beside that of the plan, in bytes."""
+
+    name: str
+    """Name of the corresponding item, or `KV cache`."""
+    logged: int
+    planned: int
+    least: int
+    most: int
+
+    @property
+    def difference(self) -> int:
+        """Return the logged minus the planned bytes."""
+        return self.logged - self.planned
+
+    @property
+    def within(self) -> bool:
+        """Return whether the logged figure is within the range of the plan."""
+        return self.least <= self.logged <= self.most
+
+
+def terms(plan: MemoryPlan, log: MemoryLog) -> Iterator[Term]:
+    """Yield every figure in both `log` and `plan`, on the tightest rank."""
+    rank = plan.ranks[plan.tightest]
+    for logged, names in logged_terms(log):
+        items = [item for item in rank.items if item.name in names]
+        if items:
+            planned, least, most = (
+                sum(size) for size in zip(*((i.bytes, i.least, i.most) for i in items), strict=True)
+            )
+            yield Term(names[0], logged, planned, least, most)
+    if log.kv is not None and not rank.kv_given:
+        yield Term(KV_CACHE, log.kv, rank.kv_available, rank.kv_least, rank.kv_most)
+
+
+def measured_of(status: DeploymentStatus, before: int | None = None) -> tuple[Measured, ...]:
+    """Return the logged memory of a deployment's groups, of incarnations below `before`, the latest first."""
+    known = [group.measured for group in status.groups if group.measured is not None]
+    return tuple(
+        Measured(each.of, format_time(each.time or 0.0)[:10], {item.item: item.difference for item in each.items})
+        for each in sorted(known, key=lambda each: -(each.time or 0.0))
+        if before is None or each.incarnation < before
+    )

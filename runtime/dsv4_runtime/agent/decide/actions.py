@@ -9,65 +9,71 @@ from dsv4_runtime.contract import Failure, Phase
 from dsv4_runtime.engine.completion import KnownAnswer
 
 
+class AgentAction:
+    """Base of the actions."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class StartTask:
+class StartTask(AgentAction):
     """Start a task that needs no argument."""
 
     task: Task
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
-    """Cancel these tasks; what they would still have said is not heard."""
+class Stop(AgentAction):
+    """Cancel these tasks and drop their results."""
 
     tasks: tuple[Task, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Enter:
-    """Report a phase; the present one again only changes what it is busy with."""
+class Enter(AgentAction):
+    """Report a phase; for the present phase only its stage changes."""
 
     phase: Phase
     stage: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ReportJoined:
+class ReportJoined(AgentAction):
     """Report whether this member's Ray node is part of the cluster."""
 
     joined: bool
 
 
 @dataclass(frozen=True, slots=True)
-class ReportSuspicion:
-    """Report what the engine will be dead of unless it shows life soon; None: of nothing."""
+class ReportSuspicion(AgentAction):
+    """Report the failure that a suspect engine is about to have; None: it is not suspect."""
 
     failure: Failure | None
 
 
 @dataclass(frozen=True, slots=True)
-class ReportDead:
-    """Report that the engine is dead; of what exactly may still be found out."""
+class ReportDead(AgentAction):
+    """Report that the engine is dead; the final cause may follow."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
-class RecordFailure:
-    """Keep a failure in the status, as the present verdict too."""
+class RecordFailure(AgentAction):
+    """Record a failure in the status and as the present verdict."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
-class RecordRepair:
-    """Replace the latest failure by the same one with the level that repairs it."""
+class RecordRepair(AgentAction):
+    """Replace the latest failure by a copy with the level of its repair."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
-class RecordRestart:
+class RecordRestart(AgentAction):
     """Count a restart in place against the budget."""
 
     time: float
@@ -75,121 +81,93 @@ class RecordRestart:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportServing:
-    """Report that a checked completion came back: all failures so far are over."""
+class ReportServing(AgentAction):
+    """Report a checked completion: all failures up to now are recovered."""
 
 
 @dataclass(frozen=True, slots=True)
-class FollowGeneration:
-    """Not rank 0: report the engine generation that the head speaks of; what was seen of the last one is over."""
+class FollowGeneration(AgentAction):
+    """Not rank 0: report the head's new engine generation, and discard observations of the last one."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class FindProcesses:
-    """Look for processes to watch that were not there at the last look."""
+class FindProcesses(AgentAction):
+    """Watch engine and Ray processes that started since the last scan."""
 
 
 @dataclass(frozen=True, slots=True)
-class KillEngine:
+class KillEngine(AgentAction):
     """Kill the watched processes of a dead engine on this member."""
 
 
 @dataclass(frozen=True, slots=True)
-class SweepSharedMemory:
-    """Remove shared memory that an engine's death left behind."""
+class SweepSharedMemory(AgentAction):
+    """Remove shared memory that a dead engine left behind."""
 
 
 @dataclass(frozen=True, slots=True)
-class DoubtWeights:
-    """Note that the checkpoint's files are to be read again before the next start."""
+class DoubtWeights(AgentAction):
+    """Request a new verification of the checkpoint's files before the next start."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReportVerified:
-    """Report whether the content of the weights' files is right; True ends the doubt about them."""
+class ReportVerified(AgentAction):
+    """Report whether the content of the weights' files is right; True ends the doubt."""
 
     right: bool | None
     """As `AgentStatus.weights_verified`."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAnswer:
-    """Keep the answer to the known question, for later starts to be compared with."""
+class KeepAnswer(AgentAction):
+    """Store the answer to the known question for the comparison at later starts."""
 
     answer: KnownAnswer
 
 
 @dataclass(frozen=True, slots=True)
-class StopChildren:
+class StopChildren(AgentAction):
     """End the child processes, the latest first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(AgentAction):
     """End the agent with an error."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class StartEngine:
-    """Start vLLM, the next generation, and ask it until it answers."""
+class StartEngine(AgentAction):
+    """Start vLLM as the next generation, and poll it until it answers."""
 
     load_seconds: float
-    """The time that it has for that."""
+    """Bound of the start."""
 
 
 @dataclass(frozen=True, slots=True)
-class AskFirstCompletion:
-    """Ask for the first completion of a generation."""
+class AskFirstCompletion(AgentAction):
+    """Request the first completion of a generation."""
 
 
 @dataclass(frozen=True, slots=True)
-class WatchEngine:
-    """Sample the serving engine and have the health rules judge it."""
+class WatchEngine(AgentAction):
+    """Sample the serving engine and apply the health rules."""
 
 
 @dataclass(frozen=True, slots=True)
-class SaveEvidence:
-    """Save what every member and Ray know of a death."""
+class SaveEvidence(AgentAction):
+    """Save the evidence of a death from all members and Ray."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
-class BeginDrain:
+class BeginDrain(AgentAction):
     """Wait for the open requests of the serving engine."""
 
     seconds: float
-
-
-AgentAction = (
-    StartTask
-    | Stop
-    | Enter
-    | ReportJoined
-    | ReportSuspicion
-    | ReportDead
-    | RecordFailure
-    | RecordRepair
-    | RecordRestart
-    | ReportServing
-    | FollowGeneration
-    | FindProcesses
-    | KillEngine
-    | SweepSharedMemory
-    | DoubtWeights
-    | ReportVerified
-    | KeepAnswer
-    | StopChildren
-    | Exit
-    | StartEngine
-    | AskFirstCompletion
-    | WatchEngine
-    | SaveEvidence
-    | BeginDrain
-)

@@ -1,13 +1,14 @@
-"""Cause of death of an engine generation, by what rank 0 sees of it.
+"""Cause of death of an engine generation, from the observations of rank 0.
 
-The end of one process ends others, and they are seen to end in any order. So every sign is kept for a moment, and the
-cause follows from which signs there are, not from which came first: EngineCore takes its workers along, and a worker
-that ended by itself takes EngineCore along only later, because Python alone takes longer to end.
+The end of one process ends others, and their ends are observed in any order. So signs are collected for a moment, and
+the cause follows from the set of signs, not from the first one: EngineCore takes its workers along, and a worker that
+ended by itself takes EngineCore along only later, because Python alone takes longer to end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -20,19 +21,31 @@ from dsv4_runtime.agent.decide.events import (
     FirstCompletion,
     Judged,
     Now,
+    Peer,
     PluginFailed,
     ProcessEnded,
     ShuttingDown,
     TimerFired,
 )
 from dsv4_runtime.agent.decide.state import EngineState, Sign
-from dsv4_runtime.contract import Cause, Failure, Health
-from dsv4_runtime.contract.log_lines import FATAL_SECONDS
-from dsv4_runtime.engine.exits import describe_exit
+from dsv4_runtime.contract import Cause, Failure, Health, HealthPolicy, Signals
 from dsv4_runtime.health.rules import Judgement
+from dsv4_runtime.health.samples import FATAL_XIDS, worst_xid, xid_message
+from dsv4_runtime.util.log_lines import FATAL_SECONDS
+
+
+def describe_exit(code: int) -> str:
+    """Return a description of an exit code, or of the signal with this negative number."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
 
 WINDOW_SECONDS = 0.1
-"""Signs of one death are seen within this time of each other; later ones are its consequences."""
+"""Signs of one death are observed within this time of each other; later ones are its consequences."""
 SIGN_SECONDS = 30.0
 """Time for which a log line about the end of vLLM explains deaths: vLLM ends its processes within ten seconds."""
 MAX_SIGNS = 64
@@ -52,10 +65,10 @@ E = TypeVar("E", bound=AgentEvent)
 
 
 def is_sign(event: AgentEvent) -> bool:
-    """Return whether an event says something about an engine's end."""
+    """Return whether an event is a sign of an engine's end."""
     match event:
         case FirstCompletion(error=None) | FirstCompletion(wrong=True):
-            # A wrong one shows a death only once it is known whether the weights' files are right.
+            # A wrong one is a sign only after the verification of the weights' files.
             return False
         case Judged(judgement=judgement):
             return judgement.health is Health.DEAD
@@ -66,7 +79,7 @@ def is_sign(event: AgentEvent) -> bool:
 def with_sign(engine: EngineState, sign: Sign) -> EngineState:
     """Return `engine` with `sign`: without signs that are too old to explain a death, and with at most `MAX_SIGNS`.
 
-    A death stays as it was first seen. Of what vLLM logged about its end the latest of each kind stays.
+    The first sign of a death is kept; of vLLM's log lines about its end, the latest of each kind.
     """
     if isinstance(sign.event, _DEATHS):
         if len(engine.signs) >= MAX_SIGNS or any(known.event == sign.event for known in engine.signs):
@@ -83,19 +96,19 @@ def _fresh(signs: Sequence[Sign], now: Now) -> tuple[Sign, ...]:
 
 
 def first_error(engine: EngineState, now: Now) -> tuple[str, Cause | None] | None:
-    """Return the first fatal line of vLLM's log and its cause, unless the engine has served on for long since."""
+    """Return the first fatal line of vLLM's log and its cause, unless the engine has served for long since."""
     if engine.served and now.clock - engine.first_error_time > FATAL_SECONDS:
         return None
     return engine.first_error
 
 
 def verdict_due(engine: EngineState) -> float | None:
-    """Return the monotonic time at which the engine is to be called dead; None while no sign says that it is."""
+    """Return the monotonic time at which the engine is to be called dead; None without a sign of death."""
     return min((sign.now.clock + _patience(sign.event, engine) for sign in _deaths(engine.signs)), default=None)
 
 
 def explain(engine: EngineState) -> Failure | None:
-    """Return what an engine died of by its signs, in whatever order they came; None if they show no death."""
+    """Return the failure that the signs show, whatever their order; None if they show no death."""
     deaths = list(_deaths(engine.signs))
     if not deaths:
         return None
@@ -108,19 +121,15 @@ def explain(engine: EngineState) -> Failure | None:
 
 
 def of_gpu_memory(failure: Failure, said: tuple[str, Cause | None] | None) -> Failure:
-    """Return `failure` with the cause OutOfMemoryGPU if a process of the engine ended and vLLM had said that first.
-
-    Args:
-        failure: the death that came first.
-        said: the first fatal line of vLLM's log, with its cause.
-    """
+    """Return `failure` with the cause OutOfMemoryGPU if an engine process ended after `said`, the first fatal line of
+    vLLM's log with its cause, had named it."""
     if said is not None and said[1] is Cause.OUT_OF_MEMORY_GPU and failure.cause in _ENDS:
         return failure.model_copy(update={"cause": Cause.OUT_OF_MEMORY_GPU})
     return failure
 
 
 def doubts_weights(engine: EngineState, found: Failure) -> bool:
-    """Return whether an engine that never served died of something that wrong files of its weights would explain."""
+    """Return whether wrong files of its weights would explain the death of an engine that never served."""
     if engine.served:
         return False
     loader = engine.first_error is not None and engine.first_error[1] is Cause.WEIGHTS_CORRUPT
@@ -129,14 +138,14 @@ def doubts_weights(engine: EngineState, found: Failure) -> bool:
 
 
 def first_failed(error: str) -> str:
-    """Return what a failure's message says of a first completion."""
+    """Return the failure message of a first completion."""
     return f"the first completion failed: {error}"
 
 
 def failure(
     cause: Cause, message: str, detected_by: str, rank: int | None, generation: int | None, now: Now
 ) -> Failure:
-    """Return a failure that is noticed now; its message is at most 1 KiB."""
+    """Return a failure observed now; its message is at most 1 KiB."""
     return Failure(
         time=now.unix,
         cause=cause,
@@ -148,18 +157,18 @@ def failure(
 
 
 def judged(judgement: Judgement, generation: int, now: Now) -> Failure:
-    """Return what the health rules say, `Suspect` or `Dead`, as a failure."""
+    """Return a judgement of the health rules, `Suspect` or `Dead`, as a failure."""
     assert judgement.cause is not None  # noqa: S101  (neither Suspect nor Dead comes without one)
     return failure(judgement.cause, judgement.message, judgement.rule, judgement.culprit_rank, generation, now)
 
 
 def _deaths(signs: Sequence[Sign]) -> Iterator[Sign]:
-    """Yield the signs that something has died; what vLLM's API process says of EngineCore and itself explains them."""
+    """Yield the signs of a death; log lines of vLLM's API process about EngineCore and itself only explain them."""
     return (sign for sign in signs if isinstance(sign.event, _DEATHS))
 
 
 def _patience(event: AgentEvent, engine: EngineState) -> float:
-    """Return the seconds from a sign to the verdict: what would explain it better is about to be seen."""
+    """Return the seconds from a sign to the verdict, within which a better explanation may be observed."""
     match event:
         case ProcessEnded(role="worker"):
             return _WORKER_SECONDS
@@ -183,7 +192,8 @@ def _no_plugin(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
 
 
 def _shut_down(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
-    """Return the end of a vLLM that ended itself: its processes go first; an EngineCore that failed makes it do so."""
+    """Return the end of a vLLM that shut itself down: its processes end first. A failed EngineCore has the same
+    effect."""
     told = [sign.event for sign in signs if isinstance(sign.event, CoreFailed | ShuttingDown)]
     if told and isinstance(told[0], ShuttingDown) and not any(_all(signs, CoreLost)):
         for sign, _ in _all(signs, ProcessEnded):
@@ -207,7 +217,7 @@ def _processes(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
             return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _CORE)
     gave_up = any(_all(signs, CoreFailed))
     for sign, event in ended:
-        if event.told is False or (event.told is None and not gave_up):
+        if event.ordered is False or (event.ordered is None and not gave_up):
             return _explained(engine, sign, signs, Cause.RAY_WORKER_DIED, _WORKER)
     for sign, _ in ended:
         return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _TOLD, "log")
@@ -223,14 +233,14 @@ def _gave_up(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
 def _api_ended(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     for sign, event in _all(signs, ApiEnded):
         if any(_all(signs, CoreLost)):
-            # Of a busy machine: its processes are seen to end in another order than they did.
+            # On a busy machine: the ends of the processes are observed in another order.
             return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _CORE)
         said, told = first_error(engine, sign.now) or (None, None)
         message = f"vLLM's API process ended ({describe_exit(event.code)})" + (f": {said}" if said else "")
         if event.code == 0:
             return _of(engine, sign, Cause.ENGINE_EXITED, message, "exit")
         if event.code == 2:
-            # Argument parsers exit with it; a log line that names a cause is better still.
+            # The exit code of argument parsers; a log line with a cause takes precedence.
             return _of(engine, sign, told or Cause.CONFIG_ERROR, message, "exit")
         cause = told if event.code > 0 and told is not None else Cause.API_SERVER_DIED
         return _explained(engine, sign, signs, cause, message, "exit")
@@ -238,7 +248,8 @@ def _api_ended(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
 
 
 def _asked(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
-    """Return what questions to vLLM showed: one that got no answer because a process ended is not the cause."""
+    """Return a failure that a request to vLLM showed. It comes last: a request without an answer because a process
+    ended is not the cause."""
     for sign in signs:
         match sign.event:
             case Judged(judgement=judgement):
@@ -269,3 +280,58 @@ def _of(engine: EngineState, sign: Sign, cause: Cause, message: str, by: str) ->
 
 def _all(signs: Sequence[Sign], kind: type[E]) -> Iterator[tuple[Sign, E]]:
     return ((sign, sign.event) for sign in signs if isinstance(sign.event, kind))
+
+
+def root_failure(
+    own: Failure,
+    peers: Mapping[int, Peer],
+    signals: Mapping[int, Signals | None],
+    generation: int,
+    policy: HealthPolicy,
+    now: Now,
+) -> Failure:
+    """Return the death that came first: the engine's as observed by the head (`own`), or one that a peer reports or
+    shows.
+
+    A fatal error of an accelerator precedes all of them: processes there end because of it, possibly before the driver
+    is read. NCCL errors follow other deaths more often than they cause one, so they count only without another
+    candidate. An out-of-memory kill precedes the failure of an EngineCore that lost the process, whichever was observed
+    first: an agent that is short of memory itself observes late.
+
+    `signals` maps each rank to its sample since the death. Deaths of other engine generations do not count.
+    """
+    candidates = [own]
+    for rank, peer in peers.items():
+        if (death := peer.death_of(generation)) is not None:
+            candidates.append(death)
+            continue
+        lost = peer.lost(now.clock, now.awake, policy)
+        if peer.alive is not None and (peer.refused or lost is not None):
+            also = "; its machine takes connections" if lost is Cause.AGENT_HUNG else ""
+            candidates.append(
+                Failure(
+                    time=now.unix - (now.clock - peer.alive),
+                    cause=lost or Cause.MEMBER_LOST,
+                    culprit_rank=rank,
+                    message=f"the agent of rank {rank} does not answer: {peer.error}{also}",
+                    detected_by="peer" if lost is None else "link",
+                    generation=generation,
+                )
+            )
+    ended = any(one.cause is Cause.OUT_OF_MEMORY_HOST for one in candidates[1:])
+    if ended and is_consequence_of_oom(own):
+        candidates = candidates[1:]
+    first = min(candidates, key=lambda failure: (failure.cause is Cause.NCCL_TIMEOUT, failure.time))
+    for rank, seen in signals.items():
+        if seen is not None and (xid := worst_xid(seen.gpus)) in FATAL_XIDS:
+            told = {"cause": Cause.XID_ERROR, "culprit_rank": rank, "message": xid_message(rank, xid)}
+            return first.model_copy(update={**told, "detected_by": "gpu"})
+    return first
+
+
+def is_consequence_of_oom(failure: Failure) -> bool:
+    """Return whether a running EngineCore gave up because the kernel killed a process for lack of memory.
+
+    The process may belong to another member: outside a container the kernel counts for the whole machine.
+    """
+    return failure.cause is Cause.OUT_OF_MEMORY_HOST and failure.detected_by == "log"

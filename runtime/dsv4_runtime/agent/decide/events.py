@@ -1,4 +1,4 @@
-"""Events that an agent learns and `step` takes, each a frozen fact with nothing to ask back."""
+"""Events that `step` handles, as frozen dataclasses, and the other members as they appear in them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,77 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.contract import Cause, Signals
+from dsv4_runtime.contract import AgentStatus, Cause, Failure, Health, HealthPolicy, Phase, Signals
 from dsv4_runtime.engine.completion import KnownAnswer
-from dsv4_runtime.health.rules import Judgement
+from dsv4_runtime.health.rules import Judgement, agent_hung
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Latest answer and heartbeat of another member."""
+
+    status: AgentStatus | None = None
+    heard: float | None = None
+    """Monotonic time of that answer."""
+    asked: float | None = None
+    """Monotonic time at which the latest request was sent."""
+    error: str | None = None
+    """Error of the latest request; None if it was answered."""
+    refused: bool = False
+    """Its node refused the connection: the agent has ended."""
+    beat: float | None = None
+    """Monotonic time of its latest heartbeat."""
+    round_trip: float | None = None
+    """Seconds of that heartbeat, there and back."""
+    accepting: float | None = None
+    """Monotonic time since which its machine accepts connections that the agent does not answer; None: it does not, or
+    the agent answers."""
+    behind: float = 0.0
+    """Seconds by which its clock lags behind this member's; 0 if its latest answer is consistent with it."""
+
+    @property
+    def death(self) -> Failure | None:
+        """Return the failure of a dead engine in its status, by this member's clock; None otherwise."""
+        verdict = self.status.verdict if self.status is not None else None
+        if verdict is None or verdict.health is not Health.DEAD or verdict.failure is None:
+            return None
+        return verdict.failure.model_copy(update={"time": verdict.failure.time + self.behind})
+
+    def death_of(self, generation: int) -> Failure | None:
+        """Return its `death` if that is one of this engine generation, or of the member itself."""
+        death = self.death
+        return death if death is not None and death.generation in (None, generation) else None
+
+    @property
+    def alive(self) -> float | None:
+        """Return the monotonic time of its latest sign of life, answer or heartbeat; None if there was none."""
+        return max((time for time in (self.heard, self.beat) if time is not None), default=None)
+
+    def silence(self, now: float, awake: float) -> float | None:
+        """Return the seconds since the last sign of life, not before `awake`, the end of this agent's latest pause;
+        None if there was none. Both times are monotonic."""
+        return None if self.alive is None else max(0.0, now - max(self.alive, awake))
+
+    def lost(self, now: float, awake: float, policy: HealthPolicy) -> Cause | None:
+        """Return the cause of its loss, `AgentHung` or `NodeLost`; None while it is not lost."""
+        silence = self.silence(now, awake)
+        if silence is None:
+            return None
+        if agent_hung(silence, self.accepting, policy, now):
+            return Cause.AGENT_HUNG
+        return Cause.NODE_LOST if silence >= policy.link_lost else None
+
+    @property
+    def reachable(self) -> bool:
+        """Return whether it answered the latest request."""
+        return self.asked is not None and self.error is None
+
+    @property
+    def usable(self) -> bool:
+        """Return whether it is present and its Ray node is part of the cluster."""
+        return (
+            self.reachable and self.status is not None and self.status.joined and self.status.phase is not Phase.FAILED
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +89,7 @@ class Now:
     unix: float
     """The same moment as Unix time."""
     awake: float = 0.0
-    """Monotonic time since which this agent has not stood still."""
+    """End of this agent's latest pause, in monotonic time."""
 
 
 class Task(StrEnum):
@@ -37,31 +104,37 @@ class Task(StrEnum):
     ENGINE = "engine"
     """vLLM's processes and their log."""
     PROBE = "probe"
-    """Questions to vLLM's API: until it answers, the first completion, and the watch over a serving engine."""
+    """Requests to vLLM's API: until it answers, the first completion, and the watch over a serving engine."""
     SCRUB = "scrub"
     """Reading the weights' files again while the engine serves."""
     VERIFY = "verify"
-    """Reading them as fast as they come, because an engine's first answer is wrong or its loader failed."""
+    """Reading them at full speed, because an engine's first answer is wrong or its loader failed."""
     STANDBY = "standby"
-    """Having processes wait for the next engine."""
+    """Starting standby processes for the next engine."""
     EVIDENCE = "evidence"
     CLEAR = "clear"
 
 
+class AgentEvent:
+    """Base of the events."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Started:
+class Started(AgentEvent):
     """The agent runs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Done(AgentEvent):
     """A task has done its work."""
 
     task: Task
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(AgentEvent):
     """The weights are on this member."""
 
     verified: bool = False
@@ -69,18 +142,18 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsRead:
+class WeightsRead(AgentEvent):
     """Every file of the weights was read to its end, and none is wrong."""
 
     task: Task
     """Task that read them."""
     right: bool = True
-    """Whether they are known to be right; otherwise there is nothing to compare them with."""
+    """Whether they are known to be right; otherwise there is no reference to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
-class TaskFailed:
-    """A task ended with an error that the member does not survive."""
+class TaskFailed(AgentEvent):
+    """A task ended with an error that ends the member."""
 
     task: Task
     cause: Cause
@@ -91,15 +164,15 @@ class TaskFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Crashed:
-    """The agent itself made a mistake."""
+class Crashed(AgentEvent):
+    """Unhandled exception in the agent."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class RayLost:
-    """The Ray node of this member has ended, or answers no more."""
+class RayLost(AgentEvent):
+    """The Ray node of this member ended, or no longer answers."""
 
     cause: Cause
     message: str
@@ -107,19 +180,19 @@ class RayLost:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessEnded:
-    """The kernel said that a watched process of the engine has ended."""
+class ProcessEnded(AgentEvent):
+    """A watched process of the engine ended, reported by the kernel."""
 
     role: str
     """`engine-core` or `worker`."""
-    told: bool | None = None
-    """Whether Ray had told this worker to end; None if Ray's logs do not know it."""
+    ordered: bool | None = None
+    """Whether Ray ordered this worker to end; None if Ray's logs do not mention it."""
     explained: tuple[Cause, str] | None = None
-    """Cause and what shows it, where something on this member explains the end."""
+    """Cause and evidence, if an observation on this member explains the end."""
 
 
 @dataclass(frozen=True, slots=True)
-class ApiEnded:
+class ApiEnded(AgentEvent):
     """The API process of vLLM has ended."""
 
     code: int
@@ -129,49 +202,49 @@ class ApiEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class CoreFailed:
-    """A line of vLLM's log says that EngineCore cannot go on; it may take seconds to end."""
+class CoreFailed(AgentEvent):
+    """Log line of vLLM: EngineCore cannot continue. It may take seconds to end."""
 
     explained: tuple[Cause, str] | None = None
     """As in `ProcessEnded`."""
 
 
 @dataclass(frozen=True, slots=True)
-class CoreLost:
-    """A line of vLLM's log says that EngineCore has ended; the API process then ends in what looks like good order."""
+class CoreLost(AgentEvent):
+    """Log line of vLLM: EngineCore ended. The API process then shuts down regularly."""
 
 
 @dataclass(frozen=True, slots=True)
-class ShuttingDown:
-    """A line of vLLM's log says that it ends itself in good order."""
+class ShuttingDown(AgentEvent):
+    """Log line of vLLM: regular shutdown."""
 
 
 @dataclass(frozen=True, slots=True)
-class FabricFellBack:
-    """A line of vLLM's log says that NCCL does not use the network that the plan requires."""
+class FabricFellBack(AgentEvent):
+    """Log line of vLLM: NCCL does not use the network that the plan requires."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class PluginFailed:
-    """A line of vLLM's log says that it goes on without dsv4's plugin."""
+class PluginFailed(AgentEvent):
+    """Log line of vLLM: it continues without dsv4's plugin."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineGone:
+class EngineGone(AgentEvent):
     """No process of the engine that was to be killed is left on this member."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
-    """A line of vLLM's log says how far its start has come."""
+class Loading(AgentEvent):
+    """Log line of vLLM with the progress of its start."""
 
     stage: str
 
 
 @dataclass(frozen=True, slots=True)
-class FirstError:
+class FirstError(AgentEvent):
     """The first line of vLLM's log that announces a death, and the cause that it names, if any."""
 
     line: str
@@ -179,34 +252,34 @@ class FirstError:
 
 
 @dataclass(frozen=True, slots=True)
-class ApiAnswered:
+class ApiAnswered(AgentEvent):
     """The API of vLLM answers for the first time in this generation."""
 
 
 @dataclass(frozen=True, slots=True)
-class FirstCompletion:
+class FirstCompletion(AgentEvent):
     """The first completion of a generation came back, and was checked."""
 
     error: str | None = None
     """Reason why there was none; None: it is right."""
     wrong: bool = False
-    """Whether one came, and is not what a working engine answers, or not what it answered before."""
+    """Whether there was an answer that differs from a working engine's, or from the stored one."""
     verified: bool = False
-    """Whether it is known that every member's files of the weights are right."""
+    """Whether every member's files of the weights are verified as right."""
     unknown: KnownAnswer | None = None
-    """The answer to the known question, if none is kept to compare it with."""
+    """The answer to the known question, if no stored one exists."""
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(AgentEvent):
     """The health rules judged the serving engine."""
 
     judgement: Judgement
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSeen:
-    """The other members as they were last heard, and this member's own signals."""
+class GroupSeen(AgentEvent):
+    """Latest observation of the other members, and this member's own signals."""
 
     peers: Mapping[int, Peer]
     signals: Signals | None = None
@@ -215,54 +288,25 @@ class GroupSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class EvidenceSaved:
+class EvidenceSaved(AgentEvent):
     """The evidence of the latest death is written."""
 
     path: Path | None
-    """None: it could not be."""
+    """None: it could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
-    """Somebody wants open requests to be finished, for a planned end of the group."""
+class DrainAsked(AgentEvent):
+    """A drain of open requests was requested, for a planned end of the group."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class TimerFired:
-    """The time that `due` named has come."""
+class TimerFired(AgentEvent):
+    """The time returned by `due` has come."""
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopAsked(AgentEvent):
     """The member is to end."""
-
-
-AgentEvent = (
-    Started
-    | Done
-    | Staged
-    | WeightsRead
-    | TaskFailed
-    | Crashed
-    | RayLost
-    | ProcessEnded
-    | ApiEnded
-    | CoreFailed
-    | CoreLost
-    | ShuttingDown
-    | FabricFellBack
-    | PluginFailed
-    | EngineGone
-    | Loading
-    | FirstError
-    | ApiAnswered
-    | FirstCompletion
-    | Judged
-    | GroupSeen
-    | EvidenceSaved
-    | DrainAsked
-    | TimerFired
-    | StopAsked
-)

@@ -1,15 +1,16 @@
-"""Decisions of rank 0 once every member has joined: one engine generation after the other, and level 1 in between.
+"""Decisions of rank 0 after all members have joined: engine generations, and level 1 between them.
 
 A generation: `begin_generation` -> Loading -> `ApiAnswered` -> Warming -> `FirstCompletion` -> Serving. Its death: a
-sign -> `_gather` -> `_mark_dead` once what may explain it better had its moment -> `_settle`, while every member is
-heard once more -> `_conclude` names the death that came first -> its evidence is saved -> `_repair`:
-`recovery.next_step` allows a restart in place, or `fail` leaves the rest to the operator.
+sign -> `_gather` -> `_mark_dead` after the time for a better explanation -> `_settle`, until every member has answered
+once more -> `_conclude` names the death that came first -> its evidence is saved -> `_repair`: `next_step` allows a
+restart in place, or `fail` leaves the recovery to the operator.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from dsv4_runtime.agent.decide.actions import (
     AgentAction,
@@ -32,16 +33,17 @@ from dsv4_runtime.agent.decide.actions import (
     Stop,
     WatchEngine,
 )
-from dsv4_runtime.agent.decide.common import TICK_SECONDS, enter, fail
 from dsv4_runtime.agent.decide.death import (
     WINDOW_SECONDS,
     doubts_weights,
     explain,
     first_error,
     first_failed,
+    is_consequence_of_oom,
     is_sign,
     judged,
     of_gpu_memory,
+    root_failure,
     verdict_due,
     with_sign,
 )
@@ -56,27 +58,51 @@ from dsv4_runtime.agent.decide.events import (
     Judged,
     Loading,
     Now,
+    Peer,
     Task,
     TimerFired,
 )
-from dsv4_runtime.agent.decide.recovery import Leave, Restart, is_consequence_of_oom, next_step, root_failure
-from dsv4_runtime.agent.decide.state import Clear, EngineState, MemberState, Save, Settle, Sign, StepResult, Wait
-from dsv4_runtime.contract import Cause, Failure, Health, Phase, Signals
+from dsv4_runtime.agent.decide.state import (
+    TICK_SECONDS,
+    Clear,
+    EngineState,
+    MemberState,
+    Restart,
+    Save,
+    Settle,
+    Sign,
+    StepResult,
+    Wait,
+    enter,
+    fail,
+)
+from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase, Signals, permit
+
+# Two failed attempts in a row end level 1.
+MAX_ATTEMPTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Leave the decision between a new incarnation and the end to the operator."""
+
+    reason: str
+
 
 _SETTLE_SECONDS = 3.0
-"""Time for which the head listens to the others after a death before it decides: each is asked once a second."""
+"""Longest wait for the answers of the others after a death; each is polled once a second."""
 _LATER_SECONDS = 1.0
-"""Signals that are sampled this long after a death have what the accelerators' drivers, asked as often, say of it, and
-an agent that was short of memory has seen which process the kernel ended."""
+"""Signals sampled this long after a death include the errors of the accelerators' drivers, which are read as often, and
+an agent that was short of memory has observed the out-of-memory kill."""
 _SILENT_SECONDS = 1.5
-"""No heartbeat for this long: the link, not a busy agent."""
-_TELL_SECONDS = 1.0
+"""Without a heartbeat for this long the link has failed, and the agent is not merely busy."""
+_REPORT_SECONDS = 1.0
 
 
 def begin_generation(state: MemberState, now: Now) -> StepResult:
     """Start the next engine generation."""
     bound = load_bound(state)
-    # What was read before the first generation says nothing about files that a later one loads.
+    # Files read before the first generation prove nothing about the files that a later one loads.
     verified = state.verified if state.generation == 0 else None
     engine = EngineState(state.generation + 1, started=now.clock, load_seconds=bound)
     state = replace(state, generation=engine.generation, engine=engine, verified=verified)
@@ -85,14 +111,14 @@ def begin_generation(state: MemberState, now: Now) -> StepResult:
 
 
 def load_bound(state: MemberState) -> float:
-    """Return the seconds until the engine must answer: more where a disk is slower than the plan counts on."""
+    """Return the seconds until the engine must answer: more if a disk is slower than planned."""
     heard = [peer.status.disk_bytes_per_second for peer in state.view.peers.values() if peer.status is not None]
     rates = [rate for rate in (state.view.disk_rate, *heard) if rate is not None]
     return state.plan.timeouts.load_at(min(rates, default=None))
 
 
 def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
-    """Return what follows from an event on rank 0, once every member has joined."""
+    """Handle an event on rank 0 after all members have joined."""
     engine = state.engine
     if engine is None:
         return state, ()
@@ -112,14 +138,14 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
         case Save(failure=failure) if isinstance(event, EvidenceSaved):
             return _repair(state, failure, event, now)
         case Clear(restart=restart) if event == Done(Task.CLEAR):
-            return _wait(_with(state, replace(engine, repair=Wait(restart, told=-math.inf))), now)
+            return _wait(_with(state, replace(engine, repair=Wait(restart, reported=-math.inf))), now)
         case Wait():
             return _wait(state, now)
     return state, ()
 
 
 def due(state: MemberState, now: Now) -> float | None:
-    """Return the monotonic time at which something is to be looked at again, if nothing happens before."""
+    """Return the monotonic time at which `TimerFired` is to be fed, if no event comes before."""
     engine = state.engine
     if engine is None:
         return None
@@ -127,7 +153,7 @@ def due(state: MemberState, now: Now) -> float | None:
         case Settle(since=since):
             return max(since + WINDOW_SECONDS, now.clock + TICK_SECONDS)
         case Wait(restart=restart):
-            return now.clock + min(_TELL_SECONDS, max(0.0, restart.at - now.unix))
+            return now.clock + min(_REPORT_SECONDS, max(0.0, restart.at - now.unix))
         case Save() | Clear():
             return None
     bound = engine.started + engine.load_seconds if state.phase is Phase.LOADING else None
@@ -140,14 +166,14 @@ def _with(state: MemberState, engine: EngineState) -> MemberState:
 
 
 def _gather(state: MemberState, engine: EngineState, event: AgentEvent, now: Now) -> MemberState:
-    """Keep an event that says something about the engine's end, until the cause is named."""
+    """Keep a sign of the engine's end until the cause is named."""
     if not is_sign(event) or not (engine.repair is None or isinstance(engine.repair, Settle)):
         return state
     return _with(state, with_sign(engine, Sign(event, now)))
 
 
 def _live(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
-    """Follow an engine that is not yet called dead: how far it is, and whether it still lives."""
+    """Follow an engine that is not dead: its progress and its signs of life."""
     actions: list[AgentAction] = []
     match event:
         case ApiAnswered() if state.phase is Phase.LOADING:
@@ -182,7 +208,7 @@ def _live(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
         state, marked = _mark_dead(state, engine, found, now)
         return state, (*actions, *marked)
     for peer in state.view.peers.values():
-        # A peer that says that its part of this generation is dead ends the generation.
+        # A peer that reports the death of its part of this generation ends the generation.
         death = peer.death_of(engine.generation) if peer.reachable else None
         if death is not None:
             state, marked = _mark_dead(state, engine, death, now)
@@ -191,7 +217,7 @@ def _live(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
 
 
 def _doubt(state: MemberState, error: str, now: Now) -> StepResult:
-    """Have every member read the weights' files before a wrong first answer is called the engine's fault."""
+    """Have every member read the weights' files before a wrong first answer counts as the engine's fault."""
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
     state = _with(state, replace(engine, wrong=error, wrong_since=now.clock))
@@ -201,7 +227,7 @@ def _doubt(state: MemberState, error: str, now: Now) -> StepResult:
 
 
 def _use_verified(state: MemberState, now: Now) -> tuple[MemberState, tuple[AgentAction, ...]]:
-    """Conclude what follows from whether the files of the weights are right, once every member has said it."""
+    """Act on the verification of the weights' files once every member has reported it."""
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
     others = (peer.status.weights_verified if peer.status is not None else None for peer in state.view.peers.values())
@@ -215,7 +241,7 @@ def _use_verified(state: MemberState, now: Now) -> tuple[MemberState, tuple[Agen
 
 
 def _load_too_long(state: MemberState, now: Now) -> MemberState:
-    """Take as dead an engine that does not answer within its bound."""
+    """Add a sign of death to an engine that exceeds its bound."""
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
     if state.phase is not Phase.LOADING or now.clock < engine.started + engine.load_seconds:
@@ -224,7 +250,7 @@ def _load_too_long(state: MemberState, now: Now) -> MemberState:
 
 
 def _mark_dead(state: MemberState, engine: EngineState, found: Failure, now: Now) -> StepResult:
-    """Call the engine dead at once; of what exactly, every member has a say in."""
+    """Call the engine dead immediately; the final cause depends on all members."""
     later = state.plan.health.gpus or is_consequence_of_oom(found)
     since = now.clock + (_LATER_SECONDS if later else 0.0)
     state = _with(state, replace(engine, dead=found, repair=Settle(since)))
@@ -232,10 +258,10 @@ def _mark_dead(state: MemberState, engine: EngineState, found: Failure, now: Now
 
 
 def _settle(state: MemberState, since: float, now: Now) -> StepResult:
-    """Hear every member once more.
+    """Wait for one more answer of every member.
 
-    A member that has just fallen silent may be what the engine died of, or may come back: that takes as long as it
-    takes to call it lost.
+    A member that has just become silent may be the cause of the death or may return, so the wait lasts until it counts
+    as lost.
     """
     passed = now.clock - since
     if passed < WINDOW_SECONDS:
@@ -275,7 +301,7 @@ def _conclude(state: MemberState, now: Now) -> StepResult:
     doubts: tuple[DoubtWeights, ...] = ()
     if doubts_weights(engine, first):
         first = first.model_copy(update={"weights_doubted": True})
-        # Told before the evidence is saved: every member is to hear of it before it ends.
+        # Reported before the evidence is saved, so that every member reads it before the group ends.
         doubts = (DoubtWeights(first.message),)
     state = _with(state, replace(engine, repair=Save(first)))
     return state, (Stop((Task.ENGINE,)), *doubts, SaveEvidence(first))
@@ -291,7 +317,7 @@ def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now
     following = next_step(state.plan, state.view.peers, state.failures, state.restarts, state.attempts, now.unix)
     again = failure.weights_doubted or failure.cause is Cause.ENGINE_WRONG
     if engine.draining or again or isinstance(following, Leave):
-        # An engine that was to end anyway is not brought back. Files in doubt are read again by a new incarnation.
+        # A draining engine is not restarted. Doubted files are read again by a new incarnation.
         ended, actions = fail(state, failure)
         return ended, (RecordFailure(failure), *actions)
     repaired = failure.model_copy(update={"level": 1})
@@ -302,7 +328,7 @@ def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now
 
 
 def _wait(state: MemberState, now: Now) -> StepResult:
-    """Start the next generation once the budget's back-off is over, and say until then how long that takes."""
+    """Start the next generation after the budget's back-off, and report the remaining time until then."""
     engine = state.engine
     assert engine is not None and isinstance(engine.repair, Wait)  # noqa: S101, PT018  (see `step`)
     restart: Restart = engine.repair.restart
@@ -310,8 +336,36 @@ def _wait(state: MemberState, now: Now) -> StepResult:
     if wait <= 0:
         state, actions = begin_generation(replace(state, restarts=(*state.restarts, now.unix)), now)
         return state, (RecordRestart(now.unix), *actions)
-    if now.clock - engine.repair.told < _TELL_SECONDS:
+    if now.clock - engine.repair.reported < _REPORT_SECONDS:
         return state, ()
     budget = f"restart {restart.spent + 1} of {state.plan.recovery.max_restarts}"
     state = _with(state, replace(engine, repair=Wait(restart, now.clock)))
     return state, (Enter(Phase.RESTARTING, f"{budget}, in {wait:.0f} s"),)
+
+
+def next_step(
+    plan: GroupPlan,
+    peers: Mapping[int, Peer],
+    failures: Sequence[Failure],
+    restarts: Sequence[float],
+    attempts: int,
+    now: float,
+) -> Restart | Leave:
+    """Return level 1 or not, after the newest of `failures` (oldest first), the engine's deaths in this incarnation.
+
+    The answers of `peers` are from after the death; `restarts` are the Unix times of level 1 in this incarnation, and
+    `attempts` counts level 1 since the engine last served. The plan has the budget and the restarts of earlier
+    incarnations.
+    """
+    gone = [rank for rank, peer in peers.items() if not peer.usable]
+    if gone:
+        return Leave(f"rank {', '.join(map(str, gone))} is not there to start with")
+    if attempts >= MAX_ATTEMPTS:
+        return Leave(f"the engine did not come up {attempts} times in a row")
+    latest = failures[-1].cause
+    if latest.deterministic and len(failures) > 1 and failures[-2].cause is latest:
+        return Leave(f"{latest} twice in a row: trying again cannot help")
+    allowed = permit(plan.recovery, [*plan.restarts, *restarts], now)
+    if allowed.at is None:
+        return Leave(f"the budget of {plan.recovery.max_restarts} restarts is spent")
+    return Restart(allowed.at, allowed.spent)

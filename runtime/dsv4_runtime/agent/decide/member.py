@@ -1,33 +1,40 @@
 """The decisions of a member, as one pure function: `step`.
 
-A walk through a life: `step` hands the events of a start to `_start` (Preflight, Staging, Joining), which ends in
-`head.begin_generation` on rank 0; from then on events go to `head.step` there and to `worker.step` on every other rank.
-An engine's death on rank 0 goes `head.step` -> `death.explain` -> `head._conclude` -> `recovery.next_step` -> `head`'s
-level 1, or `common.fail`, which leaves the rest to the operator.
+`step` passes the events of a start to `_start` (Preflight, Staging, Joining), which ends in `head.begin_generation` on
+rank 0. Later events go to `head.step` there and to `_worker_step` on the other ranks. An engine's death on rank 0 goes
+`head.step` -> `death.explain` -> `head._conclude` -> `head.next_step` -> level 1, or `state.fail`, which leaves the
+recovery to the operator.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from dsv4_runtime.agent.decide import head, ray, worker
+from dsv4_runtime.agent.decide import head
 from dsv4_runtime.agent.decide.actions import (
+    AgentAction,
     DoubtWeights,
     Enter,
     Exit,
     FindProcesses,
+    FollowGeneration,
+    KillEngine,
+    RecordFailure,
     ReportJoined,
     ReportVerified,
     StartTask,
+    Stop,
+    SweepSharedMemory,
 )
-from dsv4_runtime.agent.decide.common import enter, fail
 from dsv4_runtime.agent.decide.death import failure, first_failed
 from dsv4_runtime.agent.decide.events import (
     AgentEvent,
     Crashed,
     Done,
+    EngineGone,
     GroupSeen,
     Now,
+    ProcessEnded,
     RayLost,
     Staged,
     Started,
@@ -37,24 +44,31 @@ from dsv4_runtime.agent.decide.events import (
     TimerFired,
     WeightsRead,
 )
-from dsv4_runtime.agent.decide.state import MemberState, StepResult
+from dsv4_runtime.agent.decide.state import TICK_SECONDS, MemberState, StepResult, enter, fail
 from dsv4_runtime.contract import Cause, Phase
+
+_RAY_CAUSES = {"raylet": Cause.RAYLET_HUNG, "gcs": Cause.RAY_HEAD_HUNG}
+_ENGINE_RUNS = frozenset({Phase.LOADING, Phase.WARMING, Phase.SERVING})
+_FOLLOWED = _ENGINE_RUNS | {Phase.RESTARTING}
+_SOON_SECONDS = 0.01
+_FRESH_SECONDS = 2.0
+"""An older answer of the head kills nothing, because the process may be the next engine's worker."""
 
 
 def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
-    """Return what follows from an event: the next state, and what is to be done, in order."""
+    """Handle an event: return the next state and the actions in order."""
     match event:
         case GroupSeen():
             state = replace(state, view=event)
         case StopAsked():
             return replace(state, phase=Phase.DRAINING), (Enter(Phase.DRAINING, "ending everything"),)
         case TaskFailed(task=Task.LISTEN):
-            # Nobody can ask it anything: its end says what its answers would.
+            # Without its API the agent can only report through its exit.
             return state, (Exit(event.message),)
     if state.phase in (Phase.FAILED, Phase.DRAINING):
         return state, ()
     if isinstance(event, GroupSeen):
-        state, lost = ray.look(state, now)
+        state, lost = _check_ray(state, now)
         event = lost or event
     match event:
         case TaskFailed():
@@ -63,7 +77,7 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
             said = f"{event.message}; {first_failed(wrong)}" if wrong is not None else event.message
             found = failure(event.cause, said, event.detected_by, rank, None, now)
             state, actions = fail(state, found)
-            # Nobody knows when the file became wrong, so the engine may have loaded it so.
+            # The time of the damage is unknown, so the engine may have loaded the damaged file.
             doubts = (DoubtWeights(event.message),) if event.task in (Task.SCRUB, Task.VERIFY) else ()
             return state, (*doubts, *actions)
         case Crashed():
@@ -73,10 +87,10 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
     if not state.formed:
         return _start(state, event, now)
     told: tuple[ReportVerified, ...] = ()
-    # What a reading began that an earlier engine's life saw says nothing about the files that this one loads.
+    # A pass that began in an earlier generation proves nothing about the files that this one loads.
     if isinstance(event, WeightsRead) and (event.task is Task.VERIFY or state.phase is Phase.SERVING):
         state, told = replace(state, verified=event.right), (ReportVerified(event.right),)
-    state, actions = (head.step if state.rank == 0 else worker.step)(state, event, now)
+    state, actions = (head.step if state.rank == 0 else _worker_step)(state, event, now)
     return state, (*told, *actions)
 
 
@@ -85,19 +99,33 @@ def due(state: MemberState, now: Now) -> float | None:
     if state.phase in (Phase.FAILED, Phase.DRAINING):
         return None
     if state.formed:
-        return (head.due if state.rank == 0 else worker.due)(state, now)
+        return (head.due if state.rank == 0 else _worker_due)(state, now)
     if state.phase is Phase.STAGING and not state.staged:
         return state.since + state.plan.timeouts.staging
     return state.since + state.plan.timeouts.formation if state.phase is Phase.JOINING else None
 
 
+def _check_ray(state: MemberState, now: Now) -> tuple[MemberState, RayLost | None]:
+    """Update the record of stopped Ray processes from the latest signals; return the loss of the Ray node, if any."""
+    signals = state.view.signals
+    stopped = [one.name for one in signals.processes if one.name in _RAY_CAUSES and one.state == "T"] if signals else []
+    # An agent that was itself stopped, possibly together with Ray, may continue first.
+    since = {name: max(dict(state.ray_stopped).get(name, now.clock), now.awake) for name in stopped}
+    state = replace(state, ray_stopped=tuple(since.items()))
+    for name, began in since.items():
+        if (seconds := now.clock - began) >= state.plan.health.stopped:
+            message = f"the {name} process of rank {state.rank} is stopped (state T) since {seconds:.1f} s"
+            return state, RayLost(_RAY_CAUSES[name], message, "process")
+    return state, None
+
+
 def _start(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
-    """Return what follows from an event, from Preflight until every member's Ray node has joined."""
+    """Handle an event between Preflight and the time at which all Ray nodes have joined."""
     match event:
         case Started():
             return state, (Enter(Phase.PREFLIGHT, "checking the member"), StartTask(Task.PREFLIGHT))
         case Done(task=Task.PREFLIGHT):
-            # Only now is the address known to be there. A broken network shows while the weights are on their way.
+            # From here on the member's address exists. Network errors show while the weights are fetched.
             state, entered = enter(state, Enter(Phase.STAGING, "checking the weights"), now)
             return state, (StartTask(Task.LISTEN), entered, StartTask(Task.STAGE), StartTask(Task.PROVE))
         case Staged(verified=verified):
@@ -118,7 +146,7 @@ def _start(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
 
 
 def _join(state: MemberState, now: Now) -> StepResult:
-    """Start Ray once the weights are there and the network is proved."""
+    """Start Ray once the weights are staged and the network is verified."""
     if not (state.staged and state.proved):
         return state, ()
     state, entered = enter(state, Enter(Phase.JOINING, "starting Ray"), now)
@@ -130,7 +158,7 @@ def _form(state: MemberState, now: Now) -> StepResult:
     if not state.joined or not all(peer.usable for peer in state.view.peers.values()):
         return state, ()
     state = replace(state, formed=True)
-    return head.begin_generation(state, now) if state.rank == 0 else worker.step(state, state.view, now)
+    return head.begin_generation(state, now) if state.rank == 0 else _worker_step(state, state.view, now)
 
 
 def _too_late(state: MemberState, now: Now) -> StepResult:
@@ -145,3 +173,71 @@ def _too_late(state: MemberState, now: Now) -> StepResult:
         message = f"{who} within {bounds.formation:.0f} s"
         return fail(state, failure(Cause.FORMATION_TIMEOUT, message, "timeout", state.rank, None, now))
     return state, ()
+
+
+def _worker_step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
+    """Handle an event on a joined member other than rank 0."""
+    if isinstance(event, ProcessEnded):
+        return _process_ended(state, event, now)
+    if isinstance(event, EngineGone):
+        return replace(state, gone=state.phase is Phase.RESTARTING), ()
+    if not isinstance(event, GroupSeen):
+        return state, ()
+    head = event.peers[0]
+    if (cause := head.lost(now.clock, now.awake, state.plan.health)) is not None:
+        # A silent head may be unreachable for the operator too, so its members report the loss.
+        message = f"rank 0 was last heard {head.silence(now.clock, now.awake):.1f} s ago, by heartbeat or answer"
+        if cause is Cause.AGENT_HUNG:
+            message += "; its machine takes connections"
+        return fail(state, failure(cause, message, "link", 0, None, now))
+    return _follow(state, now)
+
+
+def _worker_due(state: MemberState, now: Now) -> float:
+    """Return the monotonic time of the next check of the head, if no event comes before."""
+    if state.phase is Phase.RESTARTING:
+        return now.clock + TICK_SECONDS
+    silence = state.view.peers[0].silence(now.clock, now.awake) or 0.0
+    return now.clock + max(_SOON_SECONDS, state.plan.health.link_lost - silence)
+
+
+def _process_ended(state: MemberState, event: ProcessEnded, now: Now) -> StepResult:
+    """Report a worker's end, which matters while the engine should be running."""
+    if event.role != "worker" or state.phase not in _ENGINE_RUNS:
+        return state, ()
+    if event.ordered:
+        # Not a death of this member's: the head observes the original one in its own processes.
+        return state, ()
+    cause, message = Cause.RAY_WORKER_DIED, f"the Ray worker of rank {state.rank} ended"
+    if event.explained is not None:
+        cause, message = event.explained[0], f"{message}: {event.explained[1]}"
+    found = failure(cause, message, "process", state.rank, state.generation, now)
+    return replace(state, failures=(*state.failures, found)), (RecordFailure(found),)
+
+
+def _follow(state: MemberState, now: Now) -> StepResult:
+    """Take over rank 0's generation and phase, and end the engine's processes here while it restarts."""
+    peer = state.view.peers[0]
+    head, actions = peer.status, list[AgentAction]()
+    if head is None or head.engine is None:
+        return state, ()
+    if head.engine.generation != state.generation:
+        verified = state.verified if state.generation == 0 else None
+        state = replace(state, generation=head.engine.generation, verified=verified, doubted=False)
+        actions += [FollowGeneration(head.engine.generation), ReportVerified(verified), SweepSharedMemory()]
+    if head.engine.weights_doubted is not None and not state.doubted:
+        state = replace(state, doubted=True)
+        actions += [DoubtWeights(head.engine.weights_doubted), *([] if state.verified else [StartTask(Task.VERIFY)])]
+    if head.phase not in _FOLLOWED:
+        return state, tuple(actions)
+    # This runs several times a second, so an unchanged phase is neither reported nor followed by a scan of processes.
+    news = head.phase is not state.phase
+    if news:
+        state, entered = enter(replace(state, gone=False), Enter(head.phase), now)
+        actions += [entered, *([Stop((Task.STANDBY,))] if head.phase is Phase.RESTARTING else [])]
+    # The next engine starts after this member's answer without one, and its worker may appear within a second.
+    if head.phase is Phase.RESTARTING and not state.gone and now.clock - (peer.heard or 0.0) < _FRESH_SECONDS:
+        actions += [FindProcesses(), KillEngine()]
+    if news and head.phase is Phase.SERVING:
+        actions += [FindProcesses(), StartTask(Task.SCRUB), StartTask(Task.STANDBY)]
+    return state, tuple(actions)

@@ -1,20 +1,36 @@
-"""State of a member, as its agent knows it: everything that the agent's decisions depend on."""
+"""State of a member: all inputs of its agent's decisions besides the event and the time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dsv4_runtime.agent.decide.actions import AgentAction
-from dsv4_runtime.agent.decide.events import AgentEvent, GroupSeen, Now
-from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.agent.decide.recovery import Restart
+from dsv4_runtime.agent.decide.actions import (
+    AgentAction,
+    Enter,
+    RecordFailure,
+    ReportJoined,
+    StartTask,
+    Stop,
+    StopChildren,
+)
+from dsv4_runtime.agent.decide.events import AgentEvent, GroupSeen, Now, Peer, Task
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Phase
 from dsv4_runtime.engine.completion import KnownAnswer
 
 
 @dataclass(frozen=True, slots=True)
+class Restart:
+    """Restart the engine in place."""
+
+    at: float
+    """Unix time from which on."""
+    spent: int
+    """Restarts of the budget that are used already."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sign:
-    """An event that says something about the end of an engine generation, and when it was handled."""
+    """Event that is a sign of the end of an engine generation, and the time at which it was handled."""
 
     event: AgentEvent
     now: Now
@@ -22,10 +38,10 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """The engine is dead; every member is heard once more before the cause is named."""
+    """The engine is dead; the head waits for one more answer of every member before it names the cause."""
 
     since: float
-    """Monotonic time after which a member has to be heard."""
+    """Monotonic time after which a member has to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +53,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Level 1: what is left of the old engine is being ended."""
+    """Level 1: the remains of the old engine are being removed."""
 
     restart: Restart
 
@@ -47,8 +63,8 @@ class Wait:
     """Level 1: the old engine is gone, and the next waits for the budget's back-off."""
 
     restart: Restart
-    told: float
-    """Monotonic time at which people were told how long that takes."""
+    reported: float
+    """Monotonic time of the latest report of the remaining time."""
 
 
 Repair = Settle | Save | Clear | Wait
@@ -74,11 +90,11 @@ class EngineState:
     signs: tuple[Sign, ...] = ()
     """Of its end, in the order in which they were handled; bounded in number and in age (`death.with_sign`)."""
     dead: Failure | None = None
-    """Failure that it was called dead of; the signs and members that are heard while that settles may say it better."""
+    """First cause of its death; further signs and the members' answers may refine it."""
     repair: Repair | None = None
     """None while it lives."""
     wrong: str | None = None
-    """Fault of its first answer, while every member reads the weights' files to say why."""
+    """Fault of its first answer, while every member reads the weights' files to find the reason."""
     wrong_since: float = 0.0
     """Monotonic time of that answer."""
     answer: KnownAnswer | None = None
@@ -94,7 +110,7 @@ class MemberState:
     plan: GroupPlan
     rank: int
     view: GroupSeen
-    """The latest look at the group."""
+    """The latest observation of the group."""
     phase: Phase = Phase.PREFLIGHT
     since: float = 0.0
     """Monotonic time at which the phase began."""
@@ -109,9 +125,9 @@ class MemberState:
     formed: bool = False
     """Whether every member's was, once: the engine has its turn."""
     generation: int = 0
-    """Rank 0: the engine's. Others: the one that the head spoke of last."""
+    """Rank 0: generation of the engine. Others: the latest generation in the head's status."""
     doubted: bool = False
-    """Not rank 0: whether rank 0 said that this engine casts doubt on the weights."""
+    """Not rank 0: whether rank 0 reported that this engine casts doubt on the weights."""
     gone: bool = False
     """Not rank 0: whether nothing is left here of the engine that is being restarted."""
     engine: EngineState | None = None
@@ -124,9 +140,36 @@ class MemberState:
 
 
 def initial(plan: GroupPlan, rank: int) -> MemberState:
-    """Return the state of a member that has just started and heard nobody."""
+    """Return the initial state of a member."""
     others = {member.rank: Peer() for member in plan.members if member.rank != rank}
     return MemberState(plan, rank, view=GroupSeen(peers=others))
 
 
 StepResult = tuple[MemberState, tuple[AgentAction, ...]]
+
+
+TICK_SECONDS = 0.25
+"""Interval of polling where no event announces a change."""
+
+
+def enter(state: MemberState, action: Enter, now: Now) -> tuple[MemberState, Enter]:
+    """Return the state in the phase that the action reports, and the action."""
+    if action.phase is state.phase:
+        return state, action
+    return replace(state, phase=action.phase, since=now.clock), action
+
+
+def fail(state: MemberState, found: Failure) -> StepResult:
+    """Return the end of this member: only a new incarnation helps.
+
+    The failure is reported before any process is ended, which may take long, so recovery need not wait.
+    """
+    actions: list[AgentAction] = [Stop(tuple(task for task in Task if task is not Task.LISTEN))]
+    if found not in state.failures:
+        actions.append(RecordFailure(found))
+        state = replace(state, failures=(*state.failures, found))
+    actions += [ReportJoined(joined=False), Enter(Phase.FAILED, found.message), StopChildren()]
+    if state.phase is Phase.PREFLIGHT:
+        # The agent did not yet know its address to be there.
+        actions.append(StartTask(Task.LISTEN))
+    return replace(state, phase=Phase.FAILED, joined=False, engine=None), tuple(actions)

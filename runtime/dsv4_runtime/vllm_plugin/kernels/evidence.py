@@ -1,11 +1,11 @@
-"""Observations of each provider on this card, what is kept of them, and the choice that follows. Pure.
+"""Observations of each provider on this card, their persistent form, and the resulting choice. Pure.
 
-The shapes are the deployment's own: sizes of the model's `config.json`, cut as the engine's ranks cut them, for one
-request, a small batch, and a piece of a prompt where prompts are computed by the operation too.
+The shapes are those of the deployment: sizes from the model's `config.json`, divided among the engine's ranks, for one
+request, a small batch, and a piece of a prompt where the operation also processes prompts.
 
-Only conclusive outcomes are kept: a provider that was right has a time, or its result was wrong by comparison. All
-else (time-outs, signals, exceptions, lack of memory, packages that are not there) may have passed by the next start: it
-is tried again, and counted, until a provider is excluded for good.
+Only conclusive outcomes are kept: a correct provider with a time, or a result that differs by comparison. Other faults
+(timeouts, signals, exceptions, lack of memory, missing packages) may be temporary: the provider is tried again at the
+next start, and counted, until it is excluded permanently.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dsv4_kernels.mla_prefill.configs import list_width
+from dsv4_kernels.mla_prefill.reference import list_width
 from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, ON_REQUEST, STOCK, KernelChoice, Op
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One shape of one operation that every provider of it is tried on.
+    """One shape of one operation on which every provider is tried.
 
-    `operation` is the row of `dsv4_kernels.registry` whose inputs, reference and tolerance judge it.
+    `operation` is the row of `dsv4_kernels.registry` with inputs, reference and tolerance.
     """
 
     op: Op
@@ -33,11 +33,11 @@ class Trial:
 
 
 WRONG = "wrong: "
-"""Beginning of the fault of a result that was compared and is outside of the tolerance."""
+"""Prefix of the fault of a compared result outside of the tolerance."""
 ABSENT = "not here"
-"""Beginning of the fault of a provider whose package is not there."""
+"""Prefix of the fault of a provider without its package."""
 STARTS = 3
-"""Starts in which a provider may fail without a conclusive outcome before it is excluded for good."""
+"""Failed starts without a conclusive outcome before a provider is excluded permanently."""
 PREFILL = 1024
 """Tokens of a piece of a prompt."""
 
@@ -46,9 +46,9 @@ PREFILL = 1024
 class Seen:
     """Outcome of one trial of one provider.
 
-    `fault` is None if its result was within the contract's tolerance, else what was seen instead. `microseconds` is the
-    median with a cold L2 cache, None if it was not timed; of those that are wrong the ones known to be rough are timed.
-    `error` is the largest relative root mean square error of its outputs.
+    `fault` is None for a result within the contract's tolerance, else a description. `microseconds` is the median with
+    a cold L2 cache, None without timing; of wrong providers only the known rough ones are timed. `error` is the largest
+    relative root mean square error of the outputs.
     """
 
     op: Op
@@ -60,7 +60,7 @@ class Seen:
 
     @property
     def conclusive(self) -> bool:
-        """Whether it holds for the provider on this card, at any start."""
+        """Whether the outcome is valid for all starts on this card."""
         return self.microseconds is not None if self.fault is None else self.fault.startswith(WRONG)
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Failed:
-    """Starts in which a provider had no conclusive outcome, and the last fault."""
+    """Number of starts without a conclusive outcome of a provider, and the last fault."""
 
     starts: int
     fault: str
@@ -78,7 +78,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Kept:
-    """Conclusive outcomes, and the providers without, by operation and name."""
+    """Conclusive outcomes, and the providers without one, by operation and name."""
 
     seen: tuple[Seen, ...] = ()
     failed: Mapping[tuple[Op, str], Failed] = field(default_factory=dict)
@@ -95,10 +95,10 @@ class Kept:
 
     @classmethod
     def from_dict(cls, document: Any) -> Kept:
-        """Return what `to_dict` gave.
+        """Return the object serialized by `to_dict`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: invalid document.
         """
         seen = tuple(Seen(**{**one, "op": Op(one["op"])}) for one in document["seen"])
         failed = {
@@ -108,7 +108,7 @@ class Kept:
         return cls(tuple(one for one in seen if one.conclusive), failed)
 
     def outcomes(self, tried: Sequence[Trial]) -> tuple[Seen, ...]:
-        """Return the conclusive outcomes, and the fault of every other trial of a provider that failed."""
+        """Return the conclusive outcomes, and the fault of the other trials of failed providers."""
         done = {(one.op, one.provider, one.trial) for one in self.seen}
         faults = tuple(
             Seen(op, trial.name, name, fault=f"{one.fault} ({_starts(one.starts)})")
@@ -119,7 +119,7 @@ class Kept:
         return self.seen + faults
 
     def after(self, seen: Iterable[Seen], tried: Sequence[Trial]) -> Kept:
-        """Return what is known after one more start, in which `seen` was observed."""
+        """Return the state after one more start with the observations `seen`."""
         now = tuple(seen)
         known = {(one.op, one.provider, one.trial): one for one in self.seen}
         known |= {(one.op, one.provider, one.trial): one for one in now if one.conclusive}
@@ -133,15 +133,15 @@ class Kept:
         return replace(merged, failed=failed)
 
     def is_decided(self, job: tuple[Op, str], tried: Sequence[Trial]) -> bool:
-        """Tell whether the provider is not tried again: all its trials are conclusive, or it is excluded for good."""
+        """Return whether the provider is not tried again: all trials are conclusive, or it is excluded permanently."""
         done = {one.trial for one in self.seen if (one.op, one.provider) == job}
         return self._is_excluded(job) or {trial.name for trial in tried if trial.op is job[0]} <= done
 
     def open(self, jobs: Sequence[tuple[Op, str]], tried: Sequence[Trial]) -> tuple[tuple[Op, str], ...]:
-        """Return which of `jobs` (operation and provider) are to be tried at this start.
+        """Return the members of `jobs` (operation and provider) to try at this start.
 
-        With a provider that failed the others of its operation are timed again, so that the times compare. One that is
-        not there is tried alone.
+        With a failed provider the others of its operation are timed again for comparable times. A missing provider is
+        tried alone.
         """
         undecided = {job for job in jobs if not self.is_decided(job, tried)}
         anew = {op for op, name in undecided if not self._is_absent((op, name))}
@@ -161,8 +161,8 @@ def _starts(number: int) -> str:
 
 @dataclass(frozen=True)
 class Standing:
-    """Standing of a provider in an operation: `slowness` is its time over the fastest right one's, the mean over the
-    trials; None, with the reason in `excluded`, where it must not be used.
+    """Result of a provider for an operation: `slowness` is the mean ratio of its time to the fastest correct one over
+    the trials; None, with the reason in `excluded`, if it must not be used.
     """
 
     op: Op
@@ -175,7 +175,7 @@ SIZES = (
     "hidden_size", "q_lora_rank", "head_dim", "num_attention_heads", "o_groups", "o_lora_rank", "moe_intermediate_size",
     "n_routed_experts", "num_experts_per_tok", "sliding_window", "index_topk", "index_n_heads",
 )  # fmt: skip
-"""Fields of a model's `config.json` that `trials` reads."""
+"""Fields of a model's `config.json` used by `trials`."""
 
 
 def trials(
@@ -190,17 +190,17 @@ def trials(
     """Return the shapes of a rank of an engine.
 
     Args:
-        config: the model's `config.json`, of which `SIZES` are read.
+        config: the fields `SIZES` of the model's `config.json`.
         tensor_parallel: ranks that share a layer's heads.
-        data_parallel: ranks of them; the experts are spread over all of both.
-        expert_parallel: whether ranks have whole experts instead of a share of each.
-        redundant_experts: copies of experts that expert parallelism adds.
-        large_products: whether FP8 products of prompts are bundled too.
+        data_parallel: replicas of these ranks; experts are distributed over all ranks.
+        expert_parallel: ranks have whole experts instead of a share of each.
+        redundant_experts: additional copies of experts with expert parallelism.
+        large_products: FP8 products of prompts are bundled too.
     """
     hidden, q_lora, head = config["hidden_size"], config["q_lora_rank"], config["head_dim"]
     heads, groups = config["num_attention_heads"] // tensor_parallel, config["o_groups"] // tensor_parallel
     width, lora = config["moe_intermediate_size"], config["o_lora_rank"]
-    # vLLM cuts the shared experts in whole blocks.
+    # vLLM divides the shared experts in whole blocks.
     shared = -(-(width // 128) // tensor_parallel) * 128 if width % 128 == 0 else width // tensor_parallel
     padded = next((most for most in (8, 16, 32, 64, 128) if heads <= most), heads)
     products = {
@@ -219,12 +219,12 @@ def trials(
     spread = tensor_parallel * data_parallel
     moe: dict[str, Any] = {"inter": width // spread, "experts": experts}
     if expert_parallel and spread > 1:
-        # Most of what a token chose is on other ranks.
+        # Most experts of a token are on other ranks.
         local = -(-(experts + redundant_experts) // spread)
         moe = {"inter": width, "experts": local, "routing": "holes", "ranks": spread}
     window, chosen = config["sliding_window"], config["index_topk"]
-    # Of a request's pieces: rows of the workspace are window and compressed entries of some thousand tokens, as a cache
-    # gives them, so that who reads packed pages can be compared.
+    # Workspace rows are window and compressed entries of some thousand tokens with values of a packed cache, so that
+    # providers that read packed pages are comparable.
     columns = list_width(chosen, window)
     prefill = {"heads": heads, "width": columns, "window": window, "rows": 4096, "dense": True, "packed": True}
     found += [
@@ -272,7 +272,7 @@ def _at(counts: Iterable[int], op: Op, operation: str, **params: Any) -> list[Tr
 
 
 def standings(seen: Iterable[Seen], tried: Sequence[Trial]) -> tuple[Standing, ...]:
-    """Return how every provider stands: excluded by the first fault that was seen, or by a trial without a time."""
+    """Return the result of each provider: excluded by its first fault, or by a trial without a time."""
     by: dict[tuple[Op, str], dict[str, Seen]] = {}
     for one in seen:
         by.setdefault((one.op, one.provider), {})[one.trial] = one
@@ -294,7 +294,7 @@ def standings(seen: Iterable[Seen], tried: Sequence[Trial]) -> tuple[Standing, .
 
 
 def _slowness(found: Mapping[str, Seen], right: Sequence[Mapping[str, Seen]], wanted: Sequence[str]) -> float | None:
-    """Return a provider's time over the fastest right one's, the mean over the trials; None without a time."""
+    """Return the mean ratio of a provider's time to the fastest correct one over the trials; None without a time."""
     times = [found[name].microseconds if name in found else None for name in wanted]
     if not right or not all(times):
         return None
@@ -315,14 +315,15 @@ def _fault(found: Mapping[str, Seen], wanted: Sequence[str]) -> str | None:
 
 
 def choose(found: Sequence[Standing], *, eight_bit_activations: bool) -> KernelChoice:
-    """Return the fastest right choice: a bundled kernel, or vLLM's own pick where one of its kernels is faster.
+    """Return the fastest correct choice: a bundled kernel, or vLLM's own selection where one of its kernels is faster.
 
-    What vLLM takes only if its options name it (`ON_REQUEST`) is compared, not chosen: its own pick would be another.
+    Kernels that vLLM uses only by an explicit option (`ON_REQUEST`) are compared but not chosen: vLLM would select
+    another one.
 
     Args:
-        found: how the providers stand.
-        eight_bit_activations: whether W4A8 may be chosen, which rounds the experts' input; only where vLLM's own pick
-            does so too.
+        found: results of the providers.
+        eight_bit_activations: allow W4A8, which rounds the experts' input; only where vLLM's own selection does the
+            same.
     """
     providers: dict[Op, str] = {}
     for op in Op:

@@ -1,8 +1,8 @@
-"""Hooks on vLLM's modules in two phases: look up and check everything, then only assign.
+"""Hooks on vLLM's modules in two phases: verify all symbols, then only assign.
 
-A hook names every symbol of a module that it relies on. If one of them differs from what the hook knows, or if anything
-else raises while the hook is prepared, nothing is changed and one warning names the reason. An operation is computed by
-bundled kernels only if all of its hooks are attached: if one is not, the others are detached.
+A hook lists every symbol of a module that it depends on. If a symbol differs from the expectation, or the preparation
+raises, nothing is changed and one warning contains the reason. Bundled kernels compute an operation only if all of its
+hooks are attached: if one is refused, the others are detached.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, ModuleType
 from typing import Any
 
 from dsv4_runtime.contract.kernels import KernelChoice, Op
-from dsv4_runtime.vllm_plugin.after_import import after_import
-from dsv4_runtime.vllm_plugin.kernels.active import LOGGER
-from dsv4_runtime.vllm_plugin.patch import vllm_version
+from dsv4_runtime.vllm_plugin.patch import after_import, vllm_version
 
+LOGGER = logging.getLogger("vllm.dsv4")
 Assignment = tuple[Any, Any, Any]
 """(object, name, new value): an attribute of the object, or an item of a dictionary."""
+Preparation = Callable[[ModuleType], Sequence[Assignment]]
 _ABSENT = object()
 
 
 class HookMismatchError(Exception):
-    """vLLM's symbol is not the one that the hook knows."""
+    """A symbol of vLLM differs from the expectation of the hook."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Known:
     """Expectations of a function.
 
     Attributes:
-        parameters: exactly these names, in this order; None: any.
-        among: parameters that must be among its own.
-        names: names that its body must refer to: what a replacement reads of the same objects.
-        body: a function with the same parameters and the same code: the body that is replaced.
+        parameters: exact names in order; None: any.
+        among: required parameters.
+        names: names that the body must reference; a replacement reads the same attributes.
+        body: a function with the same parameters and code, for a replaced body.
     """
 
     parameters: tuple[str, ...] | None = None
@@ -49,40 +50,45 @@ class Known:
 
 @dataclass(frozen=True, eq=False)
 class Hook:
-    """One attachment to one module of vLLM.
+    """One attachment to one module of vLLM. References have the form `module:name` within this package.
 
     Attributes:
-        ops: the operations that need it. Empty: it belongs to the warm-up, and stands alone.
-        module: the module's name.
-        symbols: every symbol of the module that the hook relies on, with the parameters that it must have, or `Known`;
-            None: it must be there.
-        prepare: gets the module, checks what `symbols` cannot express and returns the assignments to make.
-        bundled: whether a hook of the warm-up is made only where an operation may be bundled.
+        ops: operations that require the hook; empty for hooks of the warm-up, which are independent.
+        module: name of the module.
+        symbols: all symbols of the module that the hook depends on, with the required parameters, or `Known`; None: the
+            symbol must exist.
+        wrap: symbols that are replaced by the result of a function of the original, by reference.
+        each: classes for whose new objects a function is called, by reference. The function is imported with the first
+            object: vLLM may still import the package at the time of attaching.
+        prepare: function or reference; gets the module, performs checks beyond `symbols` and returns assignments.
+        bundled: attach a warm-up hook only if an operation may be bundled.
     """
 
     ops: tuple[Op, ...]
     module: str
     symbols: Mapping[str, tuple[str, ...] | Known | None]
-    prepare: Callable[[ModuleType], Sequence[Assignment]]
+    prepare: Preparation | str | None = None
     bundled: bool = False
+    wrap: Mapping[str, str] = field(default_factory=dict)
+    each: Mapping[str, str] = field(default_factory=dict)
 
 
 class Attached:
-    """The hooks of a process: which are installed, attached, or refused."""
+    """The hooks of a process: installed, attached and refused ones."""
 
     def __init__(self) -> None:
         self.installed: list[Hook] = []
         self.before: dict[Hook, list[Assignment]] = {}
-        """Of every attached hook the values that its assignments replaced, in the order of attaching."""
+        """Replaced values of every attached hook, in the order of attachment."""
         self.refused: dict[Op, str] = {}
 
     def install(self, hook: Hook) -> None:
-        """Attach `hook` when its module is imported."""
+        """Attach `hook` after the import of its module."""
         self.installed.append(hook)
         after_import(hook.module, functools.partial(self.run, hook))
 
     def run(self, hook: Hook) -> None:
-        """Attach `hook` to its module, which has just been imported, or log in one line why not."""
+        """Attach `hook` to its imported module, or log the reason of the refusal in one line."""
         if self._is_off(hook):
             return
         try:
@@ -91,7 +97,7 @@ class Attached:
             self._refuse(hook, error)
 
     def agreed(self, choice: KernelChoice) -> KernelChoice:
-        """Return `choice` without the operations of which a hook is not attached; missing modules are imported."""
+        """Return `choice` without operations that have an unattached hook; missing modules are imported."""
         for hook in tuple(self.installed):
             wanted = any(choice.bundled(op) and op not in self.refused for op in hook.ops)
             if not wanted or hook in self.before:
@@ -120,7 +126,7 @@ class Attached:
         self._detach()
 
     def _detach(self) -> None:
-        """Undo the hooks of refused operations; hooks of others on the same modules are prepared anew."""
+        """Undo the hooks of refused operations; other hooks on the same modules are prepared again."""
         off = [hook for hook in self.before if self._is_off(hook)]
         for name in dict.fromkeys(hook.module for hook in off):
             there = [hook for hook in self.before if hook.module == name]
@@ -134,25 +140,50 @@ class Attached:
 ATTACHED = Attached()
 
 
-def run(hook: Hook) -> None:
-    """Attach `hook` to its module, which has just been imported, or log in one line why not."""
-    ATTACHED.run(hook)
-
-
 def prepared(hook: Hook, module: ModuleType) -> list[Assignment]:
-    """Check everything that `hook` relies on and return its assignments; nothing is changed.
+    """Verify the dependencies of `hook` and return its assignments; nothing is changed.
 
     Raises:
-        HookMismatchError: a symbol is gone or another one.
-        Exception: whatever the hook's own preparation raises.
+        HookMismatchError: a symbol is missing or differs.
+        Exception: raised by the preparation.
     """
     for symbol, known in hook.symbols.items():
         _check(symbol, look_up(module, symbol), known)
-    return list(hook.prepare(module))
+    return assignments(hook, module)
+
+
+def assignments(hook: Hook, module: ModuleType) -> list[Assignment]:
+    """Return the assignments of `hook` without verification of its symbols."""
+    found: list[Assignment] = []
+    for symbol, reference in hook.wrap.items():
+        owner, _, name = symbol.rpartition(".")
+        found.append((look_up(module, owner) if owner else module, name, load(reference)(look_up(module, symbol))))
+    for symbol, reference in hook.each.items():
+        found.append(_calling_with_each(look_up(module, symbol), reference))
+    if hook.prepare is not None:
+        found += (load(hook.prepare) if isinstance(hook.prepare, str) else hook.prepare)(module)
+    return found
+
+
+def load(reference: str) -> Any:
+    """Import and return the object `module:name` of this package."""
+    module, _, name = reference.partition(":")
+    return look_up(importlib.import_module(f"{__package__}.{module}"), name)
+
+
+def _calling_with_each(kind: type, reference: str) -> Assignment:
+    original = kind.__init__  # type: ignore[misc]
+
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        load(reference)(self)
+
+    return kind, "__init__", make
 
 
 def apply(assignments: Iterable[Assignment]) -> list[Assignment]:
-    """Make the assignments, all or none, and return those that undo them."""
+    """Make all assignments or none; return the assignments that undo them."""
     done: list[Assignment] = []
     try:
         for place, name, value in assignments:
@@ -167,7 +198,7 @@ def apply(assignments: Iterable[Assignment]) -> list[Assignment]:
 
 
 def undo(done: Sequence[Assignment]) -> None:
-    """Put back what `apply` replaced, as it returned it."""
+    """Restore the values returned by `apply`."""
     for place, name, value in reversed(done):
         _assign(place, name, value)
 
@@ -185,10 +216,10 @@ def _assign(place: Any, name: Any, value: Any) -> None:
 
 
 def look_up(module: Any, symbol: str) -> Any:
-    """Return the object that the dotted name `symbol` has in `module`.
+    """Return the object with the dotted name `symbol` in `module`.
 
     Raises:
-        HookMismatchError: it is gone.
+        HookMismatchError: it does not exist.
     """
     target = module
     for name in symbol.split("."):
@@ -199,7 +230,7 @@ def look_up(module: Any, symbol: str) -> Any:
 
 
 def parameters(function: Any) -> tuple[str, ...]:
-    """Return the names of the parameters of `function`."""
+    """Return the parameter names of `function`."""
     return tuple(inspect.signature(function).parameters)
 
 
@@ -226,19 +257,19 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _code(function: Any) -> tuple[Any, ...]:
-    """Return what the body of `function` does, without its names of lines and files."""
+    """Return the code of `function` without line numbers and file names."""
     code: CodeType = function.__code__
     constants = tuple(one for one in code.co_consts if one != function.__doc__)
     return code.co_code, code.co_names, code.co_varnames, constants
 
 
 def check_overrides(kind: type, base: type, names: Iterable[str]) -> None:
-    """Check that `base` has the methods `names`, which `kind` replaces, with the same parameters.
+    """Verify that `base` has the methods `names`, which `kind` replaces, with the same parameters.
 
-    A method of `kind` that takes whatever comes (`*args`, `**kwargs`) must have the first parameters in common.
+    For a method of `kind` with `*args` or `**kwargs` the leading parameters must be equal.
 
     Raises:
-        HookMismatchError: a method is gone or has other parameters, or `base` requires one that `kind` lacks.
+        HookMismatchError: a method is missing or has other parameters, or `kind` lacks an abstract method of `base`.
     """
     for name in names:
         theirs = parameters(look_up(base, name))

@@ -1,31 +1,35 @@
-"""vLLM's FP8 linear layers (weights in blocks of 128 x 128), computed by `dsv4_kernels.fp8_gemm` where it is faster."""
+"""vLLM's FP8 linear layers (weights in blocks of 128 x 128), computed by `dsv4_kernels.fp8` where it is faster."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import get_current_vllm_config
-from vllm.model_executor.kernels import linear as registry
-from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
-from vllm.model_executor.utils import replace_parameter
-from vllm.platforms import PlatformEnum, current_platform
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
-from dsv4_kernels.fp8_gemm.api import GemmPlan, is_supported
-from dsv4_kernels.fp8_gemm.configs import hopper_from
-from dsv4_kernels.fp8_quant.api import QuantPlan, places
+from dsv4_kernels.fp8.api import GemmPlan, QuantPlan, hopper_from, is_supported, places
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels import codes
-from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
+from dsv4_runtime.vllm_plugin.kernels.choice import choice
+from dsv4_runtime.vllm_plugin.kernels.hooks import Assignment, check_overrides
+from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, announce, given_codes, shared_plan, want_codes
+from dsv4_runtime.vllm_plugin.kernels.vllm_api import (
+    Fp8BlockScaledMMLinearKernel,
+    PlatformEnum,
+    current_platform,
+    get_current_vllm_config,
+    replace_parameter,
+)
+from dsv4_runtime.vllm_plugin.kernels.vllm_api import linear_kernels as registry
 
 SMALL = 32
-"""Most tokens of a product that the bundled kernels take where only their bodies for few tokens are faster."""
+"""Maximum tokens of a bundled product where only the kernels for few tokens are faster."""
 SCALE = "dsv4_weight_scale"
-"""Buffer of a layer: its block scales as UE8M0 bytes, uint8 [⌈N/128⌉, K/128], as the checkpoint has them."""
+"""Buffer of a layer: its block scales as UE8M0 bytes, uint8 [⌈N/128⌉, K/128], as in the checkpoint."""
 OVERRIDDEN = (
     "is_supported",
     "can_implement",
@@ -33,12 +37,12 @@ OVERRIDDEN = (
     "apply_weights",
     "apply_block_scaled_mm",
 )
-"""Methods of vLLM's FP8 kernels that are replaced here."""
+"""Replaced methods of vLLM's FP8 kernels."""
 _LAYER = re.compile(r"\blayers\.\d+\.")
 
 
 def ue8m0_bytes(scale: torch.Tensor) -> torch.Tensor | None:
-    """Return block scales as UE8M0 bytes; None if they are no powers of two (checkpoints with float32 scales)."""
+    """Return block scales as UE8M0 bytes; None if they are not powers of two (checkpoints with float32 scales)."""
     if scale.dtype == torch.uint8:
         return scale.clone()
     if scale.dtype == torch.float8_e8m0fnu:
@@ -48,10 +52,10 @@ def ue8m0_bytes(scale: torch.Tensor) -> torch.Tensor | None:
 
 
 def keep_scale(layer: torch.nn.Module, scale: torch.Tensor) -> None:
-    """Keep `scale`, uint8 [⌈N/128⌉, K/128], with `layer`.
+    """Store `scale`, uint8 [⌈N/128⌉, K/128], as a persistent buffer of `layer`.
 
-    As a persistent buffer: vLLM restores those after sleep, and a reload of the weights copies the new values into the
-    tensors that CUDA graphs read. It does so for parameters and persistent buffers only.
+    Only for parameters and persistent buffers vLLM restores the values after sleep, and copies the values of reloaded
+    weights into the tensors that CUDA graphs read.
     """
     held = layer._buffers.get(SCALE)
     if held is not None and held.shape == scale.shape and held.device == scale.device:
@@ -61,10 +65,10 @@ def keep_scale(layer: torch.nn.Module, scale: torch.Tensor) -> None:
 
 
 def keep_wo_a_scale(layer: torch.nn.Module) -> None:
-    """Keep the scales of `layer`, a wo_a, as bytes before vLLM's kernel packs them in its own way.
+    """Store the scales of `layer`, a wo_a, as bytes before vLLM's kernel packs them.
 
     Raises:
-        ValueError: they are no powers of two.
+        ValueError: the scales are not powers of two.
     """
     if not getattr(layer, "is_bmm", False) or hasattr(layer, SCALE):
         return
@@ -75,11 +79,24 @@ def keep_wo_a_scale(layer: torch.nn.Module) -> None:
     keep_scale(layer, scale)
 
 
-def weight_bytes(weight: torch.Tensor) -> torch.Tensor:
-    """Return the E4M3 codes of `weight`, a parameter of vLLM's, as uint8.
+def keeping_wo_a_scale(original: Callable[..., None]) -> Callable[..., None]:
+    """Return vLLM's `Fp8LinearMethod.process_weights_after_loading`, which keeps the scales of wo_a before."""
 
-    Not to be kept: vLLM may give the parameter other memory. vLLM's parameters are of a class of its own, of which
-    every view would go through Python.
+    @functools.wraps(original)
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        # Other layers get no attribute besides their parameters: models are shared between processes by names.
+        if getattr(layer, "is_bmm", False) and choice().bundled(Op.O_PROJ):
+            keep_wo_a_scale(layer)
+        original(self, layer)
+
+    return process_weights_after_loading
+
+
+def weight_bytes(weight: torch.Tensor) -> torch.Tensor:
+    """Return the E4M3 codes of `weight`, a parameter of vLLM, as uint8.
+
+    Do not store the result: vLLM may move the parameter. Views of vLLM's parameter class would otherwise be dispatched
+    in Python.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return weight.view(torch.uint8)
@@ -91,14 +108,12 @@ def _others(bundled: type) -> list[type]:
 
 
 def _pick(config: Any, kernels: list[type]) -> Any:
-    """Return the first of `kernels` that vLLM finds fit; ValueError if there is none."""
+    """Return the first of `kernels` that vLLM accepts; ValueError if there is none."""
     return registry.choose_scaled_mm_linear_kernel(config, {PlatformEnum.CUDA: kernels}, quantization="fp8_block_w8a8")
 
 
 def _stock(config: Any, bundled: type) -> Any:
-    """Return vLLM's kernel for the other products: CUTLASS, whose kernels are compiled already, and where it is not
-    there what vLLM would take. None if it has none.
-    """
+    """Return vLLM's kernel for the other products: CUTLASS, which is precompiled, else vLLM's selection, or None."""
     kernels = _others(bundled)
     for possible in ([k for k in kernels if k.__name__ == "CutlassFp8BlockScaledMMKernel"], kernels):
         with contextlib.suppress(ValueError):
@@ -112,17 +127,24 @@ def _arch() -> Arch:
     return detect(torch.device("cuda")) or DEFAULT_ARCH
 
 
+def preferred(module: ModuleType) -> list[Assignment]:
+    """Return the assignment that prepends the bundled kernel to vLLM's list of kernels for CUDA."""
+    check_overrides(BundledFp8BlockScaledMMKernel, Fp8BlockScaledMMLinearKernel, OVERRIDDEN)
+    kernels = module._POSSIBLE_FP8_BLOCK_KERNELS
+    return [(kernels, PlatformEnum.CUDA, [BundledFp8BlockScaledMMKernel, *kernels[PlatformEnum.CUDA]])]
+
+
 class _Product(NamedTuple):
-    """Plans of a layer's product. What it multiplies is read from the layer in each run: vLLM replaces it."""
+    """Plans of a layer's product. Each run reads the weight from the layer: vLLM may replace it."""
 
     quant: QuantPlan
     gemm: GemmPlan
 
 
 class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 products: all where there is a body for many tokens (sm_90), else those of up to `SMALL` tokens.
+    """FP8 products: all with a kernel for many tokens (sm_90), else those of up to `SMALL` tokens.
 
-    The others go to vLLM's kernel, if it has one.
+    vLLM's kernel computes the others, if there is one.
     """
 
     apply_input_quant = False
@@ -135,20 +157,20 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         self.stock = None if stock is None else stock(config)
         all_here = self.stock is None or hopper_from(_arch(), n, k, 1) is not None
         self.tokens = whole if all_here else min(SMALL, whole)
-        codes.want(k, self.tokens)
+        want_codes(k, self.tokens)
         announce(QuantPlan, self.tokens, k, DEVICE)
         announce(GemmPlan, self.tokens, n, k, None, DEVICE)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Tell whether the card has FP8 products that were tried: from compute capability 9.0."""
+        """Return whether the card has compute capability 9.0 or more."""
         if not current_platform.is_cuda() or not current_platform.has_device_capability(90):
             return False, "needs an NVIDIA card of compute capability 9.0 or more"
         return True, None
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        """Tell whether the layer's sizes and types are covered."""
+        """Return whether the layer's sizes and types are supported."""
         if not choice().bundled(Op.FP8_LINEAR):
             return False, "is not chosen for fp8_linear"
         able, reason = super().can_implement(config)
@@ -163,18 +185,18 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Keep the scales as bytes, then let vLLM's own kernel prepare the layer as it needs it.
+        """Store the scales as bytes, then let vLLM's own kernel prepare the layer.
 
-        vLLM calls this again when it reloads the weights; CUDA graphs then are those of the first time.
+        vLLM calls this again for reloaded weights, with the CUDA graphs of the first load.
 
         Raises:
-            ValueError: the scales are no powers of two, and nothing else can compute the product.
+            ValueError: the scales are not powers of two, and there is no other kernel for the product.
         """
         if getattr(layer, "is_bmm", False):
             if choice().bundled(Op.O_PROJ):
                 keep_wo_a_scale(layer)
             else:
-                # vLLM's output projection reads it, so vLLM's own pick prepares it.
+                # vLLM's output projection reads it, so that the kernel selected by vLLM prepares it.
                 _pick(self.config, _others(type(self)))(self.config).process_weights_after_loading(layer)
             return
         params = self._get_layer_params(layer)
@@ -183,7 +205,7 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
             self.stock.process_weights_after_loading(layer)
             prepared = getattr(layer, params.block_scale_attr)
             if prepared.dtype == torch.float8_e8m0fnu:
-                # DeepGEMM repacks them by itself; the others ask for float32.
+                # DeepGEMM repacks them; other kernels require float32.
                 replace_parameter(layer, params.block_scale_attr, prepared.to(torch.float32))
         elif scale is None:
             raise ValueError(
@@ -210,7 +232,7 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         tokens, product = rows.shape[0], layer.dsv4_product
         if product is None or tokens > self.tokens:
             return self.stock.apply_weights(layer, x, bias, **kwargs)  # type: ignore[union-attr]
-        code, code_scale = codes.given(x) or product.quant.run(x=rows.contiguous(), out=places(tokens, width, x.device))
+        code, code_scale = given_codes(x) or product.quant.run(x=rows.contiguous(), out=places(tokens, width, x.device))
         weight = weight_bytes(layer.weight)
         out = torch.empty((tokens, weight.shape[0]), dtype=torch.bfloat16, device=x.device)
         product.gemm.run(a=code, a_scale=code_scale, w=weight, w_scale=getattr(layer, SCALE), out=out)
@@ -219,14 +241,14 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         return out.view(*x.shape[:-1], -1)
 
     def apply_block_scaled_mm(self, **_: torch.Tensor) -> torch.Tensor:
-        """Refuse: `apply_weights` does all of it."""
+        """Raise: `apply_weights` computes the whole product."""
         raise TypeError("the bundled FP8 product quantises its input itself; call apply_weights")
 
     def _product(self, layer: torch.nn.Module) -> _Product:
-        """Return what computes the product of `layer`."""
+        """Return the plans of the product of `layer`."""
         (n, k), device = layer.weight.shape, layer.weight.device
         quant = shared_plan((Op.FP8_LINEAR, k, self.tokens, device, "quant"), lambda: QuantPlan(self.tokens, k, device))
-        # By role: layers whose products run on two streams at once have different ones.
+        # By role: layers with concurrent products on two streams have different roles.
         role = _LAYER.sub("", getattr(layer, "prefix", "") or str(id(layer)))
         gemm = shared_plan(
             (Op.FP8_LINEAR, role, n, k, self.tokens, device), lambda: GemmPlan(self.tokens, n, k, None, device)

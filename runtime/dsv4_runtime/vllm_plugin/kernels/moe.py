@@ -1,23 +1,44 @@
-"""vLLM's modular experts, computed by `dsv4_kernels.moe` from the weights as the checkpoint has them."""
+"""vLLM's modular experts by `dsv4_kernels.moe` from the checkpoint's weights; their sum with the shared experts; the
+router.
+
+vLLM's MoE runner starts the shared experts, on a separate stream for few tokens, computes the routed ones and adds
+both. Here the shared experts are removed from the runner, which then adds nothing. They start at the same point, and
+their output is an addend of the routed experts' last launch. The model also references the shared experts, so that
+their parameters keep the names for weight loading. Ranks of a tensor-parallel group each add their parts; vLLM reduces
+the sum.
+
+vLLM's MoE runner computes the logits with the gate, then calls the layer's router. A runner without a gate passes its
+second argument on, which DeepSeek-V4 sets to the hidden states: the gate is removed from the runner, and the router
+computes from the hidden states and the gate's weight (`dsv4_kernels.router`). The order of shared experts, the capture
+of the selected experts and the type of their ids stay vLLM's.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from vllm.model_executor.layers.fused_moe import modular_kernel as mk
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
-from vllm.platforms import current_platform
 
 from dsv4_kernels.arch import DEFAULT_ARCH, detect
 from dsv4_kernels.moe.api import MoePlan, is_supported
 from dsv4_kernels.moe.reference import LIMIT
+from dsv4_kernels.router.api import RouterPlan
+from dsv4_kernels.router.api import is_supported as router_is_supported
 from dsv4_runtime.contract.kernels import BUNDLED_W4A8, Op
-from dsv4_runtime.vllm_plugin.kernels.active import choice, most_tokens, shared_plan
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
+from dsv4_runtime.vllm_plugin.kernels import vllm_api
+from dsv4_runtime.vllm_plugin.kernels.choice import LOGGER, choice, first_reason, most_tokens, warn_once
+from dsv4_runtime.vllm_plugin.kernels.hooks import check_overrides
+from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, announce, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.vllm_api import (
+    MoEActivation,
+    TopKWeightAndReduceNoOP,
+    current_platform,
+    get_current_vllm_config,
+    kMxfp4Static,
+)
+from dsv4_runtime.vllm_plugin.kernels.vllm_api import modular_kernel as mk
 
 OVERRIDDEN = (
     "activation_format",
@@ -31,18 +52,18 @@ OVERRIDDEN = (
     "apply",
     "process_weights_after_loading",
 )
-"""Methods of vLLM's experts that are replaced here."""
+"""Replaced methods of vLLM's experts."""
 
 
 class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # vLLM has no types that mypy accepts
     """Experts of MXFP4 weights [E, 2I, H/2] and [E, H, I/2], bf16 in and out, SwiGLU clamped at ±10.
 
-    Takes the weights in the checkpoint's own layout, as vLLM's `B12X_MXFP4_BF16` does, whose conversion is the
-    identity. Sums the experts of a token itself. An expert id that is not on this rank is skipped.
+    Uses the weights in the checkpoint's layout, like vLLM's `B12X_MXFP4_BF16`, whose conversion is the identity. Sums
+    the experts of a token. Expert ids of other ranks are skipped.
     """
 
     adds: ClassVar[bool] = False
-    """Whether every run gets an `addend`, bf16 [M, K], for which `ready` has the stream wait if it has to."""
+    """Whether each run gets an `addend`, bf16 [M, K]; `ready`, if set, makes the stream wait for it."""
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config)
@@ -55,12 +76,12 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
 
     @staticmethod
     def activation_format() -> Any:
-        """Return tokens in rows, not batched by expert."""
+        """Return the format with tokens in rows, not batched by expert."""
         return mk.FusedMoEActivationFormat.Standard
 
     @staticmethod
     def unsupported(config: Any) -> str | None:
-        """Return why the layer that `config` (`FusedMoEConfig`) describes cannot be computed here, None if it can."""
+        """Return the reason why the layer with `config` (`FusedMoEConfig`) is not supported, or None."""
         support = is_supported(_shape(config), detect(torch.device("cuda")) or DEFAULT_ARCH)
         if not support:
             return support.reason
@@ -98,7 +119,7 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
         return not moe_parallel_config.use_batched_activation_format
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """Return that nothing is left to weight or to add."""
+        """Return the no-op: `apply` weights and adds."""
         return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(
@@ -109,7 +130,7 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
         *_: Any,
         **__: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return no workspaces (the plan has its own) and the output, [M, K]."""
+        """Return empty workspaces (the plan has its own) and the output shape [M, K]."""
         return (0,), (0,), (M, K)
 
     def apply(
@@ -147,11 +168,11 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Make the plan now, so that its memory is there when vLLM profiles."""
+        """Make the plan, so that vLLM's profile includes its memory."""
         self.plan(layer.w13_weight.device)
 
     def plan(self, device: torch.device) -> MoePlan:
-        """Return the plan that all layers of this shape share."""
+        """Return the shared plan of all layers of this shape."""
         key = (Op.MOE, self._a8, self.adds, device, self._tokens, *self._shape.values())
         s = self._shape
 
@@ -159,29 +180,46 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
             sizes = (s["hidden"], s["inter"], s["experts"], s["topk"])
             return MoePlan(self._tokens, *sizes, a8=self._a8, device=device, adds=self.adds)
 
-        plan: MoePlan = shared_plan(key, make)
-        return plan
+        return shared_plan(key, make)
 
 
 class AddingMxfp4Experts(BundledMxfp4Experts):
-    """The same experts, which add what the shared ones gave: `expert_sum` hands it to each run."""
+    """The same experts, which add the output of the shared ones (`forward_with_sum`)."""
 
     adds = True
 
 
-def local_ids(expert_map: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return which expert of this rank each of `ids` [T, k] is, −1 where it is another rank's or no expert.
+def select_experts(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return vLLM's `select_deepseek_v4_mxfp4_moe_backend` with the bundled experts."""
+    check_overrides(BundledMxfp4Experts, mk.FusedMoEExpertsModular, OVERRIDDEN)
+    backend = vllm_api.Mxfp4MoeBackend.B12X_MXFP4_BF16
 
-    Padding has the id −1, which as an index would be the last expert.
+    @functools.wraps(original)
+    def select(config: Any) -> Any:
+        if not choice().bundled(Op.MOE):
+            return original(config)
+        reason = BundledMxfp4Experts.unsupported(config)
+        if reason is None:
+            return backend, BundledMxfp4Experts
+        LOGGER.warning("dsv4 kernels: moe stays with vLLM's own kernels (%s)", reason)
+        return original(config)
+
+    return select
+
+
+def local_ids(expert_map: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the local ids of `ids` [T, k], −1 for experts of other ranks and for padding.
+
+    Padding has the id −1, which as an index would select the last expert.
     """
     return torch.where(ids < 0, -1, expert_map[ids.clamp_min(0).long()])
 
 
 def gathered_tokens(config: Any) -> int:
-    """Return the most tokens that the experts of a rank get in a step, by the layer's `FusedMoEConfig`.
+    """Return the maximum number of tokens of a rank's experts in a step, for the layer's `FusedMoEConfig`.
 
-    Where tokens are spread over ranks, vLLM gathers those of all data parallel ranks, each rounded up to the ranks that
-    share a sequence.
+    With tokens distributed over ranks, vLLM gathers those of all data parallel ranks, each rounded up to the number of
+    ranks that share a sequence.
     """
     parallel = config.moe_parallel_config
     sharing = max(1, getattr(parallel, "sp_size", 1))
@@ -196,3 +234,148 @@ def _shape(config: Any) -> dict[str, int]:
         "experts": config.num_local_experts,
         "topk": config.experts_per_token,
     }
+
+
+@functools.cache  # not with this module: it is imported while vLLM imports its package of experts
+def _shared_experts_order() -> Any:
+    return vllm_api.SharedExpertsOrder
+
+
+@functools.cache  # as above
+def _routers() -> Any:
+    return vllm_api.fused_topk_bias_router
+
+
+def take_shared_experts(runner: Any) -> None:
+    """Let the bundled experts of `runner`, a new MoE runner of vLLM, add its shared experts."""
+    method = runner.routed_experts.quant_method
+    if getattr(method, "experts_cls", None) is not BundledMxfp4Experts or runner.shared_experts is None:
+        return
+    reason = sum_unsupported(runner)
+    if reason is not None:
+        warn_once("dsv4 kernels: shared and routed experts are added by vLLM (%s)", reason)
+        return
+    shared, runner._shared_experts = runner._shared_experts, None
+    # Selects the operator that returns one tensor.
+    runner._forward_entry = runner._select_forward()
+    runner._forward_impl = functools.partial(forward_with_sum, runner, shared, runner._forward_impl)
+    method.experts_cls = AddingMxfp4Experts
+
+
+def sum_unsupported(runner: Any) -> str | None:
+    """Return the reason why the routed experts of `runner` cannot add the shared ones, or None."""
+    moe = runner.moe_config
+    return first_reason(
+        (moe.moe_parallel_config.use_ep or runner.router.eplb_state is not None, "the experts are spread over ranks"),
+        (moe.dp_size > 1 or moe.pcp_size > 1 or moe.is_sequence_parallel, "tokens are spread over ranks"),
+        (runner.shared_expert_gate is not None, "the shared experts have a gate"),
+        (runner.routed_scaling_factor != 1.0, "the routed experts' result is scaled"),
+        (
+            runner.routed_input_transform is not None or runner.routed_output_transform is not None,
+            "the routed experts' input or result is transformed",
+        ),
+        (moe.hidden_dim != moe.hidden_dim_unpadded, "the routed experts' input is padded"),
+        (runner.enable_dbo, "a step is split into two that run at once"),
+        (get_current_vllm_config().lora_config is not None, "an adapter may change the experts"),
+    )
+
+
+def forward_with_sum(
+    runner: Any,
+    shared: Any,
+    original: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    shared_experts_input: torch.Tensor | None,
+    input_ids: torch.Tensor | None = None,
+) -> Any:
+    """Return the experts' sum, bf16 [T, H]. Takes the place of `MoERunner._forward_impl`, which is `original`."""
+    beside = shared.maybe_forward_async(hidden_states)
+    if not beside:
+        shared(hidden_states, _shared_experts_order().NO_OVERLAP)
+    # Looked up per call: each load of weights makes a new one.
+    experts = runner.routed_experts.quant_method.moe_kernel.fused_experts
+    experts.addend, experts.ready = shared.output, shared.wait if beside else None
+    return original(hidden_states, router_logits, shared_experts_input, input_ids)
+
+
+def attach_router(runner: Any) -> None:
+    """Replace the routing of `runner`, a new MoE runner of vLLM, if the bundled router is chosen."""
+    router = runner.router
+    # Runners of other models have no kernel choice.
+    if getattr(router, "scoring_func", None) != "sqrtsoftplus" or not choice().bundled(Op.ROUTER):
+        return
+    reason = router_unsupported(runner)
+    if reason is not None:
+        warn_once("dsv4 kernels: router stays with vLLM's own kernels (%s)", reason)
+        return
+    gate, runner.gate = runner.gate, None
+    router._compute_routing = functools.partial(routing, router, gate)
+    announce(RouterPlan, **_router_shape(router, gate), device=DEVICE)
+
+
+def router_unsupported(runner: Any) -> str | None:
+    """Return the reason why the bundled kernels cannot route for `runner`, or None."""
+    router, gate, moe = runner.router, runner.gate, runner.moe_config
+    if type(router) is not _routers().FusedTopKBiasRouter:
+        return f"{type(router).__name__} chooses the experts"
+    config, table = get_current_vllm_config(), router._hash_indices_table
+    reason = first_reason(
+        (gate is None, "the layer has no gate of its own"),
+        (moe.moe_parallel_config.use_ep or router.eplb_state is not None, "the experts are spread over ranks"),
+        (moe.dp_size > 1 or moe.pcp_size > 1 or moe.is_sequence_parallel, "tokens are spread over ranks"),
+        (router.bias_vl is not None, "images have a bias of their own"),
+        (runner.routed_experts.quant_method.is_monolithic, "the experts' kernel routes by itself"),
+        (runner.routed_input_transform is not None, "the experts' input is transformed"),
+        (runner.shared_expert_gate is not None or router.num_fused_shared_experts, "shared experts are routed too"),
+        (runner.enable_dbo, "a step is split into two that run at once"),
+        (config.lora_config is not None, "an adapter may change the gate"),
+        (not router.renormalize, "weights are not normalised"),
+        (table is not None and table.dtype != torch.int32, "hashed experts are no int32"),
+    )
+    if reason is not None:
+        return reason
+    weight = gate.weight
+    if weight.dtype != torch.bfloat16 or weight.shape[1] != moe.hidden_dim or getattr(gate, "bias", None) is not None:
+        return f"the gate is {weight.dtype} {tuple(weight.shape)}, needs bfloat16 without bias, {moe.hidden_dim} wide"
+    support = router_is_supported(_router_shape(router, gate), detect(weight.device) or DEFAULT_ARCH)
+    return support.reason
+
+
+def routing(
+    router: Any,
+    gate: Any,
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    indices_type: torch.dtype | None,
+    *,
+    input_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights float32 [T, k] and the experts int32 [T, k] of hidden states bf16 [T, H].
+
+    Replaces `FusedTopKBiasRouter._compute_routing`. `router_logits` are the hidden states again. The caller converts
+    the type of the ids.
+    """
+    x = hidden_states.contiguous()
+    table = router._hash_indices_table
+    chosen: dict[str, torch.Tensor | None] = (
+        {"bias": router.e_score_correction_bias} if table is None else {"tid2eid": table, "input_ids": input_ids}
+    )
+    weights, ids = _router_plan(router, gate).run(
+        x=x, weight=gate.weight, scaling=router.routed_scaling_factor, k=router.top_k,
+        padding=_routers()._get_padding_mask(x.shape[0]), **chosen,
+    )  # fmt: skip
+    return weights, ids
+
+
+def _router_plan(router: Any, gate: Any) -> RouterPlan:
+    s, device = _router_shape(router, gate), gate.weight.device
+    return shared_plan(
+        (Op.ROUTER, *s.values(), device),
+        lambda: RouterPlan(s["tokens"], s["hidden"], s["experts"], s["k"], device),
+    )
+
+
+def _router_shape(router: Any, gate: Any) -> dict[str, int]:
+    experts, hidden = gate.weight.shape
+    return {"tokens": most_tokens(1), "hidden": hidden, "experts": experts, "k": router.top_k}

@@ -1,28 +1,46 @@
-"""Compile before vLLM records its graphs: the bundled kernels around its own `kernel_warmup`, and what that misses."""
+"""Compilation before vLLM captures its graphs: the bundled kernels, and variants that vLLM's own warm-up omits.
+
+The plans of attention depend on the strides of the KV cache, which follow from the layers alone. vLLM plans a small
+cache itself to measure the memory of its graphs. The same planning without memory, once the model is made, determines
+the strides while the weights load: the resulting plans are announced (`plans.announce`) and discarded. If the real
+cache differs, its plans are compiled when they are made.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
-from dsv4_runtime.vllm_plugin.kernels import front, indexer
-from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, warm_up
-from dsv4_runtime.vllm_plugin.kernels.precompile import begin_anew, finish
+from dsv4_kernels.arch import compile_for
+from dsv4_runtime.vllm_plugin.kernels import indexer, sublayers
+from dsv4_runtime.vllm_plugin.kernels.choice import LOGGER
+from dsv4_runtime.vllm_plugin.kernels.hooks import Assignment
+from dsv4_runtime.vllm_plugin.kernels.plans import (
+    begin_anew,
+    finish,
+    gpu_target,
+    needed_later,
+    warm_up,
+    without_keeping_plans,
+)
 
 
 def after_precompile(original: Any) -> Any:
-    """Return the worker's `determine_available_memory`, begun when the kernels that layers announced are compiled.
+    """Return the worker's `determine_available_memory`, started after the compilation of the announced kernels.
 
-    Its step launches them: it would compile them a second time, one by one. Beside it the process that compiles
-    attention imports what it needs.
+    Its step launches them and would compile them again in sequence. Meanwhile the process that compiles attention
+    performs its imports.
     """
 
     @functools.wraps(original)
@@ -35,10 +53,10 @@ def after_precompile(original: Any) -> Any:
 
 
 def around_kernel_warmup(original: Any) -> Any:
-    """Return vLLM's `kernel_warmup`, before which attention is planned, and after which everything is compiled.
+    """Return vLLM's `kernel_warmup` with the planning of attention before it and complete compilation after it.
 
-    The plans that need the KV cache's strides are compiled by processes while vLLM compiles its own kernels, until it
-    has the first batch attend (`before_attention`).
+    Plans that depend on the strides of the KV cache are compiled by processes while vLLM compiles its own kernels, up
+    to the first batch with attention (`before_attention`).
     """
 
     @functools.wraps(original)
@@ -54,7 +72,7 @@ def around_kernel_warmup(original: Any) -> Any:
 
 
 def before_attention(original: Any) -> Any:
-    """Return vLLM's warm-up of attention, begun when all plans are compiled: it would compile them one by one."""
+    """Return vLLM's warm-up of attention, started after the compilation of all plans; it would compile in sequence."""
 
     @functools.wraps(original)
     def deepseek_v4_sparse_mla_attention_warmup(worker: Any) -> None:
@@ -67,11 +85,10 @@ def before_attention(original: Any) -> Any:
 
 
 def before_profiled_capture(original: Any) -> Any:
-    """Return the runner's `capture_model`, which begins the capture that is only profiled with attention's plans.
+    """Return the runner's `capture_model`, which plans attention at the begin of a profiled capture.
 
-    The profile binds a small KV cache, with the real one's strides, and its graphs would compile the plans one by one.
-    Made once vLLM has begun to measure, their buffers are part of what it keeps free for graphs, as if a graph made
-    them.
+    The profile binds a small KV cache with the real strides, and its graphs would compile the plans in sequence. The
+    plans are made after the begin of vLLM's measurement, so that it counts their buffers as memory of graphs.
     """
 
     @functools.wraps(original)
@@ -99,26 +116,26 @@ def before_profiled_capture(original: Any) -> Any:
 
 
 def _plan_attention(runner: Any) -> None:
-    """Make the plans of attention, or say why they are made later."""
+    """Make the plans of attention, or log why they are made later."""
     models = (runner.model, getattr(getattr(runner, "speculator", None), "model", None))
     try:
         plan_attention([model for model in models if model is not None])
     except Exception as error:
-        # They are made when they are asked for, as they would be for a layer that is not known here.
+        # Layers make them at the first use.
         LOGGER.warning("dsv4 kernels: attention is planned late (%s: %s)", type(error).__name__, error)
 
 
 def plan_attention(models: Sequence[Any]) -> None:
-    """Make the plans whose sizes the KV cache gives, of the layers of `models`."""
+    """Make the plans of the layers of `models` that depend on the KV cache."""
     for model in models:
         for layer in model.modules():
             if hasattr(layer, "swa_cache_layer"):
-                front.plan_ahead_of_requests(layer)
+                sublayers.plan_ahead_of_requests(layer)
             if hasattr(layer, "_run_parallel_input_projections"):
-                # Not with this module: it imports vLLM's.
-                from dsv4_runtime.vllm_plugin.kernels import projections
+                # Imported late: it imports modules of vLLM.
+                from dsv4_runtime.vllm_plugin.kernels import compressor
 
-                projections.plan_ahead_of_requests(layer)
+                compressor.plan_projections(layer)
             if hasattr(layer, "plan_decode_ahead"):
                 layer.plan_decode_ahead()
             elif getattr(layer, "dsv4_bundled", False):
@@ -130,12 +147,17 @@ def plan_attention(models: Sequence[Any]) -> None:
                 indexer.plan_ahead_of_requests(layer)
 
 
-def every_gather(kernel: type) -> list[tuple[Any, Any, Any]]:
-    """Return the assignments that have vLLM's gather of a prefill's window compiled for all caches and alignments.
+def gather_hook(module: ModuleType) -> list[Assignment]:
+    """Return the assignments of `every_gather` for the kernel in `module`."""
+    return every_gather(module.DequantizeAndGatherKCacheKernel)
 
-    `kernel` is `DequantizeAndGatherKCacheKernel`. vLLM 0.33 compiles it for pages of the compressed caches' size that
-    lie without gaps; the window's have a size of their own and lie as far apart as the largest layer's. Lengths begin
-    at the first request of a chunk of prefills, and entries where the compressed ones end.
+
+def every_gather(kernel: type) -> list[Assignment]:
+    """Return the assignments that add all caches and alignments to the warm-up of vLLM's gather of a prefill's window.
+
+    `kernel` is `DequantizeAndGatherKCacheKernel`. vLLM 0.33 compiles it for contiguous pages with the size of the
+    compressed caches; pages of the window have another size and the stride of the largest layer. Lengths start at the
+    first request of a chunk of prefills, entries after the compressed ones.
     """
     keys_of, inputs_of = kernel.get_warmup_keys, kernel.warmup_inputs  # type: ignore[attr-defined]
 
@@ -150,7 +172,7 @@ def every_gather(kernel: type) -> list[tuple[Any, Any, Any]]:
         caches = {
             (layer.kv_cache.shape[1], layer.kv_cache.stride(0))
             for layer in context
-            # The window's cache; layers of attention have a window too, and a compressed cache.
+            # The window cache; attention layers have a window and a compressed cache.
             if hasattr(layer, "window_size") and not hasattr(layer, "compress_ratio") and layer.kv_cache.dim() == 3
         }
         more = []
@@ -178,11 +200,11 @@ def _subsets(names: tuple[str, ...]) -> list[frozenset[str]]:
 
 
 def every_alignment(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Return `get_warmup_keys` of vLLM's combined index lists, with every alignment that its pointers may have.
+    """Return `get_warmup_keys` of vLLM's combined index lists with all alignments of its pointers.
 
-    They point into tensors of the step, at the first request of a chunk of prefills: how many requests come before it
-    decides whether Triton finds them aligned. vLLM 0.33 compiles three of the combinations and meets two others as soon
-    as requests of different lengths come together.
+    They point into tensors of the step, at the first request of a chunk of prefills: the number of preceding requests
+    determines their alignment. vLLM 0.33 compiles three combinations; two others occur when a step contains requests of
+    different lengths.
     """
 
     @functools.wraps(original)
@@ -204,12 +226,12 @@ def every_alignment(original: Callable[..., list[Any]]) -> Callable[..., list[An
 
 
 def every_block(original: Callable[..., None]) -> Callable[..., None]:
-    """Return vLLM's `prepare_dflash_inputs`, which compiles its kernel for steps of every length at its first call.
+    """Return vLLM's `prepare_dflash_inputs`, which compiles its kernel for all step lengths at its first call.
 
-    The kernel is compiled for as many tokens as the longest request of a step has together with its drafts, rounded up
-    to a power of two of at most 256. Prompts of vLLM 0.33's warm-up have up to 15 tokens: with DSpark's five drafts
-    longer ones would have 64, 128 and 256 compiled when they come. Each KV cache group has a table of its own, whose
-    rows may be aligned otherwise. The launches take the inputs of that call's step and write what its own one writes.
+    The kernel is specialized for the tokens of the longest request of a step with its drafts, rounded up to a power of
+    two of at most 256. Prompts of vLLM 0.33's warm-up have up to 15 tokens: with DSpark's five drafts longer prompts
+    would compile 64, 128 and 256 at their arrival. Each KV cache group has a table with its own row alignment. The
+    additional launches use the inputs and write the outputs of that first call.
     """
     names = list(inspect.signature(original).parameters)
     at, met = names.index("block_table"), set[tuple[int, int]]()
@@ -227,3 +249,95 @@ def every_block(original: Callable[..., None]) -> Callable[..., None]:
         original(*args, **options)
 
     return prepare_dflash_inputs
+
+
+_MODELS: list[Any] = []
+
+
+def announcing_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the loader's `initialize_model`, followed by the announcement of attention's plans.
+
+    Draft layers share the blocks of the cache: with a draft model the announcement follows the second call.
+    """
+
+    @functools.wraps(original)
+    def initialize_model(*args: Any, **options: Any) -> Any:
+        model = original(*args, **options)
+        config = options["vllm_config"] if "vllm_config" in options else args[0]
+        _MODELS.append(model)
+        drafts = config.speculative_config
+        if drafts is None or options.get("model_config") is drafts.draft_model_config:
+            try:
+                announce_attention(_MODELS, config)
+            except Exception as error:
+                LOGGER.warning(
+                    "dsv4 kernels: attention is compiled once there is a KV cache (%s: %s)", type(error).__name__, error
+                )
+            _MODELS.clear()
+        return model
+
+    return initialize_model
+
+
+def announce_attention(models: Sequence[Any], vllm_config: Any) -> None:
+    """Announce the plans that the attention of `models` will make with the KV cache.
+
+    Raises:
+        Exception: raised by vLLM's planning.
+    """
+    if (found := gpu_target()) is None:
+        return
+    compile_for(found)
+    with needed_later(), without_keeping_plans(), bound(vllm_config, foreseen_caches(vllm_config)):
+        plan_attention(models)
+
+
+@contextlib.contextmanager
+def bound(vllm_config: Any, caches: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Bind `caches` to the layers, by name, within this context."""
+    context = vllm_config.compilation_config.static_forward_context
+    before = {name: context[name].kv_cache for name in caches}
+    try:
+        for name, cache in caches.items():
+            context[name].bind_kv_cache(cache)
+        yield
+    finally:
+        for name, cache in before.items():
+            context[name].kv_cache = cache
+
+
+def foreseen_caches(vllm_config: Any) -> dict[str, torch.Tensor]:
+    """Return a cache per layer name on the device "meta", with the strides of the real cache.
+
+    Raises:
+        AttributeError, ImportError: this vLLM plans caches differently.
+    """
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import (
+        WorkerBase,
+        allocate_kv_cache,
+        get_kv_cache_spec,
+        resolve_kv_cache_layout,
+    )
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import (
+        init_minimal_kv_cache_for_profiling as _init_minimal_kv_cache_for_profiling,
+    )
+
+    # Planning stores resolved values in the configuration; the engine's own planning resolves them again.
+    config = copy.copy(vllm_config)
+    config.cache_config = copy.copy(vllm_config.cache_config)
+    specs = get_kv_cache_spec(config)
+    supported = WorkerBase.get_supported_kv_cache_layouts(SimpleNamespace(vllm_config=config))
+    layout = resolve_kv_cache_layout(config, [supported], specs.values())
+    planned: list[Any] = []
+    _init_minimal_kv_cache_for_profiling(
+        SimpleNamespace(
+            vllm_config=config,
+            cache_config=config.cache_config,
+            compilation_config=SimpleNamespace(max_cudagraph_capture_size=1),
+            max_num_reqs=1,
+            get_kv_cache_spec=lambda: specs,
+            initialize_kv_cache=lambda found, is_profiling: planned.append(found),
+        )
+    )
+    caches: dict[str, torch.Tensor] = allocate_kv_cache(planned[0], torch.device("meta"), layout)
+    return caches

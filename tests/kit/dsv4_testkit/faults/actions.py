@@ -34,7 +34,7 @@ class Scene(Protocol):
 
     @property
     def hook(self) -> Path:
-        """The file that the workers look for (`vllm_plugin/patch_faults.py`)."""
+        """The file with orders for the workers (`tests/kit/dsv4_faults`)."""
 
     def pid(self, rank: int, process: str) -> int:
         """`agent`, `raylet`, `gcs`, `api`, `engine-core` or `worker` of a member; `member`: what holds all of it."""

@@ -18,8 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-from dsv4_operator.backends.local import network, publish
-from dsv4_operator.backends.local.processes import children
+from dsv4_operator.backends.local import network
+from dsv4_operator.backends.local.gateway import Publisher, bind_loopback
+from dsv4_operator.backends.local.network import children
 
 _SHM_BYTES = 512 * 2**20
 _PAUSE_SECONDS = 1.0
@@ -71,9 +72,9 @@ def commands(directory: Path, model: str, rank: int) -> dict[str, list[str]]:
 
 async def host(directory: Path, model: str, port: int) -> None:
     """Start the members and keep them started, until this process is killed; they end with it."""
-    listener = publish.bind({"api": port})["api"]
+    listener = bind_loopback({"api": port})["api"]
     network.enter_private_network()
-    publisher = publish.Publisher(publish.Target(network.address(0), _API))
+    publisher = Publisher(network.address(0), _API)
     await publisher.start(listener)
     await asyncio.gather(*(_keep_member(directory, model, rank) for rank in range(_MEMBERS)))
 

@@ -15,22 +15,22 @@ _PEER = "bare vLLM"
 _INTRODUCTION = """\
 # Faults
 
-What is done to a group of two members with the nano model while clients ask all the time, and what dsv4 should make of
-it. Every fault is real: signals, links, memory limits, and a hook in the worker for what cannot be done from outside.
+Faults of a group of two members with the nano model under continuous client load, and the expected reaction of dsv4.
+Every fault is real: signals, links, memory limits, and a hook in the worker for faults inside of it.
 `benchmarks/faults.py` does it and writes this page (`--page`); [measurements](measurements.md) has the other figures.
 
 *Noticed within* is the bound of the time from the fault to the verdict, p95 on an otherwise idle machine. *Rank* is
-where it begins. *Level* is what repairs it: 1 restarts the engine in place, 2 forms a new incarnation
+its origin. *Level* is the repair: 1 restarts the engine in place, 2 forms a new incarnation
 ([architecture](architecture.md)).
 """
 _WORDS = """\
 *Noticed* is the time from the fault to the verdict, *back* the time from the fault to the answer that ended the
 clients' longest wait; both are medians. *Failed* counts requests that got no answer and no token of one, *cut silently*
-streams that ended or stood still with neither a completion nor an error event. A client that failed asks again after
+streams that ended or stood still with neither a completion nor an error event. A client that failed sends again after
 half a second, so the number of failures is about twice the clients times the seconds of an outage."""
 _BESIDE = """\
 The same model, flags and namespaces without dsv4's agents: `ray start --block` and vLLM's server, each in a loop that
-starts it again when it ends, and `/health` asked once a second. A fault that neither ends a process nor changes
+starts it again when it ends, and `/health` requested once a second. A fault that neither ends a process nor changes
 `/health` within 120 s counts as not noticed."""
 
 
@@ -167,7 +167,7 @@ def extras(store: Store) -> list[str]:
     for soak in store.data["soaks"]:
         lines.append(
             f"soak of {soak['minutes']:.0f} min ({soak['prefills']} long prefills, {soak['losses']} losses of 8 s, "
-            f"{soak['pauses']} pauses): asked {soak['samples']} times, dead {soak['dead']}, suspect {soak['suspect']} "
+            f"{soak['pauses']} pauses): {soak['samples']} samples, dead {soak['dead']}, suspect {soak['suspect']} "
             f"(in losses {soak['suspectInLosses']}), restarts {soak['restarts']}; "
             f"requests {soak['sent']}, failed {soak['failed']}, cut silently {soak['silent']}"
         )

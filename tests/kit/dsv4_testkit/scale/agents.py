@@ -17,12 +17,12 @@ from pathlib import Path
 
 from aiohttp import web
 
-from dsv4_operator.builders import names, paths
+from dsv4_operator.builders import names
 from dsv4_operator.kube import Client, Manifest, PodCache, find_access
 from dsv4_runtime.contract import AgentStatus, EngineStatus, GroupReport, Health, Phase, Verdict
 
 _TICK_SECONDS = 1.0
-_PORT = paths.HEAD_PORTS["agent"][0]
+_PORT = names.HEAD_PORTS["agent"][0]
 
 GroupName = tuple[str, int, int]
 """Deployment, group, incarnation."""

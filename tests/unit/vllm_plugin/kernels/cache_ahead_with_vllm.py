@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import allocate_kv_cache, prepare_kernel_block_sizes
 from vllm.v1.worker.worker_base import WorkerBase
 
-from dsv4_runtime.vllm_plugin.kernels.cache_ahead import bound, foreseen_caches
+from dsv4_runtime.vllm_plugin.kernels.warmup import bound, foreseen_caches
 
 MEMORY = 1 << 28
 

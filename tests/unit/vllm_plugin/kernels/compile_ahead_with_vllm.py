@@ -140,7 +140,7 @@ def compiled_ahead() -> None:
     """Go from a worker's `init_device` to vLLM's warm-up, with the processes that compile."""
     compile_ahead.has_cuda = lambda: False
     compile_ahead._arch = lambda: Arch.SM_121
-    compile_ahead.precompile.compilers = lambda: 4
+    compile_ahead.plans.compilers = lambda: 4
     compile_ahead.choice_calls = fewer_choices
     worker = SimpleNamespace(vllm_config=config, local_rank=0, use_v2_model_runner=True)
     compile_ahead.before_device(lambda worker: None)(worker)

@@ -15,12 +15,12 @@ load_general_plugins()
 
 import torch
 
-from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.reference import mla_cache_write
 from dsv4_kernels.mla_decode.api import DecodePlan
+from dsv4_kernels.numerics import ds_mla
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
-from dsv4_runtime.vllm_plugin.kernels import active, attention
+from dsv4_runtime.vllm_plugin.kernels import attention, plans
 
 WINDOW, TOPK, HEADS, PAGE = 32, 32, 8, 64
 TOKENS, DECODES = 5, 3
@@ -71,7 +71,7 @@ def layer() -> Any:
 
 def decoded(made: Any, lookup: bool, steps: tuple[Any, Any], compressed: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Return what a layer decodes; without `lookup` vLLM's kernel makes slots."""
-    active._PLANS.clear()
+    plans._PLANS.clear()
     looks_up = DecodePlan.looks_up
     if not lookup:
         DecodePlan.looks_up = lambda *_: False  # type: ignore[method-assign]

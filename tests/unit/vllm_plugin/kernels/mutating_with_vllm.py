@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from dsv4_runtime.vllm_plugin.kernels import attachments, hooks
-from dsv4_runtime.vllm_plugin.kernels.active import LOGGER
+from dsv4_runtime.vllm_plugin.kernels import hooks, v033
+from dsv4_runtime.vllm_plugin.kernels.choice import LOGGER
 from dsv4_runtime.vllm_plugin.kernels.hooks import Attached, Known
 
 LINES: list[str] = []
@@ -101,7 +101,7 @@ def mutated(module: Any, symbol: str, change: Callable[[Any, str], Any]) -> Iter
 
 
 refused = set()
-for hook in attachments.HOOKS:
+for hook in v033.HOOKS:
     module = importlib.import_module(hook.module)
     try:
         hooks.prepared(hook, module)
@@ -116,10 +116,10 @@ for hook in attachments.HOOKS:
         hooks.prepared(hook, module)
 
 changed, silent, count = [], [], 0
-for hook in attachments.HOOKS:
+for hook in v033.HOOKS:
     module = importlib.import_module(hook.module)
     # Those that stand or fall with it, itself last, so that there is something to take back.
-    group = [one for one in attachments.HOOKS if set(one.ops) & set(hook.ops) and one is not hook]
+    group = [one for one in v033.HOOKS if set(one.ops) & set(hook.ops) and one is not hook]
     modules = {one.module: importlib.import_module(one.module) for one in (*group, hook)}
     for symbol, expected in hook.symbols.items():
         for what, change in mutations(hooks.look_up(module, symbol), expected):
@@ -150,7 +150,7 @@ for hook in attachments.HOOKS:
 print(
     json.dumps(
         {
-            "hooks": len(attachments.HOOKS),
+            "hooks": len(v033.HOOKS),
             "refused": sorted(refused),
             "mutations": count,
             "changed": changed,

@@ -22,14 +22,14 @@ from vllm.v1.attention.backends.mla import indexer as backend
 
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
-from dsv4_runtime.vllm_plugin.kernels import active, hooks, topk, topk_hooks
+from dsv4_runtime.vllm_plugin.kernels import choice, hooks, indexer
 
 os.environ[VARIABLE] = str(ALL_BUNDLED)
 interpreter.install()
 K, WIDTH, ROWS, HEAD = 8, 64, 32, 128
 CONTEXT = 40
 """Keys that every request has before the step."""
-active._TOKENS[0] = ROWS
+choice._TOKENS[0] = ROWS
 SCORES = torch.rand((64, WIDTH), generator=torch.Generator().manual_seed(0))
 """Scores of up to 64 tokens, each known by its number, for all keys."""
 
@@ -104,11 +104,19 @@ sparse_attn_indexer.kv_cache_as_quant_view = lambda cache, *_: cache
 sparse_attn_indexer.fp8_fp4_mqa_logits = prompt_scores
 sparse_attn_indexer.fp8_fp4_paged_mqa_logits = prompt_scores
 sparse_attn_indexer.ops = SimpleNamespace()
-hooks.apply([*topk_hooks._prompts(sparse_attn_indexer), *topk_hooks._padded(sparse_attn_indexer)])
-hooks.apply(topk_hooks._decode(indexer_topk))
+sparse = sparse_attn_indexer
+hooks.apply(
+    [
+        (sparse, "ops", indexer.PromptOps(sparse.ops)),
+        (sparse, "pack_seq_triton", indexer.PADDED.pack(sparse.pack_seq_triton)),
+        (sparse, "unpack_seq_triton", indexer.PADDED.unpack(sparse.unpack_seq_triton)),
+    ]
+)
+decoding = indexer_topk.SparseIndexerTopk
+hooks.apply([(decoding, "forward", indexer.topk_decode(decoding.forward))])
 layer = SimpleNamespace(topk_tokens=K, max_model_len=WIDTH, topk_indices_buffer=torch.zeros((1, K), dtype=torch.int32))
 vars(layer).update(topk_backend="auto", compress_ratio=4)
-topk.plan_ahead(layer, 1 << 20)
+indexer.plan_topk(layer, 1 << 20)
 BATCHES = ([2, 1], [1, 2], [3, 1, 1], [1, 1, 4], [2, 2], [1])
 found = {}
 for decodes in BATCHES:

@@ -24,7 +24,7 @@ from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from dsv4_kernels.compressor.reference import compressor_save
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
-from dsv4_runtime.vllm_plugin.kernels import active, attachments, compressor, hooks, projections
+from dsv4_runtime.vllm_plugin.kernels import compressor, hooks, plans, v033
 
 HIDDEN, HEADS = 64, 8
 os.environ[VARIABLE] = str(ALL_BUNDLED)
@@ -32,14 +32,15 @@ interpreter.install()
 random = torch.Generator().manual_seed(0)
 STEP: dict[str, Any] = {}
 unknown = []
-for hook in attachments.HOOKS:
-    if hook.prepare in (attachments._projections, attachments._compressor):
+for hook in v033.HOOKS:
+    if any(reference.startswith("compressor:") for reference in hook.wrap.values()):
         try:
             hooks.prepared(hook, importlib.import_module(hook.module))
         except hooks.HookMismatchError as error:
             unknown.append(str(error))
-hooks.apply(attachments._projections(attention))
-for place in (attention, projections, compressor):
+(PROJECTIONS,) = (one for one in v033.HOOKS if "compressor:at_once" in one.wrap.values())
+hooks.apply(hooks.assignments(PROJECTIONS, attention))
+for place in (attention, compressor):
     place.get_forward_context = lambda: SimpleNamespace(attn_metadata=STEP or None)
 
 
@@ -129,7 +130,7 @@ def step(layer: Attention, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn((tokens, HIDDEN), generator=random).bfloat16()
     positions = torch.randint(0, 90, (tokens,), generator=random)
     STEP.clear()
-    for one in projections._compressors(layer):
+    for one in compressor._compressors(layer):
         slots = torch.randperm(24 * one.state_cache.kv_cache.shape[1], generator=random)[:tokens]
         slots[1] = -1
         STEP[one.state_cache.prefix] = SimpleNamespace(slot_mapping=slots)
@@ -140,11 +141,11 @@ def step(layer: Attention, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 def saved(ratio: int) -> bool:
     """Few tokens: states and weights are those of the single products, and the compressors get nothing to save."""
     layer = Attention(ratio)
-    before = {one: one.state_cache.kv_cache.clone() for one in projections._compressors(layer)}
-    projections.plan_ahead_of_requests(layer)
-    plans = len(active._PLANS)
+    before = {one: one.state_cache.kv_cache.clone() for one in compressor._compressors(layer)}
+    compressor.plan_projections(layer)
+    made = len(plans._PLANS)
     x, positions = step(layer, 3)
-    found = [len(active._PLANS) == plans, layer.dsv4_positions is None]
+    found = [len(plans._PLANS) == made, layer.dsv4_positions is None]
     for one, cache in before.items():
         kv, score = (x.float() @ one.fused_wkv_wgate.weight.float().T).chunk(2, 1)
         slots = STEP[one.state_cache.prefix].slot_mapping
@@ -163,7 +164,7 @@ def original(self: Any, hidden_states: torch.Tensor) -> Any:
 
 def kept() -> dict[str, bool]:
     """Where the products stay vLLM's."""
-    theirs = projections.at_once(original)
+    theirs = compressor.at_once(original)
     found = {}
 
     def asked(name: str, layer: Attention, tokens: int = 3) -> None:
@@ -203,7 +204,7 @@ def stored() -> list[int]:
 
         return SimpleNamespace(run=run)
 
-    compressor._plans = lambda *_: (count(0), count(1))
+    compressor._compressor_plans = lambda *_: (count(0), count(1))
     keys = torch.zeros((1, 64, 584), dtype=torch.uint8)
     layer: Any = Compressor("main", 512, 4)
     layer.k_cache_prefix, layer._static_forward_context = "keys", {"keys": SimpleNamespace(kv_cache=keys)}

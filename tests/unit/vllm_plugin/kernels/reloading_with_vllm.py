@@ -19,9 +19,8 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import reload
 
-from dsv4_kernels.fp8_gemm.reference import fp8_gemm
-from dsv4_kernels.fp8_quant.reference import fp8_quant
-from dsv4_kernels.mla_merge.reference import mla_merge_o8
+from dsv4_kernels.fp8.reference import fp8_gemm, fp8_quant
+from dsv4_kernels.mla_decode.reference import mla_merge_o8
 from dsv4_kernels.registry import operation
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE

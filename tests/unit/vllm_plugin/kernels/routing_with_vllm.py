@@ -26,13 +26,13 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE, Op
-from dsv4_runtime.vllm_plugin.kernels import active, attachments, hooks, router, topk, topk_hooks
+from dsv4_runtime.vllm_plugin.kernels import choice, hooks, indexer, moe, v033
 
 TOKENS, HIDDEN, EXPERTS, K = 5, 64, 256, 6
 os.environ[VARIABLE] = str(ALL_BUNDLED)
 interpreter.install()
-active._TOKENS[0] = TOKENS
-router.get_current_vllm_config = lambda: SimpleNamespace(lora_config=None)
+choice._TOKENS[0] = TOKENS
+moe.get_current_vllm_config = lambda: SimpleNamespace(lora_config=None)
 random = torch.Generator().manual_seed(0)
 
 
@@ -93,7 +93,8 @@ class Gate(torch.nn.Module):
 
 module = ModuleType("moe_runner")
 module.MoERunner = Runner  # type: ignore[attr-defined]
-hooks.apply(attachments._router(module))
+HOOK_OF = {reference: hook for hook in v033.HOOKS for reference in (*hook.wrap.values(), *hook.each.values())}
+hooks.apply(hooks.assignments(HOOK_OF["moe:attach_router"], module))
 weight = (torch.randn((EXPERTS, HIDDEN), generator=random) / 4).bfloat16()
 x = torch.randn((TOKENS, HIDDEN), generator=random).bfloat16()
 bias = torch.nn.Parameter(torch.randn(EXPERTS, generator=random) / 4, requires_grad=False)
@@ -132,7 +133,7 @@ def routed(kind: dict[str, Any]) -> bool:
 def padding() -> list[list[int]]:
     """The experts of a step whose last two tokens are padding."""
     context = SimpleNamespace(is_padding=torch.arange(8) >= 3)
-    router.stock.is_forward_context_available, router.stock.get_forward_context = lambda: True, lambda: context
+    moe._routers().is_forward_context_available, moe._routers().get_forward_context = lambda: True, lambda: context
     experts = Experts()
     Runner(FusedTopKBiasRouter(**COMMON, **KINDS["learned"]), Gate(weight), experts)._forward_impl(x, x, x, input_ids)
     return [experts.asked["topk_ids"][3:].tolist(), experts.asked["topk_weights"][3:].tolist()]
@@ -141,7 +142,7 @@ def padding() -> list[list[int]]:
 def refused() -> dict[str, str | None]:
     """Why vLLM keeps the router, and that it keeps its gate."""
     reasons: list[str] = []
-    router._stays = reasons.append
+    moe.warn_once = lambda message, reason: reasons.append(reason)
 
     def runner(router_more: dict[str, Any] | None = None, gate: Any = None, **more: Any) -> Runner:
         kind = {**COMMON, **KINDS["learned"], **(router_more or {})}
@@ -169,12 +170,12 @@ def refused() -> dict[str, str | None]:
 
 def chosen_keys() -> dict[str, object]:
     """Rows without keys, with few, and with more than are chosen; then what no plan has, which vLLM keeps."""
-    hooks.apply(topk_hooks._decode(indexer_topk))
+    hooks.apply(hooks.assignments(HOOK_OF["indexer:topk_decode"], indexer_topk))
     asked: list[str] = []
     indexer_topk.SparseIndexerTopk._per_row = staticmethod(lambda *_: asked.append("decode"))
     prompts = SimpleNamespace(top_k_per_row_prefill=lambda *_: asked.append("prompt"), other=lambda: "other")
     sparse = SimpleNamespace(ops=prompts)
-    hooks.apply(topk_hooks._prompts(sparse))  # type: ignore[arg-type]
+    hooks.apply([(sparse, "ops", indexer.PromptOps(sparse.ops))])
     width, k = 300, 16
     buffer = torch.full((8, 20), 7, dtype=torch.int32)
     logits = torch.randn((6, width), generator=random)
@@ -189,7 +190,7 @@ def chosen_keys() -> dict[str, object]:
     unplanned = asked.copy()
     layer = SimpleNamespace(topk_tokens=k, max_model_len=width, topk_indices_buffer=buffer)
     vars(layer).update(topk_backend="auto", compress_ratio=4)
-    topk.plan_ahead(layer, 1 << 20)
+    indexer.plan_topk(layer, 1 << 20)
     agree = []
     for run in (
         lambda: own(logits, lengths, 2, buffer[:6, :k], k, width),
@@ -215,11 +216,12 @@ def filled_rows() -> dict[str, object]:
     sparse_attn_indexer.torch = SimpleNamespace(  # type: ignore[attr-defined]
         ops=SimpleNamespace(vllm=SimpleNamespace(sparse_attn_indexer=operator)), Tensor=torch.Tensor
     )
-    hooks.apply(topk_hooks._fill(sparse_attn_indexer))
+    kind = sparse_attn_indexer.SparseAttnIndexer
+    hooks.apply([(kind, "forward_cuda", indexer.unfilled(kind.forward_cuda))])
 
     def rows(answered: bool = True, width: int = 16, **more: Any) -> int:
-        topk._ANSWERED.clear()
-        topk._ANSWERED.update({"decode", "prompts"} if answered else {"decode"})
+        indexer._TOPK_REPLACED.clear()
+        indexer._TOPK_REPLACED.update({"decode", "prompts"} if answered else {"decode"})
         layer = defaultdict(lambda: None)
         layer |= {"topk_tokens": 16, "topk_backend": "auto", "compress_ratio": 4, **more}
         layer["topk_indices_buffer"] = torch.zeros((8, width), dtype=torch.int32)
@@ -248,7 +250,7 @@ def filled_rows() -> dict[str, object]:
 def hooks_that_do_not_fit() -> list[str]:
     """The symbols of this vLLM that the two operations' hooks do not know."""
     found = []
-    for hook in attachments.HOOKS:
+    for hook in v033.HOOKS:
         if hook.ops in ((Op.ROUTER,), (Op.TOPK,)):
             try:
                 hooks.prepared(hook, importlib.import_module(hook.module))

@@ -22,7 +22,7 @@ from vllm.model_executor.kernels.linear.scaled_mm import b12x as linear
 from vllm.model_executor.layers.fused_moe import b12x as moe
 
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels import child, sm12x_kernels
+from dsv4_runtime.vllm_plugin.kernels import providers, trial
 from dsv4_runtime.vllm_plugin.kernels.evidence import Trial
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ torch.cuda.is_current_stream_capturing = lambda: False
 platform = SimpleNamespace(is_cuda=lambda: True, is_device_capability_family=lambda family: family == 120)
 platform.device_name = "card"
 linear.current_platform = moe.current_platform = platform  # type: ignore[attr-defined,assignment]
-sm12x_kernels.capability = lambda: (12, 0)
+providers.capability = lambda: (12, 0)
 
 DECODE = {"tokens": 5, "heads": 13, "window": 128, "topk": 96}
 PREFILL = {"tokens": 70, "heads": 8, "width": 384, "window": 128, "rows": 500, "packed": True}
@@ -42,7 +42,7 @@ EXPERTS = {"tokens": 4, "hidden": 256, "inter": 64, "experts": 16, "topk": 6}
 def tried(op: Op, name: str, operation: str, **params: Any) -> dict[str, Any]:
     """Return what a provider's process would print, what the package got, and whether it would be timed."""
     packages.CALLS.clear()
-    seen, call = child.try_one(op, name, Trial(op, "t", operation, params), CPU)
+    seen, call = trial.try_one(op, name, Trial(op, "t", operation, params), CPU)
     if call is not None:
         call()
     return {"seen": seen.to_dict(), "calls": list(packages.CALLS), "timed": call is not None}

@@ -35,13 +35,13 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from dsv4_kernels.registry import operation
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
-from dsv4_runtime.vllm_plugin.kernels import attachments, expert_sum, hooks, moe
+from dsv4_runtime.vllm_plugin.kernels import hooks, moe, v033
 from dsv4_runtime.vllm_plugin.kernels.moe import AddingMxfp4Experts, BundledMxfp4Experts, gathered_tokens
 
 TOKENS, HIDDEN, K = 5, 128, 6
 os.environ[VARIABLE] = str(ALL_BUNDLED)
 interpreter.install()
-expert_sum.get_current_vllm_config = lambda: SimpleNamespace(lora_config=None)
+moe.get_current_vllm_config = lambda: SimpleNamespace(lora_config=None)
 moe_runner.get_forward_context = lambda: SimpleNamespace(dp_metadata=None)
 moe_runner.is_forward_context_available = lambda: False
 given = operation("moe_w4a16").make_inputs(
@@ -180,7 +180,8 @@ stock.current_stream = lambda: "main"
 module = ModuleType("moe_runner")
 module.MoERunner = type("Hooked", (Runner,), {})  # type: ignore[attr-defined]
 module.SharedExperts = stock.SharedExperts  # type: ignore[attr-defined]
-hooks.apply(attachments._expert_sum(module))
+(SUM,) = (one for one in v033.HOOKS if one.each == {"MoERunner": "moe:take_shared_experts"})
+hooks.apply(hooks.assignments(SUM, module))
 Hooked: Any = module.MoERunner
 
 
@@ -225,7 +226,7 @@ class Model(torch.nn.Module):
 def refused() -> dict[str, str]:
     """Return the reasons for which vLLM adds by case; "taken" where it has no shared experts left."""
     reasons: list[str] = []
-    expert_sum._stays = reasons.append  # type: ignore[assignment]
+    moe.warn_once = lambda message, reason: reasons.append(reason)
     found = {}
     for name, options in {
         "taken": {},
@@ -244,7 +245,7 @@ def refused() -> dict[str, str]:
         kept = runner._shared_experts is not None
         kept &= runner.routed_experts.quant_method.experts_cls is BundledMxfp4Experts
         found[name] = "; ".join(reasons) if kept else "taken"
-    expert_sum.get_current_vllm_config = lambda: SimpleNamespace(lora_config=object())
+    moe.get_current_vllm_config = lambda: SimpleNamespace(lora_config=object())
     reasons.clear()
     Hooked()
     found["adapters"] = "; ".join(reasons)
@@ -296,23 +297,19 @@ def gathered() -> dict[str, object]:
 
 def hooks_that_do_not_fit() -> list[str]:
     """Return the mismatches of the hook and the runner of this vLLM."""
-    found = []
-    for hook in attachments.HOOKS:
-        if hook.prepare is attachments._expert_sum:
-            try:
-                hooks.prepared(hook, importlib.import_module(hook.module))
-            except hooks.HookMismatchError as error:
-                found.append(str(error))
-    return found
+    try:
+        hooks.prepared(SUM, importlib.import_module(SUM.module))
+    except hooks.HookMismatchError as error:
+        return [str(error)]
+    return []
 
 
 def gone() -> str:
     """Return the hook's error for a vLLM with other shared experts; empty if there is none."""
     other = ModuleType("moe_runner")
     other.MoERunner, other.SharedExperts = Runner, type("SharedExperts", (), {})  # type: ignore[attr-defined]
-    (hook,) = (one for one in attachments.HOOKS if one.prepare is attachments._expert_sum)
     try:
-        hooks.prepared(hook, other)
+        hooks.prepared(SUM, other)
     except hooks.HookMismatchError as error:
         return str(error)
     return ""

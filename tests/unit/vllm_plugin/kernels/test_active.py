@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from dsv4_runtime.contract.kernels import BUNDLED, OFF, STOCK, VARIABLE, KernelChoice, Op
 from dsv4_runtime.engine.logs import kernels
-from dsv4_runtime.vllm_plugin.kernels import active, trial
-from dsv4_runtime.vllm_plugin.kernels.active import choice, refuses, report_lines
+from dsv4_runtime.vllm_plugin.kernels import choice as module
+from dsv4_runtime.vllm_plugin.kernels import trial
+from dsv4_runtime.vllm_plugin.kernels.choice import choice, refuses, report_lines
 from dsv4_runtime.vllm_plugin.kernels.evidence import SIZES, Standing
 from dsv4_runtime.vllm_plugin.kernels.trial import Evidence
 
@@ -31,7 +32,7 @@ def test_the_agent_reads_what_the_engine_tells() -> None:
     lines = report_lines(KernelChoice({Op.MOE: BUNDLED}), STANDINGS, 3)
     assert max(map(len, lines)) < 1024, "the agent cuts lines at 4096"
     assert not any("\n" in line for line in lines)
-    found = [kernels(f"(EngineCore pid=1) INFO 11-23 15:02:11 [active.py:71] {line}") for line in lines]
+    found = [kernels(f"(EngineCore pid=1) INFO 11-23 15:02:11 [module.py:71] {line}") for line in lines]
     assert [one and (one[0], one[1].op, one[1].provider) for one in found] == [
         (3, op, BUNDLED if op is Op.MOE else STOCK) for op in Op
     ]
@@ -71,10 +72,10 @@ class Engine:
         self.asked: list[dict[str, Any]] = []
         self.error: Exception | None = None
         self.caplog = caplog
-        monkeypatch.setattr(active, "_config", lambda: self.config)
+        monkeypatch.setattr(module, "_config", lambda: self.config)
         monkeypatch.setattr(trial, "evidence", self._evidence)
         monkeypatch.setattr(trial, "large_products", lambda: False)
-        monkeypatch.setattr(active, "_TOKENS", [0])
+        monkeypatch.setattr(module, "_TOKENS", [0])
         monkeypatch.setenv(VARIABLE, "auto")
 
     def _evidence(self, model: dict[str, Any], tensor_parallel: int, **cut: Any) -> Evidence:
@@ -187,7 +188,7 @@ def test_without_a_configuration_nothing_is_chosen_by_evidence(engine: Engine, m
 def test_a_report_that_cannot_be_written_is_one_warning(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, place: str
 ) -> None:
-    monkeypatch.setenv(active.REPORT, str(tmp_path / place))
+    monkeypatch.setenv(module.REPORT, str(tmp_path / place))
     found, (warning,) = engine.choose()
     assert found == FOUND
     assert "cannot be written" in warning

@@ -14,10 +14,10 @@ import torch
 
 from dsv4_kernels import arch
 from dsv4_kernels.arch import Arch, TargetGPU
-from dsv4_kernels.fp8_quant.api import QuantPlan
+from dsv4_kernels.fp8.api import QuantPlan
 from dsv4_runtime.nano.recipe import Precision, model_config, recipe_for
-from dsv4_runtime.vllm_plugin.kernels import active, cache_ahead, precompile
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, announced_plan, begin_anew, finish
+from dsv4_runtime.vllm_plugin.kernels import plans, warmup
+from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, announce, announced_plan, begin_anew, finish
 from dsv4_testkit.vllm_script import told_by
 
 SCRIPT = Path(__file__).with_name("cache_ahead_with_vllm.py")
@@ -62,13 +62,13 @@ class Model:
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    monkeypatch.setattr(precompile, "gpu_target", lambda: TargetGPU(Arch.SM_121, 48))
-    monkeypatch.setattr(cache_ahead, "gpu_target", lambda: TargetGPU(Arch.SM_121, 48))
+    monkeypatch.setattr(plans, "gpu_target", lambda: TargetGPU(Arch.SM_121, 48))
+    monkeypatch.setattr(warmup, "gpu_target", lambda: TargetGPU(Arch.SM_121, 48))
     monkeypatch.setattr(arch, "_TARGETS", {})
-    monkeypatch.setattr(active, "_PLANS", {})
-    monkeypatch.setattr(cache_ahead, "_MODELS", [])
+    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(warmup, "_MODELS", [])
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    for module in (precompile, cache_ahead):
+    for module in (plans, warmup):
         monkeypatch.setattr(module, "LOGGER", logging.getLogger(__name__))
     caplog.set_level(logging.INFO, __name__)
     yield
@@ -90,7 +90,7 @@ def foresee(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
         names = config.compilation_config.static_forward_context
         return {name: torch.empty((1, width), dtype=torch.uint8, device="meta") for name in names}
 
-    monkeypatch.setattr(cache_ahead, "foreseen_caches", caches)
+    monkeypatch.setattr(warmup, "foreseen_caches", caches)
 
 
 def test_what_attention_will_launch_is_compiled_with_the_layers(
@@ -100,19 +100,19 @@ def test_what_attention_will_launch_is_compiled_with_the_layers(
     model = Model()
     empty = model.layer.kv_cache
     announce(QuantPlan, 64, 128, DEVICE)
-    loaded = cache_ahead.announcing_attention(lambda vllm_config, prefix="": model)(vllm_config=configuration(model))
+    loaded = warmup.announcing_attention(lambda vllm_config, prefix="": model)(vllm_config=configuration(model))
     assert loaded is model
-    assert active._PLANS == {}, "plans without memory are not kept"
+    assert plans._PLANS == {}, "plans without memory are not kept"
     assert model.layer.kv_cache is empty
     # The profile waits for the first alone; the process goes on with the other.
     begin_anew()
-    running = precompile._Compiler.running
+    running = plans._Compiler.running
     assert running is not None
     assert (len(running.asked), len(running.later)) == (2, 1)
     # The layer's own plan, with the real cache, asks for nothing new.
     model.layer.bind_kv_cache(torch.empty((3, 256), dtype=torch.uint8))
     model.layer.plan_decode_ahead()
-    assert len(active._PLANS) == 1
+    assert len(plans._PLANS) == 1
     assert len(running.asked) == 2
     finish()
     waited, compiled = (record.getMessage() for record in caplog.records)
@@ -120,8 +120,8 @@ def test_what_attention_will_launch_is_compiled_with_the_layers(
     assert waited.endswith(" s for 1 announced plans")
     assert "2 of 2 announced plans were compiled" in compiled
     # On the next start both are there.
-    cache_ahead.announcing_attention(lambda vllm_config: model)(configuration(model))
-    assert precompile._Compiler.running is None
+    warmup.announcing_attention(lambda vllm_config: model)(configuration(model))
+    assert plans._Compiler.running is None
 
 
 def test_layers_that_draft_share_the_caches_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +129,8 @@ def test_layers_that_draft_share_the_caches_blocks(monkeypatch: pytest.MonkeyPat
     target, drafting, drafts = Model(), Model(), object()
     config = configuration(target, drafting, drafts=drafts)
     made: list[list[Any]] = []
-    monkeypatch.setattr(cache_ahead, "announce_attention", lambda models, _: made.append(list(models)))
-    load = cache_ahead.announcing_attention(lambda vllm_config, prefix="", model_config=None: made_of[id(model_config)])
+    monkeypatch.setattr(warmup, "announce_attention", lambda models, _: made.append(list(models)))
+    load = warmup.announcing_attention(lambda vllm_config, prefix="", model_config=None: made_of[id(model_config)])
     made_of = {id(None): target, id(drafts): drafting}
     load(vllm_config=config, model_config=None)
     assert made == []
@@ -144,14 +144,14 @@ def test_a_vllm_that_plans_otherwise_is_said_once_and_loads(
     def caches(config: Any) -> dict[str, torch.Tensor]:
         raise ImportError("no allocate_kv_cache")
 
-    monkeypatch.setattr(cache_ahead, "foreseen_caches", caches)
+    monkeypatch.setattr(warmup, "foreseen_caches", caches)
     model = Model()
-    assert cache_ahead.announcing_attention(lambda vllm_config: model)(configuration(model)) is model
+    assert warmup.announcing_attention(lambda vllm_config: model)(configuration(model)) is model
     (said,) = (record.getMessage() for record in caplog.records)
     assert said == ("dsv4 kernels: attention is compiled once there is a KV cache (ImportError: no allocate_kv_cache)")
 
 
 def test_without_a_gpu_nothing_is_planned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(cache_ahead, "gpu_target", lambda: None)
-    cache_ahead.announcing_attention(lambda vllm_config: Model())(configuration())
+    monkeypatch.setattr(warmup, "gpu_target", lambda: None)
+    warmup.announcing_attention(lambda vllm_config: Model())(configuration())
     assert caplog.records == []

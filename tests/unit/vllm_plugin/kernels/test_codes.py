@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from dsv4_runtime.contract.kernels import KernelChoice
-from dsv4_runtime.vllm_plugin.kernels import active, attachments, codes, front, hooks, hyper, shared_experts
+from dsv4_runtime.vllm_plugin.kernels import hooks, plans, sublayers
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def nothing_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codes, "_WANTED", {})
-    monkeypatch.setattr(active, "_PLANS", {})
-    monkeypatch.setattr(shared_experts, "announce", lambda *_: None)
+    monkeypatch.setattr(plans, "_WANTED_CODES", {})
+    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(sublayers, "announce", lambda *_: None)
 
 
 class Plan:
@@ -38,17 +38,17 @@ class Plan:
 
 
 def test_the_most_rows_that_any_product_takes_are_wanted() -> None:
-    assert codes.wanted(256) == 0
-    codes.want(256, 32)
-    codes.want(256, 8)
-    assert (codes.wanted(256), codes.wanted(128)) == (32, 0)
+    assert plans.wanted_codes(256) == 0
+    plans.want_codes(256, 32)
+    plans.want_codes(256, 8)
+    assert (plans.wanted_codes(256), plans.wanted_codes(128)) == (32, 0)
 
 
 def test_a_tensor_without_codes_has_none_and_neither_has_a_part_of_one_that_has() -> None:
     x, found = torch.zeros((2, 128)), (torch.zeros((2, 128)), torch.zeros((2, 1)))
-    assert codes.given(codes.give(x, None)) is None
-    assert codes.given(codes.give(x, found)) is found
-    assert codes.given(x[:1]) is None
+    assert plans.given_codes(plans.give_codes(x, None)) is None
+    assert plans.given_codes(plans.give_codes(x, found)) is found
+    assert plans.given_codes(x[:1]) is None
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
@@ -57,14 +57,14 @@ def test_codes_get_through_a_custom_operator(mode: Callable[[], Any]) -> None:
     library, seen = torch.library.Library(f"dsv4_test_{mode.__name__}", "FRAGMENT"), []
 
     def forward(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        seen.append((codes.given(x), y is not None and codes.given(y)))
+        seen.append((plans.given_codes(x), y is not None and plans.given_codes(y)))
         return torch.empty_like(x)
 
     library.define("forward(Tensor x, Tensor? y) -> Tensor")
     library.impl("forward", forward, dispatch_key="CPU")
     with mode():
         x, found = torch.zeros((4, 128))[:2], (torch.zeros((2, 128)), torch.zeros((2, 1)))
-        codes.give(x, found)
+        plans.give_codes(x, found)
         getattr(torch.ops, f"dsv4_test_{mode.__name__}").forward(x, x)
     assert seen == [(found, found)]
 
@@ -72,21 +72,21 @@ def test_codes_get_through_a_custom_operator(mode: Callable[[], Any]) -> None:
 def test_what_comes_before_a_sublayer_is_quantised_for_the_products_that_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    codes.want(128, 32)
-    monkeypatch.setattr(hyper, "PrePlan", Plan)
-    monkeypatch.setattr(hyper, "_KINDS", {"mhc_post_pre": Plan, "mhc_post": SimpleNamespace})
-    y = hyper._before_sublayer("mhc_post_pre", residual=torch.zeros((3, 4, 128)))[-1]
-    assert codes.given(y) == ("codes of", 3)
-    assert hyper._plan("mhc_post_pre", y).options == {"norms": (True,), "quantised": 32}
-    assert hyper._options(SimpleNamespace, 128) == {"norms": (True,)}  # type: ignore[arg-type]
+    plans.want_codes(128, 32)
+    monkeypatch.setattr(sublayers, "PrePlan", Plan)
+    monkeypatch.setattr(sublayers, "_KINDS", {"mhc_post_pre": Plan, "mhc_post": SimpleNamespace})
+    y = sublayers._before_sublayer("mhc_post_pre", residual=torch.zeros((3, 4, 128)))[-1]
+    assert plans.given_codes(y) == ("codes of", 3)
+    assert sublayers._hyper_plan("mhc_post_pre", y).options == {"norms": (True,), "quantised": 32}
+    assert sublayers._hyper_options(SimpleNamespace, 128) == {"norms": (True,)}  # type: ignore[arg-type]
 
 
 def test_the_querys_norm_is_vllms_where_no_product_takes_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes.want(128, 3)
-    monkeypatch.setattr(front, "NormPlan", Plan)
-    monkeypatch.setattr(front, "choice", lambda: KernelChoice({}))
+    plans.want_codes(128, 3)
+    monkeypatch.setattr(sublayers, "NormPlan", Plan)
+    monkeypatch.setattr(sublayers, "choice", lambda: KernelChoice({}))
     monkeypatch.setattr(Plan, "run", lambda self, **inputs: (inputs["qr"].clone(), inputs["kv"]))
-    norm = front.norm(lambda *given: "vLLM's")
+    norm = sublayers.norm(lambda *given: "vLLM's")
     one = torch.ones(1, dtype=torch.bfloat16)
     weights = (one, one, 1e-6)
 
@@ -94,7 +94,7 @@ def test_the_querys_norm_is_vllms_where_no_product_takes_codes(monkeypatch: pyte
         return torch.zeros((tokens, width), **{"dtype": torch.bfloat16, **options})
 
     qr, kv = norm(rows(3, 128), rows(3, 512), *weights)
-    assert (codes.given(qr), codes.given(kv)) == (("codes of", 3), None)
+    assert (plans.given_codes(qr), plans.given_codes(kv)) == (("codes of", 3), None)
     for others in (
         (rows(4, 128), rows(4, 512)),
         (rows(3, 256), rows(3, 512)),
@@ -142,17 +142,17 @@ class Mlp:
 def test_the_second_product_of_the_shared_experts_gets_codes(
     monkeypatch: pytest.MonkeyPatch, act: type, tokens: int, bundled: bool
 ) -> None:
-    codes.want(128, 3)
-    monkeypatch.setattr(shared_experts, "SiluMulPlan", Plan)
+    plans.want_codes(128, 3)
+    monkeypatch.setattr(sublayers, "SiluMulPlan", Plan)
     module: Any = ModuleType("dsv4_test_model")
 
     class DeepseekV4MLP(Mlp):
         pass
 
     module.DeepseekV4MLP = DeepseekV4MLP
-    hooks.apply(attachments._shared_experts(module))
+    hooks.apply(sublayers.shared_experts(module))
     found = DeepseekV4MLP(act).forward(torch.zeros((tokens, 128), dtype=torch.bfloat16))
-    given = codes.given(found)
+    given = plans.given_codes(found)
     assert (given is not None) is bundled
     assert bool((found == 7.0).all()) is not bundled
     if given is not None:

@@ -85,7 +85,7 @@ def is_gone(pid: Path) -> bool:
 def machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     monkeypatch.setattr(ahead, "has_cuda", lambda: False)
     monkeypatch.setattr(ahead, "_arch", lambda: Arch.SM_120)
-    monkeypatch.setattr(ahead.precompile, "compilers", lambda: 6)
+    monkeypatch.setattr(ahead.plans, "compilers", lambda: 6)
     monkeypatch.setattr(ahead, "use_no_gpu", lambda arch: None)
     monkeypatch.setattr(ahead, "import_model", no_model)
     monkeypatch.setattr(ahead, "_IMPORT_SECONDS", 3.0)
@@ -290,6 +290,6 @@ def test_the_bundled_kernels_process_imports_while_the_worker_takes_its_gpu(
 ) -> None:
     begun: list[TargetGPU] = []
     monkeypatch.setattr(ahead, "possible", lambda op: bundled and op is Op.MOE)
-    monkeypatch.setattr(ahead.precompile, "begin", begun.append)
+    monkeypatch.setattr(ahead.plans, "begin", begun.append)
     ahead.begin(worker())
     assert begun == [TargetGPU(Arch.SM_120, 188)] * bundled

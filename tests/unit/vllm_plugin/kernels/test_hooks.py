@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, BUNDLED, STOCK, KernelChoice, Op
 from dsv4_runtime.engine.logs import kernels
-from dsv4_runtime.vllm_plugin.kernels import attachments, hooks, hyper, indexer
+from dsv4_runtime.vllm_plugin.kernels import choice, hooks, indexer, sublayers, v033, vllm_api
 from dsv4_runtime.vllm_plugin.kernels.hooks import Assignment, Attached, Hook, Known
 from dsv4_testkit.vllm_script import told_by
 
 NAME = "dsv4_test_module"
 OTHER = "dsv4_test_module_2"
+(SCORES,) = (one for one in v033.HOOKS if "indexer:scores_are_there" in one.wrap.values())
+FUNCTIONS = {name: hooks.load(reference) for name, reference in v033.HYPER_CONNECTIONS.items()}
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def bundled(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in (attachments, indexer):
+    for place in (sublayers, indexer):
         monkeypatch.setattr(place, "choice", lambda: ALL_BUNDLED)
 
 
@@ -56,17 +59,14 @@ def wrapping(name: str, with_what: str) -> Any:
 
 def test_a_hook_of_the_warm_up_is_installed_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr(attachments, "ATTACHED", SimpleNamespace(install=lambda hook: made.append(hook.module)))
-    monkeypatch.setattr(
-        attachments,
-        "HOOKS",
-        (Hook((Op.MOE,), "a", {}, nothing), Hook((), "b", {}, nothing), Hook((), "c", {}, nothing, bundled=True)),
-    )
+    monkeypatch.setattr(choice, "ATTACHED", SimpleNamespace(install=lambda hook: made.append(hook.module)))
+    known = (Hook((Op.MOE,), "a", {}, nothing), Hook((), "b", {}, nothing), Hook((), "c", {}, nothing, bundled=True))
+    monkeypatch.setattr(vllm_api, "adapter", lambda: SimpleNamespace(HOOKS=known))
     for text, expected in (("off", ["b"]), ("auto", ["a", "b", "c"]), ("moe=stock,mhc=bundled", ["b", "c"])):
         made.clear()
         every = dict.fromkeys(Op, STOCK)
         monkeypatch.setenv("DSV4_KERNELS", text if "=" not in text else str(KernelChoice(every | {Op.MHC: BUNDLED})))
-        attachments.install()
+        choice.install()
         assert made == expected, text
 
 
@@ -157,7 +157,7 @@ def test_a_body_that_is_replaced_must_be_the_known_one() -> None:
         x, _ = self.down_proj(x)
         return x
 
-    hook = Hook((Op.MOE,), NAME, {"f": Known(body=attachments._known_mlp)}, nothing)
+    hook = Hook((Op.MOE,), NAME, {"f": Known(body=v033._known_mlp)}, nothing)
     assert hooks.prepared(hook, SimpleNamespace(f=same)) == []  # type: ignore[arg-type]
     with pytest.raises(hooks.HookMismatchError, match="f has another body"):
         hooks.prepared(hook, SimpleNamespace(f=scaled))  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def mutated() -> dict[str, Any]:
 def test_the_hooks_know_this_vllm(mutated: dict[str, Any]) -> None:
     """The scores of the indexer, and what follows them, are known since vLLM 0.33."""
     assert set(mutated["refused"]) <= {"indexer", "topk"}
-    assert mutated["hooks"] == len(attachments.HOOKS)
+    assert mutated["hooks"] == len(v033.HOOKS)
 
 
 def test_a_symbol_that_is_gone_or_another_one_leaves_its_module_as_it_was(mutated: dict[str, Any]) -> None:
@@ -212,7 +212,7 @@ def test_the_indexer_is_made_without_deep_gemm_where_its_scores_are_bundled(
 ) -> None:
     module.has_deep_gemm = lambda: False
     module.fp8_fp4_mqa_logits = module.fp8_fp4_paged_mqa_logits = lambda: None
-    hooks.apply(attachments._indexer_scores(module))
+    hooks.apply(hooks.assignments(SCORES, module))
     assert module.has_deep_gemm()
     monkeypatch.setattr(indexer, "choice", lambda: KernelChoice({}))
     assert not module.has_deep_gemm(), "vLLM's own scores need it"
@@ -231,8 +231,7 @@ def test_an_indexer_with_other_scores_keeps_its_schedule(module: Any, monkeypatc
     schedule = indexer.no_schedule(lambda *_, **__: "schedule")
     module.has_deep_gemm = lambda: False
     module.fp8_fp4_paged_mqa_logits = theirs = lambda *_: "paged"
-    (hook,) = (one for one in attachments.HOOKS if one.prepare is attachments._indexer_scores)
-    attached.run(Hook(hook.ops, NAME, hook.symbols, hook.prepare))
+    attached.run(replace(SCORES, module=NAME))
     assert module.fp8_fp4_paged_mqa_logits is theirs
     assert not module.has_deep_gemm()
     assert not indexer.in_force()
@@ -252,18 +251,18 @@ def test_a_draft_model_that_is_imported_later_gets_the_hyper_connections_too(mon
     model.__package__ = package
     model.DeepseekV4DecoderLayer = Layer  # type: ignore[attr-defined]
     # Functions with the parameters of TileLang's.
-    vars(model).update(hyper.FUNCTIONS)
-    monkeypatch.setattr(hyper, "announce_plans", lambda hidden: None)
-    monkeypatch.setitem(sys.modules, attachments._TILELANG, ModuleType(attachments._TILELANG))
-    hooks.apply(attachments._mhc(model))
-    vars(model).update(dict.fromkeys(hyper.FUNCTIONS, "TileLang's"))
+    vars(model).update(FUNCTIONS)
+    monkeypatch.setattr(sublayers, "announce_plans", lambda hidden: None)
+    monkeypatch.setitem(sys.modules, v033.TILELANG_HYPER_CONNECTIONS, ModuleType("tilelang_kernels"))
+    hooks.apply(sublayers.hyper_connections(model))
+    vars(model).update(dict.fromkeys(FUNCTIONS, "TileLang's"))
     mtp = SimpleNamespace(mhc_post_tilelang="TileLang's", hc_head_fused_kernel_tilelang="TileLang's", other=1)
     monkeypatch.setitem(sys.modules, f"{package}.mtp", mtp)  # type: ignore[arg-type]
     Layer()
-    assert {name: getattr(model, name) for name in hyper.FUNCTIONS} == dict(hyper.FUNCTIONS)
+    assert {name: getattr(model, name) for name in FUNCTIONS} == dict(FUNCTIONS)
     assert vars(mtp) == {
-        "mhc_post_tilelang": hyper.mhc_post,
-        "hc_head_fused_kernel_tilelang": hyper.hc_head,
+        "mhc_post_tilelang": sublayers.mhc_post,
+        "hc_head_fused_kernel_tilelang": sublayers.hc_head,
         "other": 1,
     }
 
@@ -277,9 +276,9 @@ def test_the_agent_takes_no_line_of_the_sampler_for_an_operation() -> None:
 def test_a_preparation_of_drafts_with_other_parameters_is_left_alone(
     module: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (hook,) = (one for one in attachments.HOOKS if "prepare_dflash_inputs" in one.symbols)
+    (hook,) = (one for one in v033.HOOKS if "prepare_dflash_inputs" in one.symbols)
     module.prepare_dflash_inputs = theirs = lambda input_batch, num_query_per_req: None
     with caplog.at_level(logging.WARNING, "vllm.dsv4"):
-        Attached().run(Hook(hook.ops, NAME, hook.symbols, hook.prepare))
+        Attached().run(replace(hook, module=NAME))
     assert module.prepare_dflash_inputs is theirs
     assert "prepare_dflash_inputs has no parameter block_table" in caplog.text

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from dsv4_kernels.arch import Arch, TargetGPU
-from dsv4_kernels.fp8_quant.api import QuantPlan
-from dsv4_runtime.vllm_plugin.kernels import precompile
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, begin, begin_anew, finish
+from dsv4_kernels.fp8.api import QuantPlan
+from dsv4_runtime.vllm_plugin.kernels import plans
+from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, announce, begin, begin_anew, finish
 
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    monkeypatch.setattr(precompile, "gpu_target", lambda: TargetGPU(Arch.SM_121, 48))
+    monkeypatch.setattr(plans, "gpu_target", lambda: TargetGPU(Arch.SM_121, 48))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     # vLLM's configuration of its loggers, if an earlier test brought it, tells the root logger nothing.
-    monkeypatch.setattr(precompile, "LOGGER", logging.getLogger(__name__))
+    monkeypatch.setattr(plans, "LOGGER", logging.getLogger(__name__))
     caplog.set_level(logging.INFO, __name__)
     yield
     finish(0.0)
@@ -44,9 +44,9 @@ def test_what_layers_announce_is_compiled_once(tmp_path: Path, caplog: pytest.Lo
     assert len(caplog.records) == 2, "there is nothing to wait for any more"
     # The next engine on this machine starts no process for it, and asks again for what could not be compiled.
     announce(QuantPlan, 64, 256, DEVICE)
-    assert precompile._Compiler.running is None
+    assert plans._Compiler.running is None
     announce(QuantPlan, tokens=64, k=100, device=DEVICE)
-    assert precompile._Compiler.running is not None
+    assert plans._Compiler.running is not None
 
 
 def test_what_was_compiled_for_another_gpu_or_lies_in_another_cache_is_compiled(
@@ -55,12 +55,12 @@ def test_what_was_compiled_for_another_gpu_or_lies_in_another_cache_is_compiled(
     announce(QuantPlan, 64, 256, DEVICE)
     finish()
     for change in (
-        lambda: monkeypatch.setattr(precompile, "gpu_target", lambda: TargetGPU(Arch.SM_120, 188)),
+        lambda: monkeypatch.setattr(plans, "gpu_target", lambda: TargetGPU(Arch.SM_120, 188)),
         lambda: monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "another")),
     ):
         change()
         announce(QuantPlan, 64, 256, DEVICE)
-        assert precompile._Compiler.running is not None
+        assert plans._Compiler.running is not None
         finish()
 
 
@@ -68,12 +68,12 @@ def test_the_next_process_starts_early_where_there_was_something_to_compile(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     begin_anew()
-    assert precompile._Compiler.running is None
+    assert plans._Compiler.running is None
     announce(QuantPlan, 64, 256, DEVICE)
     begin_anew()
     assert len(caplog.records) == 1
-    assert precompile._Compiler.running is not None
-    process = precompile._Compiler.running.process
+    assert plans._Compiler.running is not None
+    process = plans._Compiler.running.process
     assert process is not None
     assert process.poll() is None
     # Nothing was asked of it, so that it is not waited for.
@@ -86,21 +86,21 @@ def test_the_first_process_may_start_before_the_worker_knows_its_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     begin(TargetGPU(Arch.SM_121, 48))
-    started = precompile._Compiler.running
+    started = plans._Compiler.running
     assert started is not None
     announce(QuantPlan, 64, 256, DEVICE)
-    assert precompile._Compiler.running is started
+    assert plans._Compiler.running is started
     begin(TargetGPU(Arch.SM_121, 48))
-    assert precompile._Compiler.running is started
+    assert plans._Compiler.running is started
     finish()
     assert compiled(tmp_path) == 1
     begin(TargetGPU(Arch.SM_121, 48))
-    assert precompile._Compiler.running is None, "the next engine finds all in the cache"
+    assert plans._Compiler.running is None, "the next engine finds all in the cache"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "another"))
     begin(TargetGPU(Arch.SM_120, 188))
-    started = precompile._Compiler.running
+    started = plans._Compiler.running
     announce(QuantPlan, 64, 256, DEVICE)
-    assert precompile._Compiler.running is not started, "the GPU is another one"
+    assert plans._Compiler.running is not started, "the GPU is another one"
     assert started is not None
     assert started.process is not None
     assert started.process.poll() is not None
@@ -122,9 +122,9 @@ def test_an_engine_starts_without_it(
     monkeypatch.setattr("sys.executable", "/bin/false" if failure == "it ends" else str(tmp_path / "gone"))
     announce(QuantPlan, 64, 256, DEVICE)
     if failure == "it ends":
-        assert precompile._Compiler.running is not None
-        assert precompile._Compiler.running.process is not None
-        precompile._Compiler.running.process.wait(timeout=10.0)
+        assert plans._Compiler.running is not None
+        assert plans._Compiler.running.process is not None
+        plans._Compiler.running.process.wait(timeout=10.0)
     announce(QuantPlan, 128, 256, DEVICE)
     finish()
     (said,) = (record.getMessage() for record in caplog.records)
@@ -132,7 +132,7 @@ def test_an_engine_starts_without_it(
 
 
 def test_a_machine_without_a_gpu_that_the_kernels_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(precompile, "gpu_target", lambda: None)
+    monkeypatch.setattr(plans, "gpu_target", lambda: None)
     announce(QuantPlan, 64, 256, DEVICE)
     finish()
     assert list(tmp_path.iterdir()) == []
@@ -156,7 +156,7 @@ cat > {tmp_path}/asked
         assert asked == f"-m dsv4_kernels.precompile sm_121 48 --processes {processes} .\n"
     plan, end = (tmp_path / "asked").read_text().splitlines()
     assert json.loads(plan) == {
-        "plan": "dsv4_kernels.fp8_quant.api:QuantPlan",
+        "plan": "dsv4_kernels.fp8.api:QuantPlan",
         "args": [64, 256, DEVICE],
         "options": {},
     }

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_kernels.topk.api import TopkPlan
+from dsv4_kernels.indexer.api import TopkPlan
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, KernelChoice
-from dsv4_runtime.vllm_plugin.kernels import active, topk
+from dsv4_runtime.vllm_plugin.kernels import indexer, plans
 from dsv4_testkit.vllm_script import told_by
 
 
@@ -74,7 +74,7 @@ def test_vllm_fills_no_rows_that_are_written_whole(found: dict[str, Any]) -> Non
 @pytest.mark.parametrize("width", [16384, 16385, 40000, 65536])
 def test_a_plan_has_room_for_every_chunk_of_a_prompt(width: int) -> None:
     tokens, most_scores = 300, 1 << 22
-    plan = TopkPlan(topk.planned_rows(tokens, width, most_scores), width, 512, torch.device("cpu"))
+    plan = TopkPlan(indexer.planned_rows(tokens, width, most_scores), width, 512, torch.device("cpu"))
     for narrow in range(1, width + 1, 1 if width < 20000 else 997):
         assert plan.holds(min(tokens, most_scores // narrow), narrow), narrow
 
@@ -87,22 +87,26 @@ def test_a_plan_has_room_for_every_chunk_of_a_prompt(width: int) -> None:
 def test_what_is_not_to_be_bundled_is_not_planned(
     monkeypatch: pytest.MonkeyPatch, chosen: KernelChoice, backend: str, ratio: int
 ) -> None:
-    monkeypatch.setattr(topk, "choice", lambda: chosen)
-    monkeypatch.setattr(topk, "_PLANS", {})
-    topk.plan_ahead(SimpleNamespace(topk_backend=backend, compress_ratio=ratio), 1 << 20)
-    assert topk._PLANS == {}
+    monkeypatch.setattr(indexer, "choice", lambda: chosen)
+    monkeypatch.setattr(indexer, "_TOPK_PLANS", {})
+    indexer.plan_topk(SimpleNamespace(topk_backend=backend, compress_ratio=ratio), 1 << 20)
+    assert indexer._TOPK_PLANS == {}
 
 
 def test_layers_share_a_plan_which_is_announced_once_made(monkeypatch: pytest.MonkeyPatch) -> None:
     announced: list[Any] = []
-    for name, value in (("choice", lambda: ALL_BUNDLED), ("_PLANS", {}), ("announce", lambda *a: announced.append(a))):
-        monkeypatch.setattr(topk, name, value)
-    monkeypatch.setattr(active, "_PLANS", {})
+    for name, value in (
+        ("choice", lambda: ALL_BUNDLED),
+        ("_TOPK_PLANS", {}),
+        ("announce", lambda *a: announced.append(a)),
+    ):
+        monkeypatch.setattr(indexer, name, value)
+    monkeypatch.setattr(plans, "_PLANS", {})
     buffer = torch.empty((4, 16), dtype=torch.int32)
     for width in (300, 300, 20000):
         layer = SimpleNamespace(topk_tokens=16, max_model_len=width, topk_indices_buffer=buffer)
         vars(layer).update(topk_backend="auto", compress_ratio=4)
-        topk.plan_ahead(layer, 1 << 20)
-    assert [plan.width for plan in active._PLANS.values()] == [300, 20000]
-    assert topk._PLANS[16, buffer.device].width == 20000
+        indexer.plan_topk(layer, 1 << 20)
+    assert [plan.width for plan in plans._PLANS.values()] == [300, 20000]
+    assert indexer._TOPK_PLANS[16, buffer.device].width == 20000
     assert announced == [(TopkPlan, 9, 300, 16, "device"), (TopkPlan, 9, 20000, 16, "device")]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_runtime.vllm_plugin.kernels import sampling
+from dsv4_runtime.vllm_plugin.kernels import compile_ahead
 
 
 def worker(*, jit: bool = True, last: bool = True, sampler: object = None, most: int = 64) -> Any:
@@ -30,18 +30,18 @@ def no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_wish")
 @pytest.mark.parametrize("answer", [True, False])
 def test_vllm_decides_where_flashinfer_is_there(answer: bool) -> None:
-    assert sampling.without_flashinfer(lambda: answer)() is answer
+    assert compile_ahead.without_flashinfer(lambda: answer)() is answer
 
 
 @pytest.mark.usefixtures("no_wish")
 def test_without_flashinfer_vllm_samples_itself() -> None:
-    assert sampling.without_flashinfer(missing)() is False
+    assert compile_ahead.without_flashinfer(missing)() is False
 
 
 def test_who_asked_for_flashinfer_is_told_that_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
     with pytest.raises(ImportError, match="flashinfer"):
-        sampling.without_flashinfer(missing)()
+        compile_ahead.without_flashinfer(missing)()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_who_asked_for_flashinfer_is_told_that_it_is_missing(monkeypatch: pytest
     ids=["no warm-up", "an earlier stage", "no sampler"],
 )
 def test_nothing_is_sampled_where_nothing_is_to_be_compiled(idle: Any) -> None:
-    assert sampling.warm_up(idle) == 0
+    assert compile_ahead.warm_up_sampler(idle) == 0
 
 
 def test_the_warm_up_comes_before_vllms_profile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,15 +64,15 @@ def test_the_warm_up_comes_before_vllms_profile(monkeypatch: pytest.MonkeyPatch)
         order.append("sampler")
         return 3
 
-    monkeypatch.setattr(sampling, "warm_up", warm_up)
-    assert sampling.before_profile(determine_available_memory)(object()) == 7
+    monkeypatch.setattr(compile_ahead, "warm_up_sampler", warm_up)
+    assert compile_ahead.before_profile(determine_available_memory)(object()) == 7
     assert order == ["sampler", "profile"]
 
 
 def test_a_sampler_that_cannot_be_warmed_up_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vllm.dsv4"):
         # Its runner has no model to ask for logits.
-        assert sampling.before_profile(lambda worker: 7)(worker(sampler=object())) == 7
+        assert compile_ahead.before_profile(lambda worker: 7)(worker(sampler=object())) == 7
     (record,) = caplog.records
     assert record.getMessage().startswith("dsv4 sampling: not compiled before it serves (AttributeError: ")
 
@@ -80,9 +80,9 @@ def test_a_sampler_that_cannot_be_warmed_up_is_a_line_of_the_log(caplog: pytest.
 def test_all_kinds_are_sampled_alone_and_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = ["any", "greedy"]
     done: list[tuple[object, ...]] = []
-    monkeypatch.setattr(sampling, "requests", lambda: iter(kinds))
-    monkeypatch.setattr(sampling, "_logits", lambda runner, rows: torch.zeros(rows, 512))
-    monkeypatch.setattr(sampling, "compile_top_k_top_p", lambda config, stride: done.append(("top-k", stride)))
-    monkeypatch.setattr(sampling, "_sample", lambda runner, logits, of: done.append((len(logits), *of)))
-    assert sampling.warm_up(worker(sampler=object(), most=6)) == 2
+    monkeypatch.setattr(compile_ahead, "sampling_requests", lambda: iter(kinds))
+    monkeypatch.setattr(compile_ahead, "_logits", lambda runner, rows: torch.zeros(rows, 512))
+    monkeypatch.setattr(compile_ahead, "compile_top_k_top_p", lambda config, stride: done.append(("top-k", stride)))
+    monkeypatch.setattr(compile_ahead, "_sample", lambda runner, logits, of: done.append((len(logits), *of)))
+    assert compile_ahead.warm_up_sampler(worker(sampler=object(), most=6)) == 2
     assert done == [("top-k", 512), (1, "any", "greedy"), (2, "any", "greedy")]

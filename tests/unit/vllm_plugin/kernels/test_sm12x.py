@@ -11,14 +11,14 @@ import pytest
 
 from dsv4_kernels import registry
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels import providers, sm12x_kernels
+from dsv4_runtime.vllm_plugin.kernels import providers
 from dsv4_testkit.vllm_script import told_by
 
 OFFERED = {Op.MOE: "b12x", Op.FP8_LINEAR: "b12x", Op.MLA_DECODE: "flashinfer", Op.MLA_PREFILL: "flashinfer"}
 MISSING = (
-    sm12x_kernels.flash_infer_missing,
-    sm12x_kernels.b12x_linear_missing,
-    sm12x_kernels.b12x_moe_missing,
+    providers.flash_infer_missing,
+    providers.b12x_linear_missing,
+    providers.b12x_moe_missing,
 )
 
 
@@ -32,7 +32,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def on(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
-    monkeypatch.setattr(sm12x_kernels, "capability", lambda: (major, minor))
+    monkeypatch.setattr(providers, "capability", lambda: (major, minor))
 
 
 @pytest.mark.usefixtures("fresh")
@@ -44,7 +44,7 @@ def test_they_are_tried_on_12_x(monkeypatch: pytest.MonkeyPatch, minor: int) -> 
             name for at, name in OFFERED.items() if at is op
         ]
     assert providers.find("mla_decode", "flashinfer")[1].rough
-    assert providers.find("moe_w4a16", "b12x")[1].make is sm12x_kernels.b12x_moe
+    assert providers.find("moe_w4a16", "b12x")[1].make is providers.b12x_moe
 
 
 @pytest.mark.usefixtures("fresh")
@@ -61,7 +61,7 @@ def test_no_process_is_started_for_them_elsewhere(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("missing", MISSING)
 def test_without_the_package_they_are_not_there(monkeypatch: pytest.MonkeyPatch, missing: Any) -> None:
     on(monkeypatch, 12, 0)
-    monkeypatch.setattr(sm12x_kernels, "find_spec", lambda package: None)
+    monkeypatch.setattr(providers, "find_spec", lambda package: None)
     assert missing() in ("flashinfer is not installed", "b12x is not installed")
 
 
@@ -134,5 +134,5 @@ def test_what_does_not_fit_is_excluded_for_a_reason(found: dict[str, Any], what:
 
 
 def test_rough_attention_is_excluded_but_timed(found: dict[str, Any]) -> None:
-    assert found["rough"]["seen"]["fault"].startswith(f"wrong: it {sm12x_kernels.FP8_ATTENTION}: mla_decode.o: diff")
+    assert found["rough"]["seen"]["fault"].startswith(f"wrong: it {providers.FP8_ATTENTION}: mla_decode.o: diff")
     assert found["rough"]["timed"]

@@ -16,13 +16,13 @@ import psutil
 import pytest
 
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels import providers, trial
+from dsv4_runtime.vllm_plugin.kernels import trial
 from dsv4_runtime.vllm_plugin.kernels.evidence import Seen, Trial, standings
 
 TRIED = (Trial(Op.MOE, "t1", "moe_w4a16", {"tokens": 1}), Trial(Op.MOE, "t8", "moe_w4a16", {"tokens": 8}))
 CHILD = """
 import json, os, signal, sys, time
-from dsv4_runtime.vllm_plugin.kernels import child
+from dsv4_runtime.vllm_plugin.kernels import trial
 
 def try_provider(op, name, tried, lock):
     for number, trial in enumerate(tried):
@@ -39,8 +39,8 @@ def try_provider(op, name, tried, lock):
             seen = {"op": op, "trial": trial.name, "provider": name, "fault": "wrong: out: rms above 5e-3"}
         print(json.dumps(seen), flush=True)
 
-child.try_provider = try_provider
-child.main()
+trial.try_provider = try_provider
+trial.run_child(trial.Path(sys.argv[1]))
 """
 
 
@@ -49,7 +49,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setenv("HANGS", str(tmp_path / "hangs"))
-    monkeypatch.setattr(providers, "names", lambda op: ("right", "wrong", "raises", "segfaults", "hangs"))
+    monkeypatch.setattr(trial, "names", lambda op: ("right", "wrong", "raises", "segfaults", "hangs"))
     return sys.executable, str(script)
 
 
@@ -91,7 +91,7 @@ class Starts:
         monkeypatch.setenv(trial.DIRECTORY, str(folder))
         monkeypatch.setattr(trial, "machine", lambda: dict(self.machine))
         monkeypatch.setattr(trial, "trials", lambda config, tensor_parallel, **cut: TRIED)
-        monkeypatch.setattr(providers, "names", lambda op: tuple(name for _, name in MOE))
+        monkeypatch.setattr(trial, "names", lambda op: tuple(name for _, name in MOE))
         monkeypatch.setattr(trial, "gather", self._gather)
         self.faults: dict[str, str] = {}
 

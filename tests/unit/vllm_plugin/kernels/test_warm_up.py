@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4_runtime.vllm_plugin.kernels import active, warmup
+from dsv4_runtime.vllm_plugin.kernels import plans, warmup
 
 
 @dataclass
@@ -30,30 +30,30 @@ class Plan:
 
 @pytest.fixture(autouse=True)
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active, "_PLANS", {})
-    monkeypatch.setattr(active, "_WARMED", set())
+    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(plans, "_WARMED", set())
     monkeypatch.setattr("os.cpu_count", lambda: 4)
 
 
 def test_plans_are_compiled_at_the_same_time_each_once() -> None:
     beside = threading.Barrier(3)
-    plans = [active.shared_plan(name, lambda: Plan(beside)) for name in "abc"]
-    assert active.warm_up() == 3
-    assert active.warm_up() == 0
-    assert [plan.warmed for plan in plans] == [[True]] * 3
+    made = [plans.shared_plan(name, lambda: Plan(beside)) for name in "abc"]
+    assert plans.warm_up() == 3
+    assert plans.warm_up() == 0
+    assert [plan.warmed for plan in made] == [[True]] * 3
 
 
 def test_nothing_to_compile() -> None:
-    assert active.warm_up() == 0
+    assert plans.warm_up() == 0
 
 
 def test_a_plan_that_cannot_be_compiled_is_an_error_and_is_tried_again() -> None:
     alone = threading.Barrier(1)
-    plan = active.shared_plan("a", lambda: Plan(alone, RuntimeError("out of shared memory")))
+    plan = plans.shared_plan("a", lambda: Plan(alone, RuntimeError("out of shared memory")))
     with pytest.raises(RuntimeError, match="out of shared memory"):
-        active.warm_up()
+        plans.warm_up()
     plan.fault = None
-    assert active.warm_up() == 1
+    assert plans.warm_up() == 1
 
 
 def test_vllm_profiles_with_the_announced_kernels_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,9 @@ def test_the_front_of_every_layer_with_a_window_is_planned_too(
 ) -> None:
     """Also where attention is vLLM's own class."""
     stock = SimpleNamespace(swa_cache_layer=None, name="stock")
-    monkeypatch.setattr(warmup.front, "plan_ahead_of_requests", lambda layer: order.append(f"front of {layer.name}"))
+    monkeypatch.setattr(
+        warmup.sublayers, "plan_ahead_of_requests", lambda layer: order.append(f"front of {layer.name}")
+    )
     assert warm(runner(stock, Layer(order, "draft")), order) == "done"
     assert order == [
         "front of stock",

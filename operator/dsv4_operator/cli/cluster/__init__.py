@@ -1,1 +1,0 @@
-"""Commands against a cluster, through the user's own `kubectl`."""

@@ -1,0 +1,1 @@
+"""Sources of deployments: the state directory of this machine, and a cluster."""

@@ -1,0 +1,286 @@
+"""Deployments of a cluster, read and changed through `kubectl`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dsv4_operator.api import DSV4Deployment, GroupStatus, InvalidDeployment, parse
+from dsv4_operator.api.deployment import NAME_PATTERN, PAUSED, RESTART_AT, is_paused
+from dsv4_operator.api.values import format_time, parse_time
+from dsv4_operator.builders import names
+from dsv4_operator.builders.names import head_name, incarnation_name, mounted_name
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, program_name
+from dsv4_operator.cli.logs import LogComponent, LogOptions
+from dsv4_operator.cli.output import note
+from dsv4_operator.cli.sources import pods
+from dsv4_operator.cli.sources.base import (
+    EVIDENCE_TAIL_BYTES,
+    DeploymentView,
+    EvidenceFile,
+    ServiceAccess,
+    first_key,
+    names_hint,
+    read_all,
+    read_file,
+)
+from dsv4_operator.cli.sources.kubectl import CALL_SECONDS, Kubectl, KubectlError, PortForward
+from dsv4_operator.planning import Facts, catalog_facts
+from dsv4_operator.planning.catalog import Machine
+from dsv4_operator.planning.memory import Measured
+from dsv4_operator.planning.memory.runs import measured_of
+
+RESOURCE = "dsv4deployments.dsv4.dev"
+_RUNNING_PODS = "status.phase!=Succeeded,status.phase!=Failed"
+_EVIDENCE_LINES = 10_000
+_ALL_LOGS = LogOptions(None, LogComponent.ALL, follow=False, tail=_EVIDENCE_LINES, form=None, colour=False)
+
+
+class ClusterSource:
+    """A `DeploymentSource` for the cluster of `kubectl`."""
+
+    poll_seconds = 2.0
+
+    def __init__(self, context: str | None, kubeconfig: Path | None, namespace: str | None) -> None:
+        self._kubectl = Kubectl(context, kubeconfig, namespace)
+        self._given_namespace = namespace
+
+    @cached_property
+    def namespace(self) -> str:
+        """Return the selected namespace."""
+        if self._given_namespace:
+            return self._given_namespace
+        return self._kubectl.run("config", "view", "--minify", "--output=jsonpath={..namespace}") or "default"
+
+    @property
+    def location(self) -> str:
+        """Return the location of the deployments."""
+        return f"in namespace {self.namespace}"
+
+    def command_line(self, verb: str, name: str = "") -> str:
+        """Return the command line of `verb`."""
+        program = program_name()
+        options = self._kubectl.options or (" --cluster" if program == "dsv4" else "")
+        return " ".join(part for part in (program, verb, name) if part) + options
+
+    def names(self, *, seconds: float = CALL_SECONDS) -> list[str]:
+        """Return the names of all deployments of the namespace."""
+        text = self._kubectl.run("get", RESOURCE, "--output=name", seconds=seconds)
+        return [line.rpartition("/")[2] for line in text.split()]
+
+    def get(self, name: str | None) -> DeploymentView:
+        """Return the deployment called `name`, or without a name the only one of the namespace."""
+        if name is not None:
+            return _parse_deployment(self._document(name))
+        found = self.get_all()
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            raise bad_input(f"there is no deployment {self.location}; make one with `kubectl apply -f FILE`")
+        raise bad_input(f"which deployment? Give its name{names_hint(item.name for item in found)}")
+
+    def get_all(self, *, all_namespaces: bool = False) -> list[DeploymentView]:
+        """Return all deployments of the namespace or the cluster, with a warning for each that cannot be parsed."""
+        documents = self._kubectl.items(RESOURCE, *(["--all-namespaces"] if all_namespaces else []))
+        return read_all(documents, _parse_deployment)
+
+    def load(self, file_or_name: str) -> DSV4Deployment:
+        """Return an existing deployment, or the one in a file if the argument is not a valid name."""
+        valid = re.fullmatch(NAME_PATTERN, file_or_name)
+        return self.get(file_or_name).object if valid else read_file(file_or_name)
+
+    def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
+        """Return the nodes as the operator does; machines of the catalog if the user may not list nodes."""
+        from dsv4_operator.backends.pods.scheduling import Snapshot, facts
+
+        if not chosen:
+            try:
+                nodes = self._kubectl.items("nodes")
+                pod_list = self._kubectl.items("pods", "--all-namespaces", f"--field-selector={_RUNNING_PODS}")
+                return facts(deployment, Snapshot.of_pods(nodes, pod_list))
+            except KubectlError as error:
+                note(f"warning: planned for machines as the catalog knows them, not for the cluster's: {error.reason}")
+        metadata = deployment.metadata
+        folder = names.own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
+        return catalog_facts(deployment, kind, state_root=names.STATE_DIRECTORY, weights_root=f"{folder}/weights")
+
+    def measured(self, name: str) -> tuple[Measured, ...]:
+        """Return the memory in the status of the deployment of that name; empty if there is none."""
+        try:
+            return measured_of(self.get(name).object.status)
+        except CommandError:
+            return ()
+
+    @contextmanager
+    def api(self, item: DeploymentView) -> Iterator[ServiceAccess]:
+        """Forward a port to the Service of the gateways."""
+        key = ""
+        if keys := item.object.spec.gateway.api_keys:
+            ref = keys.secret_key_ref
+            key = first_key(self._secret(ref.name, ref.key, "requests need a key that is"))
+        with PortForward(self._kubectl, item.name, names.GATEWAY_PORT) as forward:
+            yield ServiceAccess(lambda: f"{forward.url()}/v1", key, permanent=False)
+
+    @contextmanager
+    def dashboard(self, item: DeploymentView, group: int) -> Iterator[ServiceAccess]:
+        """Forward a port to the Service of the group's head."""
+        found = next((each for each in item.status.groups if each.index == group and each.members), None)
+        if found is None:
+            raise CommandError(f"group {group} of {item.name} has no dashboard now: {item.name} is {item.phase}")
+        secret = mounted_name(item.name, item.object.metadata.uid, group, found.incarnation)
+        if not self._has_secret(secret):
+            # An incarnation from before names contained the UID.
+            earlier = incarnation_name(item.name, group, found.incarnation)
+            secret = earlier if self._has_secret(earlier) else secret
+        token = self._secret(secret, names.TOKEN_ENTRY, "the page asks for a token, which is")
+        with PortForward(self._kubectl, head_name(item.name, group), names.HEAD_PORTS["dashboard"][0]) as forward:
+            yield ServiceAccess(forward.url, token, permanent=False)
+
+    def logs(self, name: str | None, options: LogOptions) -> ExitCode:
+        """Print the logs of the members' pods."""
+        return pods.print_logs(self._kubectl, self.get(name), options, self)
+
+    def evidence(self, name: str | None) -> tuple[str, Iterator[EvidenceFile]]:
+        """Return the object, its events, pods, plans and logs, and the evidence of earlier failures."""
+        item = self.get(name)
+        return item.name, EvidenceCollector(self._kubectl, item).files()
+
+    def restart(self, item: DeploymentView) -> str:
+        """Set the annotation that requests new incarnations."""
+        if item.object.spec.suspend:
+            raise bad_input(f"{item.name} is suspended; `{self.command_line('resume', item.name)}` starts it")
+        now = format_time(int(time.time()))
+        self._patch(item, {"metadata": {"annotations": {RESTART_AT: now}}})
+        return self._requested(item, "is being formed anew")
+
+    def suspend(self, item: DeploymentView, suspended: bool) -> str:
+        """Set `spec.suspend`."""
+        if item.object.spec.suspend is suspended:
+            return f"{item.name} is {'suspended already' if suspended else 'not suspended'}"
+        self._patch(item, {"spec": {"suspend": suspended}})
+        return self._requested(item, "is stopping; its weights stay" if suspended else "is starting")
+
+    def _requested(self, item: DeploymentView, action: str) -> str:
+        if is_paused(item.object):
+            return f"{item.name} {action} as soon as its annotation {PAUSED} is removed"
+        return f"{item.name} {action}; see `{self.command_line('status', item.name)} --watch`"
+
+    def _document(self, name: str) -> dict[str, Any]:
+        # kubectl could take an invalid name for an option, or for another kind of object.
+        valid = re.fullmatch(NAME_PATTERN, name)
+        found = self._kubectl.document("get", RESOURCE, name, "--ignore-not-found") if valid else None
+        if found is None:
+            raise bad_input(f"there is no deployment {name!r} {self.location}{names_hint(self.names())}")
+        document: dict[str, Any] = found
+        return document
+
+    def _patch(self, item: DeploymentView, change: dict[str, Any]) -> None:
+        self._kubectl.run("patch", RESOURCE, item.name, "--type=merge", f"--patch={json.dumps(change)}")
+
+    def _has_secret(self, name: str) -> bool:
+        """Return whether the Secret exists and the user may read it."""
+        try:
+            return self._kubectl.document("get", "secret", name, "--ignore-not-found") is not None
+        except KubectlError:
+            return False
+
+    def _secret(self, name: str, key: str, purpose: str) -> str:
+        """Return the text of a Secret's entry; if it cannot be read, print a warning and return an empty text."""
+        try:
+            data = self._kubectl.document("get", "secret", name)["data"][key]
+            return base64.b64decode(data, validate=True).decode().strip()
+        except KubectlError as error:
+            note(f"warning: {purpose} in Secret {name}; it cannot be read: {error.reason}")
+        except (KeyError, TypeError, binascii.Error, UnicodeDecodeError):
+            note(f"warning: {purpose} in Secret {name}; it has no text under {key!r}")
+        return ""
+
+
+def _parse_deployment(document: dict[str, Any]) -> DeploymentView:
+    metadata = document["metadata"]
+    try:
+        found = parse(document)
+    except InvalidDeployment as error:
+        name = f"{metadata.get('namespace')}/{metadata.get('name')}"
+        raise bad_input(
+            *(f"{name} cannot be read by this version of dsv4: {finding}" for finding in error.findings)
+        ) from None
+    created = parse_time(metadata["creationTimestamp"])
+    return DeploymentView(found, running=True, created=created, stored=document)
+
+
+class EvidenceCollector:
+    """Collects the evidence of one deployment, best effort; missing files are listed in the archive."""
+
+    def __init__(self, kubectl: Kubectl, item: DeploymentView) -> None:
+        self._kubectl = kubectl
+        self._item = item
+        self._missing: list[str] = []
+
+    def files(self) -> Iterator[EvidenceFile]:
+        """Yield the object, events, pods, the operator's plans and evidence, logs, and evidence on heads' nodes."""
+        name = self._item.name
+        yield _json_file("object.json", self._item.document())
+        events = self._list("events.json", lambda: pods.list_events(self._kubectl))
+        own = [event for event in events if pods.is_part_of(event["involvedObject"]["name"], name)]
+        yield _json_file("events.json", sorted(own, key=lambda event: pods.parse_event(event).time))
+        pod_list = self._list("pods.json", lambda: pods.list_pods(self._kubectl, name))
+        yield _json_file("pods.json", pod_list)
+        selector = pods.deployment_selector(name)
+        for document in self._list("configmaps", lambda: self._kubectl.items("configmaps", selector)):
+            for key, text in sorted((document.get("data") or {}).items()):
+                yield EvidenceFile(f"configmaps/{document['metadata']['name']}/{key}", text.encode())
+        for document in pod_list:
+            yield from self._pod_files(document)
+        if self._missing:
+            yield EvidenceFile("missing.txt", "\n".join([*self._missing, ""]).encode())
+
+    def _pod_files(self, document: dict[str, Any]) -> Iterator[EvidenceFile]:
+        pod = pods.parse_pod(document)
+        if pod is None:
+            # A gateway.
+            name, container = document["metadata"]["name"], document["spec"]["containers"][0]["name"]
+            yield from self._output(f"pods/{name}.log", *pods.container_log(name, container, _EVIDENCE_LINES))
+            return
+        for log in pods.pod_logs(pod, _ALL_LOGS, grouped=False):
+            command = log.command(_EVIDENCE_LINES, follow=False)
+            yield from self._output(f"pods/{pod.name}/{log.origin.component}.log", *command)
+        group = next((each for each in self._item.status.groups if each.index == pod.group), None)
+        if group is not None and pod.rank == 0 and pod.running:
+            yield from self._in_place_restarts(pod, group)
+
+    def _in_place_restarts(self, head: pods.Pod, group: GroupStatus) -> Iterator[EvidenceFile]:
+        """Yield the evidence of in-place restarts, which is stored on the head's node."""
+        for directory in dict.fromkeys(failure.evidence for failure in group.history):
+            if directory is not None and directory.startswith("/"):
+                path = f"evidence/{group.index}-{directory.rsplit('/', 1)[-1]}.json"
+                container = f"--container={head.container}"
+                yield from self._output(path, "exec", head.name, container, "--", "cat", f"{directory}/evidence.json")
+
+    def _list(self, path: str, read: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Return the listed objects; on an error note `path` as missing and return none."""
+        try:
+            return read()
+        except KubectlError as error:
+            self._missing.append(f"{path}: {error.reason}")
+            return []
+
+    def _output(self, path: str, *command: str) -> Iterator[EvidenceFile]:
+        """Yield the end of the output of `kubectl`."""
+        try:
+            text = self._kubectl.run(*command, seconds=pods.LOG_SECONDS)
+            yield EvidenceFile(path, text.encode()[-EVIDENCE_TAIL_BYTES:])
+        except KubectlError as error:
+            self._missing.append(f"{path}: {error.reason}")
+
+
+def _json_file(path: str, value: object) -> EvidenceFile:
+    return EvidenceFile(path, (json.dumps(value, indent=2) + "\n").encode())

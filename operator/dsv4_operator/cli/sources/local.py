@@ -1,0 +1,370 @@
+"""Deployments of this machine: the files of `dsv4 up` in the state directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic import ValidationError
+
+from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, Reason
+from dsv4_operator.backends.local.facts import available_memory, local_facts, resident_memory
+from dsv4_operator.backends.local.state import RESERVED, DeploymentState, StateError, default_root, deployments
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
+from dsv4_operator.cli.logs import LogComponent, LogOptions, LogOrigin, decode_line, print_log_line
+from dsv4_operator.cli.processes import deployment_processes
+from dsv4_operator.cli.sources.base import (
+    EVIDENCE_TAIL_BYTES,
+    DeploymentView,
+    EvidenceFile,
+    ServiceAccess,
+    first_key,
+    names_hint,
+    not_serving,
+    read_all,
+    read_file,
+)
+from dsv4_operator.planning import Facts, catalog_facts
+from dsv4_operator.planning.catalog import Machine
+from dsv4_operator.planning.memory import Measured
+from dsv4_operator.planning.memory.runs import measured_of
+
+LOG_POLL_SECONDS = 0.25
+_GROUP_EVIDENCE = ("evidence/**/*", "i*/plan.json", "i*/m*/*.log")
+_EVIDENCE = ("manifest.json", "object.json", "*.log", *_GROUP_EVIDENCE, *(f"g*/{each}" for each in _GROUP_EVIDENCE))
+
+
+class LocalSource:
+    """A `DeploymentSource` for a state directory."""
+
+    poll_seconds = 1.0
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def location(self) -> str:
+        """Return the location of the deployments."""
+        return f"under {self.root}"
+
+    def command_line(self, verb: str, name: str = "") -> str:
+        """Return the command line of `verb`."""
+        return " ".join(part for part in ("dsv4", verb, name) if part) + state_dir_option(self.root)
+
+    def names(self, *, seconds: float = 30.0) -> list[str]:
+        """Return the names of all deployments."""
+        return [state.name for state in deployments(self.root)]
+
+    def get(self, name: str | None) -> DeploymentView:
+        """Return the deployment called `name`, or without a name the only one that runs or exists."""
+        return read_deployment(select_state(self.root, name))
+
+    def get_all(self, *, all_namespaces: bool = False) -> list[DeploymentView]:
+        """Return all deployments of this state directory, with a warning for each that cannot be read."""
+        return read_all(deployments(self.root), read_deployment)
+
+    def load(self, file_or_name: str) -> DSV4Deployment:
+        """Return the deployment in a file."""
+        return read_file(file_or_name, detect_hardware=True)
+
+    def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
+        """Return this machine for members on CPU; for accelerators, machines of the catalog."""
+        state = deployment_state(self.root, deployment.metadata.name)
+        if not kind.sm:
+            # Assume that members get their own networks; `up` checks this on the machine.
+            memory = available_memory() + resident_memory(deployment_processes(state))
+            return local_facts(deployment, state, isolated=True, memory=memory)
+        return catalog_facts(deployment, kind, state_root=str(state.directory), weights_root=str(state.weights))
+
+    def measured(self, name: str) -> tuple[Measured, ...]:
+        """Return the memory in the saved status; empty if it cannot be read."""
+        with suppress(OSError, ValueError, StateError):
+            found = DeploymentState(self.root, name).object()
+            return measured_of(found.status) if found else ()
+        return ()
+
+    @contextmanager
+    def api(self, item: DeploymentView) -> Iterator[ServiceAccess]:
+        """Yield the endpoint in the status and the first key of the specification's key file."""
+        endpoint = item.status.endpoint
+        if endpoint is None:
+            raise not_serving(item, "")
+        key = ""
+        if keys := item.object.spec.gateway.api_keys:
+            state = DeploymentState(self.root, item.name)
+            with convert_os_errors("the keys cannot be read"):
+                key = first_key(state.secret(keys.secret_key_ref, "spec.gateway.apiKeys"))
+        yield ServiceAccess(lambda: endpoint.rstrip("/"), key, permanent=True)
+
+    @contextmanager
+    def dashboard(self, item: DeploymentView, group: int) -> Iterator[ServiceAccess]:
+        """Yield the address in the status and the token in the state directory.
+
+        Raises:
+            CommandError: there is no dashboard at present, or `group` is not the first.
+        """
+        if group:
+            raise bad_input(f"--group {group}: only the dashboard of group 0 has a port on this machine; write 0")
+        url = item.status.ray_dashboard
+        if not item.running or url is None or not item.status.groups:
+            raise CommandError(f"{item.name} has no dashboard now: it is {item.phase}")
+        try:
+            token = DeploymentState(self.root, item.name).token().read_text().strip()
+        except OSError as error:
+            raise CommandError(f"the token of {item.name} cannot be read: {error.strerror}") from None
+        yield ServiceAccess(lambda: url, token, permanent=True)
+
+    def logs(self, name: str | None, options: LogOptions) -> ExitCode:
+        """Print the members' log files."""
+        return print_logs(select_state(self.root, name), options)
+
+    def evidence(self, name: str | None) -> tuple[str, Iterator[EvidenceFile]]:
+        """Return the files of the deployment."""
+        state = select_state(self.root, name)
+        return state.name, _evidence_files(state)
+
+    def restart(self, item: DeploymentView) -> str:
+        """Raise `CommandError`: `dsv4 up` reads its file only once."""
+        raise _not_supported(item)
+
+    def suspend(self, item: DeploymentView, suspended: bool) -> str:
+        """Raise `CommandError`, as `restart` does."""
+        raise _not_supported(item)
+
+
+def _not_supported(item: DeploymentView) -> CommandError:
+    return bad_input(f"on this machine `dsv4 down {item.name}` ends {item.name}, and `dsv4 up FILE` starts it anew")
+
+
+def state_dir_option(root: Path) -> str:
+    """Return the option for a state directory other than the default; empty for the default."""
+    return "" if root == default_root().absolute() else f" --state-dir {root}"
+
+
+def deployment_state(root: Path, name: str) -> DeploymentState:
+    """Return the state of the deployment `name`, which need not exist.
+
+    Raises:
+        CommandError: the name is invalid for a deployment of this machine.
+    """
+    try:
+        return DeploymentState(root, name)
+    except StateError as error:
+        raise bad_input(str(error)) from None
+
+
+def find_state(root: Path, name: str) -> DeploymentState | None:
+    """Return the state of an existing deployment; None if there is none of that name.
+
+    Raises:
+        CommandError: the name is reserved.
+    """
+    if name in RESERVED:
+        deployment_state(root, name)
+    return next((state for state in deployments(root) if state.name == name), None)
+
+
+def select_state(root: Path, name: str | None) -> DeploymentState:
+    """Return the state of the deployment `name`, or without a name the only one that runs or exists.
+
+    Raises:
+        CommandError: there is no such deployment, or several.
+    """
+    known = deployments(root)
+    if name is not None:
+        for state in known:
+            if state.name == name:
+                return state
+        raise bad_input(f"there is no deployment {name!r} under {root}{names_hint(state.name for state in known)}")
+    running = [state for state in known if state.holder() is not None]
+    for candidates in (running, known):
+        if len(candidates) == 1:
+            return candidates[0]
+    if not known:
+        raise bad_input(f"there is no deployment under {root}; start one with `dsv4 up FILE`")
+    raise bad_input(f"which deployment? Give its name{names_hint(state.name for state in running or known)}")
+
+
+def read_deployment(state: DeploymentState) -> DeploymentView:
+    """Read a deployment; without a running loop, remove everything from the status that only a loop can assert.
+
+    Raises:
+        CommandError: the deployment was never started, or its files are unreadable.
+    """
+    try:
+        # Before the files: a loop that ends in between has then written its last status.
+        running = state.holder() is not None
+        found = state.object() or state.manifest()
+    except OSError as error:
+        raise bad_input(
+            f"the files of {state.name!r} in {state.directory} cannot be read: {error.strerror or error}"
+        ) from error
+    except (ValidationError, UnicodeDecodeError) as error:
+        raise bad_input(
+            f"the files of {state.name!r} in {state.directory} cannot be read (written by another version of dsv4?); "
+            f"`dsv4 down {state.name} --purge` removes them"
+        ) from error
+    if found is None:
+        raise bad_input(f"there is no deployment {state.name!r} under {state.root}")
+    created = None
+    with suppress(OSError):
+        created = (state.directory / "manifest.json").stat().st_mtime
+    return DeploymentView(found if running else _stopped(found), running, created)
+
+
+def _stopped(found: DSV4Deployment) -> DSV4Deployment:
+    """Return the deployment without readiness, addresses and processes."""
+    status = found.status
+    groups = tuple(group.model_copy(update={"members": ()}) for group in status.groups)
+    if status.condition(ConditionType.READY) is None and not groups:
+        return found
+    false = {"status": ConditionStatus.FALSE, "reason": Reason.GROUP_STOPPED, "message": "the loop is not running"}
+    conditions = tuple(
+        condition.model_copy(update=false)
+        if condition.type in (ConditionType.READY, ConditionType.PROGRESSING)
+        and condition.status is not ConditionStatus.FALSE
+        else condition
+        for condition in status.conditions
+    )
+    update = {"endpoint": None, "ray_dashboard": None, "ready_replicas": 0, "groups": groups, "conditions": conditions}
+    return found.model_copy(update={"status": status.model_copy(update=update)})
+
+
+def _log_files(state: DeploymentState, options: LogOptions) -> dict[Path, LogOrigin]:
+    """Return the existing log files of the selected components, for members those of the latest incarnation."""
+    found = {}
+    if options.component is LogComponent.LOOP:
+        found[state.log] = LogOrigin(None, options.component)
+    else:
+        groups = [group for group in state.groups() if state.incarnations(group)]
+        for group in groups:
+            for rank, member in _members(state, group):
+                if options.rank in (None, rank):
+                    for component in options.components:
+                        origin = LogOrigin(rank, component, group if len(groups) > 1 else None)
+                        found[member / f"{component}.log"] = origin
+    return {path: origin for path, origin in found.items() if path.exists()}
+
+
+def _members(state: DeploymentState, group: int) -> list[tuple[int, Path]]:
+    """Return the ranks of a group's latest incarnation with their directories."""
+    numbers = state.incarnations(group)
+    if not numbers:
+        return []
+    names = (path.name[1:] for path in state.incarnation(numbers[-1], group).glob("m*"))
+    return [
+        (rank, state.member(numbers[-1], rank, group)) for rank in sorted(int(one) for one in names if one.isdigit())
+    ]
+
+
+class LineReader:
+    """Reads complete lines from a growing log file, across truncation and rotation."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO = path.open("rb")
+        self._rest = b""
+
+    def _rotated(self) -> bool:
+        """Return whether the path refers to another file now."""
+        try:
+            return not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def lines(self, *, last: int | None = None, final: bool = False) -> list[bytes]:
+        """Return the new lines, at most `last`; with `final` including a line without line end."""
+        return list(deque(self._read(final), last))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _read(self, final: bool) -> Iterator[bytes]:
+        if os.fstat(self._file.fileno()).st_size < self._file.tell():
+            # Agents truncate logs that grow too long; the remaining content is new.
+            self._file.seek(0)
+            self._rest = b""
+        # Checked before the read to the end, so that no line written before the rotation is lost.
+        rotated = self._rotated()
+        yield from self._read_to_end(final)
+        if rotated:
+            self._file.close()
+            self._file = self._path.open("rb")
+            yield from self._read_to_end(final)
+
+    def _read_to_end(self, final: bool) -> Iterator[bytes]:
+        while chunk := self._file.read(1 << 20):
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            yield from lines
+        if final and self._rest:
+            yield self._rest
+            self._rest = b""
+
+
+def print_logs(state: DeploymentState, options: LogOptions, *, wait: Callable[[float], None] = time.sleep) -> ExitCode:
+    """Print the log files; with `follow` continue across incarnations until the deployment ends."""
+    found = _log_files(state, options)
+    if not found and not (options.follow and state.holder() is not None):
+        raise _no_logs(state, options)
+    readers: dict[Path, LineReader] = {}
+    try:
+        tail = options.tail
+        while True:
+            # Checked before the files, so that lines written before the end are still read.
+            running = state.holder() is not None
+            found = _log_files(state, options)
+            _close_replaced(readers, found)
+            final = not (options.follow and running)
+            for path, origin in found.items():
+                new = path not in readers
+                if new:
+                    readers[path] = LineReader(path)
+                for line in readers[path].lines(last=tail if new else None, final=final):
+                    print_log_line(origin, decode_line(line), options)
+            # `tail` applies to files that exist at the start; later files are printed from their first line.
+            tail = None
+            if final:
+                return ExitCode.OK
+            wait(LOG_POLL_SECONDS)
+    finally:
+        _close_replaced(readers, {})
+
+
+def _close_replaced(readers: dict[Path, LineReader], found: dict[Path, LogOrigin]) -> None:
+    for path in readers.keys() - found.keys():
+        readers.pop(path).close()
+
+
+def _no_logs(state: DeploymentState, options: LogOptions) -> CommandError:
+    if any(state.incarnations(group) for group in state.groups()):
+        ranks = sorted({str(rank) for group in state.groups() for rank, _ in _members(state, group)})
+        selected = f"component {options.component}" if options.rank is None else f"rank {options.rank}"
+        return bad_input(
+            f"{state.name!r} has no logs of {selected}; its ranks are {', '.join(ranks) or 'not started yet'}"
+        )
+    if state.holder() is not None:
+        return bad_input(f"{state.name!r} has started no member yet; see `dsv4 logs --component loop`")
+    left = f"; what failed members left lies in {state.evidence()}" if state.evidence().exists() else ""
+    return bad_input(f"{state.name!r} is not running, and its members' logs went with them{left}")
+
+
+def _evidence_files(state: DeploymentState) -> Iterator[EvidenceFile]:
+    for pattern in _EVIDENCE:
+        for path in sorted(state.directory.glob(pattern)):
+            if not path.is_file() or path.is_symlink():
+                continue
+            try:
+                with path.open("rb") as file:
+                    stat = path.stat()
+                    file.seek(max(0, stat.st_size - EVIDENCE_TAIL_BYTES))
+                    data = file.read(EVIDENCE_TAIL_BYTES)
+            except FileNotFoundError:
+                # Removed meanwhile.
+                continue
+            yield EvidenceFile(str(path.relative_to(state.directory)), data, stat.st_mtime)

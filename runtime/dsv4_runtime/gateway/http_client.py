@@ -1,0 +1,271 @@
+"""HTTP/1.1 client for vLLM with persistent connections."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from urllib.parse import urlsplit
+
+import httptools
+
+from dsv4_runtime.gateway import http1
+from dsv4_runtime.gateway.http1 import BODILESS
+
+_CONNECT_SECONDS = 2.0
+_IDLE_SECONDS = 4.0
+"""Below vLLM's keep-alive timeout of 5 s."""
+# Detect dead machines by TCP keep-alive only: vLLM itself may take arbitrarily long to respond.
+_SOCKET_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000),
+)
+# Requests without a body have no Content-Length for these methods (RFC 9110, 8.6).
+_USUALLY_EMPTY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "DELETE"})
+
+_MAX_JOINED_BYTES = 2**16
+"""Above this size, copying a body costs more than separate writes."""
+
+_Address = tuple[str, int]
+BodyPiece = bytes | bytearray | memoryview
+"""Part of a request body. A body is sent in parts where joining them would double its memory."""
+
+
+@functools.lru_cache(maxsize=4)
+def _endpoint(api: str) -> tuple[str, _Address]:
+    """Return the value of `Host` and the address to connect to."""
+    parts = urlsplit(api)
+    return parts.netloc, (parts.hostname or "", parts.port or 80)
+
+
+class UnreachableError(ConnectionError):
+    """No connection was established; vLLM has not received the request."""
+
+
+class UpstreamResponse(http1.Message):
+    """Response of vLLM to one request, and the parser's callback object (`on_*`)."""
+
+    def __init__(self, connection: _EngineConnection, *, to_head: bool) -> None:
+        super().__init__(connection)
+        self._last_body, self._place = connection.last_body, connection.place
+        self.status = 0
+        self.reusable = False
+        """Whether the connection can be reused after the response is complete."""
+        self._to_head = to_head
+        self._parser = httptools.HttpResponseParser(self)
+        self._until_closed = False
+
+    async def read(self) -> bytes:
+        """Return the whole body; raise BrokenMessageError if it is incomplete."""
+        parts = []
+        while part := await self.part():
+            parts.append(part)
+        return b"".join(parts)
+
+    def feed(self, data: bytes) -> None:
+        """Parse received bytes."""
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.reusable = False
+            self.fail(f"what vLLM answered is no HTTP/1.1 ({type(error).__name__}: {error})")
+
+    def closed(self, error: Exception | None) -> None:
+        """Handle the end of the connection."""
+        self.reusable = False
+        if self._until_closed and error is None:
+            self.finish()
+        what = "in the middle of its answer" if self.status else "without an answer"
+        self.fail(f"vLLM closed the connection {what}" + (f" ({error})" if error else ""))
+
+    def on_message_begin(self) -> None:
+        """Mark the connection as not reusable if an unsolicited response arrives."""
+        if self.complete:
+            self.reusable = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Store a header; trailers are dropped."""
+        if not self.status:
+            self.headers.append((name.lower(), name, value))
+
+    def on_headers_complete(self) -> None:
+        """Store the status; interim responses (1xx), which consist of a head only, are dropped."""
+        status = self._parser.get_status_code()
+        if status < 200:
+            self.headers.clear()
+            return
+        self.status = status
+        framed = {name for name, _, _ in self.headers} & {b"content-length", b"transfer-encoding"}
+        self._until_closed = not framed and status not in BODILESS
+        if self._to_head:
+            # Content-Length of a HEAD response describes a body that is not sent; the parser would wait for it.
+            self.finish()
+        self.wake()
+
+    def on_body(self, data: bytes) -> None:
+        """Store a part of the body."""
+        if not self.complete:
+            if self.status == 200:
+                self._last_body[self._place] = time.monotonic()
+            self.put(data)
+
+    def on_message_complete(self) -> None:
+        """Handle the end of the response, or of an interim response."""
+        if self.status and not self.complete:
+            self.reusable = self._parser.should_keep_alive()
+            self.finish()
+
+
+class _EngineConnection(http1.BaseConnection, asyncio.Protocol):
+    """Connection with at most one response in progress."""
+
+    def __init__(self, place: _Address, last_body: dict[_Address, float]) -> None:
+        super().__init__()
+        self.place = place
+        self.answer: UpstreamResponse | None = None
+        self.idle_since = 0.0
+        self.last_body = last_body
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if (found := transport.get_extra_info("socket")) is not None:
+            for option in _SOCKET_OPTIONS:
+                found.setsockopt(*option)
+
+    @property
+    def alive(self) -> bool:
+        return self.transport is not None and not self.transport.is_closing()
+
+    def data_received(self, data: bytes) -> None:
+        if self.answer is None:
+            self.abort()
+        else:
+            self.answer.feed(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        if self.answer is not None:
+            self.answer.closed(exc)
+
+    def send(self, request: Sequence[BodyPiece], *, to_head: bool) -> UpstreamResponse:
+        self.answer = UpstreamResponse(self, to_head=to_head)
+        if self.transport is None:
+            self.answer.closed(None)
+        else:
+            for piece in filter(len, request):
+                self.transport.write(piece)
+        return self.answer
+
+
+class UpstreamRequest:
+    """Request that is sent by `async with`, which returns the response after its head and releases the connection."""
+
+    def __init__(self, upstream: Upstream, place: _Address, request: Sequence[BodyPiece], *, to_head: bool) -> None:
+        self._upstream, self._place = upstream, place
+        self._request, self._to_head = request, to_head
+        self._connection: _EngineConnection | None = None
+
+    async def __aenter__(self) -> UpstreamResponse:
+        self._connection = await self._upstream.connection(self._place)
+        try:
+            answer = self._connection.send(self._request, to_head=self._to_head)
+            self._request = ()
+            while not answer.status:
+                await answer.wait_for_data()
+        except BaseException:
+            self._connection.abort()
+            raise
+        return answer
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._connection is not None:
+            self._upstream.release(self._connection)
+
+
+class Upstream:
+    """Pool of connections to vLLM."""
+
+    def __init__(self) -> None:
+        self._idle: dict[_Address, collections.deque[_EngineConnection]] = collections.defaultdict(collections.deque)
+        """Idle connections, most recently used last."""
+        self._last_body: dict[_Address, float] = {}
+        """Monotonic time of the last received body part of a 200 response."""
+
+    def request(
+        self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: Sequence[BodyPiece] = ()
+    ) -> UpstreamRequest:
+        """Prepare a request; it is sent by entering the result.
+
+        Args:
+            api: `http://host:port`.
+            target: path and query as sent.
+            headers: headers without `Host` and without framing.
+            body: parts of the body in order.
+
+        Entering raises:
+            UnreachableError: no connection could be established in time.
+            BrokenMessageError: the connection broke before the head of the response was received.
+        """
+        netloc, place = _endpoint(api)
+        size = sum(map(len, body))
+        framing = [(b"Content-Length", b"%d" % size)] if size or method not in _USUALLY_EMPTY else []
+        first = f"{method} {target} HTTP/1.1\r\nHost: {netloc}".encode("latin-1")
+        request: tuple[BodyPiece, ...] = http1.encode_head(first, [*headers, *framing]), *body
+        if size < _MAX_JOINED_BYTES:
+            request = (b"".join(request),)
+        return UpstreamRequest(self, place, request, to_head=method == "HEAD")
+
+    def last_body(self, api: str) -> float:
+        """Return the monotonic time of the last body part of a 200 response of the vLLM at `api`; 0 if there was
+        none.
+        """
+        return self._last_body.get(_endpoint(api)[1], 0.0)
+
+    async def connection(self, place: _Address) -> _EngineConnection:
+        """Return an idle or new connection; raise UnreachableError if none can be established in time."""
+        now = time.monotonic()
+        idle = self._idle[place]
+        while idle:
+            kept = idle.pop()
+            if kept.alive and now - kept.idle_since < _IDLE_SECONDS:
+                return kept
+            kept.abort()
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                _, made = await asyncio.get_running_loop().create_connection(
+                    lambda: _EngineConnection(place, self._last_body), *place
+                )
+        except TimeoutError as error:
+            raise UnreachableError(f"no connection to {place[0]}:{place[1]} within {_CONNECT_SECONDS:g} s") from error
+        except OSError as error:
+            raise UnreachableError(str(error)) from error
+        return made
+
+    def release(self, connection: _EngineConnection) -> None:
+        """Return a reusable connection to the pool; abort any other, so that vLLM stops working on an abandoned
+        request.
+        """
+        answer, connection.answer = connection.answer, None
+        if answer is None or not (answer.complete and answer.reusable and connection.alive):
+            connection.abort()
+            return
+        connection.idle_since = time.monotonic()
+        idle = self._idle[connection.place]
+        idle.append(connection)
+        while not idle[0].alive:
+            idle.popleft()
+
+    def close(self) -> None:
+        """Abort all idle connections."""
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().abort()

@@ -1,0 +1,1 @@
+"""Utilities of the operator and the runtime that depend on the standard library alone."""

@@ -1,0 +1,242 @@
+"""Provenance of log lines: the process and file that wrote a line, and whether clients control its text. Pure.
+
+vLLM and uvicorn log text that clients choose: model names, paths, query strings, request ids, sampling parameters. Such
+text is neither evidence nor kept. While an engine starts it receives no requests, so every line counts except those of
+the emitters that log requests. While it serves, a line counts only if it starts like a line of a known emitter.
+Formats: vLLM 0.32 and 0.33 (`logger.py`, `logging_utils/formatter.py`), uvicorn, Ray, NCCL, torch's C++ log.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from dsv4_runtime.util.secrets import has_secret
+
+FATAL_SECONDS = 300.0
+"""A fatal line does not explain a death that follows more than this later."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+N = TypeVar("N")
+
+# `(EngineCore pid=1) (RayWorkerProc pid=9, ip=10.0.0.2) ERROR 11-23 07:23:32 [core.py:1512] `; each part may be absent.
+_PROCESS = r"(?:[ ,]{1,2}(?:pid|ip|rank)=[\w.:]{1,60}){0,3}\) "
+_HEAD = re.compile(
+    rf"(?:\((?P<process>\w{{1,64}}){_PROCESS}(?:\(\w{{1,64}}{_PROCESS}){{0,2}})?"
+    r"(?:(?P<level>[A-Z]{4,8}) [-\d:. ]{0,40}\[(?:[\w.-]{1,80}/){0,8}(?P<file>[\w-]{1,80})\.py:\d{1,6}\](?: |$))?"
+)
+_ENGINE_PROCESS = re.compile(r"EngineCore|RayWorker|Worker|VllmWorker|raylet$")
+# uvicorn's access log: address, request line, status.
+_ACCESS = re.compile(rf'(?:\(\w{{1,64}}{_PROCESS}){{0,2}}INFO: {{1,12}}[^"]{{0,80}}- "')
+# Source files of vLLM whose messages contain parts of requests: the API's handlers, and the dump at a death.
+_REQUEST_FILE = re.compile(r"serving|api_router|dump_input|^(?:request_)?logger$|exception_handler|chat_utils")
+# Further such files, whose messages are free of requests while an engine starts.
+_CLIENT_FILE = re.compile(
+    rf"{_REQUEST_FILE.pattern}|handler|^http|validation|protocol|middleware|render|preprocess|processor|parser|reasoning"
+    r"|harmony|connection|multimodal|sampling_params|backend_(?:xgrammar|guidance|outlines|lm)|structured_output|grammar"
+    r"|tokenize"
+)
+# The same for the frames of a traceback: an error that is raised there may quote the request.
+_CLIENT_CODE = re.compile(
+    r"structured_output|grammar|guidance|outlines|lmformatenforcer|sampling_params|pooling_params|logits_proc|logitsproc"
+    r"|tokeniz|parser|reasoning|entrypoints|render|processor|multimodal|jinja|pydantic|fastapi|starlette|/json/"
+)
+# Messages of vLLM's API process, and of processes without a name, that contain no text of clients.
+_KNOWN = re.compile(
+    r"async_llm\.py:\d+\] AsyncLLM output_handler failed\.$"
+    r"|core_client\.py:\d+\] (?:Engine core proc \S{1,80} died|(?:\[shutdown\] )?MPClient: engine core exited)"
+    r"|(?:launcher|core_client)\.py:\d+\] \[shutdown\] [\w :;,.=()/-]{0,200}$"
+    r"|loggers\.py:\d+\] Engine \d+: "
+    r"|multiproc_executor\.py:\d+\] Worker proc \S{1,80} died unexpectedly"
+    r"|ray_executor_v2\.py:\d+\] RayWorkerProc rank=\S{1,80} died unexpectedly"
+)
+_SHUTTING_DOWN = re.compile(r"(?:\(APIServer[^()]{0,80}\) )?INFO: {1,12}Shutting down$")
+_NCCL = re.compile(
+    r"[\w.-]{1,64}:\d{1,8}:\d{1,8} (?:\[\d{1,4}\] )?(?:[\w./-]{1,80}:\d{1,6} )?NCCL (?:INFO|WARN|ERROR|version) "
+)
+# torch's and glog's C++, the C++ runtime, Python's faulthandler.
+_NATIVE = re.compile(
+    r"(?:\[rank\d{1,6}\]:)?\[[EFW]\d{3,4} [^\[\]]{1,80}\.(?:cpp|cc|cu|h|hpp):\d{1,6}\] "
+    r"|terminate called after throwing an instance of '[\w:]{1,80}'$"
+    r"|Fatal Python error: [\w ]{1,80}$"
+)
+# From here on a message names a request, whose id clients choose.
+_REQUEST = re.compile(
+    r"\b(?:[Rr]equests?|[Rr]eq_ids?|request_ids?)\b|\b(?:chatcmpl|cmpl|resp|msg|embd|pool|score|rerank|classify)-"
+)
+_ERROR = re.compile(r"[\w.]{1,120}(?=:|$)")
+_CHAINED = frozenset(
+    {
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "During handling of the above exception, another exception occurred:",
+    }
+)
+_WITHHELD = "[text withheld]"
+_TRACEBACKS = 64
+
+
+class Head(NamedTuple):
+    """The part of a line that its logger wrote in front of the message; parts that it lacks are empty."""
+
+    process: str
+    level: str
+    file: str
+    """Name of the source file without `.py`."""
+    at: int
+    """Index of the file's name in the line."""
+    length: int
+
+
+def head(line: str) -> Head:
+    """Return the head of `line`."""
+    found = _HEAD.match(line)
+    assert found is not None  # noqa: S101  (every part is optional)
+    return Head(found["process"] or "", found["level"] or "", found["file"] or "", found.start("file"), found.end())
+
+
+def carries_client_text(line: str) -> bool:
+    """Return whether the emitter of `line` logs parts of requests: such a line is no evidence in any phase."""
+    if _ACCESS.match(line):
+        return True
+    return _REQUEST_FILE.search(head(line).file) is not None
+
+
+def is_nccl(line: str) -> bool:
+    """Return whether `line` starts like a line of NCCL's log, possibly behind the name of a process of the engine."""
+    return _NCCL.match(line, head(line).length) is not None
+
+
+def log_reader(nothing: Callable[[], N]) -> Callable[[Callable[P, T]], Callable[P, T | N]]:
+    """Decorate a reader whose last `str` argument is a line of a log: for client text and after an error it returns
+    `nothing()`, and it never raises."""
+
+    def decorate(read: Callable[P, T]) -> Callable[P, T | N]:
+        @functools.wraps(read)
+        def reader(*args: P.args, **kwargs: P.kwargs) -> T | N:
+            if any(isinstance(given, str) and carries_client_text(given) for given in args):
+                return nothing()
+            try:
+                return read(*args, **kwargs)
+            except Exception:
+                # A log can contain anything; one line that is misread must not end the process that reads it.
+                return nothing()
+
+        return reader
+
+    return decorate
+
+
+class _Traceback:
+    """One traceback that a logger writes: whether it passed code that handles requests, and source lines to come."""
+
+    def __init__(self) -> None:
+        self.withheld = False
+        self.source = 0
+
+
+class LineFilter:
+    """Removes the text of clients from the lines of one log, and decides which lines are evidence."""
+
+    def __init__(self) -> None:
+        self._serving = False
+        self._tracebacks: dict[str, _Traceback] = {}
+
+    @property
+    def serving(self) -> bool:
+        """Return whether clients can write into the log."""
+        return self._serving
+
+    def begin(self, *, serving: bool) -> None:
+        """Judge the lines that follow as those of an engine that starts, or that serves."""
+        self._serving = serving
+        self._tracebacks.clear()
+
+    def clean(self, line: str) -> tuple[str | None, bool]:
+        """Return (`line` without client text, whether it is evidence); None for a line that is dropped.
+
+        A message that is withheld keeps its head: process, level, time and place.
+        """
+        text, counts = self._serving_line(line) if self._serving else self._starting_line(line)
+        if text is not None and has_secret(text):
+            return _withhold(line), False
+        return text, counts
+
+    def _starting_line(self, line: str) -> tuple[str | None, bool]:
+        return (_withhold(line), False) if carries_client_text(line) else (line, True)
+
+    def _serving_line(self, line: str) -> tuple[str | None, bool]:
+        if _NATIVE.match(line) or _SHUTTING_DOWN.match(line):
+            return line, True
+        if _NCCL.match(line):
+            # Its format is easily imitated: while the process serves, it counts only after that process's name.
+            return line, False
+        found = head(line)
+        prefix = line[: found.length]
+        if _ENGINE_PROCESS.match(found.process):
+            if _NATIVE.match(line, found.length) or _NCCL.match(line, found.length):
+                return line, True
+            if _CLIENT_FILE.search(found.file):
+                return _withhold(line), False
+            return self._message(prefix, line[found.length :]), True
+        if found.file and _KNOWN.match(line, found.at):
+            self._follow(prefix)
+            return line, True
+        if found.file and prefix in self._tracebacks:
+            return self._message(prefix, line[found.length :]), True
+        return _withhold(line), False
+
+    def _follow(self, prefix: str) -> _Traceback:
+        """Return the state of the traceback of the record with this head."""
+        known = self._tracebacks.setdefault(prefix, _Traceback())
+        if len(self._tracebacks) > _TRACEBACKS:
+            del self._tracebacks[next(iter(self._tracebacks))]
+        return known
+
+    def _message(self, prefix: str, text: str) -> str:
+        """Return a line of an engine process without parts of requests in its message."""
+        known = self._follow(prefix)
+        if text.startswith('  File "'):
+            known.withheld = known.withheld or _CLIENT_CODE.search(text) is not None
+            known.source = 2
+            return prefix + text
+        if known.source and text.startswith("    "):
+            known.source -= 1
+            return prefix + text
+        known.source = 0
+        if text in _CHAINED or text.startswith("Traceback ("):
+            return prefix + text
+        if known.withheld:
+            error = _ERROR.match(text)
+            return f"{prefix}{error[0]}: {_WITHHELD}" if error else prefix + _WITHHELD
+        if named := _REQUEST.search(text):
+            return f"{prefix}{text[: named.start()]}{_WITHHELD}"
+        return prefix + text
+
+
+_BEGINS = re.compile(
+    rf"(?:\(APIServer{_PROCESS})?INFO [-\d:. ]{{0,40}}\[[\w./-]{{1,200}}:\d{{1,6}}\] .{{0,40}}version \d+\.\d+"
+)
+_READY = re.compile(rf"(?:\(\w{{1,64}}{_PROCESS})?INFO: {{1,12}}Application startup complete\.$")
+
+
+def without_client_text(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the permitted parts of the log of a vLLM server that starts and serves, possibly several times."""
+    judge = LineFilter()
+    for line in lines:
+        if _BEGINS.match(line):
+            judge.begin(serving=False)
+        text, _ = judge.clean(line)
+        if text is not None:
+            yield text
+        if _READY.match(line):
+            judge.begin(serving=True)
+
+
+def _withhold(line: str) -> str | None:
+    """Return the head of a line whose message is not kept; None if it has no place."""
+    found = head(line)
+    return line[: found.length] + _WITHHELD if found.file else None

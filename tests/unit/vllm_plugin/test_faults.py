@@ -1,0 +1,178 @@
+"""The fault injection plugin of the kit: orders are for one rank, executed once, and the plugin is off by default."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import distribution
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import dsv4_faults
+from dsv4_runtime.vllm_plugin import patch
+
+# In a process of its own: importing vLLM's worker takes seconds, and the plugin changes it for good.
+WITH_VLLM = """
+import json, os
+from types import SimpleNamespace
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.cpu_worker import CPUWorker
+said = ""
+if "DSV4_FAULT_FILE" in os.environ:
+    try:
+        CPUWorker.execute_model(SimpleNamespace(rank=1), None)
+    except Exception as error:
+        said = type(error).__name__
+print(json.dumps([CPUWorker.execute_model is Worker.execute_model, said]))
+"""
+WORKER = "vllm.v1.worker.gpu_worker"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "order"
+
+
+def write(file: Path, **order: Any) -> None:
+    file.write_text(json.dumps(order))
+
+
+def test_the_installed_plugin_is_that_of_this_checkout():
+    """vLLM's processes load the installed wheel; `make setup` renews it."""
+    found = distribution("dsv4-faults")
+    (point,) = found.entry_points.select(group="vllm.general_plugins")
+    assert (point.name, point.value) == ("dsv4_faults", "dsv4_faults:register")
+    own = Path(dsv4_faults.__file__).parent
+    for name in ("__init__.py", "illegal_address.py"):
+        assert found.read_text(f"../dsv4_faults/{name}") == (own / name).read_text(), "run: make setup"
+
+
+def test_no_file_is_no_order(file: Path):
+    assert dsv4_faults.take(file, 0, None) is None
+
+
+def test_an_order_for_another_rank_stays(file: Path):
+    write(file, kind="raise", rank=1)
+    assert dsv4_faults.take(file, 0, None) is None
+    assert file.exists()
+
+
+def test_an_order_is_taken_once(file: Path):
+    write(file, kind="hang", rank=1, seconds=2.0)
+    assert dsv4_faults.take(file, 1, None) == {"kind": "hang", "rank": 1, "seconds": 2.0}
+    assert dsv4_faults.take(file, 1, None) is None
+
+
+def test_a_file_that_holds_no_order_is_an_error(file: Path):
+    file.write_text("{")
+    with pytest.raises(ValueError, match="Expecting property name"):
+        dsv4_faults.take(file, 0, None)
+
+
+def test_an_order_for_a_prompt_stays_and_is_obeyed_whenever_it_begins(file: Path):
+    def step(*prompts: list[int]) -> SimpleNamespace:
+        return SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(prompt_token_ids=prompt) for prompt in prompts])
+
+    order = {"kind": "raise", "rank": 0, "prompt": [1, 2]}
+    write(file, **order)
+    assert dsv4_faults.take(file, 0, step()) is None
+    assert dsv4_faults.take(file, 0, step([1, 2, 3], [2, 1])) is None
+    assert dsv4_faults.take(file, 1, step([1, 2])) is None
+    for _ in range(2):
+        assert dsv4_faults.take(file, 0, step([5], [1, 2])) == order
+
+
+def test_raise_raises():
+    with pytest.raises(dsv4_faults.InjectedError):
+        dsv4_faults.obey({"kind": "raise", "rank": 0}, None)
+
+
+@pytest.mark.parametrize(("kind", "slept"), [("hang", [0.3]), ("spin", [])])
+def test_a_hang_sleeps_and_work_does_not(kind: str, slept: list[float], monkeypatch: pytest.MonkeyPatch):
+    pauses: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), sleep(seconds)))
+    begun = time.monotonic()
+    dsv4_faults.obey({"kind": kind, "rank": 0, "seconds": 0.3}, None)
+    assert time.monotonic() - begun >= 0.3
+    assert pauses == slept
+
+
+def test_logits_are_no_numbers_from_then_on():
+    model = SimpleNamespace(compute_logits=lambda hidden, bias: hidden + bias)
+    dsv4_faults.obey({"kind": "nan", "rank": 0}, SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+    for _ in range(2):
+        found = model.compute_logits(1.0, 2.0)
+        assert found != found
+
+
+def test_memory_that_nobody_limits_is_an_error():
+    with pytest.raises(MemoryError, match="2 chunks"):
+        dsv4_faults.obey({"kind": "eat", "rank": 0, "mebibytes": 32}, None)
+
+
+def test_an_unknown_kind_is_named():
+    with pytest.raises(ValueError, match="DSV4_FAULT_FILE: unknown kind 'melt'"):
+        dsv4_faults.obey({"kind": "melt", "rank": 0}, None)
+
+
+@pytest.mark.parametrize(
+    ("file_set", "development"), [(False, True), (True, False)], ids=["no file", "no development platform"]
+)
+def test_nothing_is_changed_where_nobody_asked(
+    file: Path, monkeypatch: pytest.MonkeyPatch, file_set: bool, development: bool
+):
+    monkeypatch.delenv(dsv4_faults.FILE_VARIABLE, raising=False)
+    monkeypatch.delenv("DSV4_DEV_PLATFORM", raising=False)
+    monkeypatch.setitem(patch._FINDER.waiting, WORKER, [])
+    if file_set:
+        monkeypatch.setenv(dsv4_faults.FILE_VARIABLE, str(file))
+    if development:
+        monkeypatch.setenv("DSV4_DEV_PLATFORM", "1")
+    dsv4_faults.register.__wrapped__()
+    assert patch._FINDER.waiting[WORKER] == []
+
+
+def test_an_engine_on_cuda_obeys_where_it_was_asked_to(file: Path, monkeypatch: pytest.MonkeyPatch):
+    class Worker:
+        rank = 0
+
+        def execute_model(self, scheduler_output: Any) -> str:
+            return "computed"
+
+    monkeypatch.setattr(dsv4_faults, "is_cpu_build", lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    for name in ("vllm.v1", "vllm.v1.worker"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
+    monkeypatch.setenv(dsv4_faults.FILE_VARIABLE, str(file))
+    dsv4_faults.register.__wrapped__()
+    worker = Worker()
+    assert worker.execute_model(None) == "computed"
+    write(file, kind="raise", rank=0)
+    with pytest.raises(dsv4_faults.InjectedError):
+        worker.execute_model(None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [(True, [True, "InjectedError"]), (False, [True, ""])],
+    ids=["asked", "not asked"],
+)
+def test_vllms_worker_obeys_only_where_it_was_asked_to(file: Path, asked: bool, expected: list[Any]):
+    env = {key: value for key, value in os.environ.items() if key != dsv4_faults.FILE_VARIABLE}
+    env |= {"DSV4_DEV_PLATFORM": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    if asked:
+        write(file, kind="raise", rank=1)
+        env[dsv4_faults.FILE_VARIABLE] = str(file)
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_VLLM], env=env, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
