@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_runtime.vllm_cpu import patches as cpu_patches
-from dsv4_runtime.vllm_plugin import patches, register
+from dsv4_runtime.vllm_plugin import register
 from dsv4_runtime.vllm_plugin.patch import _FINDER, Patch, PatchOutcome, PatchRefusedError, after_import, refuse
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "patches.md"
@@ -59,7 +59,7 @@ def test_the_page_is_fresh():
 
 
 def test_every_patch_is_told_in_full():
-    known = patches.PATCHES + cpu_patches.PATCHES
+    known = register.PATCHES + cpu_patches.PATCHES
     for entry in known:
         for field in (entry.module, entry.symbol, entry.why, entry.upstream, entry.versions, entry.obsolete_when):
             assert field
