@@ -15,13 +15,13 @@ if reason := needs.gpu():
 pytest.importorskip("dsv4_kernels")
 
 from dsv4_runtime.contract.kernels import BUNDLED, Op
-from dsv4_runtime.vllm_plugin.kernels import providers, trial
+from dsv4_runtime.vllm_plugin.kernels import trial
 from dsv4_runtime.vllm_plugin.kernels.evidence import Trial, choose, standings
 
 SECONDS = 30.0
 TRIED = (Trial(Op.FP8_LINEAR, "t8", "fp8_gemm", {"tokens": 8, "n": 1536, "k": 4096}),)
 CHILD = """
-import os, signal, time
+import os, signal, sys, time
 from dsv4_kernels.registry import Provider, register_provider
 from dsv4_runtime.vllm_plugin.kernels import trial
 from dsv4_runtime.vllm_plugin.kernels.providers import find
@@ -44,7 +44,7 @@ def test_bad_providers_are_excluded_and_the_right_one_is_taken(
 ) -> None:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    monkeypatch.setattr(providers, "names", lambda op: (BUNDLED, "wrong", "segfaults", "hangs"))
+    monkeypatch.setattr(trial, "names", lambda op: (BUNDLED, "wrong", "segfaults", "hangs"))
     begun = time.monotonic()
     found = standings(trial.gather(TRIED, SECONDS, (sys.executable, str(script))), TRIED)
     seconds = time.monotonic() - begun

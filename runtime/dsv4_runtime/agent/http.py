@@ -39,23 +39,18 @@ class Reporter(Protocol):
     @property
     def changes(self) -> Changes:
         """Return the notifications of status changes."""
-        ...
 
     def status(self) -> AgentStatus:
         """Return the member's status now."""
-        ...
 
     def others(self) -> Mapping[int, Peer]:
         """Return the other members by rank, with their latest answers."""
-        ...
 
     def evidence(self) -> dict[str, object]:
         """Return the first fatal lines and last lines of every log, as JSON values; never a prompt."""
-        ...
 
     def drain(self, seconds: float) -> DrainReport:
         """Start to drain a serving engine, unless it drains already; return the progress."""
-        ...
 
 
 class _Collector:
