@@ -298,10 +298,22 @@ def logs(
 
 @app.command()
 @with_target_options
-def why(target: CommandTarget, name: NameArgument = None, output: FormatOption = None) -> int:
+def why(
+    target: CommandTarget,
+    name: NameArgument = None,
+    output: FormatOption = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option("--log", metavar="FILE", help="Analyse a log of vLLM, Ray or NCCL of any run. Repeatable."),
+    ] = None,
+) -> int:
     """Say what died last, why, and what became of it."""
     from dsv4_operator.cli import status as command
 
+    if log:
+        if name is not None:
+            raise bad_input(f"{name}: --log analyses files and no deployment; leave the name out")
+        return command.show_why_of_logs(log, output)
     return command.show_why(target.source(), name, output)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsv4_operator.api import (
@@ -277,6 +277,22 @@ def why_text(item: DeploymentView, now: float, fatal: Sequence[FatalRequest] = (
     rows = [(key, text) for key, text in rows if text]
     width = max(len(key) for key, _ in rows)
     return "\n".join([f"{item.name}{label} ({item.phase})", *[f"  {key.ljust(width)}   {text}" for key, text in rows]])
+
+
+def log_cause_text(document: Mapping[str, Any]) -> str:
+    """Return the cause that a log proves as text: cause, message, evidence with file and line, remedy, page."""
+    restarts = "a restart does not help" if document["deterministic"] else ""
+    rows = [
+        ("cause", f"{document['cause']}{f' ({restarts})' if restarts else ''}"),
+        ("message", one_line(document["message"])),
+        *[
+            ("evidence" if not at else "", f"{one['line']}: {one_line(one['text'])}")
+            for at, one in enumerate(document["evidence"])
+        ],
+        ("remedy", document["remedy"]),
+        ("page", document["page"]),
+    ]
+    return "\n".join(f"{key.ljust(8)}   {text}" for key, text in rows if text)
 
 
 def _start_progress(item: DeploymentView, group: GroupStatus) -> str:

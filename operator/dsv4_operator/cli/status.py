@@ -1,19 +1,25 @@
-"""`dsv4 status`, `dsv4 why` and `dsv4 kernels`: the state of deployments."""
+"""`dsv4 status`, `dsv4 why` and `dsv4 kernels`: the state of deployments; `dsv4 why --log`: the cause of any run."""
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pydantic
 
 from dsv4_operator.cli import render
-from dsv4_operator.cli.errors import CommandError, ExitCode
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
 from dsv4_operator.cli.output import DocumentFormat, TableFormat, live_screen, note, print_line, render_document
 from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, RetryingPoll
+from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import FatalRequest, FatalRequests
+from dsv4_runtime.engine.signatures import REMEDIES, diagnose
 
 _GATEWAY_SECONDS = 2.0
 
@@ -81,6 +87,55 @@ def show_why(source: DeploymentSource, name: str | None, form: DocumentFormat | 
     text = render.why_text(item, now, fatal)
     print_line(text if form is None else render_document(render.why_document(item, now, fatal), form))
     return ExitCode.OK
+
+
+def show_why_of_logs(files: Sequence[str], form: DocumentFormat | None) -> ExitCode:
+    """Print the cause that log files of vLLM, Ray or NCCL prove, of any run; in order of the files.
+
+    Raises:
+        CommandError: a file cannot be read.
+    """
+    lines, places = list[str](), list[str]()
+    for name in files:
+        try:
+            text = _log_text(name)
+        except OSError as error:
+            raise bad_input(f"--log: {name} cannot be read: {error.strerror or error}") from None
+        for number, line in enumerate(text.splitlines(), 1):
+            lines.append(line)
+            places.append(f"{name}:{number}")
+    found = diagnose(lines)
+    if found is None:
+        print_line("no error in the log" if form is None else render_document({"cause": None, "evidence": []}, form))
+        return ExitCode.FAILED
+    cause = found.cause or (Cause.ENGINE_CORE_DIED if found.core_died else Cause.UNKNOWN)
+    document = {
+        "cause": str(cause),
+        "deterministic": cause.deterministic,
+        "message": found.message,
+        "evidence": [{"line": places[number - 1], "text": text} for number, text in found.evidence],
+        "remedy": REMEDIES.get(cause, ""),
+        "page": f"docs/failures/{_kebab(cause)}.md",
+    }
+    print_line(render.log_cause_text(document) if form is None else render_document(document, form))
+    return ExitCode.OK
+
+
+_MOST_LOG_BYTES = 256 * 2**20
+
+
+def _log_text(name: str) -> str:
+    """Return the last 256 MiB of a log; `-` is standard input."""
+    if name == "-":
+        return sys.stdin.read(_MOST_LOG_BYTES)
+    with Path(name).open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _MOST_LOG_BYTES))
+        return file.read(_MOST_LOG_BYTES).decode(errors="replace")
+
+
+def _kebab(cause: Cause) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cause).lower()
 
 
 def fatal_requests(source: DeploymentSource, item: DeploymentView) -> Sequence[FatalRequest]:

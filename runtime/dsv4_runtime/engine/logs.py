@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dsv4_runtime.contract import Cause, KernelStatus, Progress, WeightsProgress
+from dsv4_runtime.engine.signatures import SIGNATURES, match
 from dsv4_runtime.util.log_lines import FATAL_SECONDS, LineFilter, head, log_reader
 
 _log = logging.getLogger(__name__)
@@ -253,6 +254,7 @@ _STAGES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"vLLM API server version|non-default args"), "starting the API server"),
     (re.compile(r"Initializing a V1 LLM engine"), "starting the engine"),
     (re.compile(r"Started a local Ray instance|Connected to Ray cluster|Connecting to existing Ray"), "joining Ray"),
+    (re.compile(r"Waiting for creating a placement group of specs for"), "waiting for Ray's resources"),
     (re.compile(r"world_size=\d{1,6} rank=\d"), "connecting the ranks"),
     (re.compile(r"Starting to load model"), "loading the model"),
     (re.compile(r"Loading weights took|Model loading took"), "weights loaded"),
@@ -352,30 +354,6 @@ def loaded_bytes(line: str) -> int | None:
     return round(float(found[1]) * 2**30) if found else None
 
 
-# Meaning of a line that is the first fatal one. `None` in the second place: fatal, but without a cause.
-_FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
-    (_PLUGIN_FAILED, Cause.PLUGIN_NOT_LOADED),
-    (re.compile(r"api_server\.py: error:|unrecognized arguments|invalid choice"), Cause.CONFIG_ERROR),
-    (re.compile(r"pydantic_core\._pydantic_core\.ValidationError|validation errors? for "), Cause.CONFIG_ERROR),
-    (re.compile(r"[Aa]ddress already in use"), Cause.PORT_CONFLICT),
-    (re.compile(r"killed due to the node running low on memory"), Cause.RAY_MEMORY_KILL),
-    (re.compile(r"^(?>.*?No space left on device).*(?:psm_|/dev/shm|shared memory)"), Cause.SHARED_MEMORY_FULL),
-    (
-        re.compile(r"Watchdog caught collective operation timeout|ncclRemoteError|^(?>.*?NCCL).*[Tt]imed? ?out"),
-        Cause.NCCL_TIMEOUT,
-    ),
-    # The first: vLLM's own check at its start; the others: torch's and the driver's.
-    (
-        re.compile(r"Free memory on device cuda|CUDA out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"),
-        Cause.OUT_OF_MEMORY_GPU,
-    ),
-    (re.compile(r"MemoryError|Cannot allocate memory|OutOfMemoryError|out of memory"), Cause.OUT_OF_MEMORY_HOST),
-    (re.compile(r"RayWorkerProc rank=.{1,200}? died unexpectedly|ActorDiedError|actor died"), Cause.RAY_WORKER_DIED),
-    (re.compile(r"Some Ray subprocesses exited unexpectedly"), Cause.RAYLET_DIED),
-    (re.compile(r"SafetensorError|Error while deserializing header"), Cause.WEIGHTS_CORRUPT),
-    (re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|^\w*(Error|Exception)\b"), None),
-)
-
 # Error whose text is on the next lines: its name stands alone, or Ray appends the traceback of another process.
 _BELOW = re.compile(r"^(?:\S.*:$|[\w.]{0,200}\bRayTaskError\(\w{1,200}\):)")
 # Process, level, time and place of a line of vLLM's, the same on each line of a traceback.
@@ -417,7 +395,11 @@ def plugin_failed(line: str) -> bool:
 @log_reader(lambda: None)
 def fatal(line: str) -> tuple[str, Cause | None] | None:
     """Return (line, its cause or None) of a fatal line; None for any other line."""
-    for pattern, cause in _FATAL:
-        if pattern.search(line) and not _NO_DEATH.search(line):
-            return line[:1024], cause
-    return None
+    if _NO_DEATH.search(line):
+        return None
+    if plugin_failed(line):
+        return line[:1024], Cause.PLUGIN_NOT_LOADED
+    signature = match(line)
+    if signature is None or signature.waits or (signature.cause is None and not SIGNATURES[-1].pattern.search(line)):
+        return None
+    return line[:1024], signature.cause

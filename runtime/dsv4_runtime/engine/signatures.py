@@ -26,6 +26,8 @@ class Signature:
     example: str
     consequence: bool = False
     """Whether the text usually follows another failure, which is named instead if the log has it."""
+    waits: bool = False
+    """Whether the text only reports a wait, which may still succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,16 @@ class Diagnosis:
     cause: Cause | None
     message: str
     """Error text without time and process, at most 1 KiB."""
+    core_died: bool
+    """Whether the log reports the end of EngineCore."""
     evidence: tuple[tuple[int, str], ...]
     """Numbers, from 1, and texts of the lines that prove it, the decisive one first."""
 
 
-def _row(pattern: str, cause: Cause | None, source: str, example: str, *, consequence: bool = False) -> Signature:
-    return Signature(re.compile(pattern), cause, source, example, consequence)
+def _row(
+    pattern: str, cause: Cause | None, source: str, example: str, *, consequence: bool = False, waits: bool = False
+) -> Signature:
+    return Signature(re.compile(pattern), cause, source, example, consequence, waits)
 
 
 SIGNATURES: tuple[Signature, ...] = (
@@ -179,7 +185,8 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     # The network: NCCL names its device, the address (GID) and the peer.
     _row(
-        r"Call to ibv_\w{1,40} failed|NET/IB ?: .{0,80}async fatal event|NET/IB ?: .{0,40}completion from peer"
+        r"Call to ibv_(?!query_ece|set_ece)\w{1,40} failed"
+        r"|NET/IB ?: .{0,80}async fatal event|NET/IB ?: .{0,40}completion from peer"
         r"|NET/IB ?: (?:Unable to (?:open|query)|Remote \w{1,20} device is incompatible|No IP interface found)"
         r"|Attempted to (?:connect|merge) incompatible devices",
         Cause.FABRIC_ERROR,
@@ -203,13 +210,22 @@ SIGNATURES: tuple[Signature, ...] = (
         "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
     ),
     _row(
-        r"Cannot provide a placement group |Waiting for creating a placement group of specs for"
-        r"|exceeds the total number of available \w{1,10}s in the placement group"
-        r"|Not enough resources to allocate \d|Current node has no \w{1,10} available",
+        r"Cannot provide a placement group |Not enough resources to allocate \d|Current node has no \w{1,10} available"
+        r"|ERROR.*exceeds the total number of available \w{1,10}s in the placement group",
         Cause.MEMBER_MISSING,
         "vllm/v1/executor/ray_utils.py",
         "ValueError: Cannot provide a placement group requiring 2 GPUs (placement_group_specs=[{'GPU': 1.0}]) within "
         "1800 seconds",
+    ),
+    _row(
+        r"Waiting for creating a placement group of specs for|exceeds the total number of available \w{1,10}s in the"
+        r" placement group",
+        Cause.MEMBER_MISSING,
+        "vllm/v1/executor/ray_utils.py",
+        "(EngineCore pid=222) INFO 08-01 02:46:00 [ray_utils.py:214] Waiting for creating a placement group of specs "
+        "for 10 seconds. specs=[{'node:10.0.0.1': 0.001, 'GPU': 1.0}, {'GPU': 1.0}].",
+        consequence=True,
+        waits=True,
     ),
     # Hangs. vLLM's executor and torch's watchdog end what does not answer.
     _row(
@@ -283,6 +299,31 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
 )
 
+REMEDIES: dict[Cause, str] = {
+    Cause.CONFIG_ERROR: "correct the argument, field or checkpoint that the message names",
+    Cause.DISK_FULL: "free space on the disk of the named path",
+    Cause.ENGINE_CORE_DIED: "look for the exception in the message in the issues of this vLLM build",
+    Cause.ENGINE_HUNG: "look for the rank that stopped: its GPU, its link, and a kernel that spins",
+    Cause.FABRIC_ERROR: "remove NCCL_IB_GID_INDEX, and check the path with `dsv4 doctor --peer ADDRESS` on both sides",
+    Cause.KERNEL_MISSING: "use a build for this GPU, or the bundled kernels (`spec.engine.kernels: bundled`)",
+    Cause.KV_CACHE_TOO_SMALL: "lower maxModelLen to the estimate of vLLM, or raise gpuMemoryUtilization",
+    Cause.MEMBER_MISSING: "start the missing rank, and check that the machines reach each other on all ports",
+    Cause.NCCL_TIMEOUT: "look for the rank that stopped first: its log, its GPU, its link",
+    Cause.NODE_LOST: "check the machine and its links",
+    Cause.OUT_OF_MEMORY_GPU: "end other programs on the GPU, drop the page cache, or lower gpuMemoryUtilization",
+    Cause.OUT_OF_MEMORY_HOST: "end other programs on the machine, or raise the memory limit of the container",
+    Cause.PEER_TO_PEER_HANG: "set NCCL_P2P_DISABLE=1 and --disable-custom-all-reduce, or disable IOMMU and ACS",
+    Cause.PORT_CONFLICT: "end the program that has the port, or choose another port",
+    Cause.RAY_HEAD_LOST: "look at the log of Ray's head, and at the link to its machine",
+    Cause.RAY_MEMORY_KILL: "end other programs on the machine, or raise RAY_memory_usage_threshold",
+    Cause.RAY_WORKER_DIED: "look at the end of the worker's own log: the kernel may have ended it (`dmesg`)",
+    Cause.RAYLET_DIED: "look at the end of raylet.out on that machine",
+    Cause.SHARED_MEMORY_FULL: "raise the size of /dev/shm (`--shm-size`, or an emptyDir with medium Memory)",
+    Cause.WEIGHTS_CORRUPT: "fetch the named file again and compare its checksum",
+    Cause.XID_ERROR: "look for the XID in `dmesg`; with an illegal address, update or change the kernel provider",
+}
+"""What to do about each cause that a log can prove, in one sentence."""
+
 # Process, level, time and place before each line of vLLM's log.
 _ORIGIN = re.compile(
     r"^(?:\([^()]{1,120}\) )?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [-\d]{4,10} [\d:.]{5,15} \[[^\]]{1,120}\] ?)?"
@@ -295,6 +336,10 @@ _P2P_CHANNEL = re.compile(r"NCCL INFO Channel .{1,80} via P2P/")
 _FIRST_COLLECTIVE = re.compile(r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=[1-9],")
 _LINE_LIMIT = 4096
 _EVIDENCE = 5
+_CORE_DIED = re.compile(
+    r"EngineCore (?:encountered a fatal error|failed to start)|EngineDeadError|Engine core initialization failed"
+    r"|[Ee]ngine core (?:proc .{1,80} died|exited) unexpectedly"
+)
 
 
 def match(line: str) -> Signature | None:
@@ -315,9 +360,11 @@ def diagnose(lines: Iterable[str]) -> Diagnosis | None:
     found: list[tuple[int, str, Signature]] = []
     texts: list[str] = []
     peer_to_peer: tuple[int, str] | None = None
+    core_died = False
     for number, line in enumerate(lines, 1):
         text = _ORIGIN.sub("", _ANSI.sub("", line)[:_LINE_LIMIT].rstrip(), count=1)
         texts.append(text)
+        core_died = core_died or _CORE_DIED.search(text) is not None
         if peer_to_peer is None and _P2P_CHANNEL.search(text):
             peer_to_peer = number, text
         whole = line if text == line else f"{_level(line)}{text}"
@@ -339,7 +386,7 @@ def diagnose(lines: Iterable[str]) -> Diagnosis | None:
         message = error[1]
         evidence.insert(0, error)
     others = [(at, said) for at, said, other in found if other.cause is not None and (at, said) not in evidence]
-    return Diagnosis(cause, message[:1024], tuple([*evidence, *others][:_EVIDENCE]))
+    return Diagnosis(cause, message[:1024], core_died, tuple([*evidence, *others][:_EVIDENCE]))
 
 
 def _rank(signature: Signature) -> int:

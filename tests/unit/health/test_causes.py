@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_runtime.agent.decide.death import of_gpu_memory
+from dsv4_runtime.agent.decide.death import with_log_evidence
 from dsv4_runtime.contract import Cause, Failure
 from dsv4_runtime.health import vitals
 from dsv4_runtime.health.vitals import ExitCauses
@@ -86,14 +86,20 @@ def test_a_process_id_that_was_an_earlier_workers(tmp_path: Path) -> None:
     [
         (Cause.ENGINE_CORE_DIED, ("CUDA out of memory", Cause.OUT_OF_MEMORY_GPU), Cause.OUT_OF_MEMORY_GPU),
         (Cause.RAY_WORKER_DIED, ("CUDA out of memory", Cause.OUT_OF_MEMORY_GPU), Cause.OUT_OF_MEMORY_GPU),
-        (Cause.ENGINE_CORE_DIED, ("CUDA error: an illegal memory access", None), Cause.ENGINE_CORE_DIED),
+        (Cause.ENGINE_CORE_DIED, ("larger than the available", Cause.KV_CACHE_TOO_SMALL), Cause.KV_CACHE_TOO_SMALL),
+        (Cause.API_SERVER_DIED, ("no kernel image", Cause.KERNEL_MISSING), Cause.KERNEL_MISSING),
+        (Cause.ENGINE_CORE_DIED, ("NCCL WARN Call to ibv_modify_qp failed", Cause.FABRIC_ERROR), Cause.FABRIC_ERROR),
+        # Consequences of another death, and what is proved by reading the files.
+        (Cause.RAY_WORKER_DIED, ("Watchdog caught", Cause.NCCL_TIMEOUT), Cause.RAY_WORKER_DIED),
+        (Cause.ENGINE_CORE_DIED, ("SafetensorError", Cause.WEIGHTS_CORRUPT), Cause.ENGINE_CORE_DIED),
+        (Cause.ENGINE_CORE_DIED, ("ValueError: an assertion", None), Cause.ENGINE_CORE_DIED),
         (Cause.ENGINE_CORE_DIED, None, Cause.ENGINE_CORE_DIED),
         # What is certain for another reason stays.
         (Cause.XID_ERROR, ("CUDA out of memory", Cause.OUT_OF_MEMORY_GPU), Cause.XID_ERROR),
     ],
 )
-def test_an_engine_that_ran_out_of_gpu_memory_said_so(
+def test_a_cause_that_the_log_proves_outranks_the_order_of_deaths(
     cause: Cause, said: tuple[str, Cause | None] | None, expected: Cause
 ) -> None:
     failure = Failure(time=1.0, cause=cause, message="it ended", detected_by="process")
-    assert of_gpu_memory(failure, said).cause is expected
+    assert with_log_evidence(failure, said).cause is expected

@@ -52,6 +52,23 @@ MAX_SIGNS = 64
 _WORKER_SECONDS = 0.05
 
 _DEATHS = (ProcessEnded, ApiEnded, CoreFailed, FabricFellBack, PluginFailed, FirstCompletion, Judged, TimerFired)
+_PROVEN_BY_LOG = frozenset(
+    {
+        Cause.CONFIG_ERROR,
+        Cause.DISK_FULL,
+        Cause.ENGINE_HUNG,
+        Cause.FABRIC_ERROR,
+        Cause.KERNEL_MISSING,
+        Cause.KV_CACHE_TOO_SMALL,
+        Cause.MEMBER_MISSING,
+        Cause.OUT_OF_MEMORY_GPU,
+        Cause.OUT_OF_MEMORY_HOST,
+        Cause.PORT_CONFLICT,
+        Cause.RAY_MEMORY_KILL,
+        Cause.SHARED_MEMORY_FULL,
+        Cause.XID_ERROR,
+    }
+)
 _ENDS = frozenset({Cause.ENGINE_CORE_DIED, Cause.RAY_WORKER_DIED, Cause.API_SERVER_DIED})
 _CORE = "the EngineCore process ended"
 _WORKER = "the Ray worker of rank 0 ended"
@@ -120,11 +137,18 @@ def explain(engine: EngineState) -> Failure | None:
     return None
 
 
-def of_gpu_memory(failure: Failure, said: tuple[str, Cause | None] | None) -> Failure:
-    """Return `failure` with the cause OutOfMemoryGPU if an engine process ended after `said`, the first fatal line of
-    vLLM's log with its cause, had named it."""
-    if said is not None and said[1] is Cause.OUT_OF_MEMORY_GPU and failure.cause in _ENDS:
-        return failure.model_copy(update={"cause": Cause.OUT_OF_MEMORY_GPU})
+def with_log_evidence(failure: Failure, logged: tuple[str, Cause | None] | None) -> Failure:
+    """Return `failure` with the cause that vLLM's log proves, if a process of the engine ended.
+
+    The order in which processes end shows no more than the log. Causes that follow from another death (`NCCLTimeout`,
+    `RayWorkerDied`, ...) prove nothing, and `WeightsCorrupt` is proved by reading the files.
+
+    Args:
+        failure: the first death of the group.
+        logged: the first fatal line of vLLM's log, with its cause.
+    """
+    if logged is not None and logged[1] in _PROVEN_BY_LOG and failure.cause in _ENDS:
+        return failure.model_copy(update={"cause": logged[1]})
     return failure
 
 

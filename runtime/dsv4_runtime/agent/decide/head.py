@@ -42,9 +42,9 @@ from dsv4_runtime.agent.decide.death import (
     is_consequence_of_oom,
     is_sign,
     judged,
-    of_gpu_memory,
     root_failure,
     verdict_due,
+    with_log_evidence,
     with_sign,
 )
 from dsv4_runtime.agent.decide.events import (
@@ -297,7 +297,7 @@ def _conclude(state: MemberState, now: Now) -> StepResult:
     said = first_error(engine, now)
     if said and said[0] not in first.message:
         first = first.model_copy(update={"message": f"{first.message}; vLLM's first error: {said[0]}"[:1024]})
-    first = of_gpu_memory(first, said)
+    first = with_log_evidence(first, said)
     doubts: tuple[DoubtWeights, ...] = ()
     if doubts_weights(engine, first):
         first = first.model_copy(update={"weights_doubted": True})

@@ -1,0 +1,79 @@
+"""`dsv4 why --log`: the cause that the log of any run proves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsv4_operator.cli import main
+from dsv4_runtime.contract import Cause
+from dsv4_runtime.engine.signatures import REMEDIES, SIGNATURES
+
+PAGES = Path(__file__).parents[3] / "docs"
+CORE = "(EngineCore pid=222) ERROR 08-22 09:01:01 [core.py:1165] "
+
+
+def log(folder: Path, *lines: str, name: str = "vllm.log") -> str:
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return str(folder / name)
+
+
+def test_a_log_gives_cause_evidence_remedy_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = log(
+        tmp_path,
+        "started",
+        f"{CORE}EngineCore failed to start.",
+        f"{CORE}ValueError: No available memory for the cache blocks.",
+    )
+    assert main.run(["why", "--log", file]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0] == "cause      KVCacheTooSmall (a restart does not help)"
+    assert f"evidence   {file}:3: ValueError: No available memory" in text
+    assert text.splitlines()[-1] == "page       docs/failures/kv-cache-too-small.md"
+    assert main.run(["why", "--log", file, "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["cause"] == "KVCacheTooSmall"
+    assert document["deterministic"] is True
+    assert document["remedy"] == REMEDIES[Cause.KV_CACHE_TOO_SMALL]
+    assert document["evidence"][0]["line"] == f"{file}:3"
+
+
+def test_several_logs_are_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = log(tmp_path, f"{CORE}ray.exceptions.ActorDiedError: The actor died unexpectedly.", name="head.log")
+    second = log(tmp_path, "x", "torch.OutOfMemoryError: CUDA out of memory.", name="worker.log")
+    assert main.run(["why", "--log", first, "--log", second, "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["cause"], document["evidence"][0]["line"]) == ("OutOfMemoryGPU", f"{second}:2")
+
+
+def test_an_error_without_a_known_cause_keeps_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (f"{CORE}EngineCore encountered a fatal error.", f"{CORE}Traceback (most recent call last):")
+    assert main.run(["why", "--log", log(tmp_path, *lines, f"{CORE}ValueError: an assertion"), "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["cause"], document["message"]) == ("EngineCoreDied", "ValueError: an assertion")
+    assert main.run(["why", "--log", log(tmp_path, "RuntimeError: of another program"), "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cause"] == "Unknown"
+
+
+def test_a_log_without_an_error_and_a_file_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["why", "--log", log(tmp_path, "INFO started")]) == 1
+    assert capsys.readouterr().out == "no error in the log\n"
+    assert main.run(["why", "--log", str(tmp_path / "none")]) == 2
+    assert f"--log: {tmp_path}/none cannot be read: No such file or directory" in capsys.readouterr().err
+    assert main.run(["why", "nano", "--log", str(tmp_path / "none")]) == 2
+    assert "leave the name out" in capsys.readouterr().err
+
+
+def test_bytes_that_are_no_text_are_read(tmp_path: Path) -> None:
+    (tmp_path / "vllm.log").write_bytes(b"\xff\xfe\x00 CUDA out of memory\n")
+    assert main.run(["why", "--log", str(tmp_path / "vllm.log")]) == 0
+
+
+@pytest.mark.parametrize("cause", sorted({row.cause for row in SIGNATURES if row.cause} | {Cause.ENGINE_CORE_DIED}))
+def test_each_cause_has_a_remedy_and_a_page(cause: Cause) -> None:
+    from dsv4_operator.cli.status import _kebab
+
+    assert REMEDIES[cause]
+    assert (PAGES / "failures" / f"{_kebab(cause)}.md").is_file()
