@@ -88,7 +88,7 @@ _DECODE_SPILL, _PREFILL_SPILL = 704, 512
 _TOPK_SPILL = 64
 # On sm_90 Triton 3.9 keeps two registers of many tokens in local memory, of 168 at most; 3.6 and 3.8 none.
 _MIX_SPILL = 8
-# On sm_90 Triton 3.8 keeps four registers of tiles of 64 × 64 in local memory and 3.9 fifty, of W4A8 54; 3.6 keeps none.
+# On sm_90 Triton 3.8 keeps four registers of tiles of 64 × 64 in local memory, 3.9 fifty, of W4A8 54; 3.6 keeps none.
 _EXPERTS_SPILL, _EXPERTS_A8_SPILL = 200, 216
 
 
