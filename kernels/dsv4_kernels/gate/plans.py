@@ -88,8 +88,8 @@ _DECODE_SPILL, _PREFILL_SPILL = 704, 512
 _TOPK_SPILL = 64
 # On sm_90 Triton 3.9 keeps two registers of many tokens in local memory, of 168 at most; 3.6 and 3.8 none.
 _MIX_SPILL = 8
-# On sm_90 Triton 3.8 keeps four registers of tiles of 64 × 64 in local memory and 3.9 fifty; 3.6 keeps none.
-_EXPERTS_SPILL = 200
+# On sm_90 Triton 3.8 keeps four registers of tiles of 64 × 64 in local memory, 3.9 fifty, of W4A8 54; 3.6 keeps none.
+_EXPERTS_SPILL, _EXPERTS_A8_SPILL = 200, 216
 
 
 def expected(launch: StaticKernel) -> Expect:
@@ -139,4 +139,5 @@ def _experts(launch: StaticKernel) -> Expect:
     mma = ("mx",) if c["MMA"] == "mx" else ("bf16", "wgmma-bf16") if hopper else ("bf16",)
     crowded = hopper and up and (c["BLOCK_M"], c["BLOCK_N"]) == (64, 64)
     # A loop of one or two steps is fetched before the loop, or unrolled.
-    return Expect(mma, cp_async=8 if steps > 2 else 0, spill=_EXPERTS_SPILL if crowded else 0)
+    spill = _EXPERTS_A8_SPILL if up and c["A8"] else _EXPERTS_SPILL
+    return Expect(mma, cp_async=8 if steps > 2 else 0, spill=spill if crowded else 0)
