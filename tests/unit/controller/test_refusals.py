@@ -313,7 +313,7 @@ async def test_an_unexpected_error_of_the_whole_reconcile_is_an_event(world: Wor
     def broken(*_: object) -> Any:
         raise RuntimeError("a defect")
 
-    world.deployments._states[NAME[1], NAME[2]].see = broken  # type: ignore[method-assign]
+    world.deployments._states[NAME[1], NAME[2]].update = broken  # type: ignore[method-assign]
     for _ in range(3):
         await world.step()
     assert told(world, Reason.ACTION_FAILED) == ["internal error (RuntimeError); see the operator's log"]

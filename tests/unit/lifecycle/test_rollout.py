@@ -15,7 +15,7 @@ def serving_world(**asked: object) -> World:
     world = World(Asked().but(**asked))
     world.until(lambda: world.all_serve(0))
     world.go_on()
-    world.message_time.clear()
+    world.told.clear()
     return world
 
 
