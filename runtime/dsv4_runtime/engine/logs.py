@@ -254,7 +254,7 @@ _STAGES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"vLLM API server version|non-default args"), "starting the API server"),
     (re.compile(r"Initializing a V1 LLM engine"), "starting the engine"),
     (re.compile(r"Started a local Ray instance|Connected to Ray cluster|Connecting to existing Ray"), "joining Ray"),
-    (re.compile(r"Waiting for creating a placement group of specs for"), "waiting for Ray's resources"),
+    (re.compile(r"Waiting for creating a placement group"), "waiting for Ray's resources"),
     (re.compile(r"world_size=\d{1,6} rank=\d"), "connecting the ranks"),
     (re.compile(r"Starting to load model"), "loading the model"),
     (re.compile(r"Loading weights took|Model loading took"), "weights loaded"),

@@ -218,7 +218,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "1800 seconds",
     ),
     _row(
-        r"Waiting for creating a placement group of specs for|exceeds the total number of available \w{1,10}s in the"
+        r"Waiting for creating a placement group|exceeds the total number of available \w{1,10}s in the"
         r" placement group",
         Cause.MEMBER_MISSING,
         "vllm/v1/executor/ray_utils.py",
@@ -391,6 +391,8 @@ def diagnose(lines: Iterable[str]) -> Diagnosis | None:
 
 def _rank(signature: Signature) -> int:
     if signature.cause is None and signature.consequence:
+        return 3
+    if signature.waits:
         return 2
     return 1 if signature.cause is None or signature.consequence else 0
 

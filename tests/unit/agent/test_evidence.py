@@ -106,7 +106,7 @@ async def test_nccl_is_asked_where_there_are_gpus(
             place = await evidence.save(tmp_path / str(gpus), plan, FAILURE, {}, "secret")
             assert place is not None
             kept[gpus] = json.loads((place / "evidence.json").read_text())
-    assert kept[True]["nccl"] == ["StagingJob summary", "  Missing communicator data from 1 rank"]
+    assert kept[True]["nccl"] == ["Job summary", "  Missing communicator data from 1 rank"]
     assert "nccl" not in kept[False]
 
 

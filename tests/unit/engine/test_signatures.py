@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_runtime.contract import Cause
+from dsv4_runtime.engine import logs
 from dsv4_runtime.engine.signatures import SIGNATURES, Signature, diagnose, match
 
 CORE = "(EngineCore pid=222) ERROR 08-22 09:01:01 [core.py:1165] "
@@ -268,3 +269,29 @@ def test_a_long_line_takes_linear_time(row: Signature) -> None:
     for piece in (row.example[:20], row.example[-12:], "NCCL", "NET/IB : ", "(", " "):
         # Quadratic time takes seconds for the longer one.
         assert seconds(piece * (2**14 // len(piece))) < 1.0 + 20 * seconds(piece * (2**11 // len(piece)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(EngineCore pid=222) INFO 08-01 02:46:00 [ray_utils.py:214] Waiting for creating a placement group of specs",
+        "(EngineCore pid=222) WARNING 08-01 02:45:50 [ray_utils.py:320] The number of required GPUs exceeds the total "
+        "number of available GPUs in the placement group.",
+    ],
+)
+def test_a_wait_for_resources_is_no_death(line: str) -> None:
+    assert logs.fatal(line) is None
+    found = diagnose([line])
+    assert found is not None
+    assert found.cause is Cause.MEMBER_MISSING, "the run ended in it"
+    later = diagnose([line, *dead("ValueError: an assertion")])
+    assert later is not None
+    assert later.message == "ValueError: an assertion", "the wait was over"
+
+
+def test_the_stage_of_a_start_names_the_wait_for_resources() -> None:
+    found = logs.progress(
+        "(EngineCore pid=1) INFO 08-01 02:46:00 [ray_utils.py:214] Waiting for creating a placement group of specs for"
+    )
+    assert found is not None
+    assert found.stage == "waiting for Ray's resources"

@@ -400,7 +400,7 @@ GATEWAY = (
     Mutant(
         "a terminating gateway does not check for other gateways",
         "runtime/dsv4_runtime/gateway/server.py",
-        "if await self._another_answers(service):",
+        "if await self._peer_answers(service):",
         "if False:",
         ("tests/unit/gateway/test_planned_end.py",),
     ),

@@ -185,10 +185,10 @@ MEMBER = (
     ),
     Mutant(
         "a pattern takes quadratic time",
-        "runtime/dsv4_runtime/engine/logs.py",
+        "runtime/dsv4_runtime/engine/signatures.py",
         "^(?>.*?NCCL).*[Tt]imed? ?out",
         "NCCL.*[Tt]imed? ?out",
-        ("tests/unit/agent/test_log_provenance.py",),
+        ("tests/unit/engine/test_signatures.py",),
     ),
     Mutant(
         "the rest of a long line is a line of its own",
@@ -557,5 +557,33 @@ MEMBER = (
         "picked = tl.where(picked < entries, picked, -1)",
         "picked = tl.where(picked < first, picked, -1)",
         ("tests/kernels/test_mla_prefill.py",),
+    ),
+    Mutant(
+        "a consequence outranks the proof of a cause",
+        "runtime/dsv4_runtime/engine/signatures.py",
+        "min(found, key=lambda one: (_rank(one[2]), one[0]))",
+        "min(found, key=lambda one: one[0])",
+        ("tests/unit/engine/test_signatures.py",),
+    ),
+    Mutant(
+        "a wait for Ray's resources is a death",
+        "runtime/dsv4_runtime/engine/logs.py",
+        "signature is None or signature.waits or",
+        "signature is None or",
+        ("tests/unit/engine/test_signatures.py",),
+    ),
+    Mutant(
+        "the order of deaths outranks the log",
+        "runtime/dsv4_runtime/agent/decide/death.py",
+        "if logged is not None and logged[1] in _PROVEN_BY_LOG and failure.cause in _ENDS:",
+        "if False:",
+        ("tests/unit/health/test_causes.py",),
+    ),
+    Mutant(
+        "a consequence in the log outranks a death",
+        "runtime/dsv4_runtime/agent/decide/death.py",
+        "logged[1] in _PROVEN_BY_LOG and",
+        "logged[1] is not None and",
+        ("tests/unit/health/test_causes.py",),
     ),
 )
