@@ -64,25 +64,29 @@ def test_every_function_on_the_way_is_there(section: str) -> None:
     assert count > 10
 
 
+def files(cell: str) -> Iterator[tuple[str, bool]]:
+    """Yield the files of a cell, and whether each exists.
+
+    A bare file name is in the folder of the last path before it, or in the root.
+    """
+    folder = ROOT
+    for span in spans(cell):
+        if is_path(span):
+            path = place(span)
+            folder = ROOT if path is None else path if path.is_dir() else path.parent
+            yield span, path is not None
+        elif re.fullmatch(r"[\w-]+(\.[\w-]+)*\.(py|toml|txt|md|json|yaml)", span):
+            yield span, any((parent / span).exists() for parent in (folder, ROOT))
+
+
 def test_everything_is_where_the_page_says() -> None:
-    """A bare file name stands beside the file, or in the folder, that its row named last."""
-    missing, count = [], 0
-    for row in SECTIONS["Where things are"].splitlines():
-        folders = [ROOT]
-        for span in spans(row.partition("|")[2].partition("|")[2]):
-            if is_path(span):
-                path = place(span)
-                folders = [path if path.is_dir() else path.parent] if path else []
-                missing += [] if path else [span]
-            elif re.fullmatch(r"[\w-]+\.(py|toml)", span):
-                missing += [] if any((folder / span).exists() for folder in folders) else [span]
-                count += 1
-    assert missing == []
-    assert count > 20
+    found = [file for row in SECTIONS["Where things are"].splitlines() for file in files("".join(row.split("|")[2:]))]
+    assert [name for name, exists in found if not exists] == []
+    assert sum("/" not in name for name, _ in found) > 20
 
 
 def test_every_file_of_an_everyday_change_is_there() -> None:
-    named = [span for row in CHANGES for cell in row[1:] for span in spans(cell) if is_path(span)]
-    assert [name for name in named if place(name) is None] == []
+    found = [file for row in CHANGES for cell in row[1:] for file in files(cell)]
+    assert [name for name, exists in found if not exists] == []
     assert len(CHANGES) >= 20
     assert [row[0].strip() for row in CHANGES if not any(is_path(span) for span in spans(row[1]))] == []
