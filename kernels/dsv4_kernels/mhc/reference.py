@@ -50,11 +50,9 @@ def _layer_input(
     return y
 
 
-def _pre(
-    x: torch.Tensor,
-    streams: torch.Tensor,
+def mhc_pre(
+    residual: torch.Tensor,
     fn: torch.Tensor,
-    exact: bool,
     hc_scale: torch.Tensor,
     hc_base: torch.Tensor,
     rms_eps: float,
@@ -64,27 +62,39 @@ def _pre(
     sinkhorn_repeat: int,
     norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """residual bf16 [T, 4, H] → (post float32 [T, 4, 1], comb float32 [T, 4, 4], y bf16 [T, H])."""
+    mixes = _mixes(residual.flatten(1), fn, rms_eps)
     pre, post, comb = _coefficients(
-        _mixes(x, fn, rms_eps), hc_scale, hc_base, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
+        mixes, hc_scale, hc_base, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
     )
-    y = _layer_input(pre, streams, norm_weight, norm_eps)
+    y = _layer_input(pre, residual, norm_weight, norm_eps)
     return (post, comb, y) if exact else (post.float(), comb.float(), y.bfloat16())
 
 
-def mhc_pre(
-    residual: torch.Tensor, fn: torch.Tensor, exact: bool = False, **coefficients: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """residual bf16 [T, 4, H] → (post float32 [T, 4, 1], comb float32 [T, 4, 4], y bf16 [T, H])."""
-    return _pre(residual.flatten(1), residual, fn, exact, **coefficients)
-
-
 def mhc_pre_broadcast(
-    residual: torch.Tensor, fn_broadcast: torch.Tensor, exact: bool = False, **coefficients: Any
+    residual: torch.Tensor,
+    fn_broadcast: torch.Tensor,
+    hc_scale: torch.Tensor,
+    hc_base: torch.Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """residual bf16 [T, H] → (streams bf16 [T, 4, H], post, comb, y)."""
     streams = residual[:, None].expand(-1, 4, -1).contiguous()
-    return streams, *_pre(residual, streams, fn_broadcast, exact, **coefficients)
+    mixes = _mixes(residual, fn_broadcast, rms_eps)
+    pre, post, comb = _coefficients(
+        mixes, hc_scale, hc_base, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
+    )
+    y = _layer_input(pre, streams, norm_weight, norm_eps)
+    return (streams, post, comb, y) if exact else (streams, post.float(), comb.float(), y.bfloat16())
 
 
 def mhc_post(
@@ -106,13 +116,34 @@ def mhc_post_pre(
     post_layer_mix: torch.Tensor,
     comb_res_mix: torch.Tensor,
     fn: torch.Tensor,
+    hc_scale: torch.Tensor,
+    hc_base: torch.Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
     exact: bool = False,
-    **coefficients: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`mhc_post`, then `mhc_pre` of the rounded result → (residual', post', comb', y')."""
     after = mhc_post(x, residual, post_layer_mix, comb_res_mix, exact=True)
-    results = mhc_pre(after.bfloat16(), fn, exact, **coefficients)
-    return after if exact else after.bfloat16(), *results
+    post, comb, y = mhc_pre(
+        after.bfloat16(),
+        fn,
+        hc_scale,
+        hc_base,
+        rms_eps,
+        hc_pre_eps,
+        hc_sinkhorn_eps,
+        hc_post_mult_value,
+        sinkhorn_repeat,
+        norm_weight,
+        norm_eps,
+        exact,
+    )
+    return after if exact else after.bfloat16(), post, comb, y
 
 
 def mhc_post_pre_o8(exact: bool = False, **inputs: Any) -> tuple[torch.Tensor, ...]:

@@ -211,7 +211,7 @@ BARE = [
         ([API, *traced("OSError: a")], (1, "OSError: a", None)),
         (
             [SURVIVED, *traced("torch.AcceleratorError: CUDA error: an illegal memory access was encountered")],
-            (1, "torch.AcceleratorError: CUDA error: an illegal memory access was encountered", None),
+            (1, "torch.AcceleratorError: CUDA error: an illegal memory access was encountered", Cause.XID_ERROR),
         ),
         # An error that says what it is on its next lines, of which the first is enough.
         (

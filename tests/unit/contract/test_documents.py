@@ -97,6 +97,8 @@ def test_a_newer_agents_report_is_read() -> None:
 def test_causes_that_trying_again_cannot_mend() -> None:
     assert {cause for cause in Cause if cause.deterministic} == {
         Cause.CONFIG_ERROR,
+        Cause.KV_CACHE_TOO_SMALL,
+        Cause.KERNEL_MISSING,
         Cause.PLUGIN_NOT_LOADED,
         Cause.PORT_CONFLICT,
         Cause.PREFLIGHT_FAILED,
