@@ -14,6 +14,7 @@ GPU_VENV := .venv-gpu
 GPU_PYTHON ?= $(GPU_VENV)/bin/python
 NODES ?= 2
 FAKE ?= 0
+IMAGE_CONTEXT := pyproject.toml README.md LICENSE requirements-build.txt operator runtime kernels
 
 export UV_LINK_MODE ?= copy
 
@@ -84,6 +85,20 @@ cluster-build: $(VENV)/.ready ## Build Kubernetes and its company from their Go 
 .PHONY: cluster-test
 cluster-test: $(VENV)/.ready ## Run the cluster ring of the tests with its long tests; the first time it builds Kubernetes
 	@$(BIN)/python -m pytest -q -n 2 tests/cluster
+
+.PHONY: release-check
+release-check: test ## Before a release: all tests with the long ones, and the mutants (hours)
+	@$(BIN)/python -m pytest -q -m long tests/engine
+	@$(BIN)/python -m pytest -q -m long tests/cluster
+	@$(BIN)/python tests/mutants.py
+
+.PHONY: dist
+dist: $(VENV)/.ready ## Build wheels, the packed chart and the build contexts of both images into dist/
+	@rm -rf dist && mkdir dist
+	@$(UV) build --quiet --wheel --out-dir dist . && $(UV) build --quiet --wheel --out-dir dist kernels
+	@"$$(PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit build helm | tail -n 1)/helm" package charts/dsv4-operator --destination dist >/dev/null 2>&1
+	@git archive --prefix=dsv4/ -o dist/images-context.tar.gz HEAD $(IMAGE_CONTEXT)
+	@rm -f dist/.gitignore; (cd dist && sha256sum *.whl *.tgz *.tar.gz) >dist/SHA256SUMS; cat dist/SHA256SUMS
 
 .PHONY: manifests
 manifests: $(VENV)/.ready ## Make the CustomResourceDefinition and manifests/install.yaml again

@@ -1,6 +1,6 @@
 """Mutants of the lines that keep dsv4 safe: each is applied to a copy of this checkout, and its tests must fail.
 
-Run by a release, not by CI:
+Part of `make release-check`, not of CI:
 
     .venv/bin/python tests/mutants.py              # all of them; exit code 1 if one lives
     .venv/bin/python tests/mutants.py lease fence  # those whose name has one of these words
@@ -97,12 +97,16 @@ def by_area(results: list[Result]) -> str:
 def main(words: list[str]) -> int:
     """Try the mutants whose names have one of `words`, or all; return the exit code."""
     chosen = [one for one in MUTANTS if not words or any(word in one.name for word in words)]
+    stale = [one.name for one in chosen if (REPOSITORY / one.file).read_text().count(one.text) != 1]
+    if stale:
+        print(f"the text of these rows is not in their file exactly once; correct the rows: {'; '.join(stale)}")
+        return 2
     results = []
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:
         copy = copied(Path(folder))
         for tests in sorted({one.tests for one in chosen}):
             if run(tests, copy) != 0:
-                print(f"{' '.join(tests)} fails without any mutant; mend that first")
+                print(f"{' '.join(tests)} fails without any mutant; correct that first")
                 return 2
         for mutant in chosen:
             result = attempt(mutant, copy)

@@ -27,8 +27,10 @@ class Ring:
     folder: str
     lacks: Callable[[], str | None]
     """Why this machine cannot run it; None if it can."""
+    minutes: int
+    """Usual duration on two processors (AMD EPYC, 2026-11-25)."""
     options: tuple[str, ...] = ()
-    """Of pytest."""
+    """Options of pytest."""
 
 
 def nothing() -> str | None:
@@ -77,13 +79,13 @@ def gpu() -> str | None:
 
 RINGS = (
     # Half of its time it waits: for processes, bounds and clocks.
-    Ring("unit", "unit", nothing, options=("-n", "2")),
-    Ring("kernels", "kernels", lambda: modules("torch", "triton"), options=("-n", "2")),
+    Ring("unit", "unit", nothing, 9, options=("-n", "2")),
+    Ring("kernels", "kernels", lambda: modules("torch", "triton"), 4, options=("-n", "2")),
     # `make engine-test` and `make cluster-test` run the long ones too.
-    Ring("engine", "engine", engine, options=("-m", "not long")),
-    Ring("cluster", "cluster", cluster, options=("-m", "not long")),
+    Ring("engine", "engine", engine, 13, options=("-m", "not long")),
+    Ring("cluster", "cluster", cluster, 12, options=("-m", "not long")),
     # It serves the Nano model on this machine's GPUs, with the vLLM that is installed for them.
-    Ring("gpu", "gpu", gpu, options=("-s",)),
+    Ring("gpu", "gpu", gpu, 10, options=("-s",)),
 )
 
 
@@ -94,7 +96,7 @@ def required() -> list[str]:
 
 
 def passes(ring: Ring) -> bool:
-    print(f"ring {ring.name}: runs", flush=True)
+    print(f"ring {ring.name}: runs, about {ring.minutes} minutes on two processors", flush=True)
     begun = time.monotonic()
     # A process each: Triton decides for or against its interpreter once for a whole process.
     command = [sys.executable, "-m", "pytest", "-q", *ring.options, *sys.argv[1:], str(HERE / ring.folder)]
@@ -116,6 +118,10 @@ def main() -> int:
             leave_out(ring, reason)
         else:
             chosen.append(ring)
+    if len(chosen) > 1:
+        print(
+            f"{len(chosen)} rings, about {sum(ring.minutes for ring in chosen)} minutes on two processors", flush=True
+        )
     for ring in chosen:
         if not passes(ring):
             failed.append(ring.name)
