@@ -456,7 +456,7 @@ async def test_a_deployment_that_is_created_again_at_once_has_credentials_of_its
     deadline = time.monotonic() + 60
     while True:
         try:
-            taken = (await world.backend.observe(world.deployment, 0)).taken
+            taken = (await world.backend.observe(world.deployment, 0)).used_incarnation
             plan = plan_group(
                 world.deployment, await world.backend.facts(world.deployment), group=0, incarnation=taken + 1
             )

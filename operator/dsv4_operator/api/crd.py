@@ -44,8 +44,7 @@ from dsv4_operator.api.values import (
     format_duration,
     format_quantity,
 )
-from dsv4_runtime.contract.kernels import VARIABLE
-from dsv4_runtime.util.secrets import VALUES
+from dsv4_runtime.util.secrets import VALUES, VARIABLE
 
 Schema = dict[str, Any]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from typing import Any
 
@@ -113,3 +115,14 @@ def test_a_long_value_is_looked_through_in_no_time(text: str) -> None:
         assert not has_secret(text)
     # 0.05 s; one that takes the square of a text's length took 5 s and more.
     assert time.perf_counter() - began < 1.0
+
+
+def test_the_definition_refuses_the_names_of_secrets() -> None:
+    """The rule is CEL; its pattern is the one of the models."""
+    spec = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    name = spec["properties"]["engine"]["properties"]["env"]["items"]["properties"]["name"]
+    rules = [rule["rule"] for rule in name["x-kubernetes-validations"]]
+    (found,) = [rule for rule in rules if "upperAscii" in rule]
+    pattern = json.loads(found.removeprefix("!self.upperAscii().matches(").removesuffix(")"))
+    for variable in ("HF_TOKEN", "MY_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "DSV4_KERNELS", "NCCL_DEBUG"):
+        assert bool(re.search(pattern, variable)) is is_secret_name(variable), variable

@@ -1,7 +1,7 @@
 """vLLM's compressor of DeepSeek-V4's keys and values by `dsv4_kernels.compressor`, and the projections of its inputs.
 
 vLLM computes the products of a layer's input concurrently, and each compressor saves its own afterwards.
-`dsv4_kernels.projections` computes and saves them in one launch for few tokens: the compressors get None in place of
+`dsv4_kernels.compressor` computes and saves them in one launch for few tokens: the compressors get None in place of
 their products, and only store. For more tokens the products are vLLM's.
 """
 

@@ -1,5 +1,5 @@
 """The indexer of vLLM's sparse attention: queries and scores by `dsv4_kernels.indexer`, selection by
-`dsv4_kernels.topk`.
+`dsv4_kernels.indexer`.
 
 The scores replace functions that vLLM's modules import by name, with equal arguments. The bundled kernel needs no
 schedule for paged scores, and none is made. Therefore all replacements are in force or none: the choice contains the

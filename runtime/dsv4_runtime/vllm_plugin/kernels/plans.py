@@ -286,7 +286,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Codes = tuple[torch.Tensor, torch.Tensor]
-"""code uint8 [T, K] (E4M3) and scale uint8 [T, K/128] (UE8M0), as `dsv4_kernels.fp8_quant` makes them."""
+"""code uint8 [T, K] (E4M3) and scale uint8 [T, K/128] (UE8M0), as `dsv4_kernels.fp8` makes them."""
 _CODES_ATTRIBUTE = "dsv4_fp8"
 _WANTED_CODES: dict[int, int] = {}
 
