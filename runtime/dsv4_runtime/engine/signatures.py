@@ -211,7 +211,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _row(
         r"Cannot provide a placement group |Not enough resources to allocate \d|Current node has no \w{1,10} available"
-        r"|ERROR.*exceeds the total number of available \w{1,10}s in the placement group",
+        r"|^(?>.*?ERROR).*exceeds the total number of available \w{1,10}s in the placement group",
         Cause.MEMBER_MISSING,
         "vllm/v1/executor/ray_utils.py",
         "ValueError: Cannot provide a placement group requiring 2 GPUs (placement_group_specs=[{'GPU': 1.0}]) within "

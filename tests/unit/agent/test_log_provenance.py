@@ -36,8 +36,9 @@ from dsv4_runtime.agent.decide.events import (
 from dsv4_runtime.agent.decide.state import EngineState, Sign
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import Cause, FabricPlan, Phase
-from dsv4_runtime.engine import logs
+from dsv4_runtime.engine import logs, signatures
 from dsv4_runtime.engine.logs import LogTail
+from dsv4_runtime.engine.signatures import Signature
 from dsv4_runtime.fabric import member as member_module
 from dsv4_runtime.fabric.member import MemberFabric, NcclLog
 from dsv4_runtime.util import log_lines, memory_log
@@ -79,11 +80,13 @@ def patterns() -> dict[str, re.Pattern[str]]:
     def look(name: str, value: object) -> None:
         if isinstance(value, re.Pattern):
             found[name] = value
+        elif isinstance(value, Signature):
+            found[name] = value.pattern
         elif isinstance(value, tuple):
             for number, one in enumerate(value):
                 look(f"{name}[{number}]", one)
 
-    for module in (log_lines, logs, memory_log, member_module):
+    for module in (log_lines, logs, signatures, memory_log, member_module):
         for name, value in vars(module).items():
             look(f"{module.__name__}.{name}", value)
     return found
@@ -152,7 +155,8 @@ def best(work: Callable[[], object]) -> float:
 
 def assert_linear(work: Callable[[str], object], unit: str) -> None:
     """Sixteen times the text may take 64 times as long at most; squared it would be 256 times."""
-    short, long = (best(lambda size=size: work((unit * size)[:size])) for size in (4096, 65536))  # type: ignore[misc]
+    texts = [(unit * (size // len(unit) + 1))[:size] for size in (4096, 65536)]
+    short, long = (best(lambda text=text: work(text)) for text in texts)  # type: ignore[misc]
     assert long < max(64 * short, 0.004), (unit, short, long)
 
 

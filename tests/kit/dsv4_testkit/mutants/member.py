@@ -188,7 +188,7 @@ MEMBER = (
         "runtime/dsv4_runtime/engine/signatures.py",
         "^(?>.*?NCCL).*[Tt]imed? ?out",
         "NCCL.*[Tt]imed? ?out",
-        ("tests/unit/engine/test_signatures.py",),
+        ("tests/unit/agent/test_log_provenance.py",),
     ),
     Mutant(
         "the rest of a long line is a line of its own",
