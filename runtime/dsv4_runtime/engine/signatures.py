@@ -322,7 +322,7 @@ REMEDIES: dict[Cause, str] = {
     Cause.WEIGHTS_CORRUPT: "fetch the named file again and compare its checksum",
     Cause.XID_ERROR: "look for the XID in `dmesg`; with an illegal address, update or change the kernel provider",
 }
-"""What to do about each cause that a log can prove, in one sentence."""
+"""Remedy of each cause that a log can prove, in one sentence."""
 
 # Process, level, time and place before each line of vLLM's log.
 _ORIGIN = re.compile(
