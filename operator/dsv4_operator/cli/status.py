@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -121,15 +120,16 @@ def show_why_of_logs(files: Sequence[str], form: DocumentFormat | None) -> ExitC
     return ExitCode.OK
 
 
-_MOST_LOG_BYTES = 256 * 2**20
+_MOST_LOG_BYTES = 64 * 2**20
+"""About 20 s of analysis."""
 
 
 def _log_text(name: str) -> str:
-    """Return the last 256 MiB of a log; `-` is standard input."""
-    if name == "-":
-        return sys.stdin.read(_MOST_LOG_BYTES)
+    """Return the last 64 MiB of a log."""
     with Path(name).open("rb") as file:
         size = file.seek(0, os.SEEK_END)
+        if size > _MOST_LOG_BYTES:
+            note(f"{name}: only the last 64 MiB of {size / 2**20:.0f} MiB are read; line numbers start there")
         file.seek(max(0, size - _MOST_LOG_BYTES))
         return file.read(_MOST_LOG_BYTES).decode(errors="replace")
 
