@@ -184,14 +184,17 @@ async def test_the_longest_answer_costs_little(reader: str) -> None:
     status = {**WHOLE, "processes": [{"name": "a", "pid": 1}] * 8000}
     text = json.dumps(status if reader == "status" else {"ages": {"0": 0.0}, "members": [status] * 4})
     assert 0.7 < len(text) / (module._LARGEST_BYTES if reader == "status" else module._LINE_BYTES) < 0.99
-    client = AgentClient()
+    client, costs = AgentClient(), []
     async with agent(text.encode() + b"\n") as url:
         try:
-            begun = time.process_time()
-            report = await READERS[reader](client, url)
-            assert time.process_time() - begun < MOST_CPU_SECONDS
+            # The least of three: a collection of the garbage of other tests in this process counts too.
+            for _ in range(3):
+                begun = time.process_time()
+                report = await READERS[reader](client, url)
+                costs.append(time.process_time() - begun)
         finally:
             await client.close()
+    assert min(costs) < MOST_CPU_SECONDS / 2, costs
     read = report if reader == "status" else report.members[0]
     assert read.phase is Phase.SERVING
     assert len(read.processes) == 256
