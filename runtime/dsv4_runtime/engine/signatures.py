@@ -1,7 +1,8 @@
 """Error messages of vLLM, Ray, NCCL, torch, Triton, FlashInfer and InstantTensor, and the cause that each one proves.
 
-Each row has the pattern, the cause, the origin of the text and one example, composed around it. The patterns match the sentences that
-libraries print, not the names of their symbols. They have no nested repetition, so a match takes linear time.
+Each row has the pattern, the cause, the origin of the text and one example that is composed around it. The patterns
+match the sentences that libraries print, not the names of their symbols. They have no nested repetition, so a match
+takes linear time.
 
 Read in the libraries: texts of vLLM 0.32, Ray 2.60, torch 2.13 (`c10d`), Triton 3.7 and NCCL (June 2026). From public
 failure reports: InstantTensor's buffer size, the sparse MLA of FlashInfer, the kernel log. Not found in these versions:
