@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+REQUEST_ID = b"X-Request-Id"
 RETRY_AFTER_SECONDS = 10
 _SHOWN = 100
 """Maximum characters of client text repeated in an error."""
@@ -39,7 +41,7 @@ class Outcome(StrEnum):
     TOO_LARGE = "too_large"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Refusal:
     """Error response of the gateway."""
 
@@ -57,11 +59,21 @@ class Refusal:
     as_vllm: bool = False
     """Whether `error.code` is the status, as in vLLM's errors."""
 
+    @functools.cached_property
     def body(self) -> bytes:
-        """Return the JSON body; Anthropic's `/v1/messages` shares `error.type` and `error.message`."""
+        """JSON body; Anthropic's `/v1/messages` shares `error.type` and `error.message`."""
         code = self.status if self.as_vllm else self.code
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": code}
         return json.dumps({"type": "error", "error": error}, separators=(",", ":")).encode()
+
+    def headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
+        """Return the response headers."""
+        headers = [(b"Content-Type", b"application/json"), (REQUEST_ID, request_id.encode())]
+        if self.retry:
+            headers.append((b"Retry-After", b"%d" % RETRY_AFTER_SECONDS))
+        if self.status == 401:
+            headers.append((b"WWW-Authenticate", b"Bearer"))
+        return headers
 
     def event(self, path: str) -> bytes:
         """Return the final event of a stream of `path`."""
@@ -69,7 +81,7 @@ class Refusal:
             fields = {"type": "error", "code": self.code, "message": self.message, "param": None}
             return b"event: error\ndata: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"
         name = b"event: error\n" if path == "/v1/messages" else b""
-        return name + b"data: " + self.body() + b"\n\n"
+        return name + b"data: " + self.body + b"\n\n"
 
 
 class RefusedError(Exception):

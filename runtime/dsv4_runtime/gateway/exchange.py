@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import logging
 import math
-import re
 import secrets
 import time
 from collections.abc import Set
@@ -16,7 +15,7 @@ from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Transcript
-from dsv4_runtime.gateway.errors import Outcome, Refusal, RefusedError
+from dsv4_runtime.gateway.errors import REQUEST_ID, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.http1 import BrokenMessageError, Fields, Headers
 from dsv4_runtime.gateway.http_client import UpstreamResponse
 from dsv4_runtime.gateway.metrics import GatewayMetrics
@@ -29,8 +28,6 @@ FINAL_EVENT_SECONDS = 2.0
 """Time to wait for a client to read before the final error event of its stream."""
 _POLL_SECONDS = 0.02
 _SETTLED_BYTES = 2**12
-REQUEST_ID = "X-Request-Id"
-_REQUEST_ID = REQUEST_ID.encode()
 # Hop-by-hop headers (RFC 9110, 7.6.1).
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te"}
@@ -41,14 +38,18 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
     b"host",
     b"content-length",
     b"expect",
-    _REQUEST_ID.lower(),
+    REQUEST_ID.lower(),
     token_auth.HEADER.lower().encode(),
     token_auth.TURN_HEADER.lower().encode(),
 }
-_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", _REQUEST_ID.lower()}
+_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", REQUEST_ID.lower()}
 _DIGEST_KEY = secrets.token_bytes(32)
 _KEYS = frozenset({b"authorization", b"x-api-key"})
-_SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+
+
+def logged_path(request: Request) -> str:
+    """Return the path as received, for a log line: the decoded path may contain line breaks."""
+    return request.target.partition("?")[0][:100]
 
 
 class Exchange:
@@ -58,8 +59,7 @@ class Exchange:
         self.request = request
         self.path = request.path
         self.began = time.monotonic()
-        given = request.header(b"x-request-id")
-        self.id = given if _SAFE_ID.fullmatch(given) else secrets.token_hex(16)
+        self.id = request.id
         self.body = bytearray()
         self._digest = hashlib.blake2b(key=_DIGEST_KEY, digest_size=16)
         self._digest.update(f"{request.method} {self.path}\0".encode(errors="surrogateescape"))
@@ -134,15 +134,15 @@ class Exchange:
     def headers(self, own: Headers, *, keep_key: bool) -> Headers:
         """Return the request headers for vLLM: the client's, in their original spelling, and `own`."""
         dropped = _NOT_UPSTREAM if keep_key else _NOT_UPSTREAM | _KEYS
-        return [*_passed(self.request.headers, dropped), (_REQUEST_ID, self.id.encode()), *own]
+        return [*_passed(self.request.headers, dropped), (REQUEST_ID, self.id.encode()), *own]
 
     def answer_headers(self, upstream: UpstreamResponse) -> Headers:
         """Return the response headers for the client."""
-        return [*_passed(upstream.headers, _NOT_DOWNSTREAM), (_REQUEST_ID, self.id.encode())]
+        return [*_passed(upstream.headers, _NOT_DOWNSTREAM), (REQUEST_ID, self.id.encode())]
 
     def own_headers(self) -> Headers:
         """Return the headers of the gateway's own JSON responses."""
-        return [(b"Content-Type", b"application/json"), (_REQUEST_ID, self.id.encode())]
+        return [(b"Content-Type", b"application/json"), (REQUEST_ID, self.id.encode())]
 
     def begin(self, status: int, headers: Headers) -> None:
         """Begin a response of unknown length; until a part follows, another head may replace it."""
@@ -182,15 +182,10 @@ class Exchange:
 
     async def refuse(self, refusal: Refusal) -> None:
         """Send the response of the gateway to a request that has none."""
-        headers = self.own_headers()
-        if refusal.retry:
-            headers.append((b"Retry-After", b"%d" % errors.RETRY_AFTER_SECONDS))
-        if refusal.status == 401:
-            headers.append((b"WWW-Authenticate", b"Bearer"))
         self.outcome = refusal.outcome
         if refusal.code == "shutting_down":
             self.request.keep_alive = False
-        await self.send_whole(refusal.status, headers, refusal.body())
+        await self.send_whole(refusal.status, refusal.headers(self.id), refusal.body)
 
     async def cut(self, refusal: Refusal) -> None:
         """End a started response: a stream with an error event, any other by closing the connection.
@@ -226,7 +221,7 @@ class Exchange:
             self.id,
             self.request.remote,
             self.request.method,
-            self.request.target.partition("?")[0][:100],  # raw: the decoded path may contain line breaks
+            logged_path(self.request),
             self._status if self.request.begun else 0,
             self.outcome,
             self._bytes,

@@ -8,7 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from dsv4_runtime.gateway.errors import Outcome
+from dsv4_runtime.gateway.errors import Outcome, Refusal
 from dsv4_runtime.gateway.routing import Availability, Groups
 
 _HOLD_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 600)
@@ -31,9 +31,12 @@ class GatewayMetrics:
         for outcome in Outcome:
             # Rates need an initial zero.
             self.requests.labels(outcome)
-        self.refused = counter("dsv4_gateway_refused", "Heads and connections that were refused", ["code"])
-        for code in ("malformed_request", "head_too_large", "overloaded"):
-            self.refused.labels(code)
+        refused = "Requests refused before they were handled, and refused connections"
+        self._refused = counter("dsv4_gateway_refused", refused, ["code"])
+        for code in ("malformed_request", "head_too_large", "overloaded", "invalid_api_key"):
+            self._refused.labels(code)
+        self._refusals: dict[str, tuple[Counter, Counter]] = {}
+        """Counters by code."""
         self._client_bytes = gauge("dsv4_gateway_client_bytes", "Bytes kept for clients")
         self._active = gauge("dsv4_gateway_active", "Requests that have no whole answer yet")
         self.held = gauge("dsv4_gateway_held", "Requests that wait for the engine")
@@ -46,6 +49,14 @@ class GatewayMetrics:
         self.hold = histogram("dsv4_gateway_hold_seconds", "How long requests waited", buckets=_HOLD_BUCKETS)
         first_byte = "From a request to the first byte of its answer"
         self.first_byte = histogram("dsv4_gateway_first_byte_seconds", first_byte, buckets=_FIRST_BYTE_BUCKETS)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Count a refused request."""
+        if (counters := self._refusals.get(refusal.code)) is None:
+            counters = self.requests.labels(refusal.outcome), self._refused.labels(refusal.code)
+            self._refusals[refusal.code] = counters
+        for counter in counters:
+            counter.inc()
 
     def observe(self, groups: Groups, active: Callable[[], int], client_bytes: Callable[[], int]) -> None:
         """Compute the gauges of groups, open requests and client memory at every scrape."""

@@ -19,7 +19,6 @@ from dsv4_runtime.engine import token_auth
 from dsv4_runtime.engine.token_auth import Kind
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.admission import (
-    ApiKeys,
     EncodingError,
     Models,
     find_models,
@@ -130,11 +129,12 @@ _VERDICT_SECONDS = 2.0
 class Proxy:
     """Handler of all requests that the gateway does not answer itself."""
 
-    def __init__(
-        self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics, keys: ApiKeys | None
-    ) -> None:
+    def __init__(self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics, *, keep_key: bool) -> None:
+        """Args:
+        keep_key: whether vLLM receives the client's API key.
+        """
         self._settings, self._groups, self._metrics = settings, groups, metrics
-        self._keys = keys
+        self._keep_key = keep_key
         self._hold = HoldQueue(settings, groups, metrics)
         self.suspects = Suspects(settings.hold_timeout_seconds)
         groups.died = lambda generation, reported: self.suspects.died(
@@ -191,11 +191,8 @@ class Proxy:
             exchange.record(self._metrics)
 
     def _admit(self, exchange: Exchange) -> Deadline:
-        """Check key and path; return the deadline; raises RefusedError."""
-        request = exchange.request
-        if self._keys is not None and not self._keys.admit(request):
-            raise RefusedError(errors.UNAUTHORIZED)
-        if request.upgrade:
+        """Check the path; return the deadline; raises RefusedError."""
+        if exchange.request.upgrade:
             raise RefusedError(errors.NO_UPGRADE)
         if not is_allowed(exchange.path):
             raise RefusedError(errors.unknown_path(exchange.path))
@@ -409,7 +406,7 @@ class Proxy:
                 own += trial.headers()
             elif self.suspects.has_trial(group):
                 own += self._trials.headers(Kind.SHARED)
-            headers = exchange.headers(own, keep_key=self._keys is None)
+            headers = exchange.headers(own, keep_key=self._keep_key)
             with self._record_exposure(exchange, generation, trial):
                 await self._send(exchange, group, generation, path, headers, body)
         except TurnRefusedError:

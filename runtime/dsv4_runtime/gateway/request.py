@@ -8,7 +8,10 @@ refused, so the memory of the process is bounded by the account plus the program
 from __future__ import annotations
 
 import email.utils
+import functools
 import http
+import re
+import secrets
 import time
 from collections.abc import Callable
 from urllib.parse import unquote
@@ -91,6 +94,7 @@ class Account:
         return True
 
 
+_SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
 
@@ -107,9 +111,18 @@ class ClientConnection(http1.BaseConnection):
         """Return whether the next response is the last one of the connection."""
         raise NotImplementedError
 
-    async def send(self, data: bytes, body: bytes | bytearray = b"") -> None:
-        """Send `data` and `body`; wait while the client does not read, raise ClientGoneError after a disconnect."""
+    def write(self, data: bytes, body: bytes | bytearray = b"") -> None:
+        """Send `data` and `body`; raise ClientGoneError after a disconnect."""
         raise NotImplementedError
+
+    async def drain(self) -> None:
+        """Wait while the client does not read."""
+        raise NotImplementedError
+
+    async def send(self, data: bytes, body: bytes | bytearray = b"") -> None:
+        """Call `write` and `drain`."""
+        self.write(data, body)
+        await self.drain()
 
     def refuse(self, refusal: Refusal) -> None:
         """Stop reading the arriving request; respond with `refusal` unless a response was started."""
@@ -148,6 +161,12 @@ class Request(http1.Message):
         self._unsent = b""
         self._chunked = self._bodiless = False
 
+    @functools.cached_property
+    def id(self) -> str:
+        """The client's `X-Request-Id`, or a random one if it has none or one that does not fit into a log line."""
+        given = self.header(b"x-request-id")
+        return given if _SAFE_ID.fullmatch(given) else secrets.token_hex(16)
+
     def set_target(self, target: bytes) -> None:
         """Set target and path from the request line."""
         self.target = (target if target[:1] in b"/*" else _relative(target)).decode("latin-1")
@@ -159,11 +178,16 @@ class Request(http1.Message):
         if not self.complete and self.header(b"expect").lower() == "100-continue":
             await self._client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    async def send(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
-        """Send a complete response."""
+    def respond(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
+        """Send a complete response without waiting for the client."""
         self._prepare(status, headers, len(body))
         self.begun = self.ended = True
-        await self._client.send(self._unsent, b"" if self._bodiless else body)
+        self._client.write(self._unsent, b"" if self._bodiless else body)
+
+    async def send(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
+        """Send a complete response."""
+        self.respond(status, headers, body)
+        await self._client.drain()
 
     def begin(self, status: int, headers: Headers) -> None:
         """Prepare the head of a response of unknown length; it is sent in one packet with the first part.
@@ -240,9 +264,14 @@ class Request(http1.Message):
         elif not self.chunks:
             framing.append((b"Connection", b"keep-alive"))
         if not any(name.lower() == b"date" for name, _ in headers):
-            framing.append((b"Date", email.utils.formatdate(usegmt=True).encode()))
+            framing.append((b"Date", _date(int(time.time()))))
         first = b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b""))
         self._unsent = http1.encode_head(first, [*headers, *framing])
+
+
+@functools.lru_cache(maxsize=1)
+def _date(now: int) -> bytes:
+    return email.utils.formatdate(now, usegmt=True).encode()
 
 
 def wrong_head(version: str, headers: Fields, size: int, limit: int) -> Refusal | None:

@@ -20,7 +20,7 @@ from dsv4_runtime.contract.token import canary_token
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.admission import ApiKeys
 from dsv4_runtime.gateway.errors import EngineLostError
-from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, access
+from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, access, logged_path
 from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, encode_headers
 from dsv4_runtime.gateway.http_client import UnreachableError, Upstream
 from dsv4_runtime.gateway.http_server import HttpServer
@@ -154,10 +154,50 @@ _SCRAPE_SHARED_SECONDS = 1.0
 _MAX_METRICS_BYTES = 32 * 2**20
 _OWN_METRICS_PER_SECOND = 20
 """Beyond this rate, scrapes share a text: generating it takes 0.5 ms, and `/metrics` needs no key."""
+REFUSALS_LOGGED = 20
+"""Access log lines of refused requests per second."""
 _OWN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
 """Served even when connections and memory for clients are exhausted."""
+_WITHOUT_API_KEY = _OWN_PATHS | {"/dsv4/canary"}
+"""The canary has a token of its own."""
 _ANSWER_SECONDS = 10.0
 """Limit for a client to read a response of the gateway."""
+
+
+class RefusalLog:
+    """Access log lines of refused requests: at most `REFUSALS_LOGGED` per second, and one line that counts the others.
+
+    Otherwise clients without a key could fill the log, which is bounded, and every line costs as much as the refusal.
+    """
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._lines = 0
+        self._others: collections.Counter[str] = collections.Counter()
+        """Refusals without a line, by code."""
+
+    def write(self, remote: str, refusal: errors.Refusal, request: Request | None) -> None:
+        """Write or count a refusal; `request` is None if there is no valid head."""
+        if (now := int(time.monotonic())) != self._second:
+            self._second, self._lines = now, 0
+        self._lines += 1
+        if self._lines > REFUSALS_LOGGED:
+            if not self._others:
+                asyncio.get_running_loop().call_later(1.0, self.flush)
+            self._others[refusal.code] += 1
+            return
+        parts = ("-", remote, "-", "-")
+        if request is not None and request.method:
+            parts = (request.id, remote, request.method, logged_path(request))
+        outcome = refusal.status, refusal.outcome, refusal.code
+        access.info("%s %s %s %s status=%d outcome=%s refused=%s", *parts, *outcome)
+
+    def flush(self) -> None:
+        """Write the number of refusals that have no line."""
+        if self._others:
+            counts = " ".join(f"{code}={count}" for code, count in sorted(self._others.items()))
+            access.info("%d more requests were refused: %s", self._others.total(), counts)
+            self._others.clear()
 
 
 class Gateway:
@@ -177,9 +217,10 @@ class Gateway:
         self._settings = settings
         self._metrics = GatewayMetrics(number)
         self._groups = Groups(routes)
-        self._proxy = Proxy(settings, self._groups, self._metrics, keys)
+        self._proxy = Proxy(settings, self._groups, self._metrics, keep_key=keys is None)
         self._metrics.observe(self._groups, lambda: self._proxy.active, lambda: self._account.used)
         self._keys = keys
+        self._refusals = RefusalLog()
         self._draining = False
         self._began = int(time.time())
         self._scraper = aiohttp.ClientSession(timeout=_SCRAPE_TIMEOUT)
@@ -196,6 +237,7 @@ class Gateway:
             self._handle,
             self._account,
             max_connections=self._max_connections,
+            check=self._check,
             refused=self._refused,
             own_paths=_OWN_PATHS,
         )
@@ -215,12 +257,17 @@ class Gateway:
             await asyncio.gather(self._engine_metrics.close(), self._canary.close())
             self._proxy.upstream.close()
             await self._scraper.close()
+            self._refusals.flush()
 
-    def _refused(self, remote: str, refusal: errors.Refusal) -> None:
-        """Count a refused head and write its access log line."""
-        self._metrics.requests.labels(refusal.outcome).inc()
-        self._metrics.refused.labels(refusal.code).inc()
-        access.info("- %s - - status=%d outcome=%s refused=%s", remote, refusal.status, refusal.outcome, refusal.code)
+    def _check(self, request: Request) -> errors.Refusal | None:
+        """Return the refusal of a request that lacks a valid API key."""
+        if self._keys is None or request.path in _WITHOUT_API_KEY or self._keys.admit(request):
+            return None
+        return errors.UNAUTHORIZED
+
+    def _refused(self, remote: str, refusal: errors.Refusal, request: Request | None) -> None:
+        self._metrics.refuse(refusal)
+        self._refusals.write(remote, refusal, request)
 
     async def _drain(self, server: HttpServer) -> None:
         """Serve as before during the lame duck period, then finish open requests only.
@@ -289,7 +336,7 @@ class Gateway:
                 await _respond(request, 200, _METRICS, self._own_metrics() + await self._engine_metrics.get())
             case "/dsv4/canary":
                 await self._respond_canary(request)
-            case "/dsv4/fatal-requests" if self._keys is None or self._keys.admit(request):
+            case "/dsv4/fatal-requests":
                 await _respond(request, 200, _JSON, self._proxy.suspects.found.to_json().encode())
             case _ if self._serves_models(request):
                 await _respond(request, 200, _JSON, self._models())
@@ -325,10 +372,9 @@ class Gateway:
         await _respond(request, 200 if report.ok else 503, _JSON, report.to_json().encode())
 
     def _serves_models(self, request: Request) -> bool:
-        """Return whether an authorized client requests the models while no engine is available."""
-        if (request.method, request.path) != ("GET", "/v1/models") or self._groups.state is Availability.HEALTHY:
-            return False
-        return self._keys is None or self._keys.admit(request)
+        """Return whether a client requests the models while no engine is available."""
+        asked = (request.method, request.path) == ("GET", "/v1/models")
+        return asked and self._groups.state is not Availability.HEALTHY
 
     def _models(self) -> bytes:
         data = [

@@ -82,6 +82,10 @@ class _Bounded(RotatingFileHandler):
             os.dup2(stream.fileno(), descriptor)
         return stream
 
+    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802
+        """Return whether the file is full. The base class calls `stat` twice and formats each record twice."""
+        return self.stream is not None and os.fstat(self.stream.fileno()).st_size >= self.maxBytes
+
 
 def log_to(file: Path | None, form: str = "%(asctime)s %(message)s", limit: int = LOG_BYTES) -> None:
     """Write the log of this process to `file`, with times in UTC; None: to standard error.

@@ -26,7 +26,7 @@ class Echo:
         self.left = asyncio.Event()
         self.server = HttpServer(self.handle, Account(limit), max_connections=connections, refused=self.refuse)
 
-    def refuse(self, remote: str, refusal: errors.Refusal) -> None:
+    def refuse(self, remote: str, refusal: errors.Refusal, request: Request | None) -> None:
         assert remote == "127.0.0.1"
         self.refused.append(refusal.code)
 

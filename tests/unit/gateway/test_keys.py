@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import json
 import os
+import random
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +17,7 @@ from hypothesis import strategies as st
 
 from dsv4_runtime.gateway.admission import ApiKeys, ApiKeysError
 from dsv4_runtime.gateway.http1 import Message
+from dsv4_runtime.gateway.http_server import _Connection as Connection
 
 
 def admits(keys, header, value):
@@ -110,3 +116,79 @@ async def test_keys_of_a_secret_that_is_swapped_are_read_again(tmp_path):
     await asyncio.sleep(1.1)
     assert admits(keys, b"x-api-key", b"new")
     assert not admits(keys, b"x-api-key", b"old")
+
+
+VALID = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: key\r\nContent-Length: %d\r\n\r\n%b"
+BODY = json.dumps({"model": "nano", "prompt": [1, 2], "max_tokens": 1}).encode()
+REQUESTS = {
+    "valid": (VALID % (len(BODY), BODY), 200),
+    "own path": (b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+    "no key": (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 401),
+    "wrong key": (VALID.replace(b": key", b": other") % (len(BODY), BODY), 401),
+    "unknown path": (b"GET /nothing HTTP/1.1\r\nHost: x\r\nx-api-key: key\r\n\r\n", 404),
+}
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_pipelined_requests_with_and_without_a_key_are_answered_in_order(kit, seed):
+    chance = random.Random(seed)
+    names = chance.choices(list(REQUESTS), k=40)
+    sent = b"".join(REQUESTS[name][0] for name in names)
+    async with kit.Lab(keys="key\n") as lab:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
+        parts = sorted(chance.sample(range(1, len(sent)), chance.choice((0, 3, 30))))
+        for start, end in pairwise([0, *parts, len(sent)]):
+            writer.write(sent[start:end])
+            await asyncio.sleep(0)
+        found = []
+        async with asyncio.timeout(20):
+            for _ in names:
+                head = await reader.readuntil(b"\r\n\r\n")
+                found.append(int(head[9:12]))
+                if b"chunked" in head.lower():
+                    await reader.readuntil(b"\r\n0\r\n\r\n")
+                else:
+                    await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0]))
+        assert found == [REQUESTS[name][1] for name in names]
+        writer.close()
+
+
+async def test_refusals_that_are_not_read_are_not_gathered(kit):
+    async with kit.Lab(keys="key\n") as lab:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]), limit=2**10)
+        writer.transport.set_write_buffer_limits(high=2**16)
+        refused = REQUESTS["no key"][0] * 1000
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(3):
+                while sent < 2000:
+                    writer.write(refused)
+                    await writer.drain()
+                    sent += 1
+        assert sent < 2000
+        kept = [one for one in gc.get_objects() if type(one) is Connection and one.transport is not None]
+        assert kept
+        assert max(one.transport.get_write_buffer_size() for one in kept) < 2**18
+        assert lab.gateway._account.used < 4 * 2**20
+        writer.transport.abort()
+        assert (await lab.post("/v1/completions", BODY, headers={"x-api-key": "key"}))[0] == 200
+
+
+async def test_the_log_of_refusals_is_bounded_and_names_them_all(kit, caplog):
+    caplog.set_level("INFO")
+    async with kit.Lab(keys="key\n") as lab:
+        for _ in range(200):
+            async with lab.client.post(lab.url + "/v1/completions", data=BODY, headers={"X-Request-Id": "mine"}) as got:
+                assert (got.status, got.headers["X-Request-Id"], got.headers["WWW-Authenticate"]) == (
+                    401,
+                    "mine",
+                    "Bearer",
+                )
+        assert await lab.metric('dsv4_gateway_refused_total{code="invalid_api_key"}') == 200
+        assert await lab.metric('dsv4_gateway_requests_total{outcome="unauthorized"}') == 200
+    lines = [record.getMessage() for record in caplog.records if record.name == "dsv4.gateway.access"]
+    own = [line for line in lines if "refused=invalid_api_key" in line]
+    assert all(line.startswith("mine 127.0.0.1 POST /v1/completions status=401 outcome=unauthorized") for line in own)
+    counted = [int(line.split()[0]) for line in lines if "more requests were refused: invalid_api_key=" in line]
+    assert len(own) + sum(counted) == 200
+    assert len(own) < 100

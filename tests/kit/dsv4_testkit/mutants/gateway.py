@@ -372,7 +372,7 @@ GATEWAY = (
     Mutant(
         "an answer has two request ids",
         "runtime/dsv4_runtime/gateway/exchange.py",
-        '{b"content-length", _REQUEST_ID.lower()}',
+        '{b"content-length", REQUEST_ID.lower()}',
         '{b"content-length"}',
         ("tests/unit/gateway/test_events.py",),
     ),
