@@ -126,10 +126,6 @@ setup: $(VENV)/.kit ## Only make the virtual environment
 clean: down ## Remove the virtual environments and caches (not ~/.dsv4)
 	rm -rf $(VENV) $(GPU_VENV) .uv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# Asked for, it looks again: what was missing when it ran first may have been left out then.
-ifeq ($(INSTALL),1)
-.PHONY: $(UV)
-endif
 $(UV):
 	@PYTHON=$(PYTHON) UV_VERSION=$(UV_VERSION) bash .ci/bootstrap
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from clusterkit.processes import run
@@ -45,8 +46,16 @@ def lacks(*, nodes: bool, images: bool) -> str | None:
 
 
 def _may_install() -> bool:
-    """Nothing is installed on somebody's machine unasked; `make` passes on what is written after it."""
-    return os.environ.get("INSTALL") == "1" or bool(os.environ.get("CI"))
+    return os.environ.get("INSTALL") != "0"
+
+
+def _confirmed(packages: list[str]) -> bool:
+    """Return whether packages may be installed; asks on a terminal."""
+    if os.environ.get("INSTALL") == "1" or os.environ.get("CI") or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    sys.stderr.write(f"missing packages: {' '.join(packages)}. Install them with apt-get? [Y/n] ")
+    sys.stderr.flush()
+    return not sys.stdin.readline().strip().lower().startswith("n")
 
 
 def provide(*, nodes: bool, images: bool) -> None:
@@ -58,8 +67,10 @@ def provide(*, nodes: bool, images: bool) -> None:
     if reason := lacks(nodes=nodes, images=images):
         raise ClusterError(reason)
     packages = missing(nodes=nodes, images=images)
+    if packages and not _confirmed(packages):
+        raise ClusterError(_refusal(packages))
     if packages:
-        say(f"installing from Debian: {' '.join(packages)}")
+        say(f"installing packages: {' '.join(packages)}")
         quiet = {"DEBIAN_FRONTEND": "noninteractive"}
         run("apt-get", "-qq", "update", seconds=INSTALL_SECONDS, env=quiet)
         command = ("apt-get", "-qq", "install", "-y", "--no-install-recommends")
@@ -69,5 +80,4 @@ def provide(*, nodes: bool, images: bool) -> None:
 
 
 def _refusal(packages: list[str]) -> str:
-    how = f"apt-get install -y {' '.join(packages)}"
-    return f"not installed: {', '.join(packages)} ({how}; INSTALL=1 after make has that done)"
+    return f"missing packages: {', '.join(packages)}; run as root: apt-get install {' '.join(packages)}"

@@ -1,4 +1,4 @@
-"""What `make` does about a machine that lacks something: it says so, and changes the machine only when asked to."""
+"""Setup of a machine without the needed packages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ esac
 VENV = '*"import ensurepip, venv"*'
 
 
-def bootstrap(place: Path, *, user: int, lacks: str = VENV, **environment: str) -> tuple[int, str, str]:
-    """Run `.ci/bootstrap` in `place`, whose apt-get only notes what it is asked for; code, words, what was asked."""
+def bootstrap(
+    place: Path, *, user: int, lacks: str = VENV, terminal: int | None = None, **environment: str
+) -> tuple[int, str, str]:
+    """Run `.ci/bootstrap` in `place` with an apt-get that only records its arguments.
+
+    Returns:
+        Exit code, standard error (empty with a terminal), and the arguments.
+    """
     programs, log = place / "bin", place / "apt"
     programs.mkdir()
     scripts = {
@@ -38,52 +44,75 @@ def bootstrap(place: Path, *, user: int, lacks: str = VENV, **environment: str) 
         ["bash", ROOT / ".ci" / "bootstrap"],
         cwd=place,
         env={"PATH": f"{programs}:{os.defpath}", "PYTHON": "bare-python", "UV_VERSION": "1", **environment},
-        capture_output=True,
+        stdin=subprocess.DEVNULL if terminal is None else terminal,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if terminal is None else terminal,
         text=True,
         timeout=30,
         check=False,
     )
-    return done.returncode, done.stderr, log.read_text() if log.exists() else ""
+    return done.returncode, done.stderr or "", log.read_text() if log.exists() else ""
 
 
-def test_root_is_told_what_would_be_installed_and_nothing_is(tmp_path: Path) -> None:
+def test_root_without_a_terminal_gets_the_packages(tmp_path: Path) -> None:
     code, said, asked = bootstrap(tmp_path, user=0)
+    assert (code, said) == (0, "dsv4: installing packages: python3-venv\n")
+    assert asked.splitlines() == ["-qq update", "-qq install -y --no-install-recommends python3-venv"]
+
+
+@pytest.mark.parametrize(("user", "variables"), [(0, {"INSTALL": "0"}), (1000, {}), (1000, {"INSTALL": "1"})])
+def test_otherwise_one_sentence_has_the_remedy(tmp_path: Path, user: int, variables: dict[str, str]) -> None:
+    code, said, asked = bootstrap(tmp_path, user=user, **variables)
     assert code == 1
-    how = "INSTALL=1 after make has them installed: apt-get install python3-venv"
-    assert said == f"dsv4: this machine lacks: python3-venv. {how}\n"
+    assert said == "dsv4: missing packages: python3-venv; run as root: apt-get install python3-venv\n"
     assert asked == ""
 
 
-@pytest.mark.parametrize("variable", [{"INSTALL": "1"}, {"CI": "true"}])
-def test_what_is_missing_is_installed_where_that_was_asked_for(tmp_path: Path, variable: dict[str, str]) -> None:
-    code, said, asked = bootstrap(tmp_path, user=0, **variable)
-    assert (code, said) == (0, "dsv4: installing from Debian: python3-venv\n")
-    assert asked.splitlines() == ["-qq update", "-qq install -y python3-venv"]
-
-
-def test_who_is_not_root_is_told_too(tmp_path: Path) -> None:
-    code, said, asked = bootstrap(tmp_path, user=1000, INSTALL="1")
-    assert code == 1
-    assert said.startswith("dsv4: this machine lacks: python3-venv. Install them (as root: ")
-    assert asked == ""
+@pytest.mark.parametrize(
+    ("answer", "variables", "installed"),
+    [
+        ("\n", {}, True),
+        ("y\n", {}, True),
+        ("n\n", {}, False),
+        ("No\n", {}, False),
+        (None, {"INSTALL": "1"}, True),
+        (None, {"INSTALL": "0"}, False),
+        (None, {"CI": "true"}, True),
+    ],
+)
+def test_a_terminal_is_asked(tmp_path: Path, answer: str | None, variables: dict[str, str], installed: bool) -> None:
+    master, terminal = os.openpty()
+    try:
+        if answer:
+            os.write(master, answer.encode())
+        code, _, asked = bootstrap(tmp_path, user=0, terminal=terminal, **variables)
+        shown = os.read(master, 4096).decode()
+    finally:
+        os.close(master)
+        os.close(terminal)
+    assert (code == 0, bool(asked)) == (installed, installed)
+    assert ("Install them with apt-get? [Y/n]" in shown) is (answer is not None)
+    assert ("run as root: apt-get install python3-venv" in shown) is not installed
 
 
 @pytest.mark.parametrize(
     ("lacks", "package"),
     [("*ensurepip*", "python3-venv"), ("*Python.h*", "python3-dev"), ("*libnuma.so.1*", "libnuma1")],
 )
-def test_each_thing_that_an_engine_needs_is_looked_for(tmp_path: Path, lacks: str, package: str) -> None:
-    code, said, _ = bootstrap(tmp_path, user=0, lacks=lacks)
+def test_each_requirement_of_an_engine_is_checked(tmp_path: Path, lacks: str, package: str) -> None:
+    code, said, _ = bootstrap(tmp_path, user=0, lacks=lacks, INSTALL="0")
     assert (code, said.endswith(f"apt-get install {package}\n")) == (1, True), said
 
 
-def test_all_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
-    code, said, _ = bootstrap(tmp_path, user=0, lacks="*ensurepip*|*Python.h*|*libnuma*", CXX="no-such-compiler")
+def test_all_missing_packages_are_in_one_line(tmp_path: Path) -> None:
+    code, said, _ = bootstrap(
+        tmp_path, user=0, INSTALL="0", lacks="*ensurepip*|*Python.h*|*libnuma*", CXX="no-such-compiler"
+    )
     assert (code, said.count("\n")) == (1, 1)
     assert said.endswith("apt-get install python3-venv python3-dev libnuma1 g++\n")
 
 
-def test_a_machine_without_python_is_told_all_that_goes_with_it(tmp_path: Path) -> None:
-    code, said, _ = bootstrap(tmp_path, user=0, PYTHON="no-such-python", CXX="no-such-compiler")
+def test_a_machine_without_python_gets_it_with_its_parts(tmp_path: Path) -> None:
+    code, said, _ = bootstrap(tmp_path, user=0, INSTALL="0", PYTHON="no-such-python", CXX="no-such-compiler")
     assert code == 1
     assert said.endswith("apt-get install python3 python3-venv python3-dev libnuma1 g++\n")
