@@ -97,12 +97,19 @@ def required() -> list[str]:
 
 def passes(ring: Ring) -> bool:
     print(f"ring {ring.name}: runs, about {ring.minutes} minutes on two processors", flush=True)
-    begun = time.monotonic()
+    begun, used = time.monotonic(), _processor_seconds()
     # A process each: Triton decides for or against its interpreter once for a whole process.
     command = [sys.executable, "-m", "pytest", "-q", *ring.options, *sys.argv[1:], str(HERE / ring.folder)]
     code = subprocess.run(command, check=False).returncode
-    print(f"ring {ring.name}: {'failed' if code else 'passed'} after {time.monotonic() - begun:.0f} s", flush=True)
+    times = f"{time.monotonic() - begun:.0f} s, with {_processor_seconds() - used:.0f} s of processor time"
+    print(f"ring {ring.name}: {'failed' if code else 'passed'} after {times}", flush=True)
     return code == 0
+
+
+def _processor_seconds() -> float:
+    """Return the processor time of ended child processes and those that these waited for."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import IO, Any, NoReturn, TypeVar
 
+from dsv4_runtime.vllm_plugin.kernels.v033 import MODEL_REGISTRY, SYSTEM_UTILS
 from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, expect_parameters, refuse
 
 _LOGGER = logging.getLogger("vllm.dsv4")
@@ -25,8 +26,6 @@ _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.01
 _INSPECTION_SECONDS = 60.0
-_REGISTRY = "vllm.model_executor.models.registry"
-_SYSTEM_UTILS = "vllm.utils.system_utils"
 
 T = TypeVar("T")
 
@@ -153,9 +152,9 @@ def inspect_in_fork() -> PatchOutcome:
     Raises:
         PatchRefusedError: the function differs from the expected one.
     """
-    registry: Any = sys.modules[_REGISTRY]
+    registry: Any = sys.modules[MODEL_REGISTRY]
     original: Any = getattr(registry, "_run_in_subprocess", None)
-    expect_parameters(f"{_REGISTRY}._run_in_subprocess", original, ["fn"])
+    expect_parameters(f"{MODEL_REGISTRY}._run_in_subprocess", original, ["fn"])
     if not hasattr(original, "__wrapped__"):
         registry._run_in_subprocess = in_fork(original)
     return PatchOutcome.APPLIED
@@ -172,9 +171,9 @@ def or_by_others(original: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _spawn_where_cuda_is_used() -> PatchOutcome:
-    from vllm.utils import system_utils
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import system_utils
 
-    symbol = f"{_SYSTEM_UTILS}.cuda_is_initialized"
+    symbol = f"{SYSTEM_UTILS}.cuda_is_initialized"
     original: Callable[[], bool] | None = getattr(system_utils, "cuda_is_initialized", None)
     expect_parameters(symbol, original, [])
     reader = getattr(system_utils, "_maybe_force_spawn", None)
@@ -185,7 +184,7 @@ def _spawn_where_cuda_is_used() -> PatchOutcome:
 
 
 MODEL_INSPECTION = Patch(
-    module=_REGISTRY,
+    module=MODEL_REGISTRY,
     symbol="_run_in_subprocess",
     why=(
         "without a cached result of an earlier start vLLM inspects the model's class in a new process, which imports"
@@ -198,7 +197,7 @@ MODEL_INSPECTION = Patch(
     apply=inspect_in_fork,
 )
 FORKED_ENGINE = Patch(
-    module=_SYSTEM_UTILS,
+    module=SYSTEM_UTILS,
     symbol="cuda_is_initialized",
     why=(
         "dsv4 configures fork for EngineCore and the workers of the MP executor, since a spawned process imports vLLM"

@@ -34,10 +34,10 @@ import torch
 
 from dsv4_runtime.contract.kernels import VARIABLE, Op, parse_kernel_choice
 from dsv4_runtime.vllm_plugin import patch
+from dsv4_runtime.vllm_plugin.kernels.v033 import FLASHINFER_SPARSE, FLASHMLA, MODEL_LOADER, MODEL_RUNNER
 from dsv4_runtime.vllm_plugin.patch import after_import, expect_parameters, refuse
 
 LOGGER = logging.getLogger("vllm.dsv4")
-MODULE = "vllm.model_executor.model_loader"
 FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
 """Formats of safetensors files that vLLM's default loader reads."""
 SHARED = "ipc_cache"
@@ -55,7 +55,7 @@ _FORWARD = ["self", "q", "kv", "positions", "output"]
 
 def attach() -> None:
     """Register the loader for each format of vLLM's default loader; the module has just been imported."""
-    module: Any = sys.modules[MODULE]
+    module: Any = sys.modules[MODEL_LOADER]
     try:
         expect_parameters("register_model_loader", module.register_model_loader, ["load_format"])
         default = module.DefaultModelLoader
@@ -199,7 +199,7 @@ def _own_bytes(runner: Any) -> int:
     specs = runner.get_kv_cache_spec().values()
     if not any(getattr(spec, "tokens_per_state", None) == _RATIO for spec in specs):
         return 0
-    from vllm.v1.worker.ubatch_utils import get_num_ubatches
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import get_num_ubatches
 
     config = runner.vllm_config
     tokens, length = config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len
@@ -272,7 +272,7 @@ def _expect_names(symbol: str, function: Any, names: tuple[str, ...]) -> None:
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
-    "vllm.v1.worker.gpu.model_runner": _profile,
-    "vllm.models.deepseek_v4.nvidia.flashmla": _flashmla,
-    "vllm.models.deepseek_v4.nvidia.flashinfer_sparse": _flashinfer,
+    MODEL_RUNNER: _profile,
+    FLASHMLA: _flashmla,
+    FLASHINFER_SPARSE: _flashinfer,
 }

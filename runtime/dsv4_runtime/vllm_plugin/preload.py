@@ -3,6 +3,7 @@
 Ray's own idle processes have no runtime environment and never become engine workers, so they import nothing.
 """
 
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -20,4 +21,6 @@ def has_environment(arguments: Sequence[str]) -> bool:
 if has_environment(sys.argv):
     with slow_imports():
         # The module that unpickling of the worker's class imports first: patches see the usual order of imports.
-        import vllm.v1.executor.ray_executor_v2  # noqa: F401
+        from dsv4_runtime.vllm_plugin.kernels.v033 import RAY_EXECUTOR
+
+        importlib.import_module(RAY_EXECUTOR)

@@ -12,11 +12,8 @@ from typing import Any
 from dsv4_runtime.health.ledger import Writer
 from dsv4_runtime.vllm_plugin import forking, loading
 from dsv4_runtime.vllm_plugin.kernels import choice
+from dsv4_runtime.vllm_plugin.kernels.v033 import COLLECTIVES, MODEL_LOADER, PARALLEL_STATE
 from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, after_import, apply_after_import, is_cpu_build, refuse
-
-_PARALLEL_STATE = "vllm.distributed.parallel_state"
-# Called by all ranks of a group in the same order. Compiled graphs call the `_out_place` methods too.
-_COLLECTIVES = ("_all_reduce_out_place", "_all_gather_out_place", "_reduce_scatter_out_place", "gather", "broadcast")
 
 
 @functools.cache  # the first collective of a process creates the file
@@ -35,19 +32,19 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count_collectives() -> PatchOutcome:
-    from vllm.distributed.parallel_state import GroupCoordinator
+    from dsv4_runtime.vllm_plugin.kernels.vllm_api import GroupCoordinator
 
-    for name in _COLLECTIVES:
+    for name in COLLECTIVES:
         method = inspect.getattr_static(GroupCoordinator, name, None)
         if not inspect.isfunction(method) or next(iter(inspect.signature(method).parameters)) != "self":
-            raise refuse(f"{_PARALLEL_STATE}.GroupCoordinator.{name}", "there is no method of that name")
-    for name in _COLLECTIVES:
+            raise refuse(f"{PARALLEL_STATE}.GroupCoordinator.{name}", "there is no method of that name")
+    for name in COLLECTIVES:
         setattr(GroupCoordinator, name, _counted(getattr(GroupCoordinator, name)))
     return PatchOutcome.APPLIED
 
 
 COLLECTIVE_LEDGER = Patch(
-    module=_PARALLEL_STATE,
+    module=PARALLEL_STATE,
     symbol="GroupCoordinator",
     why=(
         "in a hang every rank but one waits inside a collective that this rank has not entered; the count identifies"
@@ -73,7 +70,7 @@ def register() -> None:
         KernelChoiceError: `DSV4_KERNELS` contains an unknown name.
     """
     apply_after_import(PATCHES)
-    after_import(loading.MODULE, loading.attach)
+    after_import(MODEL_LOADER, loading.attach)
     if not is_cpu_build():
         loading.install_reserve()
         choice.install()

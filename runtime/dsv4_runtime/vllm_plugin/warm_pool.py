@@ -142,8 +142,9 @@ def inspect_model(model: Path) -> None:
         names = ["DeepseekV4ForCausalLM"]
     try:
         from dsv4_runtime.vllm_plugin import forking
+        from dsv4_runtime.vllm_plugin.kernels.v033 import MODEL_REGISTRY
 
-        registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
+        registry = importlib.import_module(MODEL_REGISTRY).ModelRegistry
         forking.inspect_in_fork()
         for name in names:
             registry.models[name].inspect_model_cls()

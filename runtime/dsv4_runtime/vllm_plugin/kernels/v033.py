@@ -1,7 +1,8 @@
 """vLLM 0.33, the newest known version: locations of symbols, hooks with their checks, and version-specific calls.
 
-Only adapter modules name modules and functions of vLLM. `SYMBOLS` maps names for `vllm_api` to locations; `HOOKS` lists
-the changed symbols of each module with their expected signatures, and references to the replacing functions.
+Only adapter modules name modules of vLLM, and they list every private attribute that other modules of the plugin use:
+`SYMBOLS` maps names for `vllm_api` to locations; `HOOKS` lists the changed symbols of each module with their expected
+signatures, and references to the replacing functions; `PRIVATE` lists the attributes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,43 @@ _MOE_RUNNER = f"{_MOE}.runner.moe_runner"
 _INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 _WORKER = "vllm.v1.worker.gpu_worker"
 _LOADER = "vllm.model_executor.model_loader.base_loader"
+
+# Modules that `register`, `forking`, `loading` and `preload` change or import.
+FLASHINFER_SPARSE = "vllm.models.deepseek_v4.nvidia.flashinfer_sparse"
+FLASHMLA = "vllm.models.deepseek_v4.nvidia.flashmla"
+MODEL_REGISTRY = "vllm.model_executor.models.registry"
+MODEL_LOADER = "vllm.model_executor.model_loader"
+MODEL_RUNNER = "vllm.v1.worker.gpu.model_runner"
+PARALLEL_STATE = "vllm.distributed.parallel_state"
+RAY_EXECUTOR = "vllm.v1.executor.ray_executor_v2"
+SYSTEM_UTILS = "vllm.utils.system_utils"
+COLLECTIVES = ("_all_reduce_out_place", "_all_gather_out_place", "_reduce_scatter_out_place", "gather", "broadcast")
+"""Methods of `GroupCoordinator` that all ranks of a group call in the same order. Compiled graphs call the `_out_place`
+methods too."""
+PRIVATE: Mapping[str, tuple[str, ...]] = {
+    "B12xExperts": ("_supports_current_device",),
+    "DeepseekCompressor": ("_prepare_and_attn", "_prepare_and_attn_fn", "_static_forward_context"),
+    "DeepseekV4Attention": (
+        "_alloc_attn_out", "_forward_decode", "_forward_prefill", "_fused_wqa_wkv_gemm", "_o_proj", "_prepare_query",
+        "_run_parallel_input_projections",
+    ),
+    "Fp8BlockScaledMMLinearKernel": ("_get_layer_params",),
+    "FusedMoEExpertsModular": (
+        "_supports_activation", "_supports_current_device", "_supports_no_act_and_mul", "_supports_parallel_config",
+        "_supports_quant_scheme",
+    ),
+    "FusedTopKBiasRouter": ("_compute_routing", "_get_padding_mask", "_hash_indices_table"),
+    "JitWarmupRegistry": ("_active", "_registrations"),
+    "MoERunner": ("_forward_entry", "_forward_impl", "_select_forward", "_shared_experts"),
+    "SamplingParams": ("_bad_words_token_ids",),
+    "SparseIndexerTopk": ("_backend",),
+    "VllmTritonJitKernel": ("_run_autotune",),
+    "torch.ops": ("_moe_C",),
+    _MODEL: ("_select_dsv4_attn_cls",),
+    MODEL_REGISTRY: ("_run_in_subprocess",),
+    SYSTEM_UTILS: ("_maybe_force_spawn",),
+}  # fmt: skip
+"""Private attributes that other modules of the plugin use, by class or module."""
 
 SYMBOLS: Mapping[str, str] = {
     # configuration and context
@@ -101,8 +139,11 @@ SYMBOLS: Mapping[str, str] = {
     "StructuredOutputsWorker": f"{_RUNNER_PACKAGE}.structured_outputs:StructuredOutputsWorker",
     # warm-up and KV cache planning
     "allocate_kv_cache": "vllm.v1.worker.utils:allocate_kv_cache",
+    "get_num_ubatches": "vllm.v1.worker.ubatch_utils:get_num_ubatches",
+    "GroupCoordinator": f"{PARALLEL_STATE}:GroupCoordinator",
     "get_kv_cache_spec": f"{_RUNNER_PACKAGE}.attn_utils:get_kv_cache_spec",
     "init_minimal_kv_cache_for_profiling": (f"{_RUNNER_PACKAGE}.cudagraph_utils:_init_minimal_kv_cache_for_profiling"),
+    "system_utils": SYSTEM_UTILS,
     "JitWarmupRegistry": f"{_WARMUP}.jit_warmup:JitWarmupRegistry",
     "ModelRegistry": "vllm.model_executor.models:ModelRegistry",
     "resolve_kv_cache_layout": "vllm.v1.attention.backends.utils:resolve_kv_cache_layout",
@@ -358,7 +399,7 @@ HOOKS = (
     ),
     _warm_up(_WORKER, "Worker.determine_available_memory", ("self",), "warmup:after_precompile", bundled=True),
     _warm_up(
-        "vllm.v1.worker.gpu.model_runner", "GPUModelRunner.capture_model",
+        MODEL_RUNNER, "GPUModelRunner.capture_model",
         Known(("self", "profile_only"), names=frozenset({"cudagraph_manager", "capture"})),
         "warmup:before_profiled_capture", bundled=True,
     ),
