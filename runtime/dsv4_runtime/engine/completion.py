@@ -72,13 +72,13 @@ def known_answer(status: int, body: bytes) -> KnownAnswer:
     found = answer["choices"][0]["logprobs"]
     tokens, best = found.get("tokens"), found.get("top_logprobs")
     if not isinstance(tokens, list) or len(tokens) != _ANSWER_TOKENS:
-        raise BadCompletion(f"{_ANSWER_TOKENS} tokens were asked for, not {tokens!r:.80}")
+        raise BadCompletion(f"{_ANSWER_TOKENS} tokens were requested, not {tokens!r:.80}")
     try:
         margins = [
             max((a - b for a, b in pairwise(sorted(one.values(), reverse=True)[:2])), default=0.0) for one in best
         ]
     except (AttributeError, TypeError) as error:
-        raise BadCompletion(f"the two likeliest of each token were asked for, not {best!r:.80}") from error
+        raise BadCompletion(f"the two most likely tokens of each position were requested, not {best!r:.80}") from error
     return KnownAnswer(tuple(map(str, tokens)), tuple(map(float, found["token_logprobs"])), tuple(margins))
 
 
@@ -112,16 +112,16 @@ def check(body: object, tokens: int = 1) -> None:
         raise BadCompletion("the answer is no JSON object")
     choices, usage = body.get("choices"), body.get("usage")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
-        raise BadCompletion(f"one choice was asked for, not {choices!r:.80}")
+        raise BadCompletion(f"one choice was requested, not {choices!r:.80}")
     if not isinstance(choices[0].get("text"), str):
         raise BadCompletion("the choice has no text")
     asked = "one token was" if tokens == 1 else f"{tokens} tokens were"
     if not isinstance(usage, Mapping) or usage.get("completion_tokens") != tokens:
-        raise BadCompletion(f"{asked} asked for, but usage says {usage!r:.80}")
+        raise BadCompletion(f"{asked} requested, but usage reports {usage!r:.80}")
     logprobs = choices[0].get("logprobs")
     given = logprobs.get("token_logprobs") if isinstance(logprobs, Mapping) else None
     if not isinstance(given, list) or len(given) != tokens or not all(isinstance(one, int | float) for one in given):
-        raise BadCompletion(f"{asked} asked for with log probabilities, not {given!r:.80}")
+        raise BadCompletion(f"{asked} requested with log probabilities, not {given!r:.80}")
     for one in given:
         if not math.isfinite(one) or not _LOGPROB_MIN <= one <= 1e-3:
             raise BadCompletion(f"the greedy token's log probability is {one}, which no working engine computes")

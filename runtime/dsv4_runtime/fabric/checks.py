@@ -78,7 +78,7 @@ def choose_fabric(node: Node, address: str | None = None, setting: FabricSetting
 def _usable_port(node: Node, port: Port, *, by_hand: bool) -> UsablePort | str:
     """Return the usable port, or the reason why it is not usable."""
     if port.link_layer != "Ethernet":
-        return f"its link layer is {port.link_layer}, not Ethernet: dsv4 knows RoCE only"
+        return f"its link layer is {port.link_layer}, not Ethernet: dsv4 supports RoCE only"
     if not port.active:
         return f"its link is not up ({port.state})"
     interface = node.interfaces.get(port.interface) if port.interface else None
@@ -420,7 +420,7 @@ def _mtu(choice: FabricChoice, plan: FabricPlan) -> Check:
     if small:
         found = ", ".join(f"{link.name} has {link.mtu}" for link in small)
         remedy = f"`ip link set {small[0].name} mtu {plan.mtu}` on every machine, and on the switch"
-        return Check("mtu", CheckStatus.FAIL, f"the plan asks for {plan.mtu}: {found}", remedy)
+        return Check("mtu", CheckStatus.FAIL, f"the plan requires {plan.mtu}: {found}", remedy)
     found = ", ".join(
         f"{fit.interface.name} {fit.interface.mtu} (RoCE {roce_mtu(fit.interface.mtu)})" for fit in choice.fit
     )
@@ -455,7 +455,7 @@ def _gids(choice: FabricChoice, plan: FabricPlan, rank: int) -> Check:
     if stale:
         said = f"{found}; stale entries: {', '.join(stale)}"
         return Check(
-            "gid", CheckStatus.WARN, said, "start the machine again when it suits; NCCL is told the right entry"
+            "gid", CheckStatus.WARN, said, "restart the machine at a suitable time; NCCL gets the correct entry"
         )
     return Check("gid", CheckStatus.OK, f"RoCE v2: {found}")
 
@@ -464,7 +464,7 @@ def _locked_memory(node: Node) -> Check:
     """Check the limit of locked memory for RDMA buffers."""
     limits = node.limits
     if not limits.locked_memory_known:
-        return Check("memlock", CheckStatus.SKIPPED, "/proc/self/limits does not say")
+        return Check("memlock", CheckStatus.SKIPPED, "/proc/self/limits has no such line")
     if limits.locked_memory is None or limits.may_lock:
         return Check(
             "memlock", CheckStatus.OK, "unlimited" if limits.locked_memory is None else "not limited by IPC_LOCK"
@@ -480,7 +480,7 @@ def _open_files(node: Node) -> Check:
     files = node.limits.open_files
     if files is None or files >= _OPEN_FILES:
         return Check("nofile", CheckStatus.OK, "unlimited" if files is None else str(files))
-    found = f"{files} files may be open; long runs of vLLM with Ray have ended for want of them"
+    found = f"{files} files may be open; long runs of vLLM with Ray have failed at this limit"
     return Check("nofile", CheckStatus.WARN, found, "LimitNOFILE=1048576 for the service or containerd (ulimit -n)")
 
 

@@ -179,11 +179,11 @@ def _text(checks: Sequence[Check], environment: Sequence[Variable], *, colour: b
         if check.remedy:
             lines.append(f"{'':<7}  {'':<{width}}  -> {check.remedy}")
     if environment:
-        lines += ["", "What dsv4 tells NCCL, Gloo and UCX here:"]
+        lines += ["", "Settings for NCCL, Gloo and UCX on this machine:"]
         lines += [f"  {one.name}={one.value}  ({one.reason})" for one in environment]
     bad = failures(checks)
     warned = sum(check.level is CheckStatus.WARN for check in checks)
-    lines += ["", f"{len(bad)} failed, {warned} to look at, {len(checks)} checks"]
+    lines += ["", f"{len(bad)} failed, {warned} warnings, {len(checks)} checks"]
     return "\n".join(lines)
 
 

@@ -276,7 +276,7 @@ class MemberFabric:
             return None
         return (
             f"NCCL uses TCP sockets although the plan requires RDMA: {nccl.first_socket}; `dsv4 doctor` on each "
-            "machine says which port is not fit"
+            "machine names the unusable port"
         )
 
     async def _rendezvous_port(self, others: Statuses) -> int:

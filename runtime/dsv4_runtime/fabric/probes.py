@@ -332,12 +332,12 @@ def path_problem(plan: FabricPlan, who: str, outcome: ProbeOutcome) -> str | Non
     if not outcome.arrives:
         if outcome.received:
             return (
-                f"what is sent {path} does not arrive, although packets of {who} arrive here: "
-                f"this one direction is blocked; look at the firewalls of both machines and the routes between them"
+                f"packets sent {path} do not arrive, although packets of {who} arrive here: "
+                f"this direction is blocked; check the firewalls of both machines and the routes between them"
             )
         return (
             f"nothing comes back {path}, and no packet of {who} arrives here; "
-            "look at the cable, the switch, the firewalls (ufw) and the address at the other end"
+            "check the cable, the switch, the firewalls (ufw) and the address at the other end"
         )
     want = required_size(plan, outcome.mine, outcome.theirs)
     if outcome.carries < want:
@@ -347,7 +347,7 @@ def path_problem(plan: FabricPlan, who: str, outcome: ProbeOutcome) -> str | Non
             f"{outcome.carries}"
         )
     if not outcome.streams:
-        return f"a TCP stream {path} stalls or breaks although packets arrive; look at the firewalls of both machines"
+        return f"a TCP stream {path} stalls or breaks although packets arrive; check the firewalls of both machines"
     return None
 
 

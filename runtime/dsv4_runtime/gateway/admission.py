@@ -45,7 +45,9 @@ class ApiKeys:
         self._stamp = self._stat()
         self._digests = self._read()
         if not self._digests:
-            raise ApiKeysError(f"spec.gateway.apiKeys: the file {str(self._path)!r} has no key; write one a line")
+            raise ApiKeysError(
+                f"spec.gateway.apiKeys: the file {str(self._path)!r} contains no key; write one key per line"
+            )
         self._checked = time.monotonic()
 
     def admit(self, message: Message) -> bool:
@@ -72,11 +74,13 @@ class ApiKeys:
             if stamp != self._stamp:
                 self._digests, self._stamp = self._read(), stamp
         except ApiKeysError as error:
-            _log.warning("the keys of before stay: %s", error)
+            _log.warning("previous keys remain in use: %s", error)
             return
         if not self._digests:
             _log.warning(
-                "spec.gateway.apiKeys: the file %s has no key any more: nobody may ask; write one a line", self._path
+                "spec.gateway.apiKeys: the file %s contains no key any more, so all requests are refused; "
+                "write one key per line",
+                self._path,
             )
 
     def _stat(self) -> tuple[int, int, int]:

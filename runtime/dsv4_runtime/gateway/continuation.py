@@ -366,16 +366,16 @@ class Transcript:
             self._chat = True
             return CHAT, with_token_ids(self._raw, sent)
         if not self._prompt:
-            raise ValueError("the engine did not say which tokens the prompt has")
+            raise ValueError("the engine did not report the tokens of the prompt")
         self._chat = False
         body = {name: value for name, value in sent.items() if name in _SAMPLING}
         limit = self.limit(sent)
         if limit is not None and limit <= tokens:
-            raise ValueError("all tokens were delivered, but the engine did not say that it had finished")
+            raise ValueError("all tokens were delivered, but the engine did not report the end")
         # A missing limit must be sent as a number: the default of completions is 16. vLLM subtracts the prompt.
         left = context if limit is None else limit - tokens
         if left is None:
-            raise ValueError("no max_tokens was given, and vLLM does not say how long its context is")
+            raise ValueError("max_tokens is missing, and vLLM does not report its context length")
         body |= {"max_tokens": left, "return_token_ids": True}
         body |= {"min_tokens": max(0, (sent.get("min_tokens") or 0) - tokens)}
         kept = b"".join(b",%d" % token for token in self._tokens)

@@ -151,7 +151,7 @@ def bad_model(kind: str, known: Iterable[str]) -> Refusal:
 
 def unknown_path(path: str) -> Refusal:
     """Refuse a path that is not forwarded."""
-    message = f"the path {path[:_SHOWN]!r} is none of this API; docs/gateway.md lists those that are passed on"
+    message = f"the path {path[:_SHOWN]!r} does not belong to this API; docs/gateway.md lists the forwarded paths"
     return _invalid_as_vllm(404, "NotFoundError", "path_not_found", message)
 
 
@@ -169,7 +169,7 @@ def too_slow(rate: int) -> Refusal:
 
 def malformed(what: str) -> Refusal:
     """Refuse a request that is not HTTP/1.1."""
-    message = f"the request is not HTTP/1.1 as RFC 9112 has it: {what[:100]}"
+    message = f"the request is not HTTP/1.1 (RFC 9112): {what[:100]}"
     return _invalid(400, "malformed_request", message)
 
 
@@ -181,7 +181,7 @@ def head_too_large(limit: int) -> Refusal:
 
 def too_many_connections(limit: int) -> Refusal:
     """Refuse a request beyond the connection limit, or a body that makes room for another connection."""
-    message = f"the gateway has {limit} connections, the most that it keeps; send the request again later"
+    message = f"the gateway has {limit} connections, its limit; send the request again later"
     return _service_unavailable("overloaded", message)
 
 
@@ -190,7 +190,7 @@ UNAUTHORIZED = Refusal(
     401,
     "authentication_error",
     "invalid_api_key",
-    "this API needs a key that it knows; send it as Authorization: Bearer <key>",
+    "this API requires a valid key; send it as Authorization: Bearer <key>",
     Outcome.UNAUTHORIZED,
 )
 BAD_ENCODING = _invalid_as_vllm(
@@ -200,12 +200,12 @@ NO_UPGRADE = _invalid(501, "upgrade_unsupported", "the gateway passes on HTTP re
 """WebSockets and other protocols cannot survive the engine's death."""
 NO_MEMORY = _service_unavailable(
     "overloaded",
-    "the gateway keeps as many bytes of requests and answers as it may (spec.gateway.maxHeldBytes, maxBodyBytes)",
+    "the gateway's memory for requests and answers is full (spec.gateway.maxHeldBytes, maxBodyBytes)",
 )
 INTERNAL = Refusal(
     500,
     "server_error",
     "internal_error",
-    "the gateway failed to handle the request; its log says where",
+    "the gateway failed to handle the request; its log has the traceback",
     Outcome.ENGINE_ERROR,
 )

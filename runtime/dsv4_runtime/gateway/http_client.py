@@ -75,7 +75,7 @@ class UpstreamResponse(http1.Message):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.reusable = False
-            self.fail(f"what vLLM answered is no HTTP/1.1 ({type(error).__name__}: {error})")
+            self.fail(f"vLLM's response is not HTTP/1.1 ({type(error).__name__}: {error})")
 
     def closed(self, error: Exception | None) -> None:
         """Handle the end of the connection."""

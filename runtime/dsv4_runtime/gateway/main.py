@@ -32,12 +32,16 @@ def main() -> None:
     """Serve until SIGTERM, then drain. Exit codes: 0 ended as asked, 2 cannot start, and the log says why."""
     parser = argparse.ArgumentParser(prog="dsv4-gateway", description=main.__doc__)
     parser.add_argument("--settings", type=Path, required=True, help="JSON file with the limits (GatewaySettings)")
-    parser.add_argument("--route", type=Path, required=True, help="JSON file with agent, api, tokenKeyFile; followed")
+    parser.add_argument(
+        "--route", type=Path, required=True, help="JSON file with agent, api, tokenKeyFile; re-read on change"
+    )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--fd", type=int, help="number of an inherited listening socket")
     where.add_argument("--listen", metavar="HOST:PORT")
-    parser.add_argument("--log", type=Path, help="where to log, within 64 MiB [default: standard error]")
-    parser.add_argument("--number", type=int, help="which of several gateways at one address; its metrics say so")
+    parser.add_argument("--log", type=Path, help="log file, at most 64 MiB [default: standard error]")
+    parser.add_argument(
+        "--number", type=int, help="index among several gateways at one address, a label of its metrics"
+    )
     options = parser.parse_args()
     log_to(options.log)
     try:

@@ -27,7 +27,7 @@ class GatewayMetrics:
         counter = partial(Counter, registry=self._registry)
         gauge = partial(Gauge, registry=self._registry)
         histogram = partial(Histogram, registry=self._registry)
-        self.requests = counter("dsv4_gateway_requests", "Requests by how they ended", ["outcome"])
+        self.requests = counter("dsv4_gateway_requests", "Requests by outcome", ["outcome"])
         for outcome in Outcome:
             # Rates need an initial zero.
             self.requests.labels(outcome)
@@ -38,16 +38,18 @@ class GatewayMetrics:
         self._refusals: dict[str, tuple[Counter, Counter]] = {}
         """Counters by code."""
         self._client_bytes = gauge("dsv4_gateway_client_bytes", "Bytes kept for clients")
-        self._active = gauge("dsv4_gateway_active", "Requests that have no whole answer yet")
-        self.held = gauge("dsv4_gateway_held", "Requests that wait for the engine")
-        self.held_bytes = gauge("dsv4_gateway_held_bytes", "Bodies of the requests that wait")
-        self.replayed = counter("dsv4_gateway_replayed", "Times a request was sent again from its start")
-        self.continued = counter("dsv4_gateway_continued", "Times a started stream was continued")
+        self._active = gauge("dsv4_gateway_active", "Requests in progress")
+        self.held = gauge("dsv4_gateway_held", "Requests waiting for an engine")
+        self.held_bytes = gauge("dsv4_gateway_held_bytes", "Bytes of the bodies of waiting requests")
+        self.replayed = counter("dsv4_gateway_replayed", "Requests repeated from their start")
+        self.continued = counter("dsv4_gateway_continued", "Streams continued after an engine failure")
         rejected = "1 while no agent accepts this gateway and one rejects its credentials"
         self._rejected = gauge("dsv4_gateway_credentials_rejected", rejected)
-        self.cut = counter("dsv4_gateway_cut", "Started answers that ended with an error")
-        self.hold = histogram("dsv4_gateway_hold_seconds", "How long requests waited", buckets=_HOLD_BUCKETS)
-        first_byte = "From a request to the first byte of its answer"
+        self.cut = counter("dsv4_gateway_cut", "Started responses that ended with an error")
+        self.hold = histogram(
+            "dsv4_gateway_hold_seconds", "Time that requests waited for an engine", buckets=_HOLD_BUCKETS
+        )
+        first_byte = "Time from a request to the first byte of its response"
         self.first_byte = histogram("dsv4_gateway_first_byte_seconds", first_byte, buckets=_FIRST_BYTE_BUCKETS)
 
     def refuse(self, refusal: Refusal) -> None:
@@ -86,7 +88,9 @@ class _GroupsCollector:
             "dsv4_gateway_engine_state", "1 for the state of a group's engine", labels=["group", "state"]
         )
         ages = GaugeMetricFamily(
-            "dsv4_gateway_watch_age_seconds", "Since the agent of a group's head was last heard", labels=["group"]
+            "dsv4_gateway_watch_age_seconds",
+            "Seconds since the last event from the agent of the group's head",
+            labels=["group"],
         )
         for index, group in self._groups.all.items():
             for state in Availability:

@@ -78,7 +78,7 @@ class HoldQueue:
         """
         settings = self._settings
         if not admitted and (self._count >= settings.max_held_requests or self._bytes + size > settings.max_held_bytes):
-            raise RefusedError(unavailable("the engine is away, and as many requests as may wait for it do so already"))
+            raise RefusedError(unavailable("the engine is unavailable, and the queue of waiting requests is full"))
         self._change(1, size)
         begun = time.monotonic()
         try:
@@ -87,7 +87,7 @@ class HoldQueue:
         except TimeoutError:
             if not bound.expired():
                 raise
-            message = f"the engine is away and did not come back within {settings.hold_timeout_seconds:g} s"
+            message = f"the engine is unavailable and did not recover within {settings.hold_timeout_seconds:g} s"
             raise RefusedError(unavailable(message)) from None
         finally:
             self._change(-1, -size)
@@ -487,7 +487,7 @@ class Proxy:
         whole = exchange.request.target, (exchange.body,)
         body = parse_object(exchange.body) if exchange.path in (COMPLETIONS, CHAT) else None
         if body is None or body.get("stream") is not True:
-            exchange.obstacle = "the request is of a form that the gateway does not know, or too long to look at"
+            exchange.obstacle = "the request has an unsupported form, or is too long to parse"
             return whole
         exchange.obstacle = obstacle(exchange.path, body)
         if exchange.obstacle is not None:

@@ -202,7 +202,7 @@ def _says_so(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgeme
         cause=Cause.ENGINE_CORE_DIED,
         culprit_rank=0,
         rule="api",
-        message="vLLM's /health says that its engine is dead",
+        message="vLLM's /health reports a dead engine",
         since=since,
     )
 

@@ -160,7 +160,7 @@ class ExitCauses:
         now = oom_kills()
         if now is not None and self._oom_kills is not None and now > self._oom_kills:
             self._oom_kills = now
-            return Cause.OUT_OF_MEMORY_HOST, "the kernel ended it for want of memory"
+            return Cause.OUT_OF_MEMORY_HOST, "the kernel ended it because of a lack of memory"
         free = shm_free()
         if free is not None and free < _SHM_FULL_BYTES:
             return Cause.SHARED_MEMORY_FULL, f"shared memory (/dev/shm) has {free} bytes free"

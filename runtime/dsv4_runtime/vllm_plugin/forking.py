@@ -178,7 +178,7 @@ def _spawn_where_cuda_is_used() -> PatchOutcome:
     expect_parameters(symbol, original, [])
     reader = getattr(system_utils, "_maybe_force_spawn", None)
     if original is None or reader is None or "cuda_is_initialized" not in reader.__code__.co_names:
-        raise refuse(symbol, "_maybe_force_spawn does not ask it")
+        raise refuse(symbol, "_maybe_force_spawn does not call it")
     system_utils.cuda_is_initialized = or_by_others(original)
     return PatchOutcome.APPLIED
 

@@ -168,7 +168,7 @@ def _attach_reserve(name: str, change: Callable[[ModuleType], None]) -> None:
     try:
         change(sys.modules[name])
     except Exception as error:
-        LOGGER.warning("dsv4 memory: what attention takes beyond vLLM's profile is not reserved (%s)", error)
+        LOGGER.warning("dsv4 memory: attention buffers beyond vLLM's profile are not reserved (%s)", error)
 
 
 def _profile(module: Any) -> None:

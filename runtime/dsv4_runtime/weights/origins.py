@@ -211,7 +211,7 @@ class HuggingFace:
         if constants.HF_HUB_OFFLINE:
             # The client refuses to list files; the range requests would not be affected.
             raise WeightsError(
-                f"HF_HUB_OFFLINE forbids to ask {self.name} for {self._repo}; unset it on this machine, or give "
+                f"HF_HUB_OFFLINE forbids requests to {self.name} for {self._repo}; unset it on this machine, or give "
                 "spec.model.source.path"
             )
         self._token = _read_token(plan)
@@ -273,7 +273,7 @@ class HuggingFace:
         if code == "GatedRepo":
             # The files of a gated repository are listed publicly; only the download is refused.
             return (
-                f"{repository} asks for consent to its terms; give it on {self._endpoint}/{self._repo}, and a token of "
+                f"{repository} requires consent to its terms; give it on {self._endpoint}/{self._repo}, and a token of "
                 "that account in secretKeyRef"
             )
         if code == "RevisionNotFound":

@@ -310,7 +310,7 @@ class _Staging:
             except TransientError as error:
                 if rank is None:
                     raise WeightsError(
-                        f"{error}, again and again; what has come is kept, the next try goes on from there"
+                        f"{error}; received data is kept, and the next attempt continues there"
                     ) from error
                 self._paused[rank] = time.monotonic() + _MEMBER_PAUSE_SECONDS
             except WeightsError as error:

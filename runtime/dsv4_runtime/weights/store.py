@@ -228,7 +228,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
             what = "quota" if error.errno == errno.EDQUOT else "disk"
             raise WeightsError(
                 f"the {what} of {folder} became full while weights were written ({error.strerror}); make room there, "
-                "or give the weights a larger disk: what has come is kept and continued",
+                "or give the weights a larger disk: received data is kept and the download continues",
                 Cause.DISK_FULL,
             ) from error
         raise WeightsError(

@@ -213,7 +213,7 @@ def test_infiniband_is_said_to_be_none(tmp_path: Path) -> None:
     machine = rtx_host()
     machine.cards[1].link_layer = "InfiniBand"
     _, checks = seen(machine, tmp_path / "m")
-    assert "dsv4 knows RoCE only" in check(checks, "port mlx5_1:1").found
+    assert "dsv4 supports RoCE only" in check(checks, "port mlx5_1:1").found
 
 
 def test_a_card_that_came_up_degraded(tmp_path: Path) -> None:

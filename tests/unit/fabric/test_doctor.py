@@ -24,7 +24,7 @@ def test_a_good_spark(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "ok       rdma" in done.stdout
     assert "NCCL_IB_HCA==rocep1s0f0:1,roceP2p1s0f0:1" in done.stdout
-    assert "0 failed, 0 to look at" in done.stdout
+    assert "0 failed, 0 warnings" in done.stdout
     assert "\x1b" not in done.stdout
 
 

@@ -58,7 +58,7 @@ def test_the_plan_s_mtu(tmp_path: Path) -> None:
     machine = spark()
     machine.cards[1].mtu = 1500
     _, checks = seen(machine, tmp_path / "m", FabricPlan(mtu=9000))
-    assert failures(checks)[0].found == "the plan asks for 9000: enP2p1s0f0np0 has 1500"
+    assert failures(checks)[0].found == "the plan requires 9000: enP2p1s0f0np0 has 1500"
 
 
 @pytest.mark.parametrize(("mtu", "payload"), [(9000, 4096), (4192, 4096), (4191, 2048), (1500, 1024), (300, 0)])

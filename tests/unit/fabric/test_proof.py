@@ -95,8 +95,8 @@ def test_a_router_and_all_is_well(network: Network) -> None:
 
 def test_a_block_in_one_direction(network: Network) -> None:
     first, second = network(mtu=1500, between=1500, routed=True, block=0)
-    assert "what is sent from 10.88.1.10 (fabric0) to 10.88.2.11 of rank 1 does not arrive" in first["error"]
-    assert "although packets of rank 1 arrive here: this one direction is blocked" in first["error"]
+    assert "packets sent from 10.88.1.10 (fabric0) to 10.88.2.11 of rank 1 do not arrive" in first["error"]
+    assert "although packets of rank 1 arrive here: this direction is blocked" in first["error"]
     assert "nothing comes back from 10.88.2.11 (fabric0) to 10.88.1.10 of rank 0" in second["error"]
     assert "no packet of rank 0 arrives here" in second["error"]
 

@@ -317,7 +317,7 @@ async def test_a_file_of_keys_that_was_emptied_admits_nobody(kit, caplog):
         await asyncio.sleep(1.1)
         for headers in ({"x-api-key": "first"}, {}, {"x-api-key": ""}):
             assert (await lab.post(COMPLETIONS, ASK, headers=headers))[0] == 401
-        assert f"spec.gateway.apiKeys: the file {lab.route.parent / 'keys'} has no key any more" in caplog.text
+        assert f"spec.gateway.apiKeys: the file {lab.route.parent / 'keys'} contains no key any more" in caplog.text
         (lab.route.parent / "keys").write_text("second\n")
         await asyncio.sleep(1.1)
         assert (await lab.post(COMPLETIONS, ASK, headers={"x-api-key": "second"}))[0] == 200

@@ -171,7 +171,7 @@ async def test_without_a_known_end_it_is_not_continued(kit):
     async with kit.Lab(served_names=("nano", "alias")) as lab:
         lab.engine.faults = [kit.Fault(after=9)]
         last = kit.chunks((await lab.post(CHAT, {**body, "model": "alias"}))[1])[-1]
-        assert "how long its context is" in last["error"]["message"]
+        assert "does not report its context length" in last["error"]["message"]
 
 
 @pytest.mark.parametrize(

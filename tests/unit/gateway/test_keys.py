@@ -92,7 +92,7 @@ def test_a_key_that_no_header_can_have_is_refused_with_its_line(tmp_path, text):
 
 @pytest.mark.parametrize("text", ["", "\n", "# only comments\n", "   # only comments\n", " \t\n"])
 def test_a_file_without_a_key_is_refused(tmp_path, text):
-    with pytest.raises(ApiKeysError, match="has no key; write one a line"):
+    with pytest.raises(ApiKeysError, match="contains no key; write one key per line"):
         ApiKeys(write(tmp_path, text))
 
 

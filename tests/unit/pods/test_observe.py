@@ -131,7 +131,7 @@ SHUT_DOWN = "Pod was terminated in response to imminent node shutdown."
         (ended(exitCode=2, message="one\ndsv4-agent: no plan\n"), "exit code 2: dsv4-agent: no plan", None),
         (
             ended(exitCode=137, reason="OOMKilled"),
-            "the kernel ended it for want of memory",
+            "the kernel ended it because of a lack of memory",
             Cause.OUT_OF_MEMORY_HOST,
         ),
         ({"phase": "Failed", "reason": "Evicted", "message": EVICTED}, f"Evicted: {EVICTED}", None),

@@ -7,14 +7,11 @@ dsv4 is held to the same, so nothing comes in through a helper.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-
-from dsv4_runtime.vllm_plugin.kernels import v033
 
 ROOT = Path(__file__).parents[3]
 PURE = (
@@ -140,64 +137,3 @@ def test_all_pure_packages_are_looked_at() -> None:
 )
 def test_what_is_not_pure_is_found(code: str) -> None:
     assert list(impurities(ast.parse(code))) != []
-
-
-RUNTIME = ROOT / "runtime" / "dsv4_runtime"
-ADAPTERS = frozenset({RUNTIME / "vllm_plugin" / "kernels" / name for name in ("v032.py", "v033.py")})
-PUBLIC_MODULES = frozenset({"vllm.entrypoints.openai.api_server"})
-"""Documented command of vLLM."""
-NOT_OF_VLLM = frozenset({"_buffers", "_exit", "_initializing", "_topk"})
-"""Private attributes of torch, os, importlib and torch.ops that the plugin uses."""
-_MODULE = re.compile(r"vllm(?:\.[a-zA-Z_]\w*)+(?::\w+)?")
-_ATTRIBUTE = re.compile(r"_[a-z]\w*")
-
-
-def strings(tree: ast.AST) -> Iterator[str]:
-    yield from (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-
-
-def own_names(tree: ast.AST) -> frozenset[str]:
-    """Names that a module defines itself: of functions, classes and attributes of `self`, and keys of `type(...)`."""
-    found = set[str]()
-    for node in ast.walk(tree):
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found.add(name)
-            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
-                found.add(name)
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                found.add(name)
-            case ast.Call(func=ast.Name(id="type"), args=[_, _, ast.Dict(keys=keys)]):
-                found |= {key.value for key in keys if isinstance(key, ast.Constant)}
-    return frozenset(found)
-
-
-def test_only_the_adapters_name_modules_of_vllm() -> None:
-    named = {}
-    for path in sorted(RUNTIME.rglob("*.py")):
-        if path in ADAPTERS or "vllm_cpu" in path.parts:
-            continue
-        tree = tree_of(path)
-        modules = {name for name in imported(tree) if name.split(".")[0] == "vllm"}
-        # Loggers below vLLM's use its handlers.
-        modules |= {text for text in strings(tree) if _MODULE.fullmatch(text) and text != "vllm.dsv4"}
-        if modules := modules - PUBLIC_MODULES:
-            named[str(path.relative_to(RUNTIME))] = sorted(modules)
-    assert named == {}
-
-
-def test_the_adapter_lists_every_private_attribute_of_vllm_that_the_plugin_uses() -> None:
-    declared = {name for names in v033.PRIVATE.values() for name in names} | set(v033.COLLECTIVES)
-    used, overridden = dict[str, str](), set[str]()
-    for path in sorted((RUNTIME / "vllm_plugin").rglob("*.py")):
-        if path in ADAPTERS:
-            continue
-        tree = tree_of(path)
-        own = own_names(tree)
-        overridden |= own & declared
-        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | set(strings(tree))
-        for name in attributes - own - NOT_OF_VLLM:
-            if _ATTRIBUTE.fullmatch(name):
-                used[name] = path.name
-    assert {name: path for name, path in used.items() if name not in declared} == {}
-    assert {name for name in declared if name.startswith("_")} - set(used) - overridden - set(v033.COLLECTIVES) == set()

@@ -186,10 +186,10 @@ def test_the_token_opens_it_and_stays_with_the_hub(
 def test_a_gated_repository_is_named_though_its_list_is_public(plan: WeightsPlan, hub: Hub) -> None:
     hub.gated = True
     text = refused(plan)
-    assert "deepseek-ai/Nano asks for consent to its terms" in text
+    assert "deepseek-ai/Nano requires consent to its terms" in text
     assert f"give it on {plan.endpoint}/deepseek-ai/Nano, and a token of that account in secretKeyRef" in text
     hub.answer = lambda _: web.Response(status=403, headers={"X-Error-Code": "GatedRepo"})
-    assert "asks for consent" in refused(plan)
+    assert "requires consent" in refused(plan)
 
 
 def test_a_token_without_the_right_is_named(plan: WeightsPlan, hub: Hub, tmp_path: Path) -> None:
@@ -266,5 +266,5 @@ async def test_offline_mode_is_named_and_kept_to(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     news: list[StagingReport] = []
     assert await _run("stage", StagingJob(weights=plan), news.append) == 1
-    assert "HF_HUB_OFFLINE forbids to ask 127.0.0.1 for deepseek-ai/Nano; unset it" in (news[-1].error or "")
+    assert "HF_HUB_OFFLINE forbids requests to 127.0.0.1 for deepseek-ai/Nano; unset it" in (news[-1].error or "")
     assert (hub.asked, content.requests) == (0, [])

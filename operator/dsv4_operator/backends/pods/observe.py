@@ -348,7 +348,7 @@ def _last_words(status: Mapping[str, Any]) -> tuple[str, Cause | None]:
     code = terminated.get("exitCode", 0)
     last = str(terminated.get("message", "")).rstrip().rpartition("\n")[2][:300]
     memory = terminated.get("reason") == "OOMKilled"
-    what = "the kernel ended it for want of memory" if memory else f"exit code {code}"
+    what = "the kernel ended it because of a lack of memory" if memory else f"exit code {code}"
     return what + (f": {last}" if code and last else ""), Cause.OUT_OF_MEMORY_HOST if memory else None
 
 

@@ -116,7 +116,7 @@ def refuses(parallel: Any, load: Any = None) -> str | None:
         (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1
             or getattr(parallel, "decode_context_parallel_size", 1) > 1,
-            "contexts are spread over ranks, which the bundled kernels do not know",
+            "contexts are spread over ranks, which the bundled kernels do not support",
         ),
         (
             getattr(load, "load_format", None) == "ipc_cache",

@@ -458,7 +458,9 @@ def after_model(original: Callable[..., Any]) -> Callable[..., Any]:
                     running.tell(registered)
             except Exception as error:
                 LOGGER.warning(
-                    "dsv4 warm-up: vLLM compiles what the layers registered itself: %s: %s", type(error).__name__, error
+                    "dsv4 warm-up: vLLM compiles the layers' registered kernels itself: %s: %s",
+                    type(error).__name__,
+                    error,
                 )
         return model
 
@@ -506,7 +508,7 @@ def finish_runner() -> None:
     # No kernels if another loader made the model.
     running.tell([])
     running.runner_is_done = True
-    if not running.report("what the runner launches"):
+    if not running.report("the runner's launches"):
         _AheadProcess.running = None
 
 
@@ -514,7 +516,7 @@ def finish() -> None:
     """Wait until all kernels are compiled, log the time, and end the process."""
     finish_runner()
     running, _AheadProcess.running = _AheadProcess.running, None
-    if running is not None and running.report("what the layers registered"):
+    if running is not None and running.report("the layers' registered kernels"):
         running.end()
 
 

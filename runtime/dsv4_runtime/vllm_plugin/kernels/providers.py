@@ -55,7 +55,7 @@ def deep_gemm_missing() -> str | None:
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import deep_gemm
 
     if not deep_gemm.is_deep_gemm_supported():
-        return "DeepGEMM is not installed, or does not know this card"
+        return "DeepGEMM is not installed, or does not support this card"
     if capability()[0] != 9:
         return "its scales are packed in another way on this card; tried on compute capability 9.0 only"
     return None
@@ -420,7 +420,7 @@ def _expect(symbol: str, function: Callable[..., Any], positional: int, *keyword
     try:
         inspect.signature(function).bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:
-        raise TypeError(f"{symbol} does not take what vLLM 0.33 gives it: {error}") from None
+        raise TypeError(f"{symbol} does not accept the arguments of vLLM 0.33: {error}") from None
 
 
 def flash_infer_missing() -> str | None:

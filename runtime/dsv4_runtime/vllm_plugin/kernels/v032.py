@@ -5,18 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dsv4_runtime.vllm_plugin.kernels.v033 import (
+    COLLECTIVES,
     CUTE_COMPRESSOR,
+    FLASHINFER_SPARSE,
+    FLASHMLA,
     HOOKS,
     HYPER_CONNECTIONS,
+    MODEL_LOADER,
+    MODEL_REGISTRY,
+    MODEL_RUNNER,
+    PARALLEL_STATE,
+    PRIVATE,
+    RAY_EXECUTOR,
     SYMBOLS,
+    SYSTEM_UTILS,
     TILELANG_HYPER_CONNECTIONS,
 )
 
 __all__ = [
+    "COLLECTIVES",
     "CUTE_COMPRESSOR",
+    "FLASHINFER_SPARSE",
+    "FLASHMLA",
     "HOOKS",
     "HYPER_CONNECTIONS",
+    "MODEL_LOADER",
+    "MODEL_REGISTRY",
+    "MODEL_RUNNER",
+    "PARALLEL_STATE",
+    "PRIVATE",
+    "RAY_EXECUTOR",
     "SYMBOLS",
+    "SYSTEM_UTILS",
     "TILELANG_HYPER_CONNECTIONS",
     "compile_together",
     "grammar_masks",

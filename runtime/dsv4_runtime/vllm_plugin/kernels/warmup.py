@@ -65,7 +65,7 @@ def around_kernel_warmup(original: Any) -> Any:
         result = original(worker, *args, **kwargs)
         finish()
         late = warm_up()
-        LOGGER.info("dsv4 kernels: %s plans that vLLM's warm-up asked for were compiled after it", late)
+        LOGGER.info("dsv4 kernels: %s plans requested by vLLM's warm-up were compiled after it", late)
         return result
 
     return kernel_warmup

@@ -28,7 +28,7 @@ Span = tuple[float, float]
 
 CORE = ProcessEnded("engine-core")
 SHM = (Cause.SHARED_MEMORY_FULL, "shared memory (/dev/shm) has 0 bytes free")
-OOM = (Cause.OUT_OF_MEMORY_HOST, "the kernel ended it for want of memory")
+OOM = (Cause.OUT_OF_MEMORY_HOST, "the kernel ended it because of a lack of memory")
 
 
 def worker(told: bool | None, explained: tuple[Cause, str] | None = None) -> ProcessEnded:

@@ -2,22 +2,83 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dsv4_runtime.vllm_plugin.kernels import v032, v033, vllm_api
 
-ADAPTERS = {"v032.py", "v033.py"}
-KERNELS = Path(vllm_api.__file__).parent
-NAMES_VLLM = re.compile(r"^\s*(?:from|import) vllm\b|[\"']vllm\.(?!dsv4\b)", re.MULTILINE)
+RUNTIME = Path(vllm_api.__file__).parents[2]
+ADAPTERS = frozenset({RUNTIME / "vllm_plugin" / "kernels" / name for name in ("v032.py", "v033.py")})
+PUBLIC_MODULES = frozenset({"vllm.entrypoints.openai.api_server"})
+"""Documented command of vLLM."""
+NOT_OF_VLLM = frozenset({"_buffers", "_exit", "_initializing", "_topk"})
+"""Private attributes of torch, os, importlib and torch.ops that the plugin uses."""
+NO_MODULES = frozenset({"vllm.dsv4", "vllm.log"})
+"""A logger, which uses the handlers of vLLM's, and a log file."""
+_MODULE = re.compile(r"vllm(?:\.[a-zA-Z_]\w*)+(?::\w+)?")
+_ATTRIBUTE = re.compile(r"_[a-z]\w*")
 
 
-def test_only_adapters_name_modules_of_vllm() -> None:
-    found = {file.name for file in KERNELS.glob("*.py") if NAMES_VLLM.search(file.read_text())}
-    assert found == {"v033.py"}
-    assert found <= ADAPTERS
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    yield from (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def own_names(tree: ast.AST) -> frozenset[str]:
+    """Names that a module defines itself: of functions, classes and attributes of `self`, and keys of `type(...)`."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+            case ast.Call(func=ast.Name(id="type"), args=[_, _, ast.Dict(keys=keys)]):
+                found |= {key.value for key in keys if isinstance(key, ast.Constant)}
+    return frozenset(found)
+
+
+def test_only_the_adapters_name_modules_of_vllm() -> None:
+    named = {}
+    for path in sorted(RUNTIME.rglob("*.py")):
+        if path in ADAPTERS or "vllm_cpu" in path.parts:
+            continue
+        tree = ast.parse(path.read_text())
+        modules = {name for name in imported(tree) if name.split(".")[0] == "vllm"}
+        modules |= {text for text in strings(tree) if _MODULE.fullmatch(text) and text not in NO_MODULES}
+        if modules := modules - PUBLIC_MODULES:
+            named[str(path.relative_to(RUNTIME))] = sorted(modules)
+    assert named == {}
+
+
+def test_the_adapter_lists_every_private_attribute_of_vllm_that_the_plugin_uses() -> None:
+    declared = {name for names in v033.PRIVATE.values() for name in names} | set(v033.COLLECTIVES)
+    used, overridden = dict[str, str](), set[str]()
+    for path in sorted((RUNTIME / "vllm_plugin").rglob("*.py")):
+        if path in ADAPTERS:
+            continue
+        tree = ast.parse(path.read_text())
+        own = own_names(tree)
+        overridden |= own & declared
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | set(strings(tree))
+        for name in attributes - own - NOT_OF_VLLM:
+            if _ATTRIBUTE.fullmatch(name):
+                used[name] = path.name
+    assert {name: path for name, path in used.items() if name not in declared} == {}
+    assert {name for name in declared if name.startswith("_")} - set(used) - overridden - set(v033.COLLECTIVES) == set()
 
 
 def test_adapters_have_the_same_interface() -> None:

@@ -129,8 +129,10 @@ def test_both_sets_are_compiled_while_the_worker_goes_on(
     assert ahead.before_jit_warmup(lambda worker: "warm")(worker()) == "warm"
     assert sorted(found.name for found in tmp_path.glob("l*")) == ["l0", "l1"]
     first, second = caplog.messages
-    assert first.startswith("dsv4 warm-up: 3 of 3 processes compiled what the runner launches beside the weights")
-    assert second.startswith("dsv4 warm-up: 2 of 2 processes compiled what the layers registered beside the weights")
+    assert first.startswith("dsv4 warm-up: 3 of 3 processes compiled the runner's launches beside the weights")
+    assert second.startswith(
+        "dsv4 warm-up: 2 of 2 processes compiled the layers' registered kernels beside the weights"
+    )
     assert ahead._AheadProcess.running is None
 
 
@@ -146,7 +148,7 @@ def test_processes_that_fail_or_are_late_keep_no_engine(
     ahead.finish()
     assert time.monotonic() - begun < 10
     (line,) = caplog.messages
-    assert line.startswith("dsv4 warm-up: 1 of 3 processes compiled what the runner launches")
+    assert line.startswith("dsv4 warm-up: 1 of 3 processes compiled the runner's launches")
     wait_until(lambda: is_gone(pid))
 
 
@@ -163,7 +165,7 @@ def test_a_process_that_ends_is_one_warning_and_takes_its_own_with_it(
     ahead.finish()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("dsv4 warm-up: vLLM compiles what the runner launches itself: ")
+    assert record.getMessage().startswith("dsv4 warm-up: vLLM compiles the runner's launches itself: ")
     wait_until(lambda: is_gone(pid))
 
 
@@ -179,11 +181,11 @@ def test_a_vllm_with_another_runner_has_the_other_kernels_compiled(
     ahead.begin(worker())
     ahead.after_model(lambda: None)()
     ahead.finish()
-    expected = "dsv4 warm-up: vLLM compiles some of what the runner launches itself: ImportError: no such kernels"
+    expected = "dsv4 warm-up: vLLM compiles some of the runner's launches itself: ImportError: no such kernels"
     assert caplog.messages[0] == expected
-    assert caplog.messages[1].startswith("dsv4 warm-up: 1 of 1 processes compiled what the runner launches")
+    assert caplog.messages[1].startswith("dsv4 warm-up: 1 of 1 processes compiled the runner's launches")
     assert (tmp_path / "choice").exists()
-    assert caplog.messages[2].startswith("dsv4 warm-up: 1 of 1 processes compiled what the layers registered")
+    assert caplog.messages[2].startswith("dsv4 warm-up: 1 of 1 processes compiled the layers' registered kernels")
 
 
 def test_the_first_model_that_registers_kernels_counts(
@@ -208,7 +210,7 @@ def test_a_model_whose_kernels_cannot_be_told_is_returned(
     ahead.begin(worker())
     assert ahead.after_model(lambda: "model")() == "model"
     ahead.finish()
-    expected = "dsv4 warm-up: vLLM compiles what the layers registered itself: AttributeError: no registry"
+    expected = "dsv4 warm-up: vLLM compiles the layers' registered kernels itself: AttributeError: no registry"
     assert caplog.messages == [expected]
 
 
@@ -276,8 +278,8 @@ def test_vllms_own_warm_up_compiles_nothing_after_them(tmp_path: Path) -> None:
         found.append((json.loads(done.stdout.splitlines()[-1]), Counter(one.stem for one in cubins)))
     (first, compiled), (second, again) = found
     assert first["compiled"] == 0, "other processes compile"
-    assert "2 of 2 processes compiled what the runner launches" in first["messages"][0]
-    assert "2 of 2 processes compiled what the layers registered" in first["messages"][1]
+    assert "2 of 2 processes compiled the runner's launches" in first["messages"][0]
+    assert "2 of 2 processes compiled the layers' registered kernels" in first["messages"][1]
     assert second["compiled"] == 0, "vLLM's own warm-up compiles nothing"
     assert second["found"] > 6
     assert again == compiled

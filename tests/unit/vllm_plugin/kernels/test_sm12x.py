@@ -121,9 +121,12 @@ def test_b12x_gets_what_vllms_layers_give_it(found: dict[str, Any]) -> None:
     [
         ("other window", "ValueError: FlashInfer has no sparse attention for 13 heads and a window of 96"),
         ("odd product", "ValueError: vLLM gives b12x weights of multiples of 128, not 192 x 384"),
-        ("other decode", "decode_sparse_mla_dsv4 does not take what vLLM 0.33 gives it: missing a required argument"),
-        ("other linear", "mm_block_fp8 does not take what vLLM 0.33 gives it: got an unexpected keyword argument"),
-        ("other experts", "Caps does not take what vLLM 0.33 gives it: got an unexpected keyword argument 'core"),
+        (
+            "other decode",
+            "decode_sparse_mla_dsv4 does not accept the arguments of vLLM 0.33: missing a required argument",
+        ),
+        ("other linear", "mm_block_fp8 does not accept the arguments of vLLM 0.33: got an unexpected keyword argument"),
+        ("other experts", "Caps does not accept the arguments of vLLM 0.33: got an unexpected keyword argument 'core"),
         ("not for b12x", "not here: b12x has no experts here"),
     ],
 )
