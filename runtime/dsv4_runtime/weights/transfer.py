@@ -248,6 +248,9 @@ class _ResponseBody:
         transport = connection.transport if connection is not None else None
         if transport is None or length is None or response.headers.get("Transfer-Encoding"):
             return
+        if self._content.exception() is not None:
+            # The connection was closed before all of the body.
+            return
         if transport.get_extra_info("ssl_object") is None:
             self._rest = memoryview(self._content.read_nowait(-1))
             # The event loop does not run between these calls, so that it reads nothing from the socket.
@@ -378,9 +381,10 @@ class HttpClient:
         with asyncio.Runner() as runner:
             try:
                 session, response = runner.run(self._open(method, url, headers, where, timeout))
-            except ValueError as error:
-                raise WeightsError(f"{where}: its address or that of its redirect or proxy is invalid") from error
-            except (aiohttp.ClientError, OSError) as error:
+            except (aiohttp.ClientError, OSError, ValueError, OverflowError) as error:
+                # Errors of certificates are value errors too.
+                if isinstance(error, aiohttp.InvalidURL) or not isinstance(error, aiohttp.ClientError | OSError):
+                    raise WeightsError(f"{where}: the address of it, its redirect or proxy is invalid") from error
                 raise TransientError(f"{where}: {_reason(error)}") from error
             try:
                 body = _ResponseBody(runner, response, where, timeout[1])
@@ -389,8 +393,8 @@ class HttpClient:
                 finally:
                     body.close()
             finally:
+                runner.run(_close(session))
                 response.close()
-                runner.run(session.close())
 
     async def _open(
         self, method: str, url: str, headers: Mapping[str, str], where: str, limits: tuple[float, float]
@@ -411,7 +415,7 @@ class HttpClient:
         try:
             return session, await self._follow(session, method, url, headers, where)
         except BaseException:
-            await session.close()
+            await _close(session)
             raise
 
     async def _follow(
@@ -436,6 +440,13 @@ class HttpClient:
             if not _same_server(address, _parse(url)):
                 headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
         raise WeightsError(f"{where} redirects more than {_REDIRECTS} times; check the address")
+
+
+async def _close(session: aiohttp.ClientSession) -> None:
+    await session.close()
+    # Transports release their sockets in the next turns of the loop.
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 _REDIRECTS = 10
@@ -497,9 +508,12 @@ def _tls_context(bundle: str) -> ssl.SSLContext:
 
 
 def _parse(url: str) -> URL:
-    """Return a URL without credentials, with its escapes: signatures cover them."""
+    """Return a URL without credentials, with its escapes: signatures cover them; raise ValueError if it is invalid."""
     plain = url.isascii() and url.isprintable() and " " not in url
-    return URL(url, encoded=plain).with_user(None)
+    found = URL(url, encoded=plain)
+    if found.scheme not in ("http", "https") or not found.host:
+        raise ValueError(f"{found.scheme}://{found.host} is no address of a web server")
+    return found.with_user(None)
 
 
 def _same_server(first: URL, second: URL) -> bool:

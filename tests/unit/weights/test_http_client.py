@@ -273,7 +273,7 @@ def test_redirects_without_end_are_refused(serve: Serve) -> None:
         HttpClient().get(f"{serve(app).url}/a", {})
 
 
-@pytest.mark.parametrize("location", ["ftp://elsewhere/x", "http://[::1/x", "http://host:99999999/x", "http://"])
+@pytest.mark.parametrize("location", ["ftp://elsewhere/x", "http://[::1/x", "http://host:99999999/x", "//host:x/"])
 def test_an_invalid_redirect_is_refused(raw: Callable[..., Raw], location: str) -> None:
     server = raw([b"HTTP/1.1 302 Found\r\nLocation: %b\r\nContent-Length: 0\r\n\r\n" % location.encode()])
     with pytest.raises(WeightsError, match="invalid"):
