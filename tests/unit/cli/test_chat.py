@@ -170,13 +170,17 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
         except StopIteration:
             raise EOFError from None
 
-    main = threading.main_thread().ident or 0
-    timer = threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    begun = time.monotonic()
+    def interrupt() -> None:
+        deadline = time.monotonic() + 10
+        while not server.requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     assert chat.converse(server.settings(silence_seconds=15.0), read=read) is ExitCode.OK
-    timer.join()
-    assert time.monotonic() - begun < 10
+    thread.join()
     out, err = capsys.readouterr()
     assert out == ("One\nTwo.\n" if before else "Two.\n")
     assert "[stopped]" in err
