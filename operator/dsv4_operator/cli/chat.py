@@ -7,7 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from http import HTTPStatus
+from typing import Any
 
 from dsv4_operator.api import DeploymentPhase
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
@@ -16,11 +17,7 @@ from dsv4_operator.cli.render import not_ready_reason
 from dsv4_operator.cli.sources.base import STOPPED, DeploymentSource, DeploymentView, not_serving
 from dsv4_runtime.util import sse
 
-if TYPE_CHECKING:
-    import httpx
-
 ChatMessage = dict[str, str]
-CONNECT_SECONDS = 5.0
 
 
 class ChatError(CommandError):
@@ -193,58 +190,48 @@ def read_event(answer: ChatAnswer, data: str, now: float) -> str:
     return piece
 
 
-def stream(
-    client: httpx.Client, settings: ChatSettings, messages: Sequence[ChatMessage], answer: ChatAnswer
-) -> Iterator[str]:
+def stream(settings: ChatSettings, messages: Sequence[ChatMessage], answer: ChatAnswer) -> Iterator[str]:
     """Yield the pieces of the answer to `messages` as they arrive, and add them to `answer`.
 
     Raises:
         ChatError: the connection or the answer failed, with a message for the user.
     """
-    import httpx
+    import aiohttp
 
-    done = False
+    from dsv4_operator.cli import http
+
+    done, silence = False, settings.options.silence_seconds
+    url, body = f"{settings.endpoint}/chat/completions", settings.body(messages)
     try:
-        with client.stream("POST", f"{settings.endpoint}/chat/completions", json=settings.body(messages)) as response:
-            if response.status_code != httpx.codes.OK:
-                response.read()
-                raise ChatError(f"{settings.endpoint} answered {response.status_code}: {error_text(response.text)}")
-            for data in events(response.iter_bytes()):
+        with http.open_url("POST", url, token=settings.key, body=body, silence_seconds=silence) as response:
+            if response.status != HTTPStatus.OK:
+                text = error_text(response.read().decode(errors="replace"))
+                raise ChatError(f"{settings.endpoint} answered {response.status}: {text}")
+            for data in events(response.chunks()):
                 if data == "[DONE]":
                     done = True
                     break
                 if piece := read_event(answer, data, time.monotonic()):
                     yield piece
-    except httpx.ConnectError as error:
-        raise ChatError(f"{settings.endpoint} does not answer ({error}); see `{settings.status}`") from error
-    except httpx.TimeoutException as error:
-        connecting = isinstance(error, httpx.ConnectTimeout)
-        seconds = CONNECT_SECONDS if connecting else settings.options.silence_seconds
+    except TimeoutError as error:
+        seconds = http.CONNECT_SECONDS if isinstance(error, aiohttp.ConnectionTimeoutError) else silence
         raise ChatError(f"{settings.endpoint} said nothing for {seconds:g} s; see `{settings.why}`") from error
-    except httpx.HTTPError as error:
-        raise ChatError(f"the answer broke off ({error}); see `{settings.why}`") from error
+    except aiohttp.ClientConnectorError as error:
+        raise ChatError(
+            f"{settings.endpoint} does not answer ({http.reason(error)}); see `{settings.status}`"
+        ) from error
+    except http.ERRORS as error:
+        raise ChatError(f"the answer broke off ({http.reason(error)}); see `{settings.why}`") from error
     except sse.EventTooLongError as error:
         raise ChatError(f"{settings.endpoint} sent an event that does not end; see `{settings.why}`") from error
     if not done and answer.finish_reason is None:
         raise ChatError(f"the answer broke off before its end; see `{settings.why}`")
 
 
-def make_client(settings: ChatSettings) -> httpx.Client:
-    """Return a client with time limits, without the proxy of the environment: deployments are reached directly."""
-    import httpx
-
-    return httpx.Client(
-        headers={"Authorization": f"Bearer {settings.key}"} if settings.key else {},
-        timeout=httpx.Timeout(settings.options.silence_seconds, connect=CONNECT_SECONDS),
-        trust_env=False,
-    )
-
-
 def answer_once(settings: ChatSettings, prompt: str, *, terminal: bool) -> ExitCode:
     """Stream the answer to one prompt to stdout; on a terminal, print its speed to stderr."""
     answer = ChatAnswer()
-    with make_client(settings) as client:
-        _print_stream(stream(client, settings, [{"role": "user", "content": prompt}], answer))
+    _print_stream(stream(settings, [{"role": "user", "content": prompt}], answer))
     if terminal:
         note(f"[{answer.speed()}]")
     return ExitCode.OK
@@ -260,31 +247,30 @@ def converse(
     """
     note(f"Talking to {settings.model}; Ctrl-D ends.")
     messages: list[ChatMessage] = []
-    with make_client(settings) as client:
-        while True:
-            try:
-                prompt = read("> ").strip()
-            except EOFError:
-                note("")
-                return ExitCode.OK
-            if not prompt:
-                continue
-            messages.append({"role": "user", "content": prompt})
-            answer = ChatAnswer()
-            try:
-                if address is not None:
-                    settings = replace(settings, endpoint=address())
-                _print_stream(stream(client, settings, messages, answer))
-                note(f"[{answer.speed()}]")
-            except KeyboardInterrupt:
-                note("\n[stopped]")
-            except CommandError as error:
-                note(f"error: {error}")
-            if answer.text:
-                messages.append({"role": "assistant", "content": answer.text})
-            else:
-                # User and assistant messages must alternate.
-                messages.pop()
+    while True:
+        try:
+            prompt = read("> ").strip()
+        except EOFError:
+            note("")
+            return ExitCode.OK
+        if not prompt:
+            continue
+        messages.append({"role": "user", "content": prompt})
+        answer = ChatAnswer()
+        try:
+            if address is not None:
+                settings = replace(settings, endpoint=address())
+            _print_stream(stream(settings, messages, answer))
+            note(f"[{answer.speed()}]")
+        except KeyboardInterrupt:
+            note("\n[stopped]")
+        except CommandError as error:
+            note(f"error: {error}")
+        if answer.text:
+            messages.append({"role": "assistant", "content": answer.text})
+        else:
+            # User and assistant messages must alternate.
+            messages.pop()
 
 
 def read_prompt(prompt: str | None) -> str | None:

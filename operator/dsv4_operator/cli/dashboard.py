@@ -39,10 +39,10 @@ def show(
 
 
 def _check(url: str, token: str) -> None:
-    import httpx
+    from dsv4_operator.cli import http
 
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        httpx.get(url, headers=headers, timeout=_RESPONSE_SECONDS, trust_env=False)
-    except httpx.HTTPError as error:
-        raise CommandError(f"the dashboard at {url} does not answer ({error})") from None
+        with http.open_url("GET", url, token=token, total_seconds=_RESPONSE_SECONDS):
+            return
+    except http.ERRORS as error:
+        raise CommandError(f"the dashboard at {url} does not answer ({http.reason(error)})") from None

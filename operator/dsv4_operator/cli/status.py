@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +141,17 @@ def _kebab(cause: Cause) -> str:
 
 def fatal_requests(source: DeploymentSource, item: DeploymentView) -> Sequence[FatalRequest]:
     """Return the requests that the gateway refuses because engines died of them; none if it does not respond."""
-    import httpx
+    from dsv4_operator.cli import http
 
     try:
-        with source.api(item) as api, httpx.Client(timeout=_GATEWAY_SECONDS, trust_env=False) as client:
-            headers = {"Authorization": f"Bearer {api.token}"} if api.token else {}
-            answer = client.get(api.url().removesuffix("/v1") + "/dsv4/fatal-requests", headers=headers)
-            return FatalRequests.model_validate_json(answer.raise_for_status().content).requests
-    except (CommandError, httpx.HTTPError, pydantic.ValidationError):
-        return ()
+        with source.api(item) as api:
+            url = api.url().removesuffix("/v1") + "/dsv4/fatal-requests"
+            with http.open_url("GET", url, token=api.token, total_seconds=_GATEWAY_SECONDS) as response:
+                if response.status == HTTPStatus.OK:
+                    return FatalRequests.model_validate_json(response.read()).requests
+    except (CommandError, *http.ERRORS, pydantic.ValidationError):
+        pass
+    return ()
 
 
 def show_kernels(source: DeploymentSource, name: str | None, form: DocumentFormat | None) -> ExitCode:

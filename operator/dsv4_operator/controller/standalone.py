@@ -51,7 +51,6 @@ def main() -> None:
     except StateError as error:
         parser.error(str(error))
     log_to(state.log)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         if options.attached is not None:
             network.die_with_parent(signal.SIGTERM)

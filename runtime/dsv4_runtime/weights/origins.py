@@ -11,6 +11,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -82,6 +83,10 @@ def _build_manifest(plan: WeightsPlan, where: str, rows: Iterable[Mapping[str, o
     return CheckpointManifest(identity=plan.identity, files=files)
 
 
+_SIZE_REQUESTS = 8
+"""Requests for sizes at the same time."""
+
+
 class Http:
     """Directory of a web server at the URL `plan.origin`, listed by its `SHA256SUMS`: directory listings have no
     standard format.
@@ -105,10 +110,12 @@ class Http:
         return _build_manifest(self._plan, self._base, self._rows(_read_sums(text, url)))
 
     def _rows(self, sums: dict[str, str]) -> Iterator[dict[str, object]]:
-        for name, digest in sums.items():
-            url = self._url(name)
-            size = with_retries(lambda url=url: self._web.size(url, self._headers))  # type: ignore[misc]
-            yield {"name": name, "size": size, "sha256": digest}
+        with ThreadPoolExecutor(_SIZE_REQUESTS, "size") as pool:
+            for (name, digest), size in zip(sums.items(), pool.map(self._size, sums), strict=True):
+                yield {"name": name, "size": size, "sha256": digest}
+
+    def _size(self, name: str) -> int:
+        return with_retries(lambda: self._web.size(self._url(name), self._headers))
 
     def open(self, file: ManifestFile, start: int) -> AbstractContextManager[Stream]:
         """Open `file` from byte `start` on."""

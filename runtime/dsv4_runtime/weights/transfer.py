@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import http.client
+import ipaddress
 import os
 import socket
-import threading
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-import requests
-import urllib3
+import aiohttp
 from pydantic import ValidationError
+from yarl import URL
 
 from dsv4_runtime.contract.recovery import backoff
 from dsv4_runtime.util.files import open_regular
@@ -215,6 +219,7 @@ _TRIES = 5
 """For a small document."""
 
 _TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+_PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _REMEDIES = {
     401: "give credentials in secretKeyRef",
     403: "give credentials that may read it, in secretKeyRef",
@@ -224,35 +229,63 @@ _REMEDIES = {
 
 
 class _ResponseBody:
-    """Response body; interruptions are transient errors."""
+    """Response body; interruptions are transient errors.
 
-    def __init__(self, raw: urllib3.HTTPResponse, where: str) -> None:
-        self._raw = raw
+    A plain connection is read directly into the caller's buffer, because aiohttp's stream copies every byte twice more
+    (docs/decisions/0008). Encrypted and chunked bodies come through that stream.
+    """
+
+    def __init__(self, runner: asyncio.Runner, response: aiohttp.ClientResponse, where: str, silent: float) -> None:
+        self._runner = runner
+        self._content = response.content
         self._where = where
+        self._rest = memoryview(b"")
+        """Received by aiohttp."""
+        self._socket: socket.socket | None = None
+        self._left = 0
+        """Bytes to read from the socket."""
+        length, connection = response.content_length, response.connection
+        transport = connection.transport if connection is not None else None
+        if transport is None or length is None or response.headers.get("Transfer-Encoding"):
+            return
+        if self._content.exception() is not None:
+            # The connection was closed before all of the body.
+            return
+        if transport.get_extra_info("ssl_object") is None:
+            self._rest = memoryview(self._content.read_nowait(-1))
+            # The event loop does not run between these calls, so that it reads nothing from the socket.
+            transport.pause_reading()
+            self._left = length - len(self._rest)
+            self._socket = transport.get_extra_info("socket").dup()
+            self._socket.settimeout(silent)
 
     def readinto(self, room: memoryview, /) -> int:
         """Return available bytes, at most the size of `room`."""
         try:
-            # No content decoding: it would invalidate offsets and digests.
-            data = self._raw.read1(len(room), decode_content=False)
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise TransientError(f"{self._where} was cut off: {error}") from error
-        room[: len(data)] = data
-        return len(data)
+            if self._socket is not None and not self._rest:
+                return self._receive(self._socket, room)
+            if not self._rest:
+                self._rest = memoryview(self._runner.run(self._content.readany()))
+        except (aiohttp.ClientError, OSError) as error:
+            raise TransientError(f"{self._where} was cut off: {_reason(error)}") from error
+        count = min(len(self._rest), len(room))
+        room[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
 
+    def _receive(self, connection: socket.socket, room: memoryview) -> int:
+        if not self._left:
+            return 0
+        count = connection.recv_into(room[: self._left])
+        if not count:
+            raise TransientError(f"{self._where} was cut off {self._left} bytes before its end")
+        self._left -= count
+        return count
 
-class _Session(requests.Session):
-    """Session that ignores `.netrc`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.auth = lambda request: request
-
-    def rebuild_auth(self, prepared_request: requests.PreparedRequest, response: requests.Response) -> None:
-        """Drop the token when a redirect leads to another host."""
-        headers, url = prepared_request.headers, prepared_request.url
-        if "Authorization" in headers and self.should_strip_auth(response.request.url, url):  # type: ignore[no-untyped-call]
-            del headers["Authorization"]
+    def close(self) -> None:
+        """Close the socket."""
+        if self._socket is not None:
+            self._socket.close()
 
 
 def check_range(where: str, content_range: str, start: int) -> None:
@@ -270,16 +303,16 @@ ErrorMapper = Callable[[str, int, Mapping[str, str]], TransientError | WeightsEr
 
 def http_error(where: str, status: int, headers: Mapping[str, str]) -> TransientError | WeightsError:
     """Return the error for an unexpected response by general HTTP semantics; see `ErrorMapper`."""
-    text = f"{where} answered {status} {http.client.responses.get(status, '')}".rstrip()
+    text = f"{where} answered {status} {_PHRASES.get(status, '')}".rstrip()
     if status in _TRANSIENT_STATUSES:
         after = headers.get("Retry-After", "")
         return TransientError(text, float(after) if after.isdecimal() else 0.0)
     return WeightsError(f"{text}; {_REMEDIES.get(status, 'check spec.model.source')}")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class HttpClient:
-    """HTTP client with one session per thread.
+    """HTTP client for threads: each request has a connection and an event loop of its own.
 
     Proxies and certificates come from the environment unless `direct` (members are never behind a proxy). Credentials
     come from the plan only: a `.netrc` entry would replace a token and break signed URLs.
@@ -289,24 +322,6 @@ class HttpClient:
     timeout: tuple[float, float] = SOURCE_TIMEOUT
     """As `SOURCE_TIMEOUT`."""
     explain: ErrorMapper = http_error
-    _local: threading.local = field(default_factory=threading.local)
-
-    def _session(self) -> requests.Session:
-        session: requests.Session | None = getattr(self._local, "session", None)
-        if session is None:
-            session = self._local.session = _Session()
-            session.trust_env = not self.direct
-            session.headers["Accept-Encoding"] = "identity"
-        return session
-
-    def _request(self, method: str, url: str, headers: Mapping[str, str], **options: Any) -> requests.Response:
-        try:
-            return self._session().request(method, url, headers=headers, **options)
-        except requests.RequestException as error:
-            # The error's own text contains the URL with its query.
-            inner = error.args[0] if error.args else None
-            reason = getattr(inner, "reason", None) or type(error).__name__
-            raise TransientError(f"{_redact(url)}: {reason}") from error
 
     def get(self, url: str, headers: Mapping[str, str], *, timeout: tuple[float, float] | None = None) -> bytes:
         """Return a small document without content decoding.
@@ -315,48 +330,218 @@ class HttpClient:
             TransientError: a retry may succeed.
             WeightsError: a retry cannot succeed.
         """
-        response = self._request("GET", url, headers, timeout=timeout or self.timeout, stream=True)
-        with response:
-            if response.status_code != 200:
-                raise self.explain(_redact(url), response.status_code, response.headers)
-            body, data, room = _ResponseBody(response.raw, _redact(url)), bytearray(), memoryview(bytearray(1 << 16))
+        where = _redact(url)
+        with self._request("GET", url, headers, where, timeout or self.timeout) as (response, body):
+            if response.status != HTTPStatus.OK:
+                raise self.explain(where, response.status, response.headers)
+            data, room = bytearray(), memoryview(bytearray(1 << 16))
             while count := body.readinto(room):
                 data += room[:count]
                 if len(data) > LARGEST_DOCUMENT:
-                    raise WeightsError(f"{_redact(url)} has more than {LARGEST_DOCUMENT >> 20} MiB; check the address")
+                    raise WeightsError(f"{where} has more than {LARGEST_DOCUMENT >> 20} MiB; check the address")
             return bytes(data)
 
     def size(self, url: str, headers: Mapping[str, str]) -> int:
         """Return the size of `url` in bytes; raises like `get`."""
-        response = self._request("HEAD", url, headers, timeout=self.timeout, allow_redirects=True)
-        length = response.headers.get("Content-Length", "")
-        if response.status_code != 200:
-            raise self.explain(_redact(url), response.status_code, response.headers)
-        if not length.isdecimal():
-            raise WeightsError(
-                f"{_redact(url)} has no Content-Length; serve the files as they are, by a plain web server"
-            )
-        return int(length)
+        where = _redact(url)
+        with self._request("HEAD", url, headers, where, self.timeout) as (response, _):
+            if response.status != HTTPStatus.OK:
+                raise self.explain(where, response.status, response.headers)
+            length = response.headers.get("Content-Length", "")
+            if not length.isdecimal():
+                raise WeightsError(f"{where} has no Content-Length; serve the files as they are, by a plain web server")
+            return int(length)
 
     @contextlib.contextmanager
-    def range(self, url: str, headers: Mapping[str, str], start: int) -> Iterator[Stream]:
-        """Yield the bytes of `url` from `start` on; raises like `get`."""
-        wanted = {**headers, "Range": f"bytes={start}-"}
-        response = self._request("GET", url, wanted, timeout=self.timeout, stream=True)
-        with response:
-            if response.status_code not in (200, 206):
-                raise self.explain(_redact(url), response.status_code, response.headers)
-            if response.status_code == 206:
-                check_range(_redact(url), response.headers.get("Content-Range", ""), start)
-            body = _ResponseBody(response.raw, _redact(url))
+    def range(self, url: str, headers: Mapping[str, str], start: int, where: str | None = None) -> Iterator[Stream]:
+        """Yield the bytes of `url` from `start` on; raises like `get`, with the name `where` if it is given."""
+        where = where or _redact(url)
+        with self._request("GET", url, {**headers, "Range": f"bytes={start}-"}, where, self.timeout) as (
+            response,
+            body,
+        ):
+            if response.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
+                raise self.explain(where, response.status, response.headers)
+            if response.status == HTTPStatus.PARTIAL_CONTENT:
+                check_range(where, response.headers.get("Content-Range", ""), start)
             # A server without range support sends the whole file.
-            skip, passing = start if response.status_code == 200 else 0, memoryview(bytearray(1 << 20))
+            skip, passing = start if response.status == HTTPStatus.OK else 0, memoryview(bytearray(1 << 20))
             while skip:
                 passed = body.readinto(passing[:skip])
                 if not passed:
-                    raise TransientError(f"{_redact(url)} ended before byte {start}")
+                    raise TransientError(f"{where} ended before byte {start}")
                 skip -= passed
             yield body
+
+    @contextlib.contextmanager
+    def _request(
+        self, method: str, url: str, headers: Mapping[str, str], where: str, timeout: tuple[float, float]
+    ) -> Iterator[tuple[aiohttp.ClientResponse, _ResponseBody]]:
+        """Yield response and body of a request, after redirects."""
+        with asyncio.Runner() as runner:
+            try:
+                session, response = runner.run(self._open(method, url, headers, where, timeout))
+            except (aiohttp.ClientError, OSError, ValueError, OverflowError) as error:
+                # Errors of certificates are value errors too.
+                if isinstance(error, aiohttp.InvalidURL) or not isinstance(error, aiohttp.ClientError | OSError):
+                    raise WeightsError(f"{where}: the address of it, its redirect or proxy is invalid") from error
+                raise TransientError(f"{where}: {_reason(error)}") from error
+            try:
+                body = _ResponseBody(runner, response, where, timeout[1])
+                try:
+                    yield response, body
+                finally:
+                    body.close()
+            finally:
+                runner.run(_close(session))
+                response.close()
+
+    async def _open(
+        self, method: str, url: str, headers: Mapping[str, str], where: str, limits: tuple[float, float]
+    ) -> tuple[aiohttp.ClientSession, aiohttp.ClientResponse]:
+        connecting, silent = limits
+        session = aiohttp.ClientSession(
+            # The server closes the connection, so that a short response also wakes the receiver of a member's bytes.
+            connector=aiohttp.TCPConnector(force_close=True, socket_factory=_member_socket if self.direct else None),
+            timeout=aiohttp.ClientTimeout(
+                total=None, connect=connecting + silent, sock_connect=connecting, sock_read=silent
+            ),
+            headers={"Accept-Encoding": "identity"},
+            auto_decompress=False,
+            read_bufsize=_STREAM_BYTES,
+            max_line_size=_HEADER_BYTES,
+            max_field_size=_HEADER_BYTES,
+        )
+        try:
+            return session, await self._follow(session, method, url, headers, where)
+        except BaseException:
+            await _close(session)
+            raise
+
+    async def _follow(
+        self, session: aiohttp.ClientSession, method: str, url: str, headers: Mapping[str, str], where: str
+    ) -> aiohttp.ClientResponse:
+        """Return the response after redirects. aiohttp itself would use one proxy for all, and `.netrc`."""
+        for _ in range(_REDIRECTS + 1):
+            address = _parse(url)
+            encrypted = address.scheme == "https"
+            response = await session.request(
+                method,
+                address,
+                headers=headers,
+                allow_redirects=False,
+                proxy=None if self.direct else find_proxy(address),
+                ssl=_tls_context("" if self.direct else _ca_bundle()) if encrypted else True,
+            )
+            if response.status not in _REDIRECT_STATUSES or not (location := response.headers.get("Location")):
+                return response
+            response.close()
+            url = urljoin(url, location)
+            if not _same_server(address, _parse(url)):
+                headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
+        raise WeightsError(f"{where} redirects more than {_REDIRECTS} times; check the address")
+
+
+async def _close(session: aiohttp.ClientSession) -> None:
+    await session.close()
+    # Transports release their sockets in the next turns of the loop.
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+_REDIRECTS = 10
+_REDIRECT_STATUSES = frozenset({301, 302, 303, 307, 308})
+_STREAM_BYTES = 1 << 20
+_HEADER_BYTES = 1 << 16
+"""Limit of a header line; signed redirects have some kilobytes."""
+# Receive low-water mark: fewer wake-ups and GIL acquisitions.
+_WAKE_BYTES = 1 << 18
+
+
+def find_proxy(url: URL) -> URL | None:
+    """Return the environment's proxy for `url`; None if there is none, or if `NO_PROXY` has the host.
+
+    `ALL_PROXY` serves schemes without a variable. `NO_PROXY` has names, their ends, addresses or networks.
+
+    Raises:
+        WeightsError: the proxy is not an HTTP proxy.
+    """
+    proxies, host = getproxies(), url.host or ""
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if (
+        not proxy
+        or proxy_bypass(host if ":" in host else f"{host}:{url.port}")
+        or _in_network(host, proxies.get("no", ""))
+    ):
+        return None
+    found = URL(proxy if "://" in proxy else f"http://{proxy}")
+    if found.scheme not in ("http", "https"):
+        raise WeightsError(f"the proxy for {url.host} in the environment speaks {found.scheme}; set an HTTP proxy")
+    return found
+
+
+def _in_network(host: str, networks: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    for entry in networks.split(","):
+        with contextlib.suppress(ValueError):
+            if address in ipaddress.ip_network(entry.strip(), strict=False):
+                return True
+    return False
+
+
+def _ca_bundle() -> str:
+    return os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or ""
+
+
+@cache
+def _tls_context(bundle: str) -> ssl.SSLContext:
+    """Return a context with the authorities of `bundle`, a file or a directory; if it is empty, the system's."""
+    try:
+        if not bundle or not Path(bundle).is_dir():
+            return ssl.create_default_context(cafile=bundle or None)
+        return ssl.create_default_context(capath=bundle)
+    except OSError as error:
+        raise WeightsError(f"REQUESTS_CA_BUNDLE: {bundle} cannot be used: {error.strerror or error}") from error
+
+
+def _parse(url: str) -> URL:
+    """Return a URL without credentials, with its escapes: signatures cover them; raise ValueError if it is invalid."""
+    plain = url.isascii() and url.isprintable() and " " not in url
+    found = URL(url, encoded=plain)
+    if found.scheme not in ("http", "https") or not found.host:
+        raise ValueError(f"{found.scheme}://{found.host} is no address of a web server")
+    return found.with_user(None)
+
+
+def _same_server(first: URL, second: URL) -> bool:
+    """Return whether credentials for `first` may be sent to `second`."""
+    upgrade = (first.scheme, first.port, second.scheme, second.port) == ("http", 80, "https", 443)
+    return first.host == second.host and (upgrade or (first.scheme, first.port) == (second.scheme, second.port))
+
+
+def _member_socket(address: tuple[Any, ...]) -> socket.socket:
+    family, kind, protocol, *_ = address
+    found = socket.socket(family, kind, protocol)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _WAKE_BYTES)
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """Return the cause of a failed request; texts of aiohttp may contain the URL with its query."""
+    if isinstance(error, TimeoutError):
+        return "no data in time"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return str(error.certificate_error)
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"{error.status} {error.message}"
+    inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(inner, OSError) and inner.errno and not isinstance(inner, ssl.SSLError | socket.gaierror):
+        # asyncio's text has the address only.
+        return os.strerror(inner.errno)
+    return (inner.strerror if isinstance(inner, OSError) else "") or str(inner) or type(inner).__name__
 
 
 def _redact(url: str) -> str:
@@ -383,23 +568,6 @@ _REFRESH_TIMEOUT = (2.0, 5.0)
 MEMBER_TIMEOUT = (2.0, 10.0)
 """Seconds to connect, and without a byte. In the group's network responses take milliseconds, on a busy disk seconds;
 silent members are replaced by another source."""
-# Receive low-water mark: fewer wake-ups and GIL acquisitions.
-_WAKE_BYTES = 1 << 18
-
-
-class _MemberBody:
-    """Body read directly into the write buffer: `requests` would copy it again."""
-
-    def __init__(self, response: http.client.HTTPResponse, where: str) -> None:
-        self._response = response
-        self._where = where
-
-    def readinto(self, room: memoryview, /) -> int:
-        """Fill `room`; less at the end."""
-        try:
-            return self._response.readinto(room)
-        except (http.client.HTTPException, OSError) as error:
-            raise TransientError(f"{self._where} was cut off: {error}") from error
 
 
 class MemberSource:
@@ -424,27 +592,10 @@ class MemberSource:
             return CheckpointManifest.model_validate_json(self._web.get(f"{self._url}/manifest", self._headers))
         return None
 
-    @contextlib.contextmanager
-    def open(self, file: ManifestFile, start: int) -> Iterator[Stream]:
+    def open(self, file: ManifestFile, start: int) -> AbstractContextManager[Stream]:
         """Open `file` from byte `start` on."""
-        url = urlsplit(f"{self._url}/files/{quote(file.name)}")
-        where, (connecting, silent) = f"{file.name} from {self.name}", MEMBER_TIMEOUT
-        with contextlib.closing(http.client.HTTPConnection(url.hostname or "", url.port, timeout=connecting)) as peer:
-            try:
-                peer.connect()
-                peer.sock.settimeout(silent)
-                peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _WAKE_BYTES)
-                # Closed by the member, so that a short response also wakes the receiver.
-                headers = {**self._headers, "Range": f"bytes={start}-", "Connection": "close"}
-                peer.request("GET", url.path, headers=headers)
-                response = peer.getresponse()
-            except (http.client.HTTPException, OSError) as error:
-                raise TransientError(f"{where}: {error}") from error
-            with response:
-                if response.status != http.HTTPStatus.PARTIAL_CONTENT:
-                    raise http_error(where, response.status, dict(response.headers.items()))
-                check_range(where, response.headers.get("Content-Range", ""), start)
-                yield _MemberBody(response, where)
+        url, where = f"{self._url}/files/{quote(file.name)}", f"{file.name} from {self.name}"
+        return self._web.range(url, self._headers, start, where)
 
 
 class Members:

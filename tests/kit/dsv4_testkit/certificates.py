@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 from pathlib import Path
 
 from cryptography import x509
@@ -11,10 +12,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 HOST = "webhook"
+LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
 
 
 def certificate(folder: Path, name: str) -> Path:
-    """Write `tls.crt`, which signs itself and is valid for the host `HOST`, and `tls.key`; return the first.
+    """Write `tls.crt`, which signs itself and is valid for `HOST` and `LOOPBACK`, and `tls.key`; return the first.
 
     Args:
         folder: is there.
@@ -31,7 +33,7 @@ def certificate(folder: Path, name: str) -> Path:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(minutes=1))
         .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(HOST)]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(HOST), x509.IPAddress(LOOPBACK)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )

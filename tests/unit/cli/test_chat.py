@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import sys
 import threading
 import time
@@ -153,6 +155,55 @@ def test_a_conversation_remembers(server: Server, capsys: pytest.CaptureFixture[
     assert out == "One.\nTwo.\n"
     assert "error: " in err
     assert [message["content"] for message in server.requests[-1]["messages"]] == ["first", "One.", "second"]
+
+
+@pytest.mark.parametrize("before", [[], [chunk("One")]])
+def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
+    server: Server, capsys: pytest.CaptureFixture[str], before: list[bytes | float]
+) -> None:
+    server.answers += [(200, [*before, 20.0]), (200, [chunk("Two."), DONE])]
+    prompts = iter(["first", "second"])
+
+    def read(_: str) -> str:
+        try:
+            return next(prompts)
+        except StopIteration:
+            raise EOFError from None
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 10
+        while not server.requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert chat.converse(server.settings(silence_seconds=15.0), read=read) is ExitCode.OK
+    thread.join()
+    out, err = capsys.readouterr()
+    assert out == ("One\nTwo.\n" if before else "Two.\n")
+    assert "[stopped]" in err
+    kept = ["first", "One", "second"] if before else ["second"]
+    assert [message["content"] for message in server.requests[-1]["messages"]] == kept
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\ndata:"])
+def test_a_broken_connection_is_one_error(head: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(65536)
+                peer.sendall(head)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        with pytest.raises(ChatError, match=r"the answer broke off \(.+\); see `dsv4 why`"):
+            chat.answer_once(ChatSettings(endpoint, "nano", AnswerOptions(None, None, None, 5.0)), "Hi", terminal=False)
+        thread.join()
 
 
 def test_speed_leaves_the_first_token_out() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from dsv4_operator.cli import main
 
-HEAVY = ("httpx", "yaml", "pydantic", "rich", "asyncio", "dsv4_operator.api")
+HEAVY = ("aiohttp", "httpx", "yaml", "pydantic", "rich", "asyncio", "dsv4_operator.api")
 
 
 @pytest.mark.parametrize(

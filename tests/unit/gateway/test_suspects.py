@@ -237,7 +237,7 @@ async def test_who_has_no_key_is_not_told(kit):
         for headers, status in (({}, 401), ({"x-api-key": "key"}, 200)):
             async with lab.client.get(lab.url + "/dsv4/fatal-requests", headers=headers) as answer:
                 assert answer.status == status
-    assert fatal_requests(Behind("http://127.0.0.1:9"), None) == ()
+    assert await asyncio.to_thread(fatal_requests, Behind("http://127.0.0.1:9"), None) == ()
 
 
 def died(found, generation, *names, alone=(), reported=True):

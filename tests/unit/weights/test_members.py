@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import httpx
 import pytest
-import requests
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
@@ -212,16 +212,16 @@ def test_files_are_for_the_group_alone(make: Callable[[int], list[Member]]) -> N
     member.stage([])
     base, token = f"{member.server.url}/v1/weights", {"Authorization": f"Bearer {TOKEN}"}
     for path in ("", "/manifest", f"/files/{SHARD}"):
-        assert requests.get(base + path, timeout=5).status_code == 401
-    assert requests.get(base, params={"identity": "another"}, headers=token, timeout=5).status_code == 409
-    assert requests.get(f"{base}/files/none", headers=token, timeout=5).status_code == 404
+        assert httpx.get(base + path, timeout=5).status_code == 401
+    assert httpx.get(base, params={"identity": "another"}, headers=token, timeout=5).status_code == 409
+    assert httpx.get(f"{base}/files/none", headers=token, timeout=5).status_code == 404
     # Only files of the manifest, never a path.
     for name in ("..%2f..%2fetc%2fpasswd", ".dsv4%2fverified.json", "%2fetc%2fpasswd"):
-        assert requests.get(f"{base}/files/{name}", headers=token, timeout=5).status_code == 404
-    answer = requests.get(f"{base}/files/{SHARD}", headers={**token, "Range": "bytes=100-"}, timeout=5)
+        assert httpx.get(f"{base}/files/{name}", headers=token, timeout=5).status_code == 404
+    answer = httpx.get(f"{base}/files/{SHARD}", headers={**token, "Range": "bytes=100-"}, timeout=5)
     assert answer.status_code == 206
     assert answer.content == (member.folder / SHARD).read_bytes()[100:]
-    offer = requests.get(base, params={"identity": member.plan.identity}, headers=token, timeout=5)
+    offer = httpx.get(base, params={"identity": member.plan.identity}, headers=token, timeout=5)
     assert SHARD in json.loads(offer.text)["files"]
 
 

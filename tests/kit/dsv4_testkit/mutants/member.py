@@ -30,6 +30,27 @@ MEMBER = (
         ("tests/unit/weights/test_origins.py",),
     ),
     Mutant(
+        "a redirect takes the token to another server",
+        "runtime/dsv4_runtime/weights/transfer.py",
+        "if not _same_server(address, _parse(url)):",
+        "if False:",
+        ("tests/unit/weights/test_origins.py",),
+    ),
+    Mutant(
+        "networks of NO_PROXY are ignored",
+        "runtime/dsv4_runtime/weights/transfer.py",
+        "if address in ipaddress.ip_network(entry.strip(), strict=False):",
+        "if False:",
+        ("tests/unit/weights/test_http_client.py",),
+    ),
+    Mutant(
+        "a body that is cut off ends",
+        "runtime/dsv4_runtime/weights/transfer.py",
+        '        if not count:\n            raise TransientError(f"{self._where} was cut off {self._left}',
+        '        if False:\n            raise TransientError(f"{self._where} was cut off {self._left}',
+        ("tests/unit/weights/test_http_client.py",),
+    ),
+    Mutant(
         "a list of sums is a file of the checkpoint",
         "runtime/dsv4_runtime/weights/checkpoint.py",
         " and path.name != SUMS",
