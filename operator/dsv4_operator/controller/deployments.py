@@ -271,7 +271,7 @@ class _DeploymentController:
 
     def _refused(self, error: InvalidDeployment, *, formable: bool = True) -> Refused:
         generation = int(self._manifest["metadata"].get("generation") or 0)
-        return Refused(PlanRefused(Reason.SPEC_INVALID, str(error)), generation, formable=formable)
+        return Refused(PlanRefused(Reason.SPEC_INVALID, *error.findings), generation, formable=formable)
 
     async def _refuse(self, why: str) -> None:
         """Report that the specification breaks a rule and no group can be supervised."""
