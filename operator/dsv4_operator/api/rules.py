@@ -418,7 +418,7 @@ transition(
 
 
 def check_spec(spec: DeploymentSpec) -> tuple[Finding, ...]:
-    """Return the findings about `spec` that concern several fields, the first one of each field."""
+    """Return the findings about `spec` that concern several fields, one for each field and its parts."""
     found: dict[str, Finding] = {}
     for each in RULES:
         for path, part in parts(spec, each.part):
@@ -426,7 +426,9 @@ def check_spec(spec: DeploymentSpec) -> tuple[Finding, ...]:
                 field = ".".join(filter(None, ("spec", path, each.field)))
                 text = each.details(part) if each.details else each.text
                 value = each.value(part) if each.value else _value(part, each.field)
-                found.setdefault(field, Finding(field, each.reason, *split_remedy(text), value))
+                if any(f"{field}.".startswith(f"{known}.") for known in found):
+                    continue
+                found[field] = Finding(field, each.reason, *split_remedy(text), value)
     for path, key in UNIQUE.items():
         for finding in _duplicates(spec, path, key):
             found.setdefault(finding.field, finding)
