@@ -120,7 +120,7 @@ def dotted(location: Sequence[int | str]) -> str:
         if isinstance(step, int):
             text += f"[{step}]"
         elif has_secret(step):
-            text += ".(a name that looks like a secret)"
+            text += ".(a name that may be a secret)"
         else:
             text += f".{step}" if len(step) <= _LONGEST_STEP else f".{step[:_LONGEST_STEP]}..."
     return text.removeprefix(".")

@@ -85,7 +85,7 @@ def quoted(value: object) -> str:
     """
     if isinstance(value, str):
         if has_secret(value[:_LOOKED_AT]):
-            return "a text that looks like a secret"
+            return "a text that may be a secret"
         value = value if value.isprintable() else repr(value[:60])[1:-1]
         return f'"{value}"' if len(value) <= 60 else f'"{value[:57]}..."'
     if value is None:

@@ -77,7 +77,7 @@ async def _clean(kube: Client, manifest: Manifest, live: Manifest) -> Manifest:
         if not changes:
             return live
         text = json.dumps(changes)
-        _log.warning("%s %s/%s: removing what others added: %s", resource.kind, namespace, name, text)
+        _log.warning("%s %s/%s: removing fields of other managers: %s", resource.kind, namespace, name, text)
         about = {"uid": live["metadata"]["uid"], "resourceVersion": live["metadata"]["resourceVersion"]}
         changes["metadata"] = {**changes.get("metadata", {}), **about}
         try:

@@ -17,7 +17,7 @@ from dsv4_operator.api import (
     SpeculativeMethod,
     TablesPlace,
 )
-from dsv4_operator.api.values import format_duration, split_remedy
+from dsv4_operator.api.values import format_duration
 from dsv4_operator.planning.catalog import GIB, machine_named
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.images import variable_problem
@@ -250,9 +250,8 @@ OBSOLETE = {
 
 
 def _arguments(chosen: Setup) -> Iterator[Broken]:
-    for index, text in argument_problems(chosen.spec.engine.extra_args, chosen.profile.surface):
-        message, remedy = split_remedy(text)
-        yield Broken(f"{_ARGS}[{index}]", None, message, remedy)
+    for index, problem in argument_problems(chosen.spec.engine.extra_args, chosen.profile.surface):
+        yield Broken(f"{_ARGS}[{index}]", *problem)
 
 
 def _variables(chosen: Setup) -> Iterator[Broken]:
@@ -261,7 +260,7 @@ def _variables(chosen: Setup) -> Iterator[Broken]:
         if variable.name in OBSOLETE and variable.name not in chosen.profile.extra_env:
             yield Broken(f"{field}.name", variable.name, *OBSOLETE[variable.name])
         elif problem := variable_problem(variable.name, variable.value, chosen.profile):
-            yield Broken(field, None, *split_remedy(problem))
+            yield Broken(f"{field}.name" if problem.value == variable.name else f"{field}.value", *problem)
 
 
 def _empty_variables(chosen: Setup) -> Iterator[Broken]:

@@ -253,7 +253,7 @@ def test_an_engine_that_does_not_fit_beside_another_program_is_refused_and_that_
         plan_group(deployment, facts(deployment, gpus.find()), group=0, incarnation=1)
     comm = Path("/proc/1/comm").read_text().strip()
     assert (
-        f"has 18.1 GiB of free memory, and the engine needs 23.8 GiB; process 1 ({comm}) holds 60.0 GiB, process "
+        f"has 18.1 GiB of free memory, and the engine needs 23.8 GiB (process 1 ({comm}) holds 60.0 GiB, process "
         in (str(refused.value))
     )
     assert refused.value.reason == "MemoryShort"
