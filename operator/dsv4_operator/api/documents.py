@@ -161,9 +161,9 @@ def security_markdown() -> str:
     for reason in dict.fromkeys(FLAGS.values()):
         flags = ", ".join(f"`{flag}`" for flag, why in FLAGS.items() if why == reason)
         rows.append(f"| {flags} | {reason} |")
-    rows += ["", "| variables that are taken | meaning |", "|---|---|"]
+    rows += ["", "| accepted variables | meaning |", "|---|---|"]
     rows += [f"| `{_in_table(pattern)}` | {meaning} |" for pattern, meaning in VARIABLES.items()]
-    rows += ["", "| variables that are refused | reason |", "|---|---|"]
+    rows += ["", "| refused variables | reason |", "|---|---|"]
     rows += [f"| `{_in_table(pattern)}` | {reason} |" for pattern, reason in REFUSED_VARIABLES.items()]
     return "\n".join(rows) + "\n"
 

@@ -218,10 +218,10 @@ VARIABLES: dict[str, str] = {
     r"HF_HUB_(OFFLINE|DISABLE_\w+|ENABLE_HF_TRANSFER|ETAG_TIMEOUT|DOWNLOAD_TIMEOUT)|HF_XET_\w+|TRANSFORMERS_OFFLINE": (
         "the client of the Hub"
     ),
-    r"HF_ENDPOINT": "a mirror of the Hub, where it is no link-local address",
+    r"HF_ENDPOINT": "a mirror of the Hub, except link-local addresses",
     r"MALLOC_(ARENA|MMAP|TRIM|TOP)_\w+": "the allocator of the C library",
     r"TZ|LANG|LC_\w+|NO_COLOR|FORCE_COLOR|VERBOSE|MAX_JOBS|NVCC_THREADS|TOKENIZERS_PARALLELISM": "locale, threads",
-    r"PYTHON(UNBUFFERED|FAULTHANDLER|HASHSEED)": "Python, where it loads nothing",
+    r"PYTHON(UNBUFFERED|FAULTHANDLER|HASHSEED)": "Python, without loading code",
 }
 """Patterns of the whole names of accepted variables, with the programs that read them."""
 

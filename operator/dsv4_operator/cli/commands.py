@@ -85,8 +85,8 @@ class CommandTarget:
             return LocalSource(self.state_root())
         if self.state_dir is not None:
             raise bad_input(
-                f"--state-dir is about this machine, and {self._cluster_option or program_name()} about a cluster; "
-                "give one of them"
+                f"--state-dir selects this machine and {self._cluster_option or program_name()} selects a cluster; "
+                "use one of them"
             )
         from dsv4_operator.cli.sources.cluster import ClusterSource
 
@@ -206,7 +206,7 @@ def down(
     from dsv4_operator.cli import up as command
 
     if all_deployments and name:
-        raise bad_input(f"--all and the name {name!r} exclude each other; give one of them")
+        raise bad_input(f"--all and the name {name!r} are mutually exclusive; use one of them")
     return command.down(root, name, all_deployments=all_deployments, purge=purge)
 
 
@@ -227,7 +227,7 @@ def status(
     from dsv4_operator.cli import status as command
 
     if all_namespaces and name:
-        raise bad_input(f"--all-namespaces and the name {name!r} exclude each other; give one of them")
+        raise bad_input(f"--all-namespaces and the name {name!r} are mutually exclusive; use one of them")
     source = replace(target, cluster=target.cluster or all_namespaces).source()
     return command.show(source, name, output, watch=watch, all_namespaces=all_namespaces)
 
@@ -293,7 +293,7 @@ def logs(
         # Names begin with a letter.
         name_or_rank, rank = None, name_or_rank
     if rank is not None and not rank.isdecimal():
-        raise bad_input(f"RANK {rank!r} is no number; give that of a member, such as 0")
+        raise bad_input(f"RANK {rank!r} is not a number; use the rank of a member, such as 0")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     options = LogOptions(None if rank is None else int(rank), LogComponent(component), follow, tail, output, colour)
     return target.source().logs(name_or_rank or name, options)
@@ -411,7 +411,7 @@ def plan(
     if explain is not None:
         return command.explain(explain, output)
     if file_or_name is None:
-        raise bad_input("FILE is missing; name a file, or give --explain TERM")
+        raise bad_input("FILE is required; add a file, or use --explain TERM")
     return command.show(
         target.source(), file_or_name, changes=what_if or (), machine_id=machine, form=output, log_file=from_log
     )
@@ -445,7 +445,9 @@ def doctor(
         try:
             IPv4Address(address)
         except AddressValueError as error:
-            raise bad_input(f"--peer {address!r} is no IPv4 address ({error}); give that of the other end") from None
+            raise bad_input(
+                f"--peer {address!r} is not an IPv4 address ({error}); use the address of the other machine"
+            ) from None
     return command.run(peer or (), _duration("--wait", wait), mtu=mtu, require_rdma=require_rdma, form=output)
 
 
@@ -471,5 +473,5 @@ def _duration(option: str, text: str) -> float:
     except ValueError as error:
         raise bad_input(f"{option}: {error}") from None
     if seconds <= 0:
-        raise bad_input(f"{option}: {text!r} is no time at all; write for example 10m")
+        raise bad_input(f"{option}: {text!r} is not a positive duration; write for example 10m")
     return seconds

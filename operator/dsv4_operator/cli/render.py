@@ -140,7 +140,7 @@ def _kv_caches(status: DeploymentStatus) -> list[str]:
             continue
         planned = found.planned_tokens
         compared = f" (planned {planned:,}, {100 * (found.tokens / planned - 1):+.1f} %)" if planned else ""
-        concurrency = f"{found.concurrency:.2f} requests of the greatest length at once"
+        concurrency = f"{found.concurrency:.2f} concurrent requests of the maximum length"
         lines.append(f"{group_label(status, group)}KV cache {found.tokens:,} tokens{compared}, {concurrency}")
     return lines
 

@@ -209,7 +209,7 @@ class _DeploymentController:
         if _number(cached) > int(self._version):
             if (cached.get("status") or {}) != self._written:
                 where = "{namespace}/{name}".format_map(cached["metadata"])
-                raise _ForeignStatusError(f"{where}: its status was written by somebody else")
+                raise _ForeignStatusError(f"{where}: another client has written its status")
             self._version = cached["metadata"]["resourceVersion"]
         if _number(cached) > _number(self._manifest):
             self._manifest = cached

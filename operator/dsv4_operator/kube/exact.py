@@ -62,7 +62,9 @@ async def apply_exactly(kube: Client, manifest: Manifest) -> Manifest:
             live = await kube.apply({**manifest, "metadata": about})
     if _frozen(manifest, live):
         # Immutability cannot be undone.
-        _log.warning("%s %s/%s was made immutable by somebody else: it is made again", resource.kind, namespace, name)
+        _log.warning(
+            "%s %s/%s was made immutable by another client: it is created again", resource.kind, namespace, name
+        )
         await kube.delete(resource, namespace, name, uid=live["metadata"]["uid"])
         anew = {field: value for field, value in metadata.items() if field not in ("uid", "resourceVersion")}
         live = await kube.apply({**manifest, "metadata": anew})

@@ -190,7 +190,7 @@ def test_what_a_figure_rests_on(root: Path, capsys: pytest.CaptureFixture[str]) 
     error = run(capsys, "--state-dir", str(root), "--explain", "heads")[2]
     assert error.startswith('error: --explain: "heads" is not a term')
     assert error.endswith("; use one of weights, activations, graphs, kv, concurrency\n")
-    assert "FILE is missing" in run(capsys, "--state-dir", str(root))[2]
+    assert "FILE is required" in run(capsys, "--state-dir", str(root))[2]
 
 
 def test_another_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,6 @@ def test_this_machine_through_the_command_line(capfd: pytest.CaptureFixture[str]
 
 def test_bad_words(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--peer", "spark-2"]) == 2
-    assert "--peer 'spark-2' is no IPv4 address" in capfd.readouterr().err
+    assert "--peer 'spark-2' is not an IPv4 address" in capfd.readouterr().err
     assert run(["doctor", "--peer", "198.51.100.9", "--wait", "1s", "-o", "yaml"]) == 1
     assert "no interface here is in its network" in capfd.readouterr().out
