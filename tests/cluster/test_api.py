@@ -183,7 +183,7 @@ def test_the_variant_cannot_change(cluster: Cluster, namespace: str) -> None:
         headers={"Content-Type": "application/merge-patch+json"},
     )
     assert answer.status_code == 422
-    message = "spec.model.variant: Forbidden: cannot change; delete the deployment and make another one"
+    message = "spec.model.variant: Forbidden: is immutable; delete the deployment and create another one"
     assert message in answer.json()["message"]
 
 
