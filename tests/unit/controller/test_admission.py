@@ -10,7 +10,7 @@ import yaml
 
 from dsv4_operator.api import ClusterPolicy
 from dsv4_operator.api.deployment import parse
-from dsv4_operator.api.rules import InvalidDeployment
+from dsv4_operator.api.findings import InvalidDeployment
 from dsv4_operator.controller.admission import AdmissionResult, judge, review
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.catalog import machine
