@@ -150,15 +150,15 @@ MISTAKES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("spec.engine.speculative", {"tokens": 5}, ("spec.engine.speculative.tokens", 5, "SpeculativeHeads")),
     ("spec.engine.extraArgs", "--seed 1", ("spec.engine.extraArgs", "--seed 1", "WrongType")),
     ("spec.engine.extraArgs", ["seed"], ("spec.engine.extraArgs[0]", "seed", "NoFlag")),
-    ("spec.engine.extraArgs", ["--sead=1"], ("spec.engine.extraArgs[0]", None, "UnknownArgument")),
+    ("spec.engine.extraArgs", ["--sead=1"], ("spec.engine.extraArgs[0]", "--sead", "UnknownArgument")),
     (
         "spec.engine.extraArgs",
         ["--max_modl_len", "5"],
-        ("spec.engine.extraArgs[0]", None, "UnknownArgument"),
+        ("spec.engine.extraArgs[0]", "--max_modl_len", "UnknownArgument"),
     ),
     ("spec.engine.extraArgs", ["--max-model-len=9"], ("spec.engine.extraArgs[0]", "--max-model-len", "OwnedFlag")),
-    ("spec.engine.extraArgs", ["--seed=x"], ("spec.engine.extraArgs[0]", None, "UnknownArgument")),
-    ("spec.engine.extraArgs", ["--kernel-config={"], ("spec.engine.extraArgs[0]", None, "UnknownArgument")),
+    ("spec.engine.extraArgs", ["--seed=x"], ("spec.engine.extraArgs[0]", "x", "UnknownArgument")),
+    ("spec.engine.extraArgs", ["--kernel-config={"], ("spec.engine.extraArgs[0]", "{", "UnknownArgument")),
     (
         "spec.engine.extraArgs",
         ["--attention-backend=FLASHMLA_SPARSE"],
@@ -167,12 +167,12 @@ MISTAKES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (
         "spec.engine.env",
         [{"name": "VLLM_USE_B12X_MOE", "value": "1"}],
-        ("spec.engine.env[0]", None, "UnknownVariable"),
+        ("spec.engine.env[0].name", "VLLM_USE_B12X_MOE", "UnknownVariable"),
     ),
     (
         "spec.engine.env",
         [{"name": "NCCL_BUFSIZE", "value": "1"}],
-        ("spec.engine.env[0]", None, "UnknownVariable"),
+        ("spec.engine.env[0].name", "NCCL_BUFSIZE", "UnknownVariable"),
     ),
     ("spec.engine.env", [{"name": "NCCL_DEBUG", "value": ""}], ("spec.engine.env[0].value", "", "EmptyVariable")),
     (

@@ -103,8 +103,8 @@ CASES = [
         "spec.network.fabric.requireRDMA",
         False,
     ),
-    ("UnknownArgument", deployment(engine={"extraArgs": ["--sed=1"]}), "spec.engine.extraArgs[0]", None),
-    ("UnknownVariable", deployment(engine=env("NCCL_IB_HCAS", "x")), "spec.engine.env[0]", None),
+    ("UnknownArgument", deployment(engine={"extraArgs": ["--sed=1"]}), "spec.engine.extraArgs[0]", "--sed"),
+    ("UnknownVariable", deployment(engine=env("NCCL_IB_HCAS", "x")), "spec.engine.env[0].name", "NCCL_IB_HCAS"),
     (
         "UnknownVariable",
         deployment(engine=env("VLLM_USE_RAY_COMPILED_DAG", "1")),
