@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dsv4_operator.api import Finding
+if TYPE_CHECKING:
+    from dsv4_operator.api import Finding  # slow to load: `dsv4 --help` needs none of it
 
 KUBECTL_PLUGIN = "kubectl-dsv4"
 """Program that kubectl runs for `kubectl dsv4`."""
