@@ -343,18 +343,18 @@ def _no_secret_variable(name: str) -> bool:
 for _part in ("engine.extraArgs[]", "engine.env[].value"):
 
     @rule(
-        _part, "", "Secret", f"may contain a secret; {ELSEWHERE}",
-        conditions=[f"!self.matches({literal(pattern)})" for pattern in VALUES], value=lambda _: None,
-    )  # fmt: skip
-    def _no_secret(text: str) -> bool:
-        return not has_secret(text)
-
-    @rule(
         _part, "", "LinkLocal", LINK_LOCAL_REFUSAL,
         conditions=[f"!self.matches({literal(LINK_LOCAL_SHORT)})"], value=lambda _: None,
     )  # fmt: skip
     def _no_link_local(text: str) -> bool:
         return not is_link_local(text)
+
+    @rule(
+        _part, "", "Secret", f"may contain a secret; {ELSEWHERE}",
+        conditions=[f"!self.matches({literal(pattern)})" for pattern in VALUES], value=lambda _: None,
+    )  # fmt: skip
+    def _no_secret(text: str) -> bool:
+        return not has_secret(text)
 
 
 @rule("engine.env[]", "value", "InvalidURL", URL.refusal, conditions=(), value=lambda _: None)

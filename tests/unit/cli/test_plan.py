@@ -78,7 +78,7 @@ def test_what_the_range_covers_is_not_refused(root: Path, capsys: pytest.Capture
     code, out, _ = run(capsys, file, "--state-dir", str(root))
     assert code == 0
     assert "\nIt fits within the uncertainty of 11.90 GiB: " in out
-    assert document(capsys, file, root)["memory"]["verdict"] == "narrow"
+    assert document(capsys, file, root)["memory"]["verdict"] == "fits by less than its uncertainty"
 
 
 def test_what_if(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,8 +229,8 @@ def test_groups_that_are_elsewhere(root: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("nodes", "code", "verdict"),
     [
-        (2, 2, ("no", 141.74, "rank 0: the weights need 233.63 GiB, and the machine has 121.69 GiB")),
-        (8, 0, ("narrow", 0, None)),
+        (2, 2, ("does not fit", 141.74, "rank 0: the weights need 233.63 GiB, and the machine has 121.69 GiB")),
+        (8, 0, ("fits by less than its uncertainty", 0, None)),
     ],
 )
 def test_a_checkpoint_by_its_name(
