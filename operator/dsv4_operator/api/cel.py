@@ -146,7 +146,7 @@ class _Translator:
             return place.value
         if isinstance(node, ast.Attribute) and (inlined := self._property(node)):
             return inlined
-        return self._evaluated(node)
+        return _constant(self._evaluated(node))
 
     def _operand(self, node: ast.expr, *bracketed: type[ast.expr]) -> str:
         text = self.expression(node)
@@ -178,8 +178,15 @@ class _Translator:
         text = (" && " if present else " || ").join(parts)
         return f"({text})" if present and len(parts) > 1 else text
 
-    def _evaluated(self, node: ast.expr) -> str:
-        try:
-            return _constant(eval(compile(ast.Expression(node), "<rule>", "eval"), dict(self._names)))  # noqa: S307
-        except NameError:
-            raise ValueError(f"{ast.unparse(node)} has no equivalent in CEL") from None
+    def _evaluated(self, node: ast.expr) -> object:
+        """Return the value of a constant expression."""
+        match node:
+            case ast.Constant(value):
+                return value
+            case ast.Name(name) if name in self._names:
+                return self._names[name]
+            case ast.Attribute(inner, name):
+                return getattr(self._evaluated(inner), name)
+            case ast.Tuple(elements):
+                return tuple(map(self._evaluated, elements))
+        raise ValueError(f"{ast.unparse(node)} has no equivalent in CEL")
