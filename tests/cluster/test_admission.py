@@ -63,7 +63,7 @@ def test_apply_itself_says_what_cannot_be_planned(cluster: Cluster, asked: tuple
     assert "did you mean --max-model-len?" in said
 
     large = example(namespace, "pro-8x-rtx-pro-6000")
-    with pytest.raises(KubectlError, match="the weights take"):
+    with pytest.raises(KubectlError, match="the weights need"):
         cluster.kubectl("create", "--dry-run=server", "--warnings-as-errors", "-f", "-", input=[large])
     taken = example(namespace, "nano")
     taken["spec"]["suspend"] = True

@@ -138,7 +138,7 @@ def test_no_refusal_repeats_a_secret(cluster: Cluster) -> None:
         ("gateway.drain", "9999999999999999h", "is out of range; write 0s to 8760h"),
         ("gateway.maxHeldBytes", "9e99", "Forbidden: is out of range; write 0 to 1Ei"),
         ("engine.timeouts.load", "0s", "Forbidden: is out of range; write 1ms to 8760h, for example 2m"),
-        ("topology.hardware", "GB11", "Forbidden: is unknown; use one of CPU, GB10, RTXPRO6000, H100, H200"),
+        ("topology.hardware", "GB11", "Forbidden: is not supported; use one of CPU, GB10, RTXPRO6000, H100, H200"),
         ("replicas", 33, "should be less than or equal to 32"),
     ],
 )
@@ -169,7 +169,7 @@ def test_the_backend_cannot_change(cluster: Cluster, namespace: str) -> None:
     url, patch = f"{PATH.format(namespace)}/nano", {"Content-Type": "application/merge-patch+json"}
     answer = cluster.http.patch(url, json={"spec": {"backend": "Other"}}, headers=patch)
     assert answer.status_code == 422
-    assert "backend: cannot change; delete the deployment and make another one" in answer.json()["message"]
+    assert "backend: is immutable; delete the deployment and create another one" in answer.json()["message"]
     # What nobody wrote is this one.
     answer = cluster.http.patch(url, json={"spec": {"backend": "Pods", "replicas": 2}}, headers=patch)
     assert answer.status_code == 200, answer.json()
@@ -183,7 +183,7 @@ def test_the_variant_cannot_change(cluster: Cluster, namespace: str) -> None:
         headers={"Content-Type": "application/merge-patch+json"},
     )
     assert answer.status_code == 422
-    message = "spec.model.variant: Forbidden: cannot change; delete the deployment and make another one"
+    message = "spec.model.variant: Forbidden: is immutable; delete the deployment and create another one"
     assert message in answer.json()["message"]
 
 

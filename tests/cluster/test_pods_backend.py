@@ -393,7 +393,7 @@ async def test_an_object_of_somebody_else_is_not_touched_and_reported(world: Pod
             await work
         except ForeignObject as error:
             told.append(str(error))
-    said = f"{wanted['kind']} {world.namespace}/{name} belongs to somebody else (it has no owner)"
+    said = f"{wanted['kind']} {world.namespace}/{name} belongs to another client (it has no owner)"
     assert said in "".join(told)
     await fenced(world, 1)
     live = await world.kube.get(resource, world.namespace, name)

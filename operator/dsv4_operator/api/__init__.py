@@ -11,8 +11,8 @@ from dsv4_operator.api.cluster import (
     TolerationOperator,
 )
 from dsv4_operator.api.deployment import API_VERSION, KIND, DSV4Deployment, Metadata, load, parse
+from dsv4_operator.api.findings import Finding, InvalidDeployment, Severity
 from dsv4_operator.api.policy import ClusterPolicy
-from dsv4_operator.api.rules import Finding, InvalidDeployment
 from dsv4_operator.api.spec import (
     CudagraphMode,
     Executor,
@@ -86,6 +86,7 @@ __all__ = [
     "RolloutStatus",
     "RolloutStrategy",
     "SecretKeyRef",
+    "Severity",
     "SpeculativeMethod",
     "SpeculativeSpec",
     "StorageType",

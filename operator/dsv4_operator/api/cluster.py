@@ -31,8 +31,8 @@ ResourceName = Annotated[
         "is not the name of a device resource; write for example rdma/hca_shared_devices_a",
         253,
         never=(
-            (r"^([a-z0-9.-]+\.)?kubernetes\.io/", "belongs to Kubernetes; name the resource of a device plugin"),
-            (r"^nvidia\.com/gpu", "is what members get by devicesPerNode; name the resource of the RDMA devices"),
+            (r"^([a-z0-9.-]+\.)?kubernetes\.io/", "is reserved for Kubernetes; write the resource of a device plugin"),
+            (r"^nvidia\.com/gpu", "is allocated by devicesPerNode; write the resource of the RDMA devices"),
         ),
     ),
 ]

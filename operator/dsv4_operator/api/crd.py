@@ -14,23 +14,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
-from dsv4_operator.api.deployment import API_VERSION, KIND, LONGEST_NAME, NAME_PATTERN, TAKEN_PATTERN
-from dsv4_operator.api.rules import ELSEWHERE, LONGEST_NANO, MOST_BYTES, TENSOR_PARALLEL_SIZES
-from dsv4_operator.api.security import (
-    LINK_LOCAL_REFUSAL,
-    LINK_LOCAL_SHORT,
-    OTHER_FLAGS,
-    among,
-    owned_flags,
-    owned_variables,
-)
-from dsv4_operator.api.spec import DEFAULT_BACKEND, DeploymentSpec, Variant
+from dsv4_operator.api import cel
+from dsv4_operator.api.deployment import API_VERSION, KIND, LONGEST_NAME, NAME_PATTERN, TAKEN_PATTERN, TAKEN_REFUSAL
+from dsv4_operator.api.rules import RULES, UNIQUE
+from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.api.status import DeploymentStatus
 from dsv4_operator.api.values import (
     DURATION_FORMAT,
@@ -44,7 +37,6 @@ from dsv4_operator.api.values import (
     format_duration,
     format_quantity,
 )
-from dsv4_runtime.util.secrets import VALUES, VARIABLE
 
 Schema = dict[str, Any]
 
@@ -91,7 +83,7 @@ class _Converter:
         if self._enums and ("enum" in node or "const" in node):
             words = node.get("enum") or [node["const"]]
             kept["maxLength"] = _LONGEST_WORD
-            _ruled(kept, rule(f"self in {json.dumps(words)}", f"is unknown; use one of {', '.join(words)}"))
+            _ruled(kept, rule(f"self in {json.dumps(words)}", f"is not supported; use one of {', '.join(words)}"))
         _ruled(kept, *(_text(*given) for given in node.get("texts", ())))
         if node.get("type") == "integer" and self._enums:
             # 1.0 is an integer in a schema, but not in a rule or in `parse`.
@@ -104,7 +96,7 @@ class _Converter:
         if node.get("type") == "object":
             kept |= self._object(node)
         if "type" not in kept:
-            raise ValueError(f"{name}: a structural schema cannot say {json.dumps(node)[:200]}")
+            raise ValueError(f"{name}: a structural schema cannot express {json.dumps(node)[:200]}")
         return kept
 
     def _resolved(self, node: Schema) -> Schema:
@@ -141,18 +133,18 @@ class _Converter:
 
 
 def _text(pattern: str, wanted: bool, refusal: str) -> Schema:
-    return rule(f"{'' if wanted else '!'}self.matches({text_of(pattern)})", refusal)
+    return rule(f"{'' if wanted else '!'}self.matches({cel.literal(pattern)})", refusal)
 
 
 def _duration(bounds: Schema) -> tuple[Schema, ...]:
-    shape = f"self.matches({text_of(f'^{DURATION_PATTERN}$')})"
+    shape = f"self.matches({cel.literal(f'^{DURATION_PATTERN}$')})"
     low, high = bounds["least"], bounds["most"]
     within = f"duration(self) >= duration('{low}') && duration(self) <= duration('{high}')"
     return rule(shape, DURATION_REFUSAL), rule(f"!{shape} || {within}", bounds["refusal"])
 
 
 def _quantity(bounds: Schema) -> tuple[Schema, ...]:
-    shape = f"(type(self) == int || string(self).matches({text_of(f'^{QUANTITY_PATTERN}$')}))"
+    shape = f"(type(self) == int || string(self).matches({cel.literal(f'^{QUANTITY_PATTERN}$')}))"
     low, high = (f"quantity(string(self)).compareTo(quantity('{bounds[name]}'))" for name in ("least", "most"))
     return rule(shape, QUANTITY_REFUSAL), rule(f"!{shape} || {low} >= 0 && {high} <= 0", bounds["refusal"])
 
@@ -193,23 +185,20 @@ def without_values(schema: Schema) -> Schema:
     return schema
 
 
-def text_of(text: str) -> str:
-    """Return `text` as a CEL literal."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _either(kept: Schema, options: list[Schema]) -> Schema:
     """Return the schema of one constant or a number within bounds."""
     word = next((option.get("const") for option in options if option.get("type") == "string"), None)
     number = next((option for option in options if option.get("type") == "integer"), None)
     if word is None or number is None or len(options) != 2:
-        raise ValueError(f"a structural schema cannot say {json.dumps(options)[:200]}")
+        raise ValueError(f"a structural schema cannot express {json.dumps(options)[:200]}")
     low, high = number["minimum"], number["maximum"]
-    expression = f"type(self) == int ? self >= {low} && self <= {high} : self == {text_of(word)}"
+    expression = f"type(self) == int ? self >= {low} && self <= {high} : self == {cel.literal(word)}"
     return {
         **_without(kept, "type"),
         "x-kubernetes-int-or-string": True,
-        "x-kubernetes-validations": [rule(expression, f"is neither {word} nor a number from {low} to {high}")],
+        "x-kubernetes-validations": [
+            rule(expression, f"is not supported; use {word} or a number from {low} to {high}")
+        ],
     }
 
 
@@ -237,7 +226,7 @@ def _without(node: Schema, *keys: str) -> Schema:
 GROUP, VERSION = API_VERSION.split("/")
 PLURAL = "dsv4deployments"
 
-_SPEC_LISTS = {"env": "name", "members": "rank", "imagePullSecrets": "name", "nodes": ""}
+_SPEC_LISTS = {path.rpartition(".")[2]: key for path, key in UNIQUE.items() if path != "model.servedNames"}
 _STATUS_LISTS = {"conditions": "type", "groups": "index", "members": "rank"}
 
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
@@ -251,21 +240,17 @@ _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
 
-_NODES = "self.?nodesPerGroup.orValue(1)"
-_WORLD = f"{_NODES} * self.?devicesPerNode.orValue(1)"
-_PIPELINE = "self.?pipelineParallelSize.orValue(1)"
-_AT_ONCE = 20
-_PORTS = {"api": 8000, "dashboard": 8265, "gcs": 6379, "agent": 8090}
-
 
 def definition() -> dict[str, Any]:
     """Return the CustomResourceDefinition as JSON values."""
     spec = structural(DeploymentSpec, _SPEC_LISTS)
     spec["properties"]["replicas"]["default"] = 1  # `kubectl scale` needs an initial number.
-    for path, rules in _rules().items():
-        _at(spec, path).setdefault("x-kubernetes-validations", []).extend(rules)
+    for path, each in _rules():
+        _ruled(_at(spec, path), each)
     without_values(spec)
-    name = f"self.metadata.name.size() <= {LONGEST_NAME} && self.metadata.name.matches({text_of(f'^{NAME_PATTERN}$')})"
+    name = (
+        f"self.metadata.name.size() <= {LONGEST_NAME} && self.metadata.name.matches({cel.literal(f'^{NAME_PATTERN}$')})"
+    )
     schema = {
         "description": "One DeepSeek-V4 model on one or more groups of machines, kept running.",
         "type": "object",
@@ -280,13 +265,13 @@ def definition() -> dict[str, Any]:
         "x-kubernetes-validations": [
             rule(
                 name,
-                f"metadata.name: at most {LONGEST_NAME} lower-case letters, digits and dashes; begin with a letter",
+                f"metadata.name: must have at most {LONGEST_NAME} lower-case letters, digits and dashes, and begin "
+                "with a letter",
             ),
             rule(
                 # Objects have no status at their creation. Existing ones from before this rule stay valid.
-                f"has(self.status) || !self.metadata.name.matches({text_of(TAKEN_PATTERN)})",
-                "metadata.name: ends as the Services of another deployment's groups do; write another end than a "
-                "number and head, or a number and i with a number",
+                f"has(self.status) || !self.metadata.name.matches({cel.literal(TAKEN_PATTERN)})",
+                f"metadata.name: {TAKEN_REFUSAL}",
             ),
         ],
     }
@@ -325,185 +310,14 @@ def definition() -> dict[str, Any]:
     }
 
 
-def _rules() -> dict[str, list[Schema]]:
-    """Return the path below `spec` to the rules of that object or value."""
-    return {
-        "": _whole(),
-        **_model_rules(),
-        **_topology_rules(),
-        **_engine_rules(),
-        "network.ports": [
-            rule(
-                f"[{', '.join(f'self.?{name}.orValue({port})' for name, port in _PORTS.items())}]"
-                ".all(a, [" + ", ".join(f"self.?{name}.orValue({port})" for name, port in _PORTS.items()) + "]"
-                ".filter(b, b == a).size() == 1)",
-                "two ports have the same number; choose another one",
-            )
-        ],
-        "recovery.backoff": [
-            rule(
-                "duration(self.?base.orValue('30s')) <= duration(self.?max.orValue('10m'))",
-                "base: more than max; lower base or raise max",
-            )
-        ],
-    }
-
-
-def _model_rules() -> dict[str, list[Schema]]:
-    return {
-        "model": [
-            rule(
-                "!has(self.source.nano) || self.variant == 'Nano'",
-                "source.nano: only the variant Nano is made on the spot; give path or huggingFace instead",
-            ),
-            rule(
-                "!has(self.source.huggingFace) || self.variant != 'Nano'",
-                "source.huggingFace: the variant Nano is not published; give nano instead, for example nano: {seed: 0}",
-            ),
-        ],
-        "model.variant": [rule("self == oldSelf", "cannot change; delete the deployment and make another one")],
-        # Not a set, because an API server repeats the duplicate in its message.
-        "model.servedNames": [rule("self.all(a, self.exists_one(b, a == b))", "a name is there twice; remove one")],
-        "model.source": [
-            rule(
-                "[has(self.nano), has(self.path), has(self.huggingFace), has(self.s3), has(self.http), "
-                "has(self.sharedPath)].filter(given, given).size() == 1",
-                "give exactly one of nano, path, huggingFace, s3, http, sharedPath",
-            )
-        ],
-    }
-
-
-def _topology_rules() -> dict[str, list[Schema]]:
-    return {
-        "topology": [
-            rule(
-                "self.hardware != 'GB10' || self.?devicesPerNode.orValue(1) == 1",
-                "devicesPerNode: GB10 has one device a machine; write 1",
-            ),
-            rule(
-                f"{_WORLD} % {_PIPELINE} == 0",
-                "pipelineParallelSize: does not divide nodesPerGroup × devicesPerNode; choose a divisor",
-            ),
-            rule(
-                f"!has(self.tensorParallelSize) || self.tensorParallelSize * {_PIPELINE} == {_WORLD}",
-                "tensorParallelSize: times pipelineParallelSize it is not nodesPerGroup × devicesPerNode; leave it out",
-            ),
-        ],
-        "topology.tolerations[]": [
-            rule(
-                "self.?key.orValue('') != '' || self.?operator.orValue('Equal') == 'Exists'",
-                "operator: Equal needs a key; write one, or operator Exists for every taint",
-            ),
-            rule(
-                "self.?value.orValue('') == '' || self.?operator.orValue('Equal') == 'Equal'",
-                "value: has no meaning with Exists; remove it",
-            ),
-        ],
-    }
-
-
-def _engine_rules() -> dict[str, list[Schema]]:
-    return {
-        "engine": [
-            rule(
-                "!has(self.gpuMemoryUtilization) || !has(self.kvCacheMemory)",
-                "gpuMemoryUtilization and kvCacheMemory exclude each other; remove one of them",
-            ),
-            rule(
-                "self.?maxNumBatchedTokens.orValue(2048) >= self.?maxNumSeqs.orValue(4)",
-                "maxNumBatchedTokens: less than maxNumSeqs; every request needs a token in a step, so raise it",
-            ),
-            *(
-                rule(
-                    f"!has(self.{name}) || self.{name}.map(one, size(bytes({of}))).sum() <= {MOST_BYTES}",
-                    f"{name}: has more than {MOST_BYTES} bytes; a plan has to fit into a ConfigMap, so shorten it",
-                )
-                for name, of in (("env", "one.value"), ("extraArgs", "one"))
-            ),
-            rule(
-                "!has(self.extraArgs) || size(self.extraArgs) == 0 || self.extraArgs[0].startsWith('-')",
-                "extraArgs: begin with a flag, for example --seed",
-            ),
-        ],
-        "engine.extraArgs[]": [
-            # Several rules, because API servers limit the cost of each.
-            *(
-                rule(
-                    f"!({among('self', _cel_list(owned_flags()[number : number + _AT_ONCE]), _cel_list(OTHER_FLAGS))})",
-                    "is set by dsv4; spec.model, spec.topology and spec.engine have fields for what may be chosen",
-                )
-                for number in range(0, len(owned_flags()), _AT_ONCE)
-            ),
-            _no_link_local(),
-            *_no_secret(),
-        ],
-        "engine.env[].name": [
-            rule(
-                f"!self.startsWith('DSV4_') && !(self in {_cel_list(owned_variables())})",
-                "is set by dsv4; remove it",
-            ),
-            rule(f"!self.upperAscii().matches({text_of(VARIABLE)})", f"is a secret by its name; {ELSEWHERE}"),
-        ],
-        "engine.env[].value": [*_no_secret(), _no_link_local()],
-    }
-
-
-def _whole() -> list[Schema]:
-    world, pipeline = (text.replace("self.", "self.topology.") for text in (_WORLD, _PIPELINE))
-    tensor = f"self.topology.?tensorParallelSize.orValue({world} / {pipeline})"
-    sizes = [
-        rule(
-            f"self.model.variant != '{variant}' || {world} % {pipeline} != 0 || {tensor} in {list(allowed)}",
-            f"topology.tensorParallelSize: cannot divide the layers of {variant}; use one of "
-            f"{', '.join(map(str, allowed))}, with nodesPerGroup, devicesPerNode and pipelineParallelSize to match",
-        )
-        for variant, allowed in TENSOR_PARALLEL_SIZES.items()
-    ]
-    return [
-        rule(
-            "!has(self.model.source.nano) || self.topology.hardware == 'CPU' "
-            "|| self.model.source.nano.?precision.orValue('bf16') != 'bf16'",
-            "model.source.nano.precision: bf16 runs on CPU only; write fp8, or CPU as topology.hardware",
-        ),
-        rule(
-            f"self.model.variant == '{Variant.NANO}' || self.topology.hardware != 'CPU'",
-            "topology.hardware: CPU is only for the variant Nano; write GB10 or RTXPRO6000",
-        ),
-        rule(
-            "self.topology.hardware != 'CPU' || self.model.source.?nano.?precision.orValue('bf16') != 'fp8'",
-            "model.source.nano.precision: fp8 does not run on CPU; write bf16",
-        ),
-        rule(
-            "self.topology.hardware != 'CPU' || !has(self.engine) || !has(self.engine.gpuMemoryUtilization)",
-            "engine.gpuMemoryUtilization: has no meaning on CPU; use kvCacheMemory, for example 512Mi",
-        ),
-        rule(
-            f"self.model.variant != '{Variant.NANO}' || !has(self.engine) || !has(self.engine.maxModelLen) "
-            f"|| self.engine.maxModelLen <= {LONGEST_NANO}",
-            f"engine.maxModelLen: more than Nano has; the most is {LONGEST_NANO}",
-        ),
-        rule(
-            # With `orValue` the API server assumes the maximum length of the strings.
-            f"has(self.backend) ? (has(oldSelf.backend) ? self.backend == oldSelf.backend "
-            f": self.backend == '{DEFAULT_BACKEND}') "
-            f": !has(oldSelf.backend) || oldSelf.backend == '{DEFAULT_BACKEND}'",
-            "backend: cannot change; delete the deployment and make another one",
-        ),
-        *sizes,
-    ]
-
-
-def _no_secret() -> list[Schema]:
-    return [rule(f"!self.matches({text_of(value)})", f"looks like a secret; {ELSEWHERE}") for value in VALUES]
-
-
-def _no_link_local() -> Schema:
-    return rule(f"!self.matches({text_of(LINK_LOCAL_SHORT)})", LINK_LOCAL_REFUSAL)
-
-
-def _cel_list(words: Iterable[str]) -> str:
-    return "[" + ", ".join(f"'{word}'" for word in words) + "]"
+def _rules() -> Iterator[tuple[str, Schema]]:
+    """Yield the path below `spec`, and a rule of that object or value."""
+    for each in RULES:
+        conditions = [cel.condition(each.holds)] if each.conditions is None and each.holds else each.conditions or ()
+        for condition in conditions:
+            yield each.part, rule(condition, each.message)
+    # Not a set, because an API server repeats the duplicate in its message.
+    yield "model.servedNames", rule("self.all(a, self.exists_one(b, a == b))", "contains a duplicate; remove one")
 
 
 def _at(schema: Schema, path: str) -> Schema:

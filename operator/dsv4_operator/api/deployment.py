@@ -11,10 +11,11 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic_core import PydanticCustomError
 
 from dsv4_operator.api.cluster import AnnotationKey, LabelKey, LabelValue, Namespace
-from dsv4_operator.api.rules import RULES_ERROR, Finding, InvalidDeployment, check_spec, translate
+from dsv4_operator.api.findings import RULES_ERROR, Finding, InvalidDeployment, joined, translate
+from dsv4_operator.api.rules import check_spec
 from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.api.status import DeploymentStatus, read_status
-from dsv4_operator.api.values import Count, Matches, SpecPart, quoted
+from dsv4_operator.api.values import Count, InvalidValue, Matches, SpecPart, ValueReason, split_remedy
 from dsv4_runtime.contract import Document
 
 API_VERSION: Literal["dsv4.dev/v1alpha1"] = "dsv4.dev/v1alpha1"
@@ -31,11 +32,9 @@ TAKEN_PATTERN = "-[0-9]+-(head|i[0-9]+)$"
 """Pattern of name endings used by Services of groups: `chat-0-head` belongs to the deployment `chat`."""
 
 
-def _taken(name: str) -> str:
-    return (
-        f"{quoted(name)} ends as the Services of another deployment's groups do; write another end than a number and "
-        "head, or a number and i with a number"
-    )
+TAKEN_REFUSAL = (
+    "has an ending that is reserved for Services of groups, such as -0-head or -0-i1; write a name with another ending"
+)
 
 
 Name = Annotated[
@@ -58,7 +57,8 @@ def _texts(value: Any) -> Any:
 def _small(annotations: dict[str, str]) -> dict[str, str]:
     size = sum(len(key.encode()) + len(text.encode()) for key, text in annotations.items())
     if size > _MOST_ANNOTATION_BYTES:
-        raise ValueError(f"has {size} bytes; the most is {_MOST_ANNOTATION_BYTES}, so shorten them")
+        text = f"has {size} bytes; the maximum is {_MOST_ANNOTATION_BYTES}, so shorten the annotations"
+        raise InvalidValue(None, ValueReason.TOO_LONG, text)
     return annotations
 
 
@@ -102,9 +102,10 @@ class DSV4Deployment(Document):
         findings = check_spec(self.spec)
         # Existing objects from before this rule stay valid.
         if re.search(TAKEN_PATTERN, self.metadata.name) and self.status == DeploymentStatus():
-            findings = (*findings, Finding("metadata.name", _taken(self.metadata.name)))
+            taken = Finding("metadata.name", "ReservedName", *split_remedy(TAKEN_REFUSAL), self.metadata.name)
+            findings = (*findings, taken)
         if findings:
-            message = "; ".join(map(str, findings)).replace("{", "{{").replace("}", "}}")
+            message = joined(findings).replace("{", "{{").replace("}", "}}")
             raise PydanticCustomError(RULES_ERROR, message, {"findings": findings})
         return self
 
@@ -173,7 +174,7 @@ def parse(data: object) -> DSV4Deployment:
         InvalidDeployment: as in `load`.
     """
     if not isinstance(data, dict):
-        raise InvalidDeployment([Finding("", f"a {KIND} is a mapping that begins with apiVersion: {API_VERSION}")])
+        raise _unreadable("NotAMapping", "the document is not a mapping", f"begin with apiVersion: {API_VERSION}")
     _expect(data, "kind", KIND)
     _expect(data, "apiVersion", API_VERSION)
     metadata = data.get("metadata")
@@ -190,9 +191,15 @@ def parse(data: object) -> DSV4Deployment:
 
 def _expect(data: dict[str, Any], field: str, wanted: str) -> None:
     if field not in data:
-        raise InvalidDeployment([Finding(field, f"is required; write {field}: {wanted}")])
+        raise InvalidDeployment([Finding(field, ValueReason.REQUIRED, "is required", f"add {field}: {wanted}")])
     if data[field] != wanted:
-        raise InvalidDeployment([Finding(field, f"{quoted(data[field])} is not known here; write {wanted}")])
+        remedy = f"write {wanted}"
+        raise InvalidDeployment([Finding(field, ValueReason.NOT_SUPPORTED, "is not supported", remedy, data[field])])
+
+
+def _unreadable(reason: str, message: str, remedy: str) -> InvalidDeployment:
+    """Return the error for a text that is not one manifest."""
+    return InvalidDeployment([Finding("", reason, message, remedy)])
 
 
 def _bound(data: dict[str, Any]) -> None:
@@ -204,13 +211,8 @@ def _bound(data: dict[str, Any]) -> None:
         values = inner.values() if isinstance(inner, dict) else inner
         count += len(inner)
         if count > _MOST_VALUES:
-            raise InvalidDeployment(
-                [
-                    Finding(
-                        "", f"metadata and spec have more than {_MOST_VALUES:,} values; remove what is no deployment's"
-                    )
-                ]
-            )
+            problem = f"metadata and spec have more than {_MOST_VALUES:,} values"
+            raise _unreadable("TooManyValues", problem, f"remove the values that do not belong to a {KIND}")
         rest += [value for value in values if isinstance(value, dict | list)]
 
 
@@ -220,18 +222,17 @@ def _document(text: str) -> object:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        problem = error.problem or error.context or "cannot be read"
-        raise InvalidDeployment([Finding("", f"not valid YAML: {where}{problem}")]) from None
+        problem, _, remedy = (error.problem or error.context or "syntax error").partition("; ")
+        raise _unreadable("InvalidYAML", f"invalid YAML: {where}{problem}", remedy) from None
     except yaml.YAMLError as error:
-        raise InvalidDeployment([Finding("", f"not valid YAML: {' '.join(str(error).split())}")]) from None
+        raise _unreadable("InvalidYAML", f"invalid YAML: {' '.join(str(error).split())}", "") from None
     except RecursionError:
-        raise InvalidDeployment([Finding("", "mappings and lists are nested too deeply; remove brackets")]) from None
+        raise _unreadable("TooDeep", "mappings and lists are nested too deeply", "remove brackets") from None
     if not documents:
-        raise InvalidDeployment([Finding("", f"the text is empty; begin with apiVersion: {API_VERSION}")])
+        raise _unreadable("Empty", "the document is empty", f"begin with apiVersion: {API_VERSION}")
     if len(documents) > 1:
-        raise InvalidDeployment(
-            [Finding("", f"the text has {len(documents)} documents; keep one {KIND} a file, without further --- lines")]
-        )
+        problem = f"the text has {len(documents)} documents"
+        raise _unreadable("SeveralDocuments", problem, f"write one {KIND} per file, without further --- lines")
     return documents[0]
 
 
@@ -244,7 +245,7 @@ class _ManifestLoader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f'the field "{key.value}" is there twice; remove one', key.start_mark
+                        None, None, f'the field "{key.value}" is a duplicate; remove one', key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)

@@ -21,19 +21,9 @@ from pydantic_core import PydanticUndefined
 
 from dsv4_operator.api import values
 from dsv4_operator.api.deployment import DSV4Deployment
-from dsv4_operator.api.rules import model_in
-from dsv4_operator.api.security import (
-    ENDPOINT_VARIABLES,
-    FLAGS,
-    LINK_LOCAL,
-    LINK_LOCAL_REFUSAL,
-    OTHER_FLAGS,
-    REFUSED_VARIABLES,
-    URL,
-    VARIABLES,
-    among,
-    spellings,
-)
+from dsv4_operator.api.findings import model_in
+from dsv4_operator.api.policy import validations
+from dsv4_operator.api.security import FLAGS, OTHER_FLAGS, REFUSED_VARIABLES, VARIABLES, spellings
 from dsv4_operator.api.status import ConditionType, DeploymentPhase, GroupPhase, Reason
 from dsv4_runtime.contract import Cause, Phase
 
@@ -157,17 +147,11 @@ def _vocabulary(title: str, words: type[StrEnum]) -> str:
 
 
 def security_tables() -> dict[str, object]:
-    """Return the tables for the chart: lists, and CEL conditions over them."""
+    """Return the tables for the chart: flags, and the validations of its policy in CEL."""
     return {
         "flags": {flag: spellings(flag) for flag in FLAGS},
         "otherFlags": list(OTHER_FLAGS),
-        "flagAmong": among("arg", "variables.refusedFlags", "variables.otherFlags"),
-        "variables": f"^({'|'.join(VARIABLES)})$",
-        "refusedVariables": f"^({'|'.join(REFUSED_VARIABLES)})$",
-        "linkLocal": list(LINK_LOCAL),
-        "linkLocalRefusal": LINK_LOCAL_REFUSAL,
-        "endpointVariables": list(ENDPOINT_VARIABLES),
-        "url": f"^(?:{URL.pattern})$",
+        "validations": validations(),
     }
 
 
@@ -177,9 +161,9 @@ def security_markdown() -> str:
     for reason in dict.fromkeys(FLAGS.values()):
         flags = ", ".join(f"`{flag}`" for flag, why in FLAGS.items() if why == reason)
         rows.append(f"| {flags} | {reason} |")
-    rows += ["", "| variables that are taken | meaning |", "|---|---|"]
+    rows += ["", "| accepted variables | meaning |", "|---|---|"]
     rows += [f"| `{_in_table(pattern)}` | {meaning} |" for pattern, meaning in VARIABLES.items()]
-    rows += ["", "| variables that are refused | reason |", "|---|---|"]
+    rows += ["", "| refused variables | reason |", "|---|---|"]
     rows += [f"| `{_in_table(pattern)}` | {reason} |" for pattern, reason in REFUSED_VARIABLES.items()]
     return "\n".join(rows) + "\n"
 

@@ -1,24 +1,38 @@
 """Policy of the cluster's administrator for the use of nodes: `policy` of the chart's values.
 
 Users with permission to write a DSV4Deployment cause the creation of pods, so access to nodes is refused unless it is
-allowed here. The chart enforces the same policy in CEL (`templates/policy.yaml`).
+allowed here. The chart enforces the same limits in CEL, generated from this module: `validations` in
+`files/security.json`, over the values of `policy` as variables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError
 
+from dsv4_operator.api import cel
 from dsv4_operator.api.cluster import NetworkMode, ResourceName, StorageType
 from dsv4_operator.api.deployment import DSV4Deployment
-from dsv4_operator.api.rules import Finding, translate
-from dsv4_operator.api.security import flag_reason, variable_reason
-from dsv4_operator.api.spec import Hardware
-from dsv4_operator.api.values import Count, Matches, SpecPart, quoted
+from dsv4_operator.api.findings import Finding, joined, translate
+from dsv4_operator.api.rules import parts
+from dsv4_operator.api.security import (
+    ENDPOINT_VARIABLES,
+    LINK_LOCAL,
+    LINK_LOCAL_REFUSAL,
+    REFUSED_VARIABLES,
+    URL,
+    VARIABLES,
+    among,
+    flag_reason,
+    variable_reason,
+)
+from dsv4_operator.api.spec import DeploymentSpec, Hardware
+from dsv4_operator.api.values import Count, Matches, SpecPart, split_remedy
 
 ANY = "*"
 """In a list of namespaces or taints: all of them."""
@@ -27,19 +41,17 @@ Root = Annotated[
     str,
     Matches(
         r"(/[A-Za-z0-9_][A-Za-z0-9._-]*)+",
-        "is no directory to allow; write for example /var/lib/dsv4, without .. in it",
+        "is not an absolute directory; write for example /var/lib/dsv4, without .. in it",
     ),
 ]
-_Namespace = Annotated[
-    str, Matches(r"\*|[a-z0-9]([a-z0-9-]*[a-z0-9])?", "is not a namespace; write its name, or *", 63)
-]
-_Taint = Annotated[str, Matches(r"\*|[A-Za-z0-9][\w./-]*", "is not the key of a taint; write it, or *", 317)]
-_Flag = Annotated[str, Matches(r"--[a-z0-9][a-z0-9-]*", "is not a flag of vLLM; write it in full, with dashes", 128)]
+_Namespace = Annotated[str, Matches(r"\*|[a-z0-9]([a-z0-9-]*[a-z0-9])?", "is not a namespace; write a name, or *", 63)]
+_Taint = Annotated[str, Matches(r"\*|[A-Za-z0-9][\w./-]*", "is not the key of a taint; write a key, or *", 317)]
+_Flag = Annotated[str, Matches(r"--[a-z0-9][a-z0-9-]*", "is not a flag of vLLM; write the full flag, with dashes", 128)]
 _Variable = Annotated[
-    str, Matches(r"\*|[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable; write it, or *", 256)
+    str, Matches(r"\*|[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable; write a name, or *", 256)
 ]
 _Image = Annotated[
-    str, Matches(r"[a-z0-9][\w.:/@-]*", "is neither an image nor a beginning of one that ends with /, : or @")
+    str, Matches(r"[a-z0-9][\w.:/@-]*", "is not an image; write a name, or a prefix that ends with /, : or @")
 ]
 
 
@@ -81,29 +93,114 @@ def parse_policy(text: str) -> ClusterPolicy:
     try:
         data = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        raise PolicyError(f"not valid YAML: {' '.join(str(error).split())}") from error
+        raise PolicyError(f"invalid YAML: {' '.join(str(error).split())}") from error
     try:
         return ClusterPolicy.model_validate(data, by_alias=True, by_name=False)
     except ValidationError as error:
-        raise PolicyError(
-            "; ".join(f"policy.{found}" if found.path else str(found) for found in translate(error, ClusterPolicy))
-        ) from None
+        found = (
+            replace(one, field=f"policy.{one.field}") if one.field else one for one in translate(error, ClusterPolicy)
+        )
+        raise PolicyError(joined(found)) from None
 
 
-def violations(deployment: DSV4Deployment, policy: ClusterPolicy, runtime_image: str) -> tuple[Finding, ...]:
-    """Return the policy violations of `deployment`.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A deployment in its cluster."""
 
-    Args:
-        deployment: a valid deployment.
-        policy: the policy of the administrator.
-        runtime_image: the operator's image, which all deployments may run.
-    """
+    spec: DeploymentSpec
+    namespace: str
+    policy: ClusterPolicy
+    runtime_image: str
+    """The operator's image, which all deployments may run."""
+
+
+_PLACES: dict[str, tuple[Any, str, bool]] = {
+    "request.spec": (DeploymentSpec, "object.spec", False),
+    "request.namespace": (str, "request.namespace", True),
+    "request.policy": (ClusterPolicy, "variables", True),
+    "request.runtime_image": (str, "variables.runtimeImage", True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One limit of the policy."""
+
+    field: str
+    """Path of the limited field below `spec`; `[]` selects every entry of a list."""
+    reason: str
+    text: str
+    """`PROBLEM; REMEDY`."""
+    allows: Callable[..., bool]
+    """With the request, and with the value if the limit has its own condition."""
+    condition: str | None
+    """In CEL; None: generated from `allows`."""
+    details: Callable[[Request, Any], str] | None
+    """Returns `PROBLEM; REMEDY` with the values."""
+    value: Callable[[Request, Any], object]
+    """Returns the displayed value; None: it is part of the message, or may be a secret."""
+    named: str
+    """Expression in CEL for the message in place of `text`; empty: `text`."""
+
+    def violations(self, request: Request) -> Iterator[Finding]:
+        """Yield the violations of this limit."""
+        if self.condition is None:
+            broken = [] if self.allows(request) else [(self.field, None)]
+        else:
+            broken = [entry for entry in parts(request.spec, self.field) if not self.allows(request, entry[1])]
+        for path, given in broken:
+            text = self.details(request, given) if self.details else self.text
+            yield Finding(f"spec.{path}", self.reason, *split_remedy(text), self.value(request, given))
+
+    def validation(self) -> dict[str, str]:
+        """Return the limit for a ValidatingAdmissionPolicy, over the values of the chart's `policy` as variables."""
+        expression = cel.condition(self.allows, _PLACES) if self.condition is None else self.condition
+        if self.named:
+            return {"expression": expression, "messageExpression": self.named}
+        return {"expression": expression, "message": f"spec.{self.field.partition('[]')[0]}: {self.text}"}
+
+
+LIMITS: list[Limit] = []
+"""All limits in the order of their findings."""
+
+Allows = TypeVar("Allows", bound=Callable[..., bool])
+
+
+def limit(
+    field: str,
+    reason: str,
+    text: str,
+    *,
+    condition: str | None = None,
+    details: Callable[[Request, Any], str] | None = None,
+    value: Callable[[Request, Any], object] = lambda _, given: given,
+    named: str = "",
+) -> Callable[[Allows], Allows]:
+    """Add a limit with the decorated predicate."""
+
+    def added(allows: Allows) -> Allows:
+        LIMITS.append(Limit(field, reason, text, allows, condition, details, value, named))
+        return allows
+
+    return added
+
+
+def _not_allowed(remedy: str, field: str, where: str = "on this cluster") -> str:
+    return f"is not allowed {where}; {remedy}, or have the administrator of the cluster extend policy.{field}"
+
+
+def _use(allowed: tuple[str, ...], other: str) -> str:
+    return f"use {' or '.join(allowed)}, or {other}" if allowed else other
+
+
+@limit(
+    "storage.path", "StoragePath", _not_allowed("write type EmptyDir", "storageRoots"),
+    details=lambda request, _: _not_allowed(_use(request.policy.storage_roots, "write type EmptyDir"), "storageRoots"),
+    value=lambda request, _: request.spec.storage.path,
+)  # fmt: skip
+def _storage_path(request: Request) -> bool:
     return (
-        *_directories(deployment, policy),
-        *_network(deployment, policy),
-        *_image(deployment, policy, runtime_image),
-        *_settings(deployment, policy),
-        *_tolerations(deployment, policy),
+        request.spec.storage.type != StorageType.HOST_PATH or request.spec.storage.path in request.policy.storage_roots
     )
 
 
@@ -115,93 +212,170 @@ def root_of(path: str, roots: tuple[str, ...]) -> str | None:
     return next((root for root in roots if found.is_relative_to(root)), None)
 
 
-def _directories(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Finding]:
-    storage, source = deployment.spec.storage, deployment.spec.model.source
-    if storage.type is StorageType.HOST_PATH and storage.path not in policy.storage_roots:
-        yield Finding(
-            "spec.storage.path",
-            f"{quoted(storage.path)} is not allowed on this cluster; {_choose(policy.storage_roots)}, write type "
-            "EmptyDir, or have the administrator add it to policy.storageRoots",
-        )
-    for name, path in (("path", source.path), ("sharedPath", source.shared_path)):
-        if path is not None and root_of(path, policy.model_roots) is None:
-            below = (
-                f"use a directory below {', '.join(policy.model_roots)}" if policy.model_roots else "use huggingFace"
-            )
-            yield Finding(
-                f"spec.model.source.{name}",
-                f"{quoted(path)} is not allowed on this cluster; {below}, or have the administrator add a directory "
-                "above it to policy.modelRoots",
-            )
+def _below(request: Request, _: str) -> str:
+    roots = request.policy.model_roots
+    remedy = f"use a directory below {' or '.join(roots)}" if roots else "use huggingFace"
+    return _not_allowed(remedy, "modelRoots")
 
 
-def _network(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Finding]:
-    spec, namespace = deployment.spec, deployment.metadata.namespace
-    if spec.network_mode is not NetworkMode.HOST_NETWORK:
-        return
-    if not _listed(namespace, policy.host_network_namespaces):
-        mode = "HostNetwork" if spec.network.mode is not None else "HostNetwork, the default of several machines,"
-        yield Finding(
-            "spec.network.mode",
-            f"{mode} is not allowed in the namespace {namespace}; write PodNetwork, or have the administrator add the "
-            "namespace to policy.hostNetworkNamespaces",
-        )
-    if spec.topology.hardware is not Hardware.CPU and spec.network.rdma_resource not in policy.rdma_resources:
-        yield Finding(
-            "spec.network.rdmaResource",
-            f"{quoted(spec.network.rdma_resource)} is not allowed on this cluster; {_choose(policy.rdma_resources)}, "
-            "or have the administrator add it to policy.rdmaResources",
-        )
+for _field in ("model.source.path", "model.source.sharedPath"):
+
+    @limit(
+        _field, "ModelPath", _not_allowed("use huggingFace", "modelRoots"), details=_below,
+        condition=(
+            f"!has(object.spec.{_field}) || !object.spec.{_field}.split('/').exists(part, part == '..') "
+            f"&& variables.modelRoots.exists(root, object.spec.{_field} == root "
+            f"|| object.spec.{_field}.startsWith(root + '/'))"
+        ),
+    )  # fmt: skip
+    def _model_path(request: Request, path: str) -> bool:
+        return root_of(path, request.policy.model_roots) is not None
 
 
-def _settings(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Finding]:
-    engine = deployment.spec.engine
-    if _listed(deployment.metadata.namespace, policy.any_image_namespaces):
-        return  # Own images can do everything that these settings can.
-    for index, arg in enumerate(engine.extra_args):
-        if found := flag_reason(arg, policy.engine_flags):
-            flag, reason = found
-            yield Finding(
-                f"spec.engine.extraArgs[{index}]",
-                f"{flag} {reason} and is not allowed on this cluster; remove it, or have the administrator add it to "
-                "policy.engineFlags",
-            )
-    for index, variable in enumerate(engine.env):
-        why = variable_reason(variable.name, policy.engine_variables)
-        if why is not None:
-            yield Finding(
-                f"spec.engine.env[{index}].name",
-                f"{quoted(variable.name)} is not allowed on this cluster, because it {why}; remove it, or have the "
-                "administrator add it to policy.engineVariables",
-            )
+def _host_network_text(request: Request, _: object) -> str:
+    default = "is the default of several machines and " if request.spec.network.mode is None else ""
+    where = f"in the namespace {request.namespace}"
+    return default + _not_allowed("write PodNetwork", "hostNetworkNamespaces", where)
 
 
-def _image(deployment: DSV4Deployment, policy: ClusterPolicy, runtime_image: str) -> Iterator[Finding]:
-    image, namespace = deployment.spec.engine.image, deployment.metadata.namespace
-    if image is None or image == runtime_image or _listed(namespace, policy.any_image_namespaces):
-        return
-    if not any(image == one or (one[-1] in "/:@" and image.startswith(one)) for one in policy.images):
-        yield Finding(
-            "spec.engine.image",
-            f"{quoted(image)} is not allowed in the namespace {namespace}; remove it for the cluster's own image, or "
-            "have the administrator add it to policy.images",
-        )
+@limit(
+    "network.mode", "HostNetwork", _not_allowed("write PodNetwork", "hostNetworkNamespaces", "in this namespace"),
+    details=_host_network_text, value=lambda request, _: request.spec.network_mode,
+)  # fmt: skip
+def _host_network(request: Request) -> bool:
+    return (
+        request.spec.network_mode != NetworkMode.HOST_NETWORK
+        or ANY in request.policy.host_network_namespaces
+        or request.namespace in request.policy.host_network_namespaces
+    )
 
 
-def _tolerations(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Finding]:
-    for index, toleration in enumerate(deployment.spec.topology.tolerations):
-        if not _listed(toleration.key, policy.toleration_keys):
-            what = quoted(toleration.key) if toleration.key else "every taint"
-            yield Finding(
-                f"spec.topology.tolerations[{index}].key",
-                f"{what} may not be tolerated on this cluster; {_choose(policy.toleration_keys)}, or have the "
-                "administrator add it to policy.tolerationKeys",
-            )
+@limit(
+    "network.rdmaResource", "RDMAResource", _not_allowed("write PodNetwork as mode", "rdmaResources"),
+    details=lambda request, _: _not_allowed(
+        _use(request.policy.rdma_resources, "write PodNetwork as mode"), "rdmaResources"
+    ),
+    value=lambda request, _: request.spec.network.rdma_resource,
+)  # fmt: skip
+def _rdma_resource(request: Request) -> bool:
+    return (
+        request.spec.network_mode != NetworkMode.HOST_NETWORK
+        or request.spec.topology.hardware == Hardware.CPU
+        or request.spec.network.rdma_resource in request.policy.rdma_resources
+    )
 
 
-def _listed(name: str, allowed: tuple[str, ...]) -> bool:
-    return ANY in allowed or (bool(name) and name in allowed)
+_ANY_IMAGE = "'*' in variables.anyImageNamespaces || request.namespace in variables.anyImageNamespaces"
 
 
-def _choose(allowed: tuple[str, ...]) -> str:
-    return f"use {' or '.join(allowed)}" if allowed else "nothing is"
+def _any_image(request: Request) -> bool:
+    """Return whether the namespace may run own images, which can do everything that flags and variables can."""
+    namespaces = request.policy.any_image_namespaces
+    return ANY in namespaces or request.namespace in namespaces
+
+
+@limit(
+    "engine.image", "Image", _not_allowed("remove it to use the image of the operator", "images", "in this namespace"),
+    condition=(
+        f"{_ANY_IMAGE} || !has(object.spec.engine) || !has(object.spec.engine.image) "
+        "|| object.spec.engine.image == variables.runtimeImage "
+        "|| variables.images.exists(one, object.spec.engine.image == one "
+        "|| (one.matches('[/:@]$') && object.spec.engine.image.startsWith(one)))"
+    ),
+    details=lambda request, _: _not_allowed(
+        "remove it to use the image of the operator", "images", f"in the namespace {request.namespace}"
+    ),
+)  # fmt: skip
+def _image(request: Request, name: str) -> bool:
+    known = (name == one or (one[-1] in "/:@" and name.startswith(one)) for one in request.policy.images)
+    return _any_image(request) or name == request.runtime_image or any(known)
+
+
+def _refused(request: Request, arg: str) -> tuple[str, str]:
+    """Return the refused flag in `arg`, without its value, which may be a secret, and the reason."""
+    return flag_reason(arg, request.policy.engine_flags) or ("", "")
+
+
+_FLAG = among("arg", "variables.refusedFlags", "variables.otherFlags")
+_ONE_FLAG = among("arg", "[one]", "variables.otherFlags")
+_FLAG_TEXT = _not_allowed("remove it", "engineFlags")
+
+
+@limit(
+    "engine.extraArgs[]", "EngineFlag", _FLAG_TEXT,
+    condition=f"{_ANY_IMAGE} || !variables.arguments.exists(arg, {_FLAG})",
+    details=lambda request, arg: f"{_refused(request, arg)[1]} and {_FLAG_TEXT}",
+    value=lambda request, arg: _refused(request, arg)[0],
+    named=(
+        f"'spec.engine.extraArgs: ' + variables.refusedFlags.filter(one, variables.arguments.exists(arg, {_ONE_FLAG}))"
+        f".join(', ') + {cel.literal(f' {_FLAG_TEXT}')}"
+    ),
+)  # fmt: skip
+def _engine_flag(request: Request, arg: str) -> bool:
+    return _any_image(request) or flag_reason(arg, request.policy.engine_flags) is None
+
+
+def _any_of(patterns: Iterable[str]) -> str:
+    return cel.literal(f"^({'|'.join(patterns)})$")
+
+
+@limit(
+    "engine.env[].name", "EngineVariable", "a name " + _not_allowed("remove it", "engineVariables"),
+    condition=(
+        f"{_ANY_IMAGE} || '*' in variables.engineVariables || variables.environment.all(one, one.name in "
+        f"variables.engineVariables || (one.name.matches({_any_of(VARIABLES)}) "
+        f"&& !one.name.matches({_any_of(REFUSED_VARIABLES)})))"
+    ),
+    details=lambda request, name: (
+        f"{variable_reason(name, request.policy.engine_variables)} and {_not_allowed('remove it', 'engineVariables')}"
+    ),
+)  # fmt: skip
+def _engine_variable(request: Request, name: str) -> bool:
+    return _any_image(request) or variable_reason(name, request.policy.engine_variables) is None
+
+
+@limit(
+    "topology.tolerations[].key", "Toleration", "a key " + _not_allowed("remove the toleration", "tolerationKeys"),
+    condition=(
+        "'*' in variables.tolerationKeys || object.spec.topology.?tolerations.orValue([]).all(one, "
+        "one.?key.orValue('') in variables.tolerationKeys)"
+    ),
+    details=lambda request, key: (
+        f"{'' if key else 'is empty, which tolerates every taint, and '}"
+        f"{_not_allowed(_use(request.policy.toleration_keys, 'remove the toleration'), 'tolerationKeys')}"
+    ),
+    value=lambda _, key: key or None,
+)  # fmt: skip
+def _toleration_key(request: Request, key: str) -> bool:
+    return ANY in request.policy.toleration_keys or key in request.policy.toleration_keys
+
+
+def violations(deployment: DSV4Deployment, policy: ClusterPolicy, runtime_image: str) -> tuple[Finding, ...]:
+    """Return the policy violations of `deployment`.
+
+    Args:
+        deployment: a valid deployment.
+        policy: the policy of the administrator.
+        runtime_image: the operator's image, which all deployments may run.
+    """
+    request = Request(deployment.spec, deployment.metadata.namespace, policy, runtime_image)
+    return tuple(found for each in LIMITS for found in each.violations(request))
+
+
+def validations() -> list[dict[str, str]]:
+    """Return all limits for a ValidatingAdmissionPolicy, and the rules that are too expensive for a definition."""
+    patterns = ", ".join(map(cel.literal, LINK_LOCAL))
+    texts = "(variables.arguments + variables.environment.map(one, one.value))"
+    url = cel.literal(f"^(?:{URL.pattern})$")
+    return [
+        *(each.validation() for each in LIMITS),
+        {
+            "expression": f"{texts}.all(text, ![{patterns}].exists(pattern, text.matches(pattern)))",
+            "message": f"spec.engine: an argument or a variable {LINK_LOCAL_REFUSAL}",
+        },
+        {
+            "expression": f"variables.environment.all(one, !(one.name in {cel.listed(ENDPOINT_VARIABLES)}) "
+            f"|| one.value.matches({url}))",
+            "message": f"spec.engine.env: the value of an endpoint {URL.refusal}",
+        },
+    ]

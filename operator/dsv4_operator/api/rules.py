@@ -1,201 +1,115 @@
-"""Findings about a manifest (field, value, remedy), and the rules over several fields of a specification."""
+"""Rules over several fields of a specification, written once: checked here, and generated as CEL into the
+CustomResourceDefinition.
+
+A rule is a predicate over a part of the specification. CEL is generated from its source (`cel`), except where a rule
+has its own conditions. The API server evaluates rules without a value in the message, which may be a secret.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from enum import Enum
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from dsv4_operator.api.cel import listed, literal, optional
+from dsv4_operator.api.cluster import PortsSpec, Toleration, TolerationOperator
+from dsv4_operator.api.findings import Finding
+from dsv4_operator.api.security import (
+    ENDPOINT_VARIABLES,
+    LINK_LOCAL_REFUSAL,
+    LINK_LOCAL_SHORT,
+    OTHER_FLAGS,
+    URL,
+    among,
+    is_link_local,
+    owned_env,
+    owned_flag,
+    owned_flags,
+    owned_variables,
+)
+from dsv4_operator.api.spec import (
+    DEFAULT_BACKEND,
+    BackoffSpec,
+    DeploymentSpec,
+    EngineSpec,
+    EnvVar,
+    Hardware,
+    ModelSource,
+    ModelSpec,
+    Precision,
+    TopologySpec,
+    Variant,
+)
+from dsv4_operator.api.values import SpecPart, ValueReason, format_duration, split_remedy
+from dsv4_runtime.util.secrets import VALUES, VARIABLE, has_secret, is_secret_name
 
-from dsv4_operator.api.cluster import TolerationOperator
-from dsv4_operator.api.security import ENDPOINT_VARIABLES, LINK_LOCAL_REFUSAL, URL, is_link_local, owned_env, owned_flag
-from dsv4_operator.api.spec import DeploymentSpec, EngineSpec, Hardware, ModelSpec, Precision, TopologySpec, Variant
-from dsv4_operator.api.values import format_duration, quoted
-from dsv4_runtime.util.secrets import has_secret, is_secret_name
-
-RULES_ERROR = "dsv4_rules"
-"""Type of a pydantic error whose context contains findings."""
-MOST_FINDINGS = 20
-"""Limit of reported findings: each unknown name is compared with all known ones."""
-_LONGEST_STEP = 317
-"""Characters of a name in a path: the longest key of a label."""
-_LONGEST_NAME = 64
-"""Longest name that is compared with known ones."""
+Predicate = TypeVar("Predicate", bound=Callable[[Any], bool])
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One problem of a manifest."""
+class Rule:
+    """One rule over a part of the specification."""
 
-    path: str
-    """Path of the field, `spec.engine.maxModelLen` or `spec.engine.env[0].name`; empty for the whole text."""
-    message: str
+    part: str
+    """Path of the part below `spec`; `[]` selects every entry of a list."""
+    field: str
+    """Path of the reported field below the part; empty: the part itself."""
+    reason: str
+    text: str
+    """`PROBLEM; REMEDY`."""
+    holds: Callable[[Any], bool] | None
+    """None: only the API server can check it, because it compares the part with the stored one."""
+    conditions: tuple[str, ...] | None
+    """Conditions in CEL, none if CEL cannot express the rule; None: generated from `holds`."""
+    details: Callable[[Any], str] | None
+    """Returns `PROBLEM; REMEDY` with the values of the part."""
+    value: Callable[[Any], object] | None
+    """Returns the displayed value; None: that of the field, if it is a number, a text or an enum."""
 
-    def __str__(self) -> str:
-        return f"{self.path}: {self.message}" if self.path else self.message
-
-
-class InvalidDeployment(ValueError):
-    """An invalid `DSV4Deployment`; its text has one line per finding."""
-
-    def __init__(self, findings: Iterable[Finding]) -> None:
-        self.findings = tuple(findings)
-        super().__init__("\n".join(map(str, self.findings)))
-
-
-def translate(error: ValidationError, model: type[BaseModel]) -> tuple[Finding, ...]:
-    """Return the first findings of pydantic's `error` about `model`, in order, and the number of further ones."""
-    findings: list[Finding] = []
-    details = error.errors(include_url=False)
-    for number, detail in enumerate(details):
-        if len(findings) >= MOST_FINDINGS:
-            findings.append(Finding("", f"{len(details) - number} more findings; correct the ones above first"))
-            break
-        if detail["type"] == "too_short" and any(_within(other["loc"], detail["loc"]) for other in details):
-            continue  # Counts only the valid entries.
-        if detail["type"] == RULES_ERROR:
-            findings += detail["ctx"]["findings"]
-        else:
-            location = detail["loc"][:-2] if detail["loc"][-1:] == ("[key]",) else detail["loc"]
-            findings.append(Finding(dotted(location), _sentence(detail, model)))
-    return tuple(findings)
+    @property
+    def message(self) -> str:
+        """Return the message of the API server."""
+        return f"{self.field}: {self.text}" if self.field else self.text
 
 
-def _within(inner: Sequence[int | str], outer: Sequence[int | str]) -> bool:
-    return len(inner) > len(outer) and inner[: len(outer)] == outer
+RULES: list[Rule] = []
+"""All rules in the order of their findings."""
 
 
-def dotted(location: Sequence[int | str]) -> str:
-    """Return a location such as `("spec", "engine", "env", 0, "name")` as `spec.engine.env[0].name`."""
-    text = ""
-    for step in location:
-        if isinstance(step, int):
-            text += f"[{step}]"
-        elif has_secret(step):
-            text += ".(a name that looks like a secret)"
-        else:
-            text += f".{step}" if len(step) <= _LONGEST_STEP else f".{step[:_LONGEST_STEP]}..."
-    return text.removeprefix(".")
+def rule(
+    part: str,
+    field: str,
+    reason: str,
+    text: str,
+    *,
+    conditions: Iterable[str] | None = None,
+    details: Callable[[Any], str] | None = None,
+    value: Callable[[Any], object] | None = None,
+) -> Callable[[Predicate], Predicate]:
+    """Add a rule with the decorated predicate."""
+
+    def added(holds: Predicate) -> Predicate:
+        own = None if conditions is None else tuple(conditions)
+        RULES.append(Rule(part, field, reason, text, holds, own, details, value))
+        return holds
+
+    return added
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the remedy for an unknown `name`: the nearest known one, or the list of all."""
-    names = list(known)
-    nearest = len(name) <= _LONGEST_NAME and (
-        get_close_matches(name, names, n=1, cutoff=0.6) or [other for other in names if other.lower() == name.lower()]
-    )
-    return f"did you mean {nearest[0]}?" if nearest else f"known here: {', '.join(names)}"
+def transition(part: str, field: str, reason: str, text: str, condition: str) -> None:
+    """Add a rule over a change, which only the API server can check."""
+    RULES.append(Rule(part, field, reason, text, None, (condition,), None, None))
 
-
-def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
-    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    # Invalid text for the engine and invalid URLs may contain a secret.
-    private = _PRIVATE & set(detail["loc"]) and isinstance(value, str) and _SECRET_WORD.search(value[:_LOOKED_AT])
-    shown = "the value" if private else quoted(value)
-    if kind == "extra_forbidden":
-        *parent, name = detail["loc"]
-        return f"unknown field; {suggest(str(name), _fields_at(model, parent))}"
-    if kind == "missing":
-        name = str(detail["loc"][-1])
-        return f"is required; write {_REQUIRED.get(name, f'{name}: and its value')}"
-    if kind == "value_error":
-        return str(context["error"])
-    if kind in _WANTED:
-        return f"{shown} is not {_WANTED[kind]}"
-    if kind == "enum":
-        return f"{shown} is unknown; use one of {_choices(context)}"
-    if kind in _BOUNDS:
-        return f"{shown} is out of range; {_BOUNDS[kind].format(**context)}"
-    if kind in _LENGTHS:
-        return f"has {context['actual_length']} entries; {_LENGTHS[kind].format(**context)}"
-    if kind == "string_too_long":
-        return f"{shown} has {len(value)} characters; the most is {context['max_length']}"
-    return f"{shown} cannot be used: {detail['msg']}"
-
-
-_PRIVATE = frozenset({"value", "extraArgs", "url", "endpoint"})
-"""Fields whose values are omitted from messages if they contain a word for a secret."""
-_SECRET_WORD = re.compile(r"(?i)key|token|secret|passw|credential|[@?#]")
-_LOOKED_AT = 4096
-_REQUIRED = {
-    "metadata": "metadata: with name: below it",
-    "name": "name: and lower-case letters, digits and dashes",
-    "spec": "spec: with model: and topology: below it",
-    "model": "model: with variant: and source: below it",
-    "variant": "variant: Flash, Pro or Nano",
-    "source": "source: with path:, huggingFace: or another place below it",
-    "topology": "topology: with hardware: below it",
-    "repo": "repo: OWNER/NAME",
-    "revision": "revision: and the 40 hex digits of the commit, so that the weights cannot change",
-}
-"""Remedies for fields without a default."""
-_WANTED = {
-    "int_type": "a whole number; write it without quotes and without a fraction",
-    "int_from_float": "a whole number; write it without a fraction",
-    "float_type": "a number; write it without quotes, for example 0.8",
-    "bool_type": "true or false; write one of them without quotes",
-    "string_type": 'text; put it in quotes, for example "1"',
-    "model_type": "a mapping; write its fields indented below it",
-    "model_attributes_type": "a mapping; write its fields indented below it",
-    "dict_type": "a mapping; write one NAME: VALUE a line below it",
-    "tuple_type": "a list; write one entry a line, each after a dash",
-}
-_BOUNDS = {
-    "greater_than_equal": "the least is {ge}",
-    "less_than_equal": "the most is {le}",
-}
-_LENGTHS = {
-    "too_short": "at least {min_length} needed",
-    "too_long": "at most {max_length} allowed",
-}
-
-
-def _choices(context: Mapping[str, Any]) -> str:
-    return str(context["expected"]).replace("'", "").replace(" or ", ", ")
-
-
-def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """Return the wire names of the fields of the mapping at `location`."""
-    current: type[BaseModel] | None = model
-    for step in location:
-        if isinstance(step, str) and current is not None:
-            fields = {field.alias or name: field for name, field in current.model_fields.items()}
-            current = model_in(fields[step].annotation) if step in fields else None
-    if current is None:
-        return []
-    return [field.alias or name for name, field in current.model_fields.items()]
-
-
-def model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model in `annotation`: itself, an option, or the entries of a tuple."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, UnionType, tuple, Annotated):
-        return next(filter(None, map(model_in, get_args(annotation))), None)
-    return None
-
-
-_SOURCES = {
-    "nano": "nano",
-    "path": "path",
-    "hugging_face": "huggingFace",
-    "s3": "s3",
-    "http": "http",
-    "shared_path": "sharedPath",
-}
 
 MOST_BYTES = 2**17
 """Limit of the bytes of all variables, and of all arguments, of an engine: with escapes, a plan of 16 members still
 fits into a ConfigMap of 1 MiB."""
 
 ELSEWHERE = (
-    "remove it: whoever may read the deployment would read it; for sources and API keys there is secretKeyRef in "
-    "spec.model.source and spec.gateway.apiKeys"
+    "remove it, because every reader of the deployment can read it; use secretKeyRef in spec.model.source or "
+    "spec.gateway.apiKeys"
 )
 
 LONGEST_NANO = 8192
@@ -208,190 +122,352 @@ TENSOR_PARALLEL_SIZES = {
 }
 """Sizes that divide both the attention heads and the groups of the output projection of each variant."""
 
+UNIQUE = {
+    "engine.env": "name",
+    "engine.imagePullSecrets": "name",
+    "model.servedNames": "",
+    "network.fabric.members": "rank",
+    "topology.nodes": "",
+}
+"""Lists without duplicates, by path, with the key of their entries; empty: the entry itself."""
 
-def check_spec(spec: DeploymentSpec) -> tuple[Finding, ...]:
-    """Return the findings about `spec` that concern several fields."""
+_AT_ONCE = 20
+"""Flags of one condition: API servers limit the cost of each."""
+_SOURCES = [field.alias or name for name, field in ModelSource.model_fields.items()]
+
+
+def _given(source: ModelSource) -> list[str]:
+    return list(source.model_dump(by_alias=True, exclude_none=True))
+
+
+@rule(
+    "model.source", "", "SourceCount", f"must have exactly one source; write one of {', '.join(_SOURCES)}",
+    conditions=[f"[{', '.join(f'has(self.{name})' for name in _SOURCES)}].filter(given, given).size() == 1"],
+    details=lambda source: (
+        f"has {' and '.join(_given(source)) or 'no source'}; write exactly one of {', '.join(_SOURCES)}"
+    ),
+)  # fmt: skip
+def _one_source(source: ModelSource) -> bool:
+    return len(_given(source)) == 1
+
+
+@rule("model", "source.nano", "NanoSource", "is only for the variant Nano; write path or huggingFace instead")
+def _nano_source(model: ModelSpec) -> bool:
+    return model.source.nano is None or model.variant == Variant.NANO
+
+
+@rule(
+    "model", "source.huggingFace", "NanoSource",
+    "is not possible for the variant Nano, which is not published; write nano instead, for example nano: {seed: 0}",
+)  # fmt: skip
+def _nano_is_not_published(model: ModelSpec) -> bool:
+    return model.source.hugging_face is None or model.variant != Variant.NANO
+
+
+transition(
+    "model.variant", "", "Immutable", "is immutable; delete the deployment and create another one", "self == oldSelf"
+)
+
+
+@rule("", "topology.hardware", "HardwareVariant", "is only for the variant Nano; write GB10 or RTXPRO6000")
+def _cpu_variant(spec: DeploymentSpec) -> bool:
+    return spec.model.variant == Variant.NANO or spec.topology.hardware != Hardware.CPU
+
+
+@rule("", "model.source.nano.precision", "NanoPrecision", "is only supported on CPU; write fp8")
+def _bf16_on_cpu(spec: DeploymentSpec) -> bool:
     return (
-        *_model(spec.model),
-        *_hardware(spec),
-        *_topology(spec.topology, spec.model.variant),
-        *_engine(spec.engine, spec.topology.hardware),
-        *_length(spec),
-        *_ports(spec),
-        *_nodes(spec.topology),
-        *_recovery(spec),
-        *_fabric(spec),
+        spec.model.source.nano is None
+        or spec.topology.hardware == Hardware.CPU
+        or spec.model.source.nano.precision != Precision.BF16
     )
 
 
-def _model(model: ModelSpec) -> Iterator[Finding]:
-    given = [wire for name, wire in _SOURCES.items() if getattr(model.source, name) is not None]
-    if len(given) != 1:
-        what = f"has {' and '.join(given)}" if given else "is empty"
-        yield Finding("spec.model.source", f"{what}; give exactly one of {', '.join(_SOURCES.values())}")
-    elif given == ["nano"] and model.variant is not Variant.NANO:
-        yield Finding(
-            "spec.model.source.nano",
-            f"only the variant Nano is made on the spot, not {model.variant}; give path or huggingFace instead",
-        )
-    elif given == ["huggingFace"] and model.variant is Variant.NANO:
-        yield Finding(
-            "spec.model.source.huggingFace",
-            "the variant Nano is not published; give nano instead, for example nano: {seed: 0}",
-        )
-    yield from _twice("spec.model.servedNames", model.served_names or ())
+@rule("", "model.source.nano.precision", "NanoPrecision", "is not supported on CPU; write bf16")
+def _fp8_on_accelerators(spec: DeploymentSpec) -> bool:
+    return (
+        spec.model.source.nano is None
+        or spec.topology.hardware != Hardware.CPU
+        or spec.model.source.nano.precision != Precision.FP8
+    )
 
 
-def _hardware(spec: DeploymentSpec) -> Iterator[Finding]:
-    hardware, variant = spec.topology.hardware, spec.model.variant
-    if variant is not Variant.NANO and hardware is Hardware.CPU:
-        yield Finding(
-            "spec.topology.hardware",
-            f"CPU is only for the variant Nano, {variant} needs accelerators; write GB10 or RTXPRO6000",
-        )
-    nano = spec.model.source.nano
-    if nano is not None and nano.precision is Precision.FP8 and hardware is Hardware.CPU:
-        yield Finding("spec.model.source.nano.precision", "fp8 does not run on CPU; write bf16")
-    if nano is not None and nano.precision is Precision.BF16 and hardware is not Hardware.CPU:
-        yield Finding("spec.model.source.nano.precision", f"bf16 runs on CPU only, not on {hardware}; write fp8")
+@rule("topology", "devicesPerNode", "DevicesPerNode", "is not possible on GB10, which has one device per node; write 1")
+def _one_device_per_spark(topology: TopologySpec) -> bool:
+    return topology.hardware != Hardware.GB10 or topology.devices_per_node == 1
 
 
-def _topology(topology: TopologySpec, variant: Variant) -> Iterator[Finding]:
-    if topology.hardware is Hardware.GB10 and topology.devices_per_node != 1:
-        yield Finding(
-            "spec.topology.devicesPerNode",
-            f"{topology.devices_per_node} does not fit GB10, which has one device a machine; write 1",
+def _layout(topology: TopologySpec) -> str:
+    nodes, devices = topology.nodes_per_group, topology.devices_per_node
+    return f"the {topology.world_size} devices of a group (nodesPerGroup {nodes} × devicesPerNode {devices})"
+
+
+@rule(
+    "topology", "pipelineParallelSize", "PipelineParallelSize",
+    "does not divide nodesPerGroup × devicesPerNode; write a divisor",
+    details=lambda topology: f"does not divide {_layout(topology)}; write a divisor",
+)  # fmt: skip
+def _stages_divide_devices(topology: TopologySpec) -> bool:
+    return topology.world_size % topology.pipeline_parallel_size == 0
+
+
+@rule(
+    "topology", "tensorParallelSize", "TensorParallelSize",
+    "times pipelineParallelSize does not equal nodesPerGroup × devicesPerNode; remove it",
+    details=lambda topology: (
+        f"times pipelineParallelSize {topology.pipeline_parallel_size} does not equal {_layout(topology)}; "
+        f"write {topology.world_size // topology.pipeline_parallel_size}, or remove it"
+    ),
+)  # fmt: skip
+def _ranks_equal_devices(topology: TopologySpec) -> bool:
+    return (
+        topology.tensor_parallel_size is None
+        or topology.tensor_parallel_size * topology.pipeline_parallel_size == topology.world_size
+    )
+
+
+def _division(spec: DeploymentSpec) -> str:
+    """Return the message about a number of devices that does not divide the layers, with one that does."""
+    world, sizes = spec.topology.world_size, TENSOR_PARALLEL_SIZES[spec.model.variant]
+    fitting = max(size for size in sizes if world % size == 0)
+    return (
+        f"does not divide the layers of {spec.model.variant}, supported: {', '.join(map(str, sizes))}; for {world} "
+        f"devices write pipelineParallelSize {world // fitting} and tensorParallelSize {fitting}"
+    )
+
+
+def _divides_layers(variant: Variant, sizes: tuple[int, ...]) -> None:
+    @rule(
+        "", "topology.tensorParallelSize", "TensorParallelDivision",
+        f"does not divide the layers of {variant}; use one of {', '.join(map(str, sizes))}, with matching "
+        "nodesPerGroup, devicesPerNode and pipelineParallelSize",
+        details=_division, value=lambda spec: spec.topology.tensor_parallel,
+    )  # fmt: skip
+    def divides(spec: DeploymentSpec) -> bool:
+        return (
+            spec.model.variant != variant
+            or spec.topology.world_size % spec.topology.pipeline_parallel_size != 0
+            or spec.topology.tensor_parallel in sizes
         )
-    world, pipeline = topology.world_size, topology.pipeline_parallel_size
-    layout = f"nodesPerGroup {topology.nodes_per_group} × devicesPerNode {topology.devices_per_node}"
-    if world % pipeline:
-        yield Finding(
-            "spec.topology.pipelineParallelSize",
-            f"{pipeline} does not divide the {world} devices of a group ({layout}); choose a divisor",
-        )
+
+
+for _variant, _sizes in TENSOR_PARALLEL_SIZES.items():
+    _divides_layers(_variant, _sizes)
+
+
+@rule(
+    "topology.tolerations[]", "operator", "TolerationKey",
+    "requires a key; write one, or operator Exists for every taint",
+)  # fmt: skip
+def _equal_has_key(toleration: Toleration) -> bool:
+    return toleration.key != "" or toleration.operator == TolerationOperator.EXISTS
+
+
+@rule("topology.tolerations[]", "value", "TolerationValue", "is not allowed with operator Exists; remove it")
+def _exists_has_no_value(toleration: Toleration) -> bool:
+    return toleration.value == "" or toleration.operator == TolerationOperator.EQUAL
+
+
+@rule(
+    "", "engine.gpuMemoryUtilization", "NotOnCPU", "is not supported on CPU; use kvCacheMemory, for example 512Mi"
+)  # fmt: skip
+def _share_of_accelerators(spec: DeploymentSpec) -> bool:
+    return spec.topology.hardware != Hardware.CPU or spec.engine.gpu_memory_utilization is None
+
+
+@rule("engine", "gpuMemoryUtilization", "MutuallyExclusive", "is not allowed with kvCacheMemory; remove one of them")
+def _one_size_of_cache(engine: EngineSpec) -> bool:
+    return engine.gpu_memory_utilization is None or engine.kv_cache_memory is None
+
+
+@rule(
+    "engine", "maxNumBatchedTokens", "BatchedTokens",
+    "is less than maxNumSeqs, and a step processes at least one token per request; increase it",
+    details=lambda engine: (
+        f"is less than maxNumSeqs {engine.max_num_seqs}, and a step processes at least one token per request; "
+        f"write at least {engine.max_num_seqs}"
+    ),
+)  # fmt: skip
+def _token_per_request(engine: EngineSpec) -> bool:
+    return engine.max_num_batched_tokens >= engine.max_num_seqs
+
+
+@rule("", "engine.maxModelLen", "NanoLength", f"exceeds the context length of Nano; the maximum is {LONGEST_NANO}")
+def _nano_length(spec: DeploymentSpec) -> bool:
+    return (
+        spec.model.variant != Variant.NANO
+        or spec.engine.max_model_len is None
+        or spec.engine.max_model_len <= LONGEST_NANO
+    )
+
+
+@rule(
+    "engine", "extraArgs[0]", "NoFlag", "is not a flag; begin with a flag, for example --seed",
+    conditions=["!has(self.extraArgs) || size(self.extraArgs) == 0 || self.extraArgs[0].startsWith('-')"],
+    value=lambda engine: engine.extra_args[0],
+)  # fmt: skip
+def _flag_first(engine: EngineSpec) -> bool:
+    return not engine.extra_args or engine.extra_args[0].startswith("-")
+
+
+@rule(
+    "engine.extraArgs[]", "", "OwnedFlag", "is set by dsv4; use a field of spec.model, spec.topology or spec.engine",
+    conditions=[
+        f"!({among('self', listed(owned_flags()[number : number + _AT_ONCE]), listed(OTHER_FLAGS))})"
+        for number in range(0, len(owned_flags()), _AT_ONCE)
+    ],
+    details=lambda arg: f"is set by dsv4; {owned_flag(arg)}",
+    value=lambda arg: arg.split("=", 1)[0],  # without the value, which may be a secret
+)  # fmt: skip
+def _no_owned_flag(arg: str) -> bool:
+    return owned_flag(arg) is None
+
+
+@rule(
+    "engine.env[].name", "", "OwnedVariable", "is set by dsv4; remove it",
+    conditions=[f"!self.startsWith('DSV4_') && !(self in {listed(owned_variables())})"],
+    details=lambda name: f"is set by dsv4; {owned_env(name)}",
+)  # fmt: skip
+def _no_owned_variable(name: str) -> bool:
+    return owned_env(name) is None
+
+
+@rule(
+    "engine.env[].name", "", "Secret", f"is the name of a secret; {ELSEWHERE}",
+    conditions=[f"!self.upperAscii().matches({literal(VARIABLE)})"],
+)  # fmt: skip
+def _no_secret_variable(name: str) -> bool:
+    return not is_secret_name(name)
+
+
+for _part in ("engine.extraArgs[]", "engine.env[].value"):
+
+    @rule(
+        _part, "", "LinkLocal", LINK_LOCAL_REFUSAL,
+        conditions=[f"!self.matches({literal(LINK_LOCAL_SHORT)})"], value=lambda _: None,
+    )  # fmt: skip
+    def _no_link_local(text: str) -> bool:
+        return not is_link_local(text)
+
+    @rule(
+        _part, "", "Secret", f"may contain a secret; {ELSEWHERE}",
+        conditions=[f"!self.matches({literal(pattern)})" for pattern in VALUES], value=lambda _: None,
+    )  # fmt: skip
+    def _no_secret(text: str) -> bool:
+        return not has_secret(text)
+
+
+@rule("engine.env[]", "value", "InvalidURL", URL.refusal, conditions=(), value=lambda _: None)
+def _endpoint_is_url(variable: EnvVar) -> bool:
+    return variable.name not in ENDPOINT_VARIABLES or bool(re.fullmatch(URL.pattern, variable.value, re.ASCII))
+
+
+def _bounded(name: str, text: str, size: Callable[[EngineSpec], int]) -> None:
+    remedy = "a plan must fit into a ConfigMap, so shorten it"
+
+    @rule(
+        "engine", name, "TooManyBytes", f"has more than {MOST_BYTES} bytes; {remedy}",
+        conditions=[f"!has(self.{name}) || self.{name}.map(one, size(bytes({text}))).sum() <= {MOST_BYTES}"],
+        details=lambda engine: f"has {size(engine)} bytes, and the maximum is {MOST_BYTES}; {remedy}",
+    )  # fmt: skip
+    def bounded(engine: EngineSpec) -> bool:
+        return size(engine) <= MOST_BYTES
+
+
+_bounded("env", "one.value", lambda engine: sum(len(variable.value.encode()) for variable in engine.env))
+_bounded("extraArgs", "one", lambda engine: sum(len(arg.encode()) for arg in engine.extra_args))
+
+
+def _own_port(name: str, others: list[str]) -> None:
+    def taken(ports: PortsSpec) -> Iterator[str]:
+        return (other for other in others if getattr(ports, other) == getattr(ports, name))
+
+    @rule(
+        "network.ports", name, ValueReason.DUPLICATE, "is the number of another port; write another number",
+        conditions=[f"!({optional(PortsSpec, name)} in [{', '.join(optional(PortsSpec, one) for one in others)}])"],
+        details=lambda ports: f"is also ports.{next(taken(ports))}; write another number",
+    )  # fmt: skip
+    def own_port(ports: PortsSpec) -> bool:
+        return next(taken(ports), None) is None
+
+
+for _number, _name in enumerate(PortsSpec.model_fields):
+    if _number:
+        _own_port(_name, list(PortsSpec.model_fields)[:_number])
+
+
+@rule(
+    "recovery.backoff", "base", "BackoffBase", "exceeds backoff.max; decrease base or increase max",
+    conditions=[f"duration({optional(BackoffSpec, 'base')}) <= duration({optional(BackoffSpec, 'max')})"],
+    details=lambda backoff: (
+        f"exceeds backoff.max {format_duration(backoff.max)}; decrease base or increase max"
+    ),
+    value=lambda backoff: format_duration(backoff.base),
+)  # fmt: skip
+def _base_within_max(backoff: BackoffSpec) -> bool:
+    return backoff.base <= backoff.max
+
+
+transition(
+    "", "backend", "Immutable", "is immutable; delete the deployment and create another one",
+    # With `orValue` the API server assumes the maximum length of the strings.
+    f"has(self.backend) ? (has(oldSelf.backend) ? self.backend == oldSelf.backend "
+    f": self.backend == '{DEFAULT_BACKEND}') "
+    f": !has(oldSelf.backend) || oldSelf.backend == '{DEFAULT_BACKEND}'",
+)  # fmt: skip
+
+
+def check_spec(spec: DeploymentSpec) -> tuple[Finding, ...]:
+    """Return the findings about `spec` that concern several fields, one for each field and its parts."""
+    found: dict[str, Finding] = {}
+    for each in RULES:
+        for path, part in parts(spec, each.part):
+            if each.holds is not None and not each.holds(part):
+                field = ".".join(filter(None, ("spec", path, each.field)))
+                text = each.details(part) if each.details else each.text
+                value = each.value(part) if each.value else _value(part, each.field)
+                if any(f"{field}.".startswith(f"{known}.") for known in found):
+                    continue
+                found[field] = Finding(field, each.reason, *split_remedy(text), value)
+    for path, key in UNIQUE.items():
+        for finding in _duplicates(spec, path, key):
+            found.setdefault(finding.field, finding)
+    return tuple(found.values())
+
+
+def _duplicates(spec: DeploymentSpec, path: str, key: str) -> Iterator[Finding]:
+    seen = []
+    for place, entry in parts(spec, f"{path}[]"):
+        value = _value(entry, key)
+        if value in seen:
+            field = f"spec.{place}.{key}" if key else f"spec.{place}"
+            yield Finding(field, ValueReason.DUPLICATE, "is a duplicate", "remove one", value)
+        seen.append(value)
+
+
+def parts(part: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of every part at `path`, `a.b[].c`; absent ones are omitted."""
+    if not path:
+        yield "", part
         return
-    tensor = topology.tensor_parallel
-    if tensor * pipeline != world:
-        yield Finding(
-            "spec.topology.tensorParallelSize",
-            f"{tensor} × pipelineParallelSize {pipeline} is not the {world} devices of a group ({layout}); "
-            f"write {world // pipeline}, or leave it out",
-        )
-    elif tensor not in TENSOR_PARALLEL_SIZES[variant]:
-        sizes = TENSOR_PARALLEL_SIZES[variant]
-        fitting = max((size for size in sizes if world % size == 0), default=1)
-        yield Finding(
-            "spec.topology.tensorParallelSize",
-            f"{tensor} cannot divide the layers of {variant}, but {', '.join(map(str, sizes))} can; "
-            f"for {world} devices write pipelineParallelSize {world // fitting} and tensorParallelSize {fitting}",
-        )
+    step, _, rest = path.partition(".")
+    name = step.removesuffix("[]")
+    inner = _attribute(part, name)
+    if inner is None:
+        return
+    entries = enumerate(inner) if step != name else [(None, inner)]
+    for index, entry in entries:
+        here = name if index is None else f"{name}[{index}]"
+        for further, found in parts(entry, rest):
+            yield f"{here}.{further}" if further else here, found
 
 
-def _nodes(topology: TopologySpec) -> Iterator[Finding]:
-    yield from _twice("spec.topology.nodes", topology.nodes)
-    for index, toleration in enumerate(topology.tolerations):
-        path = f"spec.topology.tolerations[{index}]"
-        exists = toleration.operator is TolerationOperator.EXISTS
-        if not toleration.key and not exists:
-            yield Finding(f"{path}.operator", "Equal needs a key; write one, or operator Exists for every taint")
-        if toleration.value and exists:
-            yield Finding(f"{path}.value", f"{quoted(toleration.value)} has no meaning with Exists; remove it")
+def _attribute(part: SpecPart, alias: str) -> Any:
+    return next(getattr(part, name) for name, field in type(part).model_fields.items() if alias in (field.alias, name))
 
 
-def _engine(engine: EngineSpec, hardware: Hardware) -> Iterator[Finding]:
-    if engine.gpu_memory_utilization is not None:
-        if hardware is Hardware.CPU:
-            yield Finding(
-                "spec.engine.gpuMemoryUtilization",
-                f"{engine.gpu_memory_utilization} has no meaning on CPU; use kvCacheMemory, for example 512Mi",
-            )
-        elif engine.kv_cache_memory is not None:
-            yield Finding(
-                "spec.engine.gpuMemoryUtilization",
-                f"{engine.gpu_memory_utilization} and kvCacheMemory exclude each other; remove one of them",
-            )
-    if engine.max_num_batched_tokens < engine.max_num_seqs:
-        yield Finding(
-            "spec.engine.maxNumBatchedTokens",
-            f"{engine.max_num_batched_tokens} is less than maxNumSeqs {engine.max_num_seqs}; "
-            "every request needs a token in a step, so raise it",
-        )
-    yield from _extra_args(engine.extra_args)
-    yield from _env(engine)
-    sizes = {"extraArgs": engine.extra_args, "env": tuple(variable.value for variable in engine.env)}
-    for name, texts in sizes.items():
-        size = sum(len(text.encode()) for text in texts)
-        if size > MOST_BYTES:
-            what = f"has {size} bytes, and the most is {MOST_BYTES}; a plan has to fit into a ConfigMap, so shorten it"
-            yield Finding(f"spec.engine.{name}", what)
-    yield from _twice("spec.engine.imagePullSecrets", [secret.name for secret in engine.image_pull_secrets], ".name")
-
-
-def _twice(path: str, keys: Sequence[str], field: str = "") -> Iterator[Finding]:
-    for index, key in enumerate(keys):
-        if key in keys[:index]:
-            yield Finding(f"{path}[{index}]{field}", f"{quoted(key)} is there twice; remove one")
-
-
-def _length(spec: DeploymentSpec) -> Iterator[Finding]:
-    length = spec.engine.max_model_len
-    if length is not None and length > LONGEST_NANO and spec.model.variant is Variant.NANO:
-        yield Finding("spec.engine.maxModelLen", f"{length} is more than Nano has; the most is {LONGEST_NANO}")
-
-
-def _extra_args(args: tuple[str, ...]) -> Iterator[Finding]:
-    if args and not args[0].startswith("-"):
-        yield Finding("spec.engine.extraArgs[0]", f"{quoted(args[0])} is no flag; begin with one, for example --seed")
-    for index, arg in enumerate(args):
-        remedy = owned_flag(arg)
-        if remedy:
-            # Without the value, which may be a secret.
-            flag = quoted(arg.split("=", 1)[0])
-            yield Finding(f"spec.engine.extraArgs[{index}]", f"{flag} is set by dsv4; {remedy}")
-        elif has_secret(arg):
-            yield Finding(f"spec.engine.extraArgs[{index}]", f"looks like a secret; {ELSEWHERE}")
-        if is_link_local(arg):
-            yield Finding(f"spec.engine.extraArgs[{index}]", LINK_LOCAL_REFUSAL)
-
-
-def _env(engine: EngineSpec) -> Iterator[Finding]:
-    seen: set[str] = set()
-    for index, variable in enumerate(engine.env):
-        path = f"spec.engine.env[{index}].name"
-        remedy = owned_env(variable.name)
-        if remedy:
-            yield Finding(path, f"{quoted(variable.name)} is set by dsv4; {remedy}")
-        elif is_secret_name(variable.name):
-            yield Finding(path, f"{quoted(variable.name)} is a secret by its name; {ELSEWHERE}")
-        elif variable.name in seen:
-            yield Finding(path, f"{quoted(variable.name)} is there twice; remove one")
-        if has_secret(variable.value):
-            yield Finding(f"spec.engine.env[{index}].value", f"looks like a secret; {ELSEWHERE}")
-        if is_link_local(variable.value):
-            yield Finding(f"spec.engine.env[{index}].value", LINK_LOCAL_REFUSAL)
-        elif variable.name in ENDPOINT_VARIABLES and not re.fullmatch(URL.pattern, variable.value, re.ASCII):
-            yield Finding(f"spec.engine.env[{index}].value", URL.refusal)
-        seen.add(variable.name)
-
-
-def _ports(spec: DeploymentSpec) -> Iterator[Finding]:
-    seen: dict[int, str] = {}
-    for name, number in spec.network.ports.model_dump().items():
-        if number in seen:
-            yield Finding(f"spec.network.ports.{name}", f"{number} is also ports.{seen[number]}; choose another one")
-        seen.setdefault(number, name)
-
-
-def _recovery(spec: DeploymentSpec) -> Iterator[Finding]:
-    recovery = spec.recovery
-    if recovery.backoff.base > recovery.backoff.max:
-        yield Finding(
-            "spec.recovery.backoff.base",
-            f"{format_duration(recovery.backoff.base)} is more than backoff.max "
-            f"{format_duration(recovery.backoff.max)}; lower base or raise max",
-        )
-
-
-def _fabric(spec: DeploymentSpec) -> Iterator[Finding]:
-    ranks = [str(member.rank) for member in spec.network.fabric.members]
-    yield from _twice("spec.network.fabric.members", ranks, ".rank")
+def _value(part: Any, path: str) -> object:
+    """Return the value at `path`; None if it is not a number, a text or an enum."""
+    for step in filter(None, path.split(".")):
+        part = _attribute(part, step)
+    return part if isinstance(part, Enum | str | int | float) else None

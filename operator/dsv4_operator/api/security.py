@@ -151,7 +151,7 @@ def owned_flag(arg: str) -> str | None:
         return None
     flag = arg.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
     if found.startswith("--") and flag != found:
-        return f"write flags in full if you meant another one than {found}"
+        return f"write the full flag unless you mean {found}"
     return _OWNED_FLAGS[_SHORT.get(found, found)]
 
 
@@ -165,7 +165,7 @@ def owned_env(name: str) -> str | None:
 _CODE = "loads code"
 _FILE = "names a file or a directory to read, write or load"
 _NETWORK = "opens a port, or sends data to another host"
-_CLIENTS = "lets clients do what the operator's gateway does not expect"
+_CLIENTS = "enables requests that the gateway does not support"
 _PROMPTS = "writes prompts or answers into logs or to another host"
 
 FLAGS: dict[str, str] = {
@@ -218,10 +218,10 @@ VARIABLES: dict[str, str] = {
     r"HF_HUB_(OFFLINE|DISABLE_\w+|ENABLE_HF_TRANSFER|ETAG_TIMEOUT|DOWNLOAD_TIMEOUT)|HF_XET_\w+|TRANSFORMERS_OFFLINE": (
         "the client of the Hub"
     ),
-    r"HF_ENDPOINT": "a mirror of the Hub, where it is no link-local address",
+    r"HF_ENDPOINT": "a mirror of the Hub, except link-local addresses",
     r"MALLOC_(ARENA|MMAP|TRIM|TOP)_\w+": "the allocator of the C library",
     r"TZ|LANG|LC_\w+|NO_COLOR|FORCE_COLOR|VERBOSE|MAX_JOBS|NVCC_THREADS|TOKENIZERS_PARALLELISM": "locale, threads",
-    r"PYTHON(UNBUFFERED|FAULTHANDLER|HASHSEED)": "Python, where it loads nothing",
+    r"PYTHON(UNBUFFERED|FAULTHANDLER|HASHSEED)": "Python, without loading code",
 }
 """Patterns of the whole names of accepted variables, with the programs that read them."""
 

@@ -426,7 +426,11 @@ class TopologySpec(SpecPart):
     @property
     def tensor_parallel(self) -> int:
         """Return `tensor_parallel_size`, or its default."""
-        return self.tensor_parallel_size or max(1, self.world_size // self.pipeline_parallel_size)
+        return (
+            self.world_size // self.pipeline_parallel_size
+            if self.tensor_parallel_size is None
+            else self.tensor_parallel_size
+        )
 
     @property
     def exclusive(self) -> bool:
@@ -522,7 +526,12 @@ class DeploymentSpec(SpecPart):
     @property
     def network_mode(self) -> NetworkMode:
         """Return `network.mode`, or its default."""
-        if self.network.mode is not None:
-            return self.network.mode
-        fabric = self.topology.hardware is not Hardware.CPU and self.topology.nodes_per_group > 1
-        return NetworkMode.HOST_NETWORK if fabric else NetworkMode.POD_NETWORK
+        return (
+            (
+                NetworkMode.HOST_NETWORK
+                if self.topology.hardware != Hardware.CPU and self.topology.nodes_per_group > 1
+                else NetworkMode.POD_NETWORK
+            )
+            if self.network.mode is None
+            else self.network.mode
+        )

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Any
@@ -61,8 +62,8 @@ QUANTITY_PATTERN = (
     r"|[0-9]*\.(?:0|5|25|75|125|375|625|875)0*[KMGTPE]i)"
 )
 """Quantities in a specification: whole bytes, so only fractions of a unit that are whole bytes."""
-DURATION_REFUSAL = "is not a duration; write it as Kubernetes does, for example 90s, 10m or 1h30m"
-QUANTITY_REFUSAL = "is not a quantity; write it as Kubernetes does, for example 512Mi or 8Gi"
+DURATION_REFUSAL = "is not a duration; write for example 90s, 10m or 1h30m"
+QUANTITY_REFUSAL = "is not a quantity; write for example 512Mi or 8Gi"
 LONGEST_QUANTITY = 64
 """Limit of the characters of a quantity."""
 CONTROL = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f"
@@ -84,7 +85,7 @@ def quoted(value: object) -> str:
     """
     if isinstance(value, str):
         if has_secret(value[:_LOOKED_AT]):
-            return "a text that looks like a secret"
+            return "a text that may be a secret"
         value = value if value.isprintable() else repr(value[:60])[1:-1]
         return f'"{value}"' if len(value) <= 60 else f'"{value[:57]}..."'
     if value is None:
@@ -96,6 +97,43 @@ def quoted(value: object) -> str:
     if isinstance(value, list | tuple):
         return "a list"
     return str(value)
+
+
+class ValueReason(StrEnum):
+    """Identifiers of the problems of one field, for programs."""
+
+    REQUIRED = "Required"
+    UNKNOWN_FIELD = "UnknownField"
+    WRONG_TYPE = "WrongType"
+    NOT_SUPPORTED = "NotSupported"
+    OUT_OF_RANGE = "OutOfRange"
+    INVALID = "InvalidValue"
+    TOO_LONG = "TooLong"
+    WRONG_COUNT = "WrongCount"
+    DUPLICATE = "Duplicate"
+
+
+class InvalidValue(ValueError):
+    """An invalid value of one field."""
+
+    def __init__(self, value: object, reason: ValueReason, text: str) -> None:
+        """Take the parts of a message.
+
+        Args:
+            value: for display; None: it may be a secret.
+            reason: the kind of the problem.
+            text: `PROBLEM; REMEDY`.
+        """
+        super().__init__(text if value is None else f"{quoted(value)} {text}")
+        self.value = value
+        self.reason = reason
+        self.message, self.remedy = split_remedy(text)
+
+
+def split_remedy(text: str) -> tuple[str, str]:
+    """Return the parts of `PROBLEM; REMEDY`."""
+    message, _, remedy = text.partition("; ")
+    return message, remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +164,15 @@ class Matches:
         }
 
     def _check(self, value: str) -> str:
-        shown = f"{quoted(value)} " if re.fullmatch(self.shown, value, re.ASCII) else ""
+        shown = value if re.fullmatch(self.shown, value, re.ASCII) else None
         if len(value) > self.longest:
-            raise ValueError(f"{shown}has {len(value)} characters; shorten it to {self.longest}")
+            text = f"has {len(value)} characters; the maximum is {self.longest}"
+            raise InvalidValue(shown, ValueReason.TOO_LONG, text)
         if not re.fullmatch(self.pattern, value, re.ASCII):
-            raise ValueError(f"{shown}{self.refusal}")
+            raise InvalidValue(shown, ValueReason.INVALID, self.refusal)
         for pattern, refusal in self.never:
             if re.search(pattern, value, re.ASCII):
-                raise ValueError(f"{shown}{refusal}")
+                raise InvalidValue(shown, ValueReason.INVALID, refusal)
         return value
 
 
@@ -168,8 +207,8 @@ class Between:
         parse, write = _READERS[isinstance(value, int)]
         if not parse(self.least) <= value <= parse(self.most):
             # Larger fractions have lost digits, and would be shown differently.
-            shown = write(value) if isinstance(value, int) or value < _EXACT_SECONDS else "the value"
-            raise ValueError(f"{shown} {self.refusal}")
+            shown = write(value) if isinstance(value, int) or value < _EXACT_SECONDS else None
+            raise InvalidValue(shown, ValueReason.OUT_OF_RANGE, self.refusal)
         return value
 
 
@@ -200,9 +239,10 @@ def parse_duration(value: object) -> float:
     if isinstance(value, str) and len(value) <= LONGEST_DURATION and _DURATION.fullmatch(value):
         milliseconds = sum(Fraction(number) * _MILLISECONDS[unit] for number, unit in _DURATION_PART.findall(value))
         if milliseconds.denominator != 1:
-            raise ValueError(f"{quoted(value)} is finer than a millisecond; round it, for example 250ms")
+            text = "is finer than a millisecond; round it, for example 250ms"
+            raise InvalidValue(value, ValueReason.INVALID, text)
         return int(milliseconds) / 1000
-    raise ValueError(f"{quoted(value)} {DURATION_REFUSAL}")
+    raise InvalidValue(value, ValueReason.INVALID, DURATION_REFUSAL)
 
 
 def format_duration(seconds: float) -> str:
@@ -225,7 +265,7 @@ def quantity(text: str) -> Fraction:
     """
     match = _QUANTITY.fullmatch(text)
     if match is None:
-        raise ValueError(f"{quoted(text)} {QUANTITY_REFUSAL}")
+        raise InvalidValue(text, ValueReason.INVALID, QUANTITY_REFUSAL)
     number, suffix, exponent = match.groups()
     scale = _SCALES[suffix] if suffix else Fraction(10) ** int(exponent or 0)
     return Fraction(number) * scale
@@ -240,10 +280,10 @@ def parse_quantity(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if not isinstance(value, str):
-        raise ValueError(f"{quoted(value)} {QUANTITY_REFUSAL}")  # noqa: TRY004
+        raise InvalidValue(value, ValueReason.INVALID, QUANTITY_REFUSAL)
     count = quantity(value)
     if count.denominator != 1 or count < 0:
-        raise ValueError(f"{quoted(value)} is no whole number of bytes; write for example 8Gi")
+        raise InvalidValue(value, ValueReason.INVALID, "is not a whole number of bytes; write for example 8Gi")
     return int(count)
 
 
@@ -269,7 +309,8 @@ def parse_time(value: object) -> float:
             moment = None
         if moment is not None and moment.tzinfo is not None:
             return round((moment - _EPOCH) / timedelta(milliseconds=1)) / 1000
-    raise ValueError(f"{quoted(value)} is not a time; write it as RFC 3339 does, for example 2026-01-31T12:00:00Z")
+    text = "is not a time; write it in RFC 3339 format, for example 2026-01-31T12:00:00Z"
+    raise InvalidValue(value, ValueReason.INVALID, text)
 
 
 def format_time(time: float) -> str:
@@ -281,22 +322,22 @@ def format_time(time: float) -> str:
 
 def _seconds(value: float) -> float:
     if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value} is not a duration; write for example 90s")
+        raise InvalidValue(value, ValueReason.INVALID, "is not a duration; write for example 90s")
     return float(value)
 
 
 def _written_duration(value: Any) -> float:
     # A bare number in a manifest has no unit; a Python default (float) is in seconds.
     if isinstance(value, int) and not isinstance(value, bool):
-        raise ValueError(f"{value} has no unit; write it as Kubernetes does, for example {value}s")  # noqa: TRY004
+        raise InvalidValue(value, ValueReason.INVALID, f"has no unit; write for example {value}s")
     if isinstance(value, str) and not re.fullmatch(DURATION_PATTERN, value[: LONGEST_DURATION + 1]):
-        raise ValueError(f"{quoted(value)} {DURATION_REFUSAL}")
+        raise InvalidValue(value, ValueReason.INVALID, DURATION_REFUSAL)
     return parse_duration(value)
 
 
 def _written_quantity(value: Any) -> int:
     if isinstance(value, str) and (len(value) > LONGEST_QUANTITY or not re.fullmatch(QUANTITY_PATTERN, value)):
-        raise ValueError(f"{quoted(value)} {QUANTITY_REFUSAL}")
+        raise InvalidValue(value, ValueReason.INVALID, QUANTITY_REFUSAL)
     return parse_quantity(value)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, InvalidDeployment
-from dsv4_operator.api.rules import Finding
+from dsv4_operator.api.findings import Finding
 from dsv4_operator.api.spec import DEFAULT_BACKEND
-from dsv4_operator.api.values import quoted
+from dsv4_operator.api.values import ValueReason
 from dsv4_operator.backends.base import Backend
 from dsv4_operator.backends.pods import Cluster, PodsBackend
 from dsv4_operator.kube import Client, OwnedCache, PodCache
@@ -55,8 +55,9 @@ def check(deployment: DSV4Deployment) -> None:
     """
     name = deployment.spec.backend
     if name not in BACKENDS:
-        message = f"{quoted(name)} is no backend of this operator; write one of {', '.join(BACKENDS)}, or leave it out"
-        raise InvalidDeployment([Finding("spec.backend", message)])
+        remedy = f"use one of {', '.join(BACKENDS)}, or remove it"
+        message = "is not supported by this operator"
+        raise InvalidDeployment([Finding("spec.backend", ValueReason.NOT_SUPPORTED, message, remedy, name)])
 
 
 class Backends:

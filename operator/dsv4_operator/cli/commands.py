@@ -44,15 +44,20 @@ class CommandTarget:
         typer.Option(
             "--state-dir",
             metavar="DIR",
-            help="Where this machine's deployments are kept [default: $DSV4_STATE_DIR, else ~/.dsv4].",
+            help="State directory of this machine [default: $DSV4_STATE_DIR, else ~/.dsv4].",
         ),
     ] = None
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="A cluster's deployments, as the next three options and kubectl dsv4.")
+        bool,
+        typer.Option(
+            "--cluster", help="Use the deployments of a cluster; implied by the next three options and kubectl dsv4."
+        ),
     ] = False
-    context: Annotated[str | None, typer.Option("--context", metavar="NAME", help="kubectl's context.")] = None
+    context: Annotated[
+        str | None, typer.Option("--context", metavar="NAME", help="Context of the kubeconfig file.")
+    ] = None
     kubeconfig: Annotated[
-        Path | None, typer.Option("--kubeconfig", metavar="FILE", help="kubectl's configuration.")
+        Path | None, typer.Option("--kubeconfig", metavar="FILE", help="Path of the kubeconfig file.")
     ] = None
     namespace: Annotated[
         str | None, typer.Option("--namespace", "-n", metavar="NAME", help="[default: the context's]")
@@ -80,8 +85,8 @@ class CommandTarget:
             return LocalSource(self.state_root())
         if self.state_dir is not None:
             raise bad_input(
-                f"--state-dir is about this machine, and {self._cluster_option or program_name()} about a cluster; "
-                "give one of them"
+                f"--state-dir selects this machine and {self._cluster_option or program_name()} selects a cluster; "
+                "use one of them"
             )
         from dsv4_operator.cli.sources.cluster import ClusterSource
 
@@ -173,10 +178,10 @@ def up(
     target: CommandTarget,
     file: FileArgument,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Return when it is ready and leave it running.")
+        bool, typer.Option("--detach", "-d", help="Return when the deployment is ready; it keeps running.")
     ] = False,
     timeout: Annotated[
-        str, typer.Option(metavar="DURATION", help="How long the start may take, for example 90s or 10m.")
+        str, typer.Option(metavar="DURATION", help="Timeout of the start, for example 90s or 10m.")
     ] = "10m",
 ) -> int:
     """Start a deployment on this machine and keep it running. Ctrl-C ends it."""
@@ -191,17 +196,17 @@ def up(
 def down(
     target: CommandTarget,
     name: NameArgument = None,
-    all_deployments: Annotated[bool, typer.Option("--all", help="End every deployment.")] = False,
+    all_deployments: Annotated[bool, typer.Option("--all", help="Stop all deployments.")] = False,
     purge: Annotated[
         bool, typer.Option("--purge", help="Also remove its logs, evidence and status (never the weights).")
     ] = False,
 ) -> int:
-    """End a deployment of this machine; fine if it is not running."""
+    """Stop a deployment of this machine; no error if it is not running."""
     root = target.local_root("ends a deployment", f"kubectl delete dsv4 {name or 'NAME'}")
     from dsv4_operator.cli import up as command
 
     if all_deployments and name:
-        raise bad_input(f"--all and the name {name!r} exclude each other; give one of them")
+        raise bad_input(f"--all and the name {name!r} are mutually exclusive; use one of them")
     return command.down(root, name, all_deployments=all_deployments, purge=purge)
 
 
@@ -211,18 +216,18 @@ def status(
     target: CommandTarget,
     name: NameArgument = None,
     all_namespaces: Annotated[
-        bool, typer.Option("--all-namespaces", "-A", help="A cluster's deployments in all namespaces.")
+        bool, typer.Option("--all-namespaces", "-A", help="Show the deployments of all namespaces of a cluster.")
     ] = False,
     output: Annotated[
-        TableFormat, typer.Option("--output", "-o", metavar="table|wide|json|yaml", help="How to print it.")
+        TableFormat, typer.Option("--output", "-o", metavar="table|wide|json|yaml", help="Output format.")
     ] = TableFormat.TABLE,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on, and show every change.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Watch for changes after the first output.")] = False,
 ) -> int:
     """Show a deployment with its members, or all deployments."""
     from dsv4_operator.cli import status as command
 
     if all_namespaces and name:
-        raise bad_input(f"--all-namespaces and the name {name!r} exclude each other; give one of them")
+        raise bad_input(f"--all-namespaces and the name {name!r} are mutually exclusive; use one of them")
     source = replace(target, cluster=target.cluster or all_namespaces).source()
     return command.show(source, name, output, watch=watch, all_namespaces=all_namespaces)
 
@@ -234,19 +239,17 @@ def chat(
     name: Annotated[str | None, _name_argument(" Then the prompt comes first.")] = None,
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="PROMPT", help="What to ask; else stdin, or a conversation on a terminal."),
+        typer.Argument(metavar="PROMPT", help="Message; default: stdin, or an interactive conversation on a terminal."),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="The longest answer, in tokens.")] = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="Instructions before the conversation.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum tokens of the answer.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     thinking: Annotated[
         bool | None,
-        typer.Option("--thinking/--no-thinking", help="Reason before answering; else as the server is set."),
+        typer.Option("--thinking/--no-thinking", help="Enable or disable reasoning; default: that of the server."),
     ] = None,
-    timeout: Annotated[
-        str, typer.Option(metavar="DURATION", help="The longest wait for the next piece of the answer.")
-    ] = "2m",
+    timeout: Annotated[str, typer.Option(metavar="DURATION", help="Timeout for the next part of the answer.")] = "2m",
 ) -> int:
-    """Ask the model and stream its answer."""
+    """Send a message to the model and stream the answer."""
     from dsv4_operator.cli import chat as command
 
     silence_seconds = _duration("--timeout", timeout)
@@ -259,9 +262,9 @@ def chat(
 def dashboard(
     target: CommandTarget,
     name: NameArgument = None,
-    group: Annotated[int, typer.Option(min=0, metavar="N", help="Which group.")] = 0,
+    group: Annotated[int, typer.Option(min=0, metavar="N", help="Group number.")] = 0,
 ) -> int:
-    """Show the way to Ray's dashboard. On a cluster it is open until Ctrl-C."""
+    """Show the address of the Ray dashboard; on a cluster, forward a port until Ctrl-C."""
     from dsv4_operator.cli import dashboard as command
 
     return command.show(target.source(), name, group)
@@ -272,16 +275,16 @@ def dashboard(
 def logs(
     target: CommandTarget,
     name_or_rank: Annotated[str | None, _name_argument(" Then the rank comes first.")] = None,
-    rank: Annotated[str | None, typer.Argument(metavar="RANK", help="One member; else all.")] = None,
+    rank: Annotated[str | None, typer.Argument(metavar="RANK", help="Rank of a member; default: all members.")] = None,
     name: Annotated[str | None, typer.Option("--name", hidden=True)] = None,
     component: Annotated[
-        str, typer.Option("--component", "-c", metavar="agent|ray|vllm|loop|all", help="Whose log.")
+        str, typer.Option("--component", "-c", metavar="agent|ray|vllm|loop|all", help="Component.")
     ] = "all",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")] = False,
-    tail: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only the last lines of each file.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow new lines.")] = False,
+    tail: Annotated[int | None, typer.Option(min=0, metavar="N", help="Last N lines of each file.")] = None,
     output: FormatOption = None,
 ) -> int:
-    """Show what the members wrote. With `-c loop`: what was decided about them."""
+    """Show the logs of the members, or with `-c loop` those of the control loop."""
     from dsv4_operator.cli.logs import LogComponent, LogOptions
 
     if component not in list(LogComponent):
@@ -290,7 +293,7 @@ def logs(
         # Names begin with a letter.
         name_or_rank, rank = None, name_or_rank
     if rank is not None and not rank.isdecimal():
-        raise bad_input(f"RANK {rank!r} is no number; give that of a member, such as 0")
+        raise bad_input(f"RANK {rank!r} is not a number; use the rank of a member, such as 0")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     options = LogOptions(None if rank is None else int(rank), LogComponent(component), follow, tail, output, colour)
     return target.source().logs(name_or_rank or name, options)
@@ -304,10 +307,10 @@ def why(
     output: FormatOption = None,
     log: Annotated[
         list[str] | None,
-        typer.Option("--log", metavar="FILE", help="Analyse a log of vLLM, Ray or NCCL of any run. Repeatable."),
+        typer.Option("--log", metavar="FILE", help="Analyse a log of vLLM, Ray or NCCL of any run; may be repeated."),
     ] = None,
 ) -> int:
-    """Say what died last, why, and what became of it."""
+    """Show the last failure, its cause and the recovery."""
     from dsv4_operator.cli import status as command
 
     if log:
@@ -320,7 +323,7 @@ def why(
 @app.command()
 @with_target_options
 def kernels(target: CommandTarget, name: NameArgument = None, output: FormatOption = None) -> int:
-    """Show who computes the operations of a layer, and why."""
+    """Show the provider of each operation of a layer, with the reason."""
     from dsv4_operator.cli import status as command
 
     return command.show_kernels(target.source(), name, output)
@@ -336,7 +339,7 @@ def evidence(
         typer.Option("--output", "-o", metavar="FILE", help="[default: NAME-evidence-TIME.tar.gz]"),
     ] = None,
 ) -> int:
-    """Pack logs, status and what was kept of deaths into a .tar.gz."""
+    """Write logs, status and evidence of failures to a .tar.gz file."""
     from dsv4_operator.cli import evidence as command
 
     return command.pack(target.source(), name, output)
@@ -345,7 +348,7 @@ def evidence(
 @app.command()
 @with_target_options
 def restart(target: CommandTarget, name: NameArgument = None) -> int:
-    """Form every group of a cluster's deployment anew."""
+    """Restart all groups of a deployment on a cluster."""
     source = target.source()
     print_line(source.restart(source.get(name)))
     return ExitCode.OK
@@ -354,7 +357,7 @@ def restart(target: CommandTarget, name: NameArgument = None) -> int:
 @app.command()
 @with_target_options
 def suspend(target: CommandTarget, name: NameArgument = None) -> int:
-    """Stop a cluster's deployment; its weights stay."""
+    """Stop a deployment on a cluster and keep its weights."""
     source = target.source()
     print_line(source.suspend(source.get(name), True))
     return ExitCode.OK
@@ -363,7 +366,7 @@ def suspend(target: CommandTarget, name: NameArgument = None) -> int:
 @app.command()
 @with_target_options
 def resume(target: CommandTarget, name: NameArgument = None) -> int:
-    """Start what was suspended."""
+    """Start a suspended deployment."""
     source = target.source()
     print_line(source.suspend(source.get(name), False))
     return ExitCode.OK
@@ -377,7 +380,7 @@ def plan(
         str | None,
         typer.Argument(
             metavar="FILE",
-            help="A DSV4Deployment as YAML or JSON; - is stdin. On a cluster also a deployment's name.",
+            help="A DSV4Deployment as YAML or JSON; - is stdin. On a cluster also the name of a deployment.",
             autocompletion=deployment_names,
         ),
     ] = None,
@@ -390,11 +393,11 @@ def plan(
     ] = None,
     machine: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Which machine of the hardware, such as gb10-64gb."),
+        typer.Option(metavar="ID", help="Machine of the catalog, such as gb10-64gb."),
     ] = None,
     from_log: Annotated[
         str | None,
-        typer.Option(metavar="LOG", help="Compare with vLLM's log of such a start, term by term."),
+        typer.Option(metavar="LOG", help="Compare the plan with a vLLM log of a start."),
     ] = None,
     explain: Annotated[
         str | None,
@@ -402,13 +405,13 @@ def plan(
     ] = None,
     output: FormatOption = None,
 ) -> int:
-    """Show whether it fits, and where the memory goes. Nothing is started or written."""
+    """Show the memory plan of a deployment. Starts and writes nothing."""
     from dsv4_operator.cli import plan as command
 
     if explain is not None:
         return command.explain(explain, output)
     if file_or_name is None:
-        raise bad_input("FILE is missing; name a file, or give --explain TERM")
+        raise bad_input("FILE is required; add a file, or use --explain TERM")
     return command.show(
         target.source(), file_or_name, changes=what_if or (), machine_id=machine, form=output, log_file=from_log
     )
@@ -420,20 +423,20 @@ def doctor(
         list[str] | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Also try the path to a machine on which the same command runs meanwhile; may be repeated.",
+            help="Also test the path to a machine that runs the same command at the same time; may be repeated.",
         ),
     ] = None,
-    wait: Annotated[str, typer.Option(metavar="DURATION", help="How long to wait for --peer.")] = "30s",
+    wait: Annotated[str, typer.Option(metavar="DURATION", help="Timeout for --peer.")] = "30s",
     mtu: Annotated[
         int | None,
-        typer.Option(min=576, max=65_535, metavar="BYTES", help="What paths must carry."),
+        typer.Option(min=576, max=65_535, metavar="BYTES", help="Packet size that every path must support."),
     ] = None,
     require_rdma: Annotated[
-        bool, typer.Option("--require-rdma", help="Fail without RDMA, also where no cable is plugged in.")
+        bool, typer.Option("--require-rdma", help="Fail without RDMA, also without a connected cable.")
     ] = False,
     output: FormatOption = None,
 ) -> int:
-    """Check whether this machine's network is fit, with a remedy for what is not."""
+    """Check the network of this machine and show remedies."""
     from ipaddress import AddressValueError, IPv4Address
 
     from dsv4_operator.cli import doctor as command
@@ -442,7 +445,9 @@ def doctor(
         try:
             IPv4Address(address)
         except AddressValueError as error:
-            raise bad_input(f"--peer {address!r} is no IPv4 address ({error}); give that of the other end") from None
+            raise bad_input(
+                f"--peer {address!r} is not an IPv4 address ({error}); use the address of the other machine"
+            ) from None
     return command.run(peer or (), _duration("--wait", wait), mtu=mtu, require_rdma=require_rdma, form=output)
 
 
@@ -468,5 +473,5 @@ def _duration(option: str, text: str) -> float:
     except ValueError as error:
         raise bad_input(f"{option}: {error}") from None
     if seconds <= 0:
-        raise bad_input(f"{option}: {text!r} is no time at all; write for example 10m")
+        raise bad_input(f"{option}: {text!r} is not a positive duration; write for example 10m")
     return seconds

@@ -25,7 +25,7 @@ def run(
         CommandError: the checks could not be performed, or did not finish.
     """
     if importlib.util.find_spec("psutil") is None:
-        raise bad_input("the checks need the runtime, which is not installed here; install dsv4[runtime]")
+        raise bad_input("the checks require the runtime, which is not installed; install dsv4[runtime]")
     command = [sys.executable, "-m", _MODULE, "--wait", str(wait)]
     command += ["--require-rdma"] if require_rdma else []
     command += ["--mtu", str(mtu)] if mtu is not None else []
@@ -37,10 +37,10 @@ def run(
         done = subprocess.run(command, stdout=subprocess.PIPE if form else None, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
         raise CommandError(
-            f"the checks did not end within {limit:.0f} s; a card that does not answer can cause that: see `dmesg`"
+            f"the checks did not end within {limit:.0f} s, probably because a network card hangs; check `dmesg`"
         ) from None
     if done.returncode not in (0, 1):
-        raise CommandError(f"the checks ended with exit code {done.returncode}; their message is above")
+        raise CommandError(f"the checks failed with exit code {done.returncode}; see the message above")
     if form:
         print_line(render_document(json.loads(done.stdout), form))
     return ExitCode.OK if done.returncode == 0 else ExitCode.FAILED

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4_operator.api import Finding  # slow to load: `dsv4 --help` needs none of it
 
 KUBECTL_PLUGIN = "kubectl-dsv4"
 """Program that kubectl runs for `kubectl dsv4`."""
@@ -31,15 +35,22 @@ class ExitCode(IntEnum):
 class CommandError(Exception):
     """An expected error that ends a command: each message becomes one `error: ...` line, never a traceback."""
 
-    def __init__(self, *messages: str, code: ExitCode = ExitCode.FAILED) -> None:
+    def __init__(self, *messages: str, code: ExitCode = ExitCode.FAILED, findings: Sequence[Finding] = ()) -> None:
         super().__init__("\n".join(messages))
         self.messages = messages
         self.code = code
+        self.findings = tuple(findings)
+        """The same as data, for documents."""
 
 
-def bad_input(*messages: str) -> CommandError:
+def bad_input(*messages: str, findings: Sequence[Finding] = ()) -> CommandError:
     """Return the error for invalid input, or for a machine in an unsuitable state."""
-    return CommandError(*messages, code=ExitCode.BAD_INPUT)
+    return CommandError(*messages, code=ExitCode.BAD_INPUT, findings=findings)
+
+
+def invalid(source: str, findings: Sequence[Finding]) -> CommandError:
+    """Return the error for findings about `source`, a file or an option."""
+    return bad_input(*(f"{source}: {finding}" for finding in findings), findings=findings)
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from typing import Any
 
 import yaml
 
-from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, Reason, parse
+from dsv4_operator.api import DSV4Deployment, Finding, Hardware, InvalidDeployment, Reason, Severity, parse
+from dsv4_operator.api.values import split_remedy
 from dsv4_operator.backends.local.facts import model_here
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, invalid
 from dsv4_operator.cli.output import DocumentFormat, note, print_line, render_document, render_table, wrap
 from dsv4_operator.cli.sources.base import DeploymentSource
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
@@ -24,7 +25,7 @@ from dsv4_operator.planning.facts import NodeFacts
 from dsv4_operator.planning.memory import FitVerdict, MemoryPlan, MemoryPool, RankPlan, advice, deployment_plan, gib
 from dsv4_operator.planning.memory.plan import Change
 from dsv4_operator.planning.memory.runs import TERMS, Comparison, comparisons, terms
-from dsv4_operator.planning.rules import Severity, findings
+from dsv4_operator.planning.rules import findings
 from dsv4_operator.planning.setup import image_profile, measured_here
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.util.memory_log import MemoryLog, read_memory_log
@@ -47,7 +48,7 @@ def explain(term: str, form: DocumentFormat | None) -> ExitCode:
         CommandError: there is no such term.
     """
     if term not in TERMS:
-        raise bad_input(f'--explain: "{term}" is no term of a plan; use one of {", ".join(TERMS)}')
+        raise bad_input(f'--explain: "{term}" is not a term of the memory plan; use one of {", ".join(TERMS)}')
     found = list(comparisons(term))
     print_line(_explanation(term, found) if form is None else render_document(_explanation_document(term, found), form))
     return ExitCode.OK
@@ -90,28 +91,31 @@ def show(
             measured = measured_here(deployment, facts, chosen, kind)
             memory = deployment_plan(deployment, chosen, kind, profile, measured)
         except UnknownCheckpoint as error:
-            raise bad_input(str(error)) from None
+            raise bad_input(str(error), findings=[error.finding]) from None
         except ValueError as error:
-            raise bad_input(f"spec.topology: {error}") from None
+            found = Finding("spec.topology", Reason.PLAN_REFUSED, *split_remedy(str(error)))
+            raise bad_input(str(found), findings=[found]) from None
         except BadCheckpoint as error:
             raise bad_input(f"{name}: {error}") from None
         except PlanRefused as refused:
-            raise bad_input(refused.message) from None
+            raise bad_input(refused.message, findings=refused.findings) from None
         plans, refusal = _plans(deployment, replace(facts, model=model))
-        suggestions = tuple(advice(memory))
+        suggestions, warnings = tuple(advice(memory)), _warnings(deployment, facts)
         if form is not None:
-            found: dict[str, Any] = {"name": name, "memory": memory_document(memory, suggestions)}
+            refusals = refusal.findings if refusal else ()
+            document: dict[str, Any] = {"name": name, "memory": memory_document(memory, suggestions)}
             if log is not None:
-                found["log"] = _comparison_document(memory, log)
-            found |= {"refused": refusal.message} if refusal else {"groups": [plan.to_dict() for plan in plans]}
-            print_line(render_document(found, form))
+                document["log"] = _comparison_document(memory, log)
+            document["findings"] = [each.to_dict() for each in (*refusals, *warnings)]
+            document |= {"refused": refusal.message} if refusal else {"groups": [plan.to_dict() for plan in plans]}
+            print_line(render_document(document, form))
         else:
             _print(memory_text(memory, suggestions, name, refused=refusal is not None))
             if log is not None:
                 _print("\n" + "\n\n".join(_comparison(memory, log)))
             elif memory.verdict is not FitVerdict.NO and not refusal:
                 _print("\n" + "\n\n".join(_members_text(plans, local=not kind.sm, placed=facts.placed is not None)))
-        for warning in _warnings(deployment, facts):
+        for warning in warnings:
             note(f"warning: {warning}")
         # The text above already covers a lack of memory.
         if refusal and (memory.verdict is not FitVerdict.NO or refusal.reason is not Reason.MEMORY_SHORT):
@@ -125,7 +129,8 @@ def _errors_as_document(form: DocumentFormat | None) -> Iterator[None]:
         yield
     except CommandError as error:
         if form is not None:
-            print_line(render_document({"errors": list(error.messages)}, form))
+            findings = [finding.to_dict() for finding in error.findings]
+            print_line(render_document({"errors": list(error.messages), "findings": findings}, form))
         raise
 
 
@@ -138,7 +143,9 @@ def _machine(deployment: DSV4Deployment, name: str | None) -> Machine:
     except KeyError as error:
         raise bad_input(f"--machine: {error.args[0]}") from None
     if found.hardware not in (hardware, "") or (not found.hardware and hardware is Hardware.CPU):
-        raise bad_input(f"--machine {name} is {found.hardware}, and spec.topology.hardware is {hardware}; change one")
+        raise bad_input(
+            f"--machine: {name} has hardware {found.hardware}, and spec.topology.hardware is {hardware}; change one"
+        )
     return found
 
 
@@ -159,12 +166,12 @@ def _plans(deployment: DSV4Deployment, facts: Facts) -> tuple[list[GroupPlan], P
         return [], refused
 
 
-def _warnings(deployment: DSV4Deployment, facts: Facts) -> list[str]:
+def _warnings(deployment: DSV4Deployment, facts: Facts) -> list[Finding]:
     try:
         found = findings(deployment, facts)
     except PlanRefused:
         return []
-    return [finding.message for finding in found if finding.severity is Severity.WARN]
+    return [finding for finding in found if finding.severity is Severity.WARN]
 
 
 def _members_text(plans: Sequence[GroupPlan], *, local: bool, placed: bool) -> Iterator[str]:
@@ -174,9 +181,9 @@ def _members_text(plans: Sequence[GroupPlan], *, local: bool, placed: bool) -> I
         yield _members_table(plans, placed=placed)
     elif len(plans) > 1:
         machines = sum(len(plan.members) for plan in plans)
-        yield f"This is one of {len(plans)} equal groups on {machines} machines together."
-    placeholders = "" if known else ", with 192.0.2.x for addresses that only the machines know"
-    yield f"The command lines and the environment of every member: -o yaml{placeholders}."
+        yield f"The plan is for one of {len(plans)} equal groups on {machines} machines."
+    placeholders = "" if known else ", with 192.0.2.x as addresses, because the machines are not known"
+    yield f"Use -o yaml for the command lines and the environment of every member{placeholders}."
 
 
 def _members_table(plans: Sequence[GroupPlan], *, placed: bool) -> str:
@@ -206,7 +213,7 @@ def _print(text: str) -> None:
     for _, fill, style in _FILLS:
         shown.highlight_regex(f"{fill}+", style)
     shown.highlight_regex(r"(?m)^It fits;", "bold green")
-    shown.highlight_regex(r"(?m)^It fits by less", "bold yellow")
+    shown.highlight_regex(r"(?m)^It fits within", "bold yellow")
     shown.highlight_regex(r"(?m)^It does not fit:", "bold red")
     console.print(shown)
 
@@ -234,18 +241,18 @@ def apply_changes(deployment: DSV4Deployment, changes: Sequence[str]) -> DSV4Dep
     try:
         return parse(document)
     except InvalidDeployment as error:
-        raise bad_input(*(f"--what-if: {finding}" for finding in error.findings)) from None
+        raise invalid("--what-if", error.findings) from None
 
 
 def _parse_change(change: str) -> tuple[list[str], Any]:
     key, equals, text = change.partition("=")
     path = key.strip().removeprefix("spec.").split(".")
     if not equals or not all(path):
-        raise bad_input(f"--what-if {change!r} is no change; write for example engine.maxNumBatchedTokens=4096")
+        raise bad_input(f"--what-if: {change!r} is not a change; write for example engine.maxNumBatchedTokens=4096")
     try:
         return path, yaml.safe_load(text)
     except yaml.YAMLError:
-        raise bad_input(f"--what-if {change!r}: the value is not valid YAML") from None
+        raise bad_input(f"--what-if: {change!r} has a value that is not valid YAML; correct it") from None
 
 
 def _set_field(document: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -253,7 +260,7 @@ def _set_field(document: dict[str, Any], path: Sequence[str], value: Any) -> Non
     for number, name in enumerate(outer, start=1):
         inner = document.setdefault(name, {})
         if not isinstance(inner, dict):
-            raise bad_input(f"--what-if: spec.{'.'.join(path[:number])} has no fields of its own")
+            raise bad_input(f"--what-if: spec.{'.'.join(path[:number])} is not a mapping; change the field itself")
         document = inner
     if value is None:
         document.pop(last, None)
@@ -307,11 +314,11 @@ def _read_log(file: str) -> MemoryLog:
         with Path(file).open(encoding="utf-8", errors="replace") as lines:
             log = read_memory_log(lines)
     except OSError as error:
-        raise bad_input(f"--from-log {file}: {error.strerror or error}; name a file with vLLM's log") from None
+        raise bad_input(f"--from-log: {file}: {error.strerror or error}; use a file with a vLLM log") from None
     if log == MemoryLog():
         raise bad_input(
-            f"--from-log {file}: no line about memory; give the log of a whole start of vLLM, from its first line "
-            "to `Application startup complete`"
+            f"--from-log: {file} contains no memory figures; use the complete log of a start of vLLM, up to "
+            "`Application startup complete`"
         )
     return log
 
@@ -335,7 +342,7 @@ def _comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
         inside = kv.concurrency_least <= log.concurrency <= kv.concurrency_most
         rows.append(
             [
-                "requests at once",
+                "concurrent requests",
                 f"{log.concurrency:.2f}",
                 f"{kv.concurrency:.2f}",
                 f"{kv.concurrency_least:.2f} to {kv.concurrency_most:.2f}",
@@ -344,7 +351,7 @@ def _comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
             ]
         )
     yield render_table(["TERM", "LOGGED", "PLANNED", "RANGE", "LOGGED IS", "WITHIN"], rows)
-    yield "If a term is not within its range, the plan is wrong about this build: send this table with the log."
+    yield "If a term is outside its range, the plan does not match this build: report this table with the log."
 
 
 def _comparison_document(plan: MemoryPlan, log: MemoryLog) -> list[dict[str, Any]]:
@@ -366,12 +373,12 @@ def _setting_differences(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
     length, share = plan.engine.max_model_len, plan.engine.gpu_memory_utilization or plan.machine.utilization
     if log.max_model_len is not None and log.max_model_len != length:
         yield (
-            f"The log is of {log.max_model_len:,.0f} tokens a request, and the plan of {length:,}; "
+            f"The log is for {log.max_model_len:,.0f} tokens per request, and the plan is for {length:,}; "
             f"add --what-if engine.maxModelLen={log.max_model_len:.0f}"
         )
     if log.utilization is not None and abs(log.utilization - share) > 1e-6:
         yield (
-            f"The log is of a share of {log.utilization:g}, and the plan of {share:g}; "
+            f"The log is for gpuMemoryUtilization {log.utilization:g}, and the plan is for {share:g}; "
             f"add --what-if engine.gpuMemoryUtilization={log.utilization:g}"
         )
 
@@ -400,10 +407,10 @@ def memory_text(plan: MemoryPlan, changes: Sequence[Change], title: str, *, refu
     parts = [f"{title}: {_subject(plan)}", _table(plan, ranges), _bars(ranges), *_kv_cache(plan), *_unverified(plan)]
     parts.append(_verdict(plan, refused=refused))
     if changes:
-        head = "Any one of these would make it fit:" if len(changes) > 1 else "This would make it fit:"
+        head = "Each of these changes makes it fit:" if len(changes) > 1 else "This change makes it fit:"
         parts.append("\n".join([head, *(f"  - {change.text}" for change in changes)]))
     elif plan.verdict is FitVerdict.NO and plan.kv is not None and plan.machine.memory_bytes:
-        parts.append("No setting and no number of machines of this kind that dsv4 knows of would make it fit.")
+        parts.append("No known setting and no number of machines of this kind makes it fit.")
     return "\n\n".join(parts)
 
 
@@ -457,7 +464,7 @@ def _rows(plan: MemoryPlan, ranges: Sequence[_RankRange]) -> Iterator[_MemoryRow
     if plan.kv is not None:
         yield "KV cache", [rank.kv_bytes for rank in ranks], "", _cache_remark(plan)
     yield from pool_rows(MemoryPool.BESIDE)
-    yield "together", [rank.used_bytes for rank in ranks], "", ""
+    yield "total", [rank.used_bytes for rank in ranks], "", ""
     yield "memory", [rank.memory_bytes for rank in ranks], "", ""
 
 
@@ -472,7 +479,7 @@ def _cache_remark(plan: MemoryPlan) -> str:
     if plan.engine.kv_cache_memory is not None or not plan.machine.sm:
         return "kvCacheMemory, in whole blocks"
     share = plan.engine.gpu_memory_utilization or plan.machine.utilization
-    return f"what is left of {share:g} of the memory on the tightest rank"
+    return f"rest of {share:g} of the memory on the tightest rank"
 
 
 def _bars(ranges: Sequence[_RankRange]) -> str:
@@ -486,7 +493,7 @@ def _bars(ranges: Sequence[_RankRange]) -> str:
 def _bar(rank: RankPlan) -> str:
     """Return the memory of a rank as a bar; an excess is drawn beyond the closing line."""
     if not rank.memory_bytes:
-        return "memory not known"
+        return "unknown memory size"
     scale = _BAR_WIDTH / rank.memory_bytes
     sizes = [
         rank.items[0].bytes if rank.items[0].where is MemoryPool.BUDGET else 0,
@@ -545,32 +552,32 @@ def _verdict(plan: MemoryPlan, *, refused: bool) -> str:
         return _fitting_verdict(plan, rank, refused=refused)
     too_heavy = rank.items[0].bytes > rank.memory_bytes
     if plan.kv is None:
-        return f"{'It does not fit' if too_heavy else 'Whether it fits is not known'}: {plan.problem}."
-    short = f"; {gib(plan.short_bytes)} are missing" if plan.short_bytes else ""
+        return f"{'It does not fit' if too_heavy else 'It is unknown whether it fits'}: {plan.problem}."
+    short = f"; {gib(plan.short_bytes)} more are needed" if plan.short_bytes else ""
     # The missing memory is more than that of the weights alone.
-    counted = ", with everything else and the KV cache of one request" if short and too_heavy else ""
+    counted = " for all components and the KV cache of one request" if short and too_heavy else ""
     return f"It does not fit: {plan.problem}{short}{counted}."
 
 
 def _fitting_verdict(plan: MemoryPlan, rank: RankPlan, *, refused: bool) -> str:
     if plan.verdict is FitVerdict.FITS:
-        found = "The memory is enough" if refused else "It fits"
+        found = "The memory is sufficient" if refused else "It fits"
         line = f"{found}; rank {rank.rank} is the tightest and keeps {gib(rank.spare_bytes)} free beyond its reserve."
     elif plan.fits:
         line = (
-            f"It fits by less than its uncertainty ({gib(plan.uncertainty_bytes)}): as expected it does, "
-            f"and with every figure at most it would lack {gib(plan.lacks_at_most)}."
+            f"It fits within the uncertainty of {gib(plan.uncertainty_bytes)}: with the expected figures it fits, and "
+            f"with every figure at its maximum {gib(plan.lacks_at_most)} are missing."
         )
     else:
         line = (
-            f"It fits by less than its uncertainty ({gib(plan.uncertainty_bytes)}): as expected it lacks "
-            f"{gib(plan.short_bytes)}, which the range of the figures covers ({plan.problem})."
+            f"It fits within the uncertainty of {gib(plan.uncertainty_bytes)}: with the expected figures "
+            f"{gib(plan.short_bytes)} are missing, which the range of the figures covers ({plan.problem})."
         )
     kv, seqs = plan.kv, plan.engine.max_num_seqs
     if kv is not None and 0 < kv.concurrency < seqs:
         line += (
-            f" There is room for {kv.concurrency:.2f} requests of {plan.engine.max_model_len:,} tokens at once, "
-            f"and maxNumSeqs is {seqs}: when more are that long, some wait."
+            f" The KV cache has room for {kv.concurrency:.2f} concurrent requests of {plan.engine.max_model_len:,} "
+            f"tokens, and maxNumSeqs is {seqs}: further requests of that length wait."
         )
     return line
 
@@ -600,7 +607,7 @@ def memory_document(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, An
             "concurrency": round(plan.kv.concurrency, 4),
         }
     if changes:
-        found["advice"] = [change.text for change in changes]
+        found["advice"] = [{"settings": dict(change.settings), "message": change.text} for change in changes]
     return found
 
 

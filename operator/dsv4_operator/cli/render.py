@@ -119,7 +119,11 @@ def operator_lag(item: DeploymentView) -> str:
     observed, latest = item.status.observed_generation, item.object.metadata.generation
     if item.stored is None or observed >= latest:
         return ""
-    lag = f"The operator has seen generation {observed} of {latest}" if observed else "No operator has looked at it yet"
+    lag = (
+        f"The operator has processed generation {observed} of {latest}"
+        if observed
+        else "No operator has processed it yet"
+    )
     return f"{lag}; does dsv4-operator run in this cluster?"
 
 
@@ -136,7 +140,7 @@ def _kv_caches(status: DeploymentStatus) -> list[str]:
             continue
         planned = found.planned_tokens
         compared = f" (planned {planned:,}, {100 * (found.tokens / planned - 1):+.1f} %)" if planned else ""
-        concurrency = f"{found.concurrency:.2f} requests of the greatest length at once"
+        concurrency = f"{found.concurrency:.2f} concurrent requests of the maximum length"
         lines.append(f"{group_label(status, group)}KV cache {found.tokens:,} tokens{compared}, {concurrency}")
     return lines
 
@@ -169,7 +173,7 @@ def ready_text(found: DSV4Deployment, seconds: float, token_file: str, options: 
     """Return the summary of a start that took `seconds`: addresses, and commands to try with `options`."""
     status, name = found.status, found.metadata.name
     if not status.endpoint:
-        return f"{name} is {str(status.phase).lower()}; the file asks for no running group."
+        return f"{name} is {str(status.phase).lower()}; the file requests no running group."
     body = {
         "model": found.served_names[0],
         "messages": [{"role": "user", "content": "Say something."}],
@@ -385,4 +389,4 @@ def _no_kernels(item: DeploymentView, setting: str) -> str:
         return "vLLM's own kernels compute every operation; kernels: auto picks the fastest right ones."
     if str(item.object.spec.topology.hardware) == "CPU":
         return "vLLM's CPU kernels compute every operation; others need a GPU."
-    return "No engine has said yet who computes what; it does when it makes its first layer."
+    return "No engine has reported its kernel providers yet; it reports them when it creates its first layer."

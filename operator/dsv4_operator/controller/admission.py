@@ -23,16 +23,16 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Reason
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, InvalidDeployment, Reason, Severity
 from dsv4_operator.api.deployment import parse
+from dsv4_operator.api.findings import joined
 from dsv4_operator.api.policy import violations
-from dsv4_operator.api.rules import InvalidDeployment
 from dsv4_operator.backends import registry
 from dsv4_operator.kube import Manifest
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.catalog import machine
 from dsv4_operator.planning.facts import Facts, catalog_facts
-from dsv4_operator.planning.rules import Severity, findings
+from dsv4_operator.planning.rules import findings
 
 _log = logging.getLogger("dsv4")
 
@@ -73,11 +73,11 @@ def judge(
         registry.check(deployment)
     except InvalidDeployment as error:
         return AdmissionResult(str(error))
-    forbidden = "; ".join(map(str, violations(deployment, policy, runtime_image)))
+    forbidden = violations(deployment, policy, runtime_image)
     if deployment.spec.suspend or not deployment.spec.replicas:
         # Nothing is planned, but the policy applies: `kubectl scale` would start the deployment without another
         # check.
-        return AdmissionResult(forbidden or None)
+        return AdmissionResult(joined(forbidden) or None)
     facts = replace(_usual_machines(deployment), forbidden=forbidden)
     try:
         plan_group(deployment, facts, group=0, incarnation=1)
@@ -86,7 +86,7 @@ def judge(
         if refused.reason is not Reason.MEMORY_SHORT:
             return AdmissionResult(refused.message)
         return AdmissionResult(warnings=(f"on {facts.nodes[0].machine}: {refused.message}",))
-    return AdmissionResult(warnings=tuple(finding.message for finding in found if finding.severity is Severity.WARN))
+    return AdmissionResult(warnings=tuple(str(finding) for finding in found if finding.severity is Severity.WARN))
 
 
 def review(document: Manifest, policy: ClusterPolicy = _DEFAULT_POLICY, runtime_image: str = "") -> Manifest:

@@ -209,7 +209,7 @@ class _DeploymentController:
         if _number(cached) > int(self._version):
             if (cached.get("status") or {}) != self._written:
                 where = "{namespace}/{name}".format_map(cached["metadata"])
-                raise _ForeignStatusError(f"{where}: its status was written by somebody else")
+                raise _ForeignStatusError(f"{where}: another client has written its status")
             self._version = cached["metadata"]["resourceVersion"]
         if _number(cached) > _number(self._manifest):
             self._manifest = cached
@@ -271,7 +271,7 @@ class _DeploymentController:
 
     def _refused(self, error: InvalidDeployment, *, formable: bool = True) -> Refused:
         generation = int(self._manifest["metadata"].get("generation") or 0)
-        return Refused(PlanRefused(Reason.SPEC_INVALID, str(error)), generation, formable=formable)
+        return Refused(PlanRefused(Reason.SPEC_INVALID, *error.findings), generation, formable=formable)
 
     async def _refuse(self, why: str) -> None:
         """Report that the specification breaks a rule and no group can be supervised."""

@@ -43,7 +43,7 @@ class OperatorMetrics:
         self.failures = Counter(
             "dsv4_operator_failures", "Failures of parts of the reconcile loop", ["part"], registry=registry
         )
-        self._events = Counter("dsv4_operator_events", "What happened to deployments", ["reason"], registry=registry)
+        self._events = Counter("dsv4_operator_events", "Events of deployments", ["reason"], registry=registry)
         # A rate needs a zero before the first increment.
         for result in ("ok", "error"):
             self.reconciles.labels(result)

@@ -126,10 +126,12 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--metrics-port", type=int, default=8080, help="for /metrics, /livez and /readyz")
     parser.add_argument("--webhook-port", type=int, help="for the admission webhook (default: there is none)")
     parser.add_argument("--webhook-certificates", type=Path, default=_CERTIFICATES, help="tls.crt and tls.key for it")
-    parser.add_argument("--runtime-image", default="", help="of members whose deployment names no image")
-    parser.add_argument("--policy", type=Path, help="what deployments may have of nodes (default: the chart's)")
-    parser.add_argument("--kubeconfig", type=Path, help="default: the pod's own account, or as kubectl finds it")
-    parser.add_argument("--identity", help="unlike that of any other operator (default: the pod's name, or random)")
+    parser.add_argument("--runtime-image", default="", help="image of members without spec.engine.image")
+    parser.add_argument("--policy", type=Path, help="limits on the use of nodes (default: that of the chart)")
+    parser.add_argument(
+        "--kubeconfig", type=Path, help="default: the service account of the pod, or the kubeconfig of kubectl"
+    )
+    parser.add_argument("--identity", help="unique identity of this operator (default: the name of the pod, or random)")
     return parser
 
 
@@ -236,7 +238,7 @@ class Operator:
             asyncio.create_task(self._lease.keep()): "the lease",
             asyncio.create_task(self._watch_ended.wait()): "the watch of the deployments",
             asyncio.create_task(self._pods.run()): "the watch of the pods",
-            asyncio.create_task(self._owned.run()): "the watch of what deployments own",
+            asyncio.create_task(self._owned.run()): "the watch of owned objects",
             asyncio.create_task(self._recorder.run()): "the events",
         }
         try:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from dsv4_operator.api import ConditionType, DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, Reason
+from dsv4_operator.api import ConditionType, DeploymentStatus, DSV4Deployment, Finding, GroupPhase, GroupStatus, Reason
 from dsv4_operator.backends.base import Backend, BackendError
 from dsv4_operator.controller.queue import REPEAT_SECONDS, Backoffs, Failure, Part, is_expected, text_of
 from dsv4_operator.lifecycle import (
@@ -312,12 +312,12 @@ class Reconciler:
         if refused is not None and not refused.formable:
             return refused.refusal
         found = await self._run(
-            _MACHINES, name, lambda: self._backend.facts(deployment), "the machines cannot be looked up"
+            _MACHINES, name, lambda: self._backend.facts(deployment), "the machines cannot be listed"
         )
         if found is not None:
             return found
-        message = self._backoffs.message(_MACHINES) or "the machines are being looked up"
-        return PlanRefused(Reason.ACTION_FAILED, message)
+        message = self._backoffs.message(_MACHINES) or "the machines are being listed"
+        return PlanRefused(Reason.ACTION_FAILED, Finding("", Reason.ACTION_FAILED, message))
 
     async def _observe(
         self, deployment: DSV4Deployment, groups: Sequence[int]
@@ -416,7 +416,8 @@ class Reconciler:
                 raise
             except Exception as error:
                 self._unplanned[group] = error
-                raise PlanRefused(Reason.ACTION_FAILED, f"it cannot be planned: {text_of(error)}") from error
+                finding = Finding("", Reason.ACTION_FAILED, f"planning failed: {text_of(error)}")
+                raise PlanRefused(Reason.ACTION_FAILED, finding) from error
             return made
 
         return plan

@@ -62,7 +62,9 @@ async def apply_exactly(kube: Client, manifest: Manifest) -> Manifest:
             live = await kube.apply({**manifest, "metadata": about})
     if _frozen(manifest, live):
         # Immutability cannot be undone.
-        _log.warning("%s %s/%s was made immutable by somebody else: it is made again", resource.kind, namespace, name)
+        _log.warning(
+            "%s %s/%s was made immutable by another client: it is created again", resource.kind, namespace, name
+        )
         await kube.delete(resource, namespace, name, uid=live["metadata"]["uid"])
         anew = {field: value for field, value in metadata.items() if field not in ("uid", "resourceVersion")}
         live = await kube.apply({**manifest, "metadata": anew})
@@ -77,7 +79,7 @@ async def _clean(kube: Client, manifest: Manifest, live: Manifest) -> Manifest:
         if not changes:
             return live
         text = json.dumps(changes)
-        _log.warning("%s %s/%s: removing what others added: %s", resource.kind, namespace, name, text)
+        _log.warning("%s %s/%s: removing fields of other managers: %s", resource.kind, namespace, name, text)
         about = {"uid": live["metadata"]["uid"], "resourceVersion": live["metadata"]["resourceVersion"]}
         changes["metadata"] = {**changes.get("metadata", {}), **about}
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import DSV4Deployment, Finding
 from dsv4_operator.planning.catalog import Machine, Model
 from dsv4_operator.planning.images import ImageProfile
 from dsv4_operator.planning.memory.records import Measured
@@ -86,8 +86,8 @@ class Facts:
     """Directory on every node with read-only files by their SHA-256; None: there is none."""
     secrets_root: str = SECRETS_ROOT
     """Directory of every member with the file `NAME/KEY` for each `secretKeyRef` of the specification."""
-    forbidden: str = ""
-    """Requested settings that the policy forbids here, for display; empty: none."""
+    forbidden: tuple[Finding, ...] = ()
+    """Violations of the policy of the cluster."""
 
     def of_group(self, group: int, size: int) -> tuple[NodeFacts, ...]:
         """Return the machines of `group` in rank order; fewer than `size` if some are absent."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4_operator.api import DSV4Deployment, Hardware, Reason
+from dsv4_operator.api import DSV4Deployment, Hardware, Reason, Severity
 from dsv4_operator.planning.catalog import GIB, NANO
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.memory import FitVerdict, advice, memory_plan
 from dsv4_operator.planning.rendering import OBJECT_STORE_BYTES, engine_args, group_env, member_env, ray_args
-from dsv4_operator.planning.rules import Severity, broken_rules
-from dsv4_operator.planning.setup import Placement, PlanRefused, Setup, memory_of, placements, setup
+from dsv4_operator.planning.rules import broken_rules
+from dsv4_operator.planning.setup import Placement, PlanRefused, Setup, memory_of, placements, refusal, setup
 from dsv4_operator.planning.timeouts import execute_model_seconds, ready_seconds, timeouts
 from dsv4_operator.planning.weights import weights_plan
 from dsv4_runtime.contract import (
@@ -26,6 +26,8 @@ from dsv4_runtime.contract import (
 
 _CPU_HEALTH = HealthPolicy(gpus=False, answer_tolerance=0.0625)
 """The CPU build computes the same in every start: repeated starts of the nano model do not differ."""
+_REASONS = {"WrongHardware": Reason.HARDWARE_UNSUPPORTED}
+"""Reasons of the condition, by rule; by default `PlanRefused`."""
 _QUEUE_BYTES = 2 * GIB
 """Message queues of vLLM, shared memory of NCCL and of the worker in /dev/shm."""
 
@@ -51,7 +53,7 @@ def plan_group(
         PlanRefused: it does not fit these machines, or breaks a rule. The text contains all refusals.
     """
     if facts.forbidden:
-        raise PlanRefused(Reason.NOT_ALLOWED, facts.forbidden)
+        raise PlanRefused(Reason.NOT_ALLOWED, *facts.forbidden)
     facts = facts.in_incarnation(group, incarnation)
     members = placements(deployment, facts, group)
     head = members[0]
@@ -103,12 +105,12 @@ def _refuse(chosen: Setup) -> None:
     """
     refusals = [finding for finding in broken_rules(chosen) if finding.severity is Severity.REFUSE]
     if refusals:
-        raise PlanRefused(refusals[0].reason, "; ".join(map(str, refusals)))
+        raise PlanRefused(_REASONS.get(refusals[0].reason, Reason.PLAN_REFUSED), *refusals)
     memory = chosen.memory
     if not chosen.on_cpu and memory.verdict is FitVerdict.NO:
         smallest = next(advice(memory), None)
-        remedy = f"the smallest change that fits: spec.{smallest.text}" if smallest else "it needs other machines"
-        raise PlanRefused(Reason.MEMORY_SHORT, f"{memory.problem}; {remedy}")
+        remedy = f"smallest change that fits: spec.{smallest.text}" if smallest else "use other machines"
+        raise refusal(Reason.MEMORY_SHORT, "", None, str(memory.problem), remedy)
 
 
 def _fabric_plan(chosen: Setup) -> FabricPlan | None:
@@ -174,12 +176,12 @@ def _expectations(chosen: Setup, members: Sequence[Placement]) -> Expectations:
 def _check_machines(members: Sequence[Placement], needed: int, field: str) -> None:
     for node in (member.node for member in members):
         if node.memory_bytes < needed:
-            raise PlanRefused(
-                Reason.MEMORY_SHORT,
-                f"the machine {node.name} has {node.memory_bytes / GIB:.1f} GiB of free memory, and a member "
-                f"needs {needed / GIB:.1f} GiB; end other programs, lower spec.engine.{field}, "
-                "or use a machine with more memory",
+            free, required = node.memory_bytes / GIB, needed / GIB
+            message = (
+                f"the machine {node.name} has {free:.1f} GiB of free memory, and a member needs {required:.1f} GiB"
             )
+            remedy = f"end other programs, decrease spec.engine.{field}, or use a machine with more memory"
+            raise refusal(Reason.MEMORY_SHORT, "", None, message, remedy)
 
 
 def _check_accelerators(chosen: Setup, needed: int) -> None:
@@ -190,9 +192,8 @@ def _check_accelerators(chosen: Setup, needed: int) -> None:
     """
     for gpu in (gpu for node in chosen.nodes for gpu in node.gpus):
         if gpu.free_bytes is not None and gpu.free_bytes < needed:
-            whose = f"; {gpu.taken_by}" if gpu.taken_by else ", and its driver does not tell whose the rest is"
-            raise PlanRefused(
-                Reason.MEMORY_SHORT,
-                f"{gpu.title} has {gpu.free_bytes / GIB:.1f} GiB of free memory, and the engine needs "
-                f"{needed / GIB:.1f} GiB{whose}; end that program, or lower spec.engine.gpuMemoryUtilization",
-            )
+            user = gpu.taken_by or "the driver does not report the programs that use the rest"
+            free, required = gpu.free_bytes / GIB, needed / GIB
+            message = f"{gpu.title} has {free:.1f} GiB of free memory, and the engine needs {required:.1f} GiB ({user})"
+            remedy = "end those programs, or decrease spec.engine.gpuMemoryUtilization"
+            raise refusal(Reason.MEMORY_SHORT, "", None, message, remedy)

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsv4_operator.api import DSV4Deployment, Hardware, KvCacheDtype, NetworkMode, Reason
+from dsv4_operator.api import DSV4Deployment, Finding, Hardware, KvCacheDtype, NetworkMode, Reason
+from dsv4_operator.api.findings import joined
 from dsv4_operator.api.spec import DeploymentSpec
-from dsv4_operator.api.values import quoted
+from dsv4_operator.api.values import split_remedy
 from dsv4_operator.planning.catalog import (
     API_PORT,
     DASHBOARD_PORT,
@@ -28,12 +29,19 @@ from dsv4_runtime.contract import MemberPorts
 
 
 class PlanRefused(Exception):
-    """The specification cannot be planned on these machines; the text names field, value and remedy."""
+    """The specification cannot be planned on these machines."""
 
-    def __init__(self, reason: Reason, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, reason: Reason, *findings: Finding) -> None:
+        """Take the reason of the condition, and the refusals."""
         self.reason = reason
-        self.message = message
+        self.findings = findings
+        self.message = joined(findings)
+        super().__init__(self.message)
+
+
+def refusal(reason: Reason, field: str, value: object, message: str, remedy: str) -> PlanRefused:
+    """Return a refusal with one finding that has the same reason."""
+    return PlanRefused(reason, Finding(field, reason, message, remedy, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +66,15 @@ def placements(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Pl
     size = topology.nodes_per_group
     nodes = facts.of_group(group, size)
     if len(nodes) < size and facts.placed is not None:
-        raise PlanRefused(
-            Reason.NODES_MISSING,
-            f"spec.topology.nodesPerGroup: group {group} needs {size} machine{'s' if size > 1 else ''} at once, "
-            f"and {len(nodes)} can be used; {facts.unfit or 'add machines'}",
-        )
+        message = f"machines are required for group {group}, and {len(nodes)} are available"
+        remedy = facts.unfit or "add machines"
+        raise refusal(Reason.NODES_MISSING, "spec.topology.nodesPerGroup", size, message, remedy)
     if len(nodes) < size:
         groups = deployment.spec.replicas
         fitting = len(facts.nodes) // size
-        remedy = f"lower spec.replicas to {fitting}" if fitting else "lower spec.topology.nodesPerGroup"
-        raise PlanRefused(
-            Reason.NODES_MISSING,
-            f"spec.replicas: {groups} × nodesPerGroup {size} needs {groups * size} machines, "
-            f"and {len(facts.nodes)} are there; {remedy}, or add machines",
-        )
+        remedy = f"decrease spec.replicas to {fitting}" if fitting else "decrease spec.topology.nodesPerGroup"
+        message = f"× nodesPerGroup {size} requires {groups * size} machines, and {len(facts.nodes)} are available"
+        raise refusal(Reason.NODES_MISSING, "spec.replicas", groups, message, f"{remedy}, or add machines")
     head, worker = head_ports(deployment, isolated=True), MemberPorts(agent=deployment.spec.network.ports.agent)
     return tuple(
         Placement(rank, node, topology.devices_per_node, worker if rank else head) for rank, node in enumerate(nodes)
@@ -99,18 +102,15 @@ def _shared(deployment: DSV4Deployment, facts: Facts, group: int) -> Placement:
     """Return one member in place of all: members of one machine cannot share its address and ports."""
     topology = deployment.spec.topology
     if not facts.nodes:
-        raise PlanRefused(Reason.NODES_MISSING, "no machine is there to run on; add one")
+        raise refusal(Reason.NODES_MISSING, "", None, "no machine is available", "add a machine")
     if group:
-        raise PlanRefused(
-            Reason.NODES_MISSING,
-            f"spec.replicas: {deployment.spec.replicas} groups would share this machine's ports; write 1",
-        )
+        message = "groups cannot share the ports of this machine"
+        raise refusal(Reason.NODES_MISSING, "spec.replicas", deployment.spec.replicas, message, "write 1")
     if topology.hardware is not Hardware.CPU and topology.nodes_per_group > 1:
-        raise PlanRefused(
-            Reason.NODES_MISSING,
-            f"spec.topology.nodesPerGroup: {topology.nodes_per_group} machines are asked for, and this is one; "
-            "write 1 with devicesPerNode to match, or run it where the machines are",
-        )
+        message = "machines are required, and only this machine is available"
+        remedy = "write 1 with a matching devicesPerNode, or use a cluster"
+        count = topology.nodes_per_group
+        raise refusal(Reason.NODES_MISSING, "spec.topology.nodesPerGroup", count, message, remedy)
     return Placement(0, facts.nodes[0], topology.world_size, head_ports(deployment, isolated=False))
 
 
@@ -190,7 +190,7 @@ class Setup:
                 value = _json(text)
                 if argument.key:
                     settings[argument.key] = value
-                elif isinstance(value, dict):  # the rule `unknown-argument` reports other values
+                elif isinstance(value, dict):  # the rule `UnknownArgument` reports other values
                     settings |= value
         return settings
 
@@ -217,12 +217,13 @@ def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:
     try:
         model = facts.model or model_for(deployment.spec.model)
     except UnknownCheckpoint as error:
-        raise PlanRefused(Reason.PLAN_REFUSED, str(error)) from None
+        raise PlanRefused(Reason.PLAN_REFUSED, error.finding) from None
     try:
         measured = measured_here(deployment, facts, model, smallest)
         memory = deployment_plan(deployment, model, smallest, profile, measured)
     except ValueError as error:
-        raise PlanRefused(Reason.PLAN_REFUSED, f"spec.topology: {error}") from None
+        finding = Finding("spec.topology", Reason.PLAN_REFUSED, *split_remedy(str(error)))
+        raise PlanRefused(Reason.PLAN_REFUSED, finding) from None
     return Setup(deployment, facts, nodes, profile, smallest, model, memory)
 
 
@@ -241,7 +242,8 @@ def _catalog_machine(node: NodeFacts) -> Machine:
     try:
         return machine_named(node.machine or "")
     except KeyError as error:
-        raise PlanRefused(Reason.HARDWARE_UNSUPPORTED, f"the machine {node.name}: {error.args[0]}") from None
+        message = f"the machine {node.name} is not supported: {error.args[0]}"
+        raise refusal(Reason.HARDWARE_UNSUPPORTED, "", None, message, "use another machine") from None
 
 
 def measured_here(deployment: DSV4Deployment, facts: Facts, model: Model, kind: Machine) -> Measured | None:
@@ -268,18 +270,18 @@ def image_profile(deployment: DSV4Deployment, facts: Facts | None = None) -> Ima
             return profile_named(engine.profile)
         except KeyError:
             names = ", ".join(one.name for one in profiles())
-            text = f"spec.engine.profile: {quoted(engine.profile)} is unknown; use one of {names}"
-            raise PlanRefused(Reason.PLAN_REFUSED, text) from None
+            finding = Finding(
+                "spec.engine.profile", "UnknownProfile", "is unknown", f"use one of {names}", engine.profile
+            )
+            raise PlanRefused(Reason.PLAN_REFUSED, finding) from None
     if facts is not None and facts.profile is not None:
         return facts.profile
     profile = profile_for(engine.image, hardware)
     if profile is None:
         names = ", ".join(one.name for one in profiles() if hardware in one.hardware)
-        raise PlanRefused(
-            Reason.PLAN_REFUSED,
-            f"spec.engine.image: no image profile describes {quoted(engine.image)}; "
-            f"say with spec.engine.profile which of {names} it is built like",
-        )
+        remedy = f"set spec.engine.profile to the profile of a similar image, one of {names}"
+        finding = Finding("spec.engine.image", "UnknownImage", "has no image profile", remedy, engine.image)
+        raise PlanRefused(Reason.PLAN_REFUSED, finding)
     return profile
 
 

@@ -87,7 +87,7 @@ def test_a_document_is_what_kubectl_prints(dsv4: Dsv4, nano: dict[str, Any]) -> 
 
 def test_nobody_looked_yet(cluster: Cluster, dsv4: Dsv4, namespace: str) -> None:
     cluster.apply({**NANO, "metadata": {"name": "nano", "namespace": namespace}})
-    told = "No operator has looked at it yet; does dsv4-operator run in this cluster?"
+    told = "No operator has processed it yet; does dsv4-operator run in this cluster?"
     assert told in dsv4("status").stdout
     assert told in dsv4("why", "nano").stdout
 

@@ -9,6 +9,7 @@ from functools import cache
 from dsv4_operator.api import (
     DeploymentStatus,
     DSV4Deployment,
+    Finding,
     GroupPhase,
     GroupStatus,
     Reason,
@@ -141,7 +142,9 @@ class World:
 
         def plan(incarnation: int, restarts: Sequence[float]) -> GroupPlan:
             if seed_of(deployment) in self.refused:
-                raise PlanRefused(Reason.MEMORY_SHORT, "too little memory; add some")
+                raise PlanRefused(
+                    Reason.MEMORY_SHORT, Finding("", Reason.MEMORY_SHORT, "too little memory", "add some")
+                )
             return plan_group(deployment, facts(4), group=group, incarnation=incarnation, restarts=restarts)
 
         return plan

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_operator.api import InvalidDeployment, parse
+from dsv4_operator.api import Finding, InvalidDeployment, parse
 from dsv4_operator.api.values import format_duration, format_quantity, parse_duration, parse_quantity
 from dsv4_testkit.specifications import fields, placed
 
 RANGE = re.compile(r"is out of range; write (\S+?) to (\S+?)(?:, for example .*)?")
 
 
-def told(path: str, value: Any) -> str:
+def refusal(path: str, value: Any) -> Finding:
     with pytest.raises(InvalidDeployment) as caught:
         parse(placed(path, value))
-    here = "spec." + path.replace("[]", "[0]") + ": "
-    return next(line for line in str(caught.value).splitlines() if line.startswith(here)).removeprefix(here)
+    here = "spec." + path.replace("[]", "[0]")
+    return next(one for one in caught.value.findings if one.field == here)
 
 
 def ranges() -> Iterator[tuple[str, str, str]]:
@@ -67,11 +67,11 @@ def test_a_value_out_of_range_is_refused_with_its_bounds(path: str, least: str, 
         above = st.floats(high, 1e9, exclude_min=True)
         below = st.floats(-1e9, low, exclude_max=True)
     value = data.draw(st.one_of(above, below))
-    refusal = told(path, value)
-    assert least in refusal or most in refusal
-    assert "out of range" in refusal
+    found = refusal(path, value)
+    assert least in found.remedy or most in found.remedy
+    assert found.reason == "OutOfRange"
     if isinstance(value, int | float) and not most.endswith(("h", "i")):
-        assert (most if value > high else least).rstrip("0").rstrip(".") in refusal
+        assert (most if value > high else least).rstrip("0").rstrip(".") in found.remedy
     other = placed(path, data.draw(inside))
     assert not refuses(other, path)
 
@@ -81,18 +81,26 @@ def refuses(manifest: dict[str, Any], path: str) -> bool:
     try:
         parse(manifest)
     except InvalidDeployment as error:
-        return any(one.path == f"spec.{path}" and "out of range" in one.message for one in error.findings)
+        return any(one.field == f"spec.{path}" and one.reason == "OutOfRange" for one in error.findings)
     return False
 
 
 @pytest.mark.parametrize(("path", "least", "most"), list(numbers()))
 def test_a_whole_number_out_of_range_is_refused_with_the_bound_that_it_passed(path: str, least: int, most: int) -> None:
-    assert told(path, least - 1) == f"{least - 1} is out of range; the least is {least}"
-    assert told(path, most + 1) == f"{most + 1} is out of range; the most is {most}"
+    below, above = refusal(path, least - 1), refusal(path, most + 1)
+    assert (below.value, below.reason, below.remedy) == (least - 1, "OutOfRange", f"the minimum is {least}")
+    assert (above.value, above.reason, above.remedy) == (most + 1, "OutOfRange", f"the maximum is {most}")
 
 
-def test_bounds_that_were_said_wrongly() -> None:
-    assert told("engine.gpuMemoryUtilization", 2) == "2 is out of range; the most is 0.99"
-    assert told("gateway.requestTimeout", "0s") == "0s is out of range; write 1ms to 8760h, for example 1h"
-    assert told("model.staging.bandwidthLimit", "1Ki") == "1Ki is out of range; write 64Ki to 1Ei"
-    assert told("gateway.maxBodyBytes", "2Gi") == "2Gi is out of range; write 1Ki to 1Gi"
+@pytest.mark.parametrize(
+    ("path", "value", "remedy"),
+    [
+        ("engine.gpuMemoryUtilization", 2, "the maximum is 0.99"),
+        ("gateway.requestTimeout", "0s", "write 1ms to 8760h, for example 1h"),
+        ("model.staging.bandwidthLimit", "1Ki", "write 64Ki to 1Ei"),
+        ("gateway.maxBodyBytes", "2Gi", "write 1Ki to 1Gi"),
+    ],
+)
+def test_bounds_in_the_notation_of_the_field(path: str, value: object, remedy: str) -> None:
+    found = refusal(path, value)
+    assert (found.value, found.remedy) == (value, remedy)

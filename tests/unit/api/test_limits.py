@@ -34,10 +34,11 @@ def changed(path: str, value: object) -> Any:
 def test_of_many_findings_the_first_are_told() -> None:
     with pytest.raises(InvalidDeployment) as caught:
         parse(changed("spec.engine", {f"field{number}": 1 for number in range(50)}))
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 21
-    assert lines[0].startswith("spec.engine.field0: unknown field; known here: ")
-    assert lines[-1] == "30 more findings; correct the ones above first"
+    found = caught.value.findings
+    assert len(found) == len(str(caught.value).splitlines()) == 21
+    assert (found[0].field, found[0].reason) == ("spec.engine.field0", "UnknownField")
+    assert (found[-1].field, found[-1].reason) == ("", "MoreFindings")
+    assert "30" in found[-1].message
 
 
 @pytest.mark.parametrize("path", ["spec", "spec.topology.tolerations", "metadata.labels"])
@@ -47,7 +48,7 @@ def test_no_object_takes_long_to_refuse(path: str) -> None:
         many = [{"a": 1}] * 350_000
     data = changed(path, many)
     began = time.perf_counter()
-    with pytest.raises(InvalidDeployment, match=r"have more than 20,000 values; remove what is no deployment's"):
+    with pytest.raises(InvalidDeployment, match="have more than 20,000 values"):
         parse(data)
     # 2 ms; it took 6 s to find and word each of them.
     assert time.perf_counter() - began < 0.5
@@ -56,7 +57,7 @@ def test_no_object_takes_long_to_refuse(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "sentence"),
     [
-        ("spec." + "k" * 2_800_000, 1, "spec." + "k" * 317 + "...: unknown field; known here: "),
+        ("spec." + "k" * 2_800_000, 1, "spec." + "k" * 317 + "...: unknown field; "),
         ("spec.engine.timeouts.load", "1s" * 1_400_000, '1s1..." is not a duration; '),
         ("spec.engine.kvCacheMemory", "1" * 2_800_000, "spec.engine.kvCacheMemory: "),
     ],

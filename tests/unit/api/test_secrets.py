@@ -50,7 +50,7 @@ NAMES = [
 ]
 
 
-def refused(**engine: Any) -> str:
+def refused(**engine: Any) -> InvalidDeployment:
     manifest = {
         "apiVersion": "dsv4.dev/v1alpha1",
         "kind": "DSV4Deployment",
@@ -63,31 +63,34 @@ def refused(**engine: Any) -> str:
     }
     with pytest.raises(InvalidDeployment) as told:
         parse(manifest)
-    return str(told.value)
+    return told.value
 
 
 @pytest.mark.parametrize("secret", SECRETS)
 def test_a_value_that_looks_like_a_secret_is_refused_and_not_repeated(secret: str) -> None:
-    told = refused(env=[{"name": "MINE", "value": f"x={secret}"}])
-    assert told.startswith("spec.engine.env[0].value: looks like a secret; remove it")
-    assert secret[8:] not in told
-    told = refused(extraArgs=["--seed", secret])
-    assert told.startswith("spec.engine.extraArgs[1]: looks like a secret; remove it")
-    assert secret[8:] not in told
+    for error, field in (
+        (refused(env=[{"name": "MINE", "value": f"x={secret}"}]), "spec.engine.env[0].value"),
+        (refused(extraArgs=["--seed", secret]), "spec.engine.extraArgs[1]"),
+    ):
+        found = error.findings[0]
+        assert (found.field, found.value, found.reason) == (field, None, "Secret")
+        assert secret[8:] not in f"{error} {found!r} {found.to_dict()}"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_variable_for_a_secret_is_refused_whatever_its_value(name: str) -> None:
-    told = refused(env=[{"name": name, "value": "hunter2"}])
-    assert told.startswith(f'spec.engine.env[0].name: "{name}" is a secret by its name; remove it')
-    assert "hunter2" not in told
+    error = refused(env=[{"name": name, "value": "hunter2"}])
+    found = error.findings[0]
+    assert (found.field, found.value, found.reason) == ("spec.engine.env[0].name", name, "Secret")
+    assert "hunter2" not in f"{error} {found!r} {found.to_dict()}"
 
 
 @pytest.mark.parametrize("flag", ["--api-key", "--api_key", "--hf-token", "--hf-tok"])
 def test_a_flag_for_a_secret_is_refused_without_its_value(flag: str) -> None:
-    told = refused(extraArgs=[f"{flag}=hunter2"])
-    assert told.startswith(f'spec.engine.extraArgs[0]: "{flag}" is set by dsv4;')
-    assert "hunter2" not in told
+    error = refused(extraArgs=[f"{flag}=hunter2"])
+    found = error.findings[0]
+    assert (found.field, found.value, found.reason) == ("spec.engine.extraArgs[0]", flag, "OwnedFlag")
+    assert "hunter2" not in f"{error} {found!r} {found.to_dict()}"
 
 
 def test_what_is_harmless_is_taken() -> None:

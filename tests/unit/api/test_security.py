@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dsv4_operator.api import ClusterPolicy, parse
+from dsv4_operator.api import ClusterPolicy, Finding, parse
 from dsv4_operator.api.documents import security_markdown, security_tables
 from dsv4_operator.api.policy import PolicyError, parse_policy, violations
 from dsv4_operator.api.security import FLAGS, flag_reason, owned_env, owned_flag, variable_reason
@@ -62,13 +62,13 @@ HARMLESS = (
 )  # fmt: skip
 
 
-def refused(policy: ClusterPolicy | None = None, **engine: Any) -> list[str]:
+def refused(policy: ClusterPolicy | None = None, **engine: Any) -> list[Finding]:
     manifest = yaml.safe_load((ROOT / "examples" / "flash-2x-spark.yaml").read_text())
     manifest["metadata"]["namespace"] = "team"
     manifest["spec"]["engine"] = {**manifest["spec"].get("engine", {}), **engine}
     allowed = {"host_network_namespaces": ("team",), **(policy.model_dump() if policy else {})}
-    found = violations(parse(manifest), ClusterPolicy(**{**allowed, "host_network_namespaces": ("team",)}), "own:1")
-    return [str(one) for one in found]
+    policy = ClusterPolicy(**{**allowed, "host_network_namespaces": ("team",)})
+    return list(violations(parse(manifest), policy, "own:1"))
 
 
 def test_every_flag_of_the_table_is_one_of_vllm_and_not_dsv4s() -> None:
@@ -83,11 +83,11 @@ def test_every_flag_that_may_reach_further_is_in_the_table_or_reviewed() -> None
 
 @pytest.mark.parametrize("flag", sorted(FLAGS))
 def test_a_flag_is_refused_unless_the_administrator_allows_it(flag: str) -> None:
-    told = refused(extraArgs=[f"{flag}=hunter2"])
-    assert told == [
-        f"spec.engine.extraArgs[0]: {flag} {FLAGS[flag]} and is not allowed on this cluster; remove it, or have the "
-        "administrator add it to policy.engineFlags"
-    ]
+    (found,) = refused(extraArgs=[f"{flag}=hunter2"])
+    assert (found.field, found.value, found.reason) == ("spec.engine.extraArgs[0]", flag, "EngineFlag")
+    assert FLAGS[flag] in found.message
+    assert "policy.engineFlags" in found.remedy
+    assert "hunter2" not in repr(found)
     assert refused(ClusterPolicy(engine_flags=(flag,)), extraArgs=[f"{flag}=x"]) == []
     assert refused(ClusterPolicy(any_image_namespaces=("team",)), extraArgs=[flag]) == []
     assert flag_reason(flag.replace("-", "_").replace("__", "--", 1), ())
@@ -96,9 +96,10 @@ def test_a_flag_is_refused_unless_the_administrator_allows_it(flag: str) -> None
 @pytest.mark.parametrize("name", CODE)
 def test_a_variable_is_refused_unless_the_administrator_allows_it(name: str) -> None:
     assert variable_reason(name, ())
-    (told,) = refused(env=[{"name": name, "value": "hunter2"}])
-    assert told.startswith(f'spec.engine.env[0].name: "{name}" is not allowed on this cluster, because it ')
-    assert "hunter2" not in told
+    (found,) = refused(env=[{"name": name, "value": "hunter2"}])
+    assert (found.field, found.value, found.reason) == ("spec.engine.env[0].name", name, "EngineVariable")
+    assert "policy.engineVariables" in found.remedy
+    assert "hunter2" not in repr(found)
     assert refused(ClusterPolicy(engine_variables=(name,)), env=[{"name": name, "value": "x"}]) == []
     assert refused(ClusterPolicy(engine_variables=("*",)), env=[{"name": name, "value": "x"}]) == []
 

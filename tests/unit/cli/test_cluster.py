@@ -49,7 +49,7 @@ def test_which_place_is_meant(
 
 def test_one_place_at_a_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main.run(["why", "--state-dir", "/x", "-n", "here"]) == 2
-    assert "--state-dir is about this machine, and --namespace about a cluster" in capsys.readouterr().err
+    assert "--state-dir selects this machine and --namespace selects a cluster" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["kubectl-dsv4"])
     assert main.run(["up", "nano.yaml"]) == 2
     assert main.run(["down", "nano"]) == 2

@@ -51,7 +51,7 @@ def test_no_logs(logged: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.splitlines() == [
         "error: 'nano' has no logs of rank 7; its ranks are 0, 1",
         "1 ray: Error from server (NotFound): it has gone",
-        "error: RANK 'one' is no number; give that of a member, such as 0",
+        "error: RANK 'one' is not a number; use the rank of a member, such as 0",
     ]
 
 

@@ -72,7 +72,7 @@ def test_several_groups(make: Any) -> None:
     [
         ("'off'", "H100", "vLLM's own kernels compute every operation; kernels: auto picks"),
         ("auto", "CPU", "vLLM's CPU kernels compute every operation"),
-        ("auto", "H100", "No engine has said yet who computes what"),
+        ("auto", "H100", "No engine has reported its kernel providers yet"),
     ],
 )
 def test_nothing_to_tell_is_said(make: Any, asked: str, hardware: str, said: str) -> None:

@@ -20,9 +20,9 @@ HEAVY = ("aiohttp", "httpx", "yaml", "pydantic", "rich", "asyncio", "dsv4_operat
     [
         (["nope"], "No such command 'nope'; see `dsv4 --help`"),
         (["up"], "Missing argument"),
-        (["down", "x", "--all"], "--all and the name 'x' exclude each other; give one of them"),
+        (["down", "x", "--all"], "--all and the name 'x' are mutually exclusive; use one of them"),
         (["up", "f", "--timeout", "soon"], '--timeout: "soon" is not a duration'),
-        (["up", "f", "--timeout", "0s"], "--timeout: '0s' is no time at all"),
+        (["up", "f", "--timeout", "0s"], "--timeout: '0s' is not a positive duration"),
         (["logs", "-c", "x"], "--component 'x' is unknown; use one of agent, ray, vllm, loop, all"),
         (["why", "-o", "xml"], "'xml' is not one of"),
     ],

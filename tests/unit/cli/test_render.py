@@ -30,7 +30,7 @@ def test_the_kv_cache_beside_its_plan(make: Any) -> None:
     found = KvCacheStatus(tokens=13_809, concurrency=13.486, planned_tokens=14_000)
     text = render.deployment_text(shown(make, make.status(make.group(kv_cache=found))), make.now, wide=False)
     assert text.endswith(
-        "\n\nKV cache 13,809 tokens (planned 14,000, -1.4 %), 13.49 requests of the greatest length at once"
+        "\n\nKV cache 13,809 tokens (planned 14,000, -1.4 %), 13.49 concurrent requests of the maximum length"
     )
 
 

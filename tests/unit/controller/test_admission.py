@@ -10,7 +10,7 @@ import yaml
 
 from dsv4_operator.api import ClusterPolicy
 from dsv4_operator.api.deployment import parse
-from dsv4_operator.api.rules import InvalidDeployment
+from dsv4_operator.api.findings import InvalidDeployment
 from dsv4_operator.controller.admission import AdmissionResult, judge, review
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.catalog import machine
@@ -60,7 +60,7 @@ def test_what_the_nodes_decide_is_a_warning() -> None:
     found = judge(manifest("pro-8x-rtx-pro-6000"), policy=SPARKS)
     assert found.refusal is None
     assert len(found.warnings) == 1
-    assert "the weights take" in found.warnings[0]
+    assert "the weights need" in found.warnings[0]
 
 
 def test_the_planners_warnings_are_told() -> None:

@@ -268,9 +268,10 @@ async def test_a_backend_that_the_operator_does_not_have_is_refused_with_those_t
     deployments = deployments_of(server, told)
     deployments.handle_event(live(server), gone=False)
     await deployments.reconcile(KEY)
-    said = 'spec.backend: "KubeRay" is no backend of this operator; write one of Pods, or leave it out'
     (accepted,) = [one for one in live(server)["status"]["conditions"] if one["type"] == "Accepted"]
-    assert (accepted["status"], accepted["message"]) == ("False", said)
+    assert (accepted["status"], accepted["reason"]) == ("False", "SpecInvalid")
+    assert accepted["message"].startswith('spec.backend: "KubeRay" is not supported')
+    assert "use one of Pods" in accepted["message"]
     assert not live(server)["status"]["groups"]
-    assert judge(live(server)).refusal == said
+    assert judge(live(server)).refusal == accepted["message"]
     await deployments.close()

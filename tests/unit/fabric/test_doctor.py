@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from machines import Machine, spark
+from syrupy.assertion import SnapshotAssertion
 
 from dsv4_operator.cli.main import run
 
@@ -26,6 +27,20 @@ def test_a_good_spark(tmp_path: Path) -> None:
     assert "NCCL_IB_HCA==rocep1s0f0:1,roceP2p1s0f0:1" in done.stdout
     assert "0 failed, 0 warnings" in done.stdout
     assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        spark(),
+        spark(memlock="8388608", release="7.0.0-1019-nvidia", cma=(1, 2)),
+        Machine(gpu=False),
+    ],
+    ids=["good", "bad", "without-gpu"],
+)
+def test_the_text_of_the_checks(machine: Machine, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    done = doctor("--root", str(machine.build(tmp_path / "m")))
+    assert (done.stdout + done.stderr).replace(str(tmp_path), "") == snapshot
 
 
 def test_a_bad_one_as_a_document(tmp_path: Path) -> None:
@@ -66,6 +81,6 @@ def test_this_machine_through_the_command_line(capfd: pytest.CaptureFixture[str]
 
 def test_bad_words(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--peer", "spark-2"]) == 2
-    assert "--peer 'spark-2' is no IPv4 address" in capfd.readouterr().err
+    assert "--peer 'spark-2' is not an IPv4 address" in capfd.readouterr().err
     assert run(["doctor", "--peer", "198.51.100.9", "--wait", "1s", "-o", "yaml"]) == 1
     assert "no interface here is in its network" in capfd.readouterr().out

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, Reason, load
+from dsv4_operator.api import DSV4Deployment, Finding, GroupPhase, GroupStatus, Reason, load
 from dsv4_operator.lifecycle import Decision
 from dsv4_operator.lifecycle.decide import decide
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
@@ -70,7 +70,7 @@ class Scene:
 
     def plan(self, incarnation: int, restarts: Sequence[float]) -> GroupPlan:
         if self.refuse:
-            raise PlanRefused(Reason.MEMORY_SHORT, "too little memory; add some")
+            raise PlanRefused(Reason.MEMORY_SHORT, Finding("", Reason.MEMORY_SHORT, "too little memory", "add some"))
         return plan_group(self.deployment, facts(2), group=0, incarnation=incarnation, restarts=restarts)
 
     def look(self, after: float = 0.0) -> Decision:

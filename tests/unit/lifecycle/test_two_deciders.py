@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, Reason
+from dsv4_operator.api import DSV4Deployment, Finding, GroupPhase, GroupStatus, Reason
 from dsv4_operator.lifecycle import Action, CollectEvidence, Fence, Form
 from dsv4_operator.lifecycle.decide import decide
 from dsv4_operator.lifecycle.observed import Observed
@@ -109,7 +109,7 @@ class Operators(RuleBasedStateMachine):
 
     def plan(self, incarnation: int, restarts: Sequence[float]) -> GroupPlan:
         if self.refused:
-            raise PlanRefused(Reason.MEMORY_SHORT, "too little memory; add some")
+            raise PlanRefused(Reason.MEMORY_SHORT, Finding("", Reason.MEMORY_SHORT, "too little memory", "add some"))
         return plan_of(self.seed, 3, incarnation, tuple(restarts))
 
     def step(self, age: int = 0, halfway: int = 99, deposed: int = 99, stage: str = "pods") -> None:

@@ -123,10 +123,10 @@ def test_hardware_that_a_file_leaves_out_is_what_is_there(driver: FakeNvml, tmp_
     driver.gpus = cards(1, "NVIDIA GeForce RTX 4090")
     with pytest.raises(CommandError) as refused:
         read_file(str(EXAMPLE), detect_hardware=True)
-    assert refused.value.messages[0].endswith(
-        "spec.topology.hardware: is left out, and CPU is taken, because on this machine there is 1 × NVIDIA GeForce "
-        "RTX 4090, which dsv4 does not know"
-    )
+    found = refused.value.findings[0]
+    assert (found.field, found.reason) == ("spec.topology.hardware", "Required")
+    assert "defaults to CPU" in found.message
+    assert "1 × NVIDIA GeForce RTX 4090" in found.message
     with pytest.raises(CommandError, match=r"spec\.topology\.hardware: is required"):
         read_file(str(EXAMPLE))
     least = tmp_path / "least.yaml"
@@ -253,7 +253,7 @@ def test_an_engine_that_does_not_fit_beside_another_program_is_refused_and_that_
         plan_group(deployment, facts(deployment, gpus.find()), group=0, incarnation=1)
     comm = Path("/proc/1/comm").read_text().strip()
     assert (
-        f"has 18.1 GiB of free memory, and the engine needs 23.8 GiB; process 1 ({comm}) holds 60.0 GiB, process "
+        f"has 18.1 GiB of free memory, and the engine needs 23.8 GiB (process 1 ({comm}) holds 60.0 GiB, process "
         in (str(refused.value))
     )
     assert refused.value.reason == "MemoryShort"

@@ -80,7 +80,9 @@ def test_a_stored_specification_that_breaks_a_rule_of_today_is_read_as_it_was(pa
 def test_a_rule_over_several_fields_that_is_new_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in MANIFESTS:
         deployment = parse(manifest(path))
-        monkeypatch.setattr("dsv4_operator.api.deployment.check_spec", lambda _: [Finding("spec", "is refused")])
+        monkeypatch.setattr(
+            "dsv4_operator.api.deployment.check_spec", lambda _: [Finding("spec", "Refused", "is refused")]
+        )
         with pytest.raises(InvalidDeployment):
             parse(manifest(path))
         for status in (

@@ -100,37 +100,43 @@ def test_asynchronous_scheduling_doubles_what_is_in_flight() -> None:
 def test_a_plan_that_does_not_fit_says_why_and_what_would() -> None:
     plan = pro()
     assert (plan.fits, plan.verdict) == (False, FitVerdict.NARROW)
-    assert plan.problem.startswith("rank 0: the engine may take 107.09 GiB (0.88 of 121.69 GiB); 101.94 GiB of weights")
+    assert plan.problem.startswith(
+        "rank 0: the engine may use 107.09 GiB (0.88 of 121.69 GiB), of which 101.94 GiB of "
+    )
     assert pro(max_model_len=131_072, max_num_batched_tokens=8192).verdict is FitVerdict.NO
     assert plan.short_bytes > 0
     changes = tuple(advice(plan))
-    assert any("nodesPerGroup: 16" in change.text for change in changes)
+    assert any(change.settings.get("topology.nodesPerGroup") == 16 for change in changes)
     assert all(change.plan.fits for change in changes)
 
 
 def test_more_machines_for_cards_that_cannot_hold_the_weights() -> None:
     plan = memory_plan(model("V4-Pro"), RTX, Parallel(8, 1, 8), EngineSettings(131_072, 8, 4096))
-    assert plan.problem == "rank 0: the weights take 101.94 GiB, and the memory has 94.97 GiB"
-    assert [change.text.split(":")[0] for change in advice(plan)] == ["topology.nodesPerGroup"]
+    assert plan.problem == "rank 0: the weights need 101.94 GiB, and the machine has 94.97 GiB"
+    assert [next(iter(change.settings)) for change in advice(plan)] == ["topology.nodesPerGroup"]
 
 
 def test_too_great_a_share_is_advised_down() -> None:
     plan = memory_plan(model("V4-Flash"), SPARK, Parallel(2), replace(SMALL, gpu_memory_utilization=0.97))
-    assert plan.problem.startswith("rank 0: everything together takes")
-    assert any(change.text.startswith("engine.gpuMemoryUtilization: 0.9") for change in advice(plan))
+    assert plan.problem.startswith("rank 0: all components together need")
+    assert any(change.settings.get("engine.gpuMemoryUtilization", 0) >= 0.9 for change in advice(plan))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(("mebibytes", "advised"), [(1, 3697), (900 * 1024, 33808)])
 def test_a_cache_of_fixed_size_is_advised_up_and_down(mebibytes: int, advised: int) -> None:
     engine = EngineSettings(131_072, 4, 4096, kv_cache_memory=mebibytes * 2**20)
-    texts = [change.text for change in advice(memory_plan(model("V4-Flash"), SPARK, Parallel(2), engine))]
-    assert texts[0].startswith(f"engine.kvCacheMemory: {advised}Mi: ")
+    changes = list(advice(memory_plan(model("V4-Flash"), SPARK, Parallel(2), engine)))
+    assert changes[0].settings == {"engine.kvCacheMemory": f"{advised}Mi"}
 
 
 def test_more_machines_and_a_share_that_suits_them() -> None:
     engine = EngineSettings(131_072, 4, 4096, kv_cache_memory=900 * GIB)
-    texts = [change.text for change in advice(memory_plan(model("V4-Pro"), RTX, Parallel(8, 1, 8), engine))]
-    assert texts[0].startswith("engine.kvCacheMemory left out, topology.nodesPerGroup: 2, tensorParallelSize: 8, ")
+    changes = list(advice(memory_plan(model("V4-Pro"), RTX, Parallel(8, 1, 8), engine)))
+    assert list(changes[0].settings.items())[:3] == [
+        ("engine.kvCacheMemory", None),
+        ("topology.nodesPerGroup", 2),
+        ("topology.tensorParallelSize", 8),
+    ]
 
 
 def test_the_longest_context_is_the_longest() -> None:
@@ -147,7 +153,7 @@ def test_a_model_without_a_known_cache_never_fits() -> None:
     plan = memory_plan(replace(model("V4-Flash"), kv_known=False), SPARK, Parallel(8), SMALL)
     assert plan.kv is None
     assert not plan.fits
-    assert "the layout of this model's KV cache is not known" in plan.problem
+    assert "the layout of the KV cache of this model is not known" in plan.problem
     assert tuple(advice(plan)) == ()
 
 
@@ -169,14 +175,15 @@ def test_how_v41_fits() -> None:
     with pytest.raises(ValueError, match="nvfp4_ds_mla on SM100 only"):
         memory_plan(flash, SPARK, Parallel(8), replace(SMALL, kv_dtype="nvfp4_ds_mla"))
     four = memory_plan(flash, SPARK, Parallel(4), SMALL)
-    assert "the weights take" in four.problem
+    assert "the weights need" in four.problem
     (change,) = advice(four)
-    assert change.text.startswith("topology.nodesPerGroup: 8, tensorParallelSize: 8: ")
+    assert change.settings == {"topology.nodesPerGroup": 8, "topology.tensorParallelSize": 8}
     assert change.plan.fits
     # Where 16 machines cannot be divided so that it runs, fewer still may.
     pair = memory_plan(flash, RTX, Parallel(2, 1, 2), SMALL)
     (change,) = advice(pair)
-    assert change.text.startswith("topology.nodesPerGroup: 2, tensorParallelSize: 2, pipelineParallelSize: 2: ")
+    sizes = {"topology.tensorParallelSize": 2, "topology.pipelineParallelSize": 2}
+    assert change.settings == {"topology.nodesPerGroup": 2, **sizes}
     # The tables are in the host's memory there, and in the only memory that there is on a Spark.
     assert Part.ENGRAM not in dict(pair.ranks[0].weights)
     assert dict(four.ranks[0].weights)[Part.ENGRAM] > 45 * GIB

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_operator.api import DSV4Deployment, Reason, load
+from dsv4_operator.api import DSV4Deployment, Finding, Reason, load
 from dsv4_operator.planning import Facts, NodeFacts, PlanRefused, plan_group, revision
 from dsv4_runtime.contract import GroupPlan, Role, WeightsSource
 
@@ -121,9 +121,10 @@ def test_a_nano_checkpoint_with_drafts(method: str, tokens: str) -> None:
 
 
 def test_drafts_without_the_layers_for_them_are_refused() -> None:
-    reason, message = refused(nano(engine="speculative: {method: MTP}"))
+    reason, (found,) = refused(nano(engine="speculative: {method: MTP}"))
     assert reason is Reason.PLAN_REFUSED
-    assert "Nano has no heads for MTP; write None, or MTP as spec.model.source.nano.drafts" in message
+    assert (found.field, found.value, found.reason) == ("spec.engine.speculative.method", "MTP", "SpeculativeHeads")
+    assert "MTP as spec.model.source.nano.drafts" in found.remedy
 
 
 def test_the_environment() -> None:
@@ -183,38 +184,35 @@ def test_the_plan_survives_being_written_and_holds_no_secret() -> None:
     assert GroupPlan.model_validate_json(made.to_json()) == made
 
 
-def refused(deployment: DSV4Deployment, facts: Facts = ISOLATED, group: int = 0) -> tuple[Reason, str]:
+def refused(deployment: DSV4Deployment, facts: Facts = ISOLATED, group: int = 0) -> tuple[Reason, tuple[Finding, ...]]:
     with pytest.raises(PlanRefused) as caught:
         plan(deployment, facts, group)
-    assert str(caught.value) == caught.value.message
-    return caught.value.reason, caught.value.message
+    assert str(caught.value) == caught.value.message == "; ".join(map(str, caught.value.findings))
+    return caught.value.reason, caught.value.findings
 
 
 def test_too_few_machines() -> None:
-    assert refused(nano(replicas=3), group=2) == (
-        Reason.NODES_MISSING,
-        "spec.replicas: 3 × nodesPerGroup 2 needs 6 machines, and 4 are there; "
-        "lower spec.replicas to 2, or add machines",
-    )
+    reason, (found,) = refused(nano(replicas=3), group=2)
+    assert reason is Reason.NODES_MISSING
+    assert (found.field, found.value, found.reason) == ("spec.replicas", 3, "NodesMissing")
+    assert found.remedy == "decrease spec.replicas to 2, or add machines"
     few = replace(ISOLATED, nodes=ISOLATED.nodes[:1])
-    assert "lower spec.topology.nodesPerGroup, or add machines" in refused(nano(), few)[1]
+    assert refused(nano(), few)[1][0].remedy == "decrease spec.topology.nodesPerGroup, or add machines"
     assert refused(nano(), replace(SHARED, nodes=()))[0] is Reason.NODES_MISSING
 
 
 def test_one_shared_machine_holds_one_group() -> None:
-    reason, message = refused(nano(replicas=2), SHARED, group=1)
+    reason, (found,) = refused(nano(replicas=2), SHARED, group=1)
     assert reason is Reason.NODES_MISSING
-    assert message == "spec.replicas: 2 groups would share this machine's ports; write 1"
+    assert (found.field, found.value, found.remedy) == ("spec.replicas", 2, "write 1")
 
 
 def test_too_little_memory() -> None:
     small = replace(ISOLATED, nodes=tuple(replace(node, memory_bytes=2**30) for node in ISOLATED.nodes))
-    reason, message = refused(nano(), small)
+    reason, (found,) = refused(nano(), small)
     assert reason is Reason.MEMORY_SHORT
-    assert message == (
-        "the machine node-0 has 1.0 GiB of free memory, and a member needs 3.5 GiB; "
-        "end other programs, lower spec.engine.kvCacheMemory, or use a machine with more memory"
-    )
+    assert found.message == "the machine node-0 has 1.0 GiB of free memory, and a member needs 3.5 GiB"
+    assert "spec.engine.kvCacheMemory" in found.remedy
 
 
 @pytest.mark.parametrize("name", ["flash-2x-spark", "pro-8x-spark", "flash-2x-rtx-pro-6000"])
@@ -222,9 +220,11 @@ def test_a_machine_without_accelerators_is_refused_in_one_sentence(name: str) ->
     deployment = load((EXAMPLES / f"{name}.yaml").read_text())
     count = deployment.spec.topology.nodes_per_group
     nodes = tuple(replace(ISOLATED.nodes[0], name=f"n{n}", address=f"10.0.0.{n}", machine="cpu") for n in range(count))
-    reason, message = refused(deployment, replace(ISOLATED, nodes=nodes))
+    reason, found = refused(deployment, replace(ISOLATED, nodes=nodes))
     assert reason is Reason.HARDWARE_UNSUPPORTED
-    assert "is asked for, and the machine n0 offers its CPU only; run it where such machines are" in message
+    assert {one.reason for one in found} == {"WrongHardware"}
+    assert (found[0].field, found[0].value) == ("spec.topology.hardware", deployment.spec.topology.hardware)
+    assert "the machine n0" in found[0].message
 
 
 def test_the_nano_sample_is_planned() -> None:

@@ -253,7 +253,7 @@ async def test_the_text_names_the_object_its_owner_and_the_remedy() -> None:
     wanted = deployment()
     service = frontend.public_service(wanted)
     for about, said in (
-        ({}, "Service team/flash belongs to somebody else (it has no owner); rename one of them, or delete it"),
+        ({}, "Service team/flash belongs to another client (it has no owner); rename one of them, or delete it"),
         (
             {"ownerReferences": owners("x-0-head", "u", "DSV4Deployment")},
             "Service team/flash belongs to DSV4Deployment x-0-head; rename one of them, or delete it",

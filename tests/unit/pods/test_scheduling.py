@@ -144,7 +144,7 @@ def test_a_group_that_is_short_takes_nothing_from_the_other() -> None:
     wanted = deployment(replicas=2)
     snapshot = Snapshot.of_pods(tuple(sparks(3)), ())
     assert nodes_of(planned(wanted, snapshot, group=0)) == ["spark-1", "spark-2"]
-    with pytest.raises(PlanRefused, match="group 1 needs 2 machines at once, and 1 can be used"):
+    with pytest.raises(PlanRefused, match="nodesPerGroup: 2 machines are required for group 1, and 1 are available"):
         planned(wanted, snapshot, group=1)
 
 

@@ -24,11 +24,13 @@ PURE = (
     "dsv4_runtime.health.samples",
 )
 MODULES = frozenset(
-    {"__future__", "annotated_types", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime",
-     "difflib", "enum", "fractions", "functools", "hashlib", "importlib.resources", "itertools", "json", "math",
-     "pathlib", "pydantic", "pydantic_core", "re", "signal", "sys", "tomllib", "types", "typing",
+    {"__future__", "annotated_types", "ast", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime",
+     "difflib", "enum", "fractions", "functools", "hashlib", "importlib.resources", "inspect", "itertools", "json",
+     "math",
+     "pathlib", "pydantic", "pydantic_core", "re", "signal", "sys", "textwrap", "tomllib", "types", "typing",
      "urllib.parse", "weakref", "yaml"}
 )  # fmt: skip
+"""`importlib.resources` and `inspect` read files that are installed with the code."""
 CLOCKS = frozenset({"now", "utcnow", "today"})
 FILES = frozenset(
     {"exists", "glob", "is_dir", "is_file", "iterdir", "lstat", "mkdir", "open", "read_bytes", "read_text",

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Finding, GroupStatus
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import scheduling
 from dsv4_operator.backends.pods.cluster import Cluster
@@ -146,7 +146,7 @@ class PodsBackend:
             return latest.facts
         if deployment.spec.suspend or not deployment.spec.replicas:
             # Nothing will be planned.
-            return _no_machines("")
+            return _no_machines()
         if forbidden := self._cluster.forbidden(deployment):
             return _no_machines(forbidden)
         try:
@@ -154,7 +154,10 @@ class PodsBackend:
                 snapshot = await self._cluster.snapshot(_FRESH_SECONDS)
                 found = scheduling.facts(deployment, snapshot)
         except Forbidden as error:
-            found = replace(scheduling.facts(deployment, Snapshot((), ())), unfit=f"the operator may not look: {error}")
+            found = replace(
+                scheduling.facts(deployment, Snapshot((), ())),
+                unfit=f"grant the operator permission to list nodes and pods: {error}",
+            )
         # Other versions while they are in use: two during a rollout.
         recent = {other: one for other, one in known.items() if now - one.time < _COMPLETE_SECONDS}
         self._facts[name] = {**recent, version: _KnownFacts(generation, now, found)}
@@ -401,7 +404,7 @@ class PodsBackend:
         return plan
 
 
-def _no_machines(forbidden: str) -> Facts:
+def _no_machines(forbidden: tuple[Finding, ...] = ()) -> Facts:
     return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", placed={}, forbidden=forbidden)
 
 

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dsv4_operator.api import ClusterPolicy, DSV4Deployment, StorageType
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Finding, StorageType
+from dsv4_operator.api.findings import joined
 from dsv4_operator.api.policy import violations
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.ownership import OwnedObjects
@@ -87,21 +88,21 @@ class Cluster:
             BackendError: the policy forbids the deployment, or it needs an image that the operator does not have.
         """
         if forbidden := self.forbidden(deployment):
-            raise BackendError(forbidden)
+            raise BackendError(joined(forbidden))
         if not self._host.runtime_image and deployment.spec.engine.image is None:
             raise BackendError(
-                "spec.engine.image: is not set, and the operator was started without --runtime-image; set one of them"
+                "spec.engine.image: is required, because the operator runs without --runtime-image; set one of them"
             )
         if not self._host.runtime_image and deployment.spec.storage.type is StorageType.HOST_PATH:
             raise BackendError(
-                "spec.storage.type: HostPath needs the operator's own image, which prepares the directory, and the "
-                "operator was started without --runtime-image; start it with one, or write EmptyDir"
+                "spec.storage.type: HostPath requires the image of the operator, which prepares the directory, and the "
+                "operator runs without --runtime-image; set it, or write EmptyDir"
             )
         return self._host
 
-    def forbidden(self, deployment: DSV4Deployment) -> str:
-        """Return the policy violations of `deployment` as text; empty: there are none."""
-        return "; ".join(map(str, violations(deployment, self._host.policy, self._host.runtime_image)))
+    def forbidden(self, deployment: DSV4Deployment) -> tuple[Finding, ...]:
+        """Return the policy violations of `deployment`."""
+        return violations(deployment, self._host.policy, self._host.runtime_image)
 
     async def snapshot(self, seconds: float) -> Snapshot:
         """Return all nodes and pods, at most `seconds` old. Must be called with `scheduling` held.

@@ -96,7 +96,7 @@ class TokenKeys:
         if found is None:
             name = f"{deployment.metadata.namespace}/{wanted['metadata']['name']}"
             what = f"the Secret {name} has no entry {names.TOKEN_KEY_ENTRY}"
-            raise KubeError(f"{what}; delete it, and it is made anew")
+            raise KubeError(f"{what}; delete the Secret, and the operator creates it again")
         return found
 
     async def _key_before_uid(self, deployment: DSV4Deployment) -> str | None:
@@ -318,7 +318,7 @@ async def move_head(owned: OwnedObjects, deployment: DSV4Deployment, group: int,
         await owned.create(wanted)
         live = await owned.find(wanted)
         if live is None:
-            raise Conflict(f"Service {wanted['metadata']['name']} was created and removed by somebody else")
+            raise Conflict(f"Service {wanted['metadata']['name']} was created and removed by another client")
     latest = _incarnation(live)
     if latest > incarnation:
         where = f"{deployment.metadata.namespace}/{wanted['metadata']['name']}"

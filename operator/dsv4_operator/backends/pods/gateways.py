@@ -168,8 +168,8 @@ def problem_of(status: int, body: bytes) -> str | None:
         report = CanaryReport.model_validate_json(body)
     except ValueError:
         return (
-            f"HTTP {status} without a report from {CANARY_PATH}: the gateways' image is of another version of dsv4 "
-            "than the operator, or something else answers at the Service"
+            f"HTTP {status} without a report from {CANARY_PATH}: the version of the gateways differs from "
+            "that of the operator, or another server answers at the Service"
         )
     if report.ok and status == 200:
         return None

@@ -209,4 +209,4 @@ def _name(manifest: Manifest) -> str:
 def _owner(live: Manifest) -> str:
     references = live["metadata"].get("ownerReferences") or []
     owner = names.controller_of(live) or next(iter(references), None)
-    return f"{owner.get('kind')} {owner.get('name')}" if owner else "somebody else (it has no owner)"
+    return f"{owner.get('kind')} {owner.get('name')}" if owner else "another client (it has no owner)"

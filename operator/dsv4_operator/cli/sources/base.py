@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Finding, Hardware, InvalidDeployment, load
+from dsv4_operator.api.values import ValueReason
 from dsv4_operator.backends.local.gpus import hardware_here
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, invalid
 from dsv4_operator.cli.logs import LogOptions
 from dsv4_operator.cli.output import note
 from dsv4_operator.planning import Facts
@@ -249,6 +250,6 @@ def read_file(file: str, *, detect_hardware: bool = False) -> DSV4Deployment:
     except InvalidDeployment as error:
         findings = list(error.findings)
         if any(missing):
-            reason = f"is left out, and {Hardware.CPU} is taken, because on this machine {missing[0]}"
-            findings.insert(0, Finding("spec.topology.hardware", reason))
-        raise bad_input(*(f"{name}: {finding}" for finding in findings)) from None
+            message = f"is not set and defaults to {Hardware.CPU}, because on this machine {missing[0]}"
+            findings.insert(0, Finding("spec.topology.hardware", ValueReason.REQUIRED, message))
+        raise invalid(name, findings) from None

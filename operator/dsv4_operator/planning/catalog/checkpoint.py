@@ -80,7 +80,9 @@ def model_from_files(
             if name != "__metadata__":
                 sizes.add(name, tensor)
     if len(sizes.layers) != count:
-        raise BadCheckpoint(f"{path}: the files hold {len(sizes.layers)} layers, and config.json says {count}")
+        raise BadCheckpoint(
+            f"{path}: the files contain {len(sizes.layers)} layers, and config.json {count}; download them again"
+        )
     shape: dict[str, Any] = {name: int(config[key]) for name, key in _FIELDS.items()}
     ratios = tuple(int(ratio) for ratio in config["compress_ratios"][:count])
     like = _like(shape["hidden"], ratios)

@@ -15,7 +15,16 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from dsv4_operator.api import Hardware, ModelSource, ModelSpec, NanoSource, Precision, SpeculativeMethod, Variant
+from dsv4_operator.api import (
+    Finding,
+    Hardware,
+    ModelSource,
+    ModelSpec,
+    NanoSource,
+    Precision,
+    SpeculativeMethod,
+    Variant,
+)
 from dsv4_operator.api.values import quoted
 from dsv4_operator.planning.catalog.records import (
     Dimensions,
@@ -50,7 +59,11 @@ _CACHED = "models--"
 
 
 class UnknownCheckpoint(ValueError):
-    """The name of a source is not in the catalog, or contradicts the specification; the text has field and remedy."""
+    """The name of a source is not in the catalog, or contradicts the specification."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
 
 
 def machine(hardware: Hardware) -> Machine:
@@ -122,13 +135,12 @@ def model_for(spec: ModelSpec) -> Model:
     found = checkpoint_named(name)
     if found is None:
         known = ", ".join(each.name for each in models() if each.repo)
-        remedy = "use one of" if spec.checkpoint else "set spec.model.checkpoint to what it is, one of"
-        raise UnknownCheckpoint(f"{field}: {quoted(name)} is no checkpoint that dsv4 knows; {remedy} {known}")
+        remedy = f"use one of {known}" if spec.checkpoint else f"set spec.model.checkpoint to one of {known}"
+        raise UnknownCheckpoint(Finding(field, "UnknownCheckpoint", "is not a known checkpoint", remedy, name))
     if found.variant != spec.variant:
-        raise UnknownCheckpoint(
-            f"spec.model.variant: {spec.variant} contradicts {field} {quoted(name)}, which is {found.name}; "
-            f"write {found.variant}"
-        )
+        message = f"does not match {field} {quoted(name)}, which is {found.name}"
+        remedy = f"write {found.variant}"
+        raise UnknownCheckpoint(Finding("spec.model.variant", "VariantMismatch", message, remedy, spec.variant))
     return found
 
 

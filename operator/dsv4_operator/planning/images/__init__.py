@@ -16,7 +16,7 @@ from typing import Any
 
 from dsv4_operator.api import Executor, Hardware
 from dsv4_operator.planning.catalog.records import RELEASED, Build, Source, build_of
-from dsv4_operator.planning.images.surface import Surface, library, surface, unknown
+from dsv4_operator.planning.images.surface import Problem, Surface, library, surface, unknown
 
 _DEFAULTS = {Hardware.CPU: "vllm-cpu-0.32"}
 _USUAL = "vllm-0.33"
@@ -123,7 +123,7 @@ def _profile(entry: Mapping[str, Any]) -> ImageProfile:
     return ImageProfile(**values)
 
 
-def variable_problem(name: str, value: str, profile: ImageProfile) -> str | None:
+def variable_problem(name: str, value: str, profile: ImageProfile) -> Problem | None:
     """Return the problem with an environment variable in the image; None without a known problem.
 
     Only names with a prefix of vLLM or a library of the profile are checked: any program may read others.
@@ -135,11 +135,11 @@ def variable_problem(name: str, value: str, profile: ImageProfile) -> str | None
         if accepts is None:
             if other := next((one.name for one in profiles() if name in one.extra_env), None):
                 of = f"vLLM {profile.surface.vllm}" + _in_image(profile)
-                return f'"{name}" is unknown to {of}; remove it, or set spec.engine.profile to {other}, which reads it'
+                return Problem(name, f"is unknown to {of}", f"remove it, or set spec.engine.profile to {other}")
             known = [*profile.surface.env, *profile.extra_env]
             return unknown(name, known, f"vLLM {profile.surface.vllm}" + _in_image(profile))
         problem = accepts.problem(value)
-        return f"{name}: {problem}" if problem else None
+        return problem.of(name) if problem else None
     for listed in profile.libraries:
         prefix, names = library(listed)
         if name.startswith(prefix) and name not in names:

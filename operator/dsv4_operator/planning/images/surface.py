@@ -9,9 +9,22 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
-from dsv4_operator.api.values import quoted
+from dsv4_operator.api.values import split_remedy
+
+
+class Problem(NamedTuple):
+    """One problem of an argument or a variable of the engine."""
+
+    value: object
+    """The flag, the variable or its value."""
+    message: str
+    remedy: str
+
+    def of(self, name: str) -> Problem:
+        """Return the same problem of a value of the flag or variable `name`."""
+        return self._replace(message=f"as the value of {name} {self.message}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +43,14 @@ class Accepts:
     most: float | None = None
     below: float | None = None
 
-    def problem(self, value: str) -> str | None:
-        """Return the problem with `value` and a remedy; None without a known problem."""
+    def problem(self, value: str) -> Problem | None:
+        """Return the problem with `value`; None without a known problem."""
         if self.choices:
             given = value.split(",") if self.list else [value]
             if wrong := [one for one in given if one not in self.choices]:
                 nearest = get_close_matches(wrong[0], self.choices, n=1, cutoff=0.5)
                 remedy = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(self.choices)}"
-                return f"{quoted(wrong[0])} is unknown here; {remedy}"
+                return Problem(wrong[0], "is not supported", remedy)
             return None
         if self.kind is None or (self.kind == "integer or auto" and value == "auto"):
             return None
@@ -47,19 +60,20 @@ class Accepts:
                 return None
             number = _number(value, self.kind)
         except ValueError:
-            return f"{quoted(value)} is not {_WANTED[self.kind]}"
+            return Problem(value, *split_remedy(f"is not {_WANTED[self.kind]}"))
         return self._out_of_range(value, number)
 
-    def _out_of_range(self, value: str, number: float) -> str | None:
+    def _out_of_range(self, value: str, number: float) -> Problem | None:
+        remedy = ""
         if self.least is not None and number < self.least:
-            return f"{value} is out of range; the least is {self.least:g}"
+            remedy = f"the minimum is {self.least:g}"
         if self.above is not None and number <= self.above:
-            return f"{value} is out of range; write more than {self.above:g}"
+            remedy = f"write more than {self.above:g}"
         if self.most is not None and number > self.most:
-            return f"{value} is out of range; the most is {self.most:g}"
+            remedy = f"the maximum is {self.most:g}"
         if self.below is not None and number >= self.below:
-            return f"{value} is out of range; write less than {self.below:g}"
-        return None
+            remedy = f"write less than {self.below:g}"
+        return Problem(value, "is out of range", remedy) if remedy else None
 
 
 _WANTED = {
@@ -179,40 +193,40 @@ def read_arguments(args: Sequence[str]) -> tuple[Argument, ...]:
     return tuple(found)
 
 
-def argument_problems(args: Sequence[str], surface: Surface) -> Iterator[tuple[int, str]]:
-    """Yield the index in `args` and a message for every argument that the engine of `surface` would refuse."""
+def argument_problems(args: Sequence[str], surface: Surface) -> Iterator[tuple[int, Problem]]:
+    """Yield the index in `args` and the problem of every argument that the engine of `surface` would refuse."""
     for argument in read_arguments(args):
         name = surface.flag(argument.name)
         if name is None:
             yield argument.index, unknown(argument.written, list(surface.flag_names()), f"vLLM {surface.vllm}")
             continue
-        yield from ((argument.index, text) for text in _value_problems(argument, surface.flags[name]))
+        yield from ((argument.index, problem) for problem in _value_problems(argument, surface.flags[name]))
 
 
-def unknown(name: str, known: Sequence[str], of: str) -> str:
-    """Return the message for an unknown `name`, with the nearest known name."""
+def unknown(name: str, known: Sequence[str], of: str) -> Problem:
+    """Return the problem of an unknown `name`, with the nearest known name as the remedy."""
     nearest = get_close_matches(name.replace("_", "-") if name.startswith("-") else name, known, n=1, cutoff=0.7)
     remedy = f"did you mean {nearest[0]}?" if nearest else "remove it"
-    return f'"{name}" is unknown to {of}; {remedy}'
+    return Problem(name, f"is unknown to {of}", remedy)
 
 
-def _value_problems(argument: Argument, accepts: Accepts) -> Iterator[str]:
+def _value_problems(argument: Argument, accepts: Accepts) -> Iterator[Problem]:
     flag, count = argument.written, len(argument.values)
     if argument.key:
         if accepts.kind != "json":
-            yield f'"{flag}" has a key, and {argument.name} takes none; write {argument.name} VALUE'
+            yield Problem(flag, f"has a key, and {argument.name} takes no key", f"write {argument.name} VALUE")
         elif not count:
-            yield f"{flag} takes a value; write {flag}=VALUE"
+            yield Problem(flag, "takes a value", f"write {flag}=VALUE")
         return
     if accepts.values == 0 and count:
-        yield f"{quoted(argument.values[0])} follows {flag}, which takes no value; remove it"
+        yield Problem(argument.values[0], f"follows {flag}, which takes no value", "remove it")
     elif accepts.values == 1 and count != 1:
-        yield f"{flag} takes one value, and {count} follow; write {flag}=VALUE"
+        yield Problem(flag, f"takes one value, and {count} follow", f"write {flag}=VALUE")
     elif accepts.values == "?" and count > 1:
-        yield f"{flag} takes at most one value, and {count} follow"
+        yield Problem(flag, f"takes at most one value, and {count} follow", "remove the others")
     elif accepts.values == "+" and not count:
-        yield f"{flag} takes at least one value; write {flag} VALUE"
+        yield Problem(flag, "takes at least one value", f"write {flag} VALUE")
     else:
         for value in argument.values:
             if problem := accepts.problem(value):
-                yield f"{flag}: {problem}"
+                yield problem.of(flag)

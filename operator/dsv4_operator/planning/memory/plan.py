@@ -224,20 +224,20 @@ def _verdict(
 ) -> str:
     """Return the reason why a plan does not fit, by its tightest rank; empty if it fits."""
     if not machine.memory_bytes:
-        return "how much memory the machine has is not known"
+        return "the memory size of the machine is not known"
     budget, serving, loading = missing
     weights, memory = rank.items[0].bytes, gib(rank.memory_bytes)
     if weights > rank.memory_bytes:
-        return f"rank {rank.rank}: the weights take {gib(weights)}, and the memory has {memory}"
+        return f"rank {rank.rank}: the weights need {gib(weights)}, and the machine has {memory}"
     if kv is None:
-        return "the layout of this model's KV cache is not known; only its weights are planned"
+        return "the layout of the KV cache of this model is not known, and the plan covers the weights only"
     if budget > 0:
         return f"rank {rank.rank}: {_budget_problem(machine, engine, rank, _needed(rank, widths, kv))}"
     if serving > 0:
-        return f"rank {rank.rank}: everything together takes {gib(rank.used_bytes)}, and the memory has {memory}"
+        return f"rank {rank.rank}: all components together need {gib(rank.used_bytes)}, and the machine has {memory}"
     if loading > 0:
         peak = gib(rank.memory_bytes + loading)
-        return f"rank {rank.rank}: loading the weights takes {peak} for a while, and the memory has {memory}"
+        return f"rank {rank.rank}: loading the weights temporarily needs {peak}, and the machine has {memory}"
     return ""
 
 
@@ -248,10 +248,10 @@ def _budget_problem(machine: Machine, engine: EngineSettings, rank: RankPlan, ne
     share = engine.gpu_memory_utilization or machine.utilization
     weights = rank.items[0].bytes
     others, left = rank.total(MemoryPool.BUDGET) - weights, rank.kv_available
-    outcome = f"leave {gib(left)}" if left >= 0 else f"exceed that by {gib(-left)}"
+    outcome = f"leave {gib(left)}" if left >= 0 else f"exceed it by {gib(-left)}"
     return (
-        f"the engine may take {gib(rank.budget_bytes)} ({share:.3g} of {gib(rank.memory_bytes)}); {gib(weights)} of "
-        f"weights and {gib(others)} of other things {outcome}, and {request}"
+        f"the engine may use {gib(rank.budget_bytes)} ({share:.3g} of {gib(rank.memory_bytes)}), of which "
+        f"{gib(weights)} of weights and {gib(others)} of other components {outcome}, and {request}"
     )
 
 
@@ -266,16 +266,40 @@ _FEWEST_BATCHED = 512
 _LEAST_SHARE = 0.1
 _MOST_NODES = 16
 _MOST_RANKS = 64
+_NO_SETTINGS: Mapping[str, object] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """One change of the specification that would make it fit."""
 
-    text: str
-    """Field, value and effect, for display."""
+    settings: Mapping[str, object]
+    """Values by their paths below `spec`; None: remove the field."""
     plan: MemoryPlan
     """Plan with the change."""
+    before: object = None
+    """Value of a single setting in the original plan."""
+
+    @property
+    def text(self) -> str:
+        """Return fields, values and effect, for display."""
+        parts = [
+            f"{'remove ' if value is None else ''}{field}{'' if value is None else f': {_written(value)}'}"
+            for field, value in self.settings.items()
+        ]
+        before = "" if self.before is None else f" instead of {_written(self.before)}"
+        kv = self.plan.kv
+        if kv is None:
+            return ", ".join(parts) + before
+        cache = gib(min(rank.kv_bytes for rank in self.plan.ranks))
+        room = f"{kv.concurrency:.2f} concurrent requests of {self.plan.engine.max_model_len:,} tokens"
+        return f"{', '.join(parts)}{before}: KV cache {cache}, {room}"
+
+
+def _written(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def advice(plan: MemoryPlan) -> Iterator[Change]:
@@ -292,7 +316,7 @@ def advice(plan: MemoryPlan) -> Iterator[Change]:
             # If no number of machines is sufficient, the given share of their memory may be wrong.
             field = "gpuMemoryUtilization" if engine.kv_cache_memory is None else "kvCacheMemory"
             found = _more_devices(
-                _with(plan, kv_cache_memory=None, gpu_memory_utilization=None), f"engine.{field} left out, "
+                _with(plan, kv_cache_memory=None, gpu_memory_utilization=None), {f"engine.{field}": None}
             )
         if found is not None:
             yield found
@@ -335,18 +359,17 @@ def _settings(plan: MemoryPlan) -> Iterator[Change]:
         room = min(rank.kv_bytes + rank.spare_bytes for rank in plan.ranks)
         mebibytes = -(-needed // 2**20) if needed > engine.kv_cache_memory else room // 2**20
         if mebibytes > 0:
-            yield _change(f"engine.kvCacheMemory: {mebibytes}Mi", _with(plan, kv_cache_memory=mebibytes * 2**20))
+            yield Change({"engine.kvCacheMemory": f"{mebibytes}Mi"}, _with(plan, kv_cache_memory=mebibytes * 2**20))
     yield from _fewer_batched(plan)
     if engine.async_scheduling:
-        yield _change("engine.asyncScheduling: false", _with(plan, async_scheduling=False))
+        yield Change({"engine.asyncScheduling": False}, _with(plan, async_scheduling=False))
     if engine.max_model_len > LEAST_CONTEXT and (longest := min(longest_context(plan), engine.max_model_len)):
         changed = _with(plan, max_model_len=longest)
-        yield _change(f"engine.maxModelLen: {longest} instead of {engine.max_model_len}", changed)
+        yield Change({"engine.maxModelLen": longest}, changed, engine.max_model_len)
     if engine.speculative_tokens:
-        yield _change("engine.speculative.method: None", _with(plan, speculative_tokens=0))
+        yield Change({"engine.speculative.method": "None"}, _with(plan, speculative_tokens=0))
     if engine.cuda_graphs and plan.machine.sm:
-        eager = _with(plan, cuda_graphs=False)
-        yield _change("engine.cudagraphMode: None, which costs two thirds of the speed", eager)
+        yield Change({"engine.cudagraphMode": "None"}, _with(plan, cuda_graphs=False))
 
 
 def _other_share(plan: MemoryPlan) -> Iterator[Change]:
@@ -357,7 +380,7 @@ def _other_share(plan: MemoryPlan) -> Iterator[Change]:
     for shares, enough in ((upwards, _budget_fits), (downwards, _rest_fits)):
         first = bisect_left(shares, True, key=lambda share: enough(_with(plan, gpu_memory_utilization=share)))
         if first < len(shares) and (changed := _with(plan, gpu_memory_utilization=shares[first])).fits:
-            yield _change(f"engine.gpuMemoryUtilization: {shares[first]:.3g} instead of {now:.3g}", changed)
+            yield Change({"engine.gpuMemoryUtilization": shares[first]}, changed, now)
             return
 
 
@@ -371,51 +394,51 @@ def _rest_fits(plan: MemoryPlan) -> bool:
     return all(rank.spare_bytes >= 0 for rank in plan.ranks)
 
 
-def _fewer_batched(plan: MemoryPlan, before: str = "") -> Iterator[Change]:
+def _fewer_batched(plan: MemoryPlan, others: Mapping[str, object] = _NO_SETTINGS) -> Iterator[Change]:
     tokens = plan.engine.max_num_batched_tokens
     while (tokens := tokens // 2) >= _FEWEST_BATCHED:
         if (changed := _with(plan, max_num_batched_tokens=tokens)).fits:
-            text = f"{before}engine.maxNumBatchedTokens: {tokens} instead of {plan.engine.max_num_batched_tokens}"
-            yield _change(text, changed)
+            settings = {**others, "engine.maxNumBatchedTokens": tokens}
+            yield Change(settings, changed, None if others else plan.engine.max_num_batched_tokens)
             return
 
 
 def _settled_and_fewer(plan: MemoryPlan) -> Iterator[Change]:
     if plan.engine.async_scheduling:
-        yield from _fewer_batched(_with(plan, async_scheduling=False), "engine.asyncScheduling: false, ")
+        yield from _fewer_batched(_with(plan, async_scheduling=False), {"engine.asyncScheduling": False})
 
 
 def _together(plan: MemoryPlan) -> Iterator[Change]:
     """Yield a combination of settings, added one after the other until the plan fits."""
-    texts, changed = [], plan
+    settings: dict[str, object] = {}
+    changed = plan
     most = plan.machine.utilization_max
-    steps: list[tuple[str, dict[str, object]]] = []
+    steps: list[tuple[str, object, dict[str, object]]] = []
     if plan.engine.kv_cache_memory is None and (plan.engine.gpu_memory_utilization or plan.machine.utilization) < most:
-        steps.append((f"engine.gpuMemoryUtilization: {most:.3g}", {"gpu_memory_utilization": most}))
+        steps.append(("engine.gpuMemoryUtilization", most, {"gpu_memory_utilization": most}))
     if plan.engine.async_scheduling:
-        steps.append(("engine.asyncScheduling: false", {"async_scheduling": False}))
+        steps.append(("engine.asyncScheduling", False, {"async_scheduling": False}))
     tokens = min(1024, plan.engine.max_num_batched_tokens)
     if tokens < plan.engine.max_num_batched_tokens:
-        steps.append((f"engine.maxNumBatchedTokens: {tokens}", {"max_num_batched_tokens": tokens}))
+        steps.append(("engine.maxNumBatchedTokens", tokens, {"max_num_batched_tokens": tokens}))
     if plan.engine.speculative_tokens:
-        steps.append(("engine.speculative.method: None", {"speculative_tokens": 0}))
-    for text, values in steps:
+        steps.append(("engine.speculative.method", "None", {"speculative_tokens": 0}))
+    for field, value, values in steps:
         changed = _with(changed, **values)
-        texts.append(text)
-        if changed.fits and len(texts) > 1:
-            yield _change(", ".join(texts), changed)
+        settings[field] = value
+        if changed.fits and len(settings) > 1:
+            yield Change(settings, changed)
             return
-        if len(texts) > 1 and (longest := longest_context(changed)):
-            shorter = _with(changed, max_model_len=longest)
-            yield _change(", ".join([*texts, f"engine.maxModelLen: {longest}"]), shorter)
+        if len(settings) > 1 and (longest := longest_context(changed)):
+            yield Change({**settings, "engine.maxModelLen": longest}, _with(changed, max_model_len=longest))
             return
     if (longest := longest_context(_with(changed, cuda_graphs=False))) and plan.machine.sm:
         longest = min(longest, plan.engine.max_model_len)
-        texts += ["engine.cudagraphMode: None", f"engine.maxModelLen: {longest}"]
-        yield _change(", ".join(texts), _with(changed, cuda_graphs=False, max_model_len=longest))
+        settings |= {"engine.cudagraphMode": "None", "engine.maxModelLen": longest}
+        yield Change(settings, _with(changed, cuda_graphs=False, max_model_len=longest))
 
 
-def _more_devices(plan: MemoryPlan, before: str = "") -> Change | None:
+def _more_devices(plan: MemoryPlan, others: Mapping[str, object] = _NO_SETTINGS) -> Change | None:
     """Return the plan with the fewest machines that fits; more ranks per layer are preferred to stages."""
     per_node = plan.parallel.devices_per_node
     nodes = -(-plan.parallel.world_size // per_node)
@@ -433,9 +456,12 @@ def _more_devices(plan: MemoryPlan, before: str = "") -> Change | None:
     if found is None:
         return None
     parallel = found.parallel
-    stages = f", pipelineParallelSize: {parallel.pipeline}" if parallel.pipeline > 1 else ""
-    machines = f"topology.nodesPerGroup: {parallel.world_size // per_node}, tensorParallelSize: {parallel.tensor}"
-    return _change(f"{before}{machines}{stages}", found)
+    settings = {
+        "topology.nodesPerGroup": parallel.world_size // per_node,
+        "topology.tensorParallelSize": parallel.tensor,
+        **({"topology.pipelineParallelSize": parallel.pipeline} if parallel.pipeline > 1 else {}),
+    }
+    return Change({**others, **settings}, found)
 
 
 _Divide = Callable[[MemoryPlan, int], Iterator[MemoryPlan]]
@@ -488,14 +514,6 @@ def _divided(plan: MemoryPlan, tensor: int, pipeline: int) -> Iterator[MemoryPla
 def _with(plan: MemoryPlan, **values: object) -> MemoryPlan:
     engine = replace(plan.engine, **values)  # type: ignore[arg-type]
     return memory_plan(plan.model, plan.machine, plan.parallel, engine, plan.measured)
-
-
-def _change(text: str, plan: MemoryPlan) -> Change:
-    if plan.kv is None:
-        return Change(text, plan)
-    cache = gib(min(rank.kv_bytes for rank in plan.ranks))
-    room = f"{plan.kv.concurrency:.2f} requests of {plan.engine.max_model_len:,} tokens at once"
-    return Change(f"{text}: KV cache {cache}, {room}", plan)
 
 
 _NCCL_BUFFER, _NCCL_CHANNELS = 4 * 2**20, 16
