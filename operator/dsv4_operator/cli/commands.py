@@ -279,6 +279,9 @@ def logs(
     ] = "all",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")] = False,
     tail: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only the last lines of each file.")] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Only lines of this last time, such as 10m. Clusters only.")
+    ] = None,
     output: FormatOption = None,
 ) -> int:
     """Show what the members wrote. With `-c loop`: what was decided about them."""
@@ -291,8 +294,12 @@ def logs(
         name_or_rank, rank = None, name_or_rank
     if rank is not None and not rank.isdecimal():
         raise bad_input(f"RANK {rank!r} is no number; give that of a member, such as 0")
+    if since is not None and (component == LogComponent.LOOP or not target.is_cluster):
+        raise bad_input("--since is for the members' logs in a cluster; use --tail")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    options = LogOptions(None if rank is None else int(rank), LogComponent(component), follow, tail, output, colour)
+    options = LogOptions(
+        None if rank is None else int(rank), LogComponent(component), follow, tail, output, colour, since
+    )
     return target.source().logs(name_or_rank or name, options)
 
 
