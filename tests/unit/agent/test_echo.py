@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -197,6 +198,31 @@ def test_any_content_gives_bounded_printable_lines(tmp_path: Path, chunks: list[
         assert len(line) <= 4096 + len("[vllm rank 0] ")
         assert not any((ord(letter) < 32 and letter != "\t") or 127 <= ord(letter) < 160 for letter in line)
         assert "hf_aaa" not in line
+
+
+def test_an_agent_copies_its_logs(make_plan: Any, tmp_path: Path) -> None:
+    token, directory = tmp_path / "token", tmp_path / "m0"
+    token.write_text("secret")
+    directory.mkdir()
+    plan = make_plan(ray_token_file=str(token))
+    local = [member.model_copy(update={"address": "127.0.0.1"}) for member in plan.members]
+    (tmp_path / "plan.json").write_text(plan.model_copy(update={"members": tuple(local)}).to_json())
+    (directory / "ray.log").write_text("Ray says this\n")
+    command = [
+        sys.executable,
+        "-m",
+        "dsv4_runtime.agent.main",
+        f"--plan={tmp_path / 'plan.json'}",
+        "--rank=0",
+        "--echo",
+    ]
+    command += [f"--directory={directory}", f"--exit-message={tmp_path / 'message'}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as agent:
+        assert agent.stdout
+        assert agent.stdout.readline() == "[ray rank 0] Ray says this\n"
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(60) == 0
+    assert (tmp_path / "message").read_text() == "\n"
 
 
 def test_the_reason_of_an_exit_is_kept(tmp_path: Path) -> None:
