@@ -222,6 +222,8 @@ def _read(files: Sequence[Path], context: str | None) -> dict[str, Any]:
                 os.killpg(reader.pid, signal.SIGKILL)
                 reader.communicate()
     if reader.returncode:
-        raise AccessError(errors.strip() or f"{where} cannot be read: exit code {reader.returncode}")
+        # Before the message there may be warnings.
+        message = errors.strip().rpartition("\n")[2]
+        raise AccessError(message or f"{where} cannot be read: exit code {reader.returncode}")
     found: dict[str, Any] = json.loads(output)
     return found
