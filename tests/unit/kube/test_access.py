@@ -172,7 +172,7 @@ def test_a_plugin_gives_the_credential(tmp_path: Path, plugin: Plugin) -> None:
         ({"print": "not JSON"}, "gave no credential: .*failed to decode process output"),
         ({"other": 1}, "gave no credential: .*missing token"),
         ({"token": "two lines\n"}, "characters that no HTTP header may have"),
-        (None, "no-such-program gave no credential: .*No such file"),
+        (None, "'no-such-program' gave no credential: .*No such file"),
     ],
 )
 def test_a_plugin_without_a_credential_is_named(
