@@ -100,7 +100,9 @@ class Nano:
         """What the present agent of `rank` did, from its log: when it entered which phase."""
         log = self.cluster.kubectl("logs", "-n", self.namespace, self.pod(rank))
         return "; ".join(
-            f"{line.split()[1]} {line.partition('state ')[2]}" for line in log.splitlines() if " -> " in line
+            f"{line.split()[1]} {line.partition('state ')[2]}"
+            for line in log.splitlines()
+            if " -> " in line and not line.startswith("[")
         )
 
     def noticed(self, since: float, cause: str, seconds: float = 60.0) -> dict[str, Any]:

@@ -46,6 +46,7 @@ _CPU_MILLIS = {hardware: 500 if hardware is Hardware.CPU else 4000 for hardware 
 """CPU request of a member for its agent, Ray and vLLM's API process beside idle neighbours."""
 _LIMIT_FACTOR = 2
 """Memory limit of a member relative to its planned memory: see `_memory_limit`."""
+_TERMINATION_MESSAGE = "/dev/termination-log"
 _DRAIN_SLACK_SECONDS = 3.0
 _STARTUP_SLACK_SECONDS = 60.0
 _PROBE_SECONDS = 2
@@ -149,6 +150,7 @@ def _container(
     evidence = f"{_own_folder(deployment)}/evidence/g{plan.group}"
     arguments = [f"--plan={PLAN_DIRECTORY}/{PLAN_FILE}", f"--rank={member.rank}"]
     arguments += [f"--directory={STATE_DIRECTORY}/i{plan.incarnation}/m{member.rank}", f"--evidence={evidence}"]
+    arguments += ["--echo", f"--exit-message={_TERMINATION_MESSAGE}"]
     container: Manifest = {
         "name": "agent",
         "image": image,
@@ -164,6 +166,8 @@ def _container(
         "startupProbe": _probe("/livez", _PROBE_SECONDS, startup_seconds),
         "livenessProbe": _probe("/livez", 10, 60.0),
         "readinessProbe": _probe("/readyz", _PROBE_SECONDS, 2.0 * _PROBE_SECONDS),
+        "terminationMessagePath": _TERMINATION_MESSAGE,
+        # If the agent cannot be started; it keeps its own messages there.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,

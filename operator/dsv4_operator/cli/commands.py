@@ -282,6 +282,9 @@ def logs(
     ] = "all",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow new lines.")] = False,
     tail: Annotated[int | None, typer.Option(min=0, metavar="N", help="Last N lines of each file.")] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Lines newer than this duration, such as 10m; clusters only.")
+    ] = None,
     output: FormatOption = None,
 ) -> int:
     """Show the logs of the members, or with `-c loop` those of the control loop."""
@@ -294,8 +297,12 @@ def logs(
         name_or_rank, rank = None, name_or_rank
     if rank is not None and not rank.isdecimal():
         raise bad_input(f"RANK {rank!r} is not a number; use the rank of a member, such as 0")
+    if since is not None and (component == LogComponent.LOOP or not target.is_cluster):
+        raise bad_input("--since is for the members' logs in a cluster; use --tail")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    options = LogOptions(None if rank is None else int(rank), LogComponent(component), follow, tail, output, colour)
+    options = LogOptions(
+        None if rank is None else int(rank), LogComponent(component), follow, tail, output, colour, since
+    )
     return target.source().logs(name_or_rank or name, options)
 
 

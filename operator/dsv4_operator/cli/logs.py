@@ -32,6 +32,8 @@ class LogOptions:
     tail: int | None
     form: DocumentFormat | None
     colour: bool
+    since: str | None = None
+    """Age of the oldest line, as `kubectl` reads it; clusters only."""
 
     @property
     def components(self) -> tuple[LogComponent, ...]:

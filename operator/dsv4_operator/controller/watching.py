@@ -10,13 +10,17 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import ssl
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import kopf
 
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, Access, Manifest
+from dsv4_operator.kube.access import Credential
 
 _log = logging.getLogger("dsv4")
 
@@ -111,18 +115,36 @@ def watch_settings() -> kopf.OperatorSettings:
     return settings
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Connection(kopf.ConnectionInfo):
+    """Connection with the TLS context of `kube`, because kopf's own has no server name."""
+
+    access: Access
+    credential: Credential
+
+    def as_ssl_context(self) -> ssl.SSLContext:
+        """Return the TLS context; an unused one for plain HTTP."""
+        return self.access.tls(self.credential) or ssl.create_default_context()
+
+    def as_http_headers(self) -> dict[str, str]:
+        """Return the header with the credential; none without a token, for which kopf would send only the scheme."""
+        return super().as_http_headers() if self.token else {}
+
+
 def _registry(access: Access, forward: Callable[[Manifest, bool], None]) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     async def login(**_: Any) -> kopf.ConnectionInfo:
         credential = await asyncio.to_thread(access.credentials)
-        return kopf.ConnectionInfo(
+        expires = credential.expires
+        return _Connection(
             server=access.server,
-            ca_data=access.authority,
-            insecure=access.insecure,
+            scheme=credential.scheme,
             token=credential.token,
-            certificate_data=credential.certificate,
-            private_key_data=credential.key,
+            proxy_url=access.proxy,
+            expiration=datetime.fromtimestamp(expires, UTC) if expires is not None else None,
+            access=access,
+            credential=credential,
         )
 
     async def on_event(event: Any, **_: Any) -> None:

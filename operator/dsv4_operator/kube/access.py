@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
+import signal
 import ssl
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dsv4_operator.kube.resources import KubeError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_PLUGIN_SECONDS = 60.0
+_READ_SECONDS = 60.0
+"""Limit for reading a kubeconfig, with its credential plugin or OIDC requests."""
+_READER = Path(__file__).with_name("kubeconfig.py")
 
 
 class AccessError(KubeError):
@@ -29,9 +30,31 @@ class AccessError(KubeError):
 class Credential:
     """Credential of the client; empty for anonymous access."""
 
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     certificate: str | None = None
     key: str | None = field(default=None, repr=False)
+    scheme: str = "Bearer"
+    """Scheme of the token in the header `Authorization`."""
+    expires: float | None = None
+    """Unix time; None: unknown, or never."""
+
+
+class _Context(ssl.SSLContext):
+    """TLS context that expects `server_name` in the server's certificate instead of the name in the URL."""
+
+    server_name: str | None = None
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        """Start TLS; asyncio calls this for every connection."""
+        name = self.server_name or server_hostname
+        return super().wrap_bio(incoming, outgoing, server_side, name, session)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +70,18 @@ class Access:
     """Whether the server's certificate is not verified, as set in the kubeconfig."""
     server_name: str | None = None
     """Expected name in the server's certificate, if not that of the URL."""
+    proxy: str | None = field(default=None, repr=False)
+    """URL of the HTTP proxy."""
     credential: Credential = Credential()
     token_file: Path | None = None
     """Token file, whose content is replaced from time to time."""
-    plugin: Mapping[str, Any] | None = None
-    """The kubeconfig's `exec`: a program that prints a credential."""
+    kubeconfig: tuple[tuple[Path, ...], str | None] | None = None
+    """Files and context from which a changing credential is read again."""
 
     @property
     def changing(self) -> bool:
         """Return whether the credential can change."""
-        return self.plugin is not None or self.token_file is not None
+        return self.kubeconfig is not None or self.token_file is not None
 
     @property
     def in_cluster(self) -> bool:
@@ -69,8 +94,8 @@ class Access:
         Raises:
             AccessError: the file or the program gave none.
         """
-        if self.plugin is not None:
-            return _run_plugin(self.plugin, self.server)
+        if self.kubeconfig is not None:
+            return _from_files(*self.kubeconfig).credential
         if self.token_file is not None:
             try:
                 return Credential(token=self.token_file.read_text().strip())
@@ -79,10 +104,22 @@ class Access:
         return self.credential
 
     def tls(self, credential: Credential) -> ssl.SSLContext | None:
-        """Return the TLS context with authority and client certificate; None for plain HTTP. Blocks: reads files."""
+        """Return the TLS context with authority and client certificate; None for plain HTTP. Blocks: reads files.
+
+        Raises:
+            AccessError: the authority or the client certificate is invalid.
+        """
         if not self.server.startswith("https:"):
             return None
-        context = ssl.create_default_context(cadata=self.authority)
+        context = _Context(ssl.PROTOCOL_TLS_CLIENT)
+        context.server_name = self.server_name
+        try:
+            if self.authority:
+                context.load_verify_locations(cadata=self.authority)
+            else:
+                context.load_default_certs()
+        except (OSError, ValueError, TypeError) as error:
+            raise AccessError(f"the certificate authority of {self.server} is no PEM certificate: {error}") from None
         if self.insecure:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
@@ -91,7 +128,11 @@ class Access:
             with tempfile.NamedTemporaryFile("w", suffix=".pem") as pair:
                 pair.write(f"{credential.certificate}\n{credential.key}")
                 pair.flush()
-                context.load_cert_chain(pair.name)
+                try:
+                    # A password would be read from the terminal.
+                    context.load_cert_chain(pair.name, password="")
+                except (OSError, ValueError) as error:
+                    raise AccessError(f"the client certificate or key for {self.server} is invalid: {error}") from None
         return context
 
 
@@ -134,83 +175,55 @@ def _of_pod(host: str, port: str) -> Access:
         ) from None
 
 
-def _from_files(files: list[Path], context: str | None) -> Access:
-    """Merge `files`: the first file with an entry wins, as in `kubectl`."""
-    found: dict[str, dict[str, Any]] = {"contexts": {}, "clusters": {}, "users": {}}
-    current = context
-    for file in files:
-        try:
-            document = yaml.safe_load(file.read_text())
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise AccessError(f"{file} cannot be read as a kubeconfig: {' '.join(str(error).split())}") from None
-        if not isinstance(document, dict):
-            continue
-        current = current or document.get("current-context")
-        for kind, entries in found.items():
-            for entry in document.get(kind) or ():
-                entries.setdefault(entry["name"], (entry.get(kind[:-1]) or {}, file.parent))
-    where = ", ".join(map(str, files))
-    if not current:
-        raise AccessError(f"{where}: no context is chosen; run `kubectl config use-context NAME` or give --context")
-    if current not in found["contexts"]:
-        known = ", ".join(sorted(found["contexts"])) or "none"
-        raise AccessError(f"{where}: there is no context {current!r}; there is: {known}")
-    chosen, _ = found["contexts"][current]
-    try:
-        cluster, cluster_home = found["clusters"][chosen.get("cluster")]
-    except KeyError:
-        raise AccessError(f"{where}: the cluster {chosen.get('cluster')!r} of context {current!r} is missing") from None
-    user, user_home = found["users"].get(chosen.get("user"), ({}, Path()))
-    token_file = user.get("tokenFile")
+def _from_files(files: Sequence[Path], context: str | None) -> Access:
+    """Read kubeconfigs: the first file with an entry wins, as in `kubectl`."""
+    found = _read(files, context)
     return Access(
-        server=str(cluster["server"]).rstrip("/"),
-        namespace=chosen.get("namespace") or "default",
-        authority=_pem(cluster, "certificate-authority", cluster_home),
-        insecure=bool(cluster.get("insecure-skip-tls-verify")),
-        server_name=cluster.get("tls-server-name"),
+        server=found["server"],
+        namespace=found["namespace"],
+        authority=found["authority"],
+        insecure=found["insecure"],
+        server_name=found["serverName"],
+        proxy=found["proxy"],
         credential=Credential(
-            user.get("token"),
-            _pem(user, "client-certificate", user_home),
-            _pem(user, "client-key", user_home),
+            token=found["token"],
+            certificate=found["certificate"],
+            key=found["key"],
+            scheme=found["scheme"] or "Bearer",
+            expires=found["expires"],
         ),
-        token_file=user_home / token_file if token_file else None,
-        plugin=user.get("exec"),
+        kubeconfig=(tuple(files), context) if found["changing"] else None,
     )
 
 
-def _pem(entry: Mapping[str, Any], name: str, home: Path) -> str | None:
-    """Return PEM from `NAME-data`, else from the file `NAME`, which is relative to its kubeconfig."""
-    data, file = entry.get(f"{name}-data"), entry.get(name)
-    try:
-        if data:
-            return base64.b64decode(data).decode()
-        return (home / file).read_text() if file else None
-    except (OSError, ValueError) as error:
-        raise AccessError(f"{name} of the kubeconfig cannot be read: {error}") from None
-
-
-def _run_plugin(plugin: Mapping[str, Any], server: str) -> Credential:
-    """Run a credential plugin (client-go's ExecCredential)."""
-    command = [plugin["command"], *(plugin.get("args") or ())]
-    version = plugin.get("apiVersion", "client.authentication.k8s.io/v1")
-    request = {
-        "apiVersion": version,
-        "kind": "ExecCredential",
-        "spec": {"interactive": False, "cluster": {"server": server}},
-    }
-    settings = {entry["name"]: entry["value"] for entry in plugin.get("env") or ()}
-    environment = {**os.environ, **settings, "KUBERNETES_EXEC_INFO": json.dumps(request)}
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_PLUGIN_SECONDS, check=True
+def _read(files: Sequence[Path], context: str | None) -> dict[str, Any]:
+    """Return the result of `kubeconfig.load`, which runs in a process of its own."""
+    where = ", ".join(map(str, files))
+    with tempfile.TemporaryDirectory(prefix="dsv4-kubeconfig-") as directory:
+        # -P: its directory contains modules with common names.
+        command = [sys.executable, "-P", str(_READER), directory, context or "", *map(str, files)]
+        reader = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
-        status = json.loads(done.stdout)["status"]
-    except subprocess.CalledProcessError as error:
-        raise AccessError(f"{command[0]} of the kubeconfig failed: {error.stderr.strip()[-500:]}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise AccessError(f"{command[0]} of the kubeconfig cannot be run: {error}") from None
-    except (ValueError, KeyError, TypeError):
-        raise AccessError(f"{command[0]} of the kubeconfig printed no ExecCredential with a status") from None
-    return Credential(status.get("token"), status.get("clientCertificateData"), status.get("clientKeyData"))
+        try:
+            output, errors = reader.communicate(timeout=_READ_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AccessError(
+                f"{where}: no credential within {_READ_SECONDS:.0f} s; does its plugin or its login wait for input?"
+            ) from None
+        finally:
+            # Also the plugin.
+            if reader.returncode is None:
+                os.killpg(reader.pid, signal.SIGKILL)
+                reader.communicate()
+    if reader.returncode:
+        # Before the message there may be warnings.
+        message = errors.strip().rpartition("\n")[2]
+        raise AccessError(message or f"{where} cannot be read: exit code {reader.returncode}")
+    found: dict[str, Any] = json.loads(output)
+    return found

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import ssl
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -57,6 +58,9 @@ _LINE_BYTES = 32 * 2**20
 """Limit of one watch event; etcd accepts objects of 1.5 MiB."""
 # A pod's token is replaced when most of its hour has passed.
 _CREDENTIAL_SECONDS = 60.0
+# One with a time of expiry is replaced this long before; at most every ten seconds, for plugins with a wrong clock.
+_EXPIRY_SECONDS = 60.0
+_CREDENTIAL_MIN_SECONDS = 10.0
 _PAGE = 500
 
 
@@ -188,15 +192,14 @@ class KubeReader:
         request = f"{method} {path}"
         try:
             for max_age in (_CREDENTIAL_SECONDS, 0.0):
-                sessions, token = await self._connected(max_age)
+                sessions, headers = await self._connected(max_age)
                 session = sessions.watches if "watch" in query else sessions.requests
-                headers = {"Authorization": f"Bearer {token}"} if token else {}
                 if data is not None:
                     headers["Content-Type"] = content_type
-                url, name = self.access.server + path, self.access.server_name
+                url, proxy = self.access.server + path, self.access.proxy
                 async with (
                     session.request(
-                        method, url, data=data, params=query, headers=headers, timeout=limits, server_hostname=name
+                        method, url, data=data, params=query, headers=headers, timeout=limits, proxy=proxy
                     ) as response,
                     _aborted_unless_read(response),
                 ):
@@ -215,18 +218,25 @@ class KubeReader:
             self._on_answer(method, 0)
             raise Unavailable(f"{request}: {self.access.server} cannot be reached: {error}") from error
 
-    async def _connected(self, max_age: float) -> tuple[_Sessions, str | None]:
-        """Return the connections and the bearer token, which is at most `max_age` seconds old if it can change."""
+    async def _connected(self, max_age: float) -> tuple[_Sessions, dict[str, str]]:
+        """Return the connections and the headers with the credential; `max_age` 0: a new one if it can change."""
         async with self._opening:
             now = asyncio.get_running_loop().time()
-            if self._sessions is None or (self.access.changing and now - self._credential_time > max_age):
+            if self._sessions is None or (self.access.changing and self._stale(now, max_age)):
                 credential = await asyncio.to_thread(self.access.credentials)
                 if self._sessions is None or credential.certificate != self._credential.certificate:
                     tls = await asyncio.to_thread(self.access.tls, credential)
                     await self.close()
                     self._sessions = _Sessions(_session(tls, limit=_CONNECTIONS), _session(tls, limit=0))
                 self._credential, self._credential_time = credential, now
-            return self._sessions, self._credential.token
+            token = self._credential.token
+            return self._sessions, {"Authorization": f"{self._credential.scheme} {token}"} if token else {}
+
+    def _stale(self, now: float, max_age: float) -> bool:
+        age, expires = now - self._credential_time, self._credential.expires
+        if not max_age or expires is None:
+            return age > max_age
+        return age > _CREDENTIAL_MIN_SECONDS and time.time() > expires - _EXPIRY_SECONDS
 
 
 class Client(KubeReader):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import signal
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 
+from dsv4_runtime.agent.echo import LogEcho, exit_message
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan
 
@@ -94,10 +96,17 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True, help="where this member's files go")
     parser.add_argument("--address", help="this member's own IPv4 address, where the plan has a name instead")
     parser.add_argument("--evidence", type=Path, help="where evidence of deaths goes [default: below --directory]")
+    parser.add_argument("--echo", action="store_true", help="copy the logs of Ray and vLLM to stdout")
+    parser.add_argument("--exit-message", type=Path, metavar="FILE", help="keep the reason of an exit there")
     options = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
     )
+    with exit_message(options.exit_message):
+        _run_member(options)
+
+
+def _run_member(options: argparse.Namespace) -> None:
     try:
         plan = GroupPlan.model_validate_json(options.plan.read_text())
         token = Path(plan.ray_token_file).read_text().strip()
@@ -121,7 +130,9 @@ async def _run(options: argparse.Namespace, plan: GroupPlan, token: str) -> None
         return
     member = Member(named, options.rank, options.directory, token)
     member.context.evidence_root = options.evidence or options.directory / "evidence"
-    await member.run(stop)
+    echo = LogEcho(options.directory, options.rank, lambda: member.context.record.phase)
+    with echo if options.echo else contextlib.nullcontext():
+        await member.run(stop)
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, GroupPlan]) -> GroupPlan | None:

@@ -223,17 +223,39 @@ _BEGINS = re.compile(
 _READY = re.compile(rf"(?:\(\w{{1,64}}{_PROCESS})?INFO: {{1,12}}Application startup complete\.$")
 
 
-def without_client_text(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the permitted parts of the log of a vLLM server that starts and serves, possibly several times."""
-    judge = LineFilter()
-    for line in lines:
-        if _BEGINS.match(line):
-            judge.begin(serving=False)
-        text, _ = judge.clean(line)
-        if text is not None:
-            yield text
+class ServerLogFilter:
+    """Removes the text of clients from the log of a vLLM server that starts and serves, possibly several times."""
+
+    def __init__(self) -> None:
+        self._lines = LineFilter()
+
+    @property
+    def strict(self) -> bool:
+        """Return whether clients may have written the next line."""
+        return self._lines.serving
+
+    def distrust(self) -> None:
+        """Treat the following lines as those of a server that serves, until one starts."""
+        self._lines.begin(serving=True)
+
+    def clean(self, line: str, *, serving: bool = False) -> str | None:
+        """Return the permitted part of `line`; None if it is dropped. `serving`: no server starts in this line."""
+        if serving and not self.strict:
+            self.distrust()
+        elif not serving and _BEGINS.match(line):
+            self._lines.begin(serving=False)
+        text, _ = self._lines.clean(line)
         if _READY.match(line):
-            judge.begin(serving=True)
+            self.distrust()
+        return text
+
+
+def without_client_text(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the permitted parts of the lines of a log (`ServerLogFilter`)."""
+    judge = ServerLogFilter()
+    for line in lines:
+        if (text := judge.clean(line)) is not None:
+            yield text
 
 
 def _withhold(line: str) -> str | None:

@@ -73,19 +73,19 @@ def test_logs_of_pods(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[s
     target = tmp_path / "out.tar.gz"
     assert dsv4("evidence", "-o", str(target)).returncode == 0
     with tarfile.open(target) as archive:
-        kept = archive.extractfile("nano/pods/nano-0-i2-r0/agent.log")
+        kept = archive.extractfile("nano/pods/nano-0-i2-r0.log")
         assert kept
         assert kept.read().decode() == f"{said}\n"
     with running(cluster, "logs", "-f", "-c", "agent", "-o", "json", "-n", namespace) as process:
         assert process.stdout
         line = json.dumps({"rank": 0, "component": "agent", "line": said}) + "\n"
         assert process.stdout.readline() == line
-        cluster.kubectl("delete", "pod", first["metadata"]["name"], "-n", namespace)
-        cluster.apply(second)
-        assert process.stdout.readline() == line, "of the next incarnation"
-        ended(second)
-        cluster.kubectl("delete", "pod,dsv4", "--all", "-n", namespace)
-        assert process.wait(SECONDS) == 0
+        assert process.wait(SECONDS) == 0, "its pod has ended"
+    cluster.kubectl("delete", "pod", first["metadata"]["name"], "-n", namespace)
+    cluster.apply(second)
+    ended(second)
+    assert dsv4("logs", "nano", "--since", "1h").stdout == f"[0 agent] {said}\n", "of the next incarnation"
+    assert dsv4("logs", "nano", "1").returncode == 2
 
 
 GATEWAY = """
@@ -104,13 +104,13 @@ HTTPServer(("", 8000), Handler).serve_forever()
 """
 PLACE = FAILURE["evidence"]
 HEAD = f"""
-mkdir -p /var/lib/dsv4/m0 {PLACE}
+mkdir -p {PLACE}
 echo '{{"failure": 1}}' > {PLACE}/evidence.json
-echo joined > /var/lib/dsv4/m0/ray.log
-echo one > /var/lib/dsv4/m0/vllm.log
 echo born
+echo '[ray rank 0] joined'
+echo '[vllm rank 0] one'
 until [ -e /var/lib/dsv4/more ]; do sleep 0.2; done
-echo two >> /var/lib/dsv4/m0/vllm.log
+echo '[vllm rank 0] two'
 exec sleep 600
 """
 
@@ -121,7 +121,7 @@ def test_a_chat_and_files_in_pods(
     head, gateway = member(nano, 2), member(nano, 2)
     container = {"name": "agent", "image": operator_image, "imagePullPolicy": "Never"}
     mount = {"name": "storage", "mountPath": "/var/lib/dsv4"}
-    command = ["sh", "-c", HEAD, "agent", "--directory=/var/lib/dsv4/m0"]
+    command = ["sh", "-c", HEAD]
     head["spec"]["containers"] = [{**container, "command": command, "volumeMounts": [mount]}]
     head["spec"]["volumes"] = [{"name": "storage", "emptyDir": {}}]
     gateway["metadata"] |= {
@@ -157,6 +157,6 @@ def test_a_chat_and_files_in_pods(
     with tarfile.open(target) as archive:
         found = {name: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
     assert found["nano/evidence/0-2-g1-x.json"] == '{"failure": 1}\n'
-    assert found["nano/pods/nano-0-i2-r0/vllm.log"] == "one\ntwo\n"
+    assert found["nano/pods/nano-0-i2-r0.log"] == "born\n[ray rank 0] joined\n[vllm rank 0] one\n[vllm rank 0] two\n"
     assert "nano/pods/nano-0-gateway-x.log" in found
     assert "nano/missing.txt" not in found

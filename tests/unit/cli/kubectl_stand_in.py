@@ -67,6 +67,32 @@ def show(text_of, tail, follow):
         shown = len(text)
 
 
+def selected_logs(options, tail, follow):
+    """Print the logs of all selected pods with the prefix of `--prefix`; with `follow` until all have ended."""
+    for needed in ("--prefix", "--ignore-errors", "--container=agent"):
+        assert needed in options
+    wanted = next(option for option in options if option.startswith("--selector=")).removeprefix("--selector=")
+    labels = dict(pair.split("=") for pair in wanted.split(","))
+    pods = [each["metadata"] for each in world()["objects"].get("pods", [])]
+    names = [each["name"] for each in pods if labels.items() <= each.get("labels", {}).items()]
+    if not names:
+        print("No resources found in default namespace.", file=sys.stderr)
+    ended, shown = set(), dict.fromkeys(names, 0)
+    while ended < set(names):
+        for name in [each for each in names if each not in ended]:
+            text = world()["logs"].get(name)
+            if text is None and not shown[name]:
+                print(f"error: container agent in pod {name} is waiting to start", flush=True)
+            lines = (text or "").splitlines()
+            first = max(0, len(lines) - tail) if not shown[name] and tail >= 0 else shown[name]
+            for line in lines[first:]:
+                print(f"[pod/{name}/agent] {line}", flush=True)
+            shown[name] = len(lines)
+            if text is None or not follow:
+                ended.add(name)
+        time.sleep(0.02)
+
+
 def pump(source, target):
     with contextlib.suppress(OSError):
         while data := source.recv(65536):
@@ -103,17 +129,17 @@ def main():
         time.sleep(60)
     if verb in world().get("errors", {}):
         fail(world()["errors"][verb])
-    follow = "--follow" in options or "-F" in inside
+    follow = "--follow" in options
     if verb == "get":
         get(words, options)
     elif verb == "logs":
         tail = next(int(option.partition("=")[2]) for option in options if option.startswith("--tail="))
+        if not words:
+            selected_logs(options, tail, follow)
+            return
         show(lambda: world()["logs"].get(words[0]), tail, follow)
-    elif verb == "exec" and inside[0] == "cat":
-        show(lambda: world()["files"].get(f"{words[0]}:{inside[1]}"), -1, False)
     elif verb == "exec":
-        count = inside[inside.index("-n") + 1]
-        show(lambda: world()["files"].get(f"{words[0]}:{inside[-1]}"), -1 if count == "+1" else int(count), follow)
+        show(lambda: world()["files"].get(f"{words[0]}:{inside[1]}"), -1, False)
     elif verb == "port-forward":
         forward(*words)
 

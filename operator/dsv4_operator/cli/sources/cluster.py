@@ -19,7 +19,7 @@ from dsv4_operator.api.values import format_time, parse_time
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import head_name, incarnation_name, mounted_name
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, program_name
-from dsv4_operator.cli.logs import LogComponent, LogOptions
+from dsv4_operator.cli.logs import LogOptions
 from dsv4_operator.cli.output import note
 from dsv4_operator.cli.sources import pods
 from dsv4_operator.cli.sources.base import (
@@ -41,7 +41,6 @@ from dsv4_operator.planning.memory.runs import measured_of
 RESOURCE = "dsv4deployments.dsv4.dev"
 _RUNNING_PODS = "status.phase!=Succeeded,status.phase!=Failed"
 _EVIDENCE_LINES = 10_000
-_ALL_LOGS = LogOptions(None, LogComponent.ALL, follow=False, tail=_EVIDENCE_LINES, form=None, colour=False)
 
 
 class ClusterSource:
@@ -244,17 +243,14 @@ class EvidenceCollector:
             yield EvidenceFile("missing.txt", "\n".join([*self._missing, ""]).encode())
 
     def _pod_files(self, document: dict[str, Any]) -> Iterator[EvidenceFile]:
+        name, container = document["metadata"]["name"], document["spec"]["containers"][0]["name"]
+        log = ("logs", name, f"--container={container}", f"--tail={_EVIDENCE_LINES}")
+        yield from self._output(f"pods/{name}.log", *log)
         pod = pods.parse_pod(document)
-        if pod is None:
-            # A gateway.
-            name, container = document["metadata"]["name"], document["spec"]["containers"][0]["name"]
-            yield from self._output(f"pods/{name}.log", *pods.container_log(name, container, _EVIDENCE_LINES))
+        if pod is None or pod.rank != 0 or not pod.running:
             return
-        for log in pods.pod_logs(pod, _ALL_LOGS, grouped=False):
-            command = log.command(_EVIDENCE_LINES, follow=False)
-            yield from self._output(f"pods/{pod.name}/{log.origin.component}.log", *command)
         group = next((each for each in self._item.status.groups if each.index == pod.group), None)
-        if group is not None and pod.rank == 0 and pod.running:
+        if group is not None:
             yield from self._in_place_restarts(pod, group)
 
     def _in_place_restarts(self, head: pods.Pod, group: GroupStatus) -> Iterator[EvidenceFile]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
@@ -101,6 +102,26 @@ class Kubectl:
         """Return the objects listed by `kubectl get arguments`."""
         found: list[dict[str, Any]] = self.document("get", *arguments)["items"]
         return found
+
+    def lines(self, verb: str, *arguments: str) -> Iterator[bytes]:
+        """Yield the lines of the output of a `kubectl verb arguments` without a time limit; stop it when closed.
+
+        Raises:
+            KubectlError: it failed.
+        """
+        with tempfile.TemporaryFile() as errors:
+            process = self.start(verb, *arguments, stdout=subprocess.PIPE, stderr=errors)
+            assert process.stdout is not None  # noqa: S101  (a pipe)
+            try:
+                for line in process.stdout:
+                    yield line.removesuffix(b"\n")
+                code = process.wait(STOP_SECONDS)
+            finally:
+                stop(process)
+                process.stdout.close()
+            if code:
+                errors.seek(0)
+                raise KubectlError(verb, first_error_line(errors.read().decode(errors="replace")))
 
     def start(
         self, verb: str, *arguments: str, stdout: int | IO[bytes], stderr: int | IO[bytes]

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import os
 import re
-import selectors
-import subprocess
-import tempfile
 import time
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from dsv4_operator.api.values import parse_time
-from dsv4_operator.builders.names import DEPLOYMENT, GROUP, INCARNATION, RANK
-from dsv4_operator.cli.errors import ExitCode, bad_input
+from dsv4_operator.builders.names import (
+    COMPONENT,
+    DEPLOYMENT,
+    GROUP,
+    INCARNATION,
+    MEMBER,
+    RANK,
+    parse_member_name,
+    selector,
+)
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
 from dsv4_operator.cli.logs import LogComponent, LogOptions, LogOrigin, decode_line, print_log_line
 from dsv4_operator.cli.output import local_datetime, note
 from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, RetryingPoll
-from dsv4_operator.cli.sources.kubectl import STOP_SECONDS, Kubectl, KubectlError, first_error_line, stop
+from dsv4_operator.cli.sources.kubectl import Kubectl
 
 POLL_SECONDS = 2.0
-"""Interval of reads of pods and events while logs are followed."""
+"""Interval of reads of events that are followed."""
 LOG_SECONDS = 120.0
 """Limit for reading a complete log."""
-_DIRECTORY_OPTION = "--directory"
-_CHUNK = 1 << 16
+_CONTAINER = "agent"
+_MAX_LOGS = 1000
+"""Limit of logs that are followed at the same time; that of `kubectl` is 5 by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +43,6 @@ class Pod:
     incarnation: int
     rank: int
     container: str
-    directory: str | None
-    """Directory of the member's files in the container; None if the command line has none."""
-    started: bool
-    """Whether there is a log."""
     running: bool
     """Whether commands can be executed in the container."""
 
@@ -55,27 +57,14 @@ def parse_pod(document: dict[str, Any]) -> Pod | None:
     container = document["spec"]["containers"][0]
     statuses = document.get("status", {}).get("containerStatuses") or []
     states: dict[str, Any] = {each["name"]: each.get("state") or {} for each in statuses}
-    state = states.get(container["name"], {})
-    command = [*(container.get("command") or []), *(container.get("args") or [])]
     return Pod(
         name=document["metadata"]["name"],
         group=group,
         incarnation=incarnation,
         rank=rank,
         container=container["name"],
-        directory=_option_value(command, _DIRECTORY_OPTION),
-        started="running" in state or "terminated" in state,
-        running="running" in state,
+        running="running" in states.get(container["name"], {}),
     )
-
-
-def _option_value(command: Sequence[str], option: str) -> str | None:
-    for number, argument in enumerate(command):
-        if argument == option:
-            return next(iter(command[number + 1 :]), None)
-        if argument.startswith(f"{option}="):
-            return argument.removeprefix(f"{option}=")
-    return None
 
 
 def deployment_selector(name: str) -> str:
@@ -86,16 +75,6 @@ def deployment_selector(name: str) -> str:
 def list_pods(kubectl: Kubectl, name: str) -> list[dict[str, Any]]:
     """Return the Pod objects of a deployment."""
     return kubectl.items("pods", deployment_selector(name))
-
-
-def member_pods(kubectl: Kubectl, name: str) -> list[Pod]:
-    """Return the members of each group's latest incarnation, by group and rank."""
-    found = [pod for document in list_pods(kubectl, name) if (pod := parse_pod(document))]
-    latest: dict[int, int] = {}
-    for pod in found:
-        latest[pod.group] = max(pod.incarnation, latest.get(pod.group, 0))
-    kept = [pod for pod in found if pod.incarnation == latest[pod.group]]
-    return sorted(kept, key=lambda pod: (pod.group, pod.rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,75 +124,64 @@ def list_events(kubectl: Kubectl, *selectors: str) -> list[dict[str, Any]]:
     return kubectl.items("events", *([f"--field-selector={','.join(selectors)}"] if selectors else []))
 
 
-@dataclass(frozen=True, slots=True)
-class PodLog:
-    """A log of a pod."""
-
-    pod: Pod
-    origin: LogOrigin
-    file: str | None
-    """File in the container, readable only while the pod runs; None for the container log, kept by the kubelet."""
-
-    def command(self, tail: int | None, *, follow: bool) -> list[str]:
-        """Return the arguments of `kubectl`."""
-        if self.file is None:
-            return container_log(self.pod.name, self.pod.container, tail) + ["--follow"] * follow
-        count = "+1" if tail is None else str(tail)
-        place = [self.pod.name, f"--container={self.pod.container}"]
-        return ["exec", *place, "--", "tail", "-n", count, *["-F"] * follow, self.file]
-
-
-def container_log(pod: str, container: str, tail: int | None) -> list[str]:
-    """Return the arguments of `kubectl` for the log of a container."""
-    return ["logs", pod, f"--container={container}", f"--tail={-1 if tail is None else tail}"]
-
-
-def pod_logs(pod: Pod, options: LogOptions, *, grouped: bool) -> list[PodLog]:
-    """Return the selected logs of `pod` that can be read."""
-    if options.rank not in (None, pod.rank):
-        return []
-    found = []
-    for component in options.components:
-        origin = LogOrigin(pod.rank, component, pod.group if grouped else None)
-        if component is LogComponent.AGENT:
-            found += [PodLog(pod, origin, None)] if pod.started else []
-        elif pod.directory is not None and pod.running and (component is LogComponent.RAY or pod.rank == 0):
-            found.append(PodLog(pod, origin, f"{pod.directory}/{component}.log"))
-    return found
+# `kubectl logs --prefix` writes pod and container before each line, and the agent its label before copied lines.
+_LINE = re.compile(rb"\[pod/([^/\]]+)/[^\]]+\] (?:\[(ray|vllm) rank \d+\] )?(.*)", re.DOTALL)
 
 
 def print_logs(kubectl: Kubectl, item: DeploymentView, options: LogOptions, source: DeploymentSource) -> ExitCode:
-    """Print the members' logs; with `follow` continue across incarnations until the deployment is deleted."""
+    """Print the logs of the members' pods with `kubectl logs`, whose agents copy the logs of Ray and vLLM."""
     if options.component is LogComponent.LOOP:
         return _print_events(kubectl, item, options, source)
     grouped = max(item.object.spec.replicas, len(item.status.groups)) > 1
-    if options.follow:
-        with LogFollower(kubectl, item.name, options, grouped=grouped) as follower:
-            if not follower.refresh():
-                note(f"{item.name} has no members yet; waiting for them")
-            poll = RetryingPoll()
-            # None: the cluster did not respond, and the deployment may still exist.
-            while poll(lambda: follower.refresh() or item.name in source.names()) is not False:
-                follower.read(POLL_SECONDS)
-        return ExitCode.OK
-    pods = member_pods(kubectl, item.name)
-    selected = [log for pod in pods for log in pod_logs(pod, options, grouped=grouped)]
-    if not selected:
-        ranks = ", ".join(dict.fromkeys(str(pod.rank) for pod in pods))
-        hint = f"; its ranks are {ranks}" if ranks else f"; see `{source.command_line('status', item.name)}`"
-        missing = f"rank {options.rank}" if options.rank is not None else f"component {options.component}"
-        raise bad_input(f"{item.name!r} has no logs of {missing}{hint}")
-    failures = 0
-    for log in selected:
-        try:
-            text = kubectl.run(*log.command(options.tail, follow=False), seconds=LOG_SECONDS)
-        except KubectlError as error:
-            failures += 1
-            note(f"{log.origin.label}: {error.reason}")
+    wanted = {DEPLOYMENT: item.name, COMPONENT: MEMBER}
+    if options.rank is not None:
+        wanted[RANK] = str(options.rank)
+    # `kubectl` counts the lines of all components.
+    selected = options.tail is not None and options.component is not LogComponent.ALL and not options.follow
+    arguments = [
+        f"--selector={selector(wanted)}",
+        f"--container={_CONTAINER}",
+        "--prefix",
+        "--ignore-errors",
+        f"--max-log-requests={_MAX_LOGS}",
+        f"--tail={-1 if options.tail is None or selected else options.tail}",
+        *([f"--since={options.since}"] if options.since else []),
+        "--follow" if options.follow else f"--request-timeout={LOG_SECONDS:.0f}s",
+    ]
+    last: dict[LogOrigin, deque[str]] = {}
+    printed = False
+    for raw in kubectl.lines("logs", *arguments):
+        if (found := _LINE.fullmatch(raw)) is None or (member := parse_member_name(found[1].decode())) is None:
+            note(raw.decode(errors="replace").removeprefix("error: "))
             continue
-        for line in text.encode().removesuffix(b"\n").split(b"\n") if text else ():
-            print_log_line(log.origin, decode_line(line), options)
-    return ExitCode.FAILED if failures == len(selected) else ExitCode.OK
+        component = LogComponent((found[2] or b"agent").decode())
+        if component not in options.components:
+            continue
+        printed = True
+        origin = LogOrigin(member[3], component, member[1] if grouped else None)
+        if selected:
+            last.setdefault(origin, deque(maxlen=options.tail)).append(decode_line(found[3]))
+        else:
+            print_log_line(origin, decode_line(found[3]), options)
+    for origin, lines in last.items():
+        for line in lines:
+            print_log_line(origin, line, options)
+    if options.follow:
+        hint = source.command_line("status", item.name)
+        note(f"the pods whose logs were followed have ended; see `{hint}`, and repeat the command for new pods")
+    elif not printed:
+        raise _no_logs(kubectl, item, options, source)
+    return ExitCode.OK
+
+
+def _no_logs(kubectl: Kubectl, item: DeploymentView, options: LogOptions, source: DeploymentSource) -> CommandError:
+    pods = filter(None, map(parse_pod, list_pods(kubectl, item.name)))
+    ranks = ", ".join(map(str, sorted({pod.rank for pod in pods})))
+    hint = f"; its ranks are {ranks}" if ranks else f"; see `{source.command_line('status', item.name)}`"
+    rank = f"rank {options.rank}" if options.rank is not None else ""
+    component = f"component {options.component}" if options.component is not LogComponent.ALL or not rank else ""
+    missing = " and ".join(filter(None, (rank, component)))
+    return bad_input(f"{item.name!r} has no logs of {missing}{hint}")
 
 
 def _print_events(kubectl: Kubectl, item: DeploymentView, options: LogOptions, source: DeploymentSource) -> ExitCode:
@@ -241,121 +209,3 @@ def _print_events(kubectl: Kubectl, item: DeploymentView, options: LogOptions, s
         if poll(lambda: refresh(None)) is False:
             break
     return ExitCode.OK
-
-
-class _LogStream:
-    """A log followed by a `kubectl`."""
-
-    def __init__(self, kubectl: Kubectl, log: PodLog, tail: int | None) -> None:
-        self.origin: LogOrigin = log.origin
-        self.has_output = False
-        """Whether any data was received."""
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        command = log.command(tail, follow=True)
-        self._process = kubectl.start(*command, stdout=subprocess.PIPE, stderr=self._errors)
-        self._rest = b""
-
-    def fileno(self) -> int:
-        """Return the descriptor that becomes readable on data and at the end of the stream."""
-        assert self._process.stdout is not None  # noqa: S101
-        return self._process.stdout.fileno()
-
-    def lines(self) -> list[bytes] | None:
-        """Return the received lines; None at the end of the stream."""
-        chunk = os.read(self.fileno(), _CHUNK)
-        self.has_output |= bool(chunk)
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if chunk:
-            return lines
-        # The last line may lack a line end.
-        lines, self._rest = ([self._rest] if self._rest else []), b""
-        return lines or None
-
-    def error(self) -> str | None:
-        """Return the error of `kubectl` after the end of the stream; None if it succeeded."""
-        try:
-            code = self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            return None
-        self._errors.seek(0)
-        return first_error_line(self._errors.read(_CHUNK).decode(errors="replace")) if code else None
-
-    def close(self) -> None:
-        """Stop `kubectl`."""
-        stop(self._process)
-        assert self._process.stdout is not None  # noqa: S101
-        self._process.stdout.close()
-        self._errors.close()
-
-
-LogKey = tuple[str, LogComponent]
-"""Name of a pod, and the component."""
-
-
-class LogFollower:
-    """Follows the logs of the latest incarnation, across incarnations."""
-
-    def __init__(self, kubectl: Kubectl, name: str, options: LogOptions, *, grouped: bool) -> None:
-        self._kubectl, self._name, self._options, self._grouped = kubectl, name, options, grouped
-        self._selector = selectors.DefaultSelector()
-        self._streams: dict[LogKey, _LogStream] = {}
-        self._known: set[LogKey] = set()
-        self._failed: set[LogKey] = set()
-        """Logs that produced an error and no data; the error is printed only once."""
-        self._tail = options.tail
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for key in list(self._streams):
-            self._close(key)
-        self._selector.close()
-
-    def refresh(self) -> bool:
-        """Follow new logs, and again those that were disconnected; return whether there are pods."""
-        pods = member_pods(self._kubectl, self._name)
-        for pod in pods:
-            for log in pod_logs(pod, self._options, grouped=self._grouped):
-                key = (pod.name, log.origin.component)
-                if key not in self._known:
-                    self._open(key, log, self._tail)
-                elif key not in self._streams and key not in self._failed and pod.running:
-                    # Lines written while disconnected are skipped; `logs` without `-f` prints them.
-                    self._open(key, log, 0)
-        # `tail` applies to logs that exist at the start; later pods are printed from their first line.
-        self._tail = None
-        return bool(pods)
-
-    def read(self, seconds: float) -> None:
-        """Print the lines received within `seconds`."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            if not self._streams:
-                time.sleep(left)
-                return
-            for ready, _ in self._selector.select(left):
-                self._print(ready.data)
-
-    def _print(self, key: LogKey) -> None:
-        stream = self._streams[key]
-        lines = stream.lines()
-        for line in lines or ():
-            print_log_line(stream.origin, decode_line(line), self._options)
-        if lines is None:
-            if error := stream.error():
-                note(f"{stream.origin.label}: {error}")
-                if not stream.has_output:
-                    self._failed.add(key)
-            self._close(key)
-
-    def _open(self, key: LogKey, log: PodLog, tail: int | None) -> None:
-        stream = _LogStream(self._kubectl, log, tail)
-        self._streams[key] = stream
-        self._known.add(key)
-        self._selector.register(stream, selectors.EVENT_READ, key)
-
-    def _close(self, key: LogKey) -> None:
-        stream = self._streams.pop(key)
-        self._selector.unregister(stream)
-        stream.close()
