@@ -12,11 +12,15 @@ from dsv4_testkit.faults.actions import (
     Frozen,
     FullSharedMemory,
     InStep,
+    KillAuxiliary,
     Latency,
     LinkDown,
     Loss,
     OutOfMemory,
+    RemovedDirectory,
     Signal,
+    StoppedStandby,
+    StoppedStart,
 )
 
 
@@ -95,6 +99,36 @@ FAULTS = (
     _stops("GCS", "gcs", 0, "RayHeadHung", 2),
     _stops("agent of rank 0", "agent", 0, "AgentHung", 2, bare=False),
     _stops("agent of rank 1", "agent", 1, "AgentHung", 2, bare=False),
+    Fault("GCS frozen", Kind.HANG, Frozen("gcs", 0), ("RayHeadHung",), 0, 2),
+    Fault("kill -9 dashboard", Kind.NONE, KillAuxiliary("dashboard/dashboard.py", 0)),
+    # Ray's raylet notices within a second that its agent is gone, and ends itself.
+    Fault(
+        "kill -9 runtime-env agent of rank 1",
+        Kind.CERTAIN,
+        KillAuxiliary("runtime_env/agent", 1),
+        ("RayletDied",),
+        1,
+        2,
+    ),
+    Fault(
+        "SIGSTOP standby server, then kill -9 EngineCore",
+        Kind.CERTAIN,
+        StoppedStandby(),
+        ("EngineCoreDied",),
+        0,
+        1,
+        idle=True,
+    ),
+    Fault("SIGSTOP API process of a start", Kind.START, StoppedStart(), ("EngineHung",), 0, 1, nth=1),
+    Fault(
+        "directory of member 1 removed, then kill -9 EngineCore",
+        Kind.START,
+        RemovedDirectory(1),
+        ("PreflightFailed",),
+        1,
+        2,
+        nth=1,
+    ),
     Fault("API process frozen", Kind.HANG, Frozen("api", 0), ("APIServerHung",), 0, 1, bare=True),
     # No worker is given a step any more, which looks the same as steps that hang on the devices of all of them.
     Fault("EngineCore frozen", Kind.HANG, Frozen("engine-core", 0), ("EngineHung",), None, 1, bare=True),
