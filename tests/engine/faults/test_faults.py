@@ -37,6 +37,7 @@ CHOICE = (
     "64 KiB of zeros in a weight file, at the next start",
     "SIGSTOP standby server, then kill -9 EngineCore",
     "kill -9 dashboard",
+    "packets from member 0 to member 1 lost",
     "kill -9 runtime-env agent of rank 1",
     "SIGSTOP API process of a start",
     "GCS frozen",
@@ -68,6 +69,7 @@ def system(deaths: int) -> Iterator[DSV4]:
 
 # Ways to hang for which the same rule answers, and slow ones with a unit test of each part.
 LONG = {
+    "packets from member 0 to member 1 lost",
     "hang in a step of rank 1",
     "kill -9 dashboard",
     "kill -9 runtime-env agent of rank 1",

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.agent.decide.actions import RecordFailure, StartEngine
-from dsv4_runtime.agent.decide.events import ApiAnswered, ApiEnded, Done, FirstCompletion, Loading, Task
+from dsv4_runtime.agent.decide.events import (
+    ApiAnswered,
+    ApiEnded,
+    Done,
+    FirstCompletion,
+    Loading,
+    Staged,
+    Started,
+    Task,
+)
 from dsv4_runtime.contract import Cause, Phase, ProcessSignals, Reading, Signals, Timeouts
 
 MakeReplay = Callable[..., Any]
@@ -143,19 +152,19 @@ def test_a_bound_that_was_given_is_one(starting: MakeReplay) -> None:
     assert replay.failure[0] is Cause.STARTUP_TIMEOUT
 
 
-def test_two_first_starts_that_fail_alike_end_level_1(fresh: MakeReplay) -> None:
+@pytest.mark.parametrize(("second", "level"), [(1, 2), (2, 1)])
+def test_two_first_starts_that_fail_alike_end_level_1(fresh: MakeReplay, second: int, level: int) -> None:
     replay = fresh()
-    replay.serve()
-    replay.restart()
-    for code, starts in ((1, 2), (1, 2)):
-        replay.feed(ApiEnded(code))
-        replay.pass_to(replay.clock + 4)
-        if replay.state.phase is Phase.RESTARTING:
-            replay.feed(Done(Task.CLEAR))
-            replay.pass_to(replay.clock + 60)
-        assert len(replay.all(StartEngine)) == starts
-    assert replay.state.phase is Phase.FAILED
-    assert replay.state.failed_starts == (Cause.API_SERVER_DIED,) * 2
+    for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Staged(), Done(Task.JOIN)):
+        replay.feed(event)
+    replay.join()
+    replay.feed(ApiEnded(1))
+    replay.pass_to(replay.clock + 4)
+    replay.feed(Done(Task.CLEAR))
+    assert len(replay.all(StartEngine)) == 2, "level 1"
+    replay.feed(ApiEnded(second))
+    replay.pass_to(replay.clock + 4)
+    assert (replay.state.phase is Phase.FAILED) is (level == 2)
 
 
 def test_a_restart_that_exceeds_its_bound_is_not_repeated_on_the_same_ray_nodes(starting: MakeReplay) -> None:

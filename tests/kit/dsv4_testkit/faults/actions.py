@@ -170,6 +170,19 @@ class LinkDown:
 
 
 @dataclass(frozen=True)
+class OneWayLoss:
+    """Every packet from one member to another one is lost; the other direction, and both to the loop, stay."""
+
+    sender: int
+    receiver: int
+    seconds: float = 0.0
+
+    def strike(self, scene: Scene) -> Undo:
+        links.blackhole(scene.init(self.sender), scene.init(self.receiver))
+        return _nothing
+
+
+@dataclass(frozen=True)
 class Loss:
     """Every frame from and to a member is lost for `seconds`."""
 

@@ -187,6 +187,13 @@ FAULTS = (
     Fault("SIGSTOP worker of rank 1", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 1)),), ("EngineHung", 1, 1)),
     Fault("SIGSTOP API process", (((2.0, 2.5), dead(Cause.API_SERVER_HUNG, 0)),), ("APIServerHung", 0, 1)),
     Fault("EngineCore frozen", (((3.5, 4.0), dead(Cause.ENGINE_HUNG, None, "steps")),), ("EngineHung", None, 1)),
+    Fault(
+        # The loop, which still reaches both, makes it LinkLost.
+        "packets from member 0 to member 1 lost",
+        (((9.0, 9.5), dead(Cause.NODE_LOST, 1, "link")),),
+        ("NodeLost", 1, 2),
+        silent=True,
+    ),
     Fault("link of member 1 down", (((9.0, 9.5), dead(Cause.NODE_LOST, 1, "link")),), ("NodeLost", 1, 2), silent=True),
     Fault(
         "SIGSTOP raylet of rank 0",
