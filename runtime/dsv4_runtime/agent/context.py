@@ -78,6 +78,8 @@ class AgentContext:
         inherited = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
         self.env = {**inherited, **own, **plan.environment(rank)}
         self._created = time.time()
+        self._needed: tuple[Path, ...] = ()
+        """Files that were there when the Ray node had joined, and that the next engine needs."""
 
     @property
     def ray_logs(self) -> Path:
@@ -113,8 +115,11 @@ class AgentContext:
         """
         if not self.record.joined:
             return None
-        sockets = self.directory / "ray" / "session_latest" / "sockets"
-        for path in (self.directory, sockets / "raylet", sockets / "plasma_store", Path(self.plan.ray_token_file)):
+        if not self._needed:
+            sockets = self.directory / "ray" / "session_latest" / "sockets"
+            paths = self.directory, sockets / "raylet", sockets / "plasma_store", Path(self.plan.ray_token_file)
+            self._needed = tuple(path for path in paths if path.exists())
+        for path in self._needed:
             if not path.exists():
                 return f"{path} of rank {self.rank} was removed, and no engine can start on this Ray node"
         with contextlib.suppress(OSError):
