@@ -205,7 +205,7 @@ def _too_late(state: MemberState, now: Now) -> StepResult:
     if state.phase is Phase.JOINING and now.clock >= state.since + bounds.formation:
         missing = [rank for rank, peer in state.view.peers.items() if not peer.usable]
         who = f"rank {', '.join(map(str, missing))} did not join" if missing else "Ray did not start"
-        if not state.joined and state.view.gcs_answered is None:
+        if state.rank != 0 and not state.joined and state.view.gcs_answered is None:
             who = f"Ray's GCS on rank 0 did not answer rank {state.rank}"
         message = f"{who} within {bounds.formation:.0f} s"
         return fail(state, failure(Cause.FORMATION_TIMEOUT, message, "timeout", state.rank, None, now))
