@@ -89,7 +89,9 @@ class KillAuxiliary:
     def strike(self, scene: Scene) -> Undo:
         for pid in inside(scene.init(self.rank)):
             with contextlib.suppress(psutil.Error):
-                if any(self.word in word for word in psutil.Process(pid).cmdline()):
+                command = psutil.Process(pid).cmdline()
+                # The raylet's own command line has those of its agents.
+                if any(self.word in word for word in command) and Path(command[0]).name != "raylet":
                     os.kill(pid, signal.SIGKILL)
                     return _nothing
         raise RuntimeError(f"rank {self.rank} has no process with {self.word} in its command line")

@@ -106,7 +106,7 @@ FAULTS = (
     Fault(
         "kill -9 runtime-env agent of rank 1",
         Kind.CERTAIN,
-        KillAuxiliary("runtime_env/agent", 1),
+        KillAuxiliary("RuntimeEnvAgent", 1),
         ("RayletDied",),
         1,
         2,
