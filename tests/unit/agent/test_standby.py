@@ -222,11 +222,12 @@ async def test_one_is_used_only_if_it_answers_or_works(
     member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
 ) -> None:
     begin = member.context.start_child
-    programs = {"busy": f"while True: pass  # {standby._MODULE}", "another program": "import time; time.sleep(60)"}
+    programs = {"busy": "while True: pass", "another program": "import time; time.sleep(60)"}
 
     async def other(name: str, command: list[str], *, fed: bool = False, log: str | None = None) -> Any:
+        program = [] if how == "another program" else command[2:3]
         text = programs.get(how, WAITING)
-        return await begin(name, [sys.executable, "-c", text, *command[4:]], fed=fed, log=log)
+        return await begin(name, [sys.executable, "-c", text, *command[4:], *program], fed=fed, log=log)
 
     monkeypatch.setattr(member.context, "start_child", other)
     await member.standby.prepare()
