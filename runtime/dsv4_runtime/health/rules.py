@@ -14,7 +14,6 @@ from itertools import pairwise
 
 from dsv4_runtime.contract import Cause, Health, HealthPolicy, Signals
 from dsv4_runtime.health.samples import FATAL_XIDS, ProcessView, RankView, Sample, xid_message
-from dsv4_runtime.util.procfs import STOPPED
 
 WINDOW_SECONDS = 60.0
 """Age of the oldest sample that the rules need."""
@@ -25,6 +24,7 @@ _SAMPLE_SECONDS = 1.6
 """Interval after which a heartbeat counts as missing."""
 _ENGINE = frozenset({"engine-core", "worker"})
 _WANTS_TO_RUN = frozenset("RD")
+_STOPPED = frozenset("Tt")
 # Follows other deaths more often than it causes one.
 _NOISE = frozenset({Cause.NCCL_TIMEOUT})
 
@@ -145,7 +145,7 @@ def stopped_since(
         (rank, process.name)
         for rank, signals in members.items()
         for process in signals.processes
-        if process.name in roles and process.state in STOPPED
+        if process.name in roles and process.state in _STOPPED
     }
     return {one: max(known.get(one, now), awake) for one in found}
 
