@@ -232,6 +232,8 @@ async def test_a_member_shows_how_far_it_is_and_why_it_cannot(
     assert {"/v1/weights", "/v1/weights/manifest"} <= {
         route.resource.canonical for route in app.router.routes() if route.resource
     }
+    for child in member.context.children:
+        await child.end(0.0)
 
 
 async def test_a_file_that_is_wrong_is_told_by_a_process_of_its_own(plan: GroupPlan, tmp_path: Path) -> None:
