@@ -9,6 +9,7 @@ from dsv4_operator.api import GroupStatus, MemberStatus
 from dsv4_operator.lifecycle.observed import Observed, ObservedMember
 from dsv4_operator.lifecycle.watch import agent_status
 from dsv4_runtime.contract import Cause, Failure, Health, Phase
+from dsv4_runtime.contract.recovery import HEARD_SECONDS, is_link_lost, link_message
 
 SILENT_SECONDS = 12.0
 """A member that had answered and is silent for this long is lost, unless another member receives its heartbeats.
@@ -16,13 +17,13 @@ SILENT_SECONDS = 12.0
 Longer than the time in which members detect a lost member (`HealthPolicy.link_lost`) and report it. Members send
 heartbeats every 0.5 s, and 8 s without a packet must not end a working group.
 """
-HEARD_SECONDS = 3.0
-"""Maximum age of a heartbeat from a member that is present; only the path from the operator to it is broken."""
 BOOT_SECONDS = 90.0
 """Timeout of an agent that has not answered yet: its container or interpreter may start slowly."""
 GONE_SECONDS = 3.0
 """Timeout of a member that was observed and has disappeared; listings may lag behind."""
 
+_NO_CULPRIT = frozenset({Cause.LINK_LOST, Cause.WEIGHTS_CORRUPT})
+"""Causes that a member reports without a culprit only if no single member is at fault."""
 _UNASKED = frozenset({Phase.DRAINING, Phase.STOPPED})
 
 
@@ -48,7 +49,32 @@ def diagnose(group: GroupStatus, observed: Observed, now: float) -> Failure | No
     blamed = first.failure.culprit_rank
     if blamed in found and found[blamed].failure.culprit_rank == blamed:
         return found[blamed].failure
-    return first.failure
+    return _with_lost_link(first, group, observed, now)
+
+
+def _with_lost_link(first: _MemberFailure, group: GroupStatus, observed: Observed, now: float) -> Failure:
+    """Return the loss of a node as the loss of a link if that node still answers here, unless most members lost it.
+
+    The member that reports it must answer too: both ends run.
+    """
+    failure, lost = first.failure, first.failure.culprit_rank
+    if failure.cause is not Cause.NODE_LOST or lost is None or lost == first.rank:
+        return failure
+    silences = {
+        member.rank: status.signals.silent if status.signals is not None else {}
+        for member in observed.members
+        if member.incarnation == group.incarnation
+        and member.heard is not None
+        and now - member.heard <= HEARD_SECONDS
+        and (status := agent_status(member, observed.key)) is not None
+    }
+    if not {lost, first.rank} <= silences.keys():
+        return failure
+    others = silences.keys() - {lost, first.rank}
+    if others and not is_link_lost(lost, first.rank, silences):
+        return failure
+    message = f"{link_message(first.rank, lost)}; {failure.message}"[:1024]
+    return failure.model_copy(update={"cause": Cause.LINK_LOST, "culprit_rank": None, "message": message})
 
 
 def _member_failures(group: GroupStatus, observed: Observed, now: float) -> Iterator[_MemberFailure]:
@@ -65,7 +91,8 @@ def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observ
         reported = status.verdict.failure if status.verdict.health is Health.DEAD else None
         if reported is None:
             return _lost(member.rank, now, "its agent failed and gave no cause", "health", Cause.UNKNOWN)
-        rank = member.rank if reported.culprit_rank is None else reported.culprit_rank
+        blames_none = reported.culprit_rank is None and reported.cause not in _NO_CULPRIT
+        rank = member.rank if blames_none else reported.culprit_rank
         return reported.model_copy(update={"culprit_rank": rank})
     if seen is not None and seen.ended is not None:
         cause = seen.cause or Cause.MEMBER_LOST

@@ -36,6 +36,8 @@ class Obstacle(NamedTuple):
     rank: int
     description: str
     cause: Cause = Cause.UNKNOWN
+    lasting: bool = False
+    """Whether it is useless to wait for its end."""
 
 
 def find_obstacle(
@@ -46,6 +48,7 @@ def find_obstacle(
     head: MemberPlan,
     since: float,
     needed: int | None = None,
+    broken: str | None = None,
 ) -> Obstacle | None:
     """Return a remaining part of the ended engine, or another user of its resources; None if the next one can start.
 
@@ -57,12 +60,17 @@ def find_obstacle(
         head: rank 0, on whose port the API listens.
         since: monotonic time at which the head's own processes had ended.
         needed: bytes that the engine needs on each GPU; None: not known.
+        broken: missing prerequisite on the head's member.
     """
+    if broken is not None:
+        return Obstacle(0, broken, Cause.PREFLIGHT_FAILED, lasting=True)
     if roles := ENGINE_ROLES & set(own):
         return Obstacle(0, f"its {min(roles)} process still runs", Cause.PROCESS_STUCK)
     for rank, peer in peers.items():
         if peer.status is None or peer.heard is None or peer.heard <= since:
             return Obstacle(rank, "it has not answered since")
+        if peer.status.broken is not None:
+            return Obstacle(rank, peer.status.broken, Cause.PREFLIGHT_FAILED, lasting=True)
         if roles := ENGINE_ROLES & {process.name for process in peer.status.processes}:
             return Obstacle(rank, f"its {min(roles)} process still runs", Cause.PROCESS_STUCK)
     for rank, latest in signals.items():

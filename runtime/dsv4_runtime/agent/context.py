@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import sys
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 from dsv4_runtime.agent.cleanup import ENGINE_ROLES, sweep, sweep_sockets
 from dsv4_runtime.agent.decide.events import AgentEvent, Crashed, GroupSeen, Task
 from dsv4_runtime.agent.peers import Peers
-from dsv4_runtime.agent.processes import Child, ProcessWatch
+from dsv4_runtime.agent.processes import Child, ProcessWatch, kill_stopped_workers
 from dsv4_runtime.agent.record import Changes, MemberRecord
 from dsv4_runtime.contract import AgentStatus, GroupPlan, Signals
 from dsv4_runtime.engine.logs import LogTail
@@ -66,6 +67,8 @@ class AgentContext:
         self.exit_causes = ExitCauses(self.ray_logs)
         self.tails = {"ray": LogTail(directory / "ray.log")}
         self.children: list[Child] = []
+        self.gcs_answered: float | None = None
+        """Monotonic time of the latest answer of Ray's GCS to this member; None before the first."""
         self.watch = ProcessWatch(process_ended)
         self.fabric = MemberFabric(plan, plan.fabric, rank, token) if plan.fabric is not None else None
         # The directory of the agent's Python comes first: Ray starts `python` and `ninja` by name.
@@ -75,6 +78,8 @@ class AgentContext:
         inherited = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
         self.env = {**inherited, **own, **plan.environment(rank)}
         self._created = time.time()
+        self._needed: tuple[Path, ...] = ()
+        """Files that were there when the Ray node had joined, and that the next engine needs."""
 
     @property
     def ray_logs(self) -> Path:
@@ -88,7 +93,9 @@ class AgentContext:
 
     def view(self) -> GroupSeen:
         """Return the latest observation of the group."""
-        return GroupSeen(dict(self.peers.all), self.record.signals, self.record.disk_rate)
+        record = self.record
+        peers = dict(self.peers.all)
+        return GroupSeen(peers, record.signals, record.disk_rate, self.gcs_answered, record.weights_place)
 
     def signals(self) -> dict[int, Signals | None]:
         """Return the latest signals of every rank, this member's first."""
@@ -98,8 +105,26 @@ class AgentContext:
     def status(self) -> AgentStatus:
         """Return the member's current status."""
         self.record.processes = {os.getpid(): "agent", **self.roles()}
-        status = self.record.status()
+        status = self.record.status().model_copy(update={"broken": self.broken()})
         return status if self.fabric is None else status.model_copy(update={"fabric": self.fabric.status})
+
+    def broken(self) -> str | None:
+        """Return a description of a missing prerequisite of the next engine; None if there is none, or no Ray node yet.
+
+        The directory for temporary files is made again if it alone is missing.
+        """
+        if not self.record.joined:
+            return None
+        if not self._needed:
+            sockets = self.directory / "ray" / "session_latest" / "sockets"
+            paths = self.directory, sockets / "raylet", sockets / "plasma_store", Path(self.plan.ray_token_file)
+            self._needed = tuple(path for path in paths if path.exists())
+        for path in self._needed:
+            if not path.exists():
+                return f"{path} of rank {self.rank} was removed, and no engine can start on this Ray node"
+        with contextlib.suppress(OSError):
+            self.temporary.mkdir(exist_ok=True)
+        return None
 
     def evidence(self) -> dict[str, object]:
         """Return the first fatal line and the last lines of every log, the memory and the status, as JSON values."""
@@ -122,8 +147,11 @@ class AgentContext:
         return child
 
     def kill_engine(self) -> None:
-        """Kill the engine's watched processes on this member. Stopped actors ignore Ray's request to exit."""
+        """Kill the engine's watched processes on this member, because stopped actors ignore Ray's request to exit, and
+        the stopped ones of those that wait for the next engine."""
         self.watch.kill(ENGINE_ROLES)
+        if stopped := kill_stopped_workers():
+            _log.warning("killed waiting workers of Ray that were stopped: %s", stopped)
 
     async def sweep(self) -> None:
         """Remove shared memory and sockets that a killed engine left behind on this member."""

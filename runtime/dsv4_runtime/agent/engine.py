@@ -205,14 +205,14 @@ class EngineRunner:
         self._workers.forget()
         self._first_error = None
         if load_seconds > self._plan.timeouts.load:
-            _log.info("the slowest disk needs its time, so the load may take %.0f s", load_seconds)
+            _log.info("a start that progresses may take %.0f s", load_seconds)
             # vLLM has a bound of its own.
             context.env = {**context.env, "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(load_seconds))}
 
     async def _run_engine(self) -> AgentEvent:
         """Start vLLM and follow its log until its API process ends."""
         context, engine = self._context, self._plan.engine
-        api = self._standby.take(engine.args, str(context.directory / "vllm.log"))
+        api = await self._standby.take(engine.args, str(context.directory / "vllm.log"))
         if api is None:
             # The module, because the CPU build's `vllm` script fails without `vllm` distribution metadata.
             command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *engine.args]
@@ -302,6 +302,8 @@ class EngineRunner:
             context.children.remove(child)
         cleared = time.monotonic()
         while left := self._find_obstacle(cleared):
+            if left.lasting:
+                return TaskFailed(Task.CLEAR, left.cause, left.description, "preflight", left.rank)
             if time.monotonic() - cleared > _CLEAR_SECONDS:
                 reason = left.description
                 message = f"rank {left.rank} is not free for the next engine after {_CLEAR_SECONDS:.0f} s: {reason}"
@@ -314,7 +316,9 @@ class EngineRunner:
     def _find_obstacle(self, since: float) -> Obstacle | None:
         own, peers, signals = self._context.watch.roles.values(), self._context.peers.all, self._context.signals()
         needed = self._plan.expectations.gpu_bytes
-        return find_obstacle(own, signals, peers, self._gpu_idle or {}, self._plan.head, since, needed)
+        return find_obstacle(
+            own, signals, peers, self._gpu_idle or {}, self._plan.head, since, needed, self._context.broken()
+        )
 
     def _engine_processes(self) -> list[psutil.Process]:
         """Return the processes below the agent, except its Ray node and the standby processes."""

@@ -39,9 +39,10 @@ from dsv4_runtime.agent.decide.member import due, step
 from dsv4_runtime.agent.decide.state import MemberState, initial
 from dsv4_runtime.agent.engine import EngineRunner
 from dsv4_runtime.agent.processes import become_reaper, end_everything, reap_orphans
+from dsv4_runtime.agent.ray import RayNode
 from dsv4_runtime.agent.record import Changes
 from dsv4_runtime.agent.standby import Standby
-from dsv4_runtime.agent.start import RayNode, StartRunner
+from dsv4_runtime.agent.start import StartRunner
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Phase
 from dsv4_runtime.engine.logs import bound
 from dsv4_runtime.health.vitals import SAMPLE_SECONDS
@@ -325,6 +326,7 @@ class Member:
         context, drain = self.context, self.context.plan.timeouts.drain
         deadline = time.monotonic() + drain
         context.watch.close()
+        self.ray.close()
         if context.fabric is not None:
             context.fabric.close()
         try:

@@ -15,7 +15,8 @@ from typing import BinaryIO
 
 import psutil
 
-from dsv4_runtime.util.procfs import below
+from dsv4_runtime.util.probe import ChildLine
+from dsv4_runtime.util.procfs import STOPPED, below, command_of
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ _TITLES = (
     ("ray::RayWorkerProc", "worker"),
     ("VLLM::Worker", "worker"),
 )
+_IDLE_WORKER = "ray::IDLE"
 _PROGRAMS = {"raylet": "raylet", "gcs_server": "gcs"}
 
 
@@ -66,16 +68,31 @@ def find_roles() -> dict[int, str]:
     count.
     """
     table = below(os.getpid())
-    found = {pid: role for pid in table if (role := role_of(_command(pid)))}
+    found = {pid: role for pid in table if (role := role_of(command_of(pid)))}
     return {pid: role for pid, role in found.items() if found.get(table[pid].parent) != role}
 
 
-def _command(pid: int) -> list[str]:
-    """Return a process's command line; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-    except OSError:
-        return []
+def standby_workers() -> set[int]:
+    """Return the process ids of Ray's waiting processes below this one that have imported vLLM."""
+    found = set()
+    for pid in below(os.getpid()):
+        with contextlib.suppress(OSError):
+            if _is_idle_worker(pid) and b"/libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
+                found.add(pid)
+    return found
+
+
+def kill_stopped_workers() -> list[int]:
+    """Kill the stopped ones of Ray's waiting processes, which would get the next engine's actors; return their ids."""
+    stopped = [pid for pid, one in below(os.getpid()).items() if one.state in STOPPED and _is_idle_worker(pid)]
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return stopped
+
+
+def _is_idle_worker(pid: int) -> bool:
+    return command_of(pid)[0:1] == [_IDLE_WORKER]
 
 
 @contextlib.contextmanager
@@ -108,28 +125,38 @@ def _output(log: Path) -> BinaryIO:
 class Child:
     """A child process in a session of its own, writing to a log file."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, line: ChildLine | None = None) -> None:
         self.name = name
         self._process = process
+        self._line = line
 
     @classmethod
     async def start(
         cls, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, *, fed: bool = False
     ) -> Child:
-        """Start `command` with exactly `env`; both outputs are appended to `log`. If `fed`, `send` writes its input.
+        """Start `command` with exactly `env`; both outputs are appended to `log`. If `fed`, its input is a line.
 
         If the log cannot be written, the child runs without one.
         """
-        with _output(log) as output:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                env=dict(env),
-                stdin=asyncio.subprocess.PIPE if fed else asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        return cls(name, process)
+        line = ChildLine() if fed else None
+        try:
+            with _output(log) as output:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    env=dict(env),
+                    stdin=line.stdin.fileno() if line is not None else asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+        except BaseException:
+            if line is not None:
+                line.close()
+            raise
+        finally:
+            if line is not None:
+                line.opened()
+        return cls(name, process, line)
 
     @property
     def pid(self) -> int:
@@ -147,13 +174,15 @@ class Child:
 
     def send(self, line: bytes) -> bool:
         """Write to the input of a process that was started `fed`, and end that; return whether it could be written."""
-        assert self._process.stdin is not None  # noqa: S101  (see `start`)
-        try:
-            self._process.stdin.write(line)
-            self._process.stdin.close()
-        except (BrokenPipeError, ConnectionResetError):
-            return False
-        return True
+        assert self._line is not None  # noqa: S101  (see `start`)
+        sent = self._line.send(line)
+        self._line.close()
+        return sent
+
+    async def alive(self) -> bool:
+        """Return whether a process that was started `fed` runs, and answers or works."""
+        assert self._line is not None  # noqa: S101  (see `start`)
+        return self.running and await self._line.alive(self.pid)
 
     def tree(self) -> list[psutil.Process]:
         """Return the child and everything below it that still runs."""
@@ -183,6 +212,8 @@ class Child:
                 await self._process.wait()
         except TimeoutError:
             _log.error("%s (process %s) outlives SIGKILL: it waits for a device", self.name, self.pid)
+        if self._line is not None:
+            self._line.close()
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:

@@ -126,6 +126,8 @@ class MemberRecord:
         """(tokens, requests of the maximum length at once), from this generation's log."""
         self.weights_repaired: tuple[str, ...] = ()
         """Wrong files of the checkpoint that were fetched again."""
+        self.weights_place = ""
+        """As in the status; read once, because a file server may stop to answer."""
         self.weights_verified: bool | None = None
         """Whether the content of these files was read and is right."""
         self.weights_doubted: str | None = None
@@ -273,6 +275,7 @@ class MemberRecord:
             phase_seconds=self._phase_seconds,
             disk_bytes_per_second=self.disk_rate,
             weights_repaired=self.weights_repaired,
+            weights_place=self.weights_place,
             weights_verified=self.weights_verified,
             engine=EngineStatus(
                 generation=self.generation,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,16 @@ from pydantic import ValidationError
 from dsv4_runtime.agent.processes import waited_for
 from dsv4_runtime.contract import Cause, GroupPlan, PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.nano.main import DAMAGED
+from dsv4_runtime.util.probe import ANSWER_SECONDS, PROBE_SECONDS, ChildLine
 from dsv4_runtime.weights import cache, store
 from dsv4_runtime.weights.messages import StagingJob, StagingReport
 
 _log = logging.getLogger(__name__)
 _GUARD_SECONDS = 2.0
+# Of a process that reads or fetches the weights, replacements of a hung one included.
+_ATTEMPTS = 3
+_REPLACE_SECONDS = 5.0
+_MISSING_ANSWERS = 2
 # Dropped files return to the cache as they are read: dropping them again at once would only slow the load down.
 _GUARD_PAUSE_SECONDS = 10.0
 
@@ -125,32 +131,64 @@ def _job(plan: GroupPlan, rank: int, token: str) -> StagingJob:
 
 
 async def _run(what: str, job: StagingJob, report: Callable[[StagingReport], None]) -> int:
-    """Run one job to its end; its input stays open meanwhile, because the process ends at the end of its input."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "dsv4_runtime.weights.main", what),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        # With cached bytecode the process starts in half the time.
-        env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
-    )
-    assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018  (both are pipes, see above)
+    """Run one job to its end and return its exit code; replace a process that hangs, without loss of finished files."""
+    for attempt in range(_ATTEMPTS):
+        code, hung = await _run_once(what, job, report)
+        if not hung or attempt + 1 == _ATTEMPTS:
+            break
+        _log.warning("the %s process of the weights neither answers nor works; it is replaced", what)
+        await asyncio.sleep(_REPLACE_SECONDS * attempt)
+    return code
+
+
+async def _run_once(what: str, job: StagingJob, report: Callable[[StagingReport], None]) -> tuple[int, bool]:
+    """Run a process for the job; return its exit code, and whether it was killed because it hung.
+
+    Its input stays open meanwhile, because the process ends at the end of its input.
+    """
+    line = ChildLine()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "dsv4_runtime.weights.main", what),
+            stdin=line.stdin.fileno(),
+            stdout=asyncio.subprocess.PIPE,
+            # With cached bytecode the process starts in half the time.
+            env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+        )
+    except BaseException:
+        line.close()
+        raise
+    finally:
+        line.opened()
+    assert process.stdout is not None  # noqa: S101  (a pipe, see above)
+    probing = asyncio.create_task(_kill_if_hung(process, line))
     with waited_for(process.pid):
         try:
-            process.stdin.write(f"{job.to_json()}\n".encode())
-            await process.stdin.drain()
-            async for line in process.stdout:
+            line.send(f"{job.to_json()}\n".encode())
+            async for text in process.stdout:
                 try:
-                    report(StagingReport.model_validate_json(line))
+                    report(StagingReport.model_validate_json(text))
                 except ValidationError:
-                    _log.warning("weights: %s", line.decode(errors="replace").strip())
-            return await process.wait()
-        except (BrokenPipeError, ConnectionResetError):
-            return await process.wait()
+                    _log.warning("weights: %s", text.decode(errors="replace").strip())
+            code = await process.wait()
+            return code, code == -signal.SIGKILL and probing.done()
         finally:
+            probing.cancel()
+            line.close()
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+async def _kill_if_hung(process: asyncio.subprocess.Process, line: ChildLine) -> None:
+    """Probe the process; kill it and return after two missing answers in a row."""
+    missing = 0
+    while missing < _MISSING_ANSWERS:
+        await asyncio.sleep(PROBE_SECONDS / 2)
+        missing = 0 if await line.alive(process.pid, ANSWER_SECONDS / 2) else missing + 1
+    if process.returncode is None:
+        process.kill()
 
 
 async def _make_nano(weights: WeightsPlan) -> StagingReport:

@@ -16,19 +16,32 @@ import time
 
 from dsv4_runtime.agent.context import AgentContext
 from dsv4_runtime.agent.monitor import open_requests
-from dsv4_runtime.agent.processes import Child
+from dsv4_runtime.agent.processes import Child, kill_stopped_workers, standby_workers
 from dsv4_runtime.contract import Role
+from dsv4_runtime.contract.recovery import backoff
 from dsv4_runtime.engine import token_auth
+from dsv4_runtime.util import probe
+from dsv4_runtime.util.procfs import command_of
 
 _log = logging.getLogger(__name__)
 
 NAME = "standby"
+_MODULE = "dsv4_runtime.vllm_plugin.warm_pool"
 _AFTER_SECONDS = 5.0
 """Minimum time without requests: the engine first answers the requests that were held."""
 _LATEST_SECONDS = 60.0
 """After this time the processes start even if the engine was never idle."""
 _POLL_SECONDS = 1.0
 _BOUND_SECONDS = 120.0
+_REPLACED_AFTER_SECONDS = 1.0
+"""As `_AFTER_SECONDS`, for the replacement of a lost process."""
+_REPLACEMENTS = 5
+"""Losses in a row after which no process is replaced until the next engine."""
+_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 0.5, 60.0
+_LASTING_SECONDS = 600.0
+"""Losses this far apart are not in a row."""
+_WORKERS_SECONDS = 3.0
+"""Interval of the scans for Ray's waiting processes."""
 _LEAST_MEMORY = 4 << 30
 """Minimum of available memory: a slower restart is better than an out-of-memory kill."""
 
@@ -54,24 +67,43 @@ class Standby:
         context.children = [child for child in context.children if child.name != NAME or child.running]
         running = self._server is not None and self._server.running
         if context.me.role is Role.HEAD and not running and self._has_memory():
-            command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.warm_pool", "server", context.plan.weights.path]
+            command = [sys.executable, "-m", _MODULE, "server", context.plan.weights.path]
             self._server = await context.start_child(NAME, command, fed=True, log=log)
 
+    async def keep(self) -> None:
+        """Start all standby processes once the serving engine is idle, or after a bounded time; replace lost ones.
+
+        Raises:
+            OSError, TimeoutError: a process cannot be started, or Ray does not answer.
+        """
+        lost = 0
+        await self._until_idle(self._context.api, _AFTER_SECONDS)
+        while True:
+            begun = time.monotonic()
+            await self.prepare()
+            what = await self._until_lost()
+            lost = 1 if time.monotonic() - begun > _LASTING_SECONDS else lost + 1
+            if lost > _REPLACEMENTS:
+                _log.warning("%s; it is the %sth loss in a row, so the next start will be a cold one", what, lost)
+                return
+            _log.warning("%s; it is replaced", what)
+            await asyncio.sleep(backoff(lost, first=_BACKOFF_SECONDS, longest=_LONGEST_BACKOFF_SECONDS))
+            await self._until_idle(self._context.api, _REPLACED_AFTER_SECONDS)
+
     async def prepare(self) -> None:
-        """Start all standby processes once the serving engine is idle, or after a bounded time.
+        """Start the standby processes that are missing.
 
         Raises:
             OSError, TimeoutError: a process cannot be started, or Ray does not answer.
         """
         context, me, head = self._context, self._context.me, self._context.plan.head
-        await self._until_idle(context.api)
         context.brake.touch()
         await self.start_server(NAME)
         if not self._has_memory():
             return
-        if any("--distributed-executor-backend=ray" in argument for argument in context.plan.engine.args):
+        if self._has_workers:
             arguments = [f"{head.address}:{head.ports.gcs}", me.address, str(me.devices)]
-            command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.warm_pool", "workers", *arguments]
+            command = [sys.executable, "-m", _MODULE, "workers", *arguments]
             prestart = await context.start_child("prestart", command)
             try:
                 async with asyncio.timeout(_BOUND_SECONDS):
@@ -81,6 +113,41 @@ class Standby:
                 await prestart.end(0.0)
                 context.children.remove(prestart)
 
+    @property
+    def _has_workers(self) -> bool:
+        return any("--distributed-executor-backend=ray" in argument for argument in self._context.plan.engine.args)
+
+    async def _until_lost(self) -> str:
+        """Wait until a standby process has ended, or is stopped or hung; return a description of it."""
+        workers: set[int] = set()
+        scanned = 0.0
+        while True:
+            await asyncio.sleep(probe.PROBE_SECONDS)
+            if self._server is not None and not await self._is_usable(self._server):
+                return f"the standby server (process {await self._discard()}) ended or does not answer"
+            if self._has_workers and time.monotonic() - scanned >= _WORKERS_SECONDS:
+                scanned = time.monotonic()
+                if stopped := kill_stopped_workers():
+                    return f"a waiting worker of Ray (process {stopped[0]}) is stopped"
+                # Ray itself ends processes beyond the number of devices.
+                found = standby_workers()
+                if len(found) < min(len(workers), self._context.me.devices):
+                    return f"a waiting worker of Ray (process {min(workers - found)}) ended"
+                workers = found
+
+    async def _is_usable(self, server: Child) -> bool:
+        """Return whether a standby server runs its program, and answers or works."""
+        program = server.running and any(_MODULE in word for word in command_of(server.pid))
+        return program and await server.alive()
+
+    async def _discard(self) -> int:
+        server, self._server = self._server, None
+        assert server is not None  # noqa: S101  (see the callers)
+        await server.end(0.0)
+        if server in self._context.children:
+            self._context.children.remove(server)
+        return server.pid
+
     def release(self) -> None:
         """Let the imports continue at full speed: the engine is dead, and the next one needs the processes."""
         try:
@@ -88,15 +155,15 @@ class Standby:
         except OSError as error:
             _log.warning("the processes in waiting import slowly: %s", error)
 
-    async def _until_idle(self, api: str) -> None:
-        """Wait until vLLM has had no request for a while; an engine that does not report a number counts as busy."""
+    async def _until_idle(self, api: str, seconds: float) -> None:
+        """Wait until vLLM has had no request for `seconds`; an engine that does not report a number counts as busy."""
         begun = time.monotonic()
         idle: float | None = None
         headers = token_auth.headers(self._context.token)
         while (now := time.monotonic()) - begun < _LATEST_SECONDS:
             busy = await open_requests(api, headers) != 0
             idle = None if busy else now if idle is None else idle
-            if idle is not None and now - idle >= _AFTER_SECONDS:
+            if idle is not None and now - idle >= seconds:
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -108,12 +175,16 @@ class Standby:
             return False
         return True
 
-    def take(self, args: tuple[str, ...], log: str) -> Child | None:
+    async def take(self, args: tuple[str, ...], log: str) -> Child | None:
         """Turn the standby process into vLLM's API server with these arguments and this log; return None if there is
-        none."""
-        server, self._server = self._server, None
-        if server is None or not server.running:
+        none that runs and answers."""
+        server = self._server
+        if server is None:
             return None
+        if not await self._is_usable(server):
+            _log.warning("the standby server (process %s) does not answer: a cold start", await self._discard())
+            return None
+        self._server = None
         server.name = "api"
         order = {"args": args, "env": self._context.env, "log": log}
         return server if server.send(f"{json.dumps(order)}\n".encode()) else None

@@ -12,24 +12,23 @@ import importlib.util
 import logging
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from dsv4_runtime.agent.cleanup import SHM, short_of_memory
-from dsv4_runtime.agent.context import AgentContext
-from dsv4_runtime.agent.decide.death import describe_exit
-from dsv4_runtime.agent.decide.events import AgentEvent, Done, RayLost, Staged, Task, TaskFailed, WeightsRead
-from dsv4_runtime.agent.processes import Child
+from dsv4_runtime.agent.context import AgentContext, run_in_daemon_thread
+from dsv4_runtime.agent.decide.events import AgentEvent, Done, Staged, Task, TaskFailed, WeightsRead
+from dsv4_runtime.agent.ray import RayNode
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, read_again, stage
 from dsv4_runtime.agent.standby import Standby
-from dsv4_runtime.contract import Cause, FabricStatus, GpuSignals, GroupPlan, Progress, Role
-from dsv4_runtime.engine.logs import RAY_STARTED
+from dsv4_runtime.contract import Cause, FabricStatus, GpuSignals, GroupPlan, Progress
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
 from dsv4_runtime.health.gpu import DriverSilentError, Gpus, within_seconds
+from dsv4_runtime.weights import store
 from dsv4_runtime.weights.messages import StagingReport
 from dsv4_runtime.weights.server import WeightsServer
 
@@ -39,8 +38,6 @@ _log = logging.getLogger(__name__)
 _DRIVER_SECONDS = 10.0
 # Until the driver has released the memory of an engine that ended before.
 _GPU_SECONDS, _GPU_PAUSE_SECONDS = 10.0, 0.5
-_TICK_SECONDS = 0.25
-_CONNECT_SECONDS = 2.0
 
 
 class StartRunner:
@@ -94,6 +91,7 @@ class StartRunner:
             text = "%s: %s of rank %s was not what its source says, and was fetched anew"
             _log.warning(text, Cause.WEIGHTS_CORRUPT, name, self._rank)
         self._record.weights_repaired = done.wrong
+        self._record.weights_place = await run_in_daemon_thread(store.place, Path(self._plan.weights.path))
         return Staged(done.verified)
 
     async def prove(self) -> AgentEvent:
@@ -131,7 +129,7 @@ class StartRunner:
     async def standby(self) -> AgentEvent:
         """Start the standby processes for the next engine."""
         with _log_only():
-            await self._standby.prepare()
+            await self._standby.keep()
         return Done(Task.STANDBY)
 
     async def scrub(self) -> AgentEvent:
@@ -164,52 +162,6 @@ def _log_only() -> Iterator[None]:
         yield
     except (OSError, TimeoutError) as error:
         _log.warning("no process waits for the next engine: %s", str(error) or type(error).__name__)
-
-
-class RayNode:
-    """Ray node of one member. Created inside a running event loop."""
-
-    def __init__(self, context: AgentContext) -> None:
-        self._context = context
-        self._exit: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Start the node and wait until Ray reports that it runs; the decisions bound the wait."""
-        me, log = self._context.me, self._context.tails["ray"]
-        if me.role is Role.WORKER:
-            await self._wait_for_gcs()
-        child = await self._context.start_child("ray", [sys.executable, "-m", "ray.scripts.scripts", *me.ray_args])
-        self._exit = asyncio.create_task(self._await_exit(child))
-        # The line is written by another process: there is no event to wait for.
-        while not any(RAY_STARTED in line for line in log.read()):  # noqa: ASYNC110
-            await asyncio.sleep(_TICK_SECONDS)
-
-    def process_ended(self, role: str) -> None:
-        """Report the end of the raylet or the GCS, a second before `ray start --block` exits for it."""
-        cause = Cause.RAYLET_DIED if role == "raylet" else Cause.RAY_HEAD_LOST
-        self._context.feed(RayLost(cause, f"the {role} process of rank {self._context.rank} ended", "process"))
-
-    async def _await_exit(self, ray: Child) -> None:
-        code = await ray.wait()
-        log = self._context.tails["ray"]
-        log.read()
-        error = f": {log.first_fatal[0]}" if log.first_fatal else ""
-        cause = Cause.RAY_HEAD_LOST if self._context.me.role is Role.HEAD else Cause.RAYLET_DIED
-        message = f"Ray on rank {self._context.rank} ended ({describe_exit(code)}){error}"
-        self._context.feed(RayLost(cause, message, "exit"))
-
-    async def _wait_for_gcs(self) -> None:
-        """Wait until the head's GCS listens: `ray start` gives up before a slow head is ready."""
-        head = self._context.plan.head
-        while True:
-            try:
-                async with asyncio.timeout(_CONNECT_SECONDS):
-                    _, writer = await asyncio.open_connection(head.address, head.ports.gcs)
-            except (OSError, TimeoutError):
-                await asyncio.sleep(_TICK_SECONDS)
-            else:
-                writer.close()
-                return
 
 
 class PreflightError(Exception):

@@ -48,6 +48,9 @@ class HealthPolicy(Document):
     answer_tolerance: float = Field(default=0.5, gt=0)
     """Nats by which the log probabilities of the known answer may differ from start to start. The default leaves room
     for accelerators, on which the order of sums may be another one in each start."""
+    start_idle: float = Field(default=30.0, gt=0)
+    """A start is hung if for this long its log shows no progress and its processes use no processor, disk or more
+    memory."""
     api_silent: float = Field(default=4.0, gt=0)
     """An API process that answers nothing for so long, and does nothing either, is hung."""
     link_suspect: float = Field(default=2.0, gt=0)
@@ -74,6 +77,7 @@ AnyPort = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 
 _SLOWEST_DISK = 20e6
+_LONGEST_LOAD = 4.0
 
 
 class Role(StrEnum):
@@ -147,7 +151,8 @@ class Timeouts(Document):
     formation: Seconds
     """From the start of Ray on a member until every member has joined."""
     load: Seconds
-    """From the start of vLLM until it answers `/health`."""
+    """From the start of vLLM until it answers `/health`. A planned one ends no start that still progresses before four
+    times as long."""
     reading: Reading | None = None
     """Share of `load` that is for reading; None: `load` was given, and no disk changes it."""
     first_token: Seconds
@@ -164,6 +169,13 @@ class Timeouts(Document):
             return self.load
         slower = 1 / max(rate, _SLOWEST_DISK) - 1 / self.reading.bytes_per_second
         return self.load + self.reading.slack * self.reading.size * slower
+
+    def longest_load(self, bound: float) -> float:
+        """Return the seconds after which even a start that progresses has failed, with `bound` of `load_at`.
+
+        A bound that was given is one for every start.
+        """
+        return bound if self.reading is None else _LONGEST_LOAD * bound
 
 
 class Expectations(Document):

@@ -1,16 +1,19 @@
-"""The restart budget: one pure rule for the head's agent (level 1) and the operator (level 2).
+"""Pure rules for the head's agent (level 1) and the operator (level 2): the restart budget, and lost links.
 
 Restart loops leak unified memory on GB10 until the machine needs a power cycle, so every level spends from one budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
 
 from dsv4_runtime.contract.base import Document
+
+HEARD_SECONDS = 3.0
+"""Maximum age of a heartbeat from a member that is present."""
 
 
 def backoff(failures: int, *, first: float, longest: float) -> float:
@@ -64,3 +67,25 @@ def within(window: float, times: Iterable[float], now: float) -> list[float]:
     A time further in the future was dated by a wrong clock, and would count for as long as that is wrong.
     """
     return [time for time in times if abs(now - time) < window]
+
+
+def is_link_lost(lost: int, observer: int, silences: Mapping[int, Mapping[int, float]]) -> bool:
+    """Return whether `observer` and `lost` both run and only their link is lost.
+
+    A heartbeat takes the way there and back, so a loss in one direction silences both ends for each other. At least as
+    many members have to hear `lost` as do not: otherwise its machine is at fault, or its port.
+
+    Args:
+        lost: the rank that is silent for `observer`.
+        observer: another rank, which still runs.
+        silences: rank to the seconds since it last heard each other rank, of the members with fresh observations.
+    """
+    views = [seen.get(lost) for rank, seen in silences.items() if rank not in (lost, observer)]
+    hearing = sum(silence is not None and silence < HEARD_SECONDS for silence in views)
+    return hearing > 0 and hearing >= len(views) - hearing + 1
+
+
+def link_message(one: int, other: int) -> str:
+    """Return the message about the link of two members."""
+    first, second = sorted((one, other))
+    return f"rank {first} and rank {second} both run and no longer reach each other: check the link between them"

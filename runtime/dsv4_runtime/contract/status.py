@@ -51,6 +51,8 @@ class Cause(StrEnum):
     """A member's agent does not answer, although its machine accepts connections."""
     NODE_LOST = "NodeLost"
     """A member can no longer be reached over the network, or its node is gone."""
+    LINK_LOST = "LinkLost"
+    """Two members that both run can no longer reach each other; neither node is at fault."""
     PREFLIGHT_FAILED = "PreflightFailed"
     STAGING_FAILED = "StagingFailed"
     FORMATION_TIMEOUT = "FormationTimeout"
@@ -139,7 +141,7 @@ class Failure(Report):
     """The first fatal line, or the observation; at most 1 KiB."""
     detected_by: str
     """Signal that detected it: `exit`, `process`, `peer`, `timeout`, `log`, `completion`, `preflight`, `staging`,
-    `steps`, `api`, `link` or `gpu`."""
+    `start`, `steps`, `api`, `link` or `gpu`."""
     generation: int | None = None
     """The engine generation that died; None if it was not an engine's death."""
     level: int | None = None
@@ -227,6 +229,11 @@ class Signals(Report):
     """Seconds since this sample: the driver may answer late or never."""
     collectives: int | None = None
     """Collective operations that this member's engine worker has begun; None where nothing counts them."""
+    idle: float | None = None
+    """Seconds since this member's processes of the engine last used a processor, a disk or more memory, or started or
+    ended one, such as a compiler; None: not measured."""
+    stagnant: float | None = None
+    """The same without the processor time of the engine's own processes, which may spin in vain."""
     silent: dict[int, float] = Field(default_factory=dict)
     """Rank to the seconds since its last sign of life at this member; ranks without one are missing."""
 
@@ -311,6 +318,8 @@ class AgentStatus(Report):
     """Digest of all inputs of the answers, from the plan; None: not in the plan."""
     joined: bool = False
     """Whether this member's Ray node is part of the cluster."""
+    broken: str | None = None
+    """Missing prerequisite of another engine on this Ray node, such as a removed directory; None: there is none."""
     signals: Signals | None = None
     phase_seconds: dict[str, float] = Field(default_factory=dict)
     """Time spent in each earlier phase of the present start."""
@@ -320,6 +329,8 @@ class AgentStatus(Report):
     weights_repaired: tuple[str, ...] = ()
     """Files of the checkpoint that differed from their source when this incarnation read them again, and were fetched
     again."""
+    weights_place: str = ""
+    """Identity of the checkpoint's directory, equal for members that read the same one; empty: not known."""
     weights_verified: bool | None = None
     """Whether the content of every file of the checkpoint was read since the present engine generation, or the first
     one's staging, and is right; False: there is no reference; None: not read to the end."""

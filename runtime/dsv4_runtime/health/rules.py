@@ -8,11 +8,11 @@ agent.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dsv4_runtime.contract import Cause, Health, HealthPolicy
+from dsv4_runtime.contract import Cause, Health, HealthPolicy, Signals
 from dsv4_runtime.health.samples import FATAL_XIDS, ProcessView, RankView, Sample, xid_message
 
 WINDOW_SECONDS = 60.0
@@ -24,6 +24,7 @@ _SAMPLE_SECONDS = 1.6
 """Interval after which a heartbeat counts as missing."""
 _ENGINE = frozenset({"engine-core", "worker"})
 _WANTS_TO_RUN = frozenset("RD")
+_STOPPED = frozenset("Tt")
 # Follows other deaths more often than it causes one.
 _NOISE = frozenset({Cause.NCCL_TIMEOUT})
 
@@ -73,6 +74,86 @@ def agent_hung(silence: float, accepting: float | None, policy: HealthPolicy, no
     return accepting is not None and silence >= policy.agent_silent and now - accepting >= policy.agent_silent / 2
 
 
+def judge_start(
+    members: Mapping[int, tuple[Signals, float]],
+    stopped: Mapping[tuple[int, str], float],
+    progressed: float,
+    stage: str,
+    policy: HealthPolicy,
+    now: float,
+) -> Judgement | None:
+    """Return the verdict on an engine that starts; None while it progresses.
+
+    Args:
+        members: rank to its latest signals and the time at which they arrived.
+        stopped: rank and role of the engine's stopped processes, and the time since which they are.
+        progressed: time of the start's latest progress in the log, or of its begin.
+        stage: that progress.
+        policy: the thresholds.
+        now: monotonic time.
+    """
+    for (rank, role), since in sorted(stopped.items(), key=lambda one: one[1]):
+        if now - since >= policy.stopped:
+            message = f"{_name(role)} on rank {rank} is stopped (state T) since {now - since:.1f} s, during the start"
+            return Judgement(Health.DEAD, Cause.ENGINE_HUNG, rank, "start", message, since)
+    quiet = start_idle(members, progressed, now)
+    if quiet < policy.start_idle:
+        return None
+    # A process that waits for a device or a file server holds the others up; without one the start shows no culprit.
+    blocked = [
+        (rank, one.name) for rank, (signals, _) in members.items() for one in signals.processes if one.state == "D"
+    ]
+    culprit = blocked[0][0] if blocked else None
+    what = "".join(f"; {_name(role)} on rank {rank} waits in the kernel (state D)" for rank, role in blocked)
+    message = (
+        f"the start made no progress for {quiet:.0f} s: no processor, disk or memory is used; its log: {stage}{what}"
+    )
+    return Judgement(Health.DEAD, Cause.ENGINE_HUNG, culprit, "start", message, now - quiet)
+
+
+def start_idle(
+    members: Mapping[int, tuple[Signals, float]], progressed: float, now: float, *, spinning: bool = True
+) -> float:
+    """Return the seconds since a start last progressed, by its log or on any member; 0 if that is not measured.
+
+    Args:
+        members, progressed, now: as in `judge_start`.
+        spinning: whether processor time of the engine's own processes counts, which may spin in vain.
+    """
+    measured = [(one.idle if spinning else one.stagnant, arrived) for one, arrived in members.values()]
+    idle = [seconds + now - arrived for seconds, arrived in measured if seconds is not None]
+    return min(now - progressed, *idle) if idle else 0.0
+
+
+def stopped_since(
+    known: Mapping[tuple[int, str], float],
+    members: Mapping[int, Signals],
+    roles: Container[str],
+    now: float,
+    awake: float,
+) -> dict[tuple[int, str], float]:
+    """Return rank and role of each stopped process of `roles`, and the time since which it is.
+
+    Args:
+        known: the previous result.
+        members: rank to its latest signals.
+        roles: as in `ProcessSignals.name`.
+        now: monotonic time.
+        awake: end of this agent's latest pause. It may have been stopped together with them, and continue first.
+    """
+    found = {
+        (rank, process.name)
+        for rank, signals in members.items()
+        for process in signals.processes
+        if process.name in roles and process.state in _STOPPED
+    }
+    return {one: max(known.get(one, now), awake) for one in found}
+
+
+def _name(role: str) -> str:
+    return {"api": "vLLM's API process", "engine-core": "EngineCore", "gcs": "Ray's GCS"}.get(role, f"the {role}")
+
+
 def stall_bound(run: Sequence[Sample], policy: HealthPolicy) -> float:
     """Return how long a step may take without any sign of life."""
     learned = policy.stall_factor * (run[-1].pace or 0.0)
@@ -98,7 +179,7 @@ def _stopped(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgeme
     if not stopped:
         return None
     since, rank, role = min(stopped)
-    name = {"api": "vLLM's API process", "engine-core": "EngineCore"}.get(role, "the worker")
+    name = _name(role)
     return _graded(
         now - since,
         policy.stopped / 4,

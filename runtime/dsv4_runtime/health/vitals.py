@@ -6,20 +6,22 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from dsv4_runtime.contract import Cause, ProcessSignals, Signals
+from dsv4_runtime.contract import Cause, GpuSignals, ProcessSignals, Signals
 from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.health import ledger
 from dsv4_runtime.health.gpu import GpuWatch
-from dsv4_runtime.util.procfs import below, entry, trees
+from dsv4_runtime.util.procfs import Work, below, command_of, entry, trees
 
 SAMPLE_SECONDS = 0.5
 """Interval of the samples."""
-ROLES = frozenset({"api", "engine-core", "worker", "raylet", "gcs"})
+ENGINE_ROLES = frozenset({"api", "engine-core", "worker"})
+ROLES = ENGINE_ROLES | {"raylet", "gcs"}
+_GPU_GROWTH_BYTES = 1 << 20
 # Compilers are short-lived children of a worker; a wait for one has a bound of many seconds.
 _TREE_SECONDS = 2.0
 _SLOW_SECONDS = 2.0
@@ -43,6 +45,9 @@ class Vitals:
         self._measured = 0.0
         self._slow: dict[str, int | None] = {}
         self._ledgers: dict[int, ledger.LedgerReader] = {}
+        self._starting: set[int] = set()
+        self._work: tuple[Work, Work, int] | None = None
+        self._worked = self._grew = 0.0
 
     def sample(self, roles: Mapping[int, str], silent: Mapping[int, float]) -> Signals:
         """Sample the member now. Of `roles`, process id to role, only processes of the engine and of Ray are sampled;
@@ -51,6 +56,8 @@ class Vitals:
         watched = {pid: role for pid, role in roles.items() if role in ROLES}
         if now - self._treed >= _TREE_SECONDS or watched.keys() - self._trees.keys():
             self._trees = trees(below(os.getpid()), watched) if watched else {}
+            rays = (pid for root, role in watched.items() if role == "raylet" for pid in self._trees.get(root, ()))
+            self._starting = {pid for pid in rays if _is_worker(command_of(pid))}
             self._treed = now
         if now - self._measured >= _SLOW_SECONDS:
             self._slow = {"memory_available": available(), "shm_free": shm_free(), "oom_kills": oom_kills()}
@@ -63,11 +70,13 @@ class Vitals:
             gpus_age=round(age, 3),
             collectives=self._collectives({pid for pid, role in watched.items() if role == "worker"}),
             silent={rank: round(seconds, 3) for rank, seconds in silent.items()},
+            **self._measure_work(watched, gpus, now),
             **self._slow,
         )
 
     def forget(self) -> None:
         """Discard observations of an ended engine."""
+        self._work = None
         if self._gpus is not None:
             self._gpus.forget()
 
@@ -83,6 +92,23 @@ class Vitals:
         others = (entry(other) for other in self._trees.get(pid, ()) if other != pid)
         total = own.cpu_seconds + sum(other.cpu_seconds for other in others if other is not None)
         return ProcessSignals(name=role, pid=pid, state=own.state, cpu_seconds=round(total, 2))
+
+    def _measure_work(self, watched: Mapping[int, str], gpus: Sequence[GpuSignals], now: float) -> dict[str, float]:
+        """Return `idle` and `stagnant` of `Signals`."""
+        roots = {pid for pid, role in watched.items() if role in ENGINE_ROLES}
+        # A worker of Ray imports vLLM before it is the engine's.
+        others = {pid for root in roots for pid in self._trees.get(root, ())} | self._starting
+        own, below = (Work.of(filter(None, map(entry, pids)), now) for pids in (roots, others - roots))
+        before, self._work = self._work, (own, below, sum(gpu.memory_used or 0 for gpu in gpus))
+        if before is None:
+            self._worked = self._grew = now
+        else:
+            loaded = abs(self._work[2] - before[2]) >= _GPU_GROWTH_BYTES
+            if loaded or own.grew(before[0]) or below.beyond(before[1]):
+                self._worked = self._grew = now
+            elif own.beyond(before[0]):
+                self._worked = now
+        return {"idle": round(now - self._worked, 3), "stagnant": round(now - self._grew, 3)}
 
     def _collectives(self, workers: set[int]) -> int | None:
         """Return the lowest count of the member's workers: the others wait for that one."""
@@ -129,6 +155,8 @@ def oom_kills() -> int | None:
 _RAY_KILLED = re.compile(r"Ray killed \d+ worker\(s\)|killed due to the node running low on memory|OOM kill reason")
 # The raylet's log line about a worker's exit; 1, INTENDED_SYSTEM_EXIT of Ray's `WorkerExitType`: Ray ordered it.
 _RAY_ORDERED = r"disconnect_type=1\b.*\bworker_id="
+# The raylet's log line before it ends because one of its agents has.
+_RAY_AGENT = re.compile(r"because one Ray agent failed, agent_name = (\w+)")
 # The raylet logs some 20 KB about itself each minute, and about a worker just before its end.
 _LOG_TAIL_BYTES = 256 << 10
 # A file in shared memory that cannot grow ends its writer with SIGBUS, without a log line.
@@ -166,6 +194,14 @@ class ExitCauses:
             return Cause.SHARED_MEMORY_FULL, f"shared memory (/dev/shm) has {free} bytes free"
         return None
 
+    def raylet_origin(self) -> str | None:
+        """Return the name of the process whose end made the raylet end; None if its log names none."""
+        try:
+            found = _RAY_AGENT.findall(_log_end(self._logs / "raylet.out"))
+        except OSError:
+            return None
+        return str(found[-1]).replace("_", " ") if found else None
+
     def ordered_to_end(self, pid: int) -> bool | None:
         """Return whether Ray ordered the worker `pid`, which has just ended, to end.
 
@@ -177,9 +213,7 @@ class ExitCauses:
             # The name contains both ids of the worker; a process id may have been an earlier worker's too.
             log = max(self._logs.glob(f"python-core-worker-*_{pid}.log"), key=lambda log: log.stat().st_mtime)
             worker = log.name.removeprefix("python-core-worker-").partition("_")[0]
-            with (self._logs / "raylet.out").open("rb") as raylet:
-                raylet.seek(max(0, os.fstat(raylet.fileno()).st_size - _LOG_TAIL_BYTES))
-                said = raylet.read().decode(errors="replace")
+            said = _log_end(self._logs / "raylet.out")
         except (OSError, ValueError):
             return None
         return re.search(_RAY_ORDERED + re.escape(worker), said) is not None
@@ -188,6 +222,17 @@ class ExitCauses:
         """Close the logs."""
         for tail in self._tails:
             tail.close()
+
+
+def _is_worker(command: Sequence[str]) -> bool:
+    """Return whether a process below a raylet is a worker: Ray's agents there use a processor while nothing starts."""
+    return any(word.startswith("ray::IDLE") or word.endswith("/default_worker.py") for word in command)
+
+
+def _log_end(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def memory_usage() -> dict[str, int]:

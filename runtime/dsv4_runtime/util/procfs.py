@@ -6,8 +6,16 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+STOPPED = frozenset("Tt")
+"""States of a stopped process: by a signal, and by a debugger."""
+WORK_SHARE = 0.1
+"""Share of a core from which processor time counts as work: waiting processes with timers use less."""
+_WORK_BYTES = 64 << 10
+_GROWTH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +27,8 @@ class Entry:
     state: str
     cpu_seconds: float
     threads: int
+    memory: int
+    """Resident bytes."""
 
     @property
     def ended(self) -> bool:
@@ -38,9 +48,74 @@ def entry(pid: int) -> Entry | None:
     except OSError:
         return None
     # The name in parentheses may hold anything, parentheses and spaces too.
-    fields = text[text.rindex(b")") + 2 :].split(None, 18)
+    fields = text[text.rindex(b")") + 2 :].split(None, 22)
     cpu = (int(fields[11]) + int(fields[12])) / _TICKS
-    return Entry(pid, int(fields[1]), fields[0].decode(), cpu, int(fields[17]))
+    return Entry(pid, int(fields[1]), fields[0].decode(), cpu, int(fields[17]), int(fields[21]) * _PAGE_BYTES)
+
+
+def command_of(pid: int) -> list[str]:
+    """Return a process's command line; empty if it has ended."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return []
+
+
+class Work(NamedTuple):
+    """Sums over some processes, of which differences show work."""
+
+    time: float
+    """Monotonic time of the reading."""
+    pids: frozenset[int]
+    waiting: frozenset[int]
+    """Those of them that run, or wait for a processor."""
+    cpu_seconds: float
+    memory: int
+    storage: int
+    """Bytes read from and written to disks."""
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry], now: float) -> Work:
+        """Return the work of `entries`, which were just read."""
+        known = [entry for entry in entries if not entry.ended]
+        return cls(
+            now,
+            frozenset(entry.pid for entry in known),
+            frozenset(entry.pid for entry in known if entry.state == "R"),
+            sum(entry.cpu_seconds for entry in known),
+            sum(entry.memory for entry in known),
+            sum(storage_bytes(entry.pid) for entry in known),
+        )
+
+    def beyond(self, before: Work) -> bool:
+        """Return whether the processes worked since `before`, or are kept from it by others on the same processors.
+
+        A process that started or ended is work too, such as a compiler's.
+        """
+        return (
+            self.grew(before)
+            or bool(self.waiting & before.waiting)
+            or self.cpu_seconds - before.cpu_seconds >= WORK_SHARE * (self.time - before.time)
+        )
+
+    def grew(self, before: Work) -> bool:
+        """Return whether that work shows otherwise than by processor time, which a process can also spend in vain."""
+        return (
+            self.pids != before.pids
+            or self.storage - before.storage >= _WORK_BYTES
+            or abs(self.memory - before.memory) >= _GROWTH_BYTES
+        )
+
+
+def storage_bytes(pid: int) -> int:
+    """Return the bytes that a process has read from and written to disks; 0 if they cannot be read."""
+    try:
+        with open(f"/proc/{pid}/io", "rb") as file:
+            counts = dict(line.split(b": ", 1) for line in file.read().splitlines())
+        return int(counts[b"read_bytes"]) + int(counts[b"write_bytes"])
+    except (OSError, KeyError, ValueError):
+        return 0
 
 
 def below(root: int) -> dict[int, Entry]:

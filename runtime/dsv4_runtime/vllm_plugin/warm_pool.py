@@ -1,8 +1,9 @@
 """Warm process pool: processes of the next engine that have imported vLLM before it starts.
 
 `python -m dsv4_runtime.vllm_plugin.warm_pool server MODEL` imports vLLM's API server, a quarter of a restart of the
-nano model, and waits for one line on its input: the `Order` to become the server. It ends when its input closes. Before
-it waits, it runs vLLM's inspection of the model's class, whose result vLLM caches for later starts on the machine.
+nano model, and waits for one line on its input: the `Order` to become the server. It answers probes meanwhile, and ends
+when its input closes. Before it waits, it runs vLLM's inspection of the model's class, whose result vLLM caches for
+later starts on the machine.
 
 `python -m dsv4_runtime.vllm_plugin.warm_pool workers GCS ADDRESS COUNT` has the raylet at ADDRESS prestart Ray worker
 processes, which import vLLM (`preload`). Ray assigns to an actor an idle worker process with the actor's runtime
@@ -21,9 +22,10 @@ import importlib
 import importlib.machinery
 import json
 import os
+import queue
 import runpy
-import select
 import sys
+import threading
 import time
 import types
 import warnings
@@ -31,6 +33,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, TypedDict
+
+from dsv4_runtime.util import probe
 
 SERVER = "vllm.entrypoints.openai.api_server"
 ACTOR = "RayWorkerProc"
@@ -102,15 +106,17 @@ def serve(model: Path) -> None:
     Raises:
         SystemExit: the import initialized CUDA; a waiting process must not hold a device.
     """
+    orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    # It ends with the order, before the server starts processes.
+    threading.Thread(target=lambda: orders.put(next(probe.lines(0), None)), daemon=True).start()
     with slow_imports():
         importlib.import_module(SERVER)
         inspect_model(model)
     torch = sys.modules.get("torch")
-    ordered = select.select([sys.stdin], [], [], 0.0)[0]
-    if torch is not None and torch.cuda.is_initialized() and not ordered:
+    if torch is not None and torch.cuda.is_initialized() and orders.empty():
         raise SystemExit("importing vLLM took a device: with one, nothing may wait")
-    line = sys.stdin.readline()
-    if not line:
+    line = orders.get()
+    if line is None:
         return
     order: Order = json.loads(line)
     _set_environment(order["env"])

@@ -1,7 +1,7 @@
 """`python -m dsv4_runtime.weights.main stage|prefetch|scrub|verify`: work outside the agent's process and memory.
 
-Reads a `StagingJob` as the first line of stdin, writes `StagingReport` lines, and exits at the end of stdin, so that it
-never outlives the agent.
+Reads a `StagingJob` as the first line of stdin, answers the agent's probes there, writes `StagingReport` lines, and
+exits at the end of stdin, so that it never outlives the agent.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from dsv4_runtime.contract import Cause, PageCache
+from dsv4_runtime.util import probe
 from dsv4_runtime.weights import cache, checkpoint
 from dsv4_runtime.weights.checkpoint import WeightsError
 from dsv4_runtime.weights.messages import StagingJob, StagingReport, StagingState
@@ -27,8 +29,9 @@ _SCRUB_PAUSE_SECONDS = 3600.0
 
 def main() -> None:
     """Run the job and exit without waiting for threads that are blocked on the network."""
-    job = StagingJob.model_validate_json(sys.stdin.readline())
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    given = probe.lines(0)
+    job = StagingJob.model_validate_json(next(given, b""))
+    threading.Thread(target=_exit_with_parent, args=(given,), daemon=True).start()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     code = {"prefetch": prefetch, "scrub": scrub, "verify": verify}.get(sys.argv[1], stage)(job)
     sys.stdout.flush()
@@ -124,8 +127,9 @@ def _write(report: StagingReport) -> None:
     sys.stdout.flush()
 
 
-def _exit_with_parent() -> None:
-    while sys.stdin.readline():
+def _exit_with_parent(given: Iterator[bytes]) -> None:
+    """Answer the agent's probes until the end of stdin, then exit."""
+    for _ in given:
         pass
     os._exit(3)
 

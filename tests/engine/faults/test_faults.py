@@ -35,6 +35,13 @@ CHOICE = (
     "member 1 out of memory",
     "link of member 1 down",
     "64 KiB of zeros in a weight file, at the next start",
+    "SIGSTOP standby server, then kill -9 EngineCore",
+    "kill -9 dashboard",
+    "packets from member 0 to member 1 lost",
+    "kill -9 runtime-env agent of rank 1",
+    "SIGSTOP API process of a start",
+    "GCS frozen",
+    "directory of member 1 removed, then kill -9 EngineCore",
 )
 
 
@@ -60,8 +67,15 @@ def system(deaths: int) -> Iterator[DSV4]:
         found.close()
 
 
-# Another way to hang, for which the same rule answers.
-LONG = {"hang in a step of rank 1"}
+# Ways to hang for which the same rule answers, and slow ones with a unit test of each part.
+LONG = {
+    "packets from member 0 to member 1 lost",
+    "hang in a step of rank 1",
+    "kill -9 dashboard",
+    "kill -9 runtime-env agent of rank 1",
+    "SIGSTOP API process of a start",
+    "directory of member 1 removed, then kill -9 EngineCore",
+}
 
 
 def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import shutil
 import socket
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsv4_runtime.agent.cleanup import Obstacle, find_obstacle, gpu_memory, port_free, short_of_memory
 from dsv4_runtime.agent.decide.events import Peer
+from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import Cause, GpuProcess, GpuSignals, Health, Phase, Process, Signals, Verdict
 from dsv4_testkit.documents import agent_status
 
@@ -36,10 +40,11 @@ def left(make_plan: Any) -> Any:
         signals: Signals | None = None,
         idle: int | None = 0,
         needed: int | None = None,
+        broken: str | None = None,
     ) -> Obstacle | None:
         peers = {1: other or peer("agent", "raylet")}
         before = {} if idle is None else {1: idle}
-        return find_obstacle(own, {0: None, 1: signals}, peers, before, head, 10.0, needed)
+        return find_obstacle(own, {0: None, 1: signals}, peers, before, head, 10.0, needed, broken)
 
     ask.head = head  # type: ignore[attr-defined]
     return ask
@@ -53,6 +58,40 @@ def test_nothing_is_left(left: Any) -> None:
 def test_processes_of_either_side(left: Any) -> None:
     assert left(own=("agent", "worker")) == Obstacle(0, "its worker process still runs", Cause.PROCESS_STUCK)
     assert left(other=peer("agent", "worker")) == Obstacle(1, "its worker process still runs", Cause.PROCESS_STUCK)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_a_prerequisite_it_is_useless_to_wait(left: Any, rank: int) -> None:
+    other = peer("agent")
+    assert other.status is not None
+    broken = replace(other, status=other.status.model_copy(update={"broken": "/run/m1 was removed"}))
+    found = left(other=broken) if rank else left(broken="/run/m1 was removed")
+    assert found == Obstacle(rank, "/run/m1 was removed", Cause.PREFLIGHT_FAILED, lasting=True)
+
+
+@pytest.mark.parametrize("gone", [".", "ray/session_latest/sockets/raylet", "token", "tmp", None])
+async def test_a_removed_directory_is_a_missing_prerequisite(make_plan: Any, tmp_path: Path, gone: str | None) -> None:
+    root = tmp_path / "m0"
+    (root / "ray/session_latest/sockets").mkdir(parents=True)
+    for name in ("raylet", "plasma_store"):
+        (root / "ray/session_latest/sockets" / name).touch()
+    (root / "token").touch()
+    context = Member(make_plan(ray_token_file=str(root / "token")), 0, root, "token").context
+    assert context.broken() is None, "without a Ray node nothing is missing"
+    context.record.joined = True
+    assert context.broken() is None
+    if gone == ".":
+        shutil.rmtree(root)
+    elif gone == "tmp":
+        shutil.rmtree(root / gone)
+    elif gone is not None:
+        (root / gone).unlink()
+    if gone in (None, "tmp"):
+        assert context.broken() is None
+        assert (root / "tmp").is_dir(), "what can be made again is"
+    else:
+        assert f"{root / gone} of rank 0 was removed" in str(context.broken())
+        assert context.status().broken == context.broken()
 
 
 def test_an_old_answer_proves_nothing(left: Any) -> None:

@@ -49,8 +49,10 @@ from dsv4_runtime.contract import (
     Health,
     Phase,
     RecoveryPolicy,
+    Signals,
 )
 from dsv4_runtime.health.rules import HEALTHY, Judgement
+from dsv4_testkit.documents import group_plan
 
 MakeReplay = Callable[..., Any]
 CORE = ProcessEnded("engine-core")
@@ -359,3 +361,18 @@ def test_a_head_that_is_not_heard_is_lost(serving: MakeReplay) -> None:
     replay.pass_to(begun + 9.3)
     assert replay.failure == (Cause.NODE_LOST, 0, "rank 0 was last heard 9.0 s ago, by heartbeat or answer")
     assert replay.phases[-1] is Phase.FAILED
+
+
+@pytest.mark.parametrize(("heard", "cause", "culprit"), [(0.4, Cause.LINK_LOST, None), (9.0, Cause.NODE_LOST, 0)])
+def test_a_head_that_another_member_hears_has_lost_a_link(
+    serving: MakeReplay, heard: float, cause: Cause, culprit: int | None
+) -> None:
+    three = group_plan(["127.0.0.1", "127.0.0.2", "127.0.0.3"])
+    replay = serving(1, members=three.members, expectations=three.expectations)
+    replay.head_says(1, Phase.SERVING)
+    replay.tell(2, signals=Signals(time=0.0, silent={0: heard, 1: 0.3}))
+    replay.silent.add(0)
+    replay.pass_to(replay.clock + 10.0)
+    assert replay.failure[:2] == (cause, culprit)
+    if cause is Cause.LINK_LOST:
+        assert replay.failure[2].startswith("rank 0 and rank 1 both run")

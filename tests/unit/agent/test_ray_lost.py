@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dsv4_runtime.agent import ray
 from dsv4_runtime.agent.decide.actions import RecordFailure
 from dsv4_runtime.agent.decide.events import Done, ProcessEnded, RayLost, Staged, Started, Task
 from dsv4_runtime.contract import Cause, Phase, ProcessSignals, Signals
+from dsv4_runtime.health.vitals import ExitCauses
 
 MakeReplay = Callable[..., Any]
 CORE = ProcessEnded("engine-core")
@@ -70,3 +79,138 @@ def test_an_agent_that_was_stopped_together_with_ray_waits_for_it_to_go_on(servi
     assert replay.all(RecordFailure) == []
     ray_is(replay, begun + 32.0, raylet="T")
     assert replay.failure[0] is Cause.RAYLET_HUNG
+
+
+def gcs_answers(replay: Any, at: float, answered: float) -> None:
+    """A view with the time of the GCS's latest answer; every member answers."""
+    replay.pass_to(at)
+    replay.answer()
+    replay.feed(dataclasses.replace(replay.state.view, gcs_answered=answered))
+
+
+@pytest.mark.parametrize(("rank", "bound"), [(0, 4.0), (1, 9.0)])
+def test_a_gcs_that_does_not_answer_is_lost_whatever_state_its_process_has(
+    serving: MakeReplay, rank: int, bound: float
+) -> None:
+    replay = serving(rank)
+    begun = replay.clock
+    gcs_answers(replay, begun + bound - 0.1, begun)
+    assert replay.all(RecordFailure) == []
+    gcs_answers(replay, begun + bound, begun)
+    cause, culprit, message = replay.failure
+    assert (cause, culprit) == (Cause.RAY_HEAD_HUNG, 0)
+    assert f"has not answered rank {rank} for {bound:.1f} s" in message
+    assert replay.phases[-1] is Phase.FAILED
+
+
+def test_a_start_that_waits_for_ray_names_the_gcs(fresh: MakeReplay) -> None:
+    replay = fresh(1)
+    for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Staged()):
+        replay.feed(event)
+    replay.pass_to(replay.clock + 31)
+    cause, _, message = replay.failure
+    assert (cause, message) == (Cause.FORMATION_TIMEOUT, "Ray's GCS on rank 0 did not answer rank 1 within 30 s")
+    replay = fresh()
+    for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Staged(), Done(Task.JOIN)):
+        replay.feed(event)
+    begun = replay.clock
+    gcs_answers(replay, begun + 4.0, begun)
+    assert replay.failure[0] is Cause.RAY_HEAD_HUNG
+
+
+def test_a_member_that_hears_nothing_of_rank_0_does_not_blame_its_gcs(serving: MakeReplay) -> None:
+    replay = serving(1)
+    begun = replay.clock
+    replay.silent = {0}
+    replay.pass_to(begun + 2.5)
+    gcs_answers(replay, begun + 8.5, begun - 10.0)
+    assert replay.all(RecordFailure) == []
+
+
+def test_an_agent_that_was_stopped_does_not_blame_the_gcs(serving: MakeReplay) -> None:
+    replay = serving()
+    begun = replay.clock
+    replay.awake = begun + 30.0
+    gcs_answers(replay, begun + 31.0, begun)
+    assert replay.all(RecordFailure) == []
+
+
+class Served(asyncio.Protocol):
+    """What Ray's GCS does at the first call, as far as a client can tell: settings, then headers on stream 1."""
+
+    def __init__(self, frames: bytes) -> None:
+        self._frames = frames
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._frames)
+
+
+SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
+PING = b"\0\0\x08\x06\0\0\0\0\0" + b"x" * 8
+OTHER = b"\0\0\x01\x01\x04\0\0\0\x03x"
+ANSWER = b"\0\0\x01\x01\x04\0\0\0\x01x"
+
+
+@pytest.mark.parametrize(
+    ("frames", "answers"),
+    [
+        (b"", False),
+        (SETTINGS + PING, False),
+        (SETTINGS + OTHER, False),
+        (SETTINGS + PING + ANSWER, True),
+        (b"HTTP/1.1 400", False),
+    ],
+)
+async def test_only_an_answer_to_the_call_counts(frames: bytes, answers: bool) -> None:
+    server = await asyncio.get_running_loop().create_server(lambda: Served(frames), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    begun = time.monotonic()
+    assert await ray.grpc_answers("127.0.0.1", port, "/x/Y", "token", 0.3) is answers
+    assert time.monotonic() - begun < 2.0
+    server.close()
+    assert await ray.grpc_answers("127.0.0.1", port, "/x/Y", "token", 0.3) is False
+
+
+async def test_a_real_grpc_server_answers_until_it_is_stopped() -> None:
+    code = (
+        "import grpc, concurrent.futures as f, time\n"
+        "class H(grpc.GenericRpcHandler):\n"
+        "    def service(self, details):\n"
+        "        if dict(details.invocation_metadata).get('authorization') == 'Bearer ' + 'x' * 200:\n"
+        "            return grpc.unary_unary_rpc_method_handler(lambda request, context: b'')\n"
+        "server = grpc.server(f.ThreadPoolExecutor(1), handlers=[H()])\n"
+        "print(server.add_insecure_port('127.0.0.1:0'), flush=True)\n"
+        "server.start()\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        assert await ray.grpc_answers("127.0.0.1", port, "/x/Y", "x" * 200, 5.0)
+        os.kill(process.pid, signal.SIGSTOP)
+        assert not await ray.grpc_answers("127.0.0.1", port, "/x/Y", "x" * 200, 0.5)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("log", "origin"),
+    [
+        (
+            "The raylet exited immediately because one Ray agent failed, agent_name = runtime_env_agent.\n",
+            "runtime env agent",
+        ),
+        ("because one Ray agent failed, agent_name = dashboard_agent/424238335.\n", "dashboard agent"),
+        ("(raylet) main.cc: Raylet exits\n", None),
+        (None, None),
+    ],
+)
+def test_the_end_of_a_raylet_has_its_origin(tmp_path: Path, log: str | None, origin: str | None) -> None:
+    if log is not None:
+        (tmp_path / "raylet.out").write_text(log)
+    causes = ExitCauses(tmp_path)
+    assert causes.raylet_origin() == origin
+    causes.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from dsv4_runtime.agent import standby, start
+from dsv4_runtime.agent import processes, standby, start
 from dsv4_runtime.agent.decide.actions import KillEngine, StartTask, Stop
 from dsv4_runtime.agent.decide.events import EngineGone, Staged, Task
 from dsv4_runtime.agent.member import Member
@@ -60,13 +61,12 @@ def told(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def other(name: str, command: list[str], *, fed: bool = False, log: str | None = None) -> Any:
         assert command[1:] == ["-m", "dsv4_runtime.vllm_plugin.warm_pool", "server", member.context.plan.weights.path]
-        return await start(name, [sys.executable, "-c", WAITING, *command[4:]], fed=fed, log=log)
+        return await start(name, [sys.executable, "-c", WAITING, *command[4:], *command[2:3]], fed=fed, log=log)
 
     monkeypatch.setattr(member.context, "start_child", other)
 
 
 async def prepared(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby, "_LATEST_SECONDS", 0.0)
     told(member, monkeypatch)
     await member.standby.prepare()
 
@@ -81,9 +81,9 @@ async def test_it_has_imported_before_it_is_told_what_to_be(
     member.context.env = {name: value for name, value in member.context.env.items() if name != "BEFORE"} | {
         "TOLD": "now"
     }
-    taken = member.standby.take(("--model=x",), str(log))
+    taken = await member.standby.take(("--model=x",), str(log))
     assert taken is not None
-    assert member.standby.take((), str(log)) is None, "there is one only"
+    assert await member.standby.take((), str(log)) is None, "there is one only"
     assert taken.name == "api"
     assert await taken.wait() == 0
     assert log.read_text() == "of the engine before\nimported\nserves ['--model=x'] now None \n"
@@ -121,12 +121,12 @@ async def counts(port: int, found: list[int | None]) -> web.AppRunner:
 async def test_processes_are_made_once_the_engine_is_idle_or_after_a_bounded_time(
     member: Member, monkeypatch: pytest.MonkeyPatch, found: list[int | None], least: float, most: float
 ) -> None:
-    for name, seconds in (("_AFTER_SECONDS", 0.3), ("_POLL_SECONDS", 0.1), ("_LATEST_SECONDS", 2.0)):
+    for name, seconds in (("_POLL_SECONDS", 0.1), ("_LATEST_SECONDS", 2.0)):
         monkeypatch.setattr(standby, name, seconds)
     port = unused_port()
     runner = await counts(port, found)
     begun = asyncio.get_running_loop().time()
-    await member.standby._until_idle(f"http://127.0.0.1:{port}")
+    await member.standby._until_idle(f"http://127.0.0.1:{port}", 0.3)
     assert least <= asyncio.get_running_loop().time() - begun < most
     await runner.cleanup()
 
@@ -214,7 +214,83 @@ async def test_one_that_ended_is_not_taken(member: Member, monkeypatch: pytest.M
     await prepared(member, monkeypatch)
     (waiting,) = member.context.children
     await waiting.end(0.0)
-    assert member.standby.take((), str(tmp_path / "vllm.log")) is None
+    assert await member.standby.take((), str(tmp_path / "vllm.log")) is None
+
+
+@pytest.mark.parametrize("how", ["stopped", "another program", "busy", "well"])
+async def test_one_is_used_only_if_it_answers_or_works(
+    member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    begin = member.context.start_child
+    programs = {"busy": "while True: pass", "another program": "import time; time.sleep(60)"}
+
+    async def other(name: str, command: list[str], *, fed: bool = False, log: str | None = None) -> Any:
+        program = [] if how == "another program" else command[2:3]
+        text = programs.get(how, WAITING)
+        return await begin(name, [sys.executable, "-c", text, *command[4:], *program], fed=fed, log=log)
+
+    monkeypatch.setattr(member.context, "start_child", other)
+    await member.standby.prepare()
+    (waiting,) = member.context.children
+    if how in ("stopped", "well"):
+        await wait_for(tmp_path / "standby.log", "imported")
+    if how == "stopped":
+        os.kill(waiting.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    taken = await member.standby.take((), str(tmp_path / "vllm.log"))
+    assert time.monotonic() - begun < 3.0
+    assert (taken is waiting) is (how in ("busy", "well"))
+    if taken is None:
+        assert not waiting.running, "it is no child any more"
+        assert member.context.children == []
+    await waiting.end(0.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_one_is_replaced_within_seconds_and_a_bounded_number_of_times(
+    member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
+    async def idle(*_: object) -> None:
+        return
+
+    monkeypatch.setattr(member.standby, "_until_idle", idle)
+    monkeypatch.setattr(standby, "_REPLACEMENTS", 2)
+    monkeypatch.setattr(standby, "_LONGEST_BACKOFF_SECONDS", 0.5)
+    told(member, monkeypatch)
+    keeping = asyncio.create_task(member.standby.keep())
+    known: set[int] = set()
+    for _ in range(3):
+        async with asyncio.timeout(8):
+            while not (new := {child.pid for child in member.context.children if child.running} - known):
+                await asyncio.sleep(0.05)
+        log = tmp_path / "standby.log"
+        async with asyncio.timeout(20):
+            while log.read_text().count("imported") <= len(known):
+                await asyncio.sleep(0.05)
+        known |= new
+        (pid,) = new
+        os.kill(pid, number)
+    async with asyncio.timeout(8):
+        await keeping
+    assert len(known) == 3
+    assert [child for child in member.context.children if child.running] == []
+
+
+async def test_a_stopped_worker_of_ray_waits_for_no_engine() -> None:
+    found = [subprocess.Popen(["bash", "-c", "exec -a ray::IDLE sleep 60"]) for _ in range(2)]
+    try:
+        for process in found:
+            while b"ray::" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:5]:
+                pass
+        os.kill(found[0].pid, signal.SIGSTOP)
+        while processes.kill_stopped_workers() != [found[0].pid]:
+            await asyncio.sleep(0.01)
+        assert found[0].wait(5) == -signal.SIGKILL
+        assert found[1].poll() is None
+    finally:
+        for process in found:
+            process.kill()
+            process.wait()
 
 
 async def test_it_waits_once(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +326,7 @@ async def test_a_first_engine_has_one_too(member: Member, monkeypatch: pytest.Mo
     monkeypatch.setattr(start, "stage", fetched)
     told(member, monkeypatch)
     assert await member.start.stage() == Staged(verified=True)
-    taken = member.standby.take(("--model=x",), str(tmp_path / "vllm.log"))
+    taken = await member.standby.take(("--model=x",), str(tmp_path / "vllm.log"))
     assert taken is not None
     await taken.end(0.0)
 

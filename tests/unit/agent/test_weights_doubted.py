@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,21 @@ def test_what_was_verified_before_an_earlier_engine_says_nothing_about_this_one(
     replay.pass_to(replay.clock + 4)
     assert StartTask(Task.VERIFY) in replay.all(StartTask)
     assert replay.all(ReportDead) == [], "first it is to be known whether the files are right"
+
+
+@pytest.mark.parametrize(("place", "shared"), [("7:1", True), ("7:2", False), ("", False)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_file_of_a_shared_directory_is_no_members_fault(
+    serving: MakeReplay, rank: int, place: str, shared: bool
+) -> None:
+    replay = serving(rank)
+    replay.tell(1 - rank, weights_place="7:1")
+    replay.feed(replace(replay.state.view, weights_place=place))
+    replay.feed(TaskFailed(Task.SCRUB, Cause.WEIGHTS_CORRUPT, "model-1 is wrong", "staging"))
+    cause, culprit, message = replay.failure
+    assert cause is Cause.WEIGHTS_CORRUPT
+    assert culprit == (None if shared else rank)
+    assert message == "model-1 is wrong" + ("; ranks 0, 1 share the directory /nowhere" if shared else "")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

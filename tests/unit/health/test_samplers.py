@@ -226,3 +226,66 @@ async def test_silence_leaves_the_canary_in_flight_and_the_last_answer_old(api: 
         api.silent = True
         await seen(lambda: prober.canary_sent is not None and time.monotonic() - prober.canary_sent > 1.0)
         assert time.monotonic() - prober.answered > 0.9
+
+
+WORKS = {
+    "computes": "while True: pass",
+    "sleeps": "import time; time.sleep(60)",
+    "takes memory": "import time\nkept = []\nwhile True: kept.append(bytearray(1 << 21)); time.sleep(0.1)",
+    "starts processes": "import subprocess, time\nwhile True: subprocess.run(['sleep', '0.3']); time.sleep(0.3)",
+    "writes": "import os, sys, time\nfile = open(sys.argv[1], 'wb')\n"
+    "while True: file.write(bytes(1 << 18)); file.flush(); os.fdatasync(file.fileno()); time.sleep(0.1)",
+}
+
+
+@pytest.mark.parametrize(
+    ("work", "idle", "stagnant"),
+    [
+        ("computes", False, True),
+        ("sleeps", True, True),
+        ("takes memory", False, False),
+        ("starts processes", False, False),
+        ("writes", False, False),
+    ],
+)
+def test_work_is_a_processor_a_disk_memory_or_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, idle: bool, stagnant: bool
+) -> None:
+    monkeypatch.setattr(vitals, "_TREE_SECONDS", 0.2)
+    process = subprocess.Popen([sys.executable, "-c", WORKS[work], str(tmp_path / "file")])
+    try:
+        wait_until(lambda: procfs.command_of(process.pid)[1:2] == ["-c"])
+        time.sleep(0.5)
+        sampler = vitals.Vitals(gpus=False)
+        found = None
+        for _ in range(5):
+            found = sampler.sample({process.pid: "api"}, {})
+            time.sleep(0.5)
+        assert found is not None
+        assert found.idle is not None
+        assert found.stagnant is not None
+        assert (found.idle > 1.4) is idle
+        assert (found.stagnant > 1.4) is stagnant
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_worker_of_ray_that_imports_is_work_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vitals, "_TREE_SECONDS", 0.1)
+    code = "import os, sys; os.execv(sys.executable, [sys.argv[1], '-c', 'while True: pass'])"
+    script = f"{sys.executable} -c {code!r} $0 & wait"
+    for title, works in (("ray::IDLE", True), ("ray::DashboardAgent", False)):
+        raylet = subprocess.Popen(["bash", "-c", script.replace("$0", title)], start_new_session=True)
+        try:
+            wait_until(lambda: any(procfs.command_of(pid)[:1] == [title] for pid in procfs.below(raylet.pid)))  # noqa: B023
+            sampler = vitals.Vitals(gpus=False)
+            samples = [sampler.sample({raylet.pid: "raylet"}, {})]
+            for _ in range(3):
+                time.sleep(0.5)
+                samples.append(sampler.sample({raylet.pid: "raylet"}, {}))
+            assert samples[-1].idle is not None
+            assert (samples[-1].idle < 1.0) is works
+        finally:
+            os.killpg(raylet.pid, signal.SIGKILL)
+            raylet.wait()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dsv4_operator.api import FailureStatus, GroupPhase
 from dsv4_operator.lifecycle.diagnosis import BOOT_SECONDS, GONE_SECONDS, SILENT_SECONDS
 from dsv4_operator.lifecycle.watch import FRESH_SECONDS
 from dsv4_runtime.contract import Cause, Phase, Signals
+from dsv4_runtime.contract.recovery import HEARD_SECONDS
 
 Scene = Any
 
@@ -142,14 +146,58 @@ def test_what_a_silent_member_heard_once_says_nothing(scene: Scene) -> None:
     assert scene.status.last_failure.cause is Cause.NODE_LOST
 
 
-def test_of_two_that_blame_each_other_the_first_is_believed(scene: Scene) -> None:
+@pytest.mark.parametrize("heard", [True, False])
+def test_two_that_blame_each_other_and_both_answer_have_lost_their_link(scene: Scene, heard: bool) -> None:
+    """If one of them does not answer here either, the first report is believed."""
     scene.serve()
     blaming = scene.died(1, Cause.NODE_LOST)
+    second = scene.member(1, Phase.FAILED, failure=scene.died(0, Cause.NODE_LOST, after=0.3))
     scene.members = [
         scene.member(0, Phase.FAILED, failure=blaming),
-        scene.member(1, Phase.FAILED, failure=scene.died(0, Cause.NODE_LOST, after=0.3)),
+        second if heard else replace(second, heard=scene.now - HEARD_SECONDS - 1),
     ]
-    assert death(scene).culprit_rank == 1
+    failure = death(scene)
+    if heard:
+        assert (failure.cause, failure.culprit_rank, failure.culprit_node) == (Cause.LINK_LOST, None, None)
+        assert failure.message.startswith("rank 0 and rank 1 both run and no longer reach each other")
+    else:
+        assert (failure.cause, failure.culprit_rank) == (Cause.NODE_LOST, 1)
+
+
+def test_a_healthy_member_that_the_head_no_longer_hears_is_not_blamed(scene: Scene) -> None:
+    scene.serve()
+    scene.members = [scene.member(0, Phase.FAILED, failure=scene.died(1, Cause.NODE_LOST)), scene.member(1)]
+    assert death(scene).cause is Cause.LINK_LOST
+
+
+@given(st.integers(3, 6), st.data())
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_majority_of_members_decides_between_node_and_link(
+    new_scene: Callable[..., Any], members: int, data: st.DataObject
+) -> None:
+    scene = new_scene()
+    scene.serve()
+    observer, lost = data.draw(st.permutations(range(members)))[:2]
+    others = [rank for rank in range(members) if rank not in (observer, lost)]
+    hearing = data.draw(st.sets(st.sampled_from(others)))
+    found = {rank: hears(scene, rank, lost, silent=0.4 if rank in hearing else 9.0) for rank in others}
+    found[observer] = scene.member(observer, Phase.FAILED, failure=scene.died(lost, Cause.NODE_LOST))
+    found[lost] = scene.member(lost)
+    scene.members = [found[rank] for rank in sorted(found)]
+    failure = death(scene)
+    if len(hearing) >= len(others) - len(hearing) + 1:
+        assert (failure.cause, failure.culprit_rank) == (Cause.LINK_LOST, None)
+    else:
+        assert (failure.cause, failure.culprit_rank) == (Cause.NODE_LOST, lost)
+
+
+@pytest.mark.parametrize("cause", [Cause.WEIGHTS_CORRUPT, Cause.LINK_LOST])
+def test_a_shared_fault_is_no_members(scene: Scene, cause: Cause) -> None:
+    scene.serve()
+    report = scene.died(0, cause).model_copy(update={"culprit_rank": None})
+    scene.members[1] = scene.member(1, Phase.FAILED, failure=report)
+    failure = death(scene)
+    assert (failure.culprit_rank, failure.culprit_node) == (None, None)
 
 
 def test_an_answer_ends_the_silence(scene: Scene) -> None:

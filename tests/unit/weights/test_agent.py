@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +49,34 @@ def plan(files: FileServer, serve: Serve, tmp_path: Path) -> GroupPlan:
         ["127.0.0.1"],
         weights=WeightsPlan(source=WeightsSource.HTTP, path=str(tmp_path / "weights"), origin=serve(files.app).url),
     )
+
+
+async def test_a_stopped_process_is_replaced_within_seconds_and_goes_on(plan: GroupPlan, files: FileServer) -> None:
+    files.pace = 4e6
+    known: set[int] = set()
+    stopped = 0.0
+    news: list[StagingReport] = []
+
+    def staging_process() -> int | None:
+        for child in psutil.Process().children():
+            if "dsv4_runtime.weights.main" in child.cmdline() and child.pid not in known:
+                return child.pid
+        return None
+
+    work = asyncio.create_task(stage(plan, 0, "t", news.append))
+    async with asyncio.timeout(30):
+        while not any(entry.fetched for entry in news) or (first := staging_process()) is None:
+            await asyncio.sleep(0.05)
+        known.add(first)
+        os.kill(first, signal.SIGSTOP)
+        stopped = time.monotonic()
+        while staging_process() is None:
+            await asyncio.sleep(0.05)
+    assert time.monotonic() - stopped <= 5.0
+    files.pace = 1e9
+    await work
+    assert same_files(files.folder, Path(plan.weights.path))
+    assert not psutil.pid_exists(first)
 
 
 async def test_progress_reaches_the_agent_and_a_restart_is_fast(
@@ -203,6 +232,8 @@ async def test_a_member_shows_how_far_it_is_and_why_it_cannot(
     assert {"/v1/weights", "/v1/weights/manifest"} <= {
         route.resource.canonical for route in app.router.routes() if route.resource
     }
+    for child in member.context.children:
+        await child.end(0.0)
 
 
 async def test_a_file_that_is_wrong_is_told_by_a_process_of_its_own(plan: GroupPlan, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from dsv4_runtime.agent.decide.events import (
 )
 from dsv4_runtime.agent.decide.state import EngineState, Sign
 from dsv4_runtime.contract import Cause, Failure, Health, HealthPolicy, Signals
+from dsv4_runtime.contract.recovery import HEARD_SECONDS, is_link_lost, link_message
 from dsv4_runtime.health.rules import Judgement
 from dsv4_runtime.health.samples import FATAL_XIDS, worst_xid, xid_message
 from dsv4_runtime.util.log_lines import FATAL_SECONDS
@@ -351,6 +352,35 @@ def root_failure(
             told = {"cause": Cause.XID_ERROR, "culprit_rank": rank, "message": xid_message(rank, xid)}
             return first.model_copy(update={**told, "detected_by": "gpu"})
     return first
+
+
+def with_lost_link(found: Failure, observer: int, peers: Mapping[int, Peer], own: Signals | None, now: Now) -> Failure:
+    """Return the loss of a node as the loss of a link if other members still hear that node.
+
+    Args:
+        found: a failure that rank `observer` has observed.
+        observer: this member.
+        peers: the other members.
+        own: this member's signals.
+        now: the present moment.
+    """
+    lost = found.culprit_rank
+    if found.cause is not Cause.NODE_LOST or lost is None or lost == observer:
+        return found
+    silences = {observer: own.silent if own is not None else {}}
+    for rank, peer in peers.items():
+        silence = peer.silence(now.clock, now.awake)
+        if (
+            silence is not None
+            and silence < HEARD_SECONDS
+            and peer.status is not None
+            and peer.status.signals is not None
+        ):
+            silences[rank] = peer.status.signals.silent
+    if not is_link_lost(lost, observer, silences):
+        return found
+    message = f"{link_message(observer, lost)}; {found.message}"[:1024]
+    return found.model_copy(update={"cause": Cause.LINK_LOST, "culprit_rank": None, "message": message})
 
 
 def is_consequence_of_oom(failure: Failure) -> bool:

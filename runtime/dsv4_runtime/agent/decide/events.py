@@ -177,6 +177,8 @@ class RayLost(AgentEvent):
     cause: Cause
     message: str
     detected_by: str
+    culprit_rank: int | None = None
+    """None: this member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,10 @@ class GroupSeen(AgentEvent):
     signals: Signals | None = None
     disk_rate: float | None = None
     """Bytes a second at which this member's disk gave the checkpoint; None: not measured."""
+    gcs_answered: float | None = None
+    """Monotonic time of the latest answer of Ray's GCS to this member; None before the first."""
+    weights_place: str = ""
+    """As `AgentStatus.weights_place` of this member."""
 
 
 @dataclass(frozen=True, slots=True)

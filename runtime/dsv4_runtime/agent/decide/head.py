@@ -45,6 +45,7 @@ from dsv4_runtime.agent.decide.death import (
     root_failure,
     verdict_due,
     with_log_evidence,
+    with_lost_link,
     with_sign,
 )
 from dsv4_runtime.agent.decide.events import (
@@ -55,6 +56,7 @@ from dsv4_runtime.agent.decide.events import (
     EvidenceSaved,
     FirstCompletion,
     FirstError,
+    GroupSeen,
     Judged,
     Loading,
     Now,
@@ -77,7 +79,9 @@ from dsv4_runtime.agent.decide.state import (
     fail,
 )
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase, Signals, permit
+from dsv4_runtime.health.rules import judge_start, start_idle, stopped_since
 
+_ENGINE_ROLES = frozenset({"api", "engine-core", "worker"})
 # Two failed attempts in a row end level 1.
 MAX_ATTEMPTS = 2
 
@@ -104,10 +108,13 @@ def begin_generation(state: MemberState, now: Now) -> StepResult:
     bound = load_bound(state)
     # Files read before the first generation prove nothing about the files that a later one loads.
     verified = state.verified if state.generation == 0 else None
-    engine = EngineState(state.generation + 1, started=now.clock, load_seconds=bound)
+    longest = state.plan.timeouts.longest_load(bound)
+    engine = EngineState(
+        state.generation + 1, started=now.clock, load_seconds=bound, longest_seconds=longest, progressed=now.clock
+    )
     state = replace(state, generation=engine.generation, engine=engine, verified=verified)
     state, entered = enter(state, Enter(Phase.LOADING, "starting vLLM"), now)
-    return state, (ReportVerified(verified), StartEngine(bound), entered)
+    return state, (ReportVerified(verified), StartEngine(longest), entered)
 
 
 def load_bound(state: MemberState) -> float:
@@ -126,7 +133,7 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
         case FirstError():
             return _with(state, replace(engine, first_error=(event.line, event.cause), first_error_time=now.clock)), ()
         case Loading():
-            return _with(state, replace(engine, stage=event.stage)), ()
+            return _with(state, replace(engine, stage=event.stage, progressed=now.clock)), ()
         case DrainAsked() if engine.dead is None and state.phase is Phase.SERVING and not engine.draining:
             return _with(state, replace(engine, draining=True)), (BeginDrain(event.seconds),)
     state = _gather(state, engine, event, now)
@@ -157,6 +164,8 @@ def due(state: MemberState, now: Now) -> float | None:
         case Save() | Clear():
             return None
     bound = engine.started + engine.load_seconds if state.phase is Phase.LOADING else None
+    if bound is not None and now.clock >= bound:
+        bound = now.clock + TICK_SECONDS
     read = engine.wrong_since + state.plan.timeouts.staging if engine.wrong is not None else None
     return min((time for time in (verdict_due(engine), bound, read) if time is not None), default=None)
 
@@ -197,8 +206,8 @@ def _live(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
         case Judged(judgement=judgement) if judgement.health is not Health.DEAD:
             suspect = judgement.health is Health.SUSPECT
             actions.append(ReportSuspicion(judged(judgement, state.generation, now) if suspect else None))
-        case TimerFired():
-            state = _load_too_long(state, now)
+        case TimerFired() | GroupSeen():
+            state = _check_start(state, now)
     state, kept = _use_verified(state, now)
     actions += kept
     engine = state.engine
@@ -240,13 +249,31 @@ def _use_verified(state: MemberState, now: Now) -> tuple[MemberState, tuple[Agen
     return state, ()
 
 
-def _load_too_long(state: MemberState, now: Now) -> MemberState:
-    """Add a sign of death to an engine that exceeds its bound."""
+def _check_start(state: MemberState, now: Now) -> MemberState:
+    """Add a sign of death to an engine whose start is hung, or makes no more progress and exceeds its bound."""
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
-    if state.phase is not Phase.LOADING or now.clock < engine.started + engine.load_seconds:
+    # Files that are read because a first answer is wrong keep no process of the engine busy.
+    if state.phase not in (Phase.LOADING, Phase.WARMING) or engine.wrong is not None:
         return state
-    return _with(state, replace(engine, signs=(*engine.signs, Sign(TimerFired(), now))))
+    members = {0: (state.view.signals, now.clock)} | {
+        rank: (peer.status.signals if peer.status is not None else None, peer.heard or engine.started)
+        for rank, peer in state.view.peers.items()
+    }
+    known = {rank: (signals, arrived) for rank, (signals, arrived) in members.items() if signals is not None}
+    signals = {rank: found for rank, (found, _) in known.items()}
+    stopped = stopped_since(engine.stopped, signals, _ENGINE_ROLES, now.clock, now.awake)
+    engine = replace(engine, stopped=stopped)
+    progressed = max(engine.progressed, now.awake)
+    policy, passed = state.plan.health, now.clock - engine.started
+    if (hung := judge_start(known, stopped, progressed, engine.stage, policy, now.clock)) is not None:
+        engine = with_sign(engine, Sign(Judged(hung), now))
+    elif state.phase is Phase.LOADING and passed >= engine.load_seconds:
+        # An active loader or compiler is alive, but processes can also spin in vain.
+        idle = start_idle(known, progressed, now.clock, spinning=False)
+        if passed >= engine.longest_seconds or idle >= policy.start_idle:
+            engine = replace(engine, signs=(*engine.signs, Sign(TimerFired(), now)))
+    return _with(state, engine)
 
 
 def _mark_dead(state: MemberState, engine: EngineState, found: Failure, now: Now) -> StepResult:
@@ -298,6 +325,7 @@ def _conclude(state: MemberState, now: Now) -> StepResult:
     if said and said[0] not in first.message:
         first = first.model_copy(update={"message": f"{first.message}; vLLM's first error: {said[0]}"[:1024]})
     first = with_log_evidence(first, said)
+    first = with_lost_link(first, state.rank, state.view.peers, state.view.signals, now)
     doubts: tuple[DoubtWeights, ...] = ()
     if doubts_weights(engine, first):
         first = first.model_copy(update={"weights_doubted": True})
@@ -313,8 +341,11 @@ def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now
     assert engine is not None  # noqa: S101  (see `step`)
     if saved.path is not None:
         failure = failure.model_copy(update={"evidence": str(saved.path)})
-    state = replace(state, failures=(*state.failures, failure))
-    following = next_step(state.plan, state.view.peers, state.failures, state.restarts, state.attempts, now.unix)
+    starts = () if engine.served else (*state.failed_starts, failure.cause)
+    state = replace(state, failures=(*state.failures, failure), failed_starts=starts)
+    following = next_step(
+        state.plan, state.view.peers, state.failures, state.restarts, state.attempts, now.unix, failed_starts=starts
+    )
     again = failure.weights_doubted or failure.cause is Cause.ENGINE_WRONG
     if engine.draining or again or isinstance(following, Leave):
         # A draining engine is not restarted. Doubted files are read again by a new incarnation.
@@ -350,12 +381,14 @@ def next_step(
     restarts: Sequence[float],
     attempts: int,
     now: float,
+    *,
+    failed_starts: Sequence[Cause] = (),
 ) -> Restart | Leave:
     """Return level 1 or not, after the newest of `failures` (oldest first), the engine's deaths in this incarnation.
 
     The answers of `peers` are from after the death; `restarts` are the Unix times of level 1 in this incarnation, and
-    `attempts` counts level 1 since the engine last served. The plan has the budget and the restarts of earlier
-    incarnations.
+    `attempts` counts level 1 since the engine last served, and `failed_starts` has the causes of the starts that failed
+    since. The plan has the budget and the restarts of earlier incarnations.
     """
     gone = [rank for rank, peer in peers.items() if not peer.usable]
     if gone:
@@ -363,6 +396,10 @@ def next_step(
     if attempts >= MAX_ATTEMPTS:
         return Leave(f"the engine did not come up {attempts} times in a row")
     latest = failures[-1].cause
+    if len(failed_starts) > 1 and failed_starts[-1] is failed_starts[-2]:
+        return Leave(f"two starts in a row failed alike: {latest}")
+    if attempts and failed_starts and latest is Cause.STARTUP_TIMEOUT:
+        return Leave("the engine did not come up on these Ray nodes within the bound of a start")
     if latest.deterministic and len(failures) > 1 and failures[-2].cause is latest:
         return Leave(f"{latest} twice in a row: trying again cannot help")
     allowed = permit(plan.recovery, [*plan.restarts, *restarts], now)

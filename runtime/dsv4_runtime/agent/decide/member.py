@@ -26,7 +26,7 @@ from dsv4_runtime.agent.decide.actions import (
     Stop,
     SweepSharedMemory,
 )
-from dsv4_runtime.agent.decide.death import failure, first_failed
+from dsv4_runtime.agent.decide.death import failure, first_failed, with_lost_link
 from dsv4_runtime.agent.decide.events import (
     AgentEvent,
     Crashed,
@@ -45,7 +45,8 @@ from dsv4_runtime.agent.decide.events import (
     WeightsRead,
 )
 from dsv4_runtime.agent.decide.state import TICK_SECONDS, MemberState, StepResult, enter, fail
-from dsv4_runtime.contract import Cause, Phase
+from dsv4_runtime.contract import Cause, Failure, Phase
+from dsv4_runtime.health.rules import stopped_since
 
 _RAY_CAUSES = {"raylet": Cause.RAYLET_HUNG, "gcs": Cause.RAY_HEAD_HUNG}
 _ENGINE_RUNS = frozenset({Phase.LOADING, Phase.WARMING, Phase.SERVING})
@@ -75,7 +76,7 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
             rank = state.rank if event.culprit_rank is None else event.culprit_rank
             wrong = state.engine.wrong if state.engine is not None else None
             said = f"{event.message}; {first_failed(wrong)}" if wrong is not None else event.message
-            found = failure(event.cause, said, event.detected_by, rank, None, now)
+            found = _shared(failure(event.cause, said, event.detected_by, rank, None, now), state)
             state, actions = fail(state, found)
             # The time of the damage is unknown, so the engine may have loaded the damaged file.
             doubts = (DoubtWeights(event.message),) if event.task in (Task.SCRUB, Task.VERIFY) else ()
@@ -83,7 +84,8 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
         case Crashed():
             return fail(state, failure(Cause.UNKNOWN, event.message, "exit", state.rank, None, now))
         case RayLost():
-            return fail(state, failure(event.cause, event.message, event.detected_by, state.rank, None, now))
+            rank = state.rank if event.culprit_rank is None else event.culprit_rank
+            return fail(state, failure(event.cause, event.message, event.detected_by, rank, None, now))
     if not state.formed:
         return _start(state, event, now)
     told: tuple[ReportVerified, ...] = ()
@@ -92,6 +94,18 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
         state, told = replace(state, verified=event.right), (ReportVerified(event.right),)
     state, actions = (head.step if state.rank == 0 else _worker_step)(state, event, now)
     return state, (*told, *actions)
+
+
+def _shared(found: Failure, state: MemberState) -> Failure:
+    """Return `found`, without a culprit if it is about a directory of weights that other members read too."""
+    place = state.view.weights_place
+    statuses = {rank: peer.status for rank, peer in state.view.peers.items() if peer.status is not None}
+    same = [rank for rank, status in statuses.items() if place and status.weights_place == place]
+    if found.cause is not Cause.WEIGHTS_CORRUPT or not same:
+        return found
+    ranks = ", ".join(map(str, sorted((*same, state.rank))))
+    message = f"{found.message}; ranks {ranks} share the directory {state.plan.weights.path}"[:1024]
+    return found.model_copy(update={"culprit_rank": None, "message": message})
 
 
 def due(state: MemberState, now: Now) -> float | None:
@@ -107,16 +121,37 @@ def due(state: MemberState, now: Now) -> float | None:
 
 def _check_ray(state: MemberState, now: Now) -> tuple[MemberState, RayLost | None]:
     """Update the record of stopped Ray processes from the latest signals; return the loss of the Ray node, if any."""
-    signals = state.view.signals
-    stopped = [one.name for one in signals.processes if one.name in _RAY_CAUSES and one.state == "T"] if signals else []
-    # An agent that was itself stopped, possibly together with Ray, may continue first.
-    since = {name: max(dict(state.ray_stopped).get(name, now.clock), now.awake) for name in stopped}
-    state = replace(state, ray_stopped=tuple(since.items()))
-    for name, began in since.items():
+    signals = {state.rank: state.view.signals} if state.view.signals is not None else {}
+    since = stopped_since(state.ray_stopped, signals, _RAY_CAUSES, now.clock, now.awake)
+    state = replace(state, ray_stopped=since)
+    for (_, name), began in since.items():
         if (seconds := now.clock - began) >= state.plan.health.stopped:
             message = f"the {name} process of rank {state.rank} is stopped (state T) since {seconds:.1f} s"
             return state, RayLost(_RAY_CAUSES[name], message, "process")
-    return state, None
+    return state, _gcs_lost(state, now)
+
+
+def _gcs_lost(state: MemberState, now: Now) -> RayLost | None:
+    """Return the loss of a GCS that no longer answers this member.
+
+    Another member than rank 0 takes longer, and reports it only while it hears rank 0's agent: otherwise the link or
+    the machine is lost.
+    """
+    answered, policy = state.view.gcs_answered, state.plan.health
+    if answered is None:
+        return None
+    silence, bound = now.clock - max(answered, now.awake), policy.agent_silent
+    if state.rank != 0:
+        bound = policy.link_lost
+        heard = state.view.peers[0].silence(now.clock, now.awake)
+        if heard is None or heard > policy.link_suspect:
+            return None
+    if silence < bound:
+        return None
+    message = (
+        f"Ray's GCS on rank 0 has not answered rank {state.rank} for {silence:.1f} s; its process runs or is frozen"
+    )
+    return RayLost(Cause.RAY_HEAD_HUNG, message, "api", 0)
 
 
 def _start(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
@@ -170,6 +205,8 @@ def _too_late(state: MemberState, now: Now) -> StepResult:
     if state.phase is Phase.JOINING and now.clock >= state.since + bounds.formation:
         missing = [rank for rank, peer in state.view.peers.items() if not peer.usable]
         who = f"rank {', '.join(map(str, missing))} did not join" if missing else "Ray did not start"
+        if state.rank != 0 and not state.joined and state.view.gcs_answered is None:
+            who = f"Ray's GCS on rank 0 did not answer rank {state.rank}"
         message = f"{who} within {bounds.formation:.0f} s"
         return fail(state, failure(Cause.FORMATION_TIMEOUT, message, "timeout", state.rank, None, now))
     return state, ()
@@ -189,7 +226,8 @@ def _worker_step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
         message = f"rank 0 was last heard {head.silence(now.clock, now.awake):.1f} s ago, by heartbeat or answer"
         if cause is Cause.AGENT_HUNG:
             message += "; its machine takes connections"
-        return fail(state, failure(cause, message, "link", 0, None, now))
+        found = failure(cause, message, "link", 0, None, now)
+        return fail(state, with_lost_link(found, state.rank, event.peers, state.view.signals, now))
     return _follow(state, now)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from dsv4_runtime.agent.decide.actions import (
     AgentAction,
@@ -81,8 +82,14 @@ class EngineState:
     """The time within which it has to answer."""
     served: bool = False
     """Whether a checked completion came back."""
+    longest_seconds: float = 0.0
+    """The time within which a start that progresses has to answer."""
     stage: str = "nothing in its log"
     """Stage of the start by its log."""
+    progressed: float = 0.0
+    """Monotonic time of that stage."""
+    stopped: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    """Rank and role of its processes that are stopped during the start, and the monotonic time since which they are."""
     first_error: tuple[str, Cause | None] | None = None
     """The first line of its log that announces a death, and the cause that it names."""
     first_error_time: float = 0.0
@@ -120,7 +127,7 @@ class MemberState:
     proved: bool = False
     joined: bool = False
     """Whether this member's Ray node is part of the cluster."""
-    ray_stopped: tuple[tuple[str, float], ...] = ()
+    ray_stopped: Mapping[tuple[int, str], float] = field(default_factory=dict)
     """Processes of Ray on this member that are stopped, and the monotonic time since which they are."""
     formed: bool = False
     """Whether every member's was, once: the engine has its turn."""
@@ -137,6 +144,8 @@ class MemberState:
     """Unix times of the restarts in place."""
     attempts: int = 0
     """Restarts in place since the engine last served."""
+    failed_starts: tuple[Cause, ...] = ()
+    """Causes of the starts that failed since the engine last served."""
 
 
 def initial(plan: GroupPlan, rank: int) -> MemberState:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import struct
 import threading
@@ -23,6 +25,7 @@ _MEMBER_MEMORY = 2560 * 2**20
 """Enough for a member of the nano model, restarted engine included (1.6 GiB)."""
 _FILLER = "left-behind"
 _KEPT_SECONDS = 60.0
+_STANDBY_SECONDS = 90.0
 
 
 class Scene(Protocol):
@@ -76,6 +79,75 @@ class Signal:
 
 
 @dataclass(frozen=True)
+class KillAuxiliary:
+    """kill -9 one of Ray's processes beside the raylet, found by a part of its command line."""
+
+    word: str
+    rank: int
+    seconds: float = 0.0
+
+    def strike(self, scene: Scene) -> Undo:
+        for pid in inside(scene.init(self.rank)):
+            with contextlib.suppress(psutil.Error):
+                command = psutil.Process(pid).cmdline()
+                # The raylet's own command line has those of its agents.
+                if any(self.word in word for word in command) and Path(command[0]).name != "raylet":
+                    os.kill(pid, signal.SIGKILL)
+                    return _nothing
+        raise RuntimeError(f"rank {self.rank} has no process with {self.word} in its command line")
+
+
+@dataclass(frozen=True)
+class StoppedStandby:
+    """SIGSTOP the standby server once it waits, then the engine must start again."""
+
+    seconds: float = 0.0
+
+    def strike(self, scene: Scene) -> Undo:
+        deadline = time.monotonic() + _STANDBY_SECONDS
+        while True:
+            with contextlib.suppress(RuntimeError):
+                os.kill(scene.pid(0, "standby"), signal.SIGSTOP)
+                os.kill(scene.pid(0, "engine-core"), signal.SIGKILL)
+                return _nothing
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no standby server within {_STANDBY_SECONDS:.0f} s")
+
+
+@dataclass(frozen=True)
+class RemovedDirectory:
+    """Remove a member's directory, then the engine must start again."""
+
+    rank: int
+    seconds: float = 0.0
+
+    def strike(self, scene: Scene) -> Undo:
+        incarnation = scene.port(self.rank).removeprefix("m").partition(".")[0]
+        (directory,) = scene.hook.parent.glob(f"*/i{incarnation}/m{self.rank}")
+        shutil.rmtree(directory)
+        os.kill(scene.pid(0, "engine-core"), signal.SIGKILL)
+        return _nothing
+
+
+@dataclass(frozen=True)
+class StoppedStart:
+    """kill -9 EngineCore, and SIGSTOP the API process of the next engine while it starts."""
+
+    seconds: float = 0.0
+
+    def strike(self, scene: Scene) -> Undo:
+        before = scene.pid(0, "api")
+        os.kill(scene.pid(0, "engine-core"), signal.SIGKILL)
+        deadline = time.monotonic() + _STANDBY_SECONDS
+        while (pid := scene.pid(0, "api")) == before:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no new API process within {_STANDBY_SECONDS:.0f} s")
+            time.sleep(0.1)
+        os.kill(pid, signal.SIGSTOP)
+        return _nothing
+
+
+@dataclass(frozen=True)
 class Frozen:
     """One process runs no more, and no signal did it."""
 
@@ -96,6 +168,19 @@ class LinkDown:
 
     def strike(self, scene: Scene) -> Undo:
         links.cut(scene.network, scene.port(self.rank))
+        return _nothing
+
+
+@dataclass(frozen=True)
+class OneWayLoss:
+    """Every packet from one member to another one is lost; the other direction, and both to the loop, stay."""
+
+    sender: int
+    receiver: int
+    seconds: float = 0.0
+
+    def strike(self, scene: Scene) -> Undo:
+        links.blackhole(scene.init(self.sender), scene.init(self.receiver))
         return _nothing
 
 

@@ -149,6 +149,28 @@ FAULTS = (
     Fault(
         "SIGSTOP GCS", (((2.0, 2.6), RayLost(Cause.RAY_HEAD_HUNG, "it is stopped", "process")),), ("RayHeadHung", 0, 2)
     ),
+    Fault("GCS frozen", (((4.0, 6.0), RayLost(Cause.RAY_HEAD_HUNG, "no answer", "api", 0)),), ("RayHeadHung", 0, 2)),
+    Fault(
+        "kill -9 runtime-env agent of rank 1",
+        (((0.05, 2.9), Told(Cause.RAYLET_DIED, of_member=True)), *AFTERMATH),
+        ("RayletDied", 1, 2),
+    ),
+    Fault(
+        "SIGSTOP standby server, then kill -9 EngineCore",
+        (((0.0, 0.05), CORE), ((0.0, 0.05), worker(True)), ((0.3, 1.0), ApiEnded(1))),
+        ("EngineCoreDied", 0, 1),
+    ),
+    Fault(
+        "SIGSTOP API process of a start",
+        (((2.0, 3.0), dead(Cause.ENGINE_HUNG, 0, "start")),),
+        ("EngineHung", 0, 1),
+        starting=True,
+    ),
+    Fault(
+        "directory of member 1 removed, then kill -9 EngineCore",
+        (((0.0, 0.05), TaskFailed(Task.CLEAR, Cause.PREFLIGHT_FAILED, "it was removed", "preflight", 1)),),
+        ("PreflightFailed", 1, 2),
+    ),
     Fault(
         "SIGSTOP agent of rank 1", (((4.0, 4.5), dead(Cause.AGENT_HUNG, 1, "link")),), ("AgentHung", 1, 2), accepts=True
     ),
@@ -165,6 +187,13 @@ FAULTS = (
     Fault("SIGSTOP worker of rank 1", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 1)),), ("EngineHung", 1, 1)),
     Fault("SIGSTOP API process", (((2.0, 2.5), dead(Cause.API_SERVER_HUNG, 0)),), ("APIServerHung", 0, 1)),
     Fault("EngineCore frozen", (((3.5, 4.0), dead(Cause.ENGINE_HUNG, None, "steps")),), ("EngineHung", None, 1)),
+    Fault(
+        # The loop, which still reaches both, makes it LinkLost.
+        "packets from member 0 to member 1 lost",
+        (((9.0, 9.5), dead(Cause.NODE_LOST, 1, "link")),),
+        ("NodeLost", 1, 2),
+        silent=True,
+    ),
     Fault("link of member 1 down", (((9.0, 9.5), dead(Cause.NODE_LOST, 1, "link")),), ("NodeLost", 1, 2), silent=True),
     Fault(
         "SIGSTOP raylet of rank 0",

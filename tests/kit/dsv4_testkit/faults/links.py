@@ -55,6 +55,14 @@ def restore(namespace: int, port: str) -> None:
         _run(namespace, f"bridge link set dev {port} state 3")
 
 
+def blackhole(sender: int, receiver: int) -> None:
+    """Drop what goes out from one member to the address of another one, each given by its process 1."""
+    words = ["nsenter", f"--net=/proc/{receiver}/ns/net", "ip", "-4", "-o", "addr", "show", "scope", "global"]
+    found = subprocess.run(words, check=True, capture_output=True, text=True, timeout=_SECONDS).stdout
+    address = found.split(" inet ", 1)[1].split("/", 1)[0]
+    _run(sender, f"ip route add blackhole {address}/32")
+
+
 class SlowLink:
     """A process that stands between a port and the bridge and hands each frame on later."""
 

@@ -7,7 +7,34 @@ from dsv4_testkit.mutants.common import Mutant
 _DECIDE = "runtime/dsv4_runtime/agent/decide"
 _KERNELS = "runtime/dsv4_runtime/vllm_plugin/kernels"
 
+_LIFE = (
+    ("a start without progress is no hang", "runtime/dsv4_runtime/health/rules.py",
+     "if quiet < policy.start_idle:", "if True:", "agent/test_start_hung.py"),
+    ("a start is hung while files are read again", f"{_DECIDE}/head.py",
+     "(Phase.LOADING, Phase.WARMING) or engine.wrong is not None:", "(Phase.LOADING, Phase.WARMING):",
+     "agent/test_start_hung.py"),
+    ("starts that fail alike are repeated in place", f"{_DECIDE}/head.py",
+     "failed_starts[-1] is failed_starts[-2]:", "False:", "agent/test_start_hung.py"),
+    ("the import of a worker is no progress", "runtime/dsv4_runtime/health/vitals.py",
+     "self._trees.get(root, ())} | self._starting", "self._trees.get(root, ())}", "health/test_samplers.py"),
+    ("a GCS that does not answer is well", f"{_DECIDE}/member.py",
+     "if silence < bound:", "if True:", "agent/test_ray_lost.py"),
+    ("the GCS of a silent machine is hung", f"{_DECIDE}/member.py",
+     "if heard is None or heard > policy.link_suspect:", "if False:", "agent/test_ray_lost.py"),
+    ("an engine starts without its directory", "runtime/dsv4_runtime/agent/cleanup.py",
+     "    if broken is not None:\n", "    if False:\n", "agent/test_clear.py"),
+    ("a stopped standby server is used", "runtime/dsv4_runtime/agent/standby.py",
+     "return program and await server.alive()", "return program", "agent/test_standby.py"),
+    ("a lost link is a lost node", "runtime/dsv4_runtime/contract/recovery.py",
+     "return hearing > 0 and", "return False and", "contract/test_links.py"),
+    ("a node without an answer has lost a link", "operator/dsv4_operator/lifecycle/diagnosis.py",
+     "if not {lost, first.rank} <= silences.keys():", "if False:", "lifecycle/test_diagnosis.py"),
+    ("a member is to blame for a shared directory", f"{_DECIDE}/member.py",
+     "if found.cause is not Cause.WEIGHTS_CORRUPT or not same:", "if True:", "agent/test_weights_doubted.py"),
+)  # fmt: skip
+
 MEMBER = (
+    *(Mutant(name, file, old, new, (f"tests/unit/{test}",)) for name, file, old, new, test in _LIFE),
     Mutant(
         "a file that is replaced while it is copied is taken",
         "runtime/dsv4_runtime/weights/origins.py",
