@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
-from collections.abc import Iterator
 
 from dsv4_operator.backends.local.supervisor import Processes, Supervisor
 
@@ -15,6 +13,7 @@ class Supervised:
 
     def __init__(self) -> None:
         self._calls: list[socket.socket] = []
+        self._mine: list[socket.socket] = []
         self._ending = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -23,12 +22,15 @@ class Supervised:
         """Return a connection; it replaces the one before, as after the end of a loop."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._calls.append(theirs)
+        self._mine.append(mine)
         return Processes(mine)
 
     def close(self) -> None:
         """End all processes."""
         self._ending = True
         self._thread.join(30)
+        for connection in self._mine:
+            connection.close()
 
     def _run(self) -> None:
         # The kernel ends children with the thread that started them, so all happens in this one.
@@ -39,13 +41,3 @@ class Supervised:
                 supervisor.attach(self._calls.pop())
             supervisor.poll(0.02)
         supervisor.close()
-
-
-@contextlib.contextmanager
-def processes() -> Iterator[Processes]:
-    """Yield a connection to a supervisor that ends with the context."""
-    supervised = Supervised()
-    try:
-        yield supervised.again()
-    finally:
-        supervised.close()

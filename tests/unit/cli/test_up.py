@@ -297,11 +297,11 @@ def test_a_full_disk_is_one_sentence(
     )
 
 
-def test_the_real_loop_is_a_module_of_its_own(root: Path) -> None:
+def test_the_supervisor_is_a_module_of_its_own(root: Path) -> None:
     state = DeploymentState(root, "nano")
     assert processes.loop_command(state, attached=True)[1:] == [
         "-m",
-        "dsv4_operator.controller.standalone",
+        "dsv4_operator.backends.local.supervisor",
         "--state-dir",
         str(root),
         "--name",

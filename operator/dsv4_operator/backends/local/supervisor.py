@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import selectors
 import signal
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_operator.backends.local import network
+
+_log = logging.getLogger("dsv4")
 
 BEAT_SECONDS = 0.5
 RESUME_SECONDS = 2.0
@@ -56,7 +59,7 @@ class Liveness:
 
     def __init__(self, pid: int, now: float) -> None:
         self.pid = pid
-        self._responded = self._progressed = now
+        self._responded = self._progressed = self._judged = now
         self._ticks = _activity(pid)[1]
         self._first = True
         self.resumed = False
@@ -72,6 +75,10 @@ class Liveness:
 
     def hangs(self, now: float) -> bool:
         """Return whether the process is to be replaced. Continues it first, in case it was stopped by a signal."""
+        if now - self._judged >= RESUME_SECONDS:
+            # This process did not run meanwhile, and has not read the latest responses.
+            self._responded = self._progressed = now
+        self._judged = now
         state, ticks = _activity(self.pid)
         if ticks != self._ticks:
             self._ticks, self._progressed = ticks, now
@@ -552,9 +559,14 @@ class Processes:
             self._send({"do": "forget", "name": child.name})
 
     async def _beat(self) -> None:
+        latest = time.monotonic()
         while True:
             self._send({"do": "beat"})
             await asyncio.sleep(BEAT_SECONDS)
+            now = time.monotonic()
+            if now - latest >= RESUME_SECONDS:
+                _log.warning("the loop did not run for %.1f s", now - latest)
+            latest = now
 
     def _send(self, message: Mapping[str, Any], descriptor: int | None = None) -> None:
         files = [] if descriptor is None else [descriptor]
