@@ -265,6 +265,7 @@ class _GatewayProcess:
         running = [child for child in self._mine() if child.code is None]
         for child in running:
             self._processes.signal(child, signal.SIGTERM)
+            self._processes.signal(child, signal.SIGCONT)
         for child in running:
             try:
                 async with asyncio.timeout(self._settings.drain_seconds + _LAST_SECONDS):
