@@ -137,9 +137,10 @@ def _enter(
     gateways = _front(state, deployment, processes)
     if isolated:
         gateways.keep_sockets()
-    # Before any slow step, so that the status of an earlier run is not taken for this one's.
-    state.save_object(deployment)
-    processes.keep_text(STATUS, deployment.to_json())
+    if STATUS not in processes.kept:
+        # Before any slow step, so that the status of an earlier run is not taken for this one's.
+        state.save_object(deployment)
+        processes.keep_text(STATUS, deployment.to_json())
     wake = asyncio.Event()
     backend = LocalBackend(
         state, processes, isolated=isolated, changed=wake.set, cards=cards, software=software, gateways=gateways
@@ -194,7 +195,7 @@ async def _loop(
     if isolated:
         await gateways.start("api")
         await publisher.start(processes.socket("dashboard"))
-    unsaved: DSV4Deployment | None = None
+    unsaved: DSV4Deployment | None = deployment
 
     async def save(changed: DSV4Deployment) -> None:
         # In memory the status outlives this process and a full disk.

@@ -278,15 +278,15 @@ def test_the_repair_is_reported_after_the_cause(scene: Scene) -> None:
     # The agent has seen a death and compares the members; the first sign may not be the cause.
     first = death.model_copy(update={"message": "a process ended"})
     scene.members[0] = scene.member(0, engine=EngineStatus(generation=1), failure=first)
-    assert log.look(0.2) == []
+    assert log.look(0.5) == []
     assert (scene.kept.phase, undetermined(scene.kept)) == (GroupPhase.RESTARTING, "a process ended")
     decided = death.model_copy(update={"level": 1})
     for failures, generation in (((decided,), 1), ((decided, decided.model_copy(update={"generation": 2})), 2)):
         engine = EngineStatus(generation=generation, failures=failures)
         scene.members[0] = scene.member(0, Phase.RESTARTING, engine=engine, failure=failures[-1])
-        assert reasons(log.look(0.2)) == [Reason.ENGINE_DEAD, Reason.ENGINE_RESTARTING]
+        assert reasons(log.look(0.5)) == [Reason.ENGINE_DEAD, Reason.ENGINE_RESTARTING]
         assert undetermined(scene.kept) is None
-        assert log.look(0.2) == []
+        assert log.look(0.5) == []
     served = tuple(one.model_copy(update={"recover_seconds": 2.5}) for one in failures)
     scene.members[0] = scene.member(0, engine=EngineStatus(generation=3, ready_time=scene.now, failures=served))
     assert reasons(log.look(1.0)) == [Reason.GROUP_RECOVERED]

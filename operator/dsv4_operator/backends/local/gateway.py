@@ -228,7 +228,10 @@ class _GatewayProcess:
 
     async def start(self, listener: str, peers: Sequence[int]) -> None:
         for file, document in zip(self._files, (self._settings, self._route), strict=True):
-            replace_file(file, document.to_json(indent=2) + "\n")
+            text = document.to_json(indent=2) + "\n"
+            # The next loop needs no space on a full disk.
+            if not file.exists() or file.read_text() != text:
+                replace_file(file, text)
         limits, route = map(str, self._files)
         self._sockets = listener, self.own_name
         self._command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--settings", limits, "--route", route]
