@@ -177,6 +177,18 @@ def test_everything_ends_with_a_killed_supervisor(world: World) -> None:
     assert read_report(world.process.pid) is None
 
 
+def test_a_lack_of_descriptors_ends_nothing(world: World) -> None:
+    first = world.life(1)
+    supervisor = psutil.Process(world.process.pid)
+    limits = supervisor.rlimit(psutil.RLIMIT_NOFILE)
+    supervisor.rlimit(psutil.RLIMIT_NOFILE, (supervisor.num_fds(), limits[1]))
+    os.kill(first["loop"], signal.SIGKILL)
+    world.until(lambda: world.report.count >= 2)
+    assert psutil.pid_exists(first["child"])
+    supervisor.rlimit(psutil.RLIMIT_NOFILE, limits)
+    assert world.life(2)["child"] == first["child"]
+
+
 def test_a_first_start_that_fails_is_not_repeated_and_a_later_one_is(tmp_path: Path) -> None:
     assert World(tmp_path, "fails").process.wait(SECONDS) == 7
     world = World(tmp_path, "fails later")

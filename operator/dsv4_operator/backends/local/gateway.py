@@ -324,7 +324,7 @@ class _GatewayProcess:
             with contextlib.closing(writer):
                 writer.write(b"HEAD /healthz HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\n\r\n")
                 return b" 200 " in await reader.readline()
-        except OSError:
+        except (OSError, ValueError):
             return False
 
     async def _spawn(self) -> Child:

@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,7 +191,11 @@ class Supervisor:
         pause, proven = FIRST_PAUSE, False
         while True:
             begun = time.monotonic()
-            code, reason = self._run_once(command, wake)
+            try:
+                code, reason = self._run_once(command, wake)
+            except OSError as error:
+                self.detach()
+                code, reason = 1, f"could not be started ({error.strerror or error})"
             proven = proven or self._beat is not None
             if code == 0 or not proven:
                 return code
@@ -261,7 +266,11 @@ class Supervisor:
             if not data:
                 self.detach()
                 return
-            self._handle(json.loads(data), files)
+            try:
+                self._handle(json.loads(data), files)
+            except Exception:
+                # For example without free descriptors. Everything else depends on this process.
+                traceback.print_exc()
 
     def _handle(self, message: Mapping[str, Any], files: list[int]) -> None:
         name = message.get("name", "")
@@ -307,9 +316,14 @@ class Supervisor:
                     pass_fds=message["files"],
                     preexec_fn=lambda: network.die_with_parent(death),
                 )
+            try:
+                child = _Child(process, os.pidfd_open(process.pid), time.time())
+            except OSError:
+                process.kill()
+                process.wait()
+                raise
         except OSError as error:
             return {"reply": "start", "name": name, "error": error.errno, "text": str(error)}
-        child = _Child(process, os.pidfd_open(process.pid), time.time())
         self._children[name] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, name)
         return {"reply": "start", **child.document(name)}
@@ -459,7 +473,6 @@ class Processes:
         self.restarts: list[tuple[float, str]] = [(one["time"], one["reason"]) for one in state["restarts"]]
         self.ending: bool = state["ending"]
         """Whether the loop was asked to end before this one started."""
-        self.lost = False
         self._beating: asyncio.Task[None] | None = None
 
     def listen(self) -> None:
@@ -575,9 +588,9 @@ class Processes:
         except BlockingIOError:
             if message["do"] != "beat":
                 raise
-        except OSError:
+        except ConnectionError:
             # The kernel ends this process with the supervisor.
-            self.lost = True
+            pass
 
     def _receive(self) -> None:
         while True:
@@ -588,7 +601,6 @@ class Processes:
             except OSError:
                 data = b""
             if not data:
-                self.lost = True
                 asyncio.get_running_loop().remove_reader(self._connection)
                 return
             self._handle(json.loads(data))
