@@ -288,7 +288,9 @@ def test_the_repair_is_reported_after_the_cause(scene: Scene) -> None:
         assert undetermined(scene.kept) is None
         assert log.look(0.5) == []
     served = tuple(one.model_copy(update={"recover_seconds": 2.5}) for one in failures)
-    scene.members[0] = scene.member(0, engine=EngineStatus(generation=3, ready_time=scene.now, failures=served))
+    scene.members[0] = scene.member(
+        0, engine=EngineStatus(generation=3, ready_time=scene.now, restarts=(scene.now,), failures=served)
+    )
     assert reasons(log.look(1.0)) == [Reason.GROUP_RECOVERED]
 
 
