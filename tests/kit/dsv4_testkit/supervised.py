@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import socket
 import threading
+from collections.abc import Iterator
 
 from dsv4_operator.backends.local.supervisor import Processes, Supervisor
 
@@ -41,3 +45,26 @@ class Supervised:
                 supervisor.attach(self._calls.pop())
             supervisor.poll(0.02)
         supervisor.close()
+
+
+_PTRACE_SEIZE, _PTRACE_INTERRUPT, _PTRACE_DETACH = 0x4206, 0x4207, 17
+_WALL = 0x40000000
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """Keep a process from running, also at SIGCONT, as a frozen control group does; by tracing it. SIGKILL ends it, and
+    its parent can reap it after the block.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT):
+        if libc.ptrace(request, pid, None, None) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    os.waitpid(pid, _WALL)
+    try:
+        yield
+    finally:
+        if libc.ptrace(_PTRACE_DETACH, pid, None, None) != 0:
+            # It was killed; its end is first reported to this process.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, _WALL)

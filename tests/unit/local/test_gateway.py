@@ -28,7 +28,7 @@ from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import FROZEN_SECONDS, Processes
 from dsv4_operator.planning.revision import revision
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
-from dsv4_testkit.supervised import Supervised
+from dsv4_testkit.supervised import Supervised, frozen
 
 ROUTES = ("route.json", "route-1.json")
 # Nobody is at port 9: the engine is away, which is all that these tests need.
@@ -249,13 +249,10 @@ async def test_a_stopped_gateway_loses_no_request_and_a_frozen_one_is_replaced(
             assert b" 200 " in await reader.readline()
         assert time.monotonic() - begun < 2 * FROZEN_SECONDS
         assert pids(gateways) == before
-        # SIGCONT has no effect on a process in a frozen control group; here it has none on one that is stopped again.
-        async with asyncio.timeout(30):
-            while stopped in pids(gateways):
-                os.kill(stopped, signal.SIGSTOP)
-                await asyncio.sleep(0.02)
-            while None in pids(gateways):
-                await asyncio.sleep(0.02)
+        with frozen(stopped):
+            async with asyncio.timeout(30):
+                while stopped in pids(gateways) or None in pids(gateways):
+                    await asyncio.sleep(0.02)
         assert pids(gateways)[1 - before.index(stopped)] == before[1 - before.index(stopped)]
         for _, each in waiting.values():
             each.close()

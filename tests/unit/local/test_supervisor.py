@@ -20,6 +20,7 @@ from dsv4_operator.backends.local.supervisor import (
     read_kept_status,
     read_report,
 )
+from dsv4_testkit.supervised import frozen
 
 # Only a bound; a busy machine may take long.
 SECONDS = 60.0
@@ -133,21 +134,17 @@ def test_a_child_that_ends_without_a_loop_is_known_to_the_next_one(world: World)
 
 
 def test_a_stopped_loop_is_continued_and_a_frozen_one_is_replaced(world: World) -> None:
-    loop = world.life(1)["loop"]
-    beat = world.report.beat
-    assert beat is not None
+    first = world.life(1)
+    loop = first["loop"]
     os.kill(loop, signal.SIGSTOP)
     stopped = time.time()
     world.until(lambda: (world.report.beat or 0.0) > stopped + 1.0, 3 * FROZEN_SECONDS)
     assert (world.report.loop, world.report.count) == (loop, 0)
 
-    # A process in a frozen control group does not continue at SIGCONT; this one is stopped again.
-    def replaced() -> bool:
-        if world.report.loop == loop:
-            os.kill(loop, signal.SIGSTOP)
-        return world.report.count == 1
-
-    world.until(replaced, 3 * FROZEN_SECONDS)
+    with frozen(loop):
+        # Not even SIGKILL is waited for, and the child lives on.
+        world.until(lambda: world.report.count == 1, 3 * FROZEN_SECONDS)
+        assert world.life(2)["child"] == first["child"]
     assert world.report.restarts[-1][1].startswith("did not respond for ")
     assert world.life(2)["loop"] != loop
 

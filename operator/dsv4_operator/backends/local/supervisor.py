@@ -43,6 +43,7 @@ HUNG_SECONDS = 20.0
 START_SECONDS = 60.0
 """The same before its first response."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
+_KILL_SECONDS = 1.0
 _STEADY_SECONDS = 60.0
 """A loop that ran this long starts again without backoff."""
 _MESSAGE_BYTES, _FILES = 1 << 20, 250
@@ -163,7 +164,8 @@ class Supervisor:
         for child in self._children.values():
             if child.code is None:
                 child.process.kill()
-                child.process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(_KILL_SECONDS)
                 os.close(child.pidfd)
         self.detach()
         for descriptor in (*self._kept.values(), self._report):
@@ -241,12 +243,15 @@ class Supervisor:
             if liveness.hangs(now):
                 reason = f"did not respond for {now - liveness.silent_since:.1f} s"
                 process.kill()
-                process.wait()
+                # A frozen process ends when it thaws, before it runs again; the next loop does not wait for that.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_KILL_SECONDS)
+                break
         # The last messages may contain the final status.
         self.poll(0)
         self.detach()
         self._loop = None
-        code = process.returncode
+        code = process.returncode if process.returncode is not None else -signal.SIGKILL
         return code, reason or (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
 
     @staticmethod
