@@ -2,6 +2,7 @@
 
     python benchmarks/gateway.py --standin [--seconds 40] [--json FILE]
     python benchmarks/gateway.py --nano [--seconds 40] [--json FILE]
+    python benchmarks/gateway.py --processes [--seconds 40] [--json FILE]
 
 `--standin`: an upstream that costs next to nothing, so that everything seen is the gateway's. `--nano`: vLLM with the
 nano model, inside its own network. Requests to the engine and through the gateway take turns. What is added to the time
@@ -12,7 +13,8 @@ engine's noise in: the quantiles of the whole times, and the median of what the 
 throughput ratio is the median over the rounds; each round has fresh connections.
 The engine alone can fill all processors of a small machine, and then the time to the first byte is that of waiting for
 one. So nano is measured twice: as it is, and with the engine kept off the processor of the client and the gateway.
-To see packets takes root, as the networks of nano do.
+To see packets takes root, as the networks of nano do. `--processes`: one gateway process against two on one socket, as
+`dsv4 up` starts them, in front of the stand-in; in turns, and at the end with one of them killed under 16 streams.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -209,6 +212,76 @@ def standin(seconds: float) -> dict[str, float]:
     return found
 
 
+@contextlib.contextmanager
+def processes(count: int, agent: str, token_key: str, socket_number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Gateways on one listening socket."""
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        root = Path(name)
+        (root / "settings.json").write_text(json.dumps(SETTINGS))
+        (root / "route.json").write_text(json.dumps({"agent": agent, "api": agent, "tokenKeyFile": token_key}))
+        command = [sys.executable, "-m", "dsv4_runtime.gateway.main", f"--fd={socket_number}"]
+        command += ["--settings", str(root / "settings.json"), "--route", str(root / "route.json")]
+        environment = {**os.environ, **ENVIRONMENT}
+        found = []
+        for _ in range(count):
+            process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, pass_fds=(socket_number,))
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            found.append(process)
+        yield found
+
+
+async def killed(url: str, process: subprocess.Popen[bytes], clients: int = 16) -> int:
+    """Streams of `clients` that broke when a process was killed under them."""
+    connections = [await connect(url) for _ in range(clients)]
+    data = post(url, {"prompt": "x", "stream": True, "tokens": 64, "pause": 0.05})
+    tasks = [asyncio.ensure_future(connection.ask(data)) for connection in connections]
+    await asyncio.sleep(1.0)
+    process.kill()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    for connection in connections:
+        connection.close()
+    return sum(isinstance(one, BaseException) for one in found)
+
+
+def compare_processes(seconds: float) -> dict[str, float]:
+    """Latency and rate of one gateway process and of two."""
+    port, figures = free_port(), dict[str, float]()
+    base = f"http://127.0.0.1:{port}"
+    with (
+        tempfile.NamedTemporaryFile("w") as token,
+        running([sys.executable, upstream.__file__, str(port)]),
+        socket.create_server(("127.0.0.1", 0), backlog=4096) as one,
+        socket.create_server(("127.0.0.1", 0), backlog=4096) as two,
+    ):
+        token.write("stand-in")
+        token.flush()
+        wait_for_port(port)
+        with (
+            processes(1, base, token.name, one.fileno()) as single,
+            processes(2, base, token.name, two.fileno()) as pair,
+        ):
+            urls = [f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions" for listener in (one, two)]
+            names = dict(zip(urls, ("one process", "two processes"), strict=True))
+            first: dict[str, list[float]] = {url: [] for url in urls}
+            rates: dict[str, list[float]] = {url: [] for url in urls}
+            for url in urls:
+                uvloop.run(load(url, {"prompt": "x"}, requests=64, clients=16))
+            end = time.monotonic() + seconds
+            while time.monotonic() < end or len(rates[urls[0]]) < MIN_ROUNDS:
+                for url, found in uvloop.run(take_turns((urls[0], urls[1]), STANDIN.alone, turns=200)).items():
+                    first[url] += found
+                for url in (*urls, *reversed(urls)):
+                    rates[url].append(uvloop.run(load(url, {"prompt": "x"}, requests=1000, clients=16)).rate)
+            for url, name in names.items():
+                figures[f"{name}: p50 ms"] = quantile(first[url], 0.5) * 1e3
+                figures[f"{name}: p99 ms"] = quantile(first[url], 0.99) * 1e3
+                figures[f"{name}: answers/s"] = statistics.median(rates[url])
+            figures["one process, killed: broken of 16"] = uvloop.run(killed(urls[0], single[0]))
+            figures["two processes, one killed: broken of 16"] = uvloop.run(killed(urls[1], pair[0]))
+    return figures
+
+
 def confine(pid: int, processors: list[int]) -> None:
     """Keep a process, its threads and its descendants on these processors."""
     for process in (found := psutil.Process(pid), *found.children(recursive=True)):
@@ -258,6 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--standin", action="store_true")
     parser.add_argument("--nano", action="store_true")
+    parser.add_argument("--processes", action="store_true")
     parser.add_argument("--seconds", type=float, default=40.0, help="of rounds, for each part")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", nargs=2, metavar=("DIRECT", "THROUGH"), help=argparse.SUPPRESS)
@@ -270,12 +344,13 @@ def main() -> None:
         return
     parts = {
         "stand-in": (options.standin, standin),
+        "processes": (options.processes, compare_processes),
         "nano": (options.nano, nano),
         "nano, engine on other processors": (options.nano, partial(nano, apart=True)),
     }
     wanted = {name: measure for name, (chosen, measure) in parts.items() if chosen}
     if not wanted:
-        parser.error("choose --standin, --nano or both")
+        parser.error("choose --standin, --processes or --nano")
     figures: dict[str, dict[str, float]] = {}
     missed = False
     for name, measure in wanted.items():

@@ -22,6 +22,7 @@ from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import FabricPlan, GroupPlan, Phase
 from dsv4_runtime.engine import token_auth
+from dsv4_testkit.supervised import Supervised
 
 MANIFEST = """
 apiVersion: dsv4.dev/v1alpha1
@@ -65,7 +66,10 @@ async def main() -> None:
     state = DeploymentState(Path(sys.argv[1]), "nano")
     state.prepare()
     deployment = load(MANIFEST)
-    backend = LocalBackend(state, isolated=True, changed=lambda: None)
+    supervised = Supervised()
+    processes = supervised.again()
+    processes.listen()
+    backend = LocalBackend(state, processes, isolated=True, changed=lambda: None)
     plan = with_fabric(plan_group(deployment, await backend.facts(deployment), group=0, incarnation=1))
     try:
         await backend.ensure(deployment, plan)
@@ -88,6 +92,8 @@ async def main() -> None:
         while not await backend.fence(deployment, 0, 1):
             await asyncio.sleep(0.1)
         await backend.close()
+        await processes.close()
+        supervised.close()
 
 
 if __name__ == "__main__":

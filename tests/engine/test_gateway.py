@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dsv4_operator.backends.local.supervisor import read_report
 from dsv4_runtime.engine import token_auth
 from dsv4_testkit.gateway_clients import CONTEXT, SECONDS, TOKENS, Asked, Chat, same
 from dsv4_testkit.harness import Deployment, pid_in
@@ -56,13 +57,18 @@ STREAMED = {
 
 @contextlib.contextmanager
 def without_loop(deployment: Deployment) -> Iterator[None]:
-    """`dsv4 up`'s process does nothing during the block."""
-    loop = int((deployment.directory / "lock").read_text())
-    os.kill(loop, signal.SIGSTOP)
+    """`dsv4 up`'s processes, the loop and its supervisor, do nothing during the block."""
+    supervisor = int((deployment.directory / "lock").read_text())
+    report = read_report(supervisor)
+    assert report is not None
+    assert report.loop is not None
+    for process in (supervisor, report.loop):
+        os.kill(process, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(loop, signal.SIGCONT)
+        for process in (report.loop, supervisor):
+            os.kill(process, signal.SIGCONT)
 
 
 def test_greedy_streams_go_on_to_the_letter(deployment: Deployment) -> None:
@@ -199,10 +205,16 @@ def test_its_figures_stand_beside_vllms(deployment: Deployment) -> None:
         text = answer.read().decode()
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"):
         assert f"\nvllm:{name}{{" in text
-    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("dsv4_gateway"))
-    assert float(figures["dsv4_gateway_continued_total"]) == 4
-    assert float(figures["dsv4_gateway_replayed_total"]) >= 1
-    assert float(figures["dsv4_gateway_cut_total"]) == 1
+    assert total(text, "continued") == 4
+    assert total(text, "replayed") >= 1
+    assert total(text, "cut") == 1
+
+
+def total(text: str, name: str) -> float:
+    """A counter's sum over both gateways."""
+    lines = [line for line in text.splitlines() if line.startswith(f"dsv4_gateway_{name}_total{{")]
+    assert len(lines) == 2, lines
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 # Has the agent of rank 0 drain its engine; the token comes by standard input.
@@ -250,13 +262,56 @@ def test_an_engine_that_is_to_end_finishes_what_it_has_begun(deployment: Deploym
 
 
 def test_a_gateway_that_is_killed_is_back_within_a_second(deployment: Deployment) -> None:
-    old = _gateway(deployment)
+    old, other = gateways(deployment)
     old.kill()
     killed = time.monotonic()
-    new = _gateway(deployment, after=old.pid)
+    found = gateways(deployment, after=old.pid)
     assert time.monotonic() - killed < 1.0
-    assert new.ppid() == int((deployment.directory / "lock").read_text())
+    assert other in found
+    assert {process.ppid() for process in found} == {int((deployment.directory / "lock").read_text())}
     assert deployment.complete()["usage"]["completion_tokens"] == 4
+
+
+def test_a_stopped_gateway_costs_no_request(deployment: Deployment) -> None:
+    stopped, other = gateways(deployment)
+    stopped.suspend()
+    begun = time.monotonic()
+    asked = [Asked(deployment, "/v1/completions", {"prompt": "Once", **GREEDY, "max_tokens": 4}) for _ in range(8)]
+    for one in asked:
+        assert json.loads(one.answered().raw)["usage"]["completion_tokens"] == 4
+    while stopped.status() == psutil.STATUS_STOPPED:
+        assert time.monotonic() - begun < 5.0
+        time.sleep(0.02)
+    print(f"\ncontinued within {time.monotonic() - begun:.1f} s")
+    assert gateways(deployment) == [stopped, other]
+
+
+def test_a_killed_loop_costs_no_request_and_the_next_one_continues(deployment: Deployment) -> None:
+    supervisor, before = int((deployment.directory / "lock").read_text()), deployment.group()
+    report = read_report(supervisor)
+    assert report is not None
+    assert report.loop is not None
+    body = {"prompt": "Once upon a time", **GREEDY, "stream": True}
+    tell = threading.Event()
+    asked = Asked(deployment, "/v1/completions", body, tell)
+    assert tell.wait(SECONDS)
+    os.kill(report.loop, signal.SIGKILL)
+    killed = kill_engine(deployment)
+    while (found := read_report(supervisor)) is None or found.loop in (None, report.loop) or found.beat < killed:
+        assert time.time() - killed < 15.0
+        time.sleep(0.02)
+    print(f"\nthe next loop works {time.time() - killed:.1f} s after the kill")
+    assert asked.answered().chunks[-1] == "[DONE]"
+    status = deployment.wait("Serving", since=killed)
+    after = status["groups"][0]
+    assert (after["incarnation"], after["engineGeneration"]) == (before["incarnation"], before["engineGeneration"] + 1)
+    why = deployment.run("why", deployment.name).stdout
+    assert "the loop was killed by signal 9" in why
+    order = [why.index(f"  {word} ") for word in ("loop", "detected", "cause", "evidence", "repair", "serving")]
+    assert order == sorted(order), why
+    log = deployment.log()
+    order = [log.rindex(word) for word in ("adopted rank 0", "EngineDead", "EngineRestarting", "GroupRecovered")]
+    assert order == sorted(order), log
 
 
 def test_down_finishes_what_was_begun(deployment: Deployment) -> None:
@@ -269,15 +324,18 @@ def test_down_finishes_what_was_begun(deployment: Deployment) -> None:
     assert deployment.remains() == []
 
 
-def _gateway(deployment: Deployment, after: int | None = None) -> psutil.Process:
-    """The gateway's process; not `after`, which was killed and may take a moment to end."""
-    loop = psutil.Process(int((deployment.directory / "lock").read_text()))
+def gateways(deployment: Deployment, after: int | None = None) -> list[psutil.Process]:
+    """Both gateways' processes, without `after`, which was killed and may take a moment to end."""
+    supervisor = psutil.Process(int((deployment.directory / "lock").read_text()))
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
-        for process in loop.children():
-            # One that was just killed is a zombie until the loop has heard of it.
+        found = []
+        for process in supervisor.children():
+            # One that was just killed is a zombie until it is reaped.
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.pid != after and "dsv4_runtime.gateway.main" in process.cmdline():
-                    return process
+                    found.append(process)
+        if len(found) == 2:
+            return found
         time.sleep(0.02)
-    raise AssertionError(f"no gateway within 5 s:\n{deployment.log()}")
+    raise AssertionError(f"no two gateways within 5 s:\n{deployment.log()}")

@@ -230,7 +230,7 @@ def test_down_leaves_nothing(deployment: Deployment) -> None:
     [
         pytest.param(signal.SIGINT, "up", id="Ctrl-C", marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, "up", id="kill -9 of dsv4 up", marks=pytest.mark.long),
-        pytest.param(signal.SIGKILL, "loop", id="kill -9 of its loop"),
+        pytest.param(signal.SIGKILL, "supervisor", id="kill -9 of its supervisor"),
         pytest.param(None, "directory", id="its directory removed", marks=pytest.mark.long),
     ],
 )
@@ -253,11 +253,11 @@ def test_ended_in_the_midst_of_a_start_it_leaves_nothing(
             time.sleep(0.2)
         time.sleep(2)
         assert len(other.remains()) > 10
-        loop = int((other.directory / "lock").read_text())
+        supervisor = int((other.directory / "lock").read_text())
         if number is None:
             shutil.rmtree(other.directory)
         else:
-            os.kill(up.pid if whom == "up" else loop, number)
+            os.kill(up.pid if whom == "up" else supervisor, number)
         up.communicate(timeout=60)
 
         def left() -> list[str]:

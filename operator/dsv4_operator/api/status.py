@@ -95,6 +95,8 @@ class Reason(StrEnum):
     STEADY = "Steady"
     ACTION_FAILED = "ActionFailed"
     """A part of the reconcile failed and is repeated; the message contains the reason."""
+    STATE_NOT_SAVED = "StateNotSaved"
+    """The state directory of `dsv4 up` cannot be written; the status is kept in memory."""
     FOREIGN_OBJECT = "ForeignObject"
     """An object with a needed name belongs to another owner. It is not changed."""
     OBJECT_TERMINATING = "ObjectTerminating"

@@ -32,11 +32,11 @@ _SHELL_VARIABLES = frozenset({b"PWD", b"OLDPWD", b"_"})
 
 
 def loop_command(state: DeploymentState, *, attached: bool) -> list[str]:
-    """Return the command of the reconcile loop, a separate process: the CLI does not import the controller.
+    """Return the command of the supervisor, which starts the reconcile loop: the CLI does not import the controller.
 
-    An attached loop ends when its parent process ends.
+    An attached one ends when its parent process ends.
     """
-    command = [sys.executable, "-m", "dsv4_operator.controller.standalone"]
+    command = [sys.executable, "-m", "dsv4_operator.backends.local.supervisor"]
     command += ["--state-dir", str(state.root), "--name", state.name]
     return [*command, f"--attached={os.getpid()}"] if attached else command
 

@@ -16,6 +16,7 @@ from dsv4_operator.api import (
     GroupPhase,
     GroupStatus,
     MemberStatus,
+    Reason,
 )
 from dsv4_operator.api.values import format_duration
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION
@@ -28,7 +29,8 @@ from dsv4_operator.cli.output import (
     plural,
     render_table,
 )
-from dsv4_operator.cli.sources.base import DeploymentView
+from dsv4_operator.cli.sources.base import LOOP_SILENCE_SECONDS, DeploymentView
+from dsv4_operator.lifecycle.status import undetermined
 from dsv4_runtime.contract import Health, KernelStatus, Phase, permit
 from dsv4_runtime.contract.gateway import FatalRequest
 from dsv4_runtime.contract.kernels import STOCK
@@ -82,9 +84,10 @@ def _row(item: DeploymentView, now: float, *, wide: bool) -> list[str]:
 
 def deployment_text(item: DeploymentView, now: float, *, wide: bool) -> str:
     """Return one deployment: its row, the reason if it is not ready, its members, KV caches and kernels."""
-    parts = [deployments_table([item], now, wide=wide), operator_lag(item)]
+    parts = [deployments_table([item], now, wide=wide), operator_lag(item), loop_text(item, now)]
     if item.running:
         parts.append(not_ready_reason(item.object))
+        parts.append(storage_problem(item.status))
         parts.append(members_table(item.status, now))
         parts.append("\n".join(_kv_caches(item.status)))
         parts.append("\n".join(_kernels(item.status)))
@@ -110,8 +113,42 @@ def members_table(status: DeploymentStatus, now: float) -> str:
 
 
 def _member_message(member: MemberStatus, now: float) -> str:
-    silence = f"no answer for {format_seconds(max(now - member.silent_since, 0))}" if member.silent_since else ""
+    silence = ""
+    if member.silent_since:
+        seconds = format_seconds(max(now - member.silent_since, 0))
+        silence = f"no answer for {seconds}" if member.phase else f"started; no answer yet after {seconds}"
     return "; ".join(filter(None, [one_line(member.message), silence]))
+
+
+_RECENT_SECONDS = 600.0
+
+
+def loop_text(item: DeploymentView, now: float) -> str:
+    """Return the age of the status of `dsv4 up`, and the latest restart of its loop; empty for a cluster."""
+    loop = item.loop
+    if loop is None:
+        return item.lost
+    restart = ""
+    if loop.restarts and now - loop.restarts[-1][0] < _RECENT_SECONDS:
+        time, reason = loop.restarts[-1]
+        restart = f"; the loop {reason} {format_seconds(max(now - time, 0))} ago"
+        restart += " and was restarted" if loop.loop is not None else "; it is being restarted"
+    if loop.beat is None:
+        return f"The loop has not reported yet{restart}"
+    age = max(now - loop.beat, 0)
+    if age < LOOP_SILENCE_SECONDS:
+        return f"Reported {format_seconds(age)} ago{restart}"
+    process = f" (process {loop.loop})" if loop.loop is not None else ""
+    source = "the members were queried directly" if item.queried else "no member answers directly"
+    return f"The loop{process} has not responded for {format_seconds(age)}{restart}; {source}"
+
+
+def storage_problem(status: DeploymentStatus) -> str:
+    """Return the reason why the status cannot be saved; empty if it can."""
+    progressing = status.condition(ConditionType.PROGRESSING)
+    if progressing is None or progressing.reason is not Reason.STATE_NOT_SAVED:
+        return ""
+    return f"{progressing.reason}: {one_line(progressing.message)}"
 
 
 def operator_lag(item: DeploymentView) -> str:
@@ -229,12 +266,16 @@ def why_document(item: DeploymentView, now: float, fatal: Sequence[FatalRequest]
     """Return the latest failure and its repair as a document; `fatal` are requests that the gateway refuses."""
     group = _group_of_latest_failure(item)
     document: dict[str, Any] = {"name": item.name, "phase": item.phase, "verdict": _verdict(item, group)}
+    if loop := loop_text(item, now):
+        document["loop"] = loop
     if fatal:
         document["fatalRequests"] = [request.to_dict() for request in fatal]
     if group is None:
         return document
     if progress := _start_progress(item, group):
         document["starting"] = progress
+    if item.running and (sign := undetermined(group)) is not None:
+        document["undetermined"] = sign
     document |= {"group": group.index, "incarnation": group.incarnation, "engineGeneration": group.engine_generation}
     policy = item.object.spec.recovery.policy()
     spent = permit(policy, group.restarts, now).spent
@@ -259,6 +300,7 @@ def why_text(item: DeploymentView, now: float, fatal: Sequence[FatalRequest] = (
     if item.running and group and group.phase is GroupPhase.SERVING and group.ready_time:
         since = f" since {local_datetime(group.ready_time)}"
     rows = [("verdict", f"{_verdict(item, group)}{since}"), ("operator", operator_lag(item))]
+    rows.append(("loop", loop_text(item, now)))
     failure = group.last_failure if group else None
     reason = not_ready_reason(item.object) if item.running else ""
     # Omitted if the condition only repeats the cause below.
@@ -266,14 +308,18 @@ def why_text(item: DeploymentView, now: float, fatal: Sequence[FatalRequest] = (
         rows.append(("reason", reason))
     if group is not None:
         rows.append(("starting", _start_progress(item, group)))
-    if group is None or failure is None:
+    sign = undetermined(group) if item.running and group is not None else None
+    if sign is not None and group is not None:
+        rows.append(("cause", f"not determined yet{f'; first sign: {one_line(sign)}' if sign else ''}"))
+        rows.append(("earlier", _history(group.history)))
+    elif group is None or failure is None:
         rows.append(("cause", "nothing has died"))
     else:
         rows += _failure_rows(failure)
-        rows.append(("evidence", failure.evidence or ""))
         rows.append(("earlier", _history([each for each in group.history if each.time != failure.time])))
     if group is not None:
-        rows.append(("budget", _budget(item, group, now)))
+        pending = "; the restart for this death is not counted yet" if sign is not None else ""
+        rows.append(("budget", _budget(item, group, now) + pending))
     if fatal:
         last, more = fatal[-1], f" and {len(fatal) - 1} more" if len(fatal) > 1 else ""
         text = f"{last.id} ({last.size:,} bytes){more}: {last.engines} engines died of it, refused since"
@@ -308,14 +354,20 @@ def _start_progress(item: DeploymentView, group: GroupStatus) -> str:
 
 
 def _failure_rows(failure: FailureStatus) -> list[tuple[str, str]]:
-    detector = f", seen by {failure.detected_by}" if failure.detected_by else ""
+    """Return the course of a failure, in the order of its events."""
+    detector = f", by {failure.detected_by}" if failure.detected_by else ""
     repair = f"level {failure.level}, {_REPAIRS.get(failure.level, '')}" if failure.level else "not decided yet"
     if failure.recover_seconds is not None:
-        repair += f"; serving again after {format_seconds(failure.recover_seconds)}"
-    elif failure.level != 3:
-        repair += "; not serving again yet"
-    when = f"{local_datetime(failure.time)}{detector}"
-    return [("cause", failure_text(failure)), ("when", when), ("repair", repair)]
+        serving = f"again after {format_seconds(failure.recover_seconds)}"
+    else:
+        serving = "" if failure.level == 3 else "not again yet"
+    return [
+        ("detected", f"{local_datetime(failure.time)}{detector}"),
+        ("cause", failure_text(failure)),
+        ("evidence", failure.evidence or ""),
+        ("repair", repair),
+        ("serving", serving),
+    ]
 
 
 def _history(earlier: Sequence[FailureStatus]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def run(
     _claim(state, deployment)
     # Signals are counted from here on: there is a loop to stop.
     with processes.SignalCounter() as signals:
-        previous = _object_identity(state)
+        previous = state.object_text()
         process = processes.start_loop(state, command(state, attached=not detach))
         started = _StartedDeployment(state, process, signals, previous, detach, timeout)
         leave = False
@@ -83,16 +83,36 @@ def _claim(state: DeploymentState, deployment: DSV4Deployment) -> None:
                 processes.stop_processes(state)
                 processes.startup_error_file(state).unlink(missing_ok=True)
                 state.save_manifest(deployment)
-    except (StateError, AlreadyRunning) as error:
+    except AlreadyRunning as error:
+        raise bad_input(f"{error}{_difference(state, deployment)}") from None
+    except StateError as error:
         raise bad_input(str(error)) from None
 
 
-def _object_identity(state: DeploymentState) -> tuple[int, int] | None:
-    """Return the identity of the object's file, which differs between versions: the file is replaced as a whole."""
-    with contextlib.suppress(FileNotFoundError):
-        found = os.stat(state.directory / "object.json")
-        return found.st_ino, found.st_mtime_ns
-    return None
+_MOST_DIFFERENCES = 5
+
+
+def _difference(state: DeploymentState, wanted: DSV4Deployment) -> str:
+    """Return the fields in which a file differs from the running deployment; empty if in none."""
+    with contextlib.suppress(OSError, ValueError):
+        if (running := state.manifest()) is not None:
+            fields = sorted(_different("", running.to_dict(), wanted.to_dict()))
+            if fields:
+                more = f" and {len(fields) - _MOST_DIFFERENCES} more" * (len(fields) > _MOST_DIFFERENCES)
+                return (
+                    f"; it runs with other values than this file: {', '.join(fields[:_MOST_DIFFERENCES])}{more}; "
+                    f"to apply the file, run `dsv4 down {state.name}` and then the same `dsv4 up`"
+                )
+    return ""
+
+
+def _different(path: str, running: object, wanted: object) -> Iterator[str]:
+    if isinstance(running, dict) and isinstance(wanted, dict):
+        for key in running.keys() | wanted.keys():
+            yield from _different(f"{path}.{key}" if path else str(key), running.get(key), wanted.get(key))
+    elif running != wanted:
+        shown, given = (json.dumps(value)[:40] for value in (running, wanted))
+        yield f"{path} ({shown}, in the file {given})"
 
 
 @dataclass(slots=True)
@@ -102,8 +122,8 @@ class _StartedDeployment:
     state: DeploymentState
     process: subprocess.Popen[bytes]
     signals: processes.SignalCounter
-    identity: tuple[int, int] | None
-    """Identity of the object's file that was read last."""
+    text: str | None
+    """The object as it was read last; before the first report, that of the previous run."""
     detach: bool
     timeout: float
     started: float = field(default_factory=time.monotonic)
@@ -186,13 +206,14 @@ class _StartedDeployment:
             time.sleep(POLL_SECONDS)
 
     def _read(self) -> None:
-        identity = _object_identity(self.state)
-        # The file of the previous run remains until the new loop writes its first status.
-        if identity is None or identity == self.identity:
+        text = None
+        with contextlib.suppress(OSError):
+            text = self.state.object_text()
+        if text is None or text == self.text:
             return
         with contextlib.suppress(ValidationError):
-            self.object = self.state.object()
-        self.identity = identity
+            self.object = DSV4Deployment.model_validate_json(text)
+        self.text = text
 
     @property
     def _status(self) -> DeploymentStatus | None:
@@ -226,6 +247,8 @@ class _StartedDeployment:
     def _early_end(self) -> CommandError:
         if message := processes.startup_error(self.state):
             return bad_input(message)
+        if self.process.returncode == 0:
+            return CommandError(f"{self.state.name} was stopped by `dsv4 down` or SIGTERM before it was ready")
         last = ""
         with contextlib.suppress(OSError):
             lines = self.state.log.read_text(errors="replace").split("\n")
@@ -383,7 +406,8 @@ def _member_transitions(before: GroupStatus | None, after: GroupStatus) -> list[
         if member.phase and (known is None or known.phase is not member.phase):
             message = f": {one_line(member.message)}" if member.message else ""
             lines.append(f"rank {member.rank} {member.phase}{message}")
-        if member.silent_since and not (known and known.silent_since):
+        # An agent that has never answered is starting.
+        if member.phase and member.silent_since and not (known and known.silent_since):
             lines.append(f"rank {member.rank} no longer answers")
     return lines
 

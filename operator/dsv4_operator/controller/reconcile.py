@@ -177,6 +177,13 @@ class Reconciler:
         self._tasks.clear()
         self._acting.clear()
 
+    def report(self, part: Part, error: Exception | None, problem: str = "") -> None:
+        """Record a failure of a part outside of the reconcile as an event and a condition; None: it succeeded."""
+        if error is None:
+            self._backoffs.succeeded(part)
+        else:
+            self._fail(part, error, problem)
+
     async def reconcile(
         self, deployment: DSV4Deployment, *, deleting: bool = False, refused: Refused | None = None
     ) -> float:

@@ -1,4 +1,4 @@
-"""Process of `dsv4 up`: the reconcile loop over one file; its members end with it."""
+"""Process of `dsv4 up`: the reconcile loop over one file, a child of the supervisor."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
-from dsv4_operator.api import DSV4Deployment, Hardware
+from dsv4_operator.api import DSV4Deployment, Hardware, Reason
+from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.local import gpus, network
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.gateway import (
     LOOPBACK,
-    Listeners,
     LocalGateways,
     Publisher,
     bind_loopback,
     check_keyless,
     check_secrets,
 )
-from dsv4_operator.backends.local.gpus import Card, claimed
+from dsv4_operator.backends.local.gpus import Card, claim_card, claimed
 from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
-from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, wait_for
+from dsv4_operator.backends.local.supervisor import LOCK, NETWORK, STATUS, Processes
+from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, Part, wait_for
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
 from dsv4_operator.planning.setup import head_ports
@@ -39,87 +41,138 @@ _LONGEST_BACKOFF_SECONDS = 15.0
 """Longest backoff of a reconcile that failed as a whole. Its parts have their own backoffs."""
 
 
+_STORAGE = Part("storage", _LONGEST_BACKOFF_SECONDS)
+_WRITE_SECONDS = 2.0
+"""Interval between attempts to write the status to a full disk."""
+
+
+class _NotSaved(BackendError):
+    reason = Reason.STATE_NOT_SAVED
+
+
 def main() -> None:
     """Run the loop until SIGTERM. Exit codes: 0 ended as asked, 2 cannot start, and `startup-error` says why."""
     parser = argparse.ArgumentParser(prog="dsv4-standalone", description=main.__doc__)
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--name", required=True)
-    parser.add_argument("--attached", type=int, metavar="PID", help="end when this parent process ends")
+    parser.add_argument("--supervisor", type=int, metavar="FD", required=True, help="connection to the supervisor")
     options = parser.parse_args()
     try:
         state = DeploymentState(options.state_dir, options.name)
     except StateError as error:
         parser.error(str(error))
     log_to(state.log)
+    processes = Processes(socket.socket(fileno=options.supervisor))
     try:
-        if options.attached is not None:
-            network.die_with_parent(signal.SIGTERM)
-            if os.getppid() != options.attached:
-                # The parent ended before the signal was registered.
-                return
-        with state.lock():
-            _run(state)
+        if LOCK in processes.kept:
+            _run(state, processes)
+            return
+        with state.lock(owner=os.getppid()) as descriptor:
+            processes.keep(LOCK, descriptor)
+            _run(state, processes)
     except StateError as error:
         replace_file(state.directory / "startup-error", f"{error}\n")
         sys.exit(2)
 
 
-def _run(state: DeploymentState) -> None:
+def _run(state: DeploymentState, processes: Processes) -> None:
+    text = processes.kept_text(STATUS)
+    if text is not None:
+        # An earlier loop ended without request; everything that it started runs on.
+        _log.warning("the loop %s; this process continues its work", processes.restarts[-1][1])
+        _prepare(state, DSV4Deployment.model_validate_json(text), processes)
+        return
     deployment = state.manifest()
     if deployment is None:
         raise StateError(f"{state.name!r} has no manifest; start it with `dsv4 up FILE`")
-    # Files of a killed loop, whose members ended with it.
+    # Files of a killed supervisor, whose members ended with it.
     state.forget_incarnations()
     check_secrets(deployment, state)
+    _prepare(state, deployment, processes)
+
+
+def _prepare(state: DeploymentState, deployment: DSV4Deployment, processes: Processes) -> None:
+    """Claim the GPUs, enter a private network if possible, and run the loop there."""
     if deployment.spec.topology.hardware is Hardware.CPU:
         check_compilers(cpu=True)
-        _enter(state, deployment)
+        _enter(state, deployment, processes)
         return
-    # Held until the end of this process, in the machine's own network.
-    with claimed(deployment.spec.topology, gpus.find(), max(deployment.spec.replicas, 1)) as cards:
-        _enter(state, deployment, cards, cuda_software(deployment, state, cards))
+
+    def claim(card: Card) -> socket.socket | None:
+        """Claim a card until the end of the supervisor, in the machine's own network."""
+        name = f"gpu-{card.uuid}"
+        if name in processes.kept:
+            return socket.socket(fileno=os.dup(processes.kept[name]))
+        if STATUS in processes.kept:
+            return None
+        if (found := claim_card(card)) is not None:
+            processes.keep(name, found.fileno())
+        return found
+
+    topology, groups = deployment.spec.topology, max(deployment.spec.replicas, 1)
+    with claimed(topology, gpus.find(), groups, claim=claim) as cards:
+        _enter(state, deployment, processes, cards, cuda_software(deployment, state, cards))
 
 
 def _enter(
     state: DeploymentState,
     deployment: DSV4Deployment,
+    processes: Processes,
     cards: tuple[Card, ...] = (),
     software: Software | None = None,
 ) -> None:
     """Enter a private network if possible, and run the loop there."""
+    if STATUS in processes.kept:
+        # The supervisor is in the network, and so is this process.
+        isolated = NETWORK in processes.kept
+    else:
+        isolated, note = _enter_network(deployment, processes)
+        _log.info("network %s", note)
+        annotations = {**deployment.metadata.annotations, NETWORK_ANNOTATION: note}
+        metadata = deployment.metadata.model_copy(update={"annotations": annotations})
+        deployment = deployment.model_copy(update={"metadata": metadata})
+    for card in cards:
+        _log.info("%s", card.title)
+    gateways = _front(state, deployment, processes)
+    if isolated:
+        gateways.keep_sockets()
+    if STATUS not in processes.kept:
+        # Before any slow step, so that the status of an earlier run is not taken for this one's.
+        state.save_object(deployment)
+        processes.keep_text(STATUS, deployment.to_json())
+    wake = asyncio.Event()
+    backend = LocalBackend(
+        state, processes, isolated=isolated, changed=wake.set, cards=cards, software=software, gateways=gateways
+    )
+    asyncio.run(_loop(state, deployment, processes, isolated, backend, gateways, wake))
+
+
+def _enter_network(deployment: DSV4Deployment, processes: Processes) -> tuple[bool, str]:
+    """Open the listening sockets and enter a private network; return whether that is possible, and a note for users."""
     ports = deployment.spec.network.ports
     listeners = bind_loopback({"api": ports.api, "dashboard": ports.dashboard})
     try:
         network.enter_private_network()
     except network.NoNamespacesError as error:
         check_keyless(deployment, str(error))
-        note = f"shared: the members share this machine's network, because {error}"
         # The member itself listens on these ports and two more; conflicts are reported before the start.
         others = bind_loopback({"agent": ports.agent, "gcs": ports.gcs})
         for listener in (*listeners.values(), *others.values()):
             listener.close()
-        listeners = {}
-    else:
-        note = "private: each member has an address of its own"
-    _log.info("network %s", note)
-    annotations = {**deployment.metadata.annotations, NETWORK_ANNOTATION: note}
-    metadata = deployment.metadata.model_copy(update={"annotations": annotations})
-    deployment = deployment.model_copy(update={"metadata": metadata})
-    # Before any slow step, so that the status of an earlier run is not taken for this one's.
-    state.save_object(deployment)
-    for card in cards:
-        _log.info("%s", card.title)
-    wake, gateways = asyncio.Event(), _front(state, deployment)
-    backend = LocalBackend(
-        state, isolated=bool(listeners), changed=wake.set, cards=cards, software=software, gateways=gateways
-    )
-    asyncio.run(_loop(state, deployment, listeners, backend, gateways, wake))
+        return False, f"shared: the members share this machine's network, because {error}"
+    with open("/proc/self/ns/net", "rb") as namespace:
+        processes.keep(NETWORK, namespace.fileno())
+    for name, listener in listeners.items():
+        with listener:
+            processes.keep(name, listener.fileno())
+    return True, "private: each member has an address of its own"
 
 
 async def _loop(
     state: DeploymentState,
     deployment: DSV4Deployment,
-    listeners: Listeners,
+    processes: Processes,
+    isolated: bool,
     backend: LocalBackend,
     gateways: LocalGateways,
     event: asyncio.Event,
@@ -132,14 +185,34 @@ async def _loop(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
+    processes.listen()
+    if processes.ending:
+        end()
+    backend.adopt()
     ports = deployment.spec.network.ports
     publisher = Publisher(network.address(0), head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT)
-    if listeners:
-        await gateways.start(listeners["api"])
-        await publisher.start(listeners["dashboard"])
+    if isolated:
+        await gateways.start("api")
+        await publisher.start(processes.socket("dashboard"))
+    unsaved: DSV4Deployment | None = deployment
 
     async def save(changed: DSV4Deployment) -> None:
-        state.save_object(changed)
+        # In memory the status outlives this process and a full disk.
+        processes.keep_text(STATUS, changed.to_json())
+        await write(changed)
+
+    async def write(changed: DSV4Deployment) -> None:
+        nonlocal unsaved
+        unsaved = changed
+        try:
+            await asyncio.to_thread(state.save_object, changed)
+        except OSError as error:
+            reason = f"the state directory {state.directory} cannot be written: {error.strerror or error}"
+            remedy = "the status is kept in memory; make space there"
+            reconciler.report(_STORAGE, _NotSaved(f"{reason}; {remedy}"))
+        else:
+            unsaved = None
+            reconciler.report(_STORAGE, None)
 
     reconciler = Reconciler(
         backend,
@@ -168,23 +241,27 @@ async def _loop(
                 pause = backoff(failures, first=FIRST_BACKOFF_SECONDS, longest=_LONGEST_BACKOFF_SECONDS)
             if reconciler.ended:
                 break
+            if unsaved is not None:
+                await write(unsaved)
+                pause = min(pause, _WRITE_SECONDS)
             await wait_for(event, pause)
     finally:
         await gateways.stop()
         publisher.close()
         await reconciler.close()
         await backend.close()
+        await processes.close()
         _log.info("ended")
 
 
-def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateways:
+def _front(state: DeploymentState, deployment: DSV4Deployment, processes: Processes) -> LocalGateways:
     """Return the gateways of a private network, with the addresses of the groups' heads."""
     ports, size = head_ports(deployment, isolated=True), deployment.spec.topology.nodes_per_group
     heads = []
     for group in range(max(deployment.spec.replicas, 1)):
         host = f"http://{network.address(group * size)}"
         heads.append(GroupRoute(group=group, agent=f"{host}:{ports.agent}", api=f"{host}:{ports.api}"))
-    return LocalGateways(deployment, state, heads)
+    return LocalGateways(deployment, state, heads, processes)
 
 
 if __name__ == "__main__":

@@ -472,14 +472,28 @@ def _rollout(previous: DeploymentStatus | None, new: DeploymentStatus) -> Iterat
 
 
 def _group(before: GroupStatus, now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
-    for failure in now.history:
-        if _is_news(before, failure):
-            reason = Reason.GROUP_DEAD if (failure.level or 1) > 1 else Reason.ENGINE_DEAD
-            yield Event(EventType.WARNING, reason, death_sentence(failure), now.index)
-    if now.phase is not before.phase or now.incarnation != before.incarnation:
+    deaths = [failure for failure in now.history if _is_news(before, failure)]
+    for failure in deaths:
+        reason = Reason.GROUP_DEAD if (failure.level or 1) > 1 else Reason.ENGINE_DEAD
+        yield Event(EventType.WARNING, reason, death_sentence(failure), now.index)
+    moved = now.phase is not before.phase or now.incarnation != before.incarnation
+    if now.phase is GroupPhase.RESTARTING:
+        # An agent reports a death at once, and its cause when that is settled: the repair follows the cause.
+        if undetermined(now) is None and (deaths or moved or undetermined(before) is not None):
+            yield Event(EventType.NORMAL, Reason.ENGINE_RESTARTING, "the engine is restarted in place", now.index)
+    elif moved:
         yield from _phase_events(now, new)
     if now.phase is GroupPhase.SERVING and _life(now) != (_life(before) if before.ready_time else None):
         yield _serving(now)
+
+
+def undetermined(group: GroupStatus) -> str | None:
+    """Return the first sign of a death whose cause is not settled yet; None without one."""
+    if group.phase not in (GroupPhase.RESTARTING, GroupPhase.RECOVERING):
+        return None
+    if any(one.incarnation == group.incarnation and one.recover_seconds is None for one in group.history):
+        return None
+    return next((member.message for member in group.members if member.message), "")
 
 
 def _is_news(before: GroupStatus, failure: FailureStatus) -> bool:
@@ -501,8 +515,6 @@ def _phase_events(now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
         case GroupPhase.STARTING:
             message = f"all {len(now.members)} members of incarnation {now.incarnation} exist"
             yield Event(EventType.NORMAL, Reason.GROUP_STARTING, message, now.index)
-        case GroupPhase.RESTARTING:
-            yield Event(EventType.NORMAL, Reason.ENGINE_RESTARTING, "the engine is restarted in place", now.index)
         case GroupPhase.RECOVERING:
             waits = now.next_restart_time is not None and now.next_restart_time > (now.phase_time or 0.0)
             if waits and now.next_restart_time is not None:

@@ -73,7 +73,9 @@ class AgentContext:
         self.fabric = MemberFabric(plan, plan.fabric, rank, token) if plan.fabric is not None else None
         # The directory of the agent's Python comes first: Ray starts `python` and `ninja` by name.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        own = {"PATH": path, "TMPDIR": str(self.temporary), BRAKE: str(self.brake)}
+        # On a full disk, Python and so vLLM would take another directory than TMPDIR for sockets.
+        sockets = {"TMPDIR": str(self.temporary), "VLLM_RPC_BASE_PATH": str(self.temporary)}
+        own = {"PATH": path, **sockets, BRAKE: str(self.brake)}
         # The credentials for the weights are not passed on: the engine needs only the files.
         inherited = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
         self.env = {**inherited, **own, **plan.environment(rank)}

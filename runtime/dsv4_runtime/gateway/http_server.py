@@ -545,19 +545,20 @@ class HttpServer:
         self.closing = False
         """Whether connections close after their current request."""
         self.max_connections = max_connections
-        self._listening: asyncio.Server | None = None
+        self._listening: list[asyncio.Server] = []
         self._checking: asyncio.Task[None] | None = None
         self._empty = asyncio.Event()
 
-    async def start(self, listener: socket.socket) -> None:
+    async def start(self, *listeners: socket.socket) -> None:
         """Start accepting connections."""
         loop = asyncio.get_running_loop()
-        if listener.family in (socket.AF_INET, socket.AF_INET6):
-            # Inherited by accepted connections.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE:
-                listener.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._listening = await loop.create_server(lambda: _Connection(self), sock=listener, backlog=4096)
+        for listener in listeners:
+            if listener.family in (socket.AF_INET, socket.AF_INET6):
+                # Inherited by accepted connections.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in _KEEPALIVE:
+                    listener.setsockopt(socket.IPPROTO_TCP, option, value)
+            self._listening.append(await loop.create_server(lambda: _Connection(self), sock=listener, backlog=4096))
         self._checking = loop.create_task(self._check())
 
     def admit(self, connection: _Connection) -> None:
@@ -597,8 +598,8 @@ class HttpServer:
     def retire(self) -> None:
         """Stop accepting, and close every connection as soon as it has no request in progress."""
         self.ending = self.closing = True
-        if self._listening is not None:
-            self._listening.close()
+        for listening in self._listening:
+            listening.close()
         for connection in self._all():
             connection.retire()
 

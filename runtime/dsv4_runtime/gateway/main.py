@@ -38,6 +38,8 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--fd", type=int, help="number of an inherited listening socket")
     where.add_argument("--listen", metavar="HOST:PORT")
+    parser.add_argument("--own-fd", type=int, help="inherited listening socket of this process alone: probes, peers")
+    parser.add_argument("--peer", action="append", default=[], metavar="URL", help="own socket of another process")
     parser.add_argument("--log", type=Path, help="log file, at most 64 MiB [default: standard error]")
     parser.add_argument(
         "--number", type=int, help="index among several gateways at one address, a label of its metrics"
@@ -49,6 +51,7 @@ def main() -> None:
         routes = RouteFile(options.route)
         keys = ApiKeys(Path(settings.api_keys_file)) if settings.api_keys_file is not None else None
         listener = socket.socket(fileno=options.fd) if options.fd is not None else _bind(options.listen)
+        own = socket.socket(fileno=options.own_fd) if options.own_fd is not None else None
     except (OSError, ValueError, ApiKeysError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
@@ -56,8 +59,10 @@ def main() -> None:
     # Exclude imported modules from garbage collection: a full collection would otherwise take 5 ms.
     gc.collect()
     gc.freeze()
-    gateway = partial(Gateway, settings, routes, keys, max_connections=connections, number=options.number)
-    uvloop.run(_serve(gateway, listener))
+    gateway = partial(
+        Gateway, settings, routes, keys, max_connections=connections, number=options.number, peers=options.peer
+    )
+    uvloop.run(_serve(gateway, listener, own))
 
 
 def _bind(where: str) -> socket.socket:
@@ -77,11 +82,11 @@ def _max_connections() -> int:
     return max(1, (files - _OWN_FILES) // 2)
 
 
-async def _serve(gateway: Callable[[], Gateway], listener: socket.socket) -> None:
+async def _serve(gateway: Callable[[], Gateway], listener: socket.socket, own: socket.socket | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await gateway().serve(listener, stop)
+    await gateway().serve(listener, stop, own)
     _log.info("ended")
 
 

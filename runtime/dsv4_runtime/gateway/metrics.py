@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -77,6 +77,26 @@ class GatewayMetrics:
             samples = [one._replace(labels={**one.labels, "gateway": str(self._number)}) for one in metric.samples]
             metric.samples = samples
             yield metric
+
+
+def merge_metrics(texts: Sequence[bytes]) -> bytes:
+    """Return several texts in Prometheus text format as one, each metric with the samples of all.
+
+    Their samples must differ in a label.
+    """
+    if len(texts) == 1:
+        return texts[0]
+    heads, samples = dict[bytes, list[bytes]](), dict[bytes, list[bytes]]()
+    for text in texts:
+        name = b""
+        for line in text.splitlines(keepends=True):
+            if line.startswith(b"# "):
+                name = line.split(b" ", 3)[2]
+                if line not in heads.setdefault(name, []):
+                    heads[name].append(line)
+            else:
+                samples.setdefault(name, []).append(line)
+    return b"".join(line for name in heads for line in (*heads[name], *samples.get(name, ())))
 
 
 class _GroupsCollector:

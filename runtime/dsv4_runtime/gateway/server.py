@@ -10,12 +10,12 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 import aiohttp
 
-from dsv4_runtime.contract.gateway import CanaryReport, GatewaySettings
+from dsv4_runtime.contract.gateway import CanaryReport, FatalRequests, GatewaySettings
 from dsv4_runtime.contract.token import canary_token
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.admission import ApiKeys
@@ -24,7 +24,7 @@ from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, access, logged_pa
 from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, encode_headers
 from dsv4_runtime.gateway.http_client import UnreachableError, Upstream
 from dsv4_runtime.gateway.http_server import HttpServer
-from dsv4_runtime.gateway.metrics import GatewayMetrics
+from dsv4_runtime.gateway.metrics import GatewayMetrics, merge_metrics
 from dsv4_runtime.gateway.proxy import Proxy
 from dsv4_runtime.gateway.request import Account, Request
 from dsv4_runtime.gateway.routing import Availability, EngineWait, Groups, RoutedGroup, RouteFile, TokenKeyError
@@ -144,6 +144,7 @@ ALONE_SECONDS = 15.0
 """Time without another gateway of the deployment after which a terminating gateway ends open requests."""
 _PEER_CHECK_SECONDS = 2.0
 _PEER_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+_PEER_METRICS_TIMEOUT = aiohttp.ClientTimeout(total=1.0)
 MAX_CONNECTIONS = 4096
 _TEXT = [(b"Content-Type", b"text/plain; charset=utf-8")]
 _METRICS = [(b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8")]
@@ -156,7 +157,7 @@ _OWN_METRICS_PER_SECOND = 20
 """Beyond this rate, scrapes share a text: generating it takes 0.5 ms, and `/metrics` needs no key."""
 REFUSALS_LOGGED = 20
 """Access log lines of refused requests per second."""
-_OWN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
+_OWN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics", "/dsv4/process/metrics"})
 """Served even when connections and memory for clients are exhausted."""
 _WITHOUT_API_KEY = _OWN_PATHS | {"/dsv4/canary"}
 """The canary has a token of its own."""
@@ -211,7 +212,17 @@ class Gateway:
         *,
         max_connections: int = MAX_CONNECTIONS,
         number: int | None = None,
+        peers: Sequence[str] = (),
     ) -> None:
+        """Args:
+        settings: limits.
+        routes: followed file with the groups.
+        keys: accepted API keys; None: no authentication.
+        max_connections: of clients.
+        number: index of this process among several at one address.
+        peers: base URLs of the others' own sockets.
+        """
+        self._peers = tuple(peers)
         self._max_connections = max_connections
         self._account = Account(settings.max_client_bytes)
         self._settings = settings
@@ -228,11 +239,12 @@ class Gateway:
         self._metrics_times: collections.deque[float] = collections.deque()
         """Times of metric generations within the last second."""
         self._engine_metrics = SharedResult(self._scrape, _SCRAPE_SHARED_SECONDS)
+        self._peer_metrics = SharedResult(self._scrape_peers, 1 / _OWN_METRICS_PER_SECOND)
         self._canaries = Canary(self._groups, self._proxy.upstream, settings.served_names[0])
         self._canary = SharedResult(self._canaries.check, _CANARY_SHARED_SECONDS)
 
-    async def serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set, then drain."""
+    async def serve(self, listener: socket.socket, stop: asyncio.Event, own: socket.socket | None = None) -> None:
+        """Serve until `stop` is set, then drain; also at `own`, a socket of this process alone."""
         server = HttpServer(
             self._handle,
             self._account,
@@ -243,7 +255,7 @@ class Gateway:
         )
         watching = asyncio.create_task(self._groups.run())
         try:
-            await server.start(listener)
+            await server.start(listener, *([own] if own is not None else []))
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
@@ -254,7 +266,7 @@ class Gateway:
             watching.cancel()
             await asyncio.wait({watching})
             await server.close(FINAL_EVENT_SECONDS)
-            await asyncio.gather(self._engine_metrics.close(), self._canary.close())
+            await asyncio.gather(self._engine_metrics.close(), self._peer_metrics.close(), self._canary.close())
             self._proxy.upstream.close()
             await self._scraper.close()
             self._refusals.flush()
@@ -333,10 +345,15 @@ class Gateway:
                 healthy = self._groups.state is Availability.HEALTHY
                 await self._respond_state(request, None if healthy else self._groups.state)
             case "/metrics":
-                await _respond(request, 200, _METRICS, self._own_metrics() + await self._engine_metrics.get())
+                text = merge_metrics([self._own_metrics(), *await self._peer_metrics.get()])
+                await _respond(request, 200, _METRICS, text + await self._engine_metrics.get())
+            case "/dsv4/process/metrics":
+                await _respond(request, 200, _METRICS, self._own_metrics())
             case "/dsv4/canary":
                 await self._respond_canary(request)
             case "/dsv4/fatal-requests":
+                await _respond(request, 200, _JSON, (await self._fatal_requests(request)).to_json().encode())
+            case "/dsv4/process/fatal-requests":
                 await _respond(request, 200, _JSON, self._proxy.suspects.found.to_json().encode())
             case _ if self._serves_models(request):
                 await _respond(request, 200, _JSON, self._models())
@@ -392,6 +409,30 @@ class Gateway:
             self._metrics_times.append(now)
             self._metrics_text = self._metrics.text()
         return self._metrics_text
+
+    async def _scrape_peers(self) -> list[bytes]:
+        """Return the metrics of the other processes at this address; those that do not respond are left out."""
+        return [text for text in await self._ask_peers("metrics") if text]
+
+    async def _fatal_requests(self, request: Request) -> FatalRequests:
+        """Return the fatal requests of all processes at this address, by time."""
+        found = list(self._proxy.suspects.found.requests)
+        for text in await self._ask_peers("fatal-requests", request.header(b"authorization")):
+            with contextlib.suppress(ValueError):
+                found += FatalRequests.model_validate_json(text).requests
+        return FatalRequests(requests=tuple(sorted(found, key=lambda one: one.time)))
+
+    async def _ask_peers(self, name: str, authorization: str = "") -> list[bytes]:
+        headers = {"Authorization": authorization} if authorization else {}
+
+        async def ask(peer: str) -> bytes:
+            url = f"{peer}/dsv4/process/{name}"
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with self._scraper.get(url, headers=headers, timeout=_PEER_METRICS_TIMEOUT) as answer:
+                    return await answer.read() if answer.status == 200 else b""
+            return b""
+
+        return await asyncio.gather(*map(ask, self._peers))
 
     async def _scrape(self) -> bytes:
         """Return the metrics of the own group's vLLM; empty while it does not answer.

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,7 +94,8 @@ class Secrets:
 def local_backend(port: int, root: Path) -> LocalBackend:
     state = DeploymentState(root, "d")
     state.directory.mkdir()
-    found = LocalBackend(state, isolated=False, changed=lambda: None)
+    nothing: Any = SimpleNamespace(children={})
+    found = LocalBackend(state, nothing, isolated=False, changed=lambda: None)
     ports = MemberPorts(agent=port, gcs=1, dashboard=2, api=3)
     head = member_plan(ports=ports)
     nobody: Any = None

@@ -19,12 +19,13 @@ from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_testkit.conformance import Bounded, Conformance, fenced, formed, live, over, planned, until
+from dsv4_testkit.supervised import Supervised
 
 
 class LocalWorld:
     """One member on this machine's own loopback."""
 
-    def __init__(self, root: Path, ports: dict[str, int]) -> None:
+    def __init__(self, root: Path, ports: dict[str, int], supervised: Supervised) -> None:
         self.deployment: DSV4Deployment = parse(
             {
                 "apiVersion": "dsv4.dev/v1alpha1",
@@ -40,8 +41,20 @@ class LocalWorld:
         )
         self.state = DeploymentState(root, "conform")
         self.state.prepare()
-        self.local = LocalBackend(self.state, isolated=False, changed=lambda: None)
+        self.supervised = supervised
+        self.connect()
+
+    def connect(self) -> None:
+        """As a loop does at its start."""
+        self.processes = self.supervised.again()
+        self.local = LocalBackend(self.state, self.processes, isolated=False, changed=lambda: None)
+        self.processes.listen()
+        self.local.adopt()
         self.backend: Any = Bounded(self.local)
+
+    async def close(self) -> None:
+        await self.backend.close()
+        await self.processes.close()
 
     async def end(self, incarnation: int, rank: int) -> None:
         running = self.local._members[0, incarnation, rank]
@@ -49,15 +62,15 @@ class LocalWorld:
 
 
 @pytest.fixture
-async def world(unused_tcp_port_factory: object) -> AsyncIterator[LocalWorld]:
+async def world(unused_tcp_port_factory: object, supervised: Supervised) -> AsyncIterator[LocalWorld]:
     ports = {name: unused_tcp_port_factory() for name in ("api", "dashboard", "gcs", "agent")}  # type: ignore[operator]
     # Short, because Ray has sockets below it.
     with tempfile.TemporaryDirectory(prefix="d") as root:
-        world = LocalWorld(Path(root), ports)
+        world = LocalWorld(Path(root), ports, supervised)
         yield world
         for _, incarnation, _ in list(world.local._members):
             await fenced(world, incarnation)
-        await world.backend.close()
+        await world.close()
 
 
 class TestLocal(Conformance):
@@ -88,7 +101,7 @@ async def test_a_member_whose_network_takes_long_holds_up_no_turn(
     monkeypatch.setattr(network, "member_command", lambda command, _: list(command))
     monkeypatch.setattr(network, "in_own_network", lambda _: False)
     monkeypatch.setattr(network, "unplug", lambda *_: None)
-    local = LocalBackend(world.state, isolated=True, changed=lambda: None)
+    local = LocalBackend(world.state, world.processes, isolated=True, changed=lambda: None)
     backend: Any = Bounded(local)
     plan = await planned(world, 1)
     await backend.ensure(world.deployment, plan)
@@ -114,3 +127,27 @@ async def test_an_agent_that_does_not_answer_holds_up_no_turn(world: LocalWorld)
     assert heard is not None
     again = await until(world, "it answers again", lambda seen: (seen.members[0].heard or 0.0) > heard + 0.5)
     assert len(again.members) == len(plan.members)
+
+
+async def test_the_next_loop_adopts_the_members(world: LocalWorld) -> None:
+    plan = await formed(world, 1)
+    await until(world, "it answers", lambda seen: seen.members[0].heard is not None)
+    agents = {key: running.agent for key, running in world.local._members.items()}
+    token = world.state.token().read_text()
+    await world.close()
+    world.connect()
+    world.backend = Bounded(world.local)
+    assert {key: running.agent for key, running in world.local._members.items()} == agents
+    adopted = await until(world, "it answers again", lambda seen: seen.members[0].heard is not None)
+    assert len(adopted.members) == len(plan.members)
+    assert adopted.members[0].ended is None
+    await world.backend.ensure(world.deployment, plan)
+    assert world.state.token().read_text() == token
+    assert {key: running.agent for key, running in world.local._members.items()} == agents
+    # An end while no loop runs is known afterwards, with its reason.
+    await world.close()
+    os.kill(agents[0, 1, 0], signal.SIGKILL)
+    world.connect()
+    world.backend = Bounded(world.local)
+    ended = await until(world, "its end is known", lambda seen: seen.members[0].ended is not None)
+    assert ended.members[0].ended == "killed by SIGKILL"

@@ -94,6 +94,7 @@ class Make:
     def failure(self, time: float = NOW - 100, **more: object) -> FailureStatus:
         fields: dict[str, object] = {
             "cause": Cause.ENGINE_CORE_DIED,
+            "incarnation": 1,
             "culprit_rank": 0,
             "culprit_node": "local-0",
             "message": "killed by SIGKILL",

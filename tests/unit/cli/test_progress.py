@@ -27,7 +27,7 @@ def test_view_of_a_start(make: Any) -> None:
         "nano   Starting   0:23 of about 0:45\n"
         "RANK   ROLE     ADDRESS      PHASE     MESSAGE\n"
         "0      Head     10.88.0.10   Loading   loading shards 2/4\n"
-        "1      Worker   10.88.0.11   -         no answer for 12 s"
+        "1      Worker   10.88.0.11   -         started; no answer yet after 12 s"
     )
     assert up.start_view("nano", None, 1, make.now) == "nano   Pending   0:01"
 

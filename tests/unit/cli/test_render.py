@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from typing import Any
 
-from dsv4_operator.api import ConditionType, GroupPhase, KvCacheStatus
+import pytest
+
+from dsv4_operator.api import ConditionType, GroupPhase, KvCacheStatus, Reason
+from dsv4_operator.backends.local.supervisor import LoopReport
 from dsv4_operator.cli import render
 from dsv4_operator.cli.sources.base import DeploymentView
 from dsv4_runtime.contract import Cause, Phase
@@ -108,10 +112,11 @@ def test_why_after_a_recovery(make: Any) -> None:
     assert render.why_text(shown(make, make.status(group)), make.now) == (
         "nano (Serving)\n"
         "  verdict    Healthy since 2026-09-21 14:12:20\n"
+        "  detected   2026-09-21 14:11:40, by exit\n"
         "  cause      EngineCoreDied on rank 0 (local-0): killed by SIGKILL\n"
-        "  when       2026-09-21 14:11:40, seen by exit\n"
-        "  repair     level 1, the engine is restarted in place; serving again after 12 s\n"
         "  evidence   /state/nano/evidence/1\n"
+        "  repair     level 1, the engine is restarted in place\n"
+        "  serving    again after 12 s\n"
         "  earlier    RayletDied 14:05:00\n"
         "  budget     3 of 5 restarts left within 1h"
     )
@@ -135,7 +140,78 @@ def test_why_says_nothing_twice(make: Any) -> None:
     group = make.failed_group(first, last, phase=GroupPhase.RESTARTING)
     text = render.why_text(shown(make, make.status(group, ready=False, conditions=(waiting,))), make.now)
     assert text.count("killed by SIGKILL") == 1
-    assert "not serving again yet" in text
+    assert "  serving    not again yet\n" in text
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_why_before_the_cause_is_determined(make: Any, earlier: bool) -> None:
+    """An agent reports a death at once, and its cause after it has compared the members."""
+    before = [make.failure(make.now - 500, cause=Cause.RAYLET_DIED, recover_seconds=30)] * earlier
+    group = make.failed_group(*before, phase=GroupPhase.RESTARTING) if earlier else make.group()
+    dead = group.members[0].model_copy(update={"message": "the EngineCore process ended"})
+    update = {"phase": GroupPhase.RESTARTING, "members": (dead, *group.members[1:])}
+    item = shown(make, make.status(group.model_copy(update=update), ready=False))
+    text = render.why_text(item, make.now)
+    assert "  cause     not determined yet; first sign: the EngineCore process ended\n" in text
+    assert "nothing has died" not in text
+    assert text.endswith("; the restart for this death is not counted yet")
+    assert ("RayletDied" in text) is earlier
+    assert render.why_document(item, make.now)["undetermined"] == "the EngineCore process ended"
+
+
+def reported(make: Any, **loop: Any) -> DeploymentView:
+    found = LoopReport(7, **{"loop": 8, "beat": make.now - 0.4, **loop})
+    return replace(shown(make, make.status()), loop=found)
+
+
+def test_the_age_of_the_status(make: Any) -> None:
+    texts = {
+        "Reported 0.4 s ago": reported(make),
+        "Reported 0.4 s ago; the loop was killed by signal 9 3.0 s ago and was restarted": reported(
+            make, restarts=((make.now - 3.0, "was killed by signal 9"),)
+        ),
+        "Reported 4.0 s ago; the loop ended with exit code 1 4.0 s ago; it is being restarted": reported(
+            make, loop=None, beat=make.now - 4.0, restarts=((make.now - 4.0, "ended with exit code 1"),)
+        ),
+        "The loop (process 8) has not responded for 12 s; no member answers directly": reported(
+            make, beat=make.now - 12.0
+        ),
+        "The loop (process 8) has not responded for 12 s; the members were queried directly": replace(
+            reported(make, beat=make.now - 12.0), queried=True
+        ),
+    }
+    for text, item in texts.items():
+        assert render.loop_text(item, make.now) == text
+        assert f"\n\n{text}\n\n" in render.deployment_text(item, make.now, wide=False)
+        assert f"  loop      {text}\n" in render.why_text(item, make.now)
+        assert render.why_document(item, make.now)["loop"] == text
+    old = reported(make, restarts=((make.now - 3600.0, "was killed by signal 9"),))
+    assert render.loop_text(old, make.now) == "Reported 0.4 s ago"
+
+
+def test_killed_processes_are_not_an_older_cause(make: Any) -> None:
+    item = replace(shown(make, make.status(make.failed_group(make.failure())), running=False), lost="All were killed")
+    assert "  loop       All were killed\n" in render.why_text(item, make.now)
+    assert "\n\nAll were killed" in render.deployment_text(item, make.now, wide=False)
+
+
+def test_a_status_that_cannot_be_saved(make: Any) -> None:
+    full = make.condition(ConditionType.PROGRESSING, true=True, message="the disk is full")
+    full = full.model_copy(update={"reason": Reason.STATE_NOT_SAVED})
+    text = render.deployment_text(shown(make, make.status(conditions=(full,))), make.now, wide=False)
+    assert "\n\nStateNotSaved: the disk is full\n\n" in text
+
+
+def test_a_member_that_has_not_answered_yet(make: Any) -> None:
+    group = make.group()
+    silent = {"silent_since": make.now - 7.0}
+    members = (
+        group.members[0].model_copy(update={**silent, "phase": None}),
+        group.members[1].model_copy(update=silent),
+    )
+    text = render.members_table(make.status(group.model_copy(update={"members": members})), make.now)
+    assert "started; no answer yet after 7.0 s" in text.splitlines()[1]
+    assert "Serving   no answer for 7.0 s" in text.splitlines()[2]
 
 
 def test_why_document(make: Any) -> None:

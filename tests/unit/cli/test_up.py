@@ -114,6 +114,13 @@ def test_detached_it_returns_when_ready_and_goes_on_running(dsv4: Dsv4) -> None:
     ]
     assert dsv4.state.holder() is not None, "the one that was there is untouched"
 
+    changed = dsv4.root / "changed.yaml"
+    changed.write_text(dsv4.manifest.read_text() + "  gateway: {holdTimeout: 7s}\n")
+    code, _, err = dsv4.up("fine", "--detach", file=str(changed))
+    assert code == 2
+    assert "; it runs with other values than this file: spec.gateway" in err[0]
+    assert err[0].endswith("to apply the file, run `dsv4 down nano` and then the same `dsv4 up`")
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_in_the_foreground_a_signal_ends_everything(dsv4: Dsv4, number: signal.Signals) -> None:
@@ -125,6 +132,15 @@ def test_in_the_foreground_a_signal_ends_everything(dsv4: Dsv4, number: signal.S
     assert err == "stopping nano\nnano has ended\n"
     assert dsv4.left() == []
     assert dsv4.state.holder() is None
+
+
+def test_an_end_during_the_start_is_no_failure_of_the_loop(dsv4: Dsv4) -> None:
+    process = dsv4.start("slow", "--detach")
+    read_until(process, "rank 1")
+    assert main.run(["down", "nano", "--state-dir", str(dsv4.root)]) == 0
+    _, err = process.communicate(timeout=SECONDS)
+    assert err == "error: nano was stopped by `dsv4 down` or SIGTERM before it was ready\n"
+    assert process.returncode == 1
 
 
 def test_ctrl_c_during_the_start(dsv4: Dsv4) -> None:
@@ -297,11 +313,11 @@ def test_a_full_disk_is_one_sentence(
     )
 
 
-def test_the_real_loop_is_a_module_of_its_own(root: Path) -> None:
+def test_the_supervisor_is_a_module_of_its_own(root: Path) -> None:
     state = DeploymentState(root, "nano")
     assert processes.loop_command(state, attached=True)[1:] == [
         "-m",
-        "dsv4_operator.controller.standalone",
+        "dsv4_operator.backends.local.supervisor",
         "--state-dir",
         str(root),
         "--name",

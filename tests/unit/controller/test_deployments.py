@@ -28,6 +28,7 @@ from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.fake_kube import FakeKube
+from dsv4_testkit.supervised import Supervised
 from dsv4_testkit.waiting import free_ports
 
 NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
@@ -219,13 +220,15 @@ async def test_an_object_that_is_still_being_removed_is_waited_for_and_reported(
 
 
 @pytest.fixture
-async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalBackend]:
+async def machine(monkeypatch: pytest.MonkeyPatch, supervised: Supervised) -> AsyncIterator[LocalBackend]:
     """A third backend: the operator's members as processes of this machine. Nothing else is told of it."""
     # Short, because Ray has sockets below it.
     with tempfile.TemporaryDirectory(prefix="d") as root:
         state = DeploymentState(Path(root), "nano")
         state.prepare()
-        backend = LocalBackend(state, isolated=False, changed=lambda: None)
+        processes = supervised.again()
+        processes.listen()
+        backend = LocalBackend(state, processes, isolated=False, changed=lambda: None)
         monkeypatch.setitem(registry.BACKENDS, "Processes", lambda _: backend)
         yield backend
         for _, incarnation, _ in list(backend._members):
@@ -233,6 +236,7 @@ async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalBackend
                 while not await backend.fence(parse(live(server_of())), 0, incarnation):
                     await asyncio.sleep(0.1)
         await backend.close()
+        await processes.close()
 
 
 def deployments_of(server: Any, told: list[Event]) -> Deployments:

@@ -20,6 +20,7 @@ from dsv4_operator.api.deployment import PAUSED
 from dsv4_operator.api.status import read_status
 from dsv4_operator.lifecycle import Event, EventType, compute_status, events, refused_status
 from dsv4_operator.lifecycle.canary import UNTRIED
+from dsv4_operator.lifecycle.status import undetermined
 from dsv4_operator.planning import PlanRefused
 from dsv4_runtime.contract import Cause, EngineStatus, KernelStatus, Phase, ProviderStatus
 
@@ -266,6 +267,31 @@ def test_events_of_level_one_even_if_it_was_too_quick_to_be_seen(scene: Scene) -
     assert reasons(found) == [Reason.ENGINE_DEAD, Reason.GROUP_RECOVERED]
     assert found[1].message == "answers again, 2.5 s after EngineCoreDied"
     assert log.look() == []
+
+
+def test_the_repair_is_reported_after_the_cause(scene: Scene) -> None:
+    log = Log(scene)
+    log.look()
+    scene.serve()
+    log.look()
+    death = scene.died(0).model_copy(update={"generation": 1})
+    # The agent has seen a death and compares the members; the first sign may not be the cause.
+    first = death.model_copy(update={"message": "a process ended"})
+    scene.members[0] = scene.member(0, engine=EngineStatus(generation=1), failure=first)
+    assert log.look(0.5) == []
+    assert (scene.kept.phase, undetermined(scene.kept)) == (GroupPhase.RESTARTING, "a process ended")
+    decided = death.model_copy(update={"level": 1})
+    for failures, generation in (((decided,), 1), ((decided, decided.model_copy(update={"generation": 2})), 2)):
+        engine = EngineStatus(generation=generation, failures=failures)
+        scene.members[0] = scene.member(0, Phase.RESTARTING, engine=engine, failure=failures[-1])
+        assert reasons(log.look(0.5)) == [Reason.ENGINE_DEAD, Reason.ENGINE_RESTARTING]
+        assert undetermined(scene.kept) is None
+        assert log.look(0.5) == []
+    served = tuple(one.model_copy(update={"recover_seconds": 2.5}) for one in failures)
+    scene.members[0] = scene.member(
+        0, engine=EngineStatus(generation=3, ready_time=scene.now, restarts=(scene.now,), failures=served)
+    )
+    assert reasons(log.look(1.0)) == [Reason.GROUP_RECOVERED]
 
 
 def test_the_kv_cache_is_that_of_the_present_engine(scene: Scene) -> None:

@@ -14,6 +14,7 @@ from dsv4_operator.backends.local import backend
 from dsv4_operator.backends.local.backend import LocalBackend, describe_end
 from dsv4_operator.backends.local.state import DeploymentState, collect_evidence
 from dsv4_operator.lifecycle.observed import ObservedMember
+from dsv4_testkit.supervised import Supervised
 
 
 @pytest.fixture
@@ -80,14 +81,14 @@ def test_an_incarnation_that_left_nothing(state: DeploymentState) -> None:
 
 
 async def test_a_disk_that_does_not_answer_is_not_waited_for(
-    state: DeploymentState, monkeypatch: pytest.MonkeyPatch
+    state: DeploymentState, monkeypatch: pytest.MonkeyPatch, supervised: Supervised
 ) -> None:
     # A pipe that nobody writes to: opening it to read waits for ever, as a file on a dead server does.
     pipe = state.member(3, 0) / "agent.log"
     os.mkfifo(pipe)
     monkeypatch.setattr(backend, "_EVIDENCE_SECONDS", 0.3)
     monkeypatch.setattr(backend, "_LAST_FILE_SECONDS", 0.2)
-    local = LocalBackend(state, isolated=False, changed=lambda: None)
+    local = LocalBackend(state, supervised.again(), isolated=False, changed=lambda: None)
     begun = time.monotonic()
     assert await local.collect_evidence(DSV4Deployment.model_construct(metadata=Metadata(name="nano")), 0, 3) is None
     assert time.monotonic() - begun < 8

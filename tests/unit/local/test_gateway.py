@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import signal
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import gateway_groups
+import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -23,18 +25,38 @@ from dsv4_operator.backends.local.gateway import (
     settings,
 )
 from dsv4_operator.backends.local.state import DeploymentState, StateError
+from dsv4_operator.backends.local.supervisor import FROZEN_SECONDS, Processes
 from dsv4_operator.planning.revision import revision
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
+from dsv4_testkit.supervised import Supervised, frozen
 
 ROUTES = ("route.json", "route-1.json")
 # Nobody is at port 9: the engine is away, which is all that these tests need.
 AWAY = GroupRoute(agent="http://127.0.0.1:9", api="http://127.0.0.1:9")
 
 
+async def started(
+    given: DSV4Deployment, state: DeploymentState, heads: list[GroupRoute], supervised: Supervised
+) -> tuple[LocalGateways, Processes, str]:
+    """The gateways of a loop, its connection, and their URL."""
+    state.directory.mkdir(exist_ok=True)
+    state.token_key.write_text("k")
+    processes = supervised.again()
+    if "api" not in processes.kept:
+        with bind_loopback({"api": 0})["api"] as listener:
+            processes.keep("api", listener.fileno())
+    gateways = LocalGateways(given, state, heads, processes)
+    gateways.keep_sockets()
+    processes.listen()
+    await gateways.start("api")
+    with processes.socket("api") as listener:
+        return gateways, processes, f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
 def pids(gateways: LocalGateways) -> list[int | None]:
     """The process of each gateway; None of one that has ended."""
     processes = [gateway._process for gateway in gateways._all]
-    return [process.pid if process is not None and process.returncode is None else None for process in processes]
+    return [process.pid if process is not None and process.code is None else None for process in processes]
 
 
 def deployment(**gateway: object) -> DSV4Deployment:
@@ -120,14 +142,9 @@ def test_keys_are_refused_where_nobody_would_ask_for_them() -> None:
     check_keyless(deployment(), "there is no ip")
 
 
-async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> None:
+async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path, supervised: Supervised) -> None:
     state = DeploymentState(tmp_path, "n")
-    state.directory.mkdir()
-    state.token_key.write_text("k")
-    listener = bind_loopback({"api": 0})["api"]
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    gateway = LocalGateways(deployment(), state, [AWAY])
-    await gateway.start(listener)
+    gateway, processes, url = await started(deployment(), state, [AWAY], supervised)
     try:
         assert await _get(url + "/healthz") == (200, b"ok\n")
         assert (await _get(url + "/health"))[0] == 503
@@ -136,36 +153,36 @@ async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> No
         gateway.update_routes(lambda _: "the budget is spent")
         status, body = await _get(url + "/v1/embeddings")
         assert (status, b"the budget is spent" in body) == (503, True)
-        (killed,) = pids(gateway)
-        assert killed is not None
-        os.kill(killed, signal.SIGKILL)
+        both = pids(gateway)
+        for killed in both:
+            assert killed is not None
+            os.kill(killed, signal.SIGKILL)
         # Asked while there is none: the connection waits in the socket for the next.
         await asyncio.sleep(0.05)
         assert await _get(url + "/healthz") == (200, b"ok\n")
-        (follower,) = pids(gateway)
-        assert follower is not None
-        assert follower != killed
+        follower = await _follower(gateway, both)
         # It keeps its log itself, within a limit.
         assert os.readlink(f"/proc/{follower}/fd/2") == str(state.directory / "gateway.log")
         assert f"--log={state.directory / 'gateway.log'}".encode() in _command(follower)
-        assert 'gateway="' not in (await _get(url + "/metrics"))[1].decode()
+        # Those of both processes, each under a label of its own, and each metric once.
+        async with asyncio.timeout(20):
+            while (text := (await _get(url + "/metrics"))[1].decode()).count("dsv4_gateway_active{") != 2:
+                await asyncio.sleep(0.1)
+        assert [text.count(f'dsv4_gateway_active{{gateway="{number}"}}') for number in (0, 1)] == [1, 1]
+        assert text.count("# TYPE dsv4_gateway_active ") == 1
     finally:
         await gateway.stop()
-        listener.close()
-    assert pids(gateway) == [None]
+    assert pids(gateway) == [None, None]
     assert not Path(f"/proc/{follower}").exists()
     assert not (state.directory / "route.json").exists()
     await gateway.stop()
+    await processes.close()
 
 
-async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path) -> None:
+async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path, supervised: Supervised) -> None:
     state = DeploymentState(tmp_path, "n")
-    state.directory.mkdir()
-    state.token_key.write_text("k")
-    listener = bind_loopback({"api": 0})["api"]
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    gateways = LocalGateways(deployment(), state, [AWAY, AWAY.model_copy(update={"group": 1})])
-    await gateways.start(listener)
+    heads = [AWAY, AWAY.model_copy(update={"group": 1})]
+    gateways, processes, url = await started(deployment(), state, heads, supervised)
     try:
         routes = [GatewayRoute.model_validate_json((state.directory / name).read_bytes()) for name in ROUTES]
         assert [[group.group for group in route.groups] for route in routes] == [[0, 1], [1, 0]]
@@ -187,39 +204,119 @@ async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path) -> No
         assert {await _number(url) for _ in range(5)} <= {"0", "1"}
     finally:
         await gateways.stop()
-        listener.close()
+        await processes.close()
     assert not [name for name in ROUTES if (state.directory / name).exists()]
 
 
-async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(tmp_path: Path) -> None:
+async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(
+    tmp_path: Path, supervised: Supervised
+) -> None:
     """The groups are stand-ins; tests/engine/test_two_groups.py does it with real ones."""
     state = DeploymentState(tmp_path, "n")
-    state.directory.mkdir()
-    state.token_key.write_text("k")
-    listener = bind_loopback({"api": 0})["api"]
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
     with gateway_groups.groups() as (ports, doomed):
         places = [f"http://127.0.0.1:{port}" for port in ports]
         heads = [GroupRoute(group=group, agent=place, api=place) for group, place in enumerate(places)]
         given = deployment()
         model = given.spec.model.model_copy(update={"served_names": (gateway_groups.BODY["model"],)})
         given = given.model_copy(update={"spec": given.spec.model_copy(update={"model": model})})
-        gateways = LocalGateways(given, state, heads)
-        await gateways.start(listener)
+        gateways, processes, url = await started(given, state, heads, supervised)
         try:
-            found = await gateway_groups.measure(url, 8, 5.0, doomed.kill)
+            found = await gateway_groups.measure(f"{url}/v1/completions", 8, 5.0, doomed.kill)
         finally:
             await gateways.stop()
-            listener.close()
+            await processes.close()
     assert (found.failed, found.under) == (0, 8)
     assert len(found.after) >= 8
     # What is new does not wait for the lost group's verdict.
     assert max(found.after) < 1.0
 
 
+async def test_a_stopped_gateway_loses_no_request_and_a_frozen_one_is_replaced(
+    tmp_path: Path, supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateways, processes, url = await started(deployment(), DeploymentState(tmp_path, "n"), [AWAY], supervised)
+    before = pids(gateways)
+    try:
+        assert await _get(url + "/healthz") == (200, b"ok\n")
+        waiting = await _connected(url, [pid for pid in before if pid is not None])
+        (stopped, (reader, writer)) = next(iter(waiting.items()))
+        os.kill(stopped, signal.SIGSTOP)
+        begun = time.monotonic()
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n")
+        # The other one answers what is new.
+        assert {await _number(url) for _ in range(3)} == {str(1 - before.index(stopped))}
+        async with asyncio.timeout(20):
+            assert b" 200 " in await reader.readline()
+        assert time.monotonic() - begun < 2 * FROZEN_SECONDS
+        assert pids(gateways) == before
+        with frozen(stopped):
+            async with asyncio.timeout(30):
+                while stopped in pids(gateways) or None in pids(gateways):
+                    await asyncio.sleep(0.02)
+        assert pids(gateways)[1 - before.index(stopped)] == before[1 - before.index(stopped)]
+        for _, each in waiting.values():
+            each.close()
+    finally:
+        await gateways.stop()
+        await processes.close()
+
+
+async def test_the_next_loop_adopts_the_gateways(tmp_path: Path, supervised: Supervised) -> None:
+    state = DeploymentState(tmp_path, "n")
+    first, processes, url = await started(deployment(), state, [AWAY], supervised)
+    before = pids(first)
+    for gateway in first._all:
+        assert gateway._supervisor is not None
+        gateway._supervisor.cancel()
+    await processes.close()
+    assert before[0] is not None
+    second, processes, again = await started(deployment(), state, [AWAY], supervised)
+    try:
+        assert (again, pids(second)) == (url, before)
+        os.kill(before[0], signal.SIGKILL)
+        await _follower(second, [before[0]])
+        assert pids(second)[1] == before[1]
+    finally:
+        await second.stop()
+        await processes.close()
+
+
+async def _connected(url: str, processes: list[int]) -> dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to each process, by its id; the kernel chooses which one accepts."""
+    found: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+    port = int(url.rpartition(":")[2])
+    async with asyncio.timeout(30):
+        while len(found) < len(processes):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n")
+            await reader.readuntil(b"ok\n")
+            mine = writer.get_extra_info("sockname")[1]
+            owner = next(
+                (
+                    connection.pid
+                    for connection in psutil.net_connections("tcp4")
+                    if connection.raddr and connection.raddr.port == mine and connection.pid in processes
+                ),
+                None,
+            )
+            if owner is None or owner in found:
+                writer.close()
+            else:
+                found[owner] = reader, writer
+    return found
+
+
+async def _follower(gateways: LocalGateways, before: list[int | None]) -> int:
+    """The process that replaced the first of `before`."""
+    async with asyncio.timeout(20):
+        while (found := pids(gateways)[0]) is None or found in before:
+            await asyncio.sleep(0.02)
+    return found
+
+
 async def _number(url: str) -> str:
     """Which of several gateways answered."""
-    text = (await _get(url + "/metrics"))[1].decode()
+    text = (await _get(url + "/dsv4/process/metrics"))[1].decode()
     (found,) = {line.partition('gateway="')[2][:1] for line in text.splitlines() if not line.startswith("#")}
     return found
 

@@ -22,6 +22,7 @@ from dsv4_operator.cli.sources.base import read_file
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
 from dsv4_operator.planning.images import profile_named
 from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu
+from dsv4_testkit.supervised import Supervised
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "nano-gpu.yaml"
 RTX = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
@@ -259,13 +260,20 @@ def test_an_engine_that_does_not_fit_beside_another_program_is_refused_and_that_
     assert refused.value.reason == "MemoryShort"
 
 
-async def test_what_is_free_is_asked_again_while_no_member_runs(driver: FakeNvml) -> None:
+async def test_what_is_free_is_asked_again_while_no_member_runs(driver: FakeNvml, supervised: Supervised) -> None:
     """Their own memory is free for the plan that follows them; a program that came before it is not."""
     with tempfile.TemporaryDirectory(prefix="d4-") as root:
         state = DeploymentState(Path(root), "nano-gpu")
         state.prepare()
         found, software = gpus.find(), Software(profile_named("vllm-0.33"))
-        backend = LocalBackend(state, isolated=False, changed=lambda: None, cards=found.cards[:1], software=software)
+        backend = LocalBackend(
+            state,
+            supervised.again(),
+            isolated=False,
+            changed=lambda: None,
+            cards=found.cards[:1],
+            software=software,
+        )
         assert found.cards[0].memory_bytes is not None
         for taken in (0, 60 * GIB, 0):
             driver.gpus[0].processes = {1: taken}

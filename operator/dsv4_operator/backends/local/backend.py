@@ -1,4 +1,4 @@
-"""The local backend: members are child processes of the loop, and end with it."""
+"""The local backend: members are child processes of the supervisor, and end with it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.network import children, outside_ids
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, collect_evidence
+from dsv4_operator.backends.local.supervisor import Child, Processes
 from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.planning.facts import Facts
@@ -42,6 +44,8 @@ _WAIT_SECONDS = 1.0
 """Time for which a reconcile waits; usually sufficient."""
 # An agent answers within milliseconds.
 _ANSWER_SECONDS = 0.4
+_MEMBER = re.compile(r"g(\d+)/i(\d+)/m(\d+)")
+"""Names of the members' processes: group, incarnation, rank."""
 _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
 
 
@@ -49,7 +53,7 @@ _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
 class _RunningMember:
     plan: GroupPlan
     member: MemberPlan
-    process: asyncio.subprocess.Process
+    process: Child
     agent: int
     """Process id of the agent on this machine."""
     started: float
@@ -82,6 +86,7 @@ class LocalBackend:
     def __init__(
         self,
         state: DeploymentState,
+        processes: Processes,
         *,
         isolated: bool,
         changed: Callable[[], None],
@@ -91,6 +96,7 @@ class LocalBackend:
     ) -> None:
         """Args:
         state: files of the deployment.
+        processes: starts the members, and knows those of an earlier loop (`adopt`).
         isolated: whether this process is in a private network (`network.enter_private_network`).
         changed: called when a member ends, to reconcile at once.
         cards: the GPUs of the members; none on CPU.
@@ -98,6 +104,7 @@ class LocalBackend:
         gateways: the front end; None if members share the machine's network and users connect to them directly.
         """
         self._state = state
+        self._processes = processes
         self._isolated = isolated
         self._changed = changed
         self._cards = cards
@@ -106,9 +113,35 @@ class LocalBackend:
         self._members: dict[tuple[int, int, int], _RunningMember] = {}
         self._free: int | None = None
         """Free memory when last no member ran."""
-        self._token_key = new_key()
-        replace_file(state.token_key, self._token_key)
+        self._token_key = self._earlier_token_key() or new_key()
+        if not state.token_key.exists() or state.token_key.read_text() != self._token_key:
+            replace_file(state.token_key, self._token_key)
         self._agents = AgentClient()
+
+    def _earlier_token_key(self) -> str | None:
+        """Return the key with which members of an earlier loop got their tokens; None without such members."""
+        if not any(_MEMBER.fullmatch(name) for name in self._processes.children):
+            return None
+        with contextlib.suppress(OSError):
+            return self._state.token_key.read_text()
+        return None
+
+    def adopt(self) -> None:
+        """Continue with the members that an earlier loop started, running or ended."""
+        for name, child in list(self._processes.children.items()):
+            if (match := _MEMBER.fullmatch(name)) is None:
+                continue
+            group, incarnation, rank = map(int, match.groups())
+            try:
+                file = self._state.incarnation(incarnation, group) / "plan.json"
+                plan = GroupPlan.model_validate_json(file.read_bytes())
+                member = plan.members[rank]
+            except (OSError, ValueError, IndexError):
+                _log.exception("%s is ended: its plan cannot be read", name)
+                self._processes.signal(child, signal.SIGKILL)
+                continue
+            self._follow(plan, member, child)
+            _log.info("adopted rank %d of incarnation %d (process %d)", rank, incarnation, child.pid)
 
     async def close(self) -> None:
         """See `Backend`."""
@@ -217,7 +250,7 @@ class LocalBackend:
     async def forget(self, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
         """See `Backend`."""
         for name in [name for name in self._members if name[:2] == (group, incarnation)]:
-            del self._members[name]
+            self._processes.forget(self._members.pop(name).process)
         await asyncio.to_thread(self._state.forget_incarnation, incarnation, group)
 
     async def _start(self, plan: GroupPlan, member: MemberPlan) -> None:
@@ -231,21 +264,17 @@ class LocalBackend:
             command = network.member_command(command, plan.expectations.shm_bytes)
         # On SIGTERM the agent stops the member gracefully. `unshare` forwards no signal, but its end kills the
         # member.
-        on_parent_death = signal.SIGKILL if self._isolated else signal.SIGTERM
-        with (directory / "agent.log").open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=lambda: network.die_with_parent(on_parent_death),
-            )
-        running = _RunningMember(plan, member, process, process.pid, unix_time())
-        running.watcher = asyncio.create_task(self._await_end(running))
+        death = signal.SIGKILL if self._isolated else signal.SIGTERM
+        name = f"g{plan.group}/i{plan.incarnation}/m{member.rank}"
+        child = await self._processes.start(name, command, log=directory / "agent.log", death=death)
         # Recorded before any later step can fail, so that the process can be found and ended.
+        self._follow(plan, member, child)
+
+    def _follow(self, plan: GroupPlan, member: MemberPlan, child: Child) -> None:
+        running = _RunningMember(plan, member, child, child.pid, child.started)
         self._members[plan.group, plan.incarnation, member.rank] = running
-        if self._isolated:
+        running.watcher = asyncio.create_task(self._await_end(running))
+        if self._isolated and child.code is None:
             running.plugging = asyncio.create_task(self._plug_in(running))
 
     async def _plug_in(self, running: _RunningMember) -> None:
@@ -268,14 +297,13 @@ class LocalBackend:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(running.agent, number)
         elif now - running.fenced_time > (_START_SECONDS if self._isolated else _SHARED_FENCE_SECONDS):
-            with contextlib.suppress(ProcessLookupError):
-                running.process.kill()
+            self._processes.signal(running.process, signal.SIGKILL)
 
     async def _await_end(self, running: _RunningMember) -> None:
         code = await running.process.wait()
         log = self._state.member(running.plan.incarnation, running.member.rank, running.plan.group) / "agent.log"
         running.ended = describe_end(code, log.read_text(errors="replace") if log.exists() else "")
-        running.ended_time = unix_time()
+        running.ended_time = running.process.ended_time
         self._changed()
 
     def _status_request(self, running: _RunningMember) -> asyncio.Task[None]:

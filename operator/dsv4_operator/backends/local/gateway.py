@@ -1,4 +1,4 @@
-"""Front end of a local deployment: gateway processes, restarted within a second if they end, and published ports."""
+"""Front end of a local deployment: gateway processes, replaced if they end or hang, and published ports."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, PortsSpec
-from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.state import DeploymentState, StateError
+from dsv4_operator.backends.local.supervisor import Child, Liveness, Processes
 from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute, api_keys
 from dsv4_runtime.util.files import replace_file
@@ -107,13 +107,17 @@ MAX_DRAIN_SECONDS = 15.0
 _LAST_SECONDS = 5.0
 """Time from the end of the drain to SIGKILL."""
 _RESTART_SECONDS = 0.5
+"""Shortest time between two starts of a gateway."""
+_LEAST = 2
+"""Gateways of a deployment with one group: while one is replaced, the other one accepts connections."""
+_PROBE_INTERVAL, _PROBE_SECONDS = 0.5, 1.0
 
 
 def settings(deployment: DSV4Deployment, state: DeploymentState) -> GatewaySettings:
     """Return the settings of a gateway of this deployment."""
     spec = deployment.spec.gateway
     drain = min(spec.drain, MAX_DRAIN_SECONDS)
-    # The loop keeps the socket open: connections wait in its queue for the next process.
+    # The supervisor keeps the socket open: connections wait in its queue for the next process.
     return gateway_settings(deployment, drain_seconds=drain, secrets_root=str(state.secrets), lame_duck_seconds=0.0)
 
 
@@ -150,23 +154,41 @@ def check_keyless(deployment: DSV4Deployment, reason: str) -> None:
 
 
 class LocalGateways:
-    """The gateways of one deployment: one per group, all on one socket; each serves every group.
+    """The gateways of one deployment: one per group, two at least, all on one socket; each serves every group.
 
     The head of a group has the same address and ports in every incarnation.
     """
 
-    def __init__(self, deployment: DSV4Deployment, state: DeploymentState, heads: Sequence[GroupRoute]) -> None:
+    def __init__(
+        self, deployment: DSV4Deployment, state: DeploymentState, heads: Sequence[GroupRoute], processes: Processes
+    ) -> None:
         self._heads, self._token_key_file = tuple(heads), str(state.token_key)
+        self._processes = processes
         limits = settings(deployment, state)
+        count = max(len(heads), _LEAST)
         self._all = [
-            _GatewayProcess(limits, state.directory, self._route(group, self._heads), alone=len(heads) == 1)
-            for group in range(len(heads))
+            _GatewayProcess(limits, state.directory, number, self._route(number, self._heads), processes)
+            for number in range(count)
         ]
 
-    async def start(self, listener: socket.socket) -> None:
-        """Start the processes on `listener`, which stays open here: connections wait in its queue without a process."""
+    def keep_sockets(self) -> None:
+        """Open each process' own socket, for probes and for the other processes; before `Processes.listen`."""
         for gateway in self._all:
-            await gateway.start(listener)
+            if gateway.own_name not in self._processes.kept:
+                with bind_loopback({gateway.own_name: 0})[gateway.own_name] as own:
+                    self._processes.keep(gateway.own_name, own.fileno())
+                    gateway.own_port = own.getsockname()[1]
+            else:
+                with self._processes.socket(gateway.own_name) as own:
+                    gateway.own_port = own.getsockname()[1]
+
+    async def start(self, listener: str) -> None:
+        """Start the processes, or adopt those that run, on the kept socket `listener`: connections wait in its queue
+        without a process.
+        """
+        for gateway in self._all:
+            peers = [other.own_port for other in self._all if other is not gateway]
+            await gateway.start(listener, peers)
 
     def update_routes(self, given_up: Callable[[int], str | None]) -> None:
         """Update the routes with the reason from `given_up` why each group will not recover; None: it may.
@@ -175,31 +197,61 @@ class LocalGateways:
             OSError: a route cannot be written.
         """
         heads = [head.model_copy(update={"given_up": given_up(head.group)}) for head in self._heads]
-        for group, gateway in enumerate(self._all):
-            gateway.follow(self._route(group, heads))
+        for number, gateway in enumerate(self._all):
+            gateway.follow(self._route(number, heads))
 
     async def stop(self) -> None:
         """Drain and end the gateways."""
         await asyncio.gather(*(gateway.stop() for gateway in self._all))
 
-    def _route(self, group: int, heads: Sequence[GroupRoute]) -> GatewayRoute:
-        return GatewayRoute.of(group, heads, self._token_key_file)
+    def _route(self, number: int, heads: Sequence[GroupRoute]) -> GatewayRoute:
+        return GatewayRoute.of(number % len(heads), heads, self._token_key_file)
 
 
 class _GatewayProcess:
-    def __init__(self, limits: GatewaySettings, directory: Path, route: GatewayRoute, *, alone: bool) -> None:
-        self._settings, self._route, self._alone = limits, route, alone
-        number = f"-{route.group}" if route.group else ""
-        self._files = directory / f"gateway{number}.json", directory / f"route{number}.json"
-        self._log_file = directory / f"gateway{number}.log"
-        self._process: asyncio.subprocess.Process | None = None
+    """One of the gateways: its process is replaced when it ends or hangs."""
+
+    def __init__(
+        self, limits: GatewaySettings, directory: Path, number: int, route: GatewayRoute, processes: Processes
+    ) -> None:
+        self._settings, self._number, self._route, self._processes = limits, number, route, processes
+        suffix = f"-{number}" if number else ""
+        self._files = directory / f"gateway{suffix}.json", directory / f"route{suffix}.json"
+        self._log_file = directory / f"gateway{suffix}.log"
+        self.own_name = f"gateway-{number}"
+        self.own_port = 0
+        self._command: list[str] = []
+        self._sockets: tuple[str, ...] = ()
+        self._process: Child | None = None
+        self._serial = 0
         self._supervisor: asyncio.Task[None] | None = None
 
-    async def start(self, listener: socket.socket) -> None:
+    async def start(self, listener: str, peers: Sequence[int]) -> None:
         for file, document in zip(self._files, (self._settings, self._route), strict=True):
-            replace_file(file, document.to_json(indent=2) + "\n")
-        self._process = await self._spawn(listener)
-        self._supervisor = asyncio.create_task(self._supervise(listener))
+            text = document.to_json(indent=2) + "\n"
+            # The next loop needs no space on a full disk.
+            if not file.exists() or file.read_text() != text:
+                replace_file(file, text)
+        limits, route = map(str, self._files)
+        self._sockets = listener, self.own_name
+        self._command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--settings", limits, "--route", route]
+        self._command += [f"--number={self._number}", f"--fd={self._processes.number(listener)}"]
+        self._command += [f"--own-fd={self._processes.number(self.own_name)}", f"--log={self._log_file}"]
+        self._command += [f"--peer=http://{LOOPBACK}:{port}" for port in peers]
+        running = [child for child in self._mine() if child.code is None]
+        self._process = running[-1] if running else await self._spawn()
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    def _mine(self) -> list[Child]:
+        """Return the processes of this gateway, oldest first."""
+        prefix = f"{self.own_name}."
+        mine = {
+            int(name.removeprefix(prefix)): child
+            for name, child in self._processes.children.items()
+            if name.startswith(prefix)
+        }
+        self._serial = max(self._serial, *mine, 0)
+        return [mine[serial] for serial in sorted(mine)]
 
     def follow(self, route: GatewayRoute) -> None:
         """Replace the route."""
@@ -213,44 +265,77 @@ class _GatewayProcess:
         self._supervisor.cancel()
         await asyncio.wait({self._supervisor})
         self._supervisor = None
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
+        running = [child for child in self._mine() if child.code is None]
+        for child in running:
+            self._processes.signal(child, signal.SIGTERM)
+            self._processes.signal(child, signal.SIGCONT)
+        for child in running:
             try:
                 async with asyncio.timeout(self._settings.drain_seconds + _LAST_SECONDS):
-                    await self._process.wait()
+                    await child.wait()
             except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
+                self._processes.signal(child, signal.SIGKILL)
+                await child.wait()
         for file in self._files:
             file.unlink(missing_ok=True)
 
-    async def _supervise(self, listener: socket.socket) -> None:
+    async def _supervise(self) -> None:
         while True:
             if self._process is not None:
-                code = await self._process.wait()
-                _log.warning("the gateway ended with code %d; starting it again (see %s)", code, self._log_file)
-            await asyncio.sleep(_RESTART_SECONDS)
+                reason = await self._fails(self._process)
+                _log.warning("gateway %d %s; starting it again (see %s)", self._number, reason, self._log_file)
+                # A frozen process ends only when it thaws; the next one does not wait for that.
+                self._processes.signal(self._process, signal.SIGKILL)
+            for ended in self._mine():
+                self._processes.forget(ended)
             try:
-                self._process = await self._spawn(listener)
+                self._process = await self._spawn()
             except OSError:
-                _log.exception("the gateway cannot be started")
+                _log.exception("gateway %d cannot be started", self._number)
                 self._process = None
+            await asyncio.sleep(_RESTART_SECONDS)
 
-    async def _spawn(self, listener: socket.socket) -> asyncio.subprocess.Process:
-        limits, route = map(str, self._files)
-        command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--settings", limits, "--route", route]
-        if not self._alone:
-            command.append(f"--number={self._route.group}")
-        with self._log_file.open("ab") as log:
-            return await asyncio.create_subprocess_exec(
-                *command,
-                f"--fd={listener.fileno()}",
-                f"--log={self._log_file}",
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**{name: os.environ[name] for name in os.environ if not is_secret_name(name)}, **ENVIRONMENT},
-                start_new_session=True,
-                pass_fds=(listener.fileno(),),
-                preexec_fn=lambda: network.die_with_parent(signal.SIGKILL),
-            )
+    async def _fails(self, process: Child) -> str:
+        """Wait until `process` ends or hangs; return how."""
+        liveness = Liveness(process.pid, time.monotonic())
+        end = asyncio.create_task(process.wait())
+        try:
+            while not end.done():
+                probe = asyncio.create_task(self._probe())
+                await asyncio.wait({probe, end}, return_when=asyncio.FIRST_COMPLETED, timeout=_PROBE_SECONDS)
+                now = time.monotonic()
+                if probe.done() and probe.result():
+                    liveness.respond(now)
+                probe.cancel()
+                resumed = liveness.resumed
+                if liveness.hangs(now):
+                    return f"did not respond for {now - liveness.silent_since:.1f} s"
+                if liveness.resumed and not resumed:
+                    _log.warning("gateway %d does not respond; continued it with SIGCONT", self._number)
+                await asyncio.wait({end}, timeout=_PROBE_INTERVAL)
+            return f"ended with code {end.result()}"
+        finally:
+            end.cancel()
+
+    async def _probe(self) -> bool:
+        """Return whether the process responds at its own socket."""
+        try:
+            reader, writer = await asyncio.open_connection(LOOPBACK, self.own_port)
+            with contextlib.closing(writer):
+                writer.write(b"HEAD /healthz HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\n\r\n")
+                return b" 200 " in await reader.readline()
+        except (OSError, ValueError):
+            return False
+
+    async def _spawn(self) -> Child:
+        self._mine()
+        self._serial += 1
+        return await self._processes.start(
+            f"{self.own_name}.{self._serial}",
+            self._command,
+            log=self._log_file,
+            death=signal.SIGKILL,
+            files=self._sockets,
+            unset=[name for name in os.environ if is_secret_name(name)],
+            variables=ENVIRONMENT,
+        )

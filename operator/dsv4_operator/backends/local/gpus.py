@@ -194,8 +194,16 @@ _SECONDS = 1.0
 
 
 @contextmanager
-def claimed(topology: TopologySpec, found: GpuInventory, groups: int = 1) -> Iterator[tuple[Card, ...]]:
+def claimed(
+    topology: TopologySpec,
+    found: GpuInventory,
+    groups: int = 1,
+    *,
+    claim: Callable[[Card], socket.socket | None] | None = None,
+) -> Iterator[tuple[Card, ...]]:
     """Claim the GPUs for `groups` groups of `topology` while entered; GPUs with the most free memory first.
+
+    `claim` returns a socket that holds a card, None if another process has it.
 
     Raises:
         StateError: there are too few GPUs of that kind, or other deployments hold them.
@@ -208,7 +216,7 @@ def claimed(topology: TopologySpec, found: GpuInventory, groups: int = 1) -> Ite
         for card in sorted(fitting, key=_least_used):
             if len(held) == count:
                 break
-            sock = _claim(card)
+            sock = (claim or claim_card)(card)
             if sock is None:
                 taken.append((card, _holder(card)))
             else:
@@ -253,7 +261,7 @@ def _socket_name(card: Card) -> str:
     return f"\0dsv4/{card.uuid}"
 
 
-def _claim(card: Card) -> socket.socket | None:
+def claim_card(card: Card) -> socket.socket | None:
     """Return a socket that holds `card`; None if another process has it."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -76,6 +76,17 @@ def enter_private_network() -> None:
         os.close(before)
 
 
+def enter(descriptor: int) -> None:
+    """Move this thread and its later children into the network namespace of `descriptor`.
+
+    Raises:
+        OSError: not permitted.
+    """
+    if _libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
 # Namespaces of a member: network, mounts (for its own /dev/shm), System V IPC, processes. With `--kill-child` and the
 # process namespace, the end of the agent or of `unshare` ends the whole member.
 UNSHARE = ("unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")

@@ -5,7 +5,7 @@
   weights/                  checkpoints, shared by all deployments
   secrets/<name>/<key>      values of secretKeyRef fields; created by the user, mode 0600
   <name>/                   of one deployment; no deployment may be called weights or secrets
-    lock                    held (flock) by the running loop; contains its process id
+    lock                    held (flock) by the running supervisor; contains its process id
     manifest.json           the deployment as the user gave it
     object.json             the same with its status, as `kubectl get -o json` would print it
     loop.log                log and events of the loop
@@ -34,6 +34,7 @@ from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, SecretKeyRef
 from dsv4_operator.api.deployment import NAME_PATTERN
+from dsv4_operator.backends.local.supervisor import read_kept_status
 from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_runtime.util.files import replace_file
 from dsv4_runtime.util.log_lines import without_client_text
@@ -191,13 +192,26 @@ class DeploymentState:
         """Return the manifest of the user; None if no deployment was started under this name."""
         return _read(self.directory / "manifest.json")
 
+    def object_text(self) -> str | None:
+        """Return the deployment with its latest status as JSON, of a running one from memory; None before the first."""
+        pid = self.holder()
+        kept = read_kept_status(pid) if pid is not None else None
+        if kept is not None:
+            return kept
+        with contextlib.suppress(FileNotFoundError):
+            return (self.directory / "object.json").read_text()
+        return None
+
     def object(self) -> DSV4Deployment | None:
-        """Return the deployment with its latest status; None before the first."""
-        return _read(self.directory / "object.json")
+        """Return the deployment with its latest status, of a running one from memory; None before the first."""
+        text = self.object_text()
+        return None if text is None else DSV4Deployment.model_validate_json(text)
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the lock of the deployment's loop; the kernel releases it at any end of the process.
+    def lock(self, owner: int | None = None) -> Iterator[int]:
+        """Hold the lock of the deployment; the kernel releases it with the last descriptor of the yielded file.
+
+        `owner` is the process to name in it; None: this one.
 
         Raises:
             AlreadyRunning: another process has it.
@@ -210,13 +224,13 @@ class DeploymentState:
                     f"see `dsv4 status {self.name}`, or end it with `dsv4 down {self.name}`"
                 )
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-            yield
+            os.pwrite(descriptor, str(owner or os.getpid()).encode(), 0)
+            yield descriptor
         finally:
             os.close(descriptor)
 
     def holder(self) -> int | None:
-        """Return the process id of the running loop; None if there is none."""
+        """Return the process id of the running supervisor; None if there is none."""
         try:
             descriptor = os.open(self.directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

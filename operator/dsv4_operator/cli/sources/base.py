@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Finding, Hardware, InvalidDeployment, load
 from dsv4_operator.api.values import ValueReason
 from dsv4_operator.backends.local.gpus import hardware_here
+from dsv4_operator.backends.local.supervisor import LoopReport
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, invalid
 from dsv4_operator.cli.logs import LogOptions
 from dsv4_operator.cli.output import note
@@ -25,6 +26,8 @@ _T = TypeVar("_T")
 
 STOPPED = "Stopped"
 """Phase of a deployment without a running reconcile loop; never written to a status."""
+LOOP_SILENCE_SECONDS = 10.0
+"""Silence of the loop of `dsv4 up` after which its status is not taken for the present state."""
 EVIDENCE_TAIL_BYTES = 1024 * 1024
 """Limit of each log in the evidence archive; evidence of earlier failures has a limit of its own."""
 
@@ -39,6 +42,12 @@ class DeploymentView:
     """Unix time of the last `dsv4 up` with its file, or of the creation of the cluster's object."""
     stored: Mapping[str, Any] | None = None
     """Object of the API server, including fields that only the server sets; None on this machine."""
+    loop: LoopReport | None = None
+    """Report about the loop of `dsv4 up`; None if it does not run, and for a cluster."""
+    queried: bool = False
+    """Whether the status of the members is from them, because the loop does not respond."""
+    lost: str = ""
+    """How the processes of a deployment ended that was not stopped by `dsv4 down`."""
 
     @property
     def name(self) -> str:

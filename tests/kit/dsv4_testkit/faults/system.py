@@ -209,10 +209,11 @@ def answers(port: int, timeout: float = 30.0) -> bool:
 
 
 def scrape(port: int, name: str) -> float | None:
-    """A metric without labels; None if nobody answers or it is not there."""
+    """A metric's sum over all gateways; None if nobody answers or it is not there."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0) as response:
             text = response.read().decode()
     except OSError:
         return None
-    return next((float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} ")), None)
+    found = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+    return sum(found) if found else None

@@ -1,0 +1,200 @@
+"""The supervisor with real processes; its loop is a script that starts one child and gives it what a loop would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dsv4_operator.backends.local.supervisor import (
+    FROZEN_SECONDS,
+    LoopReport,
+    read_kept_status,
+    read_report,
+)
+from dsv4_testkit.supervised import frozen
+
+# Only a bound; a busy machine may take long.
+SECONDS = 60.0
+
+SUPERVISOR = """\
+import sys
+from dsv4_operator.backends.local.supervisor import Supervisor
+sys.exit(Supervisor().run([sys.executable, *sys.argv[1:]]))
+"""
+
+LOOP = """\
+import asyncio, json, os, signal, socket, sys
+from pathlib import Path
+from dsv4_operator.backends.local.supervisor import STATUS, Processes
+
+directory, mode, option = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+if mode == "fails":
+    sys.exit(7)
+processes = Processes(socket.socket(fileno=int(option.partition("=")[2])))
+before = processes.kept_text(STATUS)
+if mode == "fails later" and before is not None:
+    sys.exit(2)
+if before is None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        processes.keep("api", listener.fileno())
+
+
+async def main():
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    processes.listen()
+    if processes.ending:
+        stop.set()
+    child = processes.children.get("child") or await processes.start(
+        "child", ["sleep", "600"], log=directory / "log", death=signal.SIGKILL, files=["api"], unset=["HIDDEN"]
+    )
+    lives = json.loads(before)["lives"] + 1 if before else 1
+    port = processes.socket("api").getsockname()[1]
+    seen = {"lives": lives, "loop": os.getpid(), "child": child.pid, "port": port, "code": child.code}
+    processes.keep_text(STATUS, json.dumps(seen))
+    watching = asyncio.create_task(child.wait())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    processes.keep_text(STATUS, json.dumps({**seen, "code": child.code}))
+    await stop.wait()
+    await processes.close()
+
+
+asyncio.run(main())
+"""
+
+
+class World:
+    def __init__(self, directory: Path, mode: str = "fine") -> None:
+        script = directory / "loop.py"
+        script.write_text(LOOP)
+        command = [sys.executable, "-c", SUPERVISOR, str(script), str(directory), mode]
+        self.process = subprocess.Popen(command, env={**os.environ, "HIDDEN": "1"})
+
+    @property
+    def status(self) -> dict[str, int]:
+        found: dict[str, int] = json.loads(read_kept_status(self.process.pid) or "{}")
+        return found
+
+    @property
+    def report(self) -> LoopReport:
+        found = read_report(self.process.pid)
+        assert found is not None
+        return found
+
+    def until(self, true: Callable[[], bool], seconds: float = SECONDS) -> float:
+        """Seconds until it was true."""
+        begun = time.monotonic()
+        while not true():
+            assert time.monotonic() - begun < seconds, (self.status, read_report(self.process.pid))
+            time.sleep(0.02)
+        return time.monotonic() - begun
+
+    def life(self, number: int) -> dict[str, int]:
+        self.until(lambda: self.status.get("lives") == number)
+        return self.status
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    found = World(tmp_path)
+    yield found
+    found.process.kill()
+    found.process.wait(10)
+
+
+def test_the_next_loop_adopts_what_the_killed_one_started(world: World) -> None:
+    first = world.life(1)
+    assert "HIDDEN" not in psutil.Process(first["child"]).environ()
+    for number in (2, 3):
+        os.kill(world.status["loop"], signal.SIGKILL)
+        found = world.life(number)
+        assert (found["child"], found["port"]) == (first["child"], first["port"])
+        assert found["loop"] not in (first["loop"], None)
+        assert world.report.restarts[-1][1] == "was killed by signal 9"
+        assert (world.report.count, world.report.loop) == (number - 1, found["loop"])
+    assert psutil.Process(first["child"]).status() == psutil.STATUS_SLEEPING
+
+
+def test_a_child_that_ends_without_a_loop_is_known_to_the_next_one(world: World) -> None:
+    first = world.life(1)
+    os.kill(first["loop"], signal.SIGKILL)
+    os.kill(first["child"], signal.SIGTERM)
+    world.life(2)
+    world.until(lambda: world.status.get("code") == -signal.SIGTERM)
+
+
+def test_a_stopped_loop_is_continued_and_a_frozen_one_is_replaced(world: World) -> None:
+    first = world.life(1)
+    loop = first["loop"]
+    os.kill(loop, signal.SIGSTOP)
+    stopped = time.time()
+    world.until(lambda: (world.report.beat or 0.0) > stopped + 1.0, 3 * FROZEN_SECONDS)
+    assert (world.report.loop, world.report.count) == (loop, 0)
+
+    with frozen(loop):
+        # Not even SIGKILL is waited for, and the child lives on.
+        world.until(lambda: world.report.count == 1, 3 * FROZEN_SECONDS)
+        assert world.life(2)["child"] == first["child"]
+    assert world.report.restarts[-1][1].startswith("did not respond for ")
+    assert world.life(2)["loop"] != loop
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_with_its_loop_as_asked(world: World, number: signal.Signals) -> None:
+    child = world.life(1)["child"]
+    world.process.send_signal(number)
+    assert world.process.wait(SECONDS) == 0
+    world.until(lambda: not psutil.pid_exists(child))
+
+
+def test_it_ends_also_if_its_loop_is_killed_while_it_ends(world: World) -> None:
+    loop = world.life(1)["loop"]
+    os.kill(loop, signal.SIGSTOP)
+    world.process.send_signal(signal.SIGTERM)
+    os.kill(loop, signal.SIGKILL)
+    assert world.process.wait(SECONDS) == 0
+
+
+def test_everything_ends_with_a_killed_supervisor(world: World) -> None:
+    found = world.life(1)
+    world.process.kill()
+    world.process.wait(10)
+    for pid in (found["loop"], found["child"]):
+        world.until(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    assert read_report(world.process.pid) is None
+
+
+def test_a_lack_of_descriptors_ends_nothing(world: World) -> None:
+    first = world.life(1)
+    supervisor = psutil.Process(world.process.pid)
+    limits = supervisor.rlimit(psutil.RLIMIT_NOFILE)
+    supervisor.rlimit(psutil.RLIMIT_NOFILE, (supervisor.num_fds(), limits[1]))
+    os.kill(first["loop"], signal.SIGKILL)
+    world.until(lambda: world.report.count >= 2)
+    assert psutil.pid_exists(first["child"])
+    supervisor.rlimit(psutil.RLIMIT_NOFILE, limits)
+    assert world.life(2)["child"] == first["child"]
+
+
+def test_a_first_start_that_fails_is_not_repeated_and_a_later_one_is(tmp_path: Path) -> None:
+    assert World(tmp_path, "fails").process.wait(SECONDS) == 7
+    world = World(tmp_path, "fails later")
+    try:
+        found = world.life(1)
+        os.kill(found["loop"], signal.SIGKILL)
+        world.until(lambda: world.report.count >= 3)
+        assert world.report.restarts[-1][1] == "ended with exit code 2"
+        assert psutil.pid_exists(found["child"])
+    finally:
+        world.process.kill()
+        world.process.wait(10)
