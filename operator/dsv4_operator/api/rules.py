@@ -174,7 +174,7 @@ def _cpu_variant(spec: DeploymentSpec) -> bool:
     return spec.model.variant == Variant.NANO or spec.topology.hardware != Hardware.CPU
 
 
-@rule("", "model.source.nano.precision", "NanoPrecision", "is only supported on CPU; write fp8")
+@rule("", "model.source.nano.precision", "NanoPrecision", "is only supported with topology.hardware CPU; write fp8")
 def _bf16_on_cpu(spec: DeploymentSpec) -> bool:
     return (
         spec.model.source.nano is None
