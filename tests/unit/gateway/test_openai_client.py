@@ -47,7 +47,7 @@ async def test_a_stream_that_cannot_be_continued_raises_its_error(kit):
 async def test_refusals_are_the_errors_that_programs_expect(kit):
     lab = kit.Lab(keys="first\n", max_body_bytes=400, hold_timeout_seconds=0.1)
     async with lab, client(lab) as api, client(lab, "other") as stranger:
-        with pytest.raises(openai.AuthenticationError, match="needs a key"):
+        with pytest.raises(openai.AuthenticationError, match="requires a valid key"):
             await stranger.chat.completions.create(**ASK)
         with pytest.raises(openai.APIStatusError, match="longer than 400 bytes") as large:
             await api.completions.create(model="nano", prompt="x" * 400)

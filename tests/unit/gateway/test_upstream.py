@@ -111,8 +111,8 @@ async def test_the_length_of_an_answer_to_head_is_that_of_another():
         (b"HTTP/1.1 200 OK\r\nX: ", "without an answer"),
         (OK + b"Content-Length: 4\r\n\r\nabc", "in the middle of its answer"),
         (OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n", "in the middle of its answer"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcdefgh", "no HTTP/1.1"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "no HTTP/1.1"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcdefgh", "not HTTP/1.1"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "not HTTP/1.1"),
     ],
 )
 async def test_an_answer_that_breaks_off_says_so(answer, what):
