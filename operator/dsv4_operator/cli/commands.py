@@ -265,9 +265,9 @@ def dashboard(
     group: Annotated[int, typer.Option(min=0, metavar="N", help="Group number.")] = 0,
 ) -> int:
     """Show the address of the Ray dashboard; on a cluster, forward a port until Ctrl-C."""
-    from dsv4_operator.cli import dashboard as command
+    from dsv4_operator.cli import diagnostics
 
-    return command.show(target.source(), name, group)
+    return diagnostics.show_dashboard(target.source(), name, group)
 
 
 @app.command()
@@ -347,9 +347,9 @@ def evidence(
     ] = None,
 ) -> int:
     """Write logs, status and evidence of failures to a .tar.gz file."""
-    from dsv4_operator.cli import evidence as command
+    from dsv4_operator.cli import diagnostics
 
-    return command.pack(target.source(), name, output)
+    return diagnostics.pack_evidence(target.source(), name, output)
 
 
 @app.command()
@@ -446,7 +446,7 @@ def doctor(
     """Check the network of this machine and show remedies."""
     from ipaddress import AddressValueError, IPv4Address
 
-    from dsv4_operator.cli import doctor as command
+    from dsv4_operator.cli import diagnostics
 
     for address in peer or ():
         try:
@@ -455,7 +455,8 @@ def doctor(
             raise bad_input(
                 f"--peer {address!r} is not an IPv4 address ({error}); use the address of the other machine"
             ) from None
-    return command.run(peer or (), _duration("--wait", wait), mtu=mtu, require_rdma=require_rdma, form=output)
+    seconds = _duration("--wait", wait)
+    return diagnostics.check_machine(peer or (), seconds, mtu=mtu, require_rdma=require_rdma, form=output)
 
 
 @app.command()

@@ -17,7 +17,7 @@ import pytest
 from cluster_world import RESOURCE, Server, World, get, gone, secret, wait_for
 
 from dsv4_operator.builders import names
-from dsv4_operator.cli import dashboard, main, status
+from dsv4_operator.cli import diagnostics, main, status
 from dsv4_operator.cli.commands import CommandTarget
 from dsv4_operator.cli.errors import KUBECTL_PLUGIN, CommandError
 from dsv4_operator.cli.output import TableFormat
@@ -242,7 +242,7 @@ def test_dashboard(
 
     shown: list[Any] = []
     with pytest.raises(KeyboardInterrupt):
-        dashboard.show(ClusterSource(None, None, "default"), "nano", 0, wait=wait)
+        diagnostics.show_dashboard(ClusterSource(None, None, "default"), "nano", 0, wait=wait)
     shown.append(capsys.readouterr())
     out, err = ("".join(getattr(each, stream) for each in shown) for stream in ("out", "err"))
     assert out == f"dashboard   {url()}\ntoken       t0ken\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_operator.cli import evidence
+from dsv4_operator.cli import diagnostics
 from dsv4_operator.cli.errors import CommandError, ExitCode
 from dsv4_operator.cli.sources.local import LocalSource
 
@@ -28,7 +28,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_all_that_tells_of_deaths_is_in_it_and_no_secret(root: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.tar.gz"
-    assert evidence.pack(LocalSource(root), "nano", target) is ExitCode.OK
+    assert diagnostics.pack_evidence(LocalSource(root), "nano", target) is ExitCode.OK
     with tarfile.open(target) as archive:
         names = archive.getnames()
         loop = archive.extractfile("nano/loop.log")
@@ -49,10 +49,10 @@ def test_all_that_tells_of_deaths_is_in_it_and_no_secret(root: Path, tmp_path: P
 
 def test_a_directory_is_no_file(root: Path, tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="is a directory; name a file in it"):
-        evidence.pack(LocalSource(root), "nano", tmp_path)
+        diagnostics.pack_evidence(LocalSource(root), "nano", tmp_path)
 
 
 def test_a_failed_write_leaves_nothing(root: Path, tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="No such file or directory"):
-        evidence.pack(LocalSource(root), "nano", tmp_path / "missing" / "out.tar.gz")
+        diagnostics.pack_evidence(LocalSource(root), "nano", tmp_path / "missing" / "out.tar.gz")
     assert not list(tmp_path.glob("**/*.part"))
