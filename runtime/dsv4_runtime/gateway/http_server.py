@@ -107,7 +107,7 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
     def ending(self) -> bool:
         return self._server.ending
 
-    def write(self, data: bytes, body: bytes | bytearray = b"") -> None:
+    async def send(self, data: bytes, body: bytes | bytearray = b"") -> None:
         if self.transport is None or self.transport.is_closing():
             raise ClientGoneError("the client is gone")
         self._written += len(data) + len(body)
@@ -118,8 +118,6 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
             self.transport.write(data)
         if body:
             self.transport.write(body)
-
-    async def drain(self) -> None:
         if self._drained is not None:
             # A cancelled handler may still send a final event.
             await asyncio.shield(self._drained)
@@ -210,12 +208,6 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
             self._feed(data[start : start + _PARSE_BYTES])
 
     def _feed(self, data: memoryview) -> None:
-        """Parse `data`, then handle the requests in it unless one is being handled."""
-        self._receive(data)
-        if self._task is None and self._queue:
-            self._next()
-
-    def _receive(self, data: memoryview) -> None:
         self._unsettled += len(data)
         try:
             self._parser.feed_data(data)
@@ -244,10 +236,10 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         framing, self._ignored_upgrade = self._ignored_upgrade, None
         self._parser = httptools.HttpRequestParser(self)
         self._reparsing = True
-        self._receive(memoryview(framing or b""))
+        self._feed(memoryview(framing or b""))
         self._reparsing = False
         if rest and not self._discarding:
-            self._receive(rest)
+            self._feed(rest)
 
     def refuse(self, refusal: Refusal) -> None:
         """Stop parsing this connection; refuse the arriving request, or respond to the invalid head."""
@@ -255,14 +247,13 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         request, self._arriving = self._arriving, None
         if request is not None:
             request.refuse(refusal)
-        elif self._task is None and not self._queue and self.transport is not None:
+        elif self._task is None and self.transport is not None:
             request = Request(self, self._remote, Charge(self.charge.account))
             request.refusal = refusal
             self._queue.append(request)
+            self._next()
         else:
             self._server.refused(self._remote, refusal, None)
-        if self._task is None and self._queue:
-            self._next()
 
     def _evict(self) -> None:
         self.refuse(errors.NO_MEMORY)
@@ -378,6 +369,8 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
             self.refuse(errors.NO_MEMORY)
         if self._restriction is not None:
             self._discarding, request.keep_alive = True, False
+        if self._task is None:
+            self._next()
 
     def on_body(self, data: bytes) -> None:
         self._unsettled = 0
@@ -396,19 +389,9 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         self._arriving = None
 
     def _next(self) -> None:
-        """Handle queued requests: refuse without a task, which costs a third, until one needs the handler."""
         self._disarm()
         self._server.work(self)
-        while True:
-            request = self._queue.popleft()
-            refusal = request.refusal or self._server.check(request)
-            if refusal is None or self._drained is not None:
-                request.refusal = refusal
-                self._task = asyncio.get_running_loop().create_task(self._serve(request))
-                return
-            self._send_refusal(request, refusal)
-            if not self._finish(request):
-                return
+        self._task = asyncio.get_running_loop().create_task(self._serve(self._queue.popleft()))
 
     async def _serve(self, request: Request) -> None:
         # A task that ends with an exception references its frames, which reference the task: the request would stay in
@@ -416,50 +399,37 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         with contextlib.suppress(asyncio.CancelledError):
             await self._answer(request)
         self._task = None
-        if self._finish(request):
-            self._next()
-            if self._body_arrives:
-                self._server.wait(self)
-            self.resume()
-
-    def _finish(self, request: Request) -> bool:
-        """Close the connection or wait for its client after a request; return whether another one is queued."""
         request.release()
         if not request.ended:
             self.abort()
         elif not request.keep_alive or self._server.closing:
             self._close(request)
         elif self._queue:
-            return True
+            self._next()
+            if self._body_arrives:
+                self._server.wait(self)
+            self.resume()
         elif self._discarding:
             self._close(request)
         else:
             self._server.wait(self)
             self._arm(_KEEPALIVE_SECONDS, self.close_gracefully)
-        return False
-
-    def _send_refusal(self, request: Request, refusal: Refusal) -> None:
-        self._server.refused(self._remote, refusal, request)
-        with contextlib.suppress(ConnectionError):
-            request.respond(refusal.status, refusal.headers(request.id), refusal.body)
 
     async def _answer(self, request: Request) -> None:
-        refusal = request.refusal
+        refusal = request.refusal or self._server.check(request)
         try:
             if refusal is None:
                 await self._server.handler(request)
             else:
-                self._send_refusal(request, refusal)
+                self._server.refused(self._remote, refusal, request)
         except ConnectionError:
             pass
         except Exception:
             _log.exception("%s %s", request.method, request.path[:100])
             refusal = errors.INTERNAL
-            if not request.begun:
-                with contextlib.suppress(ConnectionError):
-                    request.respond(refusal.status, refusal.headers(request.id), refusal.body)
-        with contextlib.suppress(ConnectionError):
-            await self.drain()
+        if refusal is not None and not request.begun:
+            with contextlib.suppress(ConnectionError):
+                await request.send(refusal.status, refusal.headers(request.id), refusal.body)
 
     def _close(self, request: Request) -> None:
         """Close after all data is sent and the client had time to finish sending."""

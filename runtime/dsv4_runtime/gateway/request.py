@@ -111,18 +111,9 @@ class ClientConnection(http1.BaseConnection):
         """Return whether the next response is the last one of the connection."""
         raise NotImplementedError
 
-    def write(self, data: bytes, body: bytes | bytearray = b"") -> None:
-        """Send `data` and `body`; raise ClientGoneError after a disconnect."""
-        raise NotImplementedError
-
-    async def drain(self) -> None:
-        """Wait while the client does not read."""
-        raise NotImplementedError
-
     async def send(self, data: bytes, body: bytes | bytearray = b"") -> None:
-        """Call `write` and `drain`."""
-        self.write(data, body)
-        await self.drain()
+        """Send `data` and `body`; wait while the client does not read, raise ClientGoneError after a disconnect."""
+        raise NotImplementedError
 
     def refuse(self, refusal: Refusal) -> None:
         """Stop reading the arriving request; respond with `refusal` unless a response was started."""
@@ -178,16 +169,11 @@ class Request(http1.Message):
         if not self.complete and self.header(b"expect").lower() == "100-continue":
             await self._client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def respond(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
-        """Send a complete response without waiting for the client."""
-        self._prepare(status, headers, len(body))
-        self.begun = self.ended = True
-        self._client.write(self._unsent, b"" if self._bodiless else body)
-
     async def send(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
         """Send a complete response."""
-        self.respond(status, headers, body)
-        await self._client.drain()
+        self._prepare(status, headers, len(body))
+        self.begun = self.ended = True
+        await self._client.send(self._unsent, b"" if self._bodiless else body)
 
     def begin(self, status: int, headers: Headers) -> None:
         """Prepare the head of a response of unknown length; it is sent in one packet with the first part.
