@@ -215,7 +215,7 @@ def stream(settings: ChatSettings, messages: Sequence[ChatMessage], answer: Chat
                     yield piece
     except TimeoutError as error:
         seconds = http.CONNECT_SECONDS if isinstance(error, aiohttp.ConnectionTimeoutError) else silence
-        raise ChatError(f"{settings.endpoint} said nothing for {seconds:g} s; see `{settings.why}`") from error
+        raise ChatError(f"{settings.endpoint} sent nothing for {seconds:g} s; see `{settings.why}`") from error
     except aiohttp.ClientConnectorError as error:
         raise ChatError(
             f"{settings.endpoint} does not answer ({http.reason(error)}); see `{settings.status}`"

@@ -96,7 +96,7 @@ def show_dashboard(
             print_line(f"token       {access.token}")
         if access.permanent:
             return ExitCode.OK
-        note("The page asks for the token once; a new incarnation has another one. Ctrl-C ends the connection.")
+        note("The page requires the token once; a new incarnation has another one. Ctrl-C ends the connection.")
         poll = RetryingPoll()
         while True:
             wait(_POLL_SECONDS)

@@ -439,7 +439,7 @@ def _end(state: DeploymentState, *, purge: bool) -> str | None:
             if purge:
                 state.purge()
     except PermissionError:
-        return f"{state.name} is run by another user, who has to end it"
+        return f"{state.name} belongs to another user, who can end it"
     except (StateError, CommandError) as error:
         # StateError: started again meanwhile, a loop that survived SIGKILL, or a foreign directory.
         return str(error)

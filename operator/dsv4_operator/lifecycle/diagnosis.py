@@ -98,7 +98,7 @@ def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observ
         cause = seen.cause or Cause.MEMBER_LOST
         return _lost(member.rank, seen.ended_time or now, f"its agent ended: {seen.ended}", "exit", cause)
     if status is not None and status.phase in _UNASKED:
-        return _lost(member.rank, now, "its agent is stopping, and nobody here asked it to", "health")
+        return _lost(member.rank, now, "its agent is stopping without a request of the controller", "health")
     silent = 0.0 if member.silent_since is None else now - member.silent_since
     if seen is None:
         return _lost(member.rank, now, "it is gone", "exit") if silent > GONE_SECONDS else None
@@ -108,7 +108,7 @@ def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observ
         what = f"its agent has not answered for {silent:.0f} s"
         return _lost(member.rank, now, what, "timeout") if silent > BOOT_SECONDS else None
     if silent > SILENT_SECONDS and not _heard_by_others(member.rank, observed, now):
-        what = f"it has not answered for {silent:.0f} s, and no other member hears it"
+        what = f"it has not answered for {silent:.0f} s, and no other member receives its messages"
         return _lost(member.rank, now, what, "timeout", Cause.NODE_LOST)
     return None
 

@@ -184,14 +184,16 @@ def exhausted_sentence(deployment: DSV4Deployment, group: GroupStatus) -> str:
     recovery = deployment.spec.recovery
     last = group.last_failure
     if last is not None and last.deterministic and len(group.restarts) < recovery.max_restarts:
-        why = f"group {group.index} died of {last.cause} twice in a row, which trying again cannot mend"
+        why = f"group {group.index} died of {last.cause} twice in a row, which a retry cannot correct"
     else:
         why = (
             f"group {group.index} used up its {recovery.max_restarts} restarts "
             f"within {format_duration(recovery.window)} (spec.recovery.maxRestarts)"
         )
     detail = f"; last: {death_sentence(last)}" if last else ""
-    return f"{why}{detail}; mend that, then apply a changed specification (or `dsv4 down` and `dsv4 up`) to try again"
+    return (
+        f"{why}{detail}; correct that, then apply a changed specification (or `dsv4 down` and `dsv4 up`) to try again"
+    )
 
 
 def given_up(deployment: DSV4Deployment, status: DeploymentStatus, group: int) -> str | None:
@@ -259,7 +261,7 @@ def _conditions(view: _View) -> tuple[_Fact, ...]:
             Reason.RECOVERY_EXHAUSTED,
             exhausted_sentence(deployment, failed),
         ),
-        (ConditionType.SUSPENDED, True, Reason.SUSPENDED, "nothing runs, as spec.suspend asks")
+        (ConditionType.SUSPENDED, True, Reason.SUSPENDED, "nothing runs, because spec.suspend is true")
         if suspended
         else (
             ConditionType.SUSPENDED,
@@ -308,7 +310,7 @@ def rollback_sentence(rejected: RejectedStatus) -> str:
     """Return the reason why a specification was given up, and the remedy."""
     return (
         f"the specification was given up: {rejected.message}; groups go back to the last one that all of them answered "
-        "with; mend that, then apply a changed specification to try again"
+        "with; correct that, then apply a changed specification to try again"
     )
 
 

@@ -158,9 +158,9 @@ class AgentContext:
     async def sweep(self) -> None:
         """Remove shared memory and sockets that a killed engine left behind on this member."""
         if removed := await asyncio.to_thread(sweep, self._created):
-            _log.info("removed %s files of shared memory that nobody used any more", len(removed))
+            _log.info("removed %s unused files of shared memory", len(removed))
         if sockets := await asyncio.to_thread(sweep_sockets, self.temporary):
-            _log.info("removed %s sockets that nobody used any more", len(sockets))
+            _log.info("removed %s unused sockets", len(sockets))
 
 
 class Tasks:

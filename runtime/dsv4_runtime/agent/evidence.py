@@ -64,7 +64,7 @@ async def save(
             if wrong := [_reason(error) for error in parts if isinstance(error, BaseException)]:
                 found["incomplete"] = "; ".join(wrong)
     except TimeoutError:
-        found["incomplete"] = f"not everything could be asked for within {BOUND_SECONDS - _WRITE_SECONDS:.0f} s"
+        found["incomplete"] = f"not all evidence was received within {BOUND_SECONDS - _WRITE_SECONDS:.0f} s"
     found["seconds"] = round(time.monotonic() - begun, 3)
     name = f"{plan.incarnation}-g{failure.generation}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     try:
@@ -216,5 +216,5 @@ async def nccl_report(port: int = RAS_PORT, seconds: float = RAS_SECONDS) -> str
         pass
     text = said[:_MOST_BYTES].decode(errors="replace").removeprefix("OK\n")
     if not text:
-        raise TimeoutError(f"NCCL's RAS said nothing within {seconds:g} s")
+        raise TimeoutError(f"NCCL's RAS sent nothing within {seconds:g} s")
     return text

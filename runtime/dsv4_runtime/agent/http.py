@@ -82,7 +82,9 @@ class _Collector:
 
 def _kernels(engine: EngineStatus) -> Iterable[Metric]:
     provider = GaugeMetricFamily(
-        "dsv4_kernel_provider", "1 for who computes an operation; stock is vLLM's own pick", labels=["op", "provider"]
+        "dsv4_kernel_provider",
+        "1 for the provider that computes an operation; stock is vLLM's own selection",
+        labels=["op", "provider"],
     )
     slowness = GaugeMetricFamily(
         "dsv4_kernel_slowness",
@@ -90,7 +92,7 @@ def _kernels(engine: EngineStatus) -> Iterable[Metric]:
         labels=["op", "provider"],
     )
     excluded = GaugeMetricFamily(
-        "dsv4_kernel_excluded", "1 for a provider that is not used for what was seen", labels=["op", "provider", "seen"]
+        "dsv4_kernel_excluded", "1 for a provider excluded by a trial", labels=["op", "provider", "seen"]
     )
     for found in engine.kernels:
         provider.add_metric([found.op, found.provider], 1)

@@ -290,7 +290,7 @@ class Member:
                     refreshed = time.monotonic()
                     context.watch.refresh()
             except OSError:
-                _log.exception("the processes could not be looked after, which is tried again")
+                _log.exception("the check of the processes failed and is repeated")
 
     async def _keep_logs_small(self) -> None:
         """Bound every log. Copying half of a log may block on the disk, so it runs outside the event loop."""
@@ -333,7 +333,7 @@ class Member:
             async with asyncio.timeout(max(1.0, drain - 2.0)):
                 await self._stop_children()
         except TimeoutError:
-            _log.warning("children did not end in time, killing what is left")
+            _log.warning("children did not end in time; killing the remaining processes")
         if not await end_everything(deadline):
             _log.error("some processes could not be killed")
         await context.sweep()

@@ -88,7 +88,7 @@ class StartRunner:
         except StagingError as error:
             return TaskFailed(Task.STAGE, error.cause, str(error), "staging")
         for name in done.wrong:
-            text = "%s: %s of rank %s was not what its source says, and was fetched anew"
+            text = "%s: %s of rank %s differed from its source and was fetched again"
             _log.warning(text, Cause.WEIGHTS_CORRUPT, name, self._rank)
         self._record.weights_repaired = done.wrong
         self._record.weights_place = await run_in_daemon_thread(store.place, Path(self._plan.weights.path))
@@ -148,7 +148,7 @@ class StartRunner:
         return self._wrong(Task.VERIFY, done.wrong) if done.wrong else WeightsRead(Task.VERIFY, done.verified)
 
     def _wrong(self, task: Task, names: tuple[str, ...]) -> AgentEvent:
-        message = f"{names[0]} in {self._plan.weights.path} of rank {self._rank} is not what its source says any more"
+        message = f"{names[0]} in {self._plan.weights.path} of rank {self._rank} differs from its source"
         return TaskFailed(task, Cause.WEIGHTS_CORRUPT, message, "staging")
 
     def _fabrics(self) -> dict[int, FabricStatus | None]:
@@ -230,7 +230,7 @@ def check_resources(plan: GroupPlan) -> None:
     if shm < want.shm_bytes:
         raise PreflightError(
             f"{SHM} has {shm / 2**20:.0f} MiB free, the member needs {want.shm_bytes / 2**20:.0f} MiB; "
-            "enlarge it or remove what fills it",
+            "enlarge it or remove files",
             Cause.SHARED_MEMORY_FULL,
         )
 
@@ -258,7 +258,7 @@ def sample_gpus(plan: GroupPlan, rank: int) -> tuple[GpuSignals, ...]:
         found, wanted = gpus.sample(), plan.members[rank].devices
         if len(found) < wanted and gpus.silent:
             errors = ", ".join(f"{name}: {text}" for name, text in gpus.silent.items())
-            raise PreflightError(f"{errors}; look for the XID in `dmesg`, and reset the machine", Cause.XID_ERROR)
+            raise PreflightError(f"{errors}; search `dmesg` for the XID, and reset the machine", Cause.XID_ERROR)
         if len(found) < wanted:
             raise PreflightError(
                 f"{len(found)} of the {wanted} GPUs that the plan gives to this member are there; see `nvidia-smi -L`"

@@ -244,7 +244,9 @@ def _lost(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement 
         return None
     heard = max(rank.heard, run[0].time)
     if agent_hung(now - heard, rank.accepting, policy, now):
-        what = f"the agent of rank {rank.rank} was last heard {now - heard:.1f} s ago; its machine takes connections"
+        what = (
+            f"the agent of rank {rank.rank} last sent a message {now - heard:.1f} s ago; its machine takes connections"
+        )
         return Judgement(Health.DEAD, Cause.AGENT_HUNG, rank.rank, "link", what, heard)
     return _graded(
         now - heard,
@@ -253,7 +255,7 @@ def _lost(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement 
         cause=Cause.NODE_LOST,
         culprit_rank=rank.rank,
         rule="link",
-        message=f"rank {rank.rank} was last heard {now - heard:.1f} s ago, by heartbeat or answer",
+        message=f"rank {rank.rank} last sent a message {now - heard:.1f} s ago, by heartbeat or answer",
         since=heard,
     )
 

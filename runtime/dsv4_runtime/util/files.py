@@ -82,9 +82,16 @@ class _Bounded(RotatingFileHandler):
             os.dup2(stream.fileno(), descriptor)
         return stream
 
-    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802
-        """Return whether the file is full. The base class calls `stat` twice and formats each record twice."""
-        return self.stream is not None and os.fstat(self.stream.fileno()).st_size >= self.maxBytes
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line. Unlike the base class, format it once, and call `fstat` instead of `stat` twice."""
+        try:
+            line = self.format(record) + self.terminator
+            if os.fstat(self.stream.fileno()).st_size + len(line) > self.maxBytes:
+                self.doRollover()
+            self.stream.write(line)
+            self.flush()
+        except Exception:
+            self.handleError(record)
 
 
 def log_to(file: Path | None, form: str = "%(asctime)s %(message)s", limit: int = LOG_BYTES) -> None:

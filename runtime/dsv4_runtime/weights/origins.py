@@ -288,7 +288,7 @@ class HuggingFace:
         if message == "Access to this resource is disabled.":
             return f"{repository} has been disabled on {self.name}; choose another one"
         if status == 401 and message == "Invalid credentials in Authorization header":
-            return f"the token {whose} is none that {self.name} knows; make one at {self._endpoint}/settings/tokens"
+            return f"the token {whose} is not valid at {self.name}; make one at {self._endpoint}/settings/tokens"
         if status == 403 and message and "authorization" in self._headers:
             return (
                 f"the token {whose} may not read {self._repo} ({message}); allow it to at "

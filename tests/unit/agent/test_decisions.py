@@ -173,7 +173,7 @@ def test_an_engine_that_does_not_answer_in_time(fresh: MakeReplay) -> None:
     replay.pass_to(replay.clock + 41)
     _, found = replay.verdict
     assert found.cause is Cause.STARTUP_TIMEOUT
-    assert found.message == "vLLM did not answer within 40 s; it last said: loading shards 2/4"
+    assert found.message == "vLLM did not answer within 40 s; its last log line: loading shards 2/4"
 
 
 def test_a_suspicion_is_reported_and_taken_back(serving: MakeReplay) -> None:
@@ -344,7 +344,7 @@ def test_an_agent_that_hangs_is_what_its_engine_died_of(serving: MakeReplay) -> 
     begun = replay.clock
     replay.pass_to(begun + 1.4)
     replay.change(1, accepting=replay.clock)
-    hung = Judgement(Health.DEAD, Cause.AGENT_HUNG, 1, "link", "the agent of rank 1 was last heard 4.0 s ago", 0.0)
+    hung = Judgement(Health.DEAD, Cause.AGENT_HUNG, 1, "link", "the agent of rank 1 last sent a message 4.0 s ago", 0.0)
     replay.feed(Judged(hung), begun + 4.0)
     replay.pass_to(begun + 4.5)
     assert replay.failure[:2] == (Cause.AGENT_HUNG, 1), "nobody waits for it to become a lost node"
@@ -359,7 +359,7 @@ def test_a_head_that_is_not_heard_is_lost(serving: MakeReplay) -> None:
     replay.pass_to(begun + 8.9)
     assert replay.all(RecordFailure) == []
     replay.pass_to(begun + 9.3)
-    assert replay.failure == (Cause.NODE_LOST, 0, "rank 0 was last heard 9.0 s ago, by heartbeat or answer")
+    assert replay.failure == (Cause.NODE_LOST, 0, "rank 0 last sent a message 9.0 s ago, by heartbeat or answer")
     assert replay.phases[-1] is Phase.FAILED
 
 

@@ -87,7 +87,7 @@ async def test_gpus_or_drivers_that_are_not_there(make_plan: Any, driver: FakeNv
     assert (await refusal(plan))[0].startswith("1 of the 2 GPUs that the plan gives to this member are there")
     driver.gpus[1].lost = True
     assert await refusal(plan) == (
-        "GPU 1: GPU is lost; look for the XID in `dmesg`, and reset the machine",
+        "GPU 1: GPU is lost; search `dmesg` for the XID, and reset the machine",
         Cause.XID_ERROR,
     )
     driver.missing = "NVML Shared Library Not Found"

@@ -129,7 +129,7 @@ def test_errors(server: Server, code: int, parts: list[bytes | float], message: 
 
 def test_silence_is_bounded(server: Server) -> None:
     server.answers.append((200, [chunk("He"), 1.0]))
-    with pytest.raises(ChatError, match=r"said nothing for 0\.3 s"):
+    with pytest.raises(ChatError, match=r"sent nothing for 0\.3 s"):
         chat.answer_once(server.settings(silence_seconds=0.3), "Hi", terminal=False)
 
 

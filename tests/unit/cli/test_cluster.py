@@ -247,7 +247,7 @@ def test_dashboard(
     out, err = ("".join(getattr(each, stream) for each in shown) for stream in ("out", "err"))
     assert out == f"dashboard   {url()}\ntoken       t0ken\n"
     assert err.splitlines() == [
-        "The page asks for the token once; a new incarnation has another one. Ctrl-C ends the connection.",
+        "The page requires the token once; a new incarnation has another one. Ctrl-C ends the connection.",
         "trying again until it works: kubectl port-forward service/nano-0-head: timed out waiting for the condition",
         "it works again",
     ]

@@ -54,7 +54,7 @@ async def test_refusals_are_the_errors_that_programs_expect(kit):
         assert large.value.status_code == 413
         await lab.engine.change(phase="Restarting", health="Dead")
         await lab.ready(503)
-        with pytest.raises(openai.InternalServerError, match="did not come back") as away:
+        with pytest.raises(openai.InternalServerError, match="did not recover") as away:
             await api.chat.completions.create(**ASK)
         assert (away.value.status_code, away.value.response.headers["Retry-After"]) == (503, "10")
         assert [model.id async for model in api.models.list()] == ["nano"]

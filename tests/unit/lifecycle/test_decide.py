@@ -169,7 +169,7 @@ def test_what_damaged_weights_explain_twice_in_a_row_ends_it_early(new_scene: An
     assert scene.phase is GroupPhase.FAILED
     assert len(scene.status.restarts) == 1
     told = exhausted_sentence(scene.deployment, scene.status)
-    assert "died of CanaryFailed twice in a row, which trying again cannot mend" in told
+    assert "died of CanaryFailed twice in a row, which a retry cannot correct" in told
 
 
 @pytest.mark.parametrize("doubted", [(None, True), (True, None), (None, None)])

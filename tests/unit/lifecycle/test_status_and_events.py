@@ -136,7 +136,7 @@ def test_given_up(new_scene: Any) -> None:
     assert message(status, ConditionType.RECOVERY_EXHAUSTED) == (
         "group 0 used up its 0 restarts within 10m (spec.recovery.maxRestarts); "
         "last: EngineCoreDied on member 0 (node-0): EngineCoreDied it was; "
-        "mend that, then apply a changed specification (or `dsv4 down` and `dsv4 up`) to try again"
+        "correct that, then apply a changed specification (or `dsv4 down` and `dsv4 up`) to try again"
     )
 
 
@@ -149,7 +149,7 @@ def test_given_up_early(new_scene: Any) -> None:
         scene.look()
         scene.members = []
     text = message(status_of(scene), ConditionType.RECOVERY_EXHAUSTED)
-    assert text.startswith("group 0 died of PortConflict twice in a row, which trying again cannot mend; last: ")
+    assert text.startswith("group 0 died of PortConflict twice in a row, which a retry cannot correct; last: ")
 
 
 def test_a_refusal(scene: Scene) -> None:

@@ -97,7 +97,7 @@ def test_a_change_of_the_gateway_forms_no_new_members() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("requestTimeout", "0s", "0s is out of range; write 1ms to 8760h"),
+        ("requestTimeout", "0s", '"0s" is out of range; write 1ms to 8760h'),
         ("apiKeysFile", "/keys", "apiKeysFile"),
         ("holdTimeout", 5, "5 has no unit"),
     ],

@@ -288,5 +288,5 @@ def test_gpus_that_cannot_be_asked_are_not_taken_for_none(tmp_path: Path, monkey
     monkeypatch.setattr(gpus, "_DEVICE", tmp_path / "nvidia0")
     assert gpus.hardware_here() == (Hardware.CPU, "the NVIDIA driver has not answered for 10 s")
     (tmp_path / "nvidia0").touch()
-    with pytest.raises(CommandError, match="cannot be asked: the NVIDIA driver has not answered for 10 s; mend that"):
+    with pytest.raises(CommandError, match="cannot be read: the NVIDIA driver has not answered for 10 s; correct that"):
         read_file(str(EXAMPLE), detect_hardware=True)

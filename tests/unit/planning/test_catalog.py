@@ -287,7 +287,7 @@ def test_a_configuration_alone_says_which_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"spec\.model\.variant: Pro contradicts .*config\.json, which is of Flash"):
         model_here(load((FLASH % folder).replace("variant: Flash", "variant: Pro")).spec.model)
     (folder / "config.json").write_text(json.dumps({"hidden_size": 8192}))
-    with pytest.raises(BadCheckpoint, match="describes no checkpoint that dsv4 knows"):
+    with pytest.raises(BadCheckpoint, match="describes no supported checkpoint"):
         model_here(load(FLASH % folder).spec.model)
     named = tmp_path / "DeepSeek-V4-Flash"
     folder.rename(named)

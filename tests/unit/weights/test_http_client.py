@@ -98,7 +98,7 @@ def raw() -> Iterator[Callable[..., Raw]]:
 @pytest.fixture
 def secure(tmp_path: Path) -> tuple[ssl.SSLContext, str]:
     """Context of a server, and the file of its authority."""
-    authority = certificate(tmp_path, "files")
+    authority = certificate(tmp_path, "files", loopback=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(authority, tmp_path / "tls.key")
     return context, str(authority)

@@ -176,7 +176,7 @@ def test_the_token_opens_it_and_stays_with_the_hub(
     hub.token = "hf_secret"
     assert "Nano is not on 127.0.0.1, or is not public; check the name, or give a token" in refused(plan)
     text = refused(with_token(plan, tmp_path, "hf_old"))
-    assert f"the token of secretKeyRef {tmp_path}/token is none that 127.0.0.1 knows; make one at" in text
+    assert f"the token of secretKeyRef {tmp_path}/token is not valid at 127.0.0.1; make one at" in text
     assert "hf_old" not in text
     stage(with_token(plan, tmp_path, "hf_secret"))
     assert same_files(content.folder, tmp_path / "weights")

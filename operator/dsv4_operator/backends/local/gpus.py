@@ -118,7 +118,7 @@ def hardware_here() -> tuple[Hardware, str]:
         return Hardware(known), ""
     if found.problem and not found.driver and _DEVICE.exists():
         raise LookupError(found.problem)
-    return Hardware.CPU, found.problem or f"there is {found.kinds()}, which dsv4 does not know"
+    return Hardware.CPU, found.problem or f"there is {found.kinds()}, which dsv4 does not support"
 
 
 def describe_holders(card: Card) -> str:
@@ -147,7 +147,7 @@ def _ask() -> GpuInventory:
         problem = "" if visible else "CUDA_VISIBLE_DEVICES excludes every GPU" if cards else "the driver has no GPU"
         return GpuInventory(visible, driver, problem)
     except pynvml.NVMLError as error:
-        return GpuInventory(problem=f"the NVIDIA driver does not tell of its GPUs ({error})")
+        return GpuInventory(problem=f"the NVIDIA driver does not list its GPUs ({error})")
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()

@@ -120,7 +120,7 @@ def _problem(home: Path, torch: Release) -> str | None:
         return "it has no bin/nvcc"
     release = _release(nvcc)
     if release is None:
-        return f"{nvcc} does not say its release"
+        return f"{nvcc} does not report its release"
     if release[0] != torch[0] or release < LEAST:
         return f"{nvcc} is of CUDA {_text(release)}"
     headers = _headers(home)
@@ -245,8 +245,7 @@ def cuda_profile(named: str | None = None) -> ImageProfile | None:
             return replace(profile, load_formats=formats)
     known = ", ".join(one.name for one in profiles() if one.device is Device.CUDA and one.name.startswith("vllm-"))
     raise StateError(
-        f"vLLM {found} is installed, and dsv4 knows {known}; say with spec.engine.profile which of them it is like, or "
-        f"{_INSTALL}"
+        f"vLLM {found} is installed, and dsv4 knows {known}; name the closest one in spec.engine.profile, or {_INSTALL}"
     )
 
 

@@ -423,7 +423,7 @@ def _entry(member: ObservedMember, answer: bytes | None, limit: int) -> str:
         text = json.dumps({**seen, **_shortened(agent, lines)}, indent=1, ensure_ascii=False)
         if len(text.encode()) <= limit:
             return text
-    return json.dumps({**seen, "status": None, "agent": "left out for want of room"})
+    return json.dumps({**seen, "status": None, "agent": "left out because of the size limit"})
 
 
 def _parsed(answer: bytes | None) -> dict[str, Any]:

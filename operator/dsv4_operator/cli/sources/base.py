@@ -248,8 +248,8 @@ def read_file(file: str, *, detect_hardware: bool = False) -> DSV4Deployment:
             found, reason = hardware_here()
         except LookupError as error:
             raise bad_input(
-                f"{name}: spec.topology.hardware: is left out, and the GPUs of this machine cannot be asked: {error}; "
-                f"mend that, or write hardware: {Hardware.CPU}"
+                f"{name}: spec.topology.hardware: is left out, and the GPUs of this machine cannot be read: {error}; "
+                f"correct that, or write hardware: {Hardware.CPU}"
             ) from None
         missing.append(reason)
         return found

@@ -106,7 +106,9 @@ class ClusterSource:
                 pod_list = self._kubectl.items("pods", "--all-namespaces", f"--field-selector={_RUNNING_PODS}")
                 return facts(deployment, Snapshot.of_pods(nodes, pod_list))
             except KubectlError as error:
-                note(f"warning: planned for machines as the catalog knows them, not for the cluster's: {error.reason}")
+                note(
+                    f"warning: planned with the machines of the catalog, not with those of the cluster: {error.reason}"
+                )
         metadata = deployment.metadata
         folder = names.own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
         return catalog_facts(deployment, kind, state_root=names.STATE_DIRECTORY, weights_root=f"{folder}/weights")
@@ -139,7 +141,7 @@ class ClusterSource:
             # An incarnation from before names contained the UID.
             earlier = incarnation_name(item.name, group, found.incarnation)
             secret = earlier if self._has_secret(earlier) else secret
-        token = self._secret(secret, names.TOKEN_ENTRY, "the page asks for a token, which is")
+        token = self._secret(secret, names.TOKEN_ENTRY, "the page requires a token:")
         with PortForward(self._kubectl, head_name(item.name, group), names.HEAD_PORTS["dashboard"][0]) as forward:
             yield ServiceAccess(forward.url, token, permanent=False)
 

@@ -436,7 +436,7 @@ def _no_logs(state: DeploymentState, options: LogOptions) -> CommandError:
         )
     if state.holder() is not None:
         return bad_input(f"{state.name!r} has started no member yet; see `dsv4 logs --component loop`")
-    left = f"; what failed members left lies in {state.evidence()}" if state.evidence().exists() else ""
+    left = f"; remaining files of failed members are in {state.evidence()}" if state.evidence().exists() else ""
     return bad_input(f"{state.name!r} is not running, and its members' logs went with them{left}")
 
 

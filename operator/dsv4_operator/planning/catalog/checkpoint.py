@@ -151,7 +151,7 @@ def model_of_config(path: str, config: Mapping[str, Any]) -> Model:
     ]
     if not body:
         raise BadCheckpoint(
-            f"{path}/config.json describes no checkpoint that dsv4 knows (hidden_size {hidden}); "
+            f"{path}/config.json describes no supported checkpoint (hidden_size {hidden}); "
             "use one of DeepSeek-V4 or V4.1, or put all its files there"
         )
     return max(body, key=lambda found: found.weight_bytes)

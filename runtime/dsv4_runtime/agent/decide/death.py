@@ -73,7 +73,7 @@ _PROVEN_BY_LOG = frozenset(
 _ENDS = frozenset({Cause.ENGINE_CORE_DIED, Cause.RAY_WORKER_DIED, Cause.API_SERVER_DIED})
 _CORE = "the EngineCore process ended"
 _WORKER = "the Ray worker of rank 0 ended"
-_TOLD = f"{_WORKER}, as it was told to when EngineCore failed"
+_TOLD = f"{_WORKER}, on request, after EngineCore failed"
 _NO_PLUGIN = (
     "vLLM could not load dsv4's plugin, and would serve without dsv4's patches and kernels; install dsv4's packages of"
     " one version beside vLLM, or take an image that has them"
@@ -222,7 +222,7 @@ def _shut_down(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     told = [sign.event for sign in signs if isinstance(sign.event, CoreFailed | ShuttingDown)]
     if told and isinstance(told[0], ShuttingDown) and not any(_all(signs, CoreLost)):
         for sign, _ in _all(signs, ProcessEnded):
-            message = "vLLM shut itself down although nobody had asked dsv4 for it"
+            message = "vLLM shut down without a request"
             return _of(engine, sign, Cause.ENGINE_EXITED, message, "log")
     return None
 
@@ -283,7 +283,7 @@ def _asked(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
                 cause = Cause.ENGINE_WRONG if verified else Cause.CANARY_FAILED
                 return _of(engine, sign, cause, first_failed(error), "completion")
             case TimerFired():
-                message = f"vLLM did not answer within {engine.load_seconds:.0f} s; it last said: {engine.stage}"
+                message = f"vLLM did not answer within {engine.load_seconds:.0f} s; its last log line: {engine.stage}"
                 return _of(engine, sign, Cause.STARTUP_TIMEOUT, message, "timeout")
     return None
 

@@ -223,7 +223,7 @@ def _worker_step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
     head = event.peers[0]
     if (cause := head.lost(now.clock, now.awake, state.plan.health)) is not None:
         # A silent head may be unreachable for the operator too, so its members report the loss.
-        message = f"rank 0 was last heard {head.silence(now.clock, now.awake):.1f} s ago, by heartbeat or answer"
+        message = f"rank 0 last sent a message {head.silence(now.clock, now.awake):.1f} s ago, by heartbeat or answer"
         if cause is Cause.AGENT_HUNG:
             message += "; its machine takes connections"
         found = failure(cause, message, "link", 0, None, now)

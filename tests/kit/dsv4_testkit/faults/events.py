@@ -74,7 +74,7 @@ class Fault:
     """The engine does not serve yet."""
 
 
-DAMAGED = TaskFailed(Task.VERIFY, Cause.WEIGHTS_CORRUPT, "model-1 is not what its source says any more", "staging")
+DAMAGED = TaskFailed(Task.VERIFY, Cause.WEIGHTS_CORRUPT, "model-1 differs from its source", "staging")
 SPOILED = (((0.0, 0.5), FirstCompletion("status 400", wrong=True)), ((0.6, 9.0), DAMAGED))
 # What follows when an EngineCore fails: it says so, and ends its workers, itself and the API process.
 AFTERMATH: tuple[tuple[Span, AgentEvent], ...] = (
