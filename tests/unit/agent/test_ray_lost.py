@@ -88,18 +88,15 @@ def gcs_answers(replay: Any, at: float, answered: float) -> None:
     replay.feed(dataclasses.replace(replay.state.view, gcs_answered=answered))
 
 
-@pytest.mark.parametrize(("rank", "bound"), [(0, 4.0), (1, 9.0)])
-def test_a_gcs_that_does_not_answer_is_lost_whatever_state_its_process_has(
-    serving: MakeReplay, rank: int, bound: float
-) -> None:
-    replay = serving(rank)
+def test_a_gcs_that_does_not_answer_is_lost_whatever_state_its_process_has(serving: MakeReplay) -> None:
+    replay = serving()
     begun = replay.clock
-    gcs_answers(replay, begun + bound - 0.1, begun)
+    gcs_answers(replay, begun + 3.9, begun)
     assert replay.all(RecordFailure) == []
-    gcs_answers(replay, begun + bound, begun)
+    gcs_answers(replay, begun + 4.0, begun)
     cause, culprit, message = replay.failure
     assert (cause, culprit) == (Cause.RAY_HEAD_HUNG, 0)
-    assert f"has not answered rank {rank} for {bound:.1f} s" in message
+    assert "has not answered for 4.0 s" in message
     assert replay.phases[-1] is Phase.FAILED
 
 
@@ -118,12 +115,16 @@ def test_a_start_that_waits_for_ray_names_the_gcs(fresh: MakeReplay) -> None:
     assert replay.failure[0] is Cause.RAY_HEAD_HUNG
 
 
-def test_a_member_that_hears_nothing_of_rank_0_does_not_blame_its_gcs(serving: MakeReplay) -> None:
+@pytest.mark.parametrize("silent", [0.0, 8.0])
+def test_another_member_does_not_blame_the_gcs(serving: MakeReplay, silent: float) -> None:
+    """After a lost link its heartbeats arrive before the next answer of the GCS."""
     replay = serving(1)
     begun = replay.clock
-    replay.silent = {0}
-    replay.pass_to(begun + 2.5)
-    gcs_answers(replay, begun + 8.5, begun - 10.0)
+    if silent:
+        replay.silent = {0}
+        replay.pass_to(begun + silent)
+        replay.silent = set()
+    gcs_answers(replay, begun + 9.5, begun)
     assert replay.all(RecordFailure) == []
 
 

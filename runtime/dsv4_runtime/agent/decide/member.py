@@ -132,25 +132,14 @@ def _check_ray(state: MemberState, now: Now) -> tuple[MemberState, RayLost | Non
 
 
 def _gcs_lost(state: MemberState, now: Now) -> RayLost | None:
-    """Return the loss of a GCS that no longer answers this member.
-
-    Another member than rank 0 takes longer, and reports it only while it hears rank 0's agent: otherwise the link or
-    the machine is lost.
-    """
-    answered, policy = state.view.gcs_answered, state.plan.health
-    if answered is None:
+    """Return the loss of a GCS that no longer answers. Only rank 0 decides: between members a link may be lost."""
+    answered = state.view.gcs_answered
+    if state.rank != 0 or answered is None:
         return None
-    silence, bound = now.clock - max(answered, now.awake), policy.agent_silent
-    if state.rank != 0:
-        bound = policy.link_lost
-        heard = state.view.peers[0].silence(now.clock, now.awake)
-        if heard is None or heard > policy.link_suspect:
-            return None
-    if silence < bound:
+    silence = now.clock - max(answered, now.awake)
+    if silence < state.plan.health.agent_silent:
         return None
-    message = (
-        f"Ray's GCS on rank 0 has not answered rank {state.rank} for {silence:.1f} s; its process runs or is frozen"
-    )
+    message = f"Ray's GCS on rank 0 has not answered for {silence:.1f} s; its process runs or is frozen"
     return RayLost(Cause.RAY_HEAD_HUNG, message, "api", 0)
 
 
