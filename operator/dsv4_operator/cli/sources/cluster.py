@@ -272,12 +272,14 @@ class EvidenceCollector:
             return []
 
     def _output(self, path: str, *command: str) -> Iterator[EvidenceFile]:
-        """Yield the end of the output of `kubectl`."""
+        """Yield the end of the output of `kubectl`, if there is any."""
         try:
             text = self._kubectl.run(*command, seconds=pods.LOG_SECONDS)
-            yield EvidenceFile(path, text.encode()[-EVIDENCE_TAIL_BYTES:])
         except KubectlError as error:
             self._missing.append(f"{path}: {error.reason}")
+            return
+        if text:
+            yield EvidenceFile(path, text.encode()[-EVIDENCE_TAIL_BYTES:])
 
 
 def _json_file(path: str, value: object) -> EvidenceFile:
