@@ -228,7 +228,7 @@ def test_what_is_allowed_reaches_the_operator_and_the_api_server() -> None:
     rules = one(objects, "ValidatingAdmissionPolicy")["spec"]
     assert rules["failurePolicy"] == "Fail"
     assert rules["matchConditions"][0]["expression"] == 'request.namespace in ["models","team-a"]'
-    assert '["models"]' in str(rules["validations"])
+    assert '["models"]' in str(rules["variables"])
     assert one(objects, "ValidatingAdmissionPolicyBinding")["spec"]["validationActions"] == ["Deny"]
     assert stamp(objects) != stamp(rendered("watchNamespaces={models,team-a}"))
 

@@ -187,7 +187,7 @@ async def test_without_any_image_nothing_is_made_and_it_is_said(world: PodsWorld
     cluster = Cluster(world.kube, world.pods, runtime_image="", policy=POLICY)
     backend = PodsBackend(cluster, changed=lambda *_: None)
     plan = plan_group(world.deployment, await backend.facts(world.deployment), group=0, incarnation=1)
-    with pytest.raises(BackendError, match=r"spec\.engine\.image: is not set, and the operator was started without"):
+    with pytest.raises(BackendError, match=r"spec\.engine\.image: is required, because the operator runs without"):
         await backend.ensure(world.deployment, plan)
     with pytest.raises(BackendError, match=r"spec\.engine\.image"):
         await backend.ensure_frontend(world.deployment, DeploymentStatus())
@@ -482,5 +482,5 @@ async def test_a_deployment_that_is_created_again_at_once_has_credentials_of_its
 async def test_a_name_of_another_deployments_services_is_refused(world: PodsWorld, name: str) -> None:
     other = manifest(world.namespace)
     other["metadata"]["name"] = name
-    with pytest.raises(Invalid, match=r"metadata\.name: ends as the Services of another deployment's groups do"):
+    with pytest.raises(Invalid, match=r"metadata\.name: has an ending that is reserved for Services of groups"):
         await world.kube.create(other)

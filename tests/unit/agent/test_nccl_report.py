@@ -55,7 +55,7 @@ async def test_it_is_asked_and_says_who_is_behind() -> None:
 @pytest.mark.parametrize("answer", ["", "OK\n"])
 async def test_a_stopped_process_is_not_waited_for(answer: str) -> None:
     async with thread(answer, ends=False) as (port, _):
-        with pytest.raises(TimeoutError, match=r"said nothing within 0\.3 s"):
+        with pytest.raises(TimeoutError, match=r"sent nothing within 0\.3 s"):
             await evidence.nccl_report(port=port, seconds=0.3)
 
 

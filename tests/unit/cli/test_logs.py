@@ -82,7 +82,7 @@ def test_nothing_there(state: DeploymentState, saved: Callable[..., DeploymentSt
         local.print_logs(state, request(rank=7))
     other = saved(name="other")
     other.evidence().mkdir()
-    with pytest.raises(CommandError, match="not running, and its members' logs went with them; what failed"):
+    with pytest.raises(CommandError, match="not running, and its members' logs went with them; remaining files"):
         local.print_logs(other, request())
 
 
