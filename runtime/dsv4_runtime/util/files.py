@@ -86,6 +86,8 @@ class _Bounded(RotatingFileHandler):
         """Write a line. Unlike the base class, format it once, and call `fstat` instead of `stat` twice."""
         try:
             line = self.format(record) + self.terminator
+            if self.stream is None:
+                self.stream = self._open()
             if os.fstat(self.stream.fileno()).st_size + len(line) > self.maxBytes:
                 self.doRollover()
             self.stream.write(line)
