@@ -137,7 +137,7 @@ def test_an_agent_that_was_stopped_does_not_blame_the_gcs(serving: MakeReplay) -
 
 
 class Served(asyncio.Protocol):
-    """What Ray's GCS does at the first call, as far as a client can tell: settings, then headers on stream 1."""
+    """First answer of Ray's GCS: settings, then headers on stream 1."""
 
     def __init__(self, frames: bytes) -> None:
         self._frames = frames

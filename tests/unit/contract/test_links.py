@@ -11,7 +11,7 @@ LOST = 10.0
 
 
 def silences(members: int, broken: set[tuple[int, int]]) -> dict[int, dict[int, float]]:
-    """What each member observes: a heartbeat needs both directions of a link."""
+    """Observations of each member: a heartbeat needs both directions of a link."""
 
     def hears(one: int, other: int) -> bool:
         return not {(one, other), (other, one)} & broken
