@@ -624,9 +624,9 @@ OPERATIONS = (
         is_supported=is_supported,
         nbytes=lambda p: _nbytes(p) + p["tokens"] * p["groups"] * (p["n"] + p["n"] // 128),
         flops=lambda p: 2 * p["tokens"] * p["groups"] * p["n"] * p["k"],
-        # Both sides are quantised: a sum beside a rounding boundary of bf16 is one step of E4M3, seldom (4 of the 2,816
-        # elements of case split on an H200).
-        tolerance=(*_TOLERANCE, Tolerance(relative=2.0**-3, absolute=1e-6, rms=5e-3, mismatch=2e-3)),
+        # Both sides are quantised: a sum beside a rounding boundary of bf16 is one step of E4M3, seldom. Case split
+        # exceeds this on an H200: 4 of 2,816 elements (docs/kernels/engine.md).
+        tolerance=(*_TOLERANCE, Tolerance(relative=2.0**-3, absolute=1e-6, rms=5e-3, mismatch=1e-3)),
         compared=lambda outputs: (outputs[0], *as_numbers(outputs[1:])),
     ),
 )
