@@ -29,7 +29,7 @@ up: $(VENV)/.ready ## Start the tiny DeepSeek-V4 on this machine and answer a fi
 	@command -v dsv4 >/dev/null || printf '\nSo that your shell finds dsv4:  export PATH="%s/$(BIN):$$PATH"\n' "$$PWD"
 
 .PHONY: down
-down: ## Stop it and remove all that it left running
+down: ## Stop it and remove everything that it started
 	@if [ -x $(BIN)/dsv4 ]; then $(BIN)/dsv4 down $(NAME); else echo "nothing is installed, so nothing runs"; fi
 
 .PHONY: test
@@ -62,7 +62,7 @@ cluster-up: $(VENV)/.ready ## Start a Kubernetes cluster of real parts on this m
 	@PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit up --nodes $(NODES) --fake $(FAKE)
 
 .PHONY: cluster-down
-cluster-down: $(VENV)/.ready ## End that cluster, and see that nothing of it is left
+cluster-down: $(VENV)/.ready ## Stop that cluster and check that nothing of it is left
 	@PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit down
 
 .PHONY: engine-test
@@ -73,13 +73,13 @@ engine-test: $(VENV)/.kit ## Run the engine ring of the tests with its long test
 gpu-setup: $(GPU_VENV)/.ready ## Make the virtual environment for machines with NVIDIA GPUs: vLLM for CUDA and Ray (12 GB and more)
 
 .PHONY: gpu-test
-gpu-test: ## Run the tests on this machine's NVIDIA GPUs, and write what they find to gpu-results.md
+gpu-test: ## Run the tests on this machine's NVIDIA GPUs, and write the results to gpu-results.md
 	@if ! nvidia-smi -L >/dev/null 2>&1; then echo "the GPU tests are left out: nvidia-smi lists no NVIDIA GPU on this machine"; \
 	else { [ "$(GPU_PYTHON)" != "$(GPU_VENV)/bin/python" ] || $(MAKE) --no-print-directory $(GPU_VENV)/.kit; } \
 	  && $(GPU_PYTHON) -m pytest -q -s tests/gpu; fi
 
 .PHONY: cluster-build
-cluster-build: $(VENV)/.ready ## Build Kubernetes and its company from their Go modules, once
+cluster-build: $(VENV)/.ready ## Build Kubernetes and the other cluster components from their Go modules, once
 	@PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit prepare
 
 .PHONY: cluster-test
