@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import tempfile
 
 from hypothesis import settings
 
@@ -15,3 +18,8 @@ settings.load_profile("repeatable")
 # about Ctrl-C. A handler of Python's own becomes the default action in children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Many distributions have /tmp in memory. Tests of the page cache and of disks need files on a disk.
+_STAT = ["stat", "-f", "-c", "%T", tempfile.gettempdir()]
+if subprocess.run(_STAT, capture_output=True, timeout=10, check=False).stdout.strip() == b"tmpfs":
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")

@@ -1,4 +1,4 @@
-"""Builds Kubernetes and the other cluster components from Go modules, once: a folder for each module, named after what goes into it."""
+"""Builds the cluster components from Go modules, once: a folder for each module, named after what goes into it."""
 
 from __future__ import annotations
 

@@ -210,5 +210,5 @@ class FileServer:
                 return
             sent += len(block)
             self.sent += len(block)
-            if self.pace:
+            if self.pace and sent < len(view):
                 await asyncio.sleep(len(block) / self.pace)

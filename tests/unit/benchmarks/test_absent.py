@@ -32,7 +32,7 @@ from pathlib import Path
 from benchmarks.gpu import absent
 absent.PACKAGES = ("tilelang", "holder.third_party.deep_gemm")
 import json
-print(json.dumps(absent.hide(Path(sys.argv[1]))))
+print(json.dumps(absent.hide(Path(sys.argv[1]))), flush=True)
 exec({SEEN!r})
 """
 

@@ -70,6 +70,7 @@ def both(how: dict[str, object]) -> list[object]:
     for rank in (0, 1):
         if block in (rank, 2):
             # What comes in from this member is dropped on its way through; its own answers go the same way.
+            # By number: a minimal system has no /etc/protocols.
             protocol = f"ipproto {how['protocol']}" if how.get("protocol") else ""
             ip(f"rule add iif port{rank} {protocol} blackhole")
     if how.get("doctor"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -107,7 +108,7 @@ def test_a_block_in_both_directions(network: Network) -> None:
 
 
 def test_a_firewall_for_tcp_only_in_one_direction(network: Network) -> None:
-    first, second = network(mtu=1500, between=1500, routed=True, block=0, protocol="tcp")
+    first, second = network(mtu=1500, between=1500, routed=True, block=0, protocol=socket.IPPROTO_TCP)
     assert "a TCP stream from 10.88.1.10 (fabric0) to 10.88.2.11 of rank 1 stalls or breaks" in first["error"]
     assert "a TCP stream" in second["error"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -54,6 +55,16 @@ def bootstrap(
     return done.returncode, done.stderr or "", log.read_text() if log.exists() else ""
 
 
+def read_all(master: int) -> str:
+    """Return the text that a terminal without writers has shown."""
+    shown = b""
+    # The kernel reports the end as EIO.
+    with contextlib.suppress(OSError):
+        while part := os.read(master, 4096):
+            shown += part
+    return shown.decode()
+
+
 def test_root_without_a_terminal_gets_the_packages(tmp_path: Path) -> None:
     code, said, asked = bootstrap(tmp_path, user=0)
     assert (code, said) == (0, "dsv4: installing packages: python3-venv\n")
@@ -85,11 +96,13 @@ def test_a_terminal_is_asked(tmp_path: Path, answer: str | None, variables: dict
     try:
         if answer:
             os.write(master, answer.encode())
-        code, _, asked = bootstrap(tmp_path, user=0, terminal=terminal, **variables)
-        shown = os.read(master, 4096).decode()
+        try:
+            code, _, asked = bootstrap(tmp_path, user=0, terminal=terminal, **variables)
+        finally:
+            os.close(terminal)
+        shown = read_all(master)
     finally:
         os.close(master)
-        os.close(terminal)
     assert (code == 0, bool(asked)) == (installed, installed)
     assert ("Install them with apt-get? [Y/n]" in shown) is (answer is not None)
     assert ("run as root: apt-get install python3-venv" in shown) is not installed
