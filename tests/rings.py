@@ -78,8 +78,9 @@ def gpu() -> str | None:
 
 
 RINGS = (
-    # Half of its time it waits: for processes, bounds and clocks.
-    Ring("unit", "unit", nothing, 9, options=("-n", "2")),
+    # Half of its time it waits: for processes, bounds and clocks. Each worker runs whole files, whose fixtures are made
+    # once.
+    Ring("unit", "unit", nothing, 6, options=("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")),
     Ring("kernels", "kernels", lambda: modules("torch", "triton"), 4, options=("-n", "2")),
     # `make engine-test` and `make cluster-test` run the long ones too.
     Ring("engine", "engine", engine, 13, options=("-m", "not long")),
