@@ -26,7 +26,7 @@ from clusterkit.waiting import ClusterError
 
 REPOSITORY = Path(__file__).parents[2]
 DEFINITION = REPOSITORY / "manifests" / "crd.yaml"
-# Each worker of pytest-xdist has a cluster of its own (`make cluster-test`).
+# Each worker of pytest-xdist has a cluster of its own (`make cluster-test`, `make test`).
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 _BEHIND = 5
 """Niceness; what a process starts has its own."""
@@ -37,11 +37,12 @@ OURS = Settings(f"tests{WORKER}", nodes=3, fake=8)
 class Kinds(LoadScopeScheduling):
     """Tests that run engines compute; most others wait for what a control plane does in its own time.
 
-    So the two kinds go on side by side, each with its tests one after the other.
+    So the two kinds go on side by side, each with its tests one after the other. Without engines files are divided.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return _kind(nodeid)
+        collected = next(iter(self.registered_collections.values()))
+        return _kind(nodeid) if any(_kind(one) == "engines" for one in collected) else nodeid.partition("::")[0]
 
 
 def _kind(nodeid: str) -> str:
@@ -49,7 +50,7 @@ def _kind(nodeid: str) -> str:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Kinds:
-    """How `make cluster-test` gives its two workers their tests."""
+    """How the two workers of `make cluster-test` and `make test` get their tests."""
     return Kinds(config, log)
 
 

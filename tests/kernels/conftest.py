@@ -7,11 +7,13 @@ interpreter.
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import pytest
 import torch
 
+_TABLE = re.compile(r"\bsm_\d+-|\[sm_\d+\]")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # Triton decides for or against its interpreter when it and a kernel are imported, that is from here on until all
@@ -22,9 +24,11 @@ if not HAS_GPU:
 
 from dsv4_kernels.arch import Arch, detect  # noqa: E402  (after the interpreter is chosen)
 from dsv4_kernels.testing import interpreter  # noqa: E402
+from dsv4_testkit.remembered import remember_launches  # noqa: E402
 
 if not HAS_GPU:
     interpreter.install()
+    remember_launches()
 
 
 def pytest_collection_finish() -> None:
@@ -48,6 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+    # The same test of the other table follows at once, since many of its launches are the same.
+    places: dict[str, int] = {}
+    items.sort(key=lambda item: places.setdefault(_TABLE.sub("", item.nodeid), len(places)))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +15,23 @@ def supervised() -> Iterator[Supervised]:
     found = Supervised()
     yield found
     found.close()
+
+
+_HERE = Path(__file__).parent
+_LONG = (
+    "gateway/test_poison_schedules.py",
+    "fabric/test_proof.py",
+    "vllm_plugin/",
+    "gateway/test_lost_node.py",
+    "lifecycle/test_two_deciders.py",
+    "lifecycle/test_schedules.py",
+    "agent/test_standby.py",
+)
+"""Files that take longest, each of which one process of pytest-xdist runs alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, so that no process of pytest-xdist ends with one while the others are done."""
+    own = [item for item in items if item.path.is_relative_to(_HERE)]
+    if len(own) == len(items):
+        items.sort(key=lambda item: not item.path.relative_to(_HERE).as_posix().startswith(_LONG))

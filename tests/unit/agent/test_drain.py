@@ -115,14 +115,15 @@ def serves(head: Member) -> None:
     head.context.record.enter(Phase.SERVING)
 
 
-async def test_open_requests_are_waited_for(lab: Lab) -> None:
+async def test_open_requests_are_waited_for(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the stream has comes because it is new.
+    monkeypatch.setattr(http, "_WATCH_SECONDS", 60.0)
     lab.vllm.running, lab.vllm.waiting = 2, 1
     async with lab.client.get("/v1/watch", headers=TOKEN) as stream:
         await stream.content.readline()
-        begun = time.monotonic()
         assert await lab.drain() == DrainReport(over=False)
-        told = AgentStatus.model_validate_json(await stream.content.readline())
-        assert time.monotonic() - begun < 0.5
+        async with asyncio.timeout(10):
+            told = AgentStatus.model_validate_json(await stream.content.readline())
         assert (told.phase, told.verdict.health) == (Phase.DRAINING, Health.HEALTHY), "nothing is wrong with it"
     async with asyncio.timeout(10):
         while lab.stage != "waiting for 3 open requests":

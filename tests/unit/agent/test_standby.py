@@ -27,9 +27,10 @@ from dsv4_runtime.contract import GroupPlan, Phase
 from dsv4_runtime.vllm_plugin import preload, warm_pool
 from dsv4_runtime.weights.staging import StagingResult
 
-# Imports a server that says what it was told, in place of vLLM's.
+# Imports a server that says what it was told, in place of vLLM's, and inspects no model, which takes vLLM.
 WAITING = (
     "import sys; from dsv4_runtime.vllm_plugin import warm_pool as pool; pool.SERVER = 'served'; "
+    "pool.inspect_model = lambda model: None; "
     "pool.serve(pool.Path(sys.argv[1]))"
 )
 SERVER = """

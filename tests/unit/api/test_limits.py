@@ -47,11 +47,11 @@ def test_no_object_takes_long_to_refuse(path: str) -> None:
     if path == "spec.topology.tolerations":
         many = [{"a": 1}] * 350_000
     data = changed(path, many)
-    began = time.perf_counter()
+    began = time.thread_time()
     with pytest.raises(InvalidDeployment, match="have more than 20,000 values"):
         parse(data)
     # 2 ms; it took 6 s to find and word each of them.
-    assert time.perf_counter() - began < 0.5
+    assert time.thread_time() - began < 0.5
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_no_object_takes_long_to_refuse(path: str) -> None:
 )
 def test_no_text_takes_long_to_refuse(path: str, value: object, sentence: str) -> None:
     data = changed(path, value)
-    began = time.perf_counter()
+    began = time.thread_time()
     with pytest.raises(InvalidDeployment) as caught:
         parse(data)
     # 10 ms; the durations of 2.8 MB took 6 s.
-    assert time.perf_counter() - began < 0.5
+    assert time.thread_time() - began < 0.5
     assert sentence in str(caught.value)

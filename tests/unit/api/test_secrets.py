@@ -113,11 +113,11 @@ def test_no_field_of_the_specification_names_a_file_with_credentials() -> None:
 
 @pytest.mark.parametrize("text", ["eyJ" * 2730, "://" + ":" * 8189, "-----BEGIN " * 744, "://a:" * 1638])
 def test_a_long_value_is_looked_through_in_no_time(text: str) -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(128):
         assert not has_secret(text)
     # 0.05 s; one that takes the square of a text's length took 5 s and more.
-    assert time.perf_counter() - began < 1.0
+    assert time.thread_time() - began < 1.0
 
 
 def test_the_definition_refuses_the_names_of_secrets() -> None:

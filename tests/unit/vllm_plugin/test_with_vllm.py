@@ -1,37 +1,18 @@
 """The patches on the installed vLLM: each finds the symbol that it knows, and what it puts there computes the same."""
 
-import json
-import os
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsv4_runtime.engine.logs import progress
+from dsv4_testkit.vllm_script import told_by_fork
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("inductor")
-
-
-@pytest.fixture(scope="module")
-def found(kept: Path) -> dict[str, Any]:
-    env = {
-        **os.environ,
-        "DSV4_DEV_PLATFORM": "1",
-        "TRITON_INTERPRET": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(kept),
-    }
-    script = Path(__file__).with_name("with_vllm.py")
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+def found() -> dict[str, Any]:
+    return told_by_fork(Path(__file__).with_name("with_vllm.py"))
 
 
 def test_the_development_platform_is_chosen(found: dict[str, Any]):
@@ -92,8 +73,9 @@ def test_only_the_named_blocks_are_zeroed(found: dict[str, Any]):
     assert found["zeroed words"] == [8, 9, 10, 12, 13, 24, 25, 26, 28, 29]
 
 
-def test_the_compiled_header_is_kept_with_the_kernels(found: dict[str, Any], kept: Path):
-    assert found["header"] == f"{kept}/precompiled_headers"
+def test_the_compiled_header_is_kept_with_the_kernels(found: dict[str, Any]):
+    assert found["inductor cache"].startswith(tempfile.gettempdir())
+    assert found["header"] == f"{found['inductor cache']}/precompiled_headers"
 
 
 def test_queues_pause(found: dict[str, Any]):

@@ -349,6 +349,7 @@ print(
             "inspected in a fork": registry._run_in_subprocess(os.getppid) == os.getpid(),
             "queue pauses": repr(shm_broadcast.sched_yield),
             "header": codecache._HEADER_DIR,
+            "inductor cache": os.environ["TORCHINDUCTOR_CACHE_DIR"],
             "loads": {form: loaded(form) for form in ("auto", "safetensors")},
             "other loader": get_model_loader(LoadConfig(load_format="dummy")).__class__.__name__,
             "operators missing": [n for n in operators.SIGNATURES if not hasattr(torch.ops._C, n)],

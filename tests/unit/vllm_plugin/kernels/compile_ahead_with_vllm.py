@@ -1,14 +1,18 @@
-"""Compile some of the installed vLLM's kernels for an SM12x card, as if vLLM were a CUDA build: `ahead`, or by itself.
+"""Compile some of the installed vLLM's kernels for an SM12x card, as if vLLM were a CUDA build: ahead, then by itself.
 
-`ahead` has the processes of `compile_ahead` do it, from a worker's `init_device` to vLLM's warm-up; without it vLLM's
-own warm-up does. The last line has the messages that were logged, and how many kernels this process compiled and found.
+First the processes of `compile_ahead` do it, from a worker's `init_device` to vLLM's warm-up, then vLLM's own warm-up
+in another process. Each prints a line: the messages that were logged, how many kernels the process compiled and found,
+and how many of each name are in the cache.
 """
 
 import functools
 import json
 import logging
+import os
 import sys
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -164,12 +168,24 @@ def compiled_by_vllm() -> None:
     registry.warmup()
 
 
-messages: list[str] = []
-handler = logging.Handler()
-handler.emit = lambda record: messages.append(record.getMessage())
-compile_ahead.LOGGER.addHandler(handler)
-compile_ahead.LOGGER.setLevel(logging.INFO)
-seen = Counter[bool]()
-triton.knobs.compilation.listener = lambda *, cache_hit, **_: seen.update([cache_hit])
-(compiled_ahead if sys.argv[1:] == ["ahead"] else compiled_by_vllm)()
-print(json.dumps({"messages": messages, "compiled": seen[False], "found": seen[True]}))
+def report(compiled: Callable[[], None]) -> None:
+    """Compile, and print what came of it."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    compile_ahead.LOGGER.addHandler(handler)
+    compile_ahead.LOGGER.setLevel(logging.INFO)
+    seen = Counter[bool]()
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: seen.update([cache_hit])
+    compiled()
+    cubins = Counter(path.stem for path in Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.cubin"))
+    found = {"messages": messages, "compiled": seen[False], "found": seen[True], "cubins": cubins}
+    print(json.dumps(found), flush=True)
+
+
+if not (first := os.fork()):
+    report(compiled_ahead)
+    sys.exit()
+if code := os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]):
+    sys.exit(code)
+report(compiled_by_vllm)

@@ -18,14 +18,14 @@ from dsv4_kernels.fp8.api import QuantPlan
 from dsv4_runtime.nano.recipe import Precision, model_config, recipe_for
 from dsv4_runtime.vllm_plugin.kernels import plans, warmup
 from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, announce, announced_plan, begin_anew, finish
-from dsv4_testkit.vllm_script import told_by
+from dsv4_testkit.vllm_script import told_by_fork
 
 SCRIPT = Path(__file__).with_name("cache_ahead_with_vllm.py")
 
 
 def test_the_caches_that_are_foreseen_lie_as_vllms_do(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model_config(recipe_for(Precision.BF16))))
-    told = told_by(SCRIPT, NANO_MODEL=str(tmp_path))
+    told = told_by_fork(SCRIPT, NANO_MODEL=str(tmp_path))
     assert told["foreseen"] == told["real"]
     assert len(told["real"]) == 14
     assert told["bytes"] > 1 << 27, "vLLM's own have memory"

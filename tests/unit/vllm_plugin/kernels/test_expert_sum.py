@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dsv4_testkit.vllm_script import told_by
+from dsv4_testkit.vllm_script import told_by_fork
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return told_by(Path(__file__).with_name("summing_with_vllm.py"), TRITON_INTERPRET="1")
+    return told_by_fork(Path(__file__).with_name("summing_with_vllm.py"))
 
 
 def test_vllm_is_as_the_hook_knows_it(found: dict[str, Any]) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from dsv4_testkit.vllm_script import told_by
+from dsv4_testkit.vllm_script import told_by_fork
 
 BATCHES = ("[2, 1]", "[1, 2]", "[3, 1, 1]", "[1, 1, 4]", "[2, 2]", "[1]")
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return told_by(Path(__file__).with_name("padding_with_vllm.py"), TRITON_INTERPRET="1")
+    return told_by_fork(Path(__file__).with_name("padding_with_vllm.py"))
 
 
 @pytest.mark.parametrize("decodes", BATCHES)

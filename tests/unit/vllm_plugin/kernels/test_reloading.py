@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from dsv4_testkit.vllm_script import told_by
+from dsv4_testkit.vllm_script import told_by_fork
 
 LAYERS = ("alone", "both", "wo_a")
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return told_by(Path(__file__).with_name("reloading_with_vllm.py"), TRITON_INTERPRET="1")
+    return told_by_fork(Path(__file__).with_name("reloading_with_vllm.py"))
 
 
 def test_a_reload_reaches_the_tensors_that_graphs_read(found: dict[str, Any]) -> None:

@@ -12,12 +12,12 @@ import torch
 from dsv4_kernels.indexer.api import TopkPlan
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, KernelChoice
 from dsv4_runtime.vllm_plugin.kernels import indexer, plans
-from dsv4_testkit.vllm_script import told_by
+from dsv4_testkit.vllm_script import told_by_fork
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return told_by(Path(__file__).with_name("routing_with_vllm.py"), TRITON_INTERPRET="1")
+    return told_by_fork(Path(__file__).with_name("routing_with_vllm.py"))
 
 
 def test_vllm_is_as_the_hooks_know_it(found: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Child process of `test_plan_agrees.py`: vLLM's own planner over the caches of a model.
+"""Child process of `test_vllm_plans.py`: vLLM's own planner over the caches of a model.
 
 Reads a list of cases as JSON from stdin: `{"ratios": […], "sources": […], "draft_tokens": n, "stages": [[first, end],
 …], "available": bytes, "length": n, "in_flight": n}`; V4.1 has sources, layers that own a compressed cache. Prints a

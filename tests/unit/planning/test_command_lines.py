@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from plan import facts
 
 from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, load, parse
@@ -17,9 +16,7 @@ from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.images import profile_named, profiles
 from dsv4_testkit.planspecs import manifest
 
-pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VLLM = "0.32.0"
 """That is installed here; the flags of the others are in planning/images/surface."""
 KEPT = [*sorted(ROOT.glob("examples/*.yaml")), *sorted(ROOT.glob("tests/unit/planning/golden/*/manifest.yaml"))]
