@@ -73,6 +73,7 @@ def test_a_port_with_the_default_route_is_used_when_set_by_hand(tmp_path: Path) 
     choice, checks = seen(rtx_host(), tmp_path / "m", plan)
     assert [fit.port.hca for fit in choice.fit] == ["mlx5_0"]
     assert outcome(checks, "mtu") == (CheckStatus.WARN, CheckReason.SMALL_MTU, 1500)
+    assert outcome(checks, "port mlx5_1:1") == (CheckStatus.SKIPPED, CheckReason.NOT_SELECTED, None)
     assert not failures(checks)
 
 
