@@ -32,7 +32,7 @@ from weights_runs import ENV, GIB, STAGE, once, rates, stage, write_big
 
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import cache
-from dsv4_runtime.weights.messages import StagingJob
+from dsv4_runtime.weights.members import StagingJob
 from dsv4_testkit.weights_servers import FileServer, Server, write_sums
 
 CHUNK_BYTES = 1 << 20

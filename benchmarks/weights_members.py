@@ -21,8 +21,7 @@ from weights_runs import ENV, GIB, once, rates, stage, write_big
 
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
-from dsv4_runtime.weights.messages import StagingJob, StagingReport
-from dsv4_runtime.weights.server import WeightsServer
+from dsv4_runtime.weights.members import StagingJob, StagingReport, WeightsServer
 from dsv4_runtime.weights.store import Store
 from dsv4_testkit.weights_servers import TOKEN, Reporter, write_sums
 

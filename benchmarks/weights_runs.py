@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dsv4_runtime.weights.messages import StagingJob, StagingReport
+from dsv4_runtime.weights.members import StagingJob, StagingReport
 from dsv4_testkit.weights_servers import write_shard
 
 GIB = 1 << 30

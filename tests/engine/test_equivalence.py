@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.nano import make
+from dsv4_runtime.nano.checkpoint import make
 from dsv4_runtime.nano.recipe import vocabulary, word_ids
 
 HERE = Path(__file__).parent

@@ -143,7 +143,6 @@ class Limit:
     """Expression in CEL for the message in place of `text`; empty: `text`."""
 
     def violations(self, request: Request) -> Iterator[Finding]:
-        """Yield the violations of this limit."""
         if self.condition is None:
             broken = [] if self.allows(request) else [(self.field, None)]
         else:

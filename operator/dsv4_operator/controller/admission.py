@@ -189,7 +189,6 @@ class AdmissionServer:
         await asyncio.wrap_future(self._started)
 
     async def close(self) -> None:
-        """Stop the server."""
         if not self._stop.done():
             self._stop.set_result(None)
         await asyncio.to_thread(self._thread.join, _STOP_SECONDS)

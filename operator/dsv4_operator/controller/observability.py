@@ -55,7 +55,6 @@ class OperatorMetrics:
         self._requests.labels(method, status).inc()
 
     def count_event(self, event: Event) -> None:
-        """Count an event of a deployment."""
         self._events.labels(event.reason.value).inc()
 
     def observe(
@@ -230,7 +229,6 @@ class ProbeServer:
         await web.TCPSite(self._runner, None, self._port).start()
 
     async def close(self) -> None:
-        """Stop the server."""
         await self._runner.cleanup()
 
 

@@ -50,11 +50,9 @@ class DeploymentWatch:
         self._thread = threading.Thread(target=self._run, name="kopf", daemon=True)
 
     def start(self) -> None:
-        """Start the watch."""
         self._thread.start()
 
     async def close(self) -> None:
-        """Stop the watch."""
         if not self._stop.done():
             self._stop.set_result(None)
         await asyncio.to_thread(self._thread.join, _STOP_SECONDS)

@@ -95,7 +95,6 @@ class KubeReader:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._sessions is not None:
             sessions, self._sessions = self._sessions, None
             await sessions.requests.close()

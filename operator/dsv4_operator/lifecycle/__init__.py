@@ -13,24 +13,3 @@ from dsv4_operator.lifecycle.decide import (
 )
 from dsv4_operator.lifecycle.rollout import decide_groups, versions, with_accepted
 from dsv4_operator.lifecycle.status import Event, EventType, compute_status, events, given_up, refused_status
-
-__all__ = [
-    "Action",
-    "CollectEvidence",
-    "Decision",
-    "Drain",
-    "Event",
-    "EventType",
-    "Fence",
-    "Forget",
-    "Form",
-    "Planner",
-    "compute_status",
-    "decide_groups",
-    "events",
-    "given_up",
-    "record_evidence",
-    "refused_status",
-    "versions",
-    "with_accepted",
-]

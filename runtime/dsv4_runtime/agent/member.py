@@ -48,7 +48,7 @@ from dsv4_runtime.engine.logs import bound
 from dsv4_runtime.health.vitals import SAMPLE_SECONDS
 from dsv4_runtime.util.clock import tick, unix_time
 from dsv4_runtime.weights import store
-from dsv4_runtime.weights.server import WeightsServer
+from dsv4_runtime.weights.members import WeightsServer
 
 _log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from pydantic import ValidationError
 
 from dsv4_runtime.agent.processes import waited_for
 from dsv4_runtime.contract import Cause, GroupPlan, PageCache, WeightsPlan, WeightsSource
-from dsv4_runtime.nano.main import DAMAGED
+from dsv4_runtime.nano.checkpoint import DAMAGED
 from dsv4_runtime.util.probe import ANSWER_SECONDS, PROBE_SECONDS, ChildLine
 from dsv4_runtime.weights import cache, store
-from dsv4_runtime.weights.messages import StagingJob, StagingReport
+from dsv4_runtime.weights.members import StagingJob, StagingReport
 
 _log = logging.getLogger(__name__)
 _GUARD_SECONDS = 2.0
@@ -193,7 +193,7 @@ async def _kill_if_hung(process: asyncio.subprocess.Process, line: ChildLine) ->
 
 async def _make_nano(weights: WeightsPlan) -> StagingReport:
     """Generate the nano checkpoint, once for members that share a disk, because its generator takes a lock."""
-    command = [sys.executable, "-m", "dsv4_runtime.nano.main", weights.path]
+    command = [sys.executable, "-m", "dsv4_runtime.nano.checkpoint", weights.path]
     command += ["--seed", str(weights.seed or 0), "--precision", weights.precision or "bf16"]
     command += ["--drafts", weights.drafts or "none"]
     folder = Path(weights.path)

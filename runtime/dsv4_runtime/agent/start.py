@@ -29,8 +29,7 @@ from dsv4_runtime.contract import Cause, FabricStatus, GpuSignals, GroupPlan, Pr
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
 from dsv4_runtime.health.gpu import DriverSilentError, Gpus, within_seconds
 from dsv4_runtime.weights import store
-from dsv4_runtime.weights.messages import StagingReport
-from dsv4_runtime.weights.server import WeightsServer
+from dsv4_runtime.weights.members import StagingReport, WeightsServer
 
 _log = logging.getLogger(__name__)
 

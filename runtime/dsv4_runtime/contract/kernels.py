@@ -109,11 +109,9 @@ class KernelChoice:
     providers: Mapping[Op, str] = field(default_factory=dict)
 
     def provider(self, op: Op) -> str:
-        """Return the provider of `op`."""
         return self.providers.get(op, STOCK)
 
     def bundled(self, op: Op) -> bool:
-        """Return whether a bundled kernel computes `op`."""
         return self.provider(op) != STOCK
 
     def __str__(self) -> str:

@@ -7,7 +7,6 @@ from enum import StrEnum
 from pydantic import Field
 
 from dsv4_runtime.contract.base import Report
-from dsv4_runtime.contract.fabric import FabricStatus
 from dsv4_runtime.contract.kernels import KernelStatus
 
 
@@ -288,6 +287,36 @@ class EngineStatus(Report):
     are vLLM's."""
     memory: dict[str, int] = Field(default_factory=dict)
     """Bytes by item of the memory plan by which this generation's log exceeds the plan; empty before that log."""
+
+
+class Rail(Report):
+    """Address of a member towards the others."""
+
+    interface: str
+    address: str
+    """IPv4 address with the length of its network's prefix: `192.168.100.10/24`."""
+    mtu: int
+    """The interface's, in bytes."""
+    hca: str | None = None
+    """The RDMA device of the interface; None for one that carries sockets only."""
+    port: int | None = None
+    """Port at the address where this member answers probes, over TCP and UDP; None if it does not answer."""
+
+
+class FabricStatus(Report):
+    """Findings of a member about its network, and results of the verification."""
+
+    rails: tuple[Rail, ...] = ()
+    rendezvous: int | None = None
+    """Rank 0: the port at which the bandwidth probe meets, once rank 0 has proved its paths."""
+    proved: bool = False
+    """Whether every path to every other member was verified."""
+    bandwidth: float | None = None
+    """Measured bus bandwidth of an all-reduce in bytes a second; None if it was not measured."""
+    transport: str | None = None
+    """Transport in NCCL's own log: `IB`, `Socket`, or a plugin's name; None before that line."""
+    notes: tuple[str, ...] = ()
+    """Restrictions, a sentence each: skipped checks and values below the possible ones."""
 
 
 class DrainReport(Report):

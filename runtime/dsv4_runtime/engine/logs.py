@@ -194,7 +194,6 @@ class LogTail:
         return not within and (found[1] is not None or core_failed(line))
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -222,7 +221,6 @@ class WorkerLogs:
             tail.forget()
 
     def close(self) -> None:
-        """Close the files."""
         for tail in self._tails.values():
             tail.close()
         self._tails.clear()

@@ -13,6 +13,74 @@ from dsv4_runtime.contract import FabricPlan, FabricSetting, Rail
 from dsv4_runtime.fabric.node import ROCE_V2, Gid, Interface, Node, Port, roce_mtu
 
 
+class CheckStatus(StrEnum):
+    """Outcome of a check."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIPPED = "skipped"
+
+
+class CheckReason(StrEnum):
+    """Identifier of a problem, for programs."""
+
+    KERNEL_RESERVES_MEMORY = "KernelReservesMemory"
+    NO_DEVICE = "NoDevice"
+    UNKNOWN_DEVICE = "UnknownDevice"
+    NO_USABLE_PORT = "NoUsablePort"
+    NOT_SELECTED = "NotSelected"
+    NOT_ETHERNET = "NotEthernet"
+    LINK_DOWN = "LinkDown"
+    NO_INTERFACE = "NoInterface"
+    INTERFACE_DOWN = "InterfaceDown"
+    NO_ADDRESS = "NoAddress"
+    DEFAULT_ROUTE = "DefaultRoute"
+    NO_GID = "NoGid"
+    NO_DEVICE_FILE = "NoDeviceFile"
+    SLOW_LINK = "SlowLink"
+    REDUCED_PCIE = "ReducedPcie"
+    UNUSED_TWIN = "UnusedTwin"
+    SHARED_NETWORK = "SharedNetwork"
+    MTU_BELOW_PLAN = "MtuBelowPlan"
+    SMALL_MTU = "SmallMtu"
+    WRONG_GID_INDEX = "WrongGidIndex"
+    STALE_GIDS = "StaleGids"
+    LOCKED_MEMORY_LIMIT = "LockedMemoryLimit"
+    OPEN_FILES_LIMIT = "OpenFilesLimit"
+    DUPLICATE_ADDRESS = "DuplicateAddress"
+    NO_COMMON_NETWORK = "NoCommonNetwork"
+    PORT_IN_USE = "PortInUse"
+    NO_REPLY = "NoReply"
+    ONE_WAY = "OneWay"
+    PATH_MTU = "PathMtu"
+    TCP_BROKEN = "TcpBroken"
+    NOTHING_RECEIVED = "NothingReceived"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check."""
+
+    name: str
+    level: CheckStatus
+    found: str
+    remedy: str = ""
+    """Empty if no action is required."""
+    reason: CheckReason | None = None
+    """The problem; None: there is none, or the check was not possible."""
+    value: int | str | None = None
+    """Measured value, in the unit of its source (bytes, Mbit/s, files)."""
+
+    def __str__(self) -> str:
+        """Return `FOUND; REMEDY`, the text of errors."""
+        return f"{self.found}; {self.remedy}" if self.remedy else self.found
+
+    def to_dict(self) -> dict[str, int | str]:
+        """Return the check as JSON values, without unset fields."""
+        return {key: value for key, value in asdict(self).items() if value not in (None, "")}
+
+
 @dataclass(frozen=True, slots=True)
 class UsablePort:
     """A usable RDMA port with its interface and address."""
@@ -25,6 +93,15 @@ class UsablePort:
 
 
 @dataclass(frozen=True, slots=True)
+class UnfitPort:
+    """An RDMA port that is not used."""
+
+    port: Port
+    reason: CheckReason
+    found: str
+
+
+@dataclass(frozen=True, slots=True)
 class FabricChoice:
     """Selected interface and RDMA ports of a member."""
 
@@ -34,8 +111,8 @@ class FabricChoice:
     """The member's address on it."""
     fit: tuple[UsablePort, ...]
     """RDMA ports in use."""
-    unfit: tuple[tuple[Port, str], ...]
-    """Other ports, each with the reason."""
+    unfit: tuple[UnfitPort, ...]
+    """Other ports."""
     missing: tuple[str, ...] = ()
     """Configured RDMA devices that do not exist."""
 
@@ -59,43 +136,46 @@ def choose_fabric(node: Node, address: str | None = None, setting: FabricSetting
     """
     setting = setting or FabricSetting()
     fit: list[UsablePort] = []
-    unfit: list[tuple[Port, str]] = []
+    unfit: list[UnfitPort] = []
     for port in node.ports:
         if setting.hcas is not None and port.hca not in setting.hcas:
-            unfit.append((port, "it is not among the devices that were set by hand"))
+            unset = "it is not among the devices that were set by hand"
+            unfit.append(UnfitPort(port, CheckReason.NOT_SELECTED, unset))
             continue
         found = _usable_port(node, port, by_hand=setting.hcas is not None)
         if isinstance(found, UsablePort):
             fit.append(found)
         else:
-            unfit.append((port, found))
+            unfit.append(found)
     sockets, own = _socket_interface(node, address, setting, fit)
     here = {port.hca for port in node.ports}
     missing = tuple(hca for hca in setting.hcas or () if hca not in here)
     return FabricChoice(sockets, own, tuple(fit), tuple(unfit), missing)
 
 
-def _usable_port(node: Node, port: Port, *, by_hand: bool) -> UsablePort | str:
-    """Return the usable port, or the reason why it is not usable."""
+def _usable_port(node: Node, port: Port, *, by_hand: bool) -> UsablePort | UnfitPort:
     if port.link_layer != "Ethernet":
-        return f"its link layer is {port.link_layer}, not Ethernet: dsv4 supports RoCE only"
+        text = f"its link layer is {port.link_layer}, not Ethernet: dsv4 supports RoCE only"
+        return UnfitPort(port, CheckReason.NOT_ETHERNET, text)
     if not port.active:
-        return f"its link is not up ({port.state})"
+        return UnfitPort(port, CheckReason.LINK_DOWN, f"its link is not up ({port.state})")
     interface = node.interfaces.get(port.interface) if port.interface else None
     if interface is None:
-        return "it has no network interface here"
+        return UnfitPort(port, CheckReason.NO_INTERFACE, "it has no network interface here")
+    name = interface.name
     if not interface.up:
-        return f"its interface {interface.name} is down or has no carrier"
+        return UnfitPort(port, CheckReason.INTERFACE_DOWN, f"its interface {name} is down or has no carrier")
     if not interface.addresses:
-        return f"its interface {interface.name} has no IPv4 address"
+        return UnfitPort(port, CheckReason.NO_ADDRESS, f"its interface {name} has no IPv4 address")
     if interface.default_route and not by_hand:
-        return f"the default route leads over its interface {interface.name}"
+        return UnfitPort(port, CheckReason.DEFAULT_ROUTE, f"the default route leads over its interface {name}")
     for address in interface.addresses:
         if (index := port.gid_index(address.ip)) is not None:
             if not port.usable:
-                return "its device file in /dev/infiniband is missing"
+                text = "its device file in /dev/infiniband is missing"
+                return UnfitPort(port, CheckReason.NO_DEVICE_FILE, text)
             return UsablePort(port, interface, address, index)
-    return f"no {ROCE_V2} GID stands for {interface.addresses[0].ip} of {interface.name}"
+    return UnfitPort(port, CheckReason.NO_GID, f"no {ROCE_V2} GID stands for {interface.addresses[0].ip} of {name}")
 
 
 def _socket_interface(
@@ -240,30 +320,6 @@ _OPEN_FILES = 65_536
 _KHO_KERNEL = "7.0.0"
 
 
-class CheckStatus(StrEnum):
-    """Outcome of a check."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-    SKIPPED = "skipped"
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check."""
-
-    name: str
-    level: CheckStatus
-    found: str
-    remedy: str = ""
-    """Empty if no action is required."""
-
-    def to_dict(self) -> dict[str, str]:
-        """Return the check as JSON values, without an empty remedy."""
-        return {key: str(value) for key, value in asdict(self).items() if value}
-
-
 def run_checks(node: Node, choice: FabricChoice, plan: FabricPlan, rank: int = 0) -> tuple[Check, ...]:
     """Return all checks in the recommended order of repair."""
     return (
@@ -292,16 +348,19 @@ def _kernel(node: Node) -> Check:
     """
     name, kernel = "kernel", node.kernel
     if "kho=off" in kernel.arguments or not kernel.release.startswith(_KHO_KERNEL):
-        return Check(name, CheckStatus.OK, f"{kernel.release}")
+        return Check(name, CheckStatus.OK, kernel.release, value=kernel.release)
     remedy = "add kho=off to the kernel's command line and start the machine again, or boot a 6.17 kernel"
     if kernel.cma_free is not None and kernel.cma_total is not None and kernel.cma_free > kernel.cma_total:
         found = (
             f"{kernel.release} holds memory back for Kexec HandOver (CmaFree {kernel.cma_free} kB is more than "
             f"CmaTotal {kernel.cma_total} kB): RDMA cannot pin memory there"
         )
-        return Check(name, CheckStatus.FAIL if node.ports else CheckStatus.WARN, found, remedy)
+        level = CheckStatus.FAIL if node.ports else CheckStatus.WARN
+        return Check(name, level, found, remedy, CheckReason.KERNEL_RESERVES_MEMORY, kernel.release)
     found = f"{kernel.release} may hold memory back for Kexec HandOver; /proc/meminfo shows no sign of it now"
-    return Check(name, CheckStatus.WARN if node.ports else CheckStatus.OK, found, remedy if node.ports else "")
+    if not node.ports:
+        return Check(name, CheckStatus.OK, found, value=kernel.release)
+    return Check(name, CheckStatus.WARN, found, remedy, CheckReason.KERNEL_RESERVES_MEMORY, kernel.release)
 
 
 def _devices(node: Node, choice: FabricChoice, plan: FabricPlan) -> Iterator[Check]:
@@ -309,60 +368,67 @@ def _devices(node: Node, choice: FabricChoice, plan: FabricPlan) -> Iterator[Che
     bad = CheckStatus.FAIL if plan.require_rdma else CheckStatus.WARN
     for hca in choice.missing:
         there = ", ".join(sorted({port.hca for port in node.ports})) or "none"
+        found = f"the device {hca} is not here (there are: {there})"
         yield Check(
-            "rdma",
-            CheckStatus.FAIL,
-            f"the device {hca} is not here (there are: {there})",
-            "correct spec.network.fabric",
+            "rdma", CheckStatus.FAIL, found, "correct spec.network.fabric", CheckReason.UNKNOWN_DEVICE, value=hca
         )
     if not node.ports:
         found = "no RDMA device (/sys/class/infiniband is empty or missing): NCCL uses TCP sockets"
         remedy = "load the card's driver (mlx5_ib), or let the container see the host's /sys and /dev/infiniband"
-        yield Check("rdma", bad, found, remedy) if plan.require_rdma else Check("rdma", CheckStatus.SKIPPED, found)
+        if plan.require_rdma:
+            yield Check("rdma", bad, found, remedy, CheckReason.NO_DEVICE)
+        else:
+            yield Check("rdma", CheckStatus.SKIPPED, found)
         return
     if choice.fit:
         fit = ", ".join(f"{fit.port.name} on {fit.interface.name} {fit.address}" for fit in choice.fit)
         yield Check("rdma", CheckStatus.OK, fit)
     else:
-        yield Check("rdma", bad, "no RDMA port is fit; NCCL would use TCP sockets", "see the ports below")
+        found = "no RDMA port is fit; NCCL would use TCP sockets"
+        yield Check("rdma", bad, found, "see the ports below", CheckReason.NO_USABLE_PORT)
     cabled = {_cage(fit.port) for fit in choice.fit}
-    for port, reason in choice.unfit:
+    for unfit in choice.unfit:
         # Empty cages beside a used one, and ports that lead to the outside, are common.
-        empty = not port.active and _cage(port) not in cabled
-        fine = "set by hand" in reason or (bool(choice.fit) and (empty or "default route" in reason))
+        empty = not unfit.port.active and _cage(unfit.port) not in cabled
+        common = bool(choice.fit) and (empty or unfit.reason is CheckReason.DEFAULT_ROUTE)
+        fine = common or unfit.reason is CheckReason.NOT_SELECTED
         level = CheckStatus.SKIPPED if fine else CheckStatus.WARN if choice.fit else bad
-        yield Check(f"port {port.name}", level, f"not used: {reason}", "" if fine else _remedy(port, reason))
+        remedy = "" if fine else _remedy(unfit)
+        yield Check(f"port {unfit.port.name}", level, f"not used: {unfit.found}", remedy, unfit.reason)
 
 
-def _remedy(port: Port, reason: str) -> str:
-    interface = port.interface or "its interface"
+def _remedy(unfit: UnfitPort) -> str:
+    interface = unfit.port.interface or "its interface"
+    cable = f"check the cable, its other end, and `ip link set {interface} up`"
     remedies = {
-        "link is not up": f"check the cable, its other end, and `ip link set {interface} up`",
-        "down or has no carrier": f"check the cable, its other end, and `ip link set {interface} up`",
-        "no IPv4 address": f"give {interface} an address of its own network, in a way that outlives a restart "
+        CheckReason.LINK_DOWN: cable,
+        CheckReason.INTERFACE_DOWN: cable,
+        CheckReason.NO_ADDRESS: f"give {interface} an address of its own network, in a way that outlives a restart "
         "(netplan); NetworkManager removes addresses that were set by hand",
-        "default route": "name the device in spec.network.fabric if it is to carry the fabric too, "
+        CheckReason.DEFAULT_ROUTE: "name the device in spec.network.fabric if it is to carry the fabric too, "
         "or lead the default route over the management interface",
-        "GID": f"set the address of {interface} again (`ip addr del`, `ip addr add`): the table is made from it; "
-        "a restart of the machine makes it anew",
-        "/dev/infiniband": "give the container /dev/infiniband and the capability IPC_LOCK",
-        "no network interface": "load the card's network driver; in a container, use the host's network",
+        CheckReason.NO_GID: f"set the address of {interface} again (`ip addr del`, `ip addr add`): the table is made "
+        "from it; a restart of the machine makes it anew",
+        CheckReason.NO_DEVICE_FILE: "give the container /dev/infiniband and the capability IPC_LOCK",
+        CheckReason.NO_INTERFACE: "load the card's network driver; in a container, use the host's network",
     }
-    return next((remedy for words, remedy in remedies.items() if words in reason), "use another port")
+    return remedies.get(unfit.reason, "use another port")
 
 
 def _links(choice: FabricChoice) -> Iterator[Check]:
     """Check the speed of the links in use. Twin ports share a cage; each shows the speed of the whole cable."""
-    twins = _twin_cages([fit.port for fit in choice.fit] + [port for port, _ in choice.unfit])
+    twins = _twin_cages([*(fit.port for fit in choice.fit), *(unfit.port for unfit in choice.unfit)])
     for fit in choice.fit:
         speed = fit.interface.speed
         found = f"{fit.interface.name} runs at {speed / 1000:g} Gbit/s" if speed else f"{fit.interface.name}: unknown"
         firmware = f"{found}, firmware {fit.port.firmware}" if fit.port.firmware else found
         if speed and _cage(fit.port) in twins and speed < _TWIN_SPEED:
             remedy = "both ends and the cable must be for 200 Gbit/s; unplug and plug it, then start both machines cold"
-            yield Check(f"speed {fit.port.name}", CheckStatus.WARN, f"{firmware}, not at {_TWIN_SPEED // 1000}", remedy)
+            slow = f"{firmware}, not at {_TWIN_SPEED // 1000}"
+            yield Check(f"speed {fit.port.name}", CheckStatus.WARN, slow, remedy, CheckReason.SLOW_LINK, speed)
         else:
-            yield Check(f"speed {fit.port.name}", CheckStatus.OK if speed else CheckStatus.SKIPPED, firmware)
+            level = CheckStatus.OK if speed else CheckStatus.SKIPPED
+            yield Check(f"speed {fit.port.name}", level, firmware, value=speed)
 
 
 def _pcie(node: Node) -> Check:
@@ -377,7 +443,7 @@ def _pcie(node: Node) -> Check:
         odd = reduced or known
         found = "; ".join(f"{address} runs at {link}" for address, link in odd.items())
         remedy = "update the machine's firmware (fwupdmgr), then take its power away for a minute and start it cold"
-        return Check("pcie", CheckStatus.WARN, found, remedy)
+        return Check("pcie", CheckStatus.WARN, found, remedy, CheckReason.REDUCED_PCIE)
     return Check("pcie", CheckStatus.OK, "; ".join(f"{address} at {link}" for address, link in known.items()))
 
 
@@ -391,7 +457,8 @@ def _twins(node: Node, choice: FabricChoice) -> Check:
     if halves:
         found = "; ".join(f"{', '.join(have)} is used without its twin {', '.join(lack)}" for have, lack in halves)
         remedy = "give the twin's interface an address in a network of its own, and the same on the other machines"
-        return Check("twins", CheckStatus.WARN, f"{found}: half of the cable's bandwidth", remedy)
+        found += ": half of the cable's bandwidth"
+        return Check("twins", CheckStatus.WARN, found, remedy, CheckReason.UNUSED_TWIN)
     both = [" and ".join(sorted(names)) for names in cages.values() if names <= used]
     return Check("twins", CheckStatus.OK if both else CheckStatus.SKIPPED, "; ".join(both) or "no cage is in use")
 
@@ -408,7 +475,8 @@ def _networks(choice: FabricChoice) -> Check:
     ]
     if pairs:
         remedy = "give each RDMA interface of a machine a network of its own, the same one on the other machines"
-        return Check("networks", CheckStatus.FAIL, f"in one network: {'; '.join(pairs)}", remedy)
+        found = f"in one network: {'; '.join(pairs)}"
+        return Check("networks", CheckStatus.FAIL, found, remedy, CheckReason.SHARED_NETWORK)
     return Check("networks", CheckStatus.OK, ", ".join(str(fit.address.network) for fit in choice.fit))
 
 
@@ -416,17 +484,18 @@ def _mtu(choice: FabricChoice, plan: FabricPlan) -> Check:
     """Check the MTU, which limits RoCE packets: 1024 bytes instead of 4096 cost 40 % of the prefill throughput."""
     if not choice.fit:
         return Check("mtu", CheckStatus.SKIPPED, "no RDMA port is used")
-    small = [fit.interface for fit in choice.fit if plan.mtu is not None and fit.interface.mtu < plan.mtu]
+    links = [fit.interface for fit in choice.fit]
+    smallest = min(link.mtu for link in links)
+    small = [link for link in links if plan.mtu is not None and link.mtu < plan.mtu]
     if small:
-        found = ", ".join(f"{link.name} has {link.mtu}" for link in small)
+        found = f"the plan requires {plan.mtu}: {', '.join(f'{link.name} has {link.mtu}' for link in small)}"
         remedy = f"`ip link set {small[0].name} mtu {plan.mtu}` on every machine, and on the switch"
-        return Check("mtu", CheckStatus.FAIL, f"the plan requires {plan.mtu}: {found}", remedy)
-    found = ", ".join(
-        f"{fit.interface.name} {fit.interface.mtu} (RoCE {roce_mtu(fit.interface.mtu)})" for fit in choice.fit
-    )
-    if any(roce_mtu(fit.interface.mtu) < _FULL_ROCE_MTU for fit in choice.fit):
-        return Check("mtu", CheckStatus.WARN, found, "set the MTU to 9000 on every machine, and on the switch")
-    return Check("mtu", CheckStatus.OK, found)
+        return Check("mtu", CheckStatus.FAIL, found, remedy, CheckReason.MTU_BELOW_PLAN, smallest)
+    found = ", ".join(f"{link.name} {link.mtu} (RoCE {roce_mtu(link.mtu)})" for link in links)
+    if roce_mtu(smallest) < _FULL_ROCE_MTU:
+        remedy = "set the MTU to 9000 on every machine, and on the switch"
+        return Check("mtu", CheckStatus.WARN, found, remedy, CheckReason.SMALL_MTU, smallest)
+    return Check("mtu", CheckStatus.OK, found, value=smallest)
 
 
 def _gids(choice: FabricChoice, plan: FabricPlan, rank: int) -> Check:
@@ -434,18 +503,19 @@ def _gids(choice: FabricChoice, plan: FabricPlan, rank: int) -> Check:
     if not choice.fit:
         return Check("gid", CheckStatus.SKIPPED, "no RDMA port is used")
     setting = plan.setting(rank)
-    found = ", ".join(f"{fit.port.name} {fit.gid}" for fit in choice.fit)
+    used = ", ".join(f"{fit.port.name} {fit.gid}" for fit in choice.fit)
     if setting.gid_index != "Auto":
-        wrong = [fit for fit in choice.fit if fit.gid != setting.gid_index]
-        if wrong:
-            first = wrong[0]
-            said = (
-                f"index {setting.gid_index} is set by hand, but {first.address.ip} is {first.gid} on {first.port.name}"
+        wrong = next((fit for fit in choice.fit if fit.gid != setting.gid_index), None)
+        if wrong is not None:
+            found = (
+                f"index {setting.gid_index} is set by hand, but {wrong.address.ip} is {wrong.gid} on {wrong.port.name}"
             )
-            return Check("gid", CheckStatus.FAIL, said, "leave the index out; dsv4 finds it on each machine")
+            remedy = "leave the index out; dsv4 finds it on each machine"
+            return Check("gid", CheckStatus.FAIL, found, remedy, CheckReason.WRONG_GID_INDEX, setting.gid_index)
     elif gids_not_settable(choice, setting):
-        said = f"the GID tables have stale entries before the right ones ({found}), at different places on each port"
-        return Check("gid", CheckStatus.FAIL, said, "start the machine again, which makes the tables anew")
+        found = f"the GID tables have stale entries before the right ones ({used}), at different places on each port"
+        remedy = "start the machine again, which makes the tables anew"
+        return Check("gid", CheckStatus.FAIL, found, remedy, CheckReason.STALE_GIDS)
     stale = [
         f"{fit.port.name} {gid.index} ({gid.ipv4})"
         for fit in choice.fit
@@ -453,11 +523,10 @@ def _gids(choice: FabricChoice, plan: FabricPlan, rank: int) -> Check:
         if gid.ipv4 is not None and gid.ipv4 not in {entry.ip for entry in fit.interface.addresses}
     ]
     if stale:
-        said = f"{found}; stale entries: {', '.join(stale)}"
-        return Check(
-            "gid", CheckStatus.WARN, said, "restart the machine at a suitable time; NCCL gets the correct entry"
-        )
-    return Check("gid", CheckStatus.OK, f"RoCE v2: {found}")
+        found = f"{used}; stale entries: {', '.join(stale)}"
+        remedy = "restart the machine at a suitable time; NCCL gets the correct entry"
+        return Check("gid", CheckStatus.WARN, found, remedy, CheckReason.STALE_GIDS)
+    return Check("gid", CheckStatus.OK, f"RoCE v2: {used}")
 
 
 def _locked_memory(node: Node) -> Check:
@@ -465,23 +534,24 @@ def _locked_memory(node: Node) -> Check:
     limits = node.limits
     if not limits.locked_memory_known:
         return Check("memlock", CheckStatus.SKIPPED, "/proc/self/limits has no such line")
-    if limits.locked_memory is None or limits.may_lock:
-        return Check(
-            "memlock", CheckStatus.OK, "unlimited" if limits.locked_memory is None else "not limited by IPC_LOCK"
-        )
+    if limits.locked_memory is None:
+        return Check("memlock", CheckStatus.OK, "unlimited")
+    if limits.may_lock:
+        return Check("memlock", CheckStatus.OK, "not limited by IPC_LOCK", value=limits.locked_memory)
     found = f"{limits.locked_memory / 2**20:g} MiB may be locked, and IPC_LOCK is missing: RDMA cannot pin its buffers"
+    if not node.ports:
+        return Check("memlock", CheckStatus.SKIPPED, found, value=limits.locked_memory)
     remedy = "LimitMEMLOCK=infinity for the service or containerd (docker: --ulimit memlock=-1), or IPC_LOCK"
-    return Check(
-        "memlock", CheckStatus.FAIL if node.ports else CheckStatus.SKIPPED, found, remedy if node.ports else ""
-    )
+    return Check("memlock", CheckStatus.FAIL, found, remedy, CheckReason.LOCKED_MEMORY_LIMIT, limits.locked_memory)
 
 
 def _open_files(node: Node) -> Check:
     files = node.limits.open_files
     if files is None or files >= _OPEN_FILES:
-        return Check("nofile", CheckStatus.OK, "unlimited" if files is None else str(files))
+        return Check("nofile", CheckStatus.OK, "unlimited" if files is None else str(files), value=files)
     found = f"{files} files may be open; long runs of vLLM with Ray have failed at this limit"
-    return Check("nofile", CheckStatus.WARN, found, "LimitNOFILE=1048576 for the service or containerd (ulimit -n)")
+    remedy = "LimitNOFILE=1048576 for the service or containerd (ulimit -n)"
+    return Check("nofile", CheckStatus.WARN, found, remedy, CheckReason.OPEN_FILES_LIMIT, files)
 
 
 def _cage(port: Port) -> tuple[str, str] | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from dsv4_runtime.contract import FabricPlan, Rail
 from dsv4_runtime.fabric.checks import (
     Check,
+    CheckReason,
     CheckStatus,
     FabricChoice,
     Variable,
@@ -58,9 +59,8 @@ async def check_peers(node: Node, peers: list[IPv4Address], seconds: float, mtu:
         await responder.open(tuple(mine.values()), PEER_PORT)
     except OSError as error:
         responder.close()
-        return [
-            Check("peers", CheckStatus.FAIL, f"port {PEER_PORT} cannot be used: {error}", "end the program that has it")
-        ]
+        found, remedy = f"port {PEER_PORT} cannot be used: {error}", "end the program that has it"
+        return [Check("peers", CheckStatus.FAIL, found, remedy, CheckReason.PORT_IN_USE, PEER_PORT)]
     try:
         plan = FabricPlan(mtu=mtu)
         tries = [_check_peer(responder, peer, rail, time.monotonic() + seconds, plan) for peer, rail in rails.items()]
@@ -74,9 +74,8 @@ async def _check_peer(
 ) -> Check:
     name = f"peer {peer}"
     if mine is None:
-        return Check(
-            name, CheckStatus.FAIL, "no interface here is in its network", "give both ends addresses in one network"
-        )
+        found, remedy = "no interface here is in its network", "give both ends addresses in one network"
+        return Check(name, CheckStatus.FAIL, found, remedy, CheckReason.NO_COMMON_NETWORK)
     theirs = mine.model_copy(
         update={
             "address": f"{peer}/{IPv4Interface(mine.address).network.prefixlen}",
@@ -99,17 +98,16 @@ async def _check_peer(
 def peer_check(name: str, outcome: ProbeOutcome, plan: FabricPlan) -> Check:
     """Return the check for the path to a peer."""
     if (problem := path_problem(plan, "the peer", outcome)) is not None:
-        found, _, remedy = problem.partition("; ")
-        return Check(name, CheckStatus.FAIL, found, remedy)
+        return replace(problem, name=name)
     found = (
         f"{outcome.mine.interface}: packets of {outcome.carries} bytes arrive, TCP flows, "
         f"{outcome.seconds * 1e6:.0f} µs there and back"
     )
     if not outcome.received:
-        return Check(
-            name, CheckStatus.WARN, f"{found}; but nothing of its own came", "run the same command there meanwhile"
-        )
-    return Check(name, CheckStatus.OK, found)
+        found += "; but nothing of its own came"
+        remedy = "run the same command there meanwhile"
+        return Check(name, CheckStatus.WARN, found, remedy, CheckReason.NOTHING_RECEIVED, outcome.carries)
+    return Check(name, CheckStatus.OK, found, value=outcome.carries)
 
 
 _COLOURS = {CheckStatus.OK: "32", CheckStatus.WARN: "33", CheckStatus.FAIL: "31", CheckStatus.SKIPPED: "2"}

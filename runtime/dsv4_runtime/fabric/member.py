@@ -154,7 +154,7 @@ class MemberFabric:
         self._choice = choose_fabric(node, self._plan.members[self._rank].address, self._fabric.setting(self._rank))
         checks = run_checks(node, self._choice, self._fabric, self._rank)
         if bad := failures(checks):
-            raise FabricError("; ".join(f"{check.name}: {check.found}; {check.remedy}" for check in bad))
+            raise FabricError("; ".join(f"{check.name}: {check}" for check in bad))
         if self._choice.sockets is None:
             setting = self._fabric.setting(self._rank)
             raise FabricError(
@@ -182,22 +182,23 @@ class MemberFabric:
         theirs = await self._wait_for_rails(others)
         mine = self.status.rails
         if impossible := [
-            text for rank, rails in theirs.items() if (text := address_problem(self._fabric, rank, mine, rails))
+            str(check) for rank, rails in theirs.items() if (check := address_problem(self._fabric, rank, mine, rails))
         ]:
             raise FabricError("; ".join(impossible))
         ring = is_ring(mine, list(theirs.values()))
         if self._choice is not None:
             self.variables = variables(self._choice, self._fabric, self._rank, ring=ring)
         begun = time.monotonic()
-        found = await asyncio.gather(*(self._probe(rank, rails) for rank, rails in theirs.items()))
+        probed = await asyncio.gather(*(self._probe(rank, rails) for rank, rails in theirs.items()))
         remarks = list(self.status.notes)
-        problems = []
-        for rank, outcomes in zip(theirs, found, strict=True):
-            problems += [text for outcome in outcomes if (text := path_problem(self._fabric, f"rank {rank}", outcome))]
+        problems: list[str] = []
+        for rank, outcomes in zip(theirs, probed, strict=True):
+            failed = (path_problem(self._fabric, f"rank {rank}", outcome) for outcome in outcomes)
+            problems += [str(check) for check in failed if check]
             remarks += mtu_notes(rank, outcomes)
         if problems:
             raise FabricError("; ".join(problems))
-        count = sum(map(len, found))
+        count = sum(map(len, probed))
         _log.info("fabric: %s paths to %s members proved in %.1f s", count, len(theirs), time.monotonic() - begun)
         self.status = self.status.model_copy(update={"proved": True, "notes": tuple(dict.fromkeys(remarks))})
         await self._wait_for(others, lambda status: status.proved, self._fabric.seconds, "prove its paths")

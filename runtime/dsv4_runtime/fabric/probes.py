@@ -20,6 +20,7 @@ from ipaddress import IPv4Interface
 from typing import cast
 
 from dsv4_runtime.contract import FabricPlan, Rail
+from dsv4_runtime.fabric.checks import Check, CheckReason, CheckStatus
 
 # linux/in.h; missing in Python's socket module.
 _IP_MTU_DISCOVER = 10
@@ -307,16 +308,18 @@ def is_ring(mine: Sequence[Rail], others: Sequence[Sequence[Rail]]) -> bool:
     )
 
 
-def address_problem(plan: FabricPlan, rank: int, mine: Sequence[Rail], theirs: Sequence[Rail]) -> str | None:
+def address_problem(plan: FabricPlan, rank: int, mine: Sequence[Rail], theirs: Sequence[Rail]) -> Check | None:
     """Return the conflict between the addresses of this member and those of `rank`, before any packet is sent."""
-    twice = {_ip(rail) for rail in mine} & {_ip(rail) for rail in theirs}
-    if twice:
-        return f"rank {rank} has the address {min(twice)} too; give every machine addresses of its own"
+    name, fail = f"addresses of rank {rank}", CheckStatus.FAIL
+    if twice := {_ip(rail) for rail in mine} & {_ip(rail) for rail in theirs}:
+        found = f"rank {rank} has the address {min(twice)} too"
+        remedy = "give every machine addresses of its own"
+        return Check(name, fail, found, remedy, CheckReason.DUPLICATE_ADDRESS, min(twice))
     if plan.require_rdma and not any(here.hca and there.hca for here, there in paths(mine, theirs)):
-        return (
-            f"no RDMA port here is in a network with one of rank {rank} (here: {_show(mine)}; there: {_show(theirs)}); "
-            "give the two ends of each cable addresses in one network"
-        )
+        ends = f"here: {_show(mine)}; there: {_show(theirs)}"
+        found = f"no RDMA port here is in a network with one of rank {rank} ({ends})"
+        remedy = "give the two ends of each cable addresses in one network"
+        return Check(name, fail, found, remedy, CheckReason.NO_COMMON_NETWORK)
     return None
 
 
@@ -325,29 +328,30 @@ def required_size(plan: FabricPlan, mine: Rail, theirs: Rail) -> int:
     return plan.mtu or min(mine.mtu, theirs.mtu)
 
 
-def path_problem(plan: FabricPlan, who: str, outcome: ProbeOutcome) -> str | None:
-    """Return the problem of a path to `who` with its remedy in one sentence, else None."""
+def path_problem(plan: FabricPlan, peer: str, outcome: ProbeOutcome) -> Check | None:
+    """Return the failed check of a path to `peer`, else None."""
     here, there = _ip(outcome.mine), _ip(outcome.theirs)
-    path = f"from {here} ({outcome.mine.interface}) to {there} of {who}"
+    path = f"from {here} ({outcome.mine.interface}) to {there} of {peer}"
+    name, fail = f"path to {peer}", CheckStatus.FAIL
+    if not outcome.arrives and outcome.received:
+        found = f"packets sent {path} do not arrive, although packets of {peer} arrive here: this direction is blocked"
+        remedy = "check the firewalls of both machines and the routes between them"
+        return Check(name, fail, found, remedy, CheckReason.ONE_WAY)
     if not outcome.arrives:
-        if outcome.received:
-            return (
-                f"packets sent {path} do not arrive, although packets of {who} arrive here: "
-                f"this direction is blocked; check the firewalls of both machines and the routes between them"
-            )
-        return (
-            f"nothing comes back {path}, and no packet of {who} arrives here; "
-            "check the cable, the switch, the firewalls (ufw) and the address at the other end"
-        )
+        found = f"nothing comes back {path}, and no packet of {peer} arrives here"
+        remedy = "check the cable, the switch, the firewalls (ufw) and the address at the other end"
+        return Check(name, fail, found, remedy, CheckReason.NO_REPLY)
     want = required_size(plan, outcome.mine, outcome.theirs)
     if outcome.carries < want:
-        return (
-            f"the path {path} carries packets of {outcome.carries} bytes, not of {want}; "
+        found = f"the path {path} carries packets of {outcome.carries} bytes, not of {want}"
+        remedy = (
             f"set the MTU of every interface and switch between them to {want}, or that of both ends to "
             f"{outcome.carries}"
         )
+        return Check(name, fail, found, remedy, CheckReason.PATH_MTU, outcome.carries)
     if not outcome.streams:
-        return f"a TCP stream {path} stalls or breaks although packets arrive; check the firewalls of both machines"
+        found = f"a TCP stream {path} stalls or breaks although packets arrive"
+        return Check(name, fail, found, "check the firewalls of both machines", CheckReason.TCP_BROKEN)
     return None
 
 

@@ -328,7 +328,6 @@ class Transcript:
         return self._tokens.itemsize * len(self._tokens) + self._prompt_bytes
 
     def request(self) -> dict[str, Any]:
-        """Parse and return the request."""
         return dict(from_json(self._raw))
 
     def limit(self, body: Mapping[str, Any]) -> int | None:

@@ -67,7 +67,6 @@ class Refusal:
         return json.dumps({"type": "error", "error": error}, separators=(",", ":")).encode()
 
     def headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
-        """Return the response headers."""
         headers = [(b"Content-Type", b"application/json"), (REQUEST_ID, request_id.encode())]
         if self.retry:
             headers.append((b"Retry-After", b"%d" % RETRY_AFTER_SECONDS))

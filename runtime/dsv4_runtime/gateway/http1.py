@@ -33,21 +33,17 @@ class BaseConnection(asyncio.BaseProtocol):
         """None before the connection is established and after it is lost."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport."""
         self.transport = cast(asyncio.Transport, transport)
 
     def pause(self) -> None:
-        """Pause reading."""
         if self.transport is not None:
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Resume reading."""
         if self.transport is not None:
             self.transport.resume_reading()
 
     def abort(self) -> None:
-        """Abort the connection."""
         if self.transport is not None:
             self.transport.abort()
 

@@ -557,7 +557,6 @@ class HttpServer:
             self._break_oldest(self.leaving)
 
     def forget(self, connection: _Connection) -> None:
-        """Unregister a connection."""
         self.connections.discard(connection)
         self.waiting.pop(connection, None)
         self.reserved.pop(connection, None)

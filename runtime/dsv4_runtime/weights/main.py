@@ -18,7 +18,7 @@ from dsv4_runtime.contract import Cause, PageCache
 from dsv4_runtime.util import probe
 from dsv4_runtime.weights import cache, checkpoint
 from dsv4_runtime.weights.checkpoint import WeightsError
-from dsv4_runtime.weights.messages import StagingJob, StagingReport, StagingState
+from dsv4_runtime.weights.members import StagingJob, StagingReport, StagingState
 from dsv4_runtime.weights.writer import human
 
 _REPORT_SECONDS = 0.25

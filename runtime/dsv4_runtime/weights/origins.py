@@ -46,7 +46,6 @@ class Origin(Source, Protocol):
         Raises:
             WeightsError: the origin is unreachable or does not have the checkpoint; the message contains the remedy.
         """
-        ...
 
 
 def _read_token(plan: WeightsPlan) -> str | None:
@@ -118,7 +117,6 @@ class Http:
         return with_retries(lambda: self._web.size(self._url(name), self._headers))
 
     def open(self, file: ManifestFile, start: int) -> AbstractContextManager[Stream]:
-        """Open `file` from byte `start` on."""
         return self._web.range(self._url(file.name), self._headers, start)
 
     def _url(self, name: str) -> str:
@@ -261,7 +259,6 @@ class HuggingFace:
             yield {**row, "sha256": sibling.lfs.sha256} if sibling.lfs else {**row, "git_blob": sibling.blob_id}
 
     def open(self, file: ManifestFile, start: int) -> AbstractContextManager[Stream]:
-        """Open `file` from byte `start` on."""
         from huggingface_hub import hf_hub_url
 
         url = hf_hub_url(self._repo, file.name, revision=self._revision, endpoint=self._endpoint)

@@ -17,7 +17,7 @@ from dsv4_runtime.weights.checkpoint import (
     TransientError,
     WeightsError,
 )
-from dsv4_runtime.weights.messages import MemberWeights, StagingJob, StagingReport, StagingState, fetches_from_origin
+from dsv4_runtime.weights.members import MemberWeights, StagingJob, StagingReport, StagingState, fetches_from_origin
 from dsv4_runtime.weights.origins import Origin, open_origin
 from dsv4_runtime.weights.store import Store, check_free_space, clear_recheck, disk_errors, recheck_reason
 from dsv4_runtime.weights.transfer import Members, MemberSource, Source, TransferContext, fetch, verify_file

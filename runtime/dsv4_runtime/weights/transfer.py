@@ -34,7 +34,7 @@ from dsv4_runtime.weights.checkpoint import (
     TransientError,
     WeightsError,
 )
-from dsv4_runtime.weights.messages import ROUTE, MemberWeights
+from dsv4_runtime.weights.members import ROUTE, MemberWeights
 from dsv4_runtime.weights.store import disk_errors
 from dsv4_runtime.weights.writer import ALIGN_BYTES, BLOCK_BYTES, HashingWriter, Limiter, Meter
 
@@ -46,7 +46,6 @@ class Stream(Protocol):
 
     def readinto(self, room: memoryview, /) -> int:
         """Read available bytes into `room`; return their number, 0 at the end, or raise TransientError."""
-        ...
 
 
 class Source(Protocol):
@@ -62,7 +61,6 @@ class Source(Protocol):
             TransientError: a retry may succeed.
             WeightsError: a retry cannot succeed.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +281,6 @@ class _ResponseBody:
         return count
 
     def close(self) -> None:
-        """Close the socket."""
         if self._socket is not None:
             self._socket.close()
 
@@ -593,7 +590,6 @@ class MemberSource:
         return None
 
     def open(self, file: ManifestFile, start: int) -> AbstractContextManager[Stream]:
-        """Open `file` from byte `start` on."""
         url, where = f"{self._url}/files/{quote(file.name)}", f"{file.name} from {self.name}"
         return self._web.range(url, self._headers, start, where)
 

@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from dsv4_operator.api import DSV4Deployment, InvalidDeployment, load, parse
+from dsv4_operator.api.findings import translate
 from dsv4_operator.api.spec import EnvVar
 
 NANO = """
@@ -370,18 +371,21 @@ def test_flash_on_a_spark_has_one_device_a_machine() -> None:
     assert refusal(json.dumps(data)) == [("spec.topology.hardware", "CPU", "HardwareVariant")]
     data["spec"]["topology"] = {"hardware": "GB10", "nodesPerGroup": 16}
     assert refusal(json.dumps(data)) == [("spec.topology.tensorParallelSize", 16, "TensorParallelDivision")]
-    with pytest.raises(InvalidDeployment, match="for 16 devices write pipelineParallelSize 2 and tensorParallelSize 8"):
+    with pytest.raises(InvalidDeployment) as caught:
         load(json.dumps(data))
+    assert caught.value.findings[0].remedy == "for 16 devices write pipelineParallelSize 2 and tensorParallelSize 8"
     data["spec"]["model"]["source"] = {"nano": {}}
     assert ("spec.model.source.nano", None, "NanoSource") in refusal(json.dumps(data))
 
 
 def test_the_rules_hold_for_objects_made_in_code_too() -> None:
     good = load(NANO)
-    with pytest.raises(ValidationError, match="is not supported on CPU"):
+    with pytest.raises(ValidationError) as caught:
         DSV4Deployment.model_validate(
             {**good.to_dict(), "spec": {**good.spec.to_dict(), "engine": {"gpuMemoryUtilization": 0.5}}}
         )
+    (found,) = translate(caught.value, DSV4Deployment)
+    assert (found.field, found.value, found.reason) == ("spec.engine.gpuMemoryUtilization", 0.5, "NotOnCPU")
 
 
 def test_dates_and_similar_words_stay_text() -> None:

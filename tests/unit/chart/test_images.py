@@ -30,12 +30,14 @@ def _loaded(name: str) -> ModuleType:
     return module
 
 
-made, sbom = _loaded("additions"), _loaded("sbom")
+packages = _loaded("packages")
 
 
 def pins(text: str) -> dict[str, str]:
     """Version of every package in a requirements file, by its one spelling."""
-    return {made.normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s;\\]+)", text, re.MULTILINE)}
+    return {
+        packages.normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s;\\]+)", text, re.MULTILINE)
+    }
 
 
 REQUIREMENTS = {
@@ -60,7 +62,7 @@ def test_an_image_has_what_the_tests_ran_with(image: str) -> None:
 def test_an_image_has_all_that_its_program_needs(image: str) -> None:
     project = PROJECT["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"][image]]
-    names = {made.normal(re.match(r"[\w.-]+", line)[0]) for line in needed}  # type: ignore[index]
+    names = {packages.normal(re.match(r"[\w.-]+", line)[0]) for line in needed}  # type: ignore[index]
     assert names - set(pins(REQUIREMENTS[image])) == set(), "make lock"
 
 
@@ -68,7 +70,7 @@ def test_the_gpu_environment_is_pinned_with_what_the_tests_ran_with() -> None:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
     ours = [*project["dependencies"], *extras["operator"], *extras["runtime"], *extras["test"]]
-    names = {made.normal(re.match(r"[\w.-]+", line)[0]) for line in ours} - {"torch"}  # type: ignore[index]
+    names = {packages.normal(re.match(r"[\w.-]+", line)[0]) for line in ours} - {"torch"}  # type: ignore[index]
     pinned, tested = pins((ROOT / "requirements-gpu.txt").read_text()), pins((ROOT / "requirements.txt").read_text())
     assert {name: pinned.get(name) for name in names} == {name: tested[name] for name in names}, "make lock"
     assert {f"{name}=={pinned[name]}" for name in ("ray", "vllm")} <= {
@@ -179,27 +181,27 @@ def test_the_image_of_vllm_keeps_its_packages() -> None:
         "Torch==2.13.0 \\\n    --hash=sha256:3\n"
         "ray==2.60.0 ; sys_platform == 'linux' \\\n    --hash=sha256:4\n"
     )
-    assert made.additions({"torch", "numpy"}, requirements) == (
+    assert packages.additions({"torch", "numpy"}, requirements) == (
         "aiohttp==3.14.5 \\\n    --hash=sha256:1 \\\n    --hash=sha256:2\n"
         "ray==2.60.0 ; sys_platform == 'linux' \\\n    --hash=sha256:4\n"
     )
-    assert made.additions({"torch", "aiohttp", "ray"}, requirements) == ""
+    assert packages.additions({"torch", "aiohttp", "ray"}, requirements) == ""
 
 
 def test_names_are_compared_in_one_spelling() -> None:
-    assert made.normal("Huggingface_Hub") == made.normal("huggingface-hub")
-    assert made.additions({"huggingface-hub"}, "Huggingface_Hub==2.0\n") == ""
+    assert packages.normal("Huggingface_Hub") == packages.normal("huggingface-hub")
+    assert packages.additions({"huggingface-hub"}, "Huggingface_Hub==2.0\n") == ""
 
 
 def test_the_list_of_an_images_packages_is_cyclonedx_and_the_same_each_time() -> None:
-    packages = [
+    installed = [
         {"name": "Typing_Extensions", "version": "4.16.0", "license": "PSF-2.0"},
         {"name": "dsv4", "version": "0.1.0", "license": "Apache-2.0"},
         {"name": "Typing_Extensions", "version": "4.16.0", "license": "PSF-2.0"},
         {"name": "ray", "version": "2.60.0", "license": None},
     ]
-    found = sbom.document("dsv4-runtime", packages)
-    assert found == sbom.document("dsv4-runtime", reversed(packages))
+    found = packages.document("dsv4-runtime", installed)
+    assert found == packages.document("dsv4-runtime", reversed(installed))
     assert (found["bomFormat"], found["specVersion"], found["version"]) == ("CycloneDX", "1.6", 1)
     assert re.fullmatch(r"urn:uuid:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", found["serialNumber"])
     assert found["metadata"]["component"] == {

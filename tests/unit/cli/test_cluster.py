@@ -22,9 +22,8 @@ from dsv4_operator.cli.commands import CommandTarget
 from dsv4_operator.cli.errors import KUBECTL_PLUGIN, CommandError
 from dsv4_operator.cli.output import TableFormat
 from dsv4_operator.cli.sources import kubectl
-from dsv4_operator.cli.sources.cluster import ClusterSource
+from dsv4_operator.cli.sources.cluster import ClusterSource, is_part_of
 from dsv4_operator.cli.sources.kubectl import Kubectl, KubectlError, PortForward, first_error_line
-from dsv4_operator.cli.sources.pods import is_part_of
 
 # Which place is meant.
 

@@ -144,9 +144,10 @@ def test_an_output_that_cannot_be_written(root: Path) -> None:
 
 def test_three_machines_in_stages(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, three = str(EXAMPLES / "flash-2x-spark.yaml"), ("--what-if", "topology.nodesPerGroup=3")
-    code, _, err = run(capsys, file, "--state-dir", str(root), *three)
-    assert code == 2
-    assert "for 3 devices write pipelineParallelSize 3 and tensorParallelSize 1" in err
+    assert run(capsys, file, "--state-dir", str(root), *three)[0] == 2
+    (found,) = document(capsys, file, root, *three)["findings"]
+    assert (found["field"], found["value"]) == ("spec.topology.tensorParallelSize", 3)
+    assert found["remedy"] == "for 3 devices write pipelineParallelSize 3 and tensorParallelSize 1"
     staged = (*three, "--what-if", "topology.pipelineParallelSize=3")
     code, out, _ = run(capsys, file, "--state-dir", str(root), *staged)
     assert code == 0

@@ -13,7 +13,15 @@ from ipaddress import IPv4Interface, IPv6Address
 from pathlib import Path
 
 from dsv4_runtime.contract import FabricPlan
-from dsv4_runtime.fabric.checks import Check, FabricChoice, choose_fabric, run_checks, variables
+from dsv4_runtime.fabric.checks import (
+    Check,
+    CheckReason,
+    CheckStatus,
+    FabricChoice,
+    choose_fabric,
+    run_checks,
+    variables,
+)
 from dsv4_runtime.fabric.node import discover_node
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
@@ -212,6 +220,11 @@ def seen(
 
 def check(checks: list[Check], name: str) -> Check:
     return next(found for found in checks if found.name == name)
+
+
+def outcome(checks: list[Check], name: str) -> tuple[CheckStatus, CheckReason | None, int | str | None]:
+    found = check(checks, name)
+    return found.level, found.reason, found.value
 
 
 def told(choice: FabricChoice, plan: FabricPlan = RDMA, **how: bool) -> dict[str, str]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from machines import RDMA, V1, V2, Card, Machine, check, mapped, rtx_host, seen, spark, told
+from machines import RDMA, V1, V2, Card, Machine, check, mapped, outcome, rtx_host, seen, spark, told
 
 from dsv4_runtime.contract import FabricPlan, FabricSetting
-from dsv4_runtime.fabric.checks import CheckStatus, choose_fabric, failures, nccl_gid, run_checks
+from dsv4_runtime.fabric.checks import CheckReason, CheckStatus, choose_fabric, failures, nccl_gid, run_checks
 from dsv4_runtime.fabric.node import discover_node
 
 STALE = mapped("169.254.3.4")
@@ -63,8 +63,7 @@ def test_sockets_over_the_management_interface_and_data_over_rdma(tmp_path: Path
 def test_an_rtx_host_leaves_its_way_outside_alone(tmp_path: Path) -> None:
     choice, checks = seen(rtx_host(), tmp_path / "m")
     assert [fit.port.hca for fit in choice.fit] == ["mlx5_1"]
-    assert check(checks, "port mlx5_0:1").level is CheckStatus.SKIPPED
-    assert "default route" in check(checks, "port mlx5_0:1").found
+    assert outcome(checks, "port mlx5_0:1") == (CheckStatus.SKIPPED, CheckReason.DEFAULT_ROUTE, None)
     assert check(checks, "twins").level is CheckStatus.SKIPPED
     assert not failures(checks)
 
@@ -73,8 +72,8 @@ def test_a_port_with_the_default_route_is_used_when_set_by_hand(tmp_path: Path) 
     plan = FabricPlan(require_rdma=True, settings={0: FabricSetting(hcas=("mlx5_0",))})
     choice, checks = seen(rtx_host(), tmp_path / "m", plan)
     assert [fit.port.hca for fit in choice.fit] == ["mlx5_0"]
-    assert check(checks, "mtu").level is CheckStatus.WARN
-    assert "RoCE 1024" in check(checks, "mtu").found
+    assert outcome(checks, "mtu") == (CheckStatus.WARN, CheckReason.SMALL_MTU, 1500)
+    assert outcome(checks, "port mlx5_1:1") == (CheckStatus.SKIPPED, CheckReason.NOT_SELECTED, None)
     assert not failures(checks)
 
 
@@ -83,14 +82,18 @@ def test_the_default_route_over_the_only_fabric_port(tmp_path: Path) -> None:
     machine.cards = machine.cards[:1]
     choice, checks = seen(machine, tmp_path / "m")
     assert not choice.fit
-    assert [found.name for found in failures(checks)] == ["rdma", "port mlx5_0:1"]
+    assert [(found.name, found.reason) for found in failures(checks)] == [
+        ("rdma", CheckReason.NO_USABLE_PORT),
+        ("port mlx5_0:1", CheckReason.DEFAULT_ROUTE),
+    ]
     assert "spec.network.fabric" in check(checks, "port mlx5_0:1").remedy
 
 
 def test_a_device_set_by_hand_that_is_not_there(tmp_path: Path) -> None:
     plan = FabricPlan(require_rdma=True, settings={0: FabricSetting(hcas=("mlx5_7",))})
     _, checks = seen(rtx_host(), tmp_path / "m", plan)
-    assert failures(checks)[0].found == "the device mlx5_7 is not here (there are: mlx5_0, mlx5_1)"
+    assert outcome(failures(checks), "rdma") == (CheckStatus.FAIL, CheckReason.UNKNOWN_DEVICE, "mlx5_7")
+    assert failures(checks)[0].remedy == "correct spec.network.fabric"
 
 
 def test_no_rdma(tmp_path: Path) -> None:
@@ -103,7 +106,7 @@ def test_no_rdma(tmp_path: Path) -> None:
     assert env["NCCL_SOCKET_IFNAME"] == "=enP7s7"
     assert "NCCL_NET" not in env
     _, checks = seen(machine, tmp_path / "m", RDMA)
-    assert [found.name for found in failures(checks)] == ["rdma"]
+    assert [(found.name, found.reason) for found in failures(checks)] == [("rdma", CheckReason.NO_DEVICE)]
 
 
 def test_a_link_that_is_down(tmp_path: Path) -> None:
@@ -112,7 +115,8 @@ def test_a_link_that_is_down(tmp_path: Path) -> None:
         card.up = False
     choice, checks = seen(machine, tmp_path / "m")
     assert not choice.fit
-    assert "its link is not up (DOWN, Disabled)" in check(checks, "port rocep1s0f0:1").found
+    assert outcome(checks, "port rocep1s0f0:1") == (CheckStatus.FAIL, CheckReason.LINK_DOWN, None)
+    assert "DOWN, Disabled" in check(checks, "port rocep1s0f0:1").found
     assert "cable" in check(checks, "port rocep1s0f0:1").remedy
     assert len(failures(checks)) == 5
 
@@ -122,9 +126,8 @@ def test_one_half_without_an_address(tmp_path: Path) -> None:
     machine.cards[1].address = None
     choice, checks = seen(machine, tmp_path / "m")
     assert len(choice.fit) == 1
-    assert check(checks, "twins").level is CheckStatus.WARN
-    assert "rocep1s0f0:1 is used without its twin roceP2p1s0f0:1" in check(checks, "twins").found
-    assert check(checks, "port roceP2p1s0f0:1").level is CheckStatus.WARN
+    assert outcome(checks, "twins") == (CheckStatus.WARN, CheckReason.UNUSED_TWIN, None)
+    assert outcome(checks, "port roceP2p1s0f0:1") == (CheckStatus.WARN, CheckReason.NO_ADDRESS, None)
     assert not failures(checks)
 
 
@@ -132,7 +135,7 @@ def test_both_halves_in_one_network(tmp_path: Path) -> None:
     machine = spark()
     machine.cards[1].address = "192.168.100.11/24"
     _, checks = seen(machine, tmp_path / "m")
-    assert [found.name for found in failures(checks)] == ["networks"]
+    assert [(found.name, found.reason) for found in failures(checks)] == [("networks", CheckReason.SHARED_NETWORK)]
     assert "enP2p1s0f0np0 (192.168.100.11/24)" in failures(checks)[0].found
 
 
@@ -187,7 +190,7 @@ def test_a_stale_entry_that_nothing_can_pass_over(tmp_path: Path) -> None:
     host, old = mapped("192.168.100.10"), mapped("192.168.100.77")
     machine.cards[0].gids = [(V1, "fe80::1"), (V1, old), (V2, old), (V1, host), (V2, host)]
     choice, checks = seen(machine, tmp_path / "m")
-    assert [found.name for found in failures(checks)] == ["gid"]
+    assert [(found.name, found.reason) for found in failures(checks)] == [("gid", CheckReason.STALE_GIDS)]
     assert not {"NCCL_IB_GID_INDEX", "NCCL_IB_ADDR_RANGE"} & told(choice).keys()
 
 
@@ -197,7 +200,7 @@ def test_an_index_by_hand(tmp_path: Path) -> None:
     assert told(choice, right)["NCCL_IB_GID_INDEX"] == "3"
     assert not failures(checks)
     _, checks = seen(spark(), tmp_path / "m", FabricPlan(settings={0: FabricSetting(gid_index=1)}))
-    assert "index 1 is set by hand, but 192.168.100.10 is 3" in failures(checks)[0].found
+    assert outcome(failures(checks), "gid") == (CheckStatus.FAIL, CheckReason.WRONG_GID_INDEX, 1)
 
 
 def test_a_container_without_the_device_files(tmp_path: Path) -> None:
@@ -206,6 +209,7 @@ def test_a_container_without_the_device_files(tmp_path: Path) -> None:
         card.verbs = False
     choice, checks = seen(machine, tmp_path / "m")
     assert not choice.fit
+    assert check(checks, "port rocep1s0f0:1").reason is CheckReason.NO_DEVICE_FILE
     assert "/dev/infiniband" in check(checks, "port rocep1s0f0:1").remedy
 
 
@@ -213,7 +217,7 @@ def test_infiniband_is_said_to_be_none(tmp_path: Path) -> None:
     machine = rtx_host()
     machine.cards[1].link_layer = "InfiniBand"
     _, checks = seen(machine, tmp_path / "m")
-    assert "dsv4 supports RoCE only" in check(checks, "port mlx5_1:1").found
+    assert check(checks, "port mlx5_1:1").reason is CheckReason.NOT_ETHERNET
 
 
 def test_a_card_that_came_up_degraded(tmp_path: Path) -> None:
@@ -222,7 +226,7 @@ def test_a_card_that_came_up_degraded(tmp_path: Path) -> None:
     for card in (machine.cards[1], machine.cards[3]):
         card.width = card.max_width = 2
     _, checks = seen(machine, tmp_path / "m")
-    assert check(checks, "pcie").level is CheckStatus.WARN
+    assert outcome(checks, "pcie") == (CheckStatus.WARN, CheckReason.REDUCED_PCIE, None)
     assert "0002:01:00.0 runs at 32 GT/s x2" in check(checks, "pcie").found
     machine = rtx_host()
     machine.cards[1].width = 8
@@ -232,8 +236,7 @@ def test_a_card_that_came_up_degraded(tmp_path: Path) -> None:
     for card in machine.cards:
         card.speed = 100_000
     _, checks = seen(machine, tmp_path / "m")
-    assert check(checks, "speed rocep1s0f0:1").level is CheckStatus.WARN
-    assert "runs at 100 Gbit/s" in check(checks, "speed rocep1s0f0:1").found
+    assert outcome(checks, "speed rocep1s0f0:1") == (CheckStatus.WARN, CheckReason.SLOW_LINK, 100_000)
     # What is the full speed of any other card, nobody can tell from here.
     machine = rtx_host()
     machine.cards[1].speed = 100_000
@@ -248,7 +251,9 @@ def test_every_failure_and_warning_has_a_remedy(tmp_path: Path) -> None:
     _, checks = seen(odd, tmp_path / "m")
     assert len({found.name for found in checks if found.level in (CheckStatus.FAIL, CheckStatus.WARN)}) >= 6
     for found in checks:
-        assert bool(found.remedy) is (found.level in (CheckStatus.FAIL, CheckStatus.WARN)), found
+        problem = found.level in (CheckStatus.FAIL, CheckStatus.WARN)
+        assert bool(found.remedy) is problem, found
+        assert found.reason is not None or not problem, found
 
 
 def test_this_machine() -> None:

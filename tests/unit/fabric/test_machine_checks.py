@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from machines import RDMA, Machine, check, seen, spark
+from machines import RDMA, Machine, check, outcome, seen, spark
 
 from dsv4_runtime.contract import FabricPlan
-from dsv4_runtime.fabric.checks import CheckStatus, choose_fabric, failures, run_checks
+from dsv4_runtime.fabric.checks import CheckReason, CheckStatus, choose_fabric, failures, run_checks
 from dsv4_runtime.fabric.node import discover_node, roce_mtu
 
 
@@ -18,7 +18,8 @@ from dsv4_runtime.fabric.node import discover_node, roce_mtu
 )
 def test_locked_memory(tmp_path: Path, memlock: str, capabilities: int, level: CheckStatus) -> None:
     _, checks = seen(spark(memlock=memlock, capabilities=capabilities), tmp_path / "m")
-    assert check(checks, "memlock").level is level
+    reason = CheckReason.LOCKED_MEMORY_LIMIT if level is CheckStatus.FAIL else None
+    assert outcome(checks, "memlock") == (level, reason, None if memlock == "unlimited" else int(memlock))
     assert bool(check(checks, "memlock").remedy) is (level is CheckStatus.FAIL)
 
 
@@ -46,19 +47,21 @@ def test_kexec_handover(
 ) -> None:
     _, checks = seen(spark(release=release, cmdline=cmdline, cma=cma), tmp_path / "m")
     found = check(checks, "kernel")
-    assert found.level is level
+    reason = None if level is CheckStatus.OK else CheckReason.KERNEL_RESERVES_MEMORY
+    assert outcome(checks, "kernel") == (level, reason, release)
     assert ("kho=off" in found.remedy) is (level is not CheckStatus.OK)
 
 
 def test_open_files(tmp_path: Path) -> None:
-    assert check(seen(spark(nofile="1024"), tmp_path / "m")[1], "nofile").level is CheckStatus.WARN
+    checks = seen(spark(nofile="1024"), tmp_path / "m")[1]
+    assert outcome(checks, "nofile") == (CheckStatus.WARN, CheckReason.OPEN_FILES_LIMIT, 1024)
 
 
 def test_the_plan_s_mtu(tmp_path: Path) -> None:
     machine = spark()
     machine.cards[1].mtu = 1500
     _, checks = seen(machine, tmp_path / "m", FabricPlan(mtu=9000))
-    assert failures(checks)[0].found == "the plan requires 9000: enP2p1s0f0np0 has 1500"
+    assert outcome(failures(checks), "mtu") == (CheckStatus.FAIL, CheckReason.MTU_BELOW_PLAN, 1500)
 
 
 @pytest.mark.parametrize(("mtu", "payload"), [(9000, 4096), (4192, 4096), (4191, 2048), (1500, 1024), (300, 0)])

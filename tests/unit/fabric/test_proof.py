@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.contract import FabricPlan, Rail
+from dsv4_runtime.fabric.checks import CheckReason, CheckStatus
 from dsv4_runtime.fabric.probes import (
     SMALLEST,
     ProbeOutcome,
@@ -120,12 +121,15 @@ def test_two_doctors(network: Network) -> None:
     for side in good:
         assert side["code"] == 0, side
         found = side["checks"][-1]
-        assert found["level"] == "ok"
+        assert (found["level"], found["value"]) == ("ok", 9000)
         assert found["found"].startswith("fabric0: packets of 9000 bytes arrive, TCP flows, ")
     for side in narrow:
         assert side["code"] == 1
-        assert "the path from 10.88.1." in side["checks"][-1]["found"]
-        assert side["checks"][-1]["remedy"].startswith("set the MTU")
+        found = side["checks"][-1]
+        assert (found["level"], found["reason"]) == ("fail", "PathMtu")
+        assert 1500 <= found["value"] < 1510
+        assert "the path from 10.88.1." in found["found"]
+        assert found["remedy"].startswith("set the MTU")
 
 
 # Without a network: one machine's loopback, and pure rules.
@@ -201,17 +205,38 @@ def test_a_ring_is_seen() -> None:
 def test_what_cannot_be() -> None:
     rdma, any_way = FabricPlan(require_rdma=True), FabricPlan()
     assert address_problem(rdma, 1, (A0, A1), (B0, B1)) is None
-    assert "rank 1 has the address 192.168.100.1 too" in str(address_problem(any_way, 1, (A0,), (A0,)))
-    said = str(address_problem(rdma, 1, (MA, A0), (MB, C0, C1)))
-    assert "(here: a0:1 192.168.100.1/24; there: c0:1 192.168.101.3/24, c1:1 192.168.102.3/24)" in said
+    twice = address_problem(any_way, 1, (A0,), (A0,))
+    assert twice is not None
+    assert (twice.reason, twice.value) == (CheckReason.DUPLICATE_ADDRESS, "192.168.100.1")
+    apart = address_problem(rdma, 1, (MA, A0), (MB, C0, C1))
+    assert apart is not None
+    assert apart.reason is CheckReason.NO_COMMON_NETWORK
+    assert "(here: a0:1 192.168.100.1/24; there: c0:1 192.168.101.3/24, c1:1 192.168.102.3/24)" in apart.found
     assert address_problem(any_way, 1, (MA, A0), (MB, C0, C1)) is None
 
 
-def test_the_plan_s_mtu_goes_before_the_interfaces() -> None:
-    good = ProbeOutcome(A0, B0, arrives=True, streams=True, carries=4500, received=True, seconds=1e-5)
-    assert path_problem(FabricPlan(mtu=4200), "rank 1", good) is None
-    assert "not of 9000" in str(path_problem(FabricPlan(), "rank 1", good))
-    assert path_problem(FabricPlan(), "rank 1", ProbeOutcome(A0, B0, True, False, 9000, True, 1.0)) is not None
+@pytest.mark.parametrize(
+    ("arrives", "streams", "carries", "received", "mtu", "reason", "value"),
+    [
+        (True, True, 4500, True, 4200, None, None),
+        (True, True, 4500, True, None, CheckReason.PATH_MTU, 4500),
+        (True, False, 9000, True, None, CheckReason.TCP_BROKEN, None),
+        (False, False, 0, True, None, CheckReason.ONE_WAY, None),
+        (False, False, 0, False, None, CheckReason.NO_REPLY, None),
+    ],
+)
+def test_problems_of_a_path(
+    arrives: bool,
+    streams: bool,
+    carries: int,
+    received: bool,
+    mtu: int | None,
+    reason: CheckReason | None,
+    value: int | None,
+) -> None:
+    found = path_problem(FabricPlan(mtu=mtu), "rank 1", ProbeOutcome(A0, B0, arrives, streams, carries, received, 1.0))
+    assert (found and found.reason, found and found.value) == (reason, value)
+    assert found is None or (found.level is CheckStatus.FAIL and found.remedy and "of rank 1" in found.found)
 
 
 def test_a_peer_s_rail_by_its_address() -> None:

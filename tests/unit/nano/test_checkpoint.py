@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dsv4_runtime.nano import Drafts, NotANanoCheckpointError, Precision, checkpoint, main, make, weights
-from dsv4_runtime.nano.recipe import model_config, recipe_for, word_ids
+from dsv4_runtime.nano import checkpoint, weights
+from dsv4_runtime.nano.checkpoint import NotANanoCheckpointError, make
+from dsv4_runtime.nano.recipe import Drafts, Precision, model_config, recipe_for, word_ids
 from dsv4_runtime.nano.weights import Kind, RandomStreams, draws, from_fp8, from_mxfp4
 
 FEW = 8  # experts: what is tested here does not depend on their number
@@ -199,16 +200,16 @@ def test_dimensions_divide_among_ranks(precision: Precision, ranks: int):
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main.main([str(tmp_path / "nano"), "--seed", "3"]) == 0
+    assert checkpoint.main([str(tmp_path / "nano"), "--seed", "3"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "nano")
     assert json.loads((tmp_path / "nano" / "nano.json").read_text())["seed"] == 3
-    assert main.main([str(tmp_path / "nano"), "--seed", "3", "--drafts", "mtp"]) == 0
+    assert checkpoint.main([str(tmp_path / "nano"), "--seed", "3", "--drafts", "mtp"]) == 0
     assert json.loads((tmp_path / "nano" / "config.json").read_text())["num_nextn_predict_layers"] == 1
     capsys.readouterr()
     (tmp_path / "file").write_text("x")
-    assert main.main([str(tmp_path / "file")]) == 1
+    assert checkpoint.main([str(tmp_path / "file")]) == 1
     assert "is a file" in capsys.readouterr().err
-    assert main.main([str(tmp_path / "nano"), "--seed", "-1"]) == 1
+    assert checkpoint.main([str(tmp_path / "nano"), "--seed", "-1"]) == 1
     assert "seed -1 is negative" in capsys.readouterr().err
 
 
@@ -218,12 +219,12 @@ def test_a_damaged_file_is_named_and_the_checkpoint_made_anew(tmp_path: Path, ca
     before = shard.stat()
     shard.write_bytes(right[shard.name][:-1] + bytes([right[shard.name][-1] ^ 1]))
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert main.main([str(tmp_path / "nano")]) == 0
+    assert checkpoint.main([str(tmp_path / "nano")]) == 0
     assert contents(tmp_path / "nano") != right, "its size is right"
     capsys.readouterr()
-    assert main.main([str(tmp_path / "nano"), "--verify"]) == 0
+    assert checkpoint.main([str(tmp_path / "nano"), "--verify"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == f"damaged: {shard.name}"
     assert contents(tmp_path / "nano") == right
-    assert main.main([str(tmp_path / "nano"), "--verify"]) == 0
+    assert checkpoint.main([str(tmp_path / "nano"), "--verify"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'nano'}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["nano"]

@@ -116,8 +116,15 @@ def test_what_is_proposed_gives_way_and_what_is_owned_does_not() -> None:
         "--load-format",
         "--no-enable-prefix-caching",
     ]
-    with pytest.raises(InvalidDeployment, match=r"set by dsv4; use spec\.engine\.speculative"):
+    with pytest.raises(InvalidDeployment) as caught:
         deployment(engine={"extraArgs": ["--speculative-config={}"]})
+    (found,) = caught.value.findings
+    assert (found.field, found.value, found.reason) == (
+        "spec.engine.extraArgs[0]",
+        "--speculative-config",
+        "OwnedFlag",
+    )
+    assert found.remedy == "use spec.engine.speculative"
     env = plan(deployment(engine={"env": [{"name": "MAX_JOBS", "value": "8"}]})).environment(0)
     assert env["MAX_JOBS"] == "8"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.weights import staging
 from dsv4_runtime.weights.checkpoint import WeightsError
-from dsv4_runtime.weights.messages import StagingJob
+from dsv4_runtime.weights.members import StagingJob
 from dsv4_testkit.weights_servers import same_files
 
 

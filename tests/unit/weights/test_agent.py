@@ -27,7 +27,7 @@ from dsv4_runtime.contract import (
     WeightsSource,
 )
 from dsv4_runtime.weights import cache
-from dsv4_runtime.weights.messages import StagingReport
+from dsv4_runtime.weights.members import StagingReport
 from dsv4_testkit.documents import group_plan
 from dsv4_testkit.weights_servers import FileServer, Server, cached_share, same_files, write_shard
 
@@ -200,7 +200,7 @@ async def test_the_page_cache_never_fails_a_start(tmp_path: Path) -> None:
 
 def test_the_agent_loads_no_client_library_and_stays_small() -> None:
     code = (
-        "import sys, psutil, dsv4_runtime.agent.main, dsv4_runtime.weights.server\n"
+        "import sys, psutil, dsv4_runtime.agent.main, dsv4_runtime.weights.members\n"
         "heavy = {'boto3', 'botocore', 'huggingface_hub', 'requests', 'torch', 'numpy', 'ray', 'vllm'}\n"
         "print(sorted(heavy & set(sys.modules)), psutil.Process().memory_info().rss >> 20)"
     )

@@ -15,7 +15,7 @@ from dsv4_runtime.agent.staging import _run
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import staging
 from dsv4_runtime.weights.checkpoint import WeightsError
-from dsv4_runtime.weights.messages import StagingJob, StagingReport
+from dsv4_runtime.weights.members import StagingJob, StagingReport
 from dsv4_testkit.weights_servers import COMMIT, FileServer, Server, same_files, wanted_files
 
 Serve = Callable[[web.Application], Server]

@@ -18,8 +18,7 @@ from aiohttp import web
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import staging
-from dsv4_runtime.weights.messages import StagingJob, StagingReport, StagingState
-from dsv4_runtime.weights.server import WeightsServer
+from dsv4_runtime.weights.members import StagingJob, StagingReport, StagingState, WeightsServer
 from dsv4_testkit.weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_files
 
 _SPEC = importlib.util.spec_from_file_location("bench_weights", Path("benchmarks/weights.py").resolve())

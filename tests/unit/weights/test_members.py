@@ -22,8 +22,14 @@ from dsv4_runtime.agent import http
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import staging, transfer
 from dsv4_runtime.weights.checkpoint import ManifestFile, TransientError, WeightsError
-from dsv4_runtime.weights.messages import MemberWeights, StagingJob, StagingReport, StagingState, fetches_from_origin
-from dsv4_runtime.weights.server import WeightsServer
+from dsv4_runtime.weights.members import (
+    MemberWeights,
+    StagingJob,
+    StagingReport,
+    StagingState,
+    WeightsServer,
+    fetches_from_origin,
+)
 from dsv4_testkit.weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_files, wanted_files
 
 Serve = Callable[[web.Application], Server]

@@ -17,7 +17,7 @@ from moto.server import ThreadedMotoServer
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import staging, transfer
 from dsv4_runtime.weights.checkpoint import MAKE_SUMS, ManifestFile, TransientError, WeightsError
-from dsv4_runtime.weights.messages import StagingJob
+from dsv4_runtime.weights.members import StagingJob
 from dsv4_runtime.weights.origins import S3, SharedPath
 from dsv4_runtime.weights.transfer import HttpClient
 from dsv4_testkit.weights_servers import Server, same_files

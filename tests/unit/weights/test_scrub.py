@@ -12,7 +12,7 @@ from aiohttp import web
 
 from dsv4_runtime.contract import WeightsPlan, WeightsSource
 from dsv4_runtime.weights import scrub, staging
-from dsv4_runtime.weights.messages import StagingJob
+from dsv4_runtime.weights.members import StagingJob
 from dsv4_runtime.weights.scrub import Scrubber
 from dsv4_testkit.weights_servers import FileServer, Server
 

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from dsv4_runtime.contract import WeightsPlan, WeightsSource
 from dsv4_runtime.weights import shared, staging
-from dsv4_runtime.weights.messages import StagingJob
+from dsv4_runtime.weights.members import StagingJob
 from dsv4_runtime.weights.store import Store
 from dsv4_testkit.weights_servers import FileServer, Server, same_files
 

@@ -20,7 +20,7 @@ from dsv4_runtime.contract import Cause, PageCache, Verify, WeightsPlan, Weights
 from dsv4_runtime.weights import staging
 from dsv4_runtime.weights import store as store_module
 from dsv4_runtime.weights.checkpoint import WeightsError
-from dsv4_runtime.weights.messages import StagingJob, StagingReport
+from dsv4_runtime.weights.members import StagingJob, StagingReport
 from dsv4_runtime.weights.store import Store
 from dsv4_testkit.weights_servers import FileServer, Server, cached_share, same_files
 

@@ -51,12 +51,10 @@ class DeploymentView:
 
     @property
     def name(self) -> str:
-        """Return its name."""
         return self.object.metadata.name
 
     @property
     def status(self) -> DeploymentStatus:
-        """Return its status."""
         return self.object.status
 
     @property
@@ -105,59 +103,45 @@ class DeploymentSource(Protocol):
     @property
     def location(self) -> str:
         """Return the location of the deployments as part of a message: `under /home/you/.dsv4`."""
-        ...
 
     def command_line(self, verb: str, name: str = "") -> str:
         """Return the command line of `verb` for the same location."""
-        ...
 
     def names(self, *, seconds: float = 30.0) -> list[str]:
         """Return the names of all deployments; fail after `seconds`."""
-        ...
 
     def get(self, name: str | None) -> DeploymentView:
         """Return the deployment called `name`, or without a name the only candidate."""
-        ...
 
     def get_all(self, *, all_namespaces: bool = False) -> list[DeploymentView]:
         """Return all deployments, with a warning for each that cannot be read."""
-        ...
 
     def load(self, file_or_name: str) -> DSV4Deployment:
         """Return the deployment to plan: the content of a file, or an existing deployment."""
-        ...
 
     def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
         """Return the machines for a plan of `deployment`; with `chosen` machines of `kind`, as the user requires."""
-        ...
 
     def measured(self, name: str) -> tuple[Measured, ...]:
         """Return the memory measured by earlier starts of the deployment; empty if there are none."""
-        ...
 
     def api(self, item: DeploymentView) -> AbstractContextManager[ServiceAccess]:
         """Return access to the API for the duration of the context."""
-        ...
 
     def dashboard(self, item: DeploymentView, group: int) -> AbstractContextManager[ServiceAccess]:
         """Return access to the dashboard of a group for the duration of the context."""
-        ...
 
     def logs(self, name: str | None, options: LogOptions) -> ExitCode:
         """Print the members' logs."""
-        ...
 
     def evidence(self, name: str | None) -> tuple[str, Iterator[EvidenceFile]]:
         """Return the deployment's name and the files that explain its failures."""
-        ...
 
     def restart(self, item: DeploymentView) -> str:
         """Start a new incarnation of every group and return the message for the user."""
-        ...
 
     def suspend(self, item: DeploymentView, suspended: bool) -> str:
         """Stop all groups, or start them again, and return the message for the user."""
-        ...
 
 
 class RetryingPoll:

@@ -1,4 +1,4 @@
-"""Deployments of a cluster, read and changed through `kubectl`."""
+"""Deployments of a cluster, read and changed through `kubectl`; pods, events and logs of their members."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import binascii
 import json
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,28 @@ from dsv4_operator.api import DSV4Deployment, GroupStatus, InvalidDeployment, pa
 from dsv4_operator.api.deployment import NAME_PATTERN, PAUSED, RESTART_AT, is_paused
 from dsv4_operator.api.values import format_time, parse_time
 from dsv4_operator.builders import names
-from dsv4_operator.builders.names import head_name, incarnation_name, mounted_name
+from dsv4_operator.builders.names import (
+    COMPONENT,
+    DEPLOYMENT,
+    GROUP,
+    INCARNATION,
+    MEMBER,
+    RANK,
+    head_name,
+    incarnation_name,
+    mounted_name,
+    parse_member_name,
+    selector,
+)
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, program_name
-from dsv4_operator.cli.logs import LogOptions
-from dsv4_operator.cli.output import note
-from dsv4_operator.cli.sources import pods
+from dsv4_operator.cli.logs import LogComponent, LogOptions, LogOrigin, decode_line, print_log_line
+from dsv4_operator.cli.output import local_datetime, note
 from dsv4_operator.cli.sources.base import (
     EVIDENCE_TAIL_BYTES,
+    DeploymentSource,
     DeploymentView,
     EvidenceFile,
+    RetryingPoll,
     ServiceAccess,
     first_key,
     names_hint,
@@ -54,29 +69,24 @@ class ClusterSource:
 
     @cached_property
     def namespace(self) -> str:
-        """Return the selected namespace."""
         if self._given_namespace:
             return self._given_namespace
         return self._kubectl.run("config", "view", "--minify", "--output=jsonpath={..namespace}") or "default"
 
     @property
     def location(self) -> str:
-        """Return the location of the deployments."""
         return f"in namespace {self.namespace}"
 
     def command_line(self, verb: str, name: str = "") -> str:
-        """Return the command line of `verb`."""
         program = program_name()
         options = self._kubectl.options or (" --cluster" if program == "dsv4" else "")
         return " ".join(part for part in (program, verb, name) if part) + options
 
     def names(self, *, seconds: float = CALL_SECONDS) -> list[str]:
-        """Return the names of all deployments of the namespace."""
         text = self._kubectl.run("get", RESOURCE, "--output=name", seconds=seconds)
         return [line.rpartition("/")[2] for line in text.split()]
 
     def get(self, name: str | None) -> DeploymentView:
-        """Return the deployment called `name`, or without a name the only one of the namespace."""
         if name is not None:
             return _parse_deployment(self._document(name))
         found = self.get_all()
@@ -87,7 +97,6 @@ class ClusterSource:
         raise bad_input(f"which deployment? Give its name{names_hint(item.name for item in found)}")
 
     def get_all(self, *, all_namespaces: bool = False) -> list[DeploymentView]:
-        """Return all deployments of the namespace or the cluster, with a warning for each that cannot be parsed."""
         documents = self._kubectl.items(RESOURCE, *(["--all-namespaces"] if all_namespaces else []))
         return read_all(documents, _parse_deployment)
 
@@ -114,7 +123,6 @@ class ClusterSource:
         return catalog_facts(deployment, kind, state_root=names.STATE_DIRECTORY, weights_root=f"{folder}/weights")
 
     def measured(self, name: str) -> tuple[Measured, ...]:
-        """Return the memory in the status of the deployment of that name; empty if there is none."""
         try:
             return measured_of(self.get(name).object.status)
         except CommandError:
@@ -146,8 +154,7 @@ class ClusterSource:
             yield ServiceAccess(forward.url, token, permanent=False)
 
     def logs(self, name: str | None, options: LogOptions) -> ExitCode:
-        """Print the logs of the members' pods."""
-        return pods.print_logs(self._kubectl, self.get(name), options, self)
+        return print_logs(self._kubectl, self.get(name), options, self)
 
     def evidence(self, name: str | None) -> tuple[str, Iterator[EvidenceFile]]:
         """Return the object, its events, pods, plans and logs, and the evidence of earlier failures."""
@@ -163,7 +170,6 @@ class ClusterSource:
         return self._requested(item, "is being formed anew")
 
     def suspend(self, item: DeploymentView, suspended: bool) -> str:
-        """Set `spec.suspend`."""
         if item.object.spec.suspend is suspended:
             return f"{item.name} is {'suspended already' if suspended else 'not suspended'}"
         self._patch(item, {"spec": {"suspend": suspended}})
@@ -230,13 +236,12 @@ class EvidenceCollector:
         """Yield the object, events, pods, the operator's plans and evidence, logs, and evidence on heads' nodes."""
         name = self._item.name
         yield _json_file("object.json", self._item.document())
-        events = self._list("events.json", lambda: pods.list_events(self._kubectl))
-        own = [event for event in events if pods.is_part_of(event["involvedObject"]["name"], name)]
-        yield _json_file("events.json", sorted(own, key=lambda event: pods.parse_event(event).time))
-        pod_list = self._list("pods.json", lambda: pods.list_pods(self._kubectl, name))
+        events = self._list("events.json", lambda: list_events(self._kubectl))
+        own = [event for event in events if is_part_of(event["involvedObject"]["name"], name)]
+        yield _json_file("events.json", sorted(own, key=lambda event: parse_event(event).time))
+        pod_list = self._list("pods.json", lambda: list_pods(self._kubectl, name))
         yield _json_file("pods.json", pod_list)
-        selector = pods.deployment_selector(name)
-        for document in self._list("configmaps", lambda: self._kubectl.items("configmaps", selector)):
+        for document in self._list("configmaps", lambda: self._kubectl.items("configmaps", deployment_selector(name))):
             for key, text in sorted((document.get("data") or {}).items()):
                 yield EvidenceFile(f"configmaps/{document['metadata']['name']}/{key}", text.encode())
         for document in pod_list:
@@ -248,14 +253,14 @@ class EvidenceCollector:
         name, container = document["metadata"]["name"], document["spec"]["containers"][0]["name"]
         log = ("logs", name, f"--container={container}", f"--tail={_EVIDENCE_LINES}")
         yield from self._output(f"pods/{name}.log", *log)
-        pod = pods.parse_pod(document)
+        pod = parse_pod(document)
         if pod is None or pod.rank != 0 or not pod.running:
             return
         group = next((each for each in self._item.status.groups if each.index == pod.group), None)
         if group is not None:
             yield from self._in_place_restarts(pod, group)
 
-    def _in_place_restarts(self, head: pods.Pod, group: GroupStatus) -> Iterator[EvidenceFile]:
+    def _in_place_restarts(self, head: Pod, group: GroupStatus) -> Iterator[EvidenceFile]:
         """Yield the evidence of in-place restarts, which is stored on the head's node."""
         for directory in dict.fromkeys(failure.evidence for failure in group.history):
             if directory is not None and directory.startswith("/"):
@@ -274,7 +279,7 @@ class EvidenceCollector:
     def _output(self, path: str, *command: str) -> Iterator[EvidenceFile]:
         """Yield the end of the output of `kubectl`, if there is any."""
         try:
-            text = self._kubectl.run(*command, seconds=pods.LOG_SECONDS)
+            text = self._kubectl.run(*command, seconds=LOG_SECONDS)
         except KubectlError as error:
             self._missing.append(f"{path}: {error.reason}")
             return
@@ -284,3 +289,189 @@ class EvidenceCollector:
 
 def _json_file(path: str, value: object) -> EvidenceFile:
     return EvidenceFile(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+POLL_SECONDS = 2.0
+"""Interval of reads of events that are followed."""
+LOG_SECONDS = 120.0
+"""Limit for reading a complete log."""
+_CONTAINER = "agent"
+_MAX_LOGS = 1000
+"""Limit of logs that are followed at the same time; that of `kubectl` is 5 by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """Pod of one member."""
+
+    name: str
+    group: int
+    incarnation: int
+    rank: int
+    container: str
+    running: bool
+    """Whether commands can be executed in the container."""
+
+
+def parse_pod(document: dict[str, Any]) -> Pod | None:
+    """Return the member in a Pod object; None for other pods, such as those of the gateway."""
+    labels = document["metadata"].get("labels") or {}
+    try:
+        group, incarnation, rank = (int(labels[key]) for key in (GROUP, INCARNATION, RANK))
+    except (KeyError, ValueError):
+        return None
+    container = document["spec"]["containers"][0]
+    statuses = document.get("status", {}).get("containerStatuses") or []
+    states: dict[str, Any] = {each["name"]: each.get("state") or {} for each in statuses}
+    return Pod(
+        name=document["metadata"]["name"],
+        group=group,
+        incarnation=incarnation,
+        rank=rank,
+        container=container["name"],
+        running="running" in states.get(container["name"], {}),
+    )
+
+
+def deployment_selector(name: str) -> str:
+    """Return the option that selects the objects of a deployment."""
+    return f"--selector={DEPLOYMENT}={name}"
+
+
+def list_pods(kubectl: Kubectl, name: str) -> list[dict[str, Any]]:
+    """Return the Pod objects of a deployment."""
+    return kubectl.items("pods", deployment_selector(name))
+
+
+@dataclass(frozen=True, slots=True)
+class KubeEvent:
+    """An event, which may have occurred several times."""
+
+    uid: str
+    time: float
+    """Unix time of the latest occurrence."""
+    type: str
+    reason: str
+    message: str
+    count: int
+
+    def __str__(self) -> str:
+        """Return a line in the log format of the reconcile loop under `dsv4 up`."""
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        return f"{local_datetime(self.time)} {self.type} {self.reason}: {self.message}{times}"
+
+
+def parse_event(document: dict[str, Any]) -> KubeEvent:
+    """Parse an Event object of either API (`v1`, `events.k8s.io/v1`)."""
+    series = document.get("series") or {}
+    stamp = (
+        series.get("lastObservedTime")
+        or document.get("lastTimestamp")
+        or document.get("eventTime")
+        or document["metadata"]["creationTimestamp"]
+    )
+    return KubeEvent(
+        uid=document["metadata"]["uid"],
+        time=parse_time(stamp),
+        type=document.get("type") or "",
+        reason=document.get("reason") or "",
+        message=document.get("message") or "",
+        count=series.get("count") or document.get("count") or 1,
+    )
+
+
+def is_part_of(name: str, deployment: str) -> bool:
+    """Return whether an object called `name` is the deployment or a part of it; `nano-2-0-head` is not `nano`'s."""
+    return re.fullmatch(rf"{re.escape(deployment)}(-\d+-(i\d+(-r\d+)?|head|gateway.*|evidence.*))?", name) is not None
+
+
+def list_events(kubectl: Kubectl, *selectors: str) -> list[dict[str, Any]]:
+    """Return the Event objects of the namespace that match the field selectors."""
+    return kubectl.items("events", *([f"--field-selector={','.join(selectors)}"] if selectors else []))
+
+
+# `kubectl logs --prefix` writes pod and container before each line, and the agent its label before copied lines.
+_LINE = re.compile(rb"\[pod/([^/\]]+)/[^\]]+\] (?:\[(ray|vllm) rank \d+\] )?(.*)", re.DOTALL)
+
+
+def print_logs(kubectl: Kubectl, item: DeploymentView, options: LogOptions, source: DeploymentSource) -> ExitCode:
+    """Print the logs of the members' pods with `kubectl logs`, whose agents copy the logs of Ray and vLLM."""
+    if options.component is LogComponent.LOOP:
+        return _print_events(kubectl, item, options, source)
+    grouped = max(item.object.spec.replicas, len(item.status.groups)) > 1
+    wanted = {DEPLOYMENT: item.name, COMPONENT: MEMBER}
+    if options.rank is not None:
+        wanted[RANK] = str(options.rank)
+    # `kubectl` counts the lines of all components.
+    selected = options.tail is not None and options.component is not LogComponent.ALL and not options.follow
+    arguments = [
+        f"--selector={selector(wanted)}",
+        f"--container={_CONTAINER}",
+        "--prefix",
+        "--ignore-errors",
+        f"--max-log-requests={_MAX_LOGS}",
+        f"--tail={-1 if options.tail is None or selected else options.tail}",
+        *([f"--since={options.since}"] if options.since else []),
+        "--follow" if options.follow else f"--request-timeout={LOG_SECONDS:.0f}s",
+    ]
+    last: dict[LogOrigin, deque[str]] = {}
+    printed = False
+    for raw in kubectl.lines("logs", *arguments):
+        if (found := _LINE.fullmatch(raw)) is None or (member := parse_member_name(found[1].decode())) is None:
+            note(raw.decode(errors="replace").removeprefix("error: "))
+            continue
+        component = LogComponent((found[2] or b"agent").decode())
+        if component not in options.components:
+            continue
+        printed = True
+        origin = LogOrigin(member[3], component, member[1] if grouped else None)
+        if selected:
+            last.setdefault(origin, deque(maxlen=options.tail)).append(decode_line(found[3]))
+        else:
+            print_log_line(origin, decode_line(found[3]), options)
+    for origin, lines in last.items():
+        for line in lines:
+            print_log_line(origin, line, options)
+    if options.follow:
+        hint = source.command_line("status", item.name)
+        note(f"the pods whose logs were followed have ended; see `{hint}`, and repeat the command for new pods")
+    elif not printed:
+        raise _no_logs(kubectl, item, options, source)
+    return ExitCode.OK
+
+
+def _no_logs(kubectl: Kubectl, item: DeploymentView, options: LogOptions, source: DeploymentSource) -> CommandError:
+    pods = filter(None, map(parse_pod, list_pods(kubectl, item.name)))
+    ranks = ", ".join(map(str, sorted({pod.rank for pod in pods})))
+    hint = f"; its ranks are {ranks}" if ranks else f"; see `{source.command_line('status', item.name)}`"
+    rank = f"rank {options.rank}" if options.rank is not None else ""
+    component = f"component {options.component}" if options.component is not LogComponent.ALL or not rank else ""
+    missing = " and ".join(filter(None, (rank, component)))
+    return bad_input(f"{item.name!r} has no logs of {missing}{hint}")
+
+
+def _print_events(kubectl: Kubectl, item: DeploymentView, options: LogOptions, source: DeploymentSource) -> ExitCode:
+    """Print the operator's events for the deployment, oldest first."""
+    shown: set[tuple[str, int]] = set()
+    origin = LogOrigin(None, LogComponent.LOOP)
+
+    def refresh(tail: int | None) -> bool:
+        """Print new events; return whether the deployment still exists."""
+        listed = list_events(kubectl, f"involvedObject.uid={item.object.metadata.uid}")
+        found = sorted(map(parse_event, listed), key=lambda each: each.time)
+        new = [each for each in found if (each.uid, each.count) not in shown]
+        for each in new if tail is None else new[len(new) - min(tail, len(new)) :]:
+            print_log_line(origin, str(each), options)
+        shown.update((each.uid, each.count) for each in new)
+        return not options.follow or item.name in source.names()
+
+    refresh(options.tail)
+    if not shown:
+        why = source.command_line("why", item.name)
+        note(f"there are no events of {item.name}; a cluster keeps them for an hour: see `{why}`")
+    poll = RetryingPoll()
+    while options.follow:
+        time.sleep(POLL_SECONDS)
+        if poll(lambda: refresh(None)) is False:
+            break
+    return ExitCode.OK

@@ -59,15 +59,12 @@ class LocalSource:
 
     @property
     def location(self) -> str:
-        """Return the location of the deployments."""
         return f"under {self.root}"
 
     def command_line(self, verb: str, name: str = "") -> str:
-        """Return the command line of `verb`."""
         return " ".join(part for part in ("dsv4", verb, name) if part) + state_dir_option(self.root)
 
     def names(self, *, seconds: float = 30.0) -> list[str]:
-        """Return the names of all deployments."""
         return [state.name for state in deployments(self.root)]
 
     def get(self, name: str | None) -> DeploymentView:
@@ -75,11 +72,9 @@ class LocalSource:
         return read_deployment(select_state(self.root, name))
 
     def get_all(self, *, all_namespaces: bool = False) -> list[DeploymentView]:
-        """Return all deployments of this state directory, with a warning for each that cannot be read."""
         return read_all(deployments(self.root), read_deployment)
 
     def load(self, file_or_name: str) -> DSV4Deployment:
-        """Return the deployment in a file."""
         return read_file(file_or_name, detect_hardware=True)
 
     def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
@@ -130,11 +125,9 @@ class LocalSource:
         yield ServiceAccess(lambda: url, token, permanent=True)
 
     def logs(self, name: str | None, options: LogOptions) -> ExitCode:
-        """Print the members' log files."""
         return print_logs(select_state(self.root, name), options)
 
     def evidence(self, name: str | None) -> tuple[str, Iterator[EvidenceFile]]:
-        """Return the files of the deployment."""
         state = select_state(self.root, name)
         return state.name, _evidence_files(state)
 
@@ -366,7 +359,6 @@ class LineReader:
         return list(deque(self._read(final), last))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _read(self, final: bool) -> Iterator[bytes]:

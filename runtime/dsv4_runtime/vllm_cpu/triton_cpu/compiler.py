@@ -13,11 +13,9 @@ class CPUBackend(BaseBackend):  # type: ignore[misc]  # Triton ships no types
 
     @staticmethod
     def supports_target(target: GPUTarget) -> bool:
-        """Return whether `target` is the target of the CPU driver."""
         return bool(target.backend == "cpu")
 
     def hash(self) -> str:
-        """Return the backend's part of cache keys."""
         return "dsv4-interpreter"
 
     def parse_options(self, options: dict[str, Any]) -> Any:
@@ -32,5 +30,4 @@ class CPUBackend(BaseBackend):  # type: ignore[misc]  # Triton ships no types
         """Load nothing."""
 
     def get_module_map(self) -> dict[str, ModuleType]:
-        """Return no device library."""
         return {}

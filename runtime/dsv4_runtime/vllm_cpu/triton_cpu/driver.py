@@ -28,24 +28,20 @@ class CPUDriver(DriverBase):  # type: ignore[misc]  # Triton ships no types
         return os.environ.get("TRITON_INTERPRET") == "1" and not _cuda_is_here()
 
     def get_current_target(self) -> GPUTarget:
-        """Return the CPU target; nothing is compiled for it."""
         return GPUTarget("cpu", _ARCH, 1)
 
     def get_active_torch_device(self) -> Any:
-        """Return torch's CPU device."""
         import torch
 
         return torch.device("cpu")
 
     def get_current_device(self) -> int:
-        """Return 0, the only device."""
         return 0
 
     def set_current_device(self, device: int) -> None:
         """Do nothing; there is one device."""
 
     def get_current_stream(self, device: int) -> int:
-        """Return 0; the CPU has no streams."""
         return 0
 
     def map_python_to_cpp_type(self, ty: str) -> str:

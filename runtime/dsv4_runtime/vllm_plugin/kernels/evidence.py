@@ -64,7 +64,6 @@ class Seen:
         return self.microseconds is not None if self.fault is None else self.fault.startswith(WRONG)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -84,7 +83,6 @@ class Kept:
     failed: Mapping[tuple[Op, str], Failed] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         return {
             "seen": [one.to_dict() for one in self.seen],
             "failed": [

@@ -94,7 +94,6 @@ class Evidence:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         return {
             "machine": dict(self.machine),
             "choice": {str(op): self.choice.provider(op) for op in Op},
@@ -197,7 +196,6 @@ class _Files:
         return Kept(), 0.0, 0
 
     def write(self, kept: Kept) -> None:
-        """Store `kept`."""
         if self.place is None:
             return
         fresh = self.place.with_suffix(f".{os.getpid()}.new")

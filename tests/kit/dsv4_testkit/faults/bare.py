@@ -62,7 +62,7 @@ class Bare:
         if self._weights is not None:
             return next(self._weights.glob("nano-*"))
         folder = self.root / "weights" / "nano"
-        subprocess.run([sys.executable, "-m", "dsv4_runtime.nano.main", str(folder)], check=True, timeout=300)
+        subprocess.run([sys.executable, "-m", "dsv4_runtime.nano.checkpoint", str(folder)], check=True, timeout=300)
         return folder
 
     @property

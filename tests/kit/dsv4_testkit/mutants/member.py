@@ -253,6 +253,13 @@ MEMBER = (
         ("tests/unit/agent/test_log_provenance.py",),
     ),
     Mutant(
+        "the doctor warns about a port that the deployment excludes",
+        "runtime/dsv4_runtime/fabric/checks.py",
+        "fine = common or unfit.reason is CheckReason.NOT_SELECTED",
+        "fine = common",
+        ("tests/unit/fabric/test_discover.py",),
+    ),
+    Mutant(
         "a request id is part of the evidence",
         "runtime/dsv4_runtime/util/log_lines.py",
         "if named := _REQUEST.search(text):",
