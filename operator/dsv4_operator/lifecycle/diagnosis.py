@@ -45,6 +45,10 @@ def diagnose(group: GroupStatus, observed: Observed, now: float) -> Failure | No
     found = {one.rank: one for one in _member_failures(group, observed, now)}
     if not found:
         return None
+    # The others die of it, possibly before its own end.
+    placement = next((one for one in found.values() if one.failure.cause is Cause.PLACEMENT_LOST), None)
+    if placement is not None:
+        return placement.failure
     first = min(found.values(), key=lambda one: (one.failure.time, one.rank))
     blamed = first.failure.culprit_rank
     if blamed in found and found[blamed].failure.culprit_rank == blamed:
@@ -87,6 +91,9 @@ def _member_failures(group: GroupStatus, observed: Observed, now: float) -> Iter
 
 def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observed, now: float) -> Failure | None:
     status = agent_status(seen, observed.key) if seen else None
+    if seen is not None and seen.removal is not None:
+        what = f"its scheduler removes it: {seen.removal}"
+        return _lost(member.rank, now, what, "exit", Cause.PLACEMENT_LOST)
     if status is not None and status.phase is Phase.FAILED:
         reported = status.verdict.failure if status.verdict.health is Health.DEAD else None
         if reported is None:
@@ -95,7 +102,9 @@ def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observ
         rank = member.rank if blames_none else reported.culprit_rank
         return reported.model_copy(update={"culprit_rank": rank})
     if seen is not None and seen.ended is not None:
-        cause = seen.cause or Cause.MEMBER_LOST
+        # An agent waits for the addresses of all members, and a scheduler may place only some of them.
+        queued = any(one.queued for one in observed.members if one.incarnation == seen.incarnation)
+        cause = seen.cause or (Cause.PLACEMENT_LOST if queued else Cause.MEMBER_LOST)
         return _lost(member.rank, seen.ended_time or now, f"its agent ended: {seen.ended}", "exit", cause)
     if status is not None and status.phase in _UNASKED:
         return _lost(member.rank, now, "its agent is stopping without a request of the controller", "health")
