@@ -11,6 +11,27 @@ _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
 
 CONTROL = (
     Mutant(
+        "a member that its scheduler removed uses a restart",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "        charged = repeated and not _lost_placement(group)\n",
+        "        charged = repeated\n",
+        ("tests/unit/pods/test_podgroups.py",),
+    ),
+    Mutant(
+        "a queued member fails after the time of the default scheduler",
+        f"{_OPERATOR}/backends/pods/observe.py",
+        "    if podgroup.is_queued(pod):\n        return None, None\n",
+        "",
+        ("tests/unit/pods/test_podgroups.py",),
+    ),
+    Mutant(
+        "the pod group of a fenced incarnation stays",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "            *((kind, name) for kind in self._pod_groups),\n",
+        "",
+        ("tests/unit/pods/test_podgroups.py",),
+    ),
+    Mutant(
         "watches share the connections of requests",
         f"{_OPERATOR}/kube/client.py",
         'sessions.watches if "watch" in query else sessions.requests',
