@@ -201,7 +201,8 @@ class World:
         _, group, incarnation, rank = member
         required = names.part(pod, "spec", "affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
         if not required and not self.placing:
-            pod["status"] = {"phase": "Pending"}
+            waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no room"}
+            pod["status"] = {"phase": "Pending", "conditions": [waits]}
             return
         terms = required.get("nodeSelectorTerms")
         (pod["spec"]["nodeName"],) = terms[0]["matchFields"][0]["values"] if terms else [f"n{rank}"]

@@ -169,6 +169,14 @@ async def test_removed_members_are_no_failure_of_the_engine(queued: World) -> No
             assert pod_groups(queued) == [f"nano-0-i{incarnation + 1}"]
 
 
+async def test_a_stopped_group_leaves_nothing_in_its_scheduler(queued: World) -> None:
+    queued.placing = True
+    await queued.serve()
+    queued.change(suspend=True)
+    await queued.until(lambda: queued.status["phase"] == "Suspended", 20.0)
+    assert (queued.pods(), pod_groups(queued)) == ([], [])
+
+
 async def test_an_engine_that_dies_still_uses_a_restart(queued: World) -> None:
     queued.placing = True
     await queued.serve()

@@ -350,8 +350,6 @@ def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | N
         return None, None
     if pod["metadata"].get("deletionTimestamp"):
         return "its pod was deleted before its agent answered", None
-    if podgroup.is_queued(pod):
-        return None, None
     unschedulable = _unschedulable(pod)
     if unschedulable is not None and age > SCHEDULE_SECONDS:
         return f"not scheduled for {age:.0f} s: {unschedulable}", Cause.FORMATION_TIMEOUT

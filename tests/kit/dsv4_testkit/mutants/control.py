@@ -19,9 +19,9 @@ CONTROL = (
     ),
     Mutant(
         "a queued member fails after the time of the default scheduler",
-        f"{_OPERATOR}/backends/pods/observe.py",
-        "    if podgroup.is_queued(pod):\n        return None, None\n",
-        "",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "now if one.uid in queued else known.seen.get(one.uid, now)",
+        "known.seen.get(one.uid, now)",
         ("tests/unit/pods/test_podgroups.py",),
     ),
     Mutant(
@@ -709,15 +709,15 @@ CONTROL = (
     Mutant(
         "a group is formed again whatever its budget",
         f"{_OPERATOR}/lifecycle/decide.py",
-        "exhausted = allowed.at is None or _twice(group.history, failure)",
+        "exhausted = at is None or _twice(group.history, failure)",
         "exhausted = _twice(group.history, failure)",
         ("tests/unit/lifecycle/test_decide.py",),
     ),
     Mutant(
         "the same deterministic cause goes on for the whole budget",
         f"{_OPERATOR}/lifecycle/decide.py",
-        "exhausted = allowed.at is None or _twice(group.history, failure)",
-        "exhausted = allowed.at is None",
+        "exhausted = at is None or _twice(group.history, failure)",
+        "exhausted = at is None",
         ("tests/unit/lifecycle/test_decide.py",),
     ),
     Mutant(
