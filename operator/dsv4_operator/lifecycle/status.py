@@ -497,7 +497,7 @@ def _group(before: GroupStatus, now: GroupStatus, new: DeploymentStatus) -> Iter
         # An agent reports a death at once, and its cause when that is settled: the repair follows the cause.
         if undetermined(now) is None and (deaths or moved or undetermined(before) is not None):
             yield Event(EventType.NORMAL, Reason.ENGINE_RESTARTING, "the engine is restarted in place", now.index)
-    elif moved or (now.phase is GroupPhase.QUEUED and _queue_message(now) and not _queue_message(before)):
+    elif moved or (now.phase is GroupPhase.QUEUED and _queue_message(now) != _queue_message(before)):
         yield from _phase_events(now, new)
     if now.phase is GroupPhase.SERVING and _life(now) != (_life(before) if before.ready_time else None):
         yield _serving(now)
