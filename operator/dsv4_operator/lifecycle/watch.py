@@ -113,7 +113,8 @@ def without_queue_time(group: GroupStatus, now: float) -> GroupStatus:
     """Return `group`, which leaves its phase, with time in a queue excluded from `spec.rollout.progressDeadline`."""
     if group.phase is not GroupPhase.QUEUED or group.revision_time is None or group.phase_time is None:
         return group
-    return group.model_copy(update={"revision_time": group.revision_time + max(0.0, now - group.phase_time)})
+    waited = max(0.0, now - group.phase_time)
+    return group.model_copy(update={"revision_time": round(group.revision_time + waited, 3)})
 
 
 def with_members(group: GroupStatus, observed: Observed, now: float) -> GroupStatus:
