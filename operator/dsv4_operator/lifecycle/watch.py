@@ -103,8 +103,10 @@ def watch(group: GroupStatus, observed: Observed, *, generation: int, now: float
 
 
 def with_placement(group: GroupStatus, observed: Observed, now: float) -> GroupStatus:
-    """Return `group`, all of whose members exist, in the phase that follows from their nodes."""
-    if any(member.queued for member in observed.members if member.incarnation == group.incarnation):
+    """Return `group`, all of whose members were created, in the phase that follows from their nodes."""
+    present = [member for member in observed.members if member.incarnation == group.incarnation]
+    gone = {member.rank for member in group.members} - {member.rank for member in present}
+    if any(member.queued for member in present) or (gone and group.phase is GroupPhase.QUEUED):
         return group.model_copy(update={"phase": GroupPhase.QUEUED})
     return without_queue_time(group, now).model_copy(update={"phase": GroupPhase.STARTING})
 

@@ -197,6 +197,17 @@ async def test_an_agent_that_waited_in_vain_for_unplaced_members_uses_no_restart
     assert (group(queued)["incarnation"], group(queued).get("restarts", [])) == (2, [])
 
 
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+async def test_a_queued_member_that_is_deleted_uses_no_restart(queued: World, ranks: tuple[int, ...]) -> None:
+    """The API server removes a pod without a node at once."""
+    await queued.until(lambda: queued.status and group(queued)["phase"] == "Queued", 20.0)
+    for rank in ranks:
+        del queued.kube.objects["Pod", "team", f"nano-0-i1-r{rank}"]
+    await queued.until(lambda: queued.formed(2), 60.0)
+    assert group(queued)["lastFailure"]["cause"] == Cause.PLACEMENT_LOST
+    assert group(queued).get("restarts", []) == []
+
+
 async def test_a_missing_scheduler_is_one_condition_with_the_remedy(queued: World) -> None:
     if kind_of(queued) is SchedulerType.KUEUE:
         queue = queued.kube.objects.pop(("LocalQueue", "team", "models"))

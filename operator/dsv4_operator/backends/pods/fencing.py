@@ -86,12 +86,11 @@ class Fencer:
         """End an incarnation, its members first, then its names and its plan; return whether all objects are gone.
 
         A pod is gone when its kubelet has ended its processes and confirmed it, even if another controller keeps the
-        object by a finalizer. A lost node confirms nothing, so its
-        pods are removed by force after this process has seen the node not ready for `spec.recovery.nodeLoss.after`.
-        Their processes may still run, but cannot join the next incarnation: it has other names, another plan and
-        another Ray cluster, agents accept requests for their own incarnation only, a worker without connection to its
-        head gives up after `HealthPolicy.link_lost`, and a returning kubelet ends pods that the API server no longer
-        has.
+        object by a finalizer. A lost node confirms nothing, so its pods are removed by force after this process has
+        seen the node not ready for `spec.recovery.nodeLoss.after`. Their processes may still run, but cannot join the
+        next incarnation: it has other names, another plan and another Ray cluster, agents accept requests for their own
+        incarnation only, a worker without connection to its head gives up after `HealthPolicy.link_lost`, and a
+        returning kubelet ends pods that the API server no longer has.
 
         `seen` is as in `live`.
 
