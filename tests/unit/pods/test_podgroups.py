@@ -225,9 +225,8 @@ async def test_a_missing_scheduler_is_one_condition_with_the_remedy(queued: Worl
     assert group(queued)["incarnation"] == 1
 
 
+@pytest.mark.parametrize("queued", [SchedulerType.VOLCANO, SchedulerType.COSCHEDULING], indirect=True)
 async def test_a_pod_group_of_another_owner_is_not_touched(queued: World) -> None:
-    if kind_of(queued) is SchedulerType.KUEUE:
-        pytest.skip("Kueue makes its objects itself")
     about = {"name": "nano-0-i1", "namespace": "team", "ownerReferences": owners("other", "uid-other")}
     queued.kube._put(("PodGroup", "team", "nano-0-i1"), {"kind": "PodGroup", "metadata": about, "spec": {}})
     await queued.until(lambda: queued.status and queued.condition("Progressing")[1] == "ForeignObject", 20.0)
