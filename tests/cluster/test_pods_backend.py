@@ -220,6 +220,8 @@ def pod_groups(cluster: ControlPlane) -> Iterator[str]:
         }
     )
     cluster.kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+    # The first request for a kind takes long.
+    cluster.kubectl("get", name, "--all-namespaces")
     yield name
     cluster.kubectl("delete", "crd", name, "--ignore-not-found", "--timeout=60s")
 

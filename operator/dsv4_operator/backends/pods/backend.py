@@ -393,8 +393,8 @@ class PodsBackend:
         await gather_all(
             self._keys.make_token(deployment, plan.group, plan.incarnation),
             self._objects.apply(member.incarnation_service(deployment, plan.group, plan.incarnation)),
+            self._pod_groups.create(deployment, plan),
         )
-        await self._pod_groups.create(deployment, plan)
         missing = [rank for rank in range(len(plan.members)) if rank not in present]
         return [member.member_pod(deployment, plan, rank, host=host) for rank in missing]
 
