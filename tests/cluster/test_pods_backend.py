@@ -220,8 +220,8 @@ def pod_groups(cluster: ControlPlane) -> Iterator[str]:
         }
     )
     cluster.kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
-    # The first request for a kind takes long.
-    cluster.kubectl("get", name, "--all-namespaces")
+    # API servers delay the creation of objects by 2 s while their kind is younger than that.
+    time.sleep(2.1)
     yield name
     cluster.kubectl("delete", "crd", name, "--ignore-not-found", "--timeout=60s")
 
