@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dsv4_operator.api import ClusterPolicy, DSV4Deployment, GroupPhase, GroupStatus, parse
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, GroupPhase, GroupStatus, SchedulerType, parse
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import Cluster, PodsBackend
 from dsv4_operator.builders import names
@@ -18,7 +18,7 @@ from dsv4_testkit.conformance import Bounded
 from dsv4_testkit.scripted_agent import Script, ScriptedAgents
 
 NAME = "conform"
-POLICY = ClusterPolicy(toleration_keys=("kwok.x-k8s.io/node",))
+POLICY = ClusterPolicy(toleration_keys=("kwok.x-k8s.io/node",), schedulers=(SchedulerType.VOLCANO,))
 
 
 def manifest(namespace: str, **topology: object) -> dict[str, Any]:

@@ -94,6 +94,23 @@ def test_the_operator_has_these_rights_and_no_others() -> None:
     assert one(objects, "Role")["metadata"]["namespace"] == "dsv4-system"
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "more"),
+    [
+        ("Volcano", {("scheduling.volcano.sh", "podgroups"): {"get", "list", "create", "delete"}}),
+        ("Coscheduling", {("scheduling.x-k8s.io", "podgroups"): {"get", "list", "create", "delete"}}),
+        ("Kueue", {("kueue.x-k8s.io", "localqueues"): {"get"}, ("kueue.x-k8s.io", "workloads"): {"get"}}),
+    ],
+)
+def test_an_allowed_scheduler_gives_the_rights_for_its_objects(
+    scheduler: str, more: dict[tuple[str, str], set[str]]
+) -> None:
+    objects = rendered(f"policy.schedulers={{{scheduler}}}")
+    assert rights(one(objects, "ClusterRole", "dsv4-operator")) == IN_ITS_NAMESPACES | EVERYWHERE | more
+    policy = json.loads(one(objects, "ConfigMap")["data"]["policy.json"])
+    assert policy["schedulers"] == [scheduler]
+
+
 def test_the_lease_is_asked_for_by_name() -> None:
     for rule in one(rendered(), "Role")["rules"]:
         assert rule["verbs"] == ["create"] or rule["resourceNames"] == ["dsv4-operator"]
@@ -252,6 +269,7 @@ def test_a_certificate_of_the_users_own_for_the_webhook() -> None:
         ("metrics.port=80", "at '/metrics/port'"),
         ("policy.storageRoots={/a/../b}", "at '/policy/storageRoots/0'"),
         ("policy.modelRoots={/}", "at '/policy/modelRoots/0'"),
+        ("policy.schedulers={KAI}", "at '/policy/schedulers/0'"),
     ],
 )
 def test_wrong_values_are_named(value: str, said: str) -> None:

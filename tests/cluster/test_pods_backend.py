@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from dsv4_operator.backends.pods import Cluster, PodsBackend
 from dsv4_operator.backends.pods.backend import NodesTaken
 from dsv4_operator.backends.pods.fencing import FenceError
 from dsv4_operator.backends.pods.ownership import ForeignObject, ObjectTerminating, OwnedObjects
+from dsv4_operator.backends.pods.podgroups import SchedulerMissing
 from dsv4_operator.builders import frontend, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import (
@@ -28,6 +30,7 @@ from dsv4_operator.kube import (
     PODS,
     SECRETS,
     SERVICES,
+    VOLCANO_POD_GROUPS,
     Client,
     Conflict,
     Invalid,
@@ -181,6 +184,91 @@ async def test_what_the_scheduler_says_of_a_node_that_changed_meanwhile_is_told(
         assert await world.all(PODS) == set()
     finally:
         cluster.kubectl("taint", "node", node, "dsv4.test/closed:NoSchedule-")
+
+
+@pytest.fixture
+def pod_groups(cluster: ControlPlane) -> Iterator[str]:
+    """A `PodGroup` kind as Volcano's, with no scheduler behind it."""
+    name = "podgroups.scheduling.volcano.sh"
+    open_schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    spec = {
+        "type": "object",
+        "properties": {
+            "minMember": {"type": "integer"},
+            "minResources": {"type": "object", "additionalProperties": {"x-kubernetes-int-or-string": True}},
+            "queue": {"type": "string", "default": "default"},
+        },
+    }
+    schema = {"type": "object", "properties": {"spec": spec, "status": open_schema}}
+    version = {"name": "v1beta1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    cluster.apply(
+        {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {"name": name},
+            "spec": {
+                "group": "scheduling.volcano.sh",
+                "scope": "Namespaced",
+                "names": {
+                    "kind": "PodGroup",
+                    "listKind": "PodGroupList",
+                    "plural": "podgroups",
+                    "singular": "podgroup",
+                },
+                "versions": [version],
+            },
+        }
+    )
+    cluster.kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+    # API servers delay the creation of objects by 2 s while their kind is younger than that.
+    time.sleep(2.1)
+    yield name
+    cluster.kubectl("delete", "crd", name, "--ignore-not-found", "--timeout=60s")
+
+
+async def test_without_the_kind_of_the_scheduler_nothing_is_made_and_it_is_named(world: PodsWorld) -> None:
+    await world.change(topology={"scheduler": {"type": "Volcano"}})
+    plan = await planned(world, 1)
+    with pytest.raises(SchedulerMissing, match=r"no PodGroup of Volcano \(scheduling.volcano.sh/v1beta1\); install"):
+        await world.backend.ensure(world.deployment, plan)
+    assert await world.all(PODS) == set()
+    # Fences work without it.
+    await fenced(world, 1)
+
+
+async def test_another_scheduler_gets_a_pod_group_and_chooses_the_nodes(
+    world: PodsWorld, cluster: ControlPlane, pod_groups: str
+) -> None:
+    await world.change(topology={"scheduler": {"type": "Volcano", "queue": "models"}})
+    plan = await formed(world, 1)
+    assert [one.node for one in plan.members] == [None, None]
+    (group,) = await world.kube.list(VOLCANO_POD_GROUPS, world.namespace)
+    assert group["metadata"]["name"] == f"{NAME}-0-i1"
+    assert names.belongs(group, world.deployment.metadata.uid)
+    assert (group["spec"]["minMember"], group["spec"]["queue"]) == (2, "models")
+    for pod in await world.objects(PODS):
+        assert pod["spec"]["schedulerName"] == "volcano"
+        assert pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == f"{NAME}-0-i1"
+        assert "nodeName" not in pod["spec"]
+    # The scheduler has no room.
+    full = {"type": "Unschedulable", "status": "True", "message": "queue resource quota insufficient"}
+    await world.kube.patch(VOLCANO_POD_GROUPS, world.namespace, f"{NAME}-0-i1", {"status": {"conditions": [full]}})
+    seen = await until(
+        world, "the reason is read", lambda seen: all("quota" in (one.waiting or "") for one in live(seen))
+    )
+    assert all(one.queued for one in live(seen))
+    # It places both members, in the order of its choice.
+    for rank, node in ((0, "fake6"), (1, "fake2")):
+        name = f"{NAME}-0-i1-r{rank}"
+        target = {"apiVersion": "v1", "kind": "Node", "name": node}
+        binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
+        path = f"/api/v1/namespaces/{world.namespace}/pods/{name}/binding"
+        cluster.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(binding))
+    seen = await until(world, "both are placed", lambda seen: not any(one.queued for one in live(seen)))
+    assert [of(seen, 1)[rank].node for rank in (0, 1)] == ["fake6", "fake2"]
+    await fenced(world, 1)
+    assert await world.all(PODS) == set()
+    assert await world.kube.list(VOLCANO_POD_GROUPS, world.namespace) == []
 
 
 async def test_without_any_image_nothing_is_made_and_it_is_said(world: PodsWorld) -> None:

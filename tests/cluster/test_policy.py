@@ -15,7 +15,7 @@ import yaml
 from clusterkit.client import Cluster, KubectlError
 from clusterkit.waiting import until
 
-from dsv4_operator.api import ClusterPolicy, InvalidDeployment, parse
+from dsv4_operator.api import ClusterPolicy, InvalidDeployment, SchedulerType, parse
 from dsv4_operator.api.policy import violations
 from dsv4_operator.backends.pods.scheduling import Snapshot, facts
 from dsv4_operator.builders import frontend, member
@@ -68,9 +68,10 @@ TAKEN: list[dict[str, Any]] = [
     {"engine": {"image": OWN}},
     {"engine": {"image": "registry.example/team/x:1"}},
     {"topology": {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]}},
+    {"topology": {"scheduler": {"type": "Kueue", "queue": "models"}}},
     {"topology": {"nodesPerGroup": 2, "tensorParallelSize": 2}, "network": {"mode": "PodNetwork"}},
 ]
-POLICY = ClusterPolicy(images=("registry.example/team/",))
+POLICY = ClusterPolicy(images=("registry.example/team/",), schedulers=(SchedulerType.KUEUE,))
 
 
 def manifest(namespace: str, **spec: Any) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def installed(cluster: Cluster, namespace: str) -> Iterator[None]:
     release = f"p{uuid.uuid4().hex[:8]}"
     values = charts.settings(
         "replicas=0", "crds.enabled=false", f"watchNamespaces={{{namespace}}}", f"runtimeImage={OWN}",
-        "rbac.aggregate=false", "policy.images={registry.example/team/}",
+        "rbac.aggregate=false", "policy.images={registry.example/team/}", "policy.schedulers={Kueue}",
     )  # fmt: skip
     place = ("--namespace", namespace, "--wait", "--timeout=100s")
     charts.helm("install", release, str(charts.CHART), *values, *place, env=cluster.environment)

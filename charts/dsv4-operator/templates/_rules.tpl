@@ -34,6 +34,21 @@
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch]
+{{- if has "Volcano" .Values.policy.schedulers }}
+- apiGroups: [scheduling.volcano.sh]
+  resources: [podgroups]
+  verbs: [get, list, create, delete]
+{{- end }}
+{{- if has "Coscheduling" .Values.policy.schedulers }}
+- apiGroups: [scheduling.x-k8s.io]
+  resources: [podgroups]
+  verbs: [get, list, create, delete]
+{{- end }}
+{{- if has "Kueue" .Values.policy.schedulers }}
+- apiGroups: [kueue.x-k8s.io]
+  resources: [localqueues, workloads] # the queue of spec.topology.scheduler, and why a group waits in it
+  verbs: [get]
+{{- end }}
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [get, create, patch]

@@ -5,6 +5,7 @@ from dsv4_operator.api.cluster import (
     NodeLossPolicy,
     NodeLossSpec,
     PortsSpec,
+    SchedulerType,
     SecretKeyRef,
     StorageType,
     Toleration,

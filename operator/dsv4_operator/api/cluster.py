@@ -69,6 +69,29 @@ LabelValue = Annotated[
 ]
 
 
+QueueName = Annotated[str, Matches(_DOMAIN, "is not the name of a queue; use a-z, 0-9, - and .", 63)]
+
+
+class SchedulerType(StrEnum):
+    """Scheduler or queue controller that places all members of a group at once, or none."""
+
+    KUEUE = "Kueue"
+    """Kueue admits the group as a plain pod group; the default scheduler then places its pods."""
+    VOLCANO = "Volcano"
+    """The scheduler `volcano`, with a `PodGroup`."""
+    COSCHEDULING = "Coscheduling"
+    """The scheduler `scheduler-plugins-scheduler` with the plugin Coscheduling, with a `PodGroup`."""
+
+
+class SchedulerSpec(SpecPart):
+    """Delegation of the choice of nodes to a scheduler of pod groups."""
+
+    type: SchedulerType
+    """`Kueue`, `Volcano` or `Coscheduling`."""
+    queue: QueueName | None = None
+    """`Kueue`: the LocalQueue, required. `Volcano`: the Queue. Default of Volcano: `default`."""
+
+
 class TolerationOperator(StrEnum):
     """Comparison of a toleration with a taint."""
 

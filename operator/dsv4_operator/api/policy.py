@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from dsv4_operator.api import cel
-from dsv4_operator.api.cluster import NetworkMode, ResourceName, StorageType
+from dsv4_operator.api.cluster import NetworkMode, ResourceName, SchedulerType, StorageType
 from dsv4_operator.api.deployment import DSV4Deployment
 from dsv4_operator.api.findings import Finding, joined, translate
 from dsv4_operator.api.rules import parts
@@ -80,6 +80,8 @@ class ClusterPolicy(SpecPart):
     """Environment variables allowed in `spec.engine.env` besides those of `security.VARIABLES`."""
     rdma_resources: tuple[ResourceName, ...] = ("rdma/hca_shared_devices_a",)
     """Allowed values of `spec.network.rdmaResource`."""
+    schedulers: tuple[SchedulerType, ...] = ()
+    """Allowed values of `spec.topology.scheduler.type`; the chart grants the operator the permissions for these."""
     device_groups: tuple[Annotated[Count, Field(ge=1, le=2**31 - 1)], ...] = ()
     """Supplementary group ids with which members may open the nodes' devices, if those are not open to all users."""
 
@@ -262,6 +264,17 @@ def _rdma_resource(request: Request) -> bool:
         or request.spec.topology.hardware == Hardware.CPU
         or request.spec.network.rdma_resource in request.policy.rdma_resources
     )
+
+
+@limit(
+    "topology.scheduler.type", "Scheduler", _not_allowed("remove spec.topology.scheduler", "schedulers"),
+    details=lambda request, _: _not_allowed(
+        _use(request.policy.schedulers, "remove spec.topology.scheduler"), "schedulers"
+    ),
+    value=lambda request, _: request.spec.topology.scheduler and request.spec.topology.scheduler.type,
+)  # fmt: skip
+def _scheduler(request: Request) -> bool:
+    return request.spec.topology.scheduler is None or request.spec.topology.scheduler.type in request.policy.schedulers
 
 
 _ANY_IMAGE = "'*' in variables.anyImageNamespaces || request.namespace in variables.anyImageNamespaces"

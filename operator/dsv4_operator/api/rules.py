@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from dsv4_operator.api.cel import listed, literal, optional
-from dsv4_operator.api.cluster import PortsSpec, Toleration, TolerationOperator
+from dsv4_operator.api.cluster import PortsSpec, SchedulerSpec, SchedulerType, Toleration, TolerationOperator
 from dsv4_operator.api.findings import Finding
 from dsv4_operator.api.security import (
     ENDPOINT_VARIABLES,
@@ -253,6 +253,23 @@ def _divides_layers(variant: Variant, sizes: tuple[int, ...]) -> None:
 
 for _variant, _sizes in TENSOR_PARALLEL_SIZES.items():
     _divides_layers(_variant, _sizes)
+
+
+@rule("topology", "nodes", "MutuallyExclusive", "is not allowed with scheduler, which chooses them; use nodeSelector")
+def _one_choice_of_nodes(topology: TopologySpec) -> bool:
+    return topology.scheduler is None or topology.nodes == ()
+
+
+@rule("topology.scheduler", "queue", "SchedulerQueue", "is required for Kueue; write the name of a LocalQueue")
+def _kueue_has_queue(scheduler: SchedulerSpec) -> bool:
+    return scheduler.queue is not None or scheduler.type != SchedulerType.KUEUE
+
+
+@rule(
+    "topology.scheduler", "queue", "SchedulerQueue", "is not supported by Coscheduling, which has no queues; remove it"
+)
+def _coscheduling_has_no_queue(scheduler: SchedulerSpec) -> bool:
+    return scheduler.queue is None or scheduler.type != SchedulerType.COSCHEDULING
 
 
 @rule(

@@ -18,6 +18,7 @@ from dsv4_operator.api.cluster import (
     NetworkSpec,
     NodeLossSpec,
     NodeName,
+    SchedulerSpec,
     SecretKeyRef,
     SecretName,
     StorageSpec,
@@ -417,6 +418,8 @@ class TopologySpec(SpecPart):
     """On a cluster: tolerated taints of nodes."""
     exclusive_nodes: StrictBool | None = None
     """On a cluster: at most one member of any deployment per node. Default: `true`, on CPU `false`."""
+    scheduler: SchedulerSpec | None = None
+    """On a cluster: the scheduler that chooses the nodes of each group. Default: dsv4 chooses them."""
 
     @property
     def world_size(self) -> int:

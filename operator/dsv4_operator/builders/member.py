@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Hardware, NetworkMode, SecretKeyRef, StorageType
 from dsv4_operator.api.policy import root_of
+from dsv4_operator.builders import podgroup
 from dsv4_operator.builders.names import (
     COMPONENT,
     HEAD_PORTS,
@@ -101,8 +102,9 @@ def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: 
     name, group, incarnation = deployment.metadata.name, plan.group, plan.incarnation
     on_host = deployment.spec.network_mode is NetworkMode.HOST_NETWORK
     volumes = dict(_volumes(deployment, plan, host.policy))
-    engine = deployment.spec.engine
+    engine, topology = deployment.spec.engine, deployment.spec.topology
     image = engine.image or host.runtime_image
+    marks = podgroup.membership(deployment, group, incarnation)
     spec: Manifest = {
         "hostname": member_name(name, group, incarnation, rank),
         "subdomain": incarnation_name(name, group, incarnation),
@@ -115,15 +117,19 @@ def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: 
         "affinity": _affinity(deployment, member),
         "containers": [_container(deployment, plan, member, image, volumes)],
         "volumes": [{"name": volume, **source} for volume, (source, _) in volumes.items()],
+        **marks.spec,
     }
+    if topology.scheduler is not None:
+        spec["nodeSelector"] = dict(topology.node_selector)
+        spec["topologySpreadConstraints"] = [podgroup.spread(deployment, group)]
     if deployment.spec.storage.type is StorageType.HOST_PATH:
         spec["initContainers"] = [_folder_owner(deployment, host.runtime_image)]
     if on_host:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    if deployment.spec.topology.tolerations:
+    if topology.tolerations:
         spec["tolerations"] = [
             {name: value for name, value in toleration.to_dict().items() if value != ""}
-            for toleration in deployment.spec.topology.tolerations
+            for toleration in topology.tolerations
         ]
     if engine.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": secret.name} for secret in engine.image_pull_secrets]
@@ -135,6 +141,9 @@ def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: 
         incarnation=incarnation,
         rank=rank,
     )
+    about["labels"] |= marks.labels
+    if marks.annotations:
+        about["annotations"] = dict(marks.annotations)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}
 
 
@@ -176,7 +185,8 @@ def _container(
     }
     # The image may lack the user, and libraries read its home and name.
     environment: list[Manifest] = [{"name": "HOME", "value": STATE_DIRECTORY}, {"name": "USER", "value": "dsv4"}]
-    if deployment.spec.network_mode is NetworkMode.POD_NETWORK:
+    if deployment.spec.network_mode is NetworkMode.POD_NETWORK or deployment.spec.topology.scheduler is not None:
+        # The plan has names: its author did not know the addresses.
         arguments.append("--address=$(DSV4_POD_IP)")
         environment.append({"name": "DSV4_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
     container["env"] = environment

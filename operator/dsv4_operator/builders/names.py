@@ -70,7 +70,7 @@ def selector(wanted: Mapping[str, str]) -> str:
     return ",".join(f"{name}={value}" for name, value in wanted.items())
 
 
-def metadata(deployment: DSV4Deployment, name: str, **more: object) -> dict[str, object]:
+def metadata(deployment: DSV4Deployment, name: str, **more: object) -> dict[str, Any]:
     """Return the metadata of an object that the garbage collector of Kubernetes removes with `deployment`."""
     owner = {"apiVersion": API_VERSION, "kind": KIND, "name": deployment.metadata.name, "uid": deployment.metadata.uid}
     return {

@@ -42,6 +42,7 @@ _HEALTH = {
     GroupPhase.RECOVERING: Health.DEAD,
     GroupPhase.FAILED: Health.DEAD,
     GroupPhase.FORMING: Health.STARTING,
+    GroupPhase.QUEUED: Health.STARTING,
     GroupPhase.STARTING: Health.STARTING,
 }
 

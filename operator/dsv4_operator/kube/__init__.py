@@ -7,14 +7,18 @@ from dsv4_operator.kube.client import Client, KubeReader
 from dsv4_operator.kube.exact import apply_exactly
 from dsv4_operator.kube.resources import (
     CONFIG_MAPS,
+    COSCHEDULING_POD_GROUPS,
     DEPLOYMENTS,
     DSV4_DEPLOYMENTS,
     EVENTS,
     LEASES,
+    LOCAL_QUEUES,
     NODES,
     PODS,
     SECRETS,
     SERVICES,
+    VOLCANO_POD_GROUPS,
+    WORKLOADS,
     AlreadyExists,
     Conflict,
     Forbidden,

@@ -35,6 +35,10 @@ EVENTS = Resource("events.k8s.io/v1", "Event", "events")
 LEASES = Resource("coordination.k8s.io/v1", "Lease", "leases")
 NAMESPACES = Resource("v1", "Namespace", "namespaces", namespaced=False)
 NODES = Resource("v1", "Node", "nodes", namespaced=False)
+LOCAL_QUEUES = Resource("kueue.x-k8s.io/v1beta1", "LocalQueue", "localqueues")
+WORKLOADS = Resource("kueue.x-k8s.io/v1beta1", "Workload", "workloads")
+VOLCANO_POD_GROUPS = Resource("scheduling.volcano.sh/v1beta1", "PodGroup", "podgroups")
+COSCHEDULING_POD_GROUPS = Resource("scheduling.x-k8s.io/v1alpha1", "PodGroup", "podgroups")
 POD_DISRUPTION_BUDGETS = Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 PODS = Resource("v1", "Pod", "pods")
 SECRETS = Resource("v1", "Secret", "secrets")
@@ -57,6 +61,10 @@ _KNOWN = {
         SECRETS,
         SERVICES,
         NETWORK_POLICIES,
+        LOCAL_QUEUES,
+        WORKLOADS,
+        VOLCANO_POD_GROUPS,
+        COSCHEDULING_POD_GROUPS,
     )
 }
 

@@ -9,6 +9,9 @@ PENDING ──claim──▶ FORMING ──all members seen──▶ STARTING �
        changed                                └──── claim ────┴───── claim, when wanted again ─────┘
 ```
 
+QUEUED, between FORMING and STARTING, lasts until the scheduler of `spec.topology.scheduler` has placed all members. The
+loss of a placement (`Cause.PLACEMENT_LOST`) leads to RECOVERING without a restart of the budget.
+
 UPDATING and DRAINING are planned ends: a healthy engine finishes its open requests first (`Drain`).
 
 Three rules make every step safe to interrupt; the next step needs only the last saved status:
@@ -38,10 +41,12 @@ from dsv4_operator.lifecycle.watch import (
     watch,
     with_failure,
     with_members,
+    with_placement,
     with_restarts,
+    without_queue_time,
 )
 from dsv4_operator.planning import PlanRefused, revision
-from dsv4_runtime.contract import Failure, GroupPlan, Health, Phase, permit
+from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase, permit
 from dsv4_runtime.contract.recovery import within
 
 
@@ -249,8 +254,7 @@ class _Step:
         group = group.model_copy(update={"expected_ready_seconds": plan.expectations.ready_seconds})
         others = self._end_observed(keep=group.incarnation)
         if {member.rank for member in group.members} >= {member.rank for member in plan.members}:
-            started = group.model_copy(update={"phase": GroupPhase.STARTING})
-            return Decision(others, self.now + POLL_SECONDS, started)
+            return Decision(others, self.now + POLL_SECONDS, with_placement(group, self.observed, self.now))
         if self._live() - {group.incarnation}:
             return Decision(others, self.now, group)
         present = {member.rank for member in self.observed.members if member.incarnation == group.incarnation}
@@ -263,8 +267,13 @@ class _Step:
     def _handle_death(self, group: GroupStatus, death: Failure) -> Decision:
         """End a dead incarnation and save its evidence: levels 2 and 3."""
         failure = failure_status(death, group, self.generation)
-        allowed = permit(self.policy, group.restarts, self.now)
-        exhausted = allowed.at is None or _twice(group.history, failure)
+        if failure.cause is Cause.PLACEMENT_LOST:
+            # The next incarnation queues again. The pause limits the load if its pods are removed each time.
+            at: float | None = self.now + self.policy.backoff_base_seconds
+        else:
+            at = permit(self.policy, group.restarts, self.now).at
+        exhausted = at is None or _twice(group.history, failure)
+        group = without_queue_time(group, self.now)
         group = with_failure(group, failure.model_copy(update={"level": 3 if exhausted else 2}))
         actions: tuple[Action, ...] = (
             CollectEvidence(self.key, group.incarnation),
@@ -278,7 +287,7 @@ class _Step:
         if exhausted:
             update |= {"phase": GroupPhase.FAILED, "exhausted_generation": self.generation, "next_restart_time": None}
             return Decision(actions, self.now + POLL_SECONDS, group.model_copy(update=update))
-        update |= {"phase": GroupPhase.RECOVERING, "next_restart_time": allowed.at}
+        update |= {"phase": GroupPhase.RECOVERING, "next_restart_time": at}
         return Decision(actions, self.now, group.model_copy(update=update))
 
     def _given_up(self, group: GroupStatus) -> Decision:
@@ -305,7 +314,10 @@ class _Step:
             return Decision(actions, self.now + POLL_SECONDS, group)
         wanted = revision(self.deployment)
         # Trying another specification is no restart of this one.
-        charged = group.phase is GroupPhase.RECOVERING and group.revision == wanted
+        repeated = group.phase is GroupPhase.RECOVERING and group.revision == wanted
+        charged = repeated and not _lost_placement(group)
+        if repeated and not charged and (group.next_restart_time or 0.0) > self.now:
+            return Decision(actions, group.next_restart_time or self.now, group)
         if charged:
             at = permit(self.policy, group.restarts, self.now).at
             if at is None:
@@ -330,7 +342,7 @@ class _Step:
                 "phase": GroupPhase.FORMING,
                 "incarnation": incarnation,
                 "revision": wanted,
-                "revision_time": group.revision_time if charged else self.now,
+                "revision_time": group.revision_time if repeated else self.now,
                 "members": (),
                 "engine_generation": 0,
                 "expected_ready_seconds": plan.expectations.ready_seconds,
@@ -421,6 +433,11 @@ class _Step:
 
     def _live(self) -> set[int]:
         return {member.incarnation for member in self.observed.members if member.ended is None}
+
+
+def _lost_placement(group: GroupStatus) -> bool:
+    """Return whether the last incarnation ended because its scheduler gave it no nodes, or took them away."""
+    return any(one.incarnation == group.incarnation and one.cause is Cause.PLACEMENT_LOST for one in group.history)
 
 
 def _twice(history: Iterable[FailureStatus], failure: FailureStatus) -> bool:

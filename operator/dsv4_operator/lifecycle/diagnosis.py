@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsv4_operator.api import GroupStatus, MemberStatus
+from dsv4_operator.api import GroupPhase, GroupStatus, MemberStatus
 from dsv4_operator.lifecycle.observed import Observed, ObservedMember
 from dsv4_operator.lifecycle.watch import agent_status
 from dsv4_runtime.contract import Cause, Failure, Health, Phase
@@ -45,6 +45,10 @@ def diagnose(group: GroupStatus, observed: Observed, now: float) -> Failure | No
     found = {one.rank: one for one in _member_failures(group, observed, now)}
     if not found:
         return None
+    # The others die of it, possibly before its own end.
+    placement = next((one for one in found.values() if one.failure.cause is Cause.PLACEMENT_LOST), None)
+    if placement is not None:
+        return placement.failure
     first = min(found.values(), key=lambda one: (one.failure.time, one.rank))
     blamed = first.failure.culprit_rank
     if blamed in found and found[blamed].failure.culprit_rank == blamed:
@@ -80,13 +84,20 @@ def _with_lost_link(first: _MemberFailure, group: GroupStatus, observed: Observe
 def _member_failures(group: GroupStatus, observed: Observed, now: float) -> Iterator[_MemberFailure]:
     present = {member.rank: member for member in observed.members if member.incarnation == group.incarnation}
     for member in group.members:
-        failure = _failure(member, present.get(member.rank), observed, now)
+        failure = _failure(group, member, present.get(member.rank), observed, now)
         if failure is not None:
             yield _MemberFailure(member.rank, failure)
 
 
-def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observed, now: float) -> Failure | None:
+def _failure(
+    group: GroupStatus, member: MemberStatus, seen: ObservedMember | None, observed: Observed, now: float
+) -> Failure | None:
     status = agent_status(seen, observed.key) if seen else None
+    # A queued group has no engine. Its pods may be deleted, and an agent gives up if a scheduler places only some.
+    unknown = Cause.PLACEMENT_LOST if group.phase is GroupPhase.QUEUED else Cause.MEMBER_LOST
+    if seen is not None and seen.removal is not None:
+        what = f"its scheduler removes it: {seen.removal}"
+        return _lost(member.rank, now, what, "exit", Cause.PLACEMENT_LOST)
     if status is not None and status.phase is Phase.FAILED:
         reported = status.verdict.failure if status.verdict.health is Health.DEAD else None
         if reported is None:
@@ -95,13 +106,13 @@ def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observ
         rank = member.rank if blames_none else reported.culprit_rank
         return reported.model_copy(update={"culprit_rank": rank})
     if seen is not None and seen.ended is not None:
-        cause = seen.cause or Cause.MEMBER_LOST
+        cause = seen.cause or unknown
         return _lost(member.rank, seen.ended_time or now, f"its agent ended: {seen.ended}", "exit", cause)
     if status is not None and status.phase in _UNASKED:
         return _lost(member.rank, now, "its agent is stopping without a request of the controller", "health")
     silent = 0.0 if member.silent_since is None else now - member.silent_since
     if seen is None:
-        return _lost(member.rank, now, "it is gone", "exit") if silent > GONE_SECONDS else None
+        return _lost(member.rank, now, "it is gone", "exit", unknown) if silent > GONE_SECONDS else None
     if member.phase is None and seen.waiting is not None:
         return None
     if member.phase is None:

@@ -55,6 +55,10 @@ class ObservedMember:
     """Cause of its end, if the backend can determine it."""
     waiting: str | None = None
     """Reason why its agent cannot answer yet: an image is being pulled, a node is being chosen. None: it can."""
+    queued: bool = False
+    """A scheduler is to choose its node and has not done so; `waiting` has the reason."""
+    removal: str | None = None
+    """Reason why its scheduler removes it, although it has not ended yet; None: it does not."""
     status: AgentStatus | None = None
     """Latest status from the agent; None before the first."""
     heard: float | None = None

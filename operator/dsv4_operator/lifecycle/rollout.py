@@ -244,7 +244,8 @@ def _failed(group: GroupStatus, current: str, deadline: float, now: float) -> st
             return subject
     elif death is None or death.incarnation < group.incarnation:
         subject = f"group {group.index}"
-    if group.revision_time is not None and now - group.revision_time > deadline:
+    late = group.revision_time is not None and now - group.revision_time > deadline
+    if late and group.phase is not GroupPhase.QUEUED:
         return f"{subject} did not answer within {format_duration(deadline)} (spec.rollout.progressDeadline)"
     return None
 

@@ -51,6 +51,7 @@ def joined(problems: Iterable[object]) -> str:
 
 _UNDER_WAY = {
     GroupPhase.FORMING: (Reason.GROUP_FORMING, "its members are being created"),
+    GroupPhase.QUEUED: (Reason.GROUP_QUEUED, "its members wait for nodes"),
     GroupPhase.STARTING: (Reason.GROUP_STARTING, "its engine is starting"),
     GroupPhase.RESTARTING: (Reason.ENGINE_RESTARTING, "its engine is being restarted in place"),
     GroupPhase.RECOVERING: (Reason.GROUP_RECOVERING, "it died and is being formed again"),
@@ -176,7 +177,7 @@ def is_down(group: GroupStatus) -> bool:
     if group.phase in (GroupPhase.RESTARTING, GroupPhase.RECOVERING, GroupPhase.FAILED):
         return True
     unrecovered = group.last_failure is not None and group.last_failure.recover_seconds is None
-    return unrecovered and group.phase in (GroupPhase.FORMING, GroupPhase.STARTING)
+    return unrecovered and group.phase in (GroupPhase.FORMING, GroupPhase.QUEUED, GroupPhase.STARTING)
 
 
 def exhausted_sentence(deployment: DSV4Deployment, group: GroupStatus) -> str:
@@ -378,15 +379,28 @@ def _down(view: _View, group: GroupStatus) -> tuple[Reason, str]:
 def _under_way(group: GroupStatus) -> tuple[Reason, str]:
     reason, what = _UNDER_WAY.get(group.phase, (Reason.PENDING, "it has not been formed"))
     head = next((member for member in group.members if member.rank == 0), None)
+    if group.phase is GroupPhase.QUEUED:
+        what = _queue_text(group)
     if group.phase in _ENDS and head is not None and head.phase is Phase.DRAINING and head.message:
         what = f"{what}; {head.message}"
     return reason, f"group {group.index}: {what}"
 
 
+def _queue_text(group: GroupStatus) -> str:
+    """Return the state of a queued group with the message of its scheduler."""
+    waiting, message = sum(not member.node for member in group.members), _queue_message(group)
+    return f"{waiting} of {len(group.members)} members wait for nodes{f': {message}' if message else ''}"
+
+
+def _queue_message(group: GroupStatus) -> str:
+    return next((member.message for member in group.members if member.message and not member.node), "")
+
+
 def _down_sentence(group: GroupStatus) -> str:
     if group.last_failure is None:
         return _under_way(group)[1]
-    return f"group {group.index} is down after {death_sentence(group.last_failure)}"
+    queue = f"; {_queue_text(group)}" if group.phase is GroupPhase.QUEUED else ""
+    return f"group {group.index} is down after {death_sentence(group.last_failure)}{queue}"
 
 
 def _condition(
@@ -483,7 +497,7 @@ def _group(before: GroupStatus, now: GroupStatus, new: DeploymentStatus) -> Iter
         # An agent reports a death at once, and its cause when that is settled: the repair follows the cause.
         if undetermined(now) is None and (deaths or moved or undetermined(before) is not None):
             yield Event(EventType.NORMAL, Reason.ENGINE_RESTARTING, "the engine is restarted in place", now.index)
-    elif moved:
+    elif moved or (now.phase is GroupPhase.QUEUED and _queue_message(now) != _queue_message(before)):
         yield from _phase_events(now, new)
     if now.phase is GroupPhase.SERVING and _life(now) != (_life(before) if before.ready_time else None):
         yield _serving(now)
@@ -514,6 +528,8 @@ def _phase_events(now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
             if now.restarts:
                 message += f"; {len(now.restarts)} restart{'s' * (len(now.restarts) != 1)} used"
             yield Event(EventType.NORMAL, Reason.GROUP_FORMING, message, now.index)
+        case GroupPhase.QUEUED:
+            yield Event(EventType.NORMAL, Reason.GROUP_QUEUED, _queue_text(now), now.index)
         case GroupPhase.STARTING:
             message = f"all {len(now.members)} members of incarnation {now.incarnation} exist"
             yield Event(EventType.NORMAL, Reason.GROUP_STARTING, message, now.index)

@@ -21,7 +21,9 @@ from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_runtime.contract import AgentStatus, EngineStatus, Failure, Health, Phase, Process, Role
 from dsv4_runtime.contract.recovery import within
 
-ALIVE = frozenset({GroupPhase.FORMING, GroupPhase.STARTING, GroupPhase.SERVING, GroupPhase.RESTARTING})
+ALIVE = frozenset(
+    {GroupPhase.FORMING, GroupPhase.QUEUED, GroupPhase.STARTING, GroupPhase.SERVING, GroupPhase.RESTARTING}
+)
 """Phases in which the incarnation of the status should have members."""
 
 _EARLIEST_TIME, _LATEST_TIME = -1e9, 1e11
@@ -89,13 +91,32 @@ def with_restarts(group: GroupStatus, observed: Observed, window: float, now: fl
 def watch(group: GroupStatus, observed: Observed, *, generation: int, now: float) -> GroupStatus:
     """Return `group`, in a phase of `ALIVE`, updated with the reports of its present incarnation."""
     group = with_members(group, observed, now)
+    if group.phase in (GroupPhase.QUEUED, GroupPhase.STARTING):
+        group = with_placement(group, observed, now)
     head = _head(group, observed)
-    if head is None:
+    if head is None or group.phase is GroupPhase.QUEUED:
         return group
     if head.engine is not None:
         group = _engine(group, head.engine, generation, now)
     # A group is FORMING until every member was observed, whatever the head reports.
     return group if group.phase is GroupPhase.FORMING else _head_phase(group, head, now)
+
+
+def with_placement(group: GroupStatus, observed: Observed, now: float) -> GroupStatus:
+    """Return `group`, all of whose members were created, in the phase that follows from their nodes."""
+    present = [member for member in observed.members if member.incarnation == group.incarnation]
+    gone = {member.rank for member in group.members} - {member.rank for member in present}
+    if any(member.queued for member in present) or (gone and group.phase is GroupPhase.QUEUED):
+        return group.model_copy(update={"phase": GroupPhase.QUEUED})
+    return without_queue_time(group, now).model_copy(update={"phase": GroupPhase.STARTING})
+
+
+def without_queue_time(group: GroupStatus, now: float) -> GroupStatus:
+    """Return `group`, which leaves its phase, with time in a queue excluded from `spec.rollout.progressDeadline`."""
+    if group.phase is not GroupPhase.QUEUED or group.revision_time is None or group.phase_time is None:
+        return group
+    waited = max(0.0, now - group.phase_time)
+    return group.model_copy(update={"revision_time": round(group.revision_time + waited, 3)})
 
 
 def with_members(group: GroupStatus, observed: Observed, now: float) -> GroupStatus:

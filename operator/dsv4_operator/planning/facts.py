@@ -37,6 +37,7 @@ class NodeFacts:
     """One machine, or a substitute for it, that can run a member."""
 
     name: str
+    """Empty: unknown, because a scheduler chooses it after the plan."""
     address: str
     """Address for Ray, vLLM and the agent of a member; `{incarnation}` stands for the number of the incarnation, if the
     names of members contain it."""

@@ -71,7 +71,7 @@ def plan_group(
                 rank=member.rank,
                 role=Role.WORKER if member.rank else Role.HEAD,
                 address=member.node.address,
-                node=member.node.name,
+                node=member.node.name or None,
                 devices=member.devices,
                 gpus=tuple(gpu.uuid for gpu in member.node.gpus) or None,
                 ports=member.ports,

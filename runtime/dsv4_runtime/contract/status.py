@@ -52,6 +52,9 @@ class Cause(StrEnum):
     """A member can no longer be reached over the network, or its node is gone."""
     LINK_LOST = "LinkLost"
     """Two members that both run can no longer reach each other; neither node is at fault."""
+    PLACEMENT_LOST = "PlacementLost"
+    """The scheduler of `spec.topology.scheduler` removed members, or did not place all of them in time. Uses no
+    restart."""
     PREFLIGHT_FAILED = "PreflightFailed"
     STAGING_FAILED = "StagingFailed"
     FORMATION_TIMEOUT = "FormationTimeout"

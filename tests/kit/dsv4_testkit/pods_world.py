@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import yaml
 
+from dsv4_operator.api import SchedulerType
 from dsv4_operator.backends.pods import PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.observe import AgentReport, Endpoint
@@ -83,7 +84,14 @@ class _Agents:
 class World:
     """The deployment `team/nano` of two members on four nodes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **spec: Any) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, schedulers: Sequence[SchedulerType] = (), **spec: Any
+    ) -> None:
+        """`schedulers` are allowed; `spec` replaces fields of the specification."""
+        self.placing = True
+        """Whether a scheduler chooses nodes for pods that require none."""
+        self.lingering: set[str] = set()
+        """Names of pods that are not ended although they were deleted."""
         self.now = START
         self.events: list[Event] = []
         self.reports: dict[str, AgentStatus] = {}
@@ -119,7 +127,8 @@ class World:
 
         monkeypatch.setattr("dsv4_operator.backends.pods.backend.AgentWatch", Agents)
         monkeypatch.setattr("dsv4_operator.backends.pods.backend.unix_time", lambda: world.now)
-        cluster = Cluster(kube, self.cache, runtime_image="runtime:1", policy=ALLOWED)
+        policy = ALLOWED.model_copy(update={"schedulers": tuple(schedulers)})
+        cluster = Cluster(kube, self.cache, runtime_image="runtime:1", policy=policy)
         self.backend = PodsBackend(cluster, changed=lambda *_: None)
         client: Any = _Agents()
         self.backend._agents = client
@@ -172,8 +181,9 @@ class World:
             if name[0] != "Pod":
                 continue
             if "deletionTimestamp" in one["metadata"]:
-                del self.kube.objects[name]
-            elif "status" not in one:
+                if name[2] not in self.lingering:
+                    del self.kube.objects[name]
+            elif "status" not in one or (self.placing and "nodeName" not in one["spec"]):
                 self._start(name[2], one)
         pods = {(one["metadata"].get("namespace", ""), one["metadata"]["name"]): one for one in self._all_pods()}
         for known in list(self.cache._keys):
@@ -189,8 +199,13 @@ class World:
         member = names.parse_member_name(name)
         assert member is not None
         _, group, incarnation, rank = member
-        affinity = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-        (pod["spec"]["nodeName"],) = affinity["nodeSelectorTerms"][0]["matchFields"][0]["values"]
+        required = names.part(pod, "spec", "affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
+        if not required and not self.placing:
+            waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no room"}
+            pod["status"] = {"phase": "Pending", "conditions": [waits]}
+            return
+        terms = required.get("nodeSelectorTerms")
+        (pod["spec"]["nodeName"],) = terms[0]["matchFields"][0]["values"] if terms else [f"n{rank}"]
         pod["metadata"].setdefault("creationTimestamp", "2026-11-21T12:00:00Z")
         pod["status"] = {
             "phase": "Running",

@@ -77,6 +77,10 @@ CONTROL_PLANE = "node-role.kubernetes.io/control-plane"
             "spec.network.rdmaResource", "example.com/kvm", "RDMAResource",
         ),
         (
+            {"topology": {"scheduler": {"type": "Volcano"}}},
+            "spec.topology.scheduler.type", "Volcano", "Scheduler",
+        ),
+        (
             {"topology": {"tolerations": [{"key": CONTROL_PLANE, "operator": "Exists"}]}},
             "spec.topology.tolerations[0].key", CONTROL_PLANE, "Toleration",
         ),

@@ -59,6 +59,51 @@ def test_numbers_that_others_use_are_left_out(scene: Scene) -> None:
     assert short(scene.look()) == ["fence 4", "form 5"]
 
 
+def test_time_in_a_queue_is_no_time_of_the_specification(scene: Scene) -> None:
+    """Members whose nodes a scheduler chooses: the group is queued until it has placed the last one."""
+    scene.look()
+    scene.look()
+    waiting = {"queued": True, "waiting": "no quota"}
+    scene.members = [replace(scene.member(rank, None, **waiting), node="") for rank in (0, 1)]
+    scene.look(1.0)
+    assert scene.phase is GroupPhase.QUEUED
+    tried = scene.status.revision_time
+    assert scene.look(50_000.0).actions == ()
+    scene.members[0] = scene.member(0, None, waiting="its pod is starting")
+    scene.look(1.0)
+    assert scene.phase is GroupPhase.QUEUED
+    scene.says(Phase.JOINING)
+    scene.look(1.0)
+    assert scene.phase is GroupPhase.STARTING
+    assert scene.status.revision_time == tried + 50_002.0
+    assert [member.silent_since for member in scene.status.members] == [None, None]
+
+
+def test_a_lost_placement_ends_the_incarnation_and_spends_nothing(scene: Scene) -> None:
+    scene.serve()
+    for incarnation in range(1, 8):
+        # The head reports the death of the other rank too; the removal explains both.
+        scene.members = [
+            scene.member(0, Phase.FAILED, failure=scene.died(1, Cause.NODE_LOST, after=-1.0)),
+            scene.member(1, Phase.DRAINING, removal="PreemptionByScheduler"),
+        ]
+        assert short(scene.look())[-1] == f"fence {incarnation}"
+        assert (scene.phase, scene.status.last_failure.cause) == (GroupPhase.RECOVERING, Cause.PLACEMENT_LOST)
+        scene.members = []
+        scene.look(3.5)
+        assert scene.phase is GroupPhase.RECOVERING, "its pods may be removed at once again"
+        scene.look(0.5)
+        assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, incarnation + 1)
+        scene.serve()
+    assert (scene.status.restarts, scene.status.total_restarts) == ((), 0)
+    # A death of the engine in the next incarnation is counted as ever.
+    scene.members[1] = replace(scene.members[1], ended="killed by SIGKILL", ended_time=scene.now)
+    scene.look()
+    scene.members = []
+    scene.look(10.0)
+    assert len(scene.status.restarts) == 1
+
+
 def test_members_made_halfway_are_completed(scene: Scene) -> None:
     scene.look()
     scene.look()

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from dsv4_operator.api import ConditionStatus, ConditionType, GroupPhase, Reason
+from dsv4_operator.api import ConditionStatus, ConditionType, GroupPhase, GroupStatus, Reason
+from dsv4_operator.lifecycle.rollout import _failed
 from dsv4_runtime.contract import Phase
 from dsv4_testkit.rollout_world import DEADLINE, LIFE, Asked, World
 
@@ -199,3 +200,9 @@ def test_what_another_version_of_dsv4_wrote_is_not_gone_back_to() -> None:
     world.go_on(20)
     assert world.kept.rollout.rejected is None
     assert world.serving() == {0: 0}
+
+
+@pytest.mark.parametrize(("phase", "late"), [(GroupPhase.QUEUED, False), (GroupPhase.STARTING, True)])
+def test_a_specification_is_not_given_up_while_its_group_waits_for_nodes(phase: GroupPhase, late: bool) -> None:
+    group = GroupStatus(index=0, phase=phase, incarnation=2, revision="new", revision_time=1000.0)
+    assert (_failed(group, "new", DEADLINE, 1001.0 + DEADLINE) is not None) is late

@@ -32,8 +32,9 @@ from dsv4_operator.backends.pods.observe import (
     wrong_labels,
 )
 from dsv4_operator.backends.pods.ownership import gather_all
+from dsv4_operator.backends.pods.podgroups import PodGroups
 from dsv4_operator.backends.pods.scheduling import Owner, Snapshot
-from dsv4_operator.builders import member, names
+from dsv4_operator.builders import member, names, podgroup
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, Forbidden, Unavailable
 from dsv4_operator.kube.cache import GATEWAYS
@@ -91,7 +92,8 @@ class PodsBackend:
         self._changed = changed
         self._agents = AgentClient()
         self._keys = TokenKeys(cluster.client)
-        self._fencer = Fencer(cluster.client)
+        self._fencer = Fencer(cluster.client, pod_groups=cluster.pod_groups)
+        self._pod_groups = PodGroups(cluster.client, changed)
         self._groups: dict[GroupKey, _GroupCache] = {}
         self._facts: dict[tuple[str, str], dict[str, _KnownFacts]] = {}
         """By deployment and revision."""
@@ -105,6 +107,7 @@ class PodsBackend:
         """See `Backend`."""
         for key in list(self._groups):
             await self._drop(key)
+        await self._pod_groups.close()
         await self._canaries.close()
         await self._agents.close()
 
@@ -149,6 +152,8 @@ class PodsBackend:
             return _no_machines()
         if forbidden := self._cluster.forbidden(deployment):
             return _no_machines(forbidden)
+        if deployment.spec.topology.scheduler is not None:
+            return scheduling.unplaced_facts(deployment)
         try:
             async with self._cluster.scheduling:
                 snapshot = await self._cluster.snapshot(_FRESH_SECONDS)
@@ -164,7 +169,9 @@ class PodsBackend:
         return found
 
     def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
-        """See `Backend`."""
+        """See `Backend`. A scheduler reserves nodes itself."""
+        if deployment.spec.topology.scheduler is not None:
+            return
         self._cluster.reserve(_owner(GroupKey.of(deployment, plan.group)), scheduling.stand_ins(deployment, plan))
 
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
@@ -175,6 +182,7 @@ class PodsBackend:
             Superseded: a later incarnation was formed meanwhile.
             ForeignObject: an object with a needed name belongs to another owner.
             ObjectTerminating: an object with a needed name is still being removed.
+            SchedulerMissing: the scheduler of the specification, or its queue, is not in the cluster.
             BackendError: the policy forbids the deployment, no image is set, or a Secret is missing.
             KubeError: the API server refused an object.
         """
@@ -190,7 +198,8 @@ class PodsBackend:
             return
         if not present:
             await require_secrets(self._kube, deployment)
-            await self._reserve_nodes(deployment, plan, host)
+            if deployment.spec.topology.scheduler is None:
+                await self._reserve_nodes(deployment, plan, host)
         self._frontends.record_write(key.namespace, key.deployment)
         try:
             pods = await self._prepare(deployment, plan, host, present)
@@ -217,13 +226,27 @@ class PodsBackend:
         found, now = self._members(deployment, group), unix_time()
         known = self._group(key)
         self._follow(deployment, known, found)
-        known.seen = {one.uid: known.seen.get(one.uid, now) for one in found}
+        # Waits begin once a scheduler has chosen a node.
+        queued = {one.uid for one in found if podgroup.is_queued(one.pod)}
+        known.seen = {one.uid: now if one.uid in queued else known.seen.get(one.uid, now) for one in found}
+        latest = max((one.incarnation for one in found), default=0)
+        reason = self._pod_groups.reason(deployment, group, latest) if queued else ""
+        if not queued:
+            self._pod_groups.release(key)
         members, ended = [], {}
         for one in found:
             formed = all(endpoint_of(other.pod) is not None for other in found if other.incarnation == one.incarnation)
             heard = known.agents is not None and known.agents.incarnation == one.incarnation
             report = known.agents.report(one.rank) if known.agents is not None and heard else None
-            seen = observed(one, report, known.ended.get(one.uid), now, since=known.seen[one.uid], formed=formed)
+            seen = observed(
+                one,
+                report,
+                known.ended.get(one.uid),
+                now,
+                since=known.seen[one.uid],
+                formed=formed,
+                queue_reason=reason if one.incarnation == latest else "",
+            )
             if seen.ended_time is not None:
                 ended[one.uid] = seen.ended_time
             members.append(seen)
@@ -281,6 +304,7 @@ class PodsBackend:
 
     async def _drop(self, key: GroupKey) -> None:
         known = self._groups.pop(key)
+        self._pod_groups.release(key)
         if known.agents is not None:
             await known.agents.close()
 
@@ -369,6 +393,7 @@ class PodsBackend:
         await gather_all(
             self._keys.make_token(deployment, plan.group, plan.incarnation),
             self._objects.apply(member.incarnation_service(deployment, plan.group, plan.incarnation)),
+            self._pod_groups.create(deployment, plan),
         )
         missing = [rank for rank in range(len(plan.members)) if rank not in present]
         return [member.member_pod(deployment, plan, rank, host=host) for rank in missing]

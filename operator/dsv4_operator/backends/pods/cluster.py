@@ -12,10 +12,11 @@ from dsv4_operator.api.findings import joined
 from dsv4_operator.api.policy import violations
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.ownership import OwnedObjects
+from dsv4_operator.backends.pods.podgroups import POD_GROUPS
 from dsv4_operator.backends.pods.scheduling import Owner, PodRequests, Snapshot, owner_of, pod_requests, readable
 from dsv4_operator.builders import member
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import NODES, Client, KubeReader, OwnedCache, PodCache
+from dsv4_operator.kube import NODES, Client, KubeReader, OwnedCache, PodCache, Resource
 
 _DEFAULT_POLICY = ClusterPolicy()
 
@@ -72,6 +73,11 @@ class Cluster:
         self._snapshot_time: float | None = None
         self.scheduling = asyncio.Lock()
         """Held from a snapshot until its result is reserved: two groups must not take the same nodes."""
+
+    @property
+    def pod_groups(self) -> tuple[Resource, ...]:
+        """Return the pod groups that the administrator allows, and the operator may delete."""
+        return tuple(POD_GROUPS[one] for one in self._host.policy.schedulers if one in POD_GROUPS)
 
     def image(self, deployment: DSV4Deployment) -> str:
         """Return the image of the gateways and members of `deployment`.

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 
 from dsv4_operator.api import NodeLossPolicy, NodeLossSpec
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods.observe import not_ready_since
+from dsv4_operator.backends.pods.observe import is_finalizing, not_ready_since
 from dsv4_operator.backends.pods.ownership import OwnedObjects, gather_all
 from dsv4_operator.backends.pods.scheduling import node_of
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, Client, KubeReader, Resource
+from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, Client, KubeReader, NotFound, Resource
 from dsv4_operator.lifecycle.observed import GroupKey
 
 _log = logging.getLogger("dsv4")
@@ -38,7 +38,15 @@ class FenceError(BackendError):
 class Fencer:
     """Ends incarnations, and removes their objects."""
 
-    def __init__(self, kube: Client, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, kube: Client, monotonic: Callable[[], float] = time.monotonic, pod_groups: Iterable[Resource] = ()
+    ) -> None:
+        """Args:
+        kube: the API server.
+        monotonic: clock.
+        pod_groups: kinds of the schedulers' objects that incarnations may have.
+        """
+        self._pod_groups = tuple(pod_groups)
         self._kube: KubeReader = kube
         self._objects = OwnedObjects(kube)
         self._monotonic = monotonic
@@ -77,12 +85,12 @@ class Fencer:
     async def fence(self, key: GroupKey, incarnation: int, policy: NodeLossSpec, seen: Iterable[str] = ()) -> bool:
         """End an incarnation, its members first, then its names and its plan; return whether all objects are gone.
 
-        A pod is gone when its kubelet has ended its processes and confirmed it. A lost node confirms nothing, so its
-        pods are removed by force after this process has seen the node not ready for `spec.recovery.nodeLoss.after`.
-        Their processes may still run, but cannot join the next incarnation: it has other names, another plan and
-        another Ray cluster, agents accept requests for their own incarnation only, a worker without connection to its
-        head gives up after `HealthPolicy.link_lost`, and a returning kubelet ends pods that the API server no longer
-        has.
+        A pod is gone when its kubelet has ended its processes and confirmed it, even if another controller keeps the
+        object by a finalizer. A lost node confirms nothing, so its pods are removed by force after this process has
+        seen the node not ready for `spec.recovery.nodeLoss.after`. Their processes may still run, but cannot join the
+        next incarnation: it has other names, another plan and another Ray cluster, agents accept requests for their own
+        incarnation only, a worker without connection to its head gives up after `HealthPolicy.link_lost`, and a
+        returning kubelet ends pods that the API server no longer has.
 
         `seen` is as in `live`.
 
@@ -90,7 +98,7 @@ class Fencer:
             FenceError: a pod still exists 15 s after its grace period.
             KubeError: a request to the API server failed.
         """
-        pods = await self.live(key, incarnation, seen)
+        pods = [pod for pod in await self.live(key, incarnation, seen) if not is_finalizing(pod)]
         if not pods:
             await self._remove(key, incarnation)
             self._begun.pop((key, incarnation), None)
@@ -121,7 +129,7 @@ class Fencer:
         """Remove objects of earlier incarnations whose fencing was interrupted by the end of an operator."""
         chosen = names.labels(key.deployment, group=key.group)
         query = f"{names.selector(chosen)},{names.INCARNATION},{names.COMPONENT}!={names.EVIDENCE}"
-        for resource in (SERVICES, CONFIG_MAPS):
+        for resource in (SERVICES, CONFIG_MAPS, *self._pod_groups):
             await self._sweep_of(resource, key, query, incarnation)
 
     async def _end(self, key: GroupKey, pod: Manifest, policy: NodeLossSpec) -> None:
@@ -161,11 +169,20 @@ class Fencer:
         name = names.incarnation_name(key.deployment, key.group, incarnation)
         mounted = names.mounted_name(key.deployment, key.uid, key.group, incarnation)
         # Before names contained the UID, all three had the Service's name.
-        wanted = (SERVICES, name), *((kind, one) for kind in (CONFIG_MAPS, SECRETS) for one in (mounted, name))
+        wanted = (
+            (SERVICES, name),
+            *((kind, one) for kind in (CONFIG_MAPS, SECRETS) for one in (mounted, name)),
+            *((kind, name) for kind in self._pod_groups),
+        )
         await gather_all(*(self._objects.delete_named(kind, key.namespace, one, key.uid) for kind, one in wanted))
 
     async def _sweep_of(self, resource: Resource, key: GroupKey, query: str, incarnation: int) -> None:
-        for one in await self._kube.list(resource, key.namespace, labels=query):
+        try:
+            found = await self._kube.list(resource, key.namespace, labels=query)
+        except NotFound:
+            # The scheduler is not installed.
+            return
+        for one in found:
             number = names.number(one, names.INCARNATION)
             if number is None or number >= incarnation or not names.belongs(one, key.uid):
                 continue

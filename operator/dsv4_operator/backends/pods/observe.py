@@ -16,7 +16,7 @@ from typing import Any
 from dsv4_operator.api import KIND, DSV4Deployment
 from dsv4_operator.api.values import parse_time
 from dsv4_operator.backends.pods.scheduling import condition, node_of
-from dsv4_operator.builders import names
+from dsv4_operator.builders import names, podgroup
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_runtime.client import AGENT_ERRORS, SILENCE_SECONDS, AgentClient
@@ -276,7 +276,14 @@ def endpoint_of(pod: Manifest) -> Endpoint | None:
 
 
 def observed(
-    member: Member, report: AgentReport | None, noticed: float | None, now: float, *, since: float, formed: bool
+    member: Member,
+    report: AgentReport | None,
+    noticed: float | None,
+    now: float,
+    *,
+    since: float,
+    formed: bool,
+    queue_reason: str = "",
 ) -> ObservedMember:
     """Return the observation of `member`.
 
@@ -285,13 +292,17 @@ def observed(
         report: the latest report of its agent.
         noticed: Unix time at which its end was first observed; None: now.
         now: Unix time.
-        since: Unix time of the first observation of the pod: waits are not measured from its creation, which is a time
-            of the API server's clock.
+        since: Unix time of the first observation of the pod, on its node if a scheduler chooses that: waits are not
+            measured from its creation, which is a time of the API server's clock.
         formed: whether all members of its incarnation have addresses; until then its agent waits for them.
+        queue_reason: reason why its scheduler has not placed its group; empty: it gives none.
     """
     pod = member.pod
+    queued = podgroup.is_queued(pod)
     ended, cause = _end(pod, report, now - since)
     waiting = None if ended is not None or report is not None else _waiting(pod, formed=formed)
+    if queued and ended is None:
+        waiting = queue_reason or _unschedulable(pod) or ""
     return ObservedMember(
         incarnation=member.incarnation,
         rank=member.rank,
@@ -302,9 +313,20 @@ def observed(
         ended_time=None if ended is None else noticed or now,
         cause=cause,
         waiting=waiting,
+        queued=queued and ended is None,
+        removal=podgroup.removal_of(pod),
         status=report.status if report is not None else None,
         heard=report.heard if report is not None else None,
     )
+
+
+def is_finalizing(pod: Manifest) -> bool:
+    """Return whether `pod` has ended for good and only finalizers of other controllers keep its object.
+
+    The kubelet deletes with a grace period of 0 once all containers have ended, and so do forced deletions.
+    """
+    metadata = names.part(pod, "metadata")
+    return bool(metadata.get("finalizers")) and metadata.get("deletionGracePeriodSeconds") == 0
 
 
 def not_ready_since(node: Manifest) -> str | None:
@@ -322,6 +344,8 @@ def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | N
     terminated = next((one for one in _states(status, "terminated")), None)
     if terminated is not None:
         return _last_words(status)
+    if is_finalizing(pod):
+        return f"its pod has ended and waits for {', '.join(pod['metadata']['finalizers'])}", None
     if report is not None:
         return None, None
     if pod["metadata"].get("deletionTimestamp"):

@@ -18,7 +18,7 @@ from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, StorageType
 from dsv4_operator.api.values import quantity
 from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.planning.catalog import GIB, machine_named, product_machine
+from dsv4_operator.planning.catalog import GIB, machine, machine_named, product_machine
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_runtime.contract import GroupPlan
 
@@ -273,6 +273,8 @@ def _scaled(resource: str, text: object) -> Fraction:
 
 
 _NAMED = 4
+_UNKNOWN_MEMORY = 2**50
+"""Memory of a node that a scheduler will choose for a member without accelerators."""
 _SPARK_64GB = 80 * GIB
 
 
@@ -281,7 +283,7 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
 
     A group keeps its present or former nodes, which have its weights and compiled kernels.
     """
-    topology, namespace, name = deployment.spec.topology, deployment.metadata.namespace, deployment.metadata.name
+    topology = deployment.spec.topology
     size = topology.nodes_per_group
     placed: dict[int, tuple[NodeFacts, ...]] = {}
     reasons: dict[str, str] = {}
@@ -295,8 +297,38 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
         if len(chosen) == size and not present and group + 1 < deployment.spec.replicas:
             taken = (_stand_in(deployment, group, rank, node.name, 0) for rank, node in enumerate(chosen))
             snapshot = snapshot.expecting((*snapshot.expected, *taken))
+    return _facts(deployment, placed, unfit=_summary(reasons, bool(snapshot.nodes)))
+
+
+def unplaced_facts(deployment: DSV4Deployment) -> Facts:
+    """Return the machines of `spec.topology` in place of those that its scheduler will choose.
+
+    The scheduler compares requests with nodes, so memory is that of the catalog. Members have names for addresses, on
+    the network of the nodes too.
+    """
+    spec, kind = deployment.spec, machine(deployment.spec.topology.hardware)
+    on_cpu = spec.topology.hardware is Hardware.CPU
+    memory = kind.memory_bytes * (1 if kind.unified_memory else spec.topology.devices_per_node)
+    placed = {
+        group: tuple(
+            NodeFacts(
+                name="",
+                address=_member_name(deployment, group, rank),
+                interface=_interface(deployment),
+                cpus=1,
+                memory_bytes=_UNKNOWN_MEMORY if on_cpu else memory,
+                machine="cpu" if on_cpu else None,
+            )
+            for rank in range(spec.topology.nodes_per_group)
+        )
+        for group in range(spec.replicas)
+    }
+    return _facts(deployment, placed)
+
+
+def _facts(deployment: DSV4Deployment, placed: Mapping[int, tuple[NodeFacts, ...]], unfit: str = "") -> Facts:
     storage = deployment.spec.storage.path
-    own = names.own_folder(storage, namespace, name)
+    own = names.own_folder(storage, deployment.metadata.namespace, deployment.metadata.name)
     on_node = deployment.spec.storage.type is StorageType.HOST_PATH
     return Facts(
         nodes=(),
@@ -307,7 +339,7 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
         cache_root=f"{own}/cache",
         shared_weights=names.shared_weights(storage) if on_node else None,
         placed=placed,
-        unfit=_summary(reasons, bool(snapshot.nodes)),
+        unfit=unfit,
     )
 
 
@@ -471,22 +503,30 @@ def _nodes(deployment: DSV4Deployment, group: int, present: Iterable[Manifest]) 
 def _node_facts(
     deployment: DSV4Deployment, group: int, rank: int, node: NodeCapacity, chosen: Sequence[NodeCapacity]
 ) -> NodeFacts:
-    spec, namespace, name = deployment.spec, deployment.metadata.namespace, deployment.metadata.name
+    spec = deployment.spec
     shared = sum(other is node for other in chosen)
     cpus = int(quantity(node.manifest["status"]["allocatable"].get("cpu", "1")))
     # Nodes that are containers of one machine, as in kind, each report all of its CPUs.
     beside = sum(other is node or _is_same_machine(other.manifest, node.manifest) for other in chosen)
     on_host = spec.network_mode is NetworkMode.HOST_NETWORK
-    address = names.member_address(namespace, name, group, "{incarnation}", rank)
     return NodeFacts(
         name=node.name,
-        address=_internal_address(node.manifest) if on_host else address,
-        # The interface name of pods in every network plugin; the agents detect the interfaces of nodes.
-        interface="" if on_host else "eth0",
+        address=_internal_address(node.manifest) if on_host else _member_name(deployment, group, rank),
+        interface=_interface(deployment),
         cpus=max(1, cpus // beside),
         memory_bytes=max(0, node.free.get("memory", 0)) // shared,
         machine="cpu" if spec.topology.hardware is Hardware.CPU else _machine(node.manifest),
     )
+
+
+def _member_name(deployment: DSV4Deployment, group: int, rank: int) -> str:
+    metadata = deployment.metadata
+    return names.member_address(metadata.namespace, metadata.name, group, "{incarnation}", rank)
+
+
+def _interface(deployment: DSV4Deployment) -> str:
+    """Return the interface of pods in every network plugin; the agents detect the interfaces of nodes."""
+    return "" if deployment.spec.network_mode is NetworkMode.HOST_NETWORK else "eth0"
 
 
 def _is_same_machine(one: Manifest, other: Manifest) -> bool:
@@ -496,9 +536,9 @@ def _is_same_machine(one: Manifest, other: Manifest) -> bool:
 
 def _machine(node: Manifest) -> str | None:
     """Return the catalog id of the GPU that GPU feature discovery found on `node`; None without one."""
-    machine = product_machine(str((node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product", "")))
+    product = product_machine(str((node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product", "")))
     memory = quantity((node.get("status") or {}).get("capacity", {}).get("memory", "0"))
-    return "gb10-64gb" if machine == "gb10" and 0 < memory < _SPARK_64GB else machine
+    return "gb10-64gb" if product == "gb10" and 0 < memory < _SPARK_64GB else product
 
 
 def _internal_address(node: Manifest) -> str:

@@ -11,6 +11,27 @@ _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
 
 CONTROL = (
     Mutant(
+        "a member that its scheduler removed uses a restart",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "        charged = repeated and not _lost_placement(group)\n",
+        "        charged = repeated\n",
+        ("tests/unit/pods/test_podgroups.py",),
+    ),
+    Mutant(
+        "a queued member fails after the time of the default scheduler",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "now if one.uid in queued else known.seen.get(one.uid, now)",
+        "known.seen.get(one.uid, now)",
+        ("tests/unit/pods/test_podgroups.py",),
+    ),
+    Mutant(
+        "the pod group of a fenced incarnation stays",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "            *((kind, name) for kind in self._pod_groups),\n",
+        "",
+        ("tests/unit/pods/test_podgroups.py",),
+    ),
+    Mutant(
         "watches share the connections of requests",
         f"{_OPERATOR}/kube/client.py",
         'sessions.watches if "watch" in query else sessions.requests',
@@ -688,15 +709,15 @@ CONTROL = (
     Mutant(
         "a group is formed again whatever its budget",
         f"{_OPERATOR}/lifecycle/decide.py",
-        "exhausted = allowed.at is None or _twice(group.history, failure)",
+        "exhausted = at is None or _twice(group.history, failure)",
         "exhausted = _twice(group.history, failure)",
         ("tests/unit/lifecycle/test_decide.py",),
     ),
     Mutant(
         "the same deterministic cause goes on for the whole budget",
         f"{_OPERATOR}/lifecycle/decide.py",
-        "exhausted = allowed.at is None or _twice(group.history, failure)",
-        "exhausted = allowed.at is None",
+        "exhausted = at is None or _twice(group.history, failure)",
+        "exhausted = at is None",
         ("tests/unit/lifecycle/test_decide.py",),
     ),
     Mutant(
