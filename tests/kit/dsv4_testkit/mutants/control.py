@@ -1010,7 +1010,7 @@ CONTROL = (
     Mutant(
         "a stopped deployment is not looked at",
         f"{_OPERATOR}/controller/admission.py",
-        "        return AdmissionResult(forbidden or None)",
+        "        return AdmissionResult(joined(forbidden) or None)",
         "        return AdmissionResult()",
         ("tests/unit/controller/test_admission.py",),
     ),
