@@ -8,6 +8,19 @@ _DECIDE = "runtime/dsv4_runtime/agent/decide"
 _KERNELS = "runtime/dsv4_runtime/vllm_plugin/kernels"
 
 _LIFE = (
+    ("a slow GPU is a warning at once", "runtime/dsv4_runtime/health/gpu.py",
+     "if now - held.since >= SUSTAINED_SECONDS:", "if True:", "health/test_gpu.py"),
+    ("the clock of an idle GPU is low", "runtime/dsv4_runtime/health/gpu.py",
+     "low if loaded else None, text", "low, text", "health/test_gpu.py"),
+    ("a warning ends with a short break", "runtime/dsv4_runtime/health/gpu.py",
+     "holds is bool(held.text):\n                    held.since = None\n", "holds is bool(held.text):\n",
+     "health/test_gpu.py"),
+    ("a power limit alone is a slow GPU", "runtime/dsv4_runtime/health/gpu.py",
+     'capped = "power cap" in gpu.slowed_by and', "capped =", "health/test_gpu.py"),
+    ("a compiler that is active for more than the bound is hung", "runtime/dsv4_runtime/contract/plan.py",
+     "max(_LONGEST_LOAD * bound, _LEAST_LONGEST_LOAD)", "_LONGEST_LOAD * bound", "agent/test_start_hung.py"),
+    ("an old sample of a GPU counts for its warnings", "runtime/dsv4_runtime/health/vitals.py",
+     "if age <= GPU_FRESH_SECONDS:", "if True:", "health/test_gpu.py"),
     ("a start without progress is no hang", "runtime/dsv4_runtime/health/rules.py",
      "if quiet < policy.start_idle:", "if True:", "agent/test_start_hung.py"),
     ("a start is hung while files are read again", f"{_DECIDE}/head.py",
@@ -633,6 +646,20 @@ MEMBER = (
         "picked = tl.where(picked < entries, picked, -1)",
         "picked = tl.where(picked < first, picked, -1)",
         ("tests/kernels/test_mla_prefill.py",),
+    ),
+    Mutant(
+        "a note in a log is evidence",
+        "runtime/dsv4_runtime/engine/signatures.py",
+        '        if text.startswith("# "):\n            continue\n',
+        "",
+        ("tests/unit/engine/test_signatures.py",),
+    ),
+    Mutant(
+        "the prefix of a container is part of a message",
+        "runtime/dsv4_runtime/engine/signatures.py",
+        '            line = _CARRIER.sub("", line, count=1)',
+        "            pass",
+        ("tests/unit/engine/test_signatures.py",),
     ),
     Mutant(
         "a consequence outranks the proof of a cause",
