@@ -84,6 +84,9 @@ class Reason(StrEnum):
     RECOVERY_EXHAUSTED = "RecoveryExhausted"
     RECOVERY_AVAILABLE = "RecoveryAvailable"
 
+    GPU_THROTTLED = "GpuThrottled"
+    """A GPU of a member is slow: its clock is low, its power is capped, or it is hot."""
+
     UPDATE_STARTED = "UpdateStarted"
     UPDATE_COMPLETED = "UpdateCompleted"
     """All groups serve with a changed specification."""
@@ -184,6 +187,9 @@ class MemberStatus(StatusPart):
     """Progress, or the end of the member."""
     processes: tuple[Process, ...] = ()
     """Processes of the member with known process ids."""
+    warnings: tuple[str, ...] = ()
+    """Conditions that make the member slow and stop nothing: a low clock, a power cap or a high temperature of a
+    GPU."""
     silent_since: Time | None = None
     """Time since which its agent has not answered; absent while it answers."""
 

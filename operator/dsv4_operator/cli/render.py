@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dsv4_operator.api import (
@@ -30,9 +30,9 @@ from dsv4_operator.cli.output import (
     render_table,
 )
 from dsv4_operator.cli.sources.base import LOOP_SILENCE_SECONDS, DeploymentView
-from dsv4_operator.lifecycle.status import undetermined
+from dsv4_operator.lifecycle.status import undetermined, warnings
 from dsv4_runtime.contract import Health, KernelStatus, Phase, permit
-from dsv4_runtime.contract.gateway import FatalRequest
+from dsv4_runtime.contract.gateway import FatalKind, FatalRequests
 from dsv4_runtime.contract.kernels import STOCK
 
 _REPAIRS = {1: "the engine is restarted in place", 2: "the group is formed again", 3: "given up"}
@@ -90,6 +90,7 @@ def deployment_text(item: DeploymentView, now: float, *, wide: bool) -> str:
         parts.append(not_ready_reason(item.object))
         parts.append(storage_problem(item.status))
         parts.append(members_table(item.status, now))
+        parts.append("\n".join(_warnings(item.status)))
         parts.append("\n".join(_kv_caches(item.status)))
         parts.append("\n".join(_kernels(item.status)))
     return "\n\n".join(filter(None, parts))
@@ -111,6 +112,19 @@ def members_table(status: DeploymentStatus, now: float) -> str:
         for member in group.members
     ]
     return render_table(["GROUP"] * many + ["RANK", "ROLE", "ADDRESS", "PHASE", "MESSAGE"], rows) if rows else ""
+
+
+def _fatal_kind(kind: FatalKind) -> str:
+    left = format_seconds(kind.seconds)
+    return (
+        f"requests with {' and '.join(kind.kinds)} are refused for another {left}: {kind.engines} engines died of them"
+    )
+
+
+def _warnings(status: DeploymentStatus) -> Iterator[str]:
+    for group in status.groups:
+        for member in group.members:
+            yield from (f"Warning: {one_line(text)}" for text in warnings(member))
 
 
 def _member_message(member: MemberStatus, now: float) -> str:
@@ -263,14 +277,19 @@ def _group_of_latest_failure(item: DeploymentView) -> GroupStatus | None:
     )
 
 
-def why_document(item: DeploymentView, now: float, fatal: Sequence[FatalRequest] = ()) -> dict[str, Any]:
-    """Return the latest failure and its repair as a document; `fatal` are requests that the gateway refuses."""
+_NONE_FATAL = FatalRequests()
+
+
+def why_document(item: DeploymentView, now: float, fatal: FatalRequests = _NONE_FATAL) -> dict[str, Any]:
+    """Return the latest failure and its repair as a document; `fatal` is what the gateway refuses."""
     group = _group_of_latest_failure(item)
     document: dict[str, Any] = {"name": item.name, "phase": item.phase, "verdict": _verdict(item, group)}
     if loop := loop_text(item, now):
         document["loop"] = loop
-    if fatal:
-        document["fatalRequests"] = [request.to_dict() for request in fatal]
+    if fatal.requests:
+        document["fatalRequests"] = [request.to_dict() for request in fatal.requests]
+    if fatal.kinds:
+        document["fatalKinds"] = [kind.to_dict() for kind in fatal.kinds]
     if group is None:
         return document
     if progress := _start_progress(item, group):
@@ -293,7 +312,7 @@ def why_document(item: DeploymentView, now: float, fatal: Sequence[FatalRequest]
     return document
 
 
-def why_text(item: DeploymentView, now: float, fatal: Sequence[FatalRequest] = ()) -> str:
+def why_text(item: DeploymentView, now: float, fatal: FatalRequests = _NONE_FATAL) -> str:
     """Return the latest failure and its repair as text of at most 12 lines; arguments as of `why_document`."""
     group = _group_of_latest_failure(item)
     label = f" group {group.index}" if group and len(item.status.groups) > 1 else ""
@@ -321,10 +340,12 @@ def why_text(item: DeploymentView, now: float, fatal: Sequence[FatalRequest] = (
     if group is not None:
         pending = "; the restart for this death is not counted yet" if sign is not None else ""
         rows.append(("budget", _budget(item, group, now) + pending))
-    if fatal:
-        last, more = fatal[-1], f" and {len(fatal) - 1} more" if len(fatal) > 1 else ""
+    if requests := fatal.requests:
+        last, more = requests[-1], f" and {len(requests) - 1} more" if len(requests) > 1 else ""
         text = f"{last.id} ({last.size:,} bytes){more}: {last.engines} engines died of it, refused since"
         rows.append(("request", text))
+    if fatal.kinds:
+        rows.append(("kinds", "; ".join(map(_fatal_kind, fatal.kinds))))
     rows = [(key, text) for key, text in rows if text]
     width = max(len(key) for key, _ in rows)
     return "\n".join([f"{item.name}{label} ({item.phase})", *[f"  {key.ljust(width)}   {text}" for key, text in rows]])

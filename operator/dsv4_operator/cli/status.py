@@ -18,7 +18,7 @@ from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
 from dsv4_operator.cli.output import DocumentFormat, TableFormat, live_screen, note, print_line, render_document
 from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, RetryingPoll
 from dsv4_runtime.contract import Cause
-from dsv4_runtime.contract.gateway import FatalRequest, FatalRequests
+from dsv4_runtime.contract.gateway import FatalRequests
 from dsv4_runtime.engine.signatures import REMEDIES, diagnose
 
 _GATEWAY_SECONDS = 2.0
@@ -83,7 +83,7 @@ def show_why(source: DeploymentSource, name: str | None, form: DocumentFormat | 
     """Print the latest failure, its cause and its repair."""
     item = source.get(name)
     now = time.time()
-    fatal = fatal_requests(source, item) if item.running else ()
+    fatal = fatal_requests(source, item) if item.running else FatalRequests()
     text = render.why_text(item, now, fatal)
     print_line(text if form is None else render_document(render.why_document(item, now, fatal), form))
     return ExitCode.OK
@@ -139,8 +139,8 @@ def _kebab(cause: Cause) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cause).lower()
 
 
-def fatal_requests(source: DeploymentSource, item: DeploymentView) -> Sequence[FatalRequest]:
-    """Return the requests that the gateway refuses because engines died of them; none if it does not respond."""
+def fatal_requests(source: DeploymentSource, item: DeploymentView) -> FatalRequests:
+    """Return what the gateway refuses because engines died of it; nothing if the gateway does not respond."""
     from dsv4_operator.cli import http
 
     try:
@@ -148,10 +148,10 @@ def fatal_requests(source: DeploymentSource, item: DeploymentView) -> Sequence[F
             url = api.url().removesuffix("/v1") + "/dsv4/fatal-requests"
             with http.open_url("GET", url, token=api.token, total_seconds=_GATEWAY_SECONDS) as response:
                 if response.status == HTTPStatus.OK:
-                    return FatalRequests.model_validate_json(response.read()).requests
+                    return FatalRequests.model_validate_json(response.read())
     except (CommandError, *http.ERRORS, pydantic.ValidationError):
         pass
-    return ()
+    return FatalRequests()
 
 
 def show_kernels(source: DeploymentSource, name: str | None, form: DocumentFormat | None) -> ExitCode:

@@ -16,6 +16,7 @@ from dsv4_operator.api import (
     FailureStatus,
     GroupPhase,
     GroupStatus,
+    MemberStatus,
     Reason,
     RejectedStatus,
     RolloutStatus,
@@ -499,8 +500,18 @@ def _group(before: GroupStatus, now: GroupStatus, new: DeploymentStatus) -> Iter
             yield Event(EventType.NORMAL, Reason.ENGINE_RESTARTING, "the engine is restarted in place", now.index)
     elif moved or (now.phase is GroupPhase.QUEUED and _queue_message(now) != _queue_message(before)):
         yield from _phase_events(now, new)
+    known = {text for member in before.members for text in warnings(member)}
+    for text in (text for member in now.members for text in warnings(member)):
+        if text not in known:
+            yield Event(EventType.WARNING, Reason.GPU_THROTTLED, text, now.index)
     if now.phase is GroupPhase.SERVING and _life(now) != (_life(before) if before.ready_time else None):
         yield _serving(now)
+
+
+def warnings(member: MemberStatus) -> tuple[str, ...]:
+    """Return the warnings of a member, with its rank and machine."""
+    where = f"rank {member.rank}" + (f" on {member.node}" if member.node else "")
+    return tuple(f"{where}: {text}" for text in member.warnings)
 
 
 def undetermined(group: GroupStatus) -> str | None:

@@ -188,7 +188,7 @@ def _members(
     found = {member.rank: _member(member, known.get(member.rank), key, now) for member in present}
     for rank, member in known.items():
         if rank not in found:
-            gone = {"processes": (), "message": "is gone", "silent_since": member.silent_since or now}
+            gone = {"processes": (), "warnings": (), "message": "is gone", "silent_since": member.silent_since or now}
             found[rank] = member.model_copy(update=gone)
     return tuple(found[rank] for rank in sorted(found))
 
@@ -213,6 +213,7 @@ def _member(member: ObservedMember, known: MemberStatus | None, key: GroupKey, n
         phase_time=phase_time,
         message=_message(member, status),
         processes=() if member.ended else _processes(member, status),
+        warnings=status.warnings if status is not None and not member.ended else (),
         silent_since=silent_since,
     )
 

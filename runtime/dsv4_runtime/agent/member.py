@@ -308,6 +308,7 @@ class Member:
             silent = {rank: silence for rank, silence in silences.items() if silence is not None}
             try:
                 context.record.signals = context.vitals.sample(context.roles(), silent)
+                context.record.warn(context.vitals.warnings)
             except OSError:
                 _log.exception("the signals could not be sampled, which is tried again")
             context.sampled.notify()

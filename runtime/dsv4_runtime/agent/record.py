@@ -113,6 +113,8 @@ class MemberRecord:
         self.suspicion: Failure | None = None
         """Failure that a suspect engine is about to have; None while it is not suspect."""
         self.signals: Signals | None = None
+        self.warnings: tuple[str, ...] = ()
+        """As in the status."""
         self.disk_rate: float | None = None
         """Rate at which this member's disk read the checkpoint, in bytes a second."""
         self.joined = False
@@ -255,6 +257,15 @@ class MemberRecord:
         self.failures = [*self.failures, failure][-_KEEP_FAILURES:]
         self.changes.notify()
 
+    def warn(self, warnings: tuple[str, ...]) -> None:
+        """Report and log the present warnings."""
+        for text in warnings:
+            if text not in self.warnings:
+                _log.warning("%s", text)
+        if warnings != self.warnings:
+            self.warnings = warnings
+            self.changes.notify()
+
     def status(self) -> AgentStatus:
         """Return the response to `/v1/status`."""
         head = self._plan.members[self._rank].role is Role.HEAD
@@ -272,6 +283,7 @@ class MemberRecord:
             model_digest=self._plan.model_digest,
             joined=self.joined,
             signals=self.signals,
+            warnings=self.warnings,
             phase_seconds=self._phase_seconds,
             disk_bytes_per_second=self.disk_rate,
             weights_repaired=self.weights_repaired,

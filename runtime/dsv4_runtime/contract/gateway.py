@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
@@ -135,7 +136,50 @@ class FatalRequest(Report):
     """Unix time at which it was refused."""
 
 
+class Kind(StrEnum):
+    """Features of requests that are refused together if engines die of them."""
+
+    STRUCTURED_OUTPUT = "structured output"
+    TOOLS = "tools"
+    IMAGES = "images"
+    LONG_CONTEXT = "long context"
+
+
+class FatalKind(Report):
+    """A kind of requests that is refused because engines died of it."""
+
+    kinds: tuple[Kind, ...]
+    """Requests with all of these features are refused."""
+    engines: int
+    """That died while they had such a request."""
+    seconds: float
+    """Remaining time of the refusal."""
+
+
 class FatalRequests(Report):
     """Answer of a gateway to `GET /dsv4/fatal-requests`: the latest, oldest first."""
 
     requests: tuple[FatalRequest, ...] = ()
+    kinds: tuple[FatalKind, ...] = ()
+    """The kinds refused at present."""
+
+
+class KindDeath(Report):
+    """The death of an engine with the kinds of the requests of one gateway process."""
+
+    generation: str
+    time: float
+    """Seconds of the machine's monotonic clock."""
+    kinds: tuple[tuple[Kind, ...], ...] = ()
+    """Features of each request, each combination once; empty: the process had no request there."""
+    again: tuple[tuple[Kind, ...], ...] = ()
+    """The same of requests that the engine of the death before also had."""
+
+
+class KindReport(Report):
+    """Answer of a gateway process to `GET /dsv4/process/kinds`, for the others at its address."""
+
+    deaths: tuple[KindDeath, ...] = ()
+    """The latest, oldest first."""
+    answered: tuple[tuple[float, tuple[Kind, ...]], ...] = ()
+    """Combinations of features with the time of the latest complete answer, on the machine's monotonic clock."""

@@ -77,6 +77,8 @@ Seconds = Annotated[float, Field(gt=0)]
 
 _SLOWEST_DISK = 20e6
 _LONGEST_LOAD = 4.0
+_LEAST_LONGEST_LOAD = 3600.0
+"""Compilers have been active for 36 minutes of a first start."""
 
 
 class Role(StrEnum):
@@ -291,7 +293,7 @@ class Timeouts(Document):
 
         A bound that was given is one for every start.
         """
-        return bound if self.reading is None else _LONGEST_LOAD * bound
+        return bound if self.reading is None else max(_LONGEST_LOAD * bound, _LEAST_LONGEST_LOAD)
 
 
 class Expectations(Document):

@@ -202,6 +202,16 @@ class GpuSignals(Report):
 
     index: int
     power_watts: float | None = None
+    power_limit_watts: float | None = None
+    power_default_watts: float | None = None
+    """The limit that the driver sets without a user's own."""
+    sm_mhz: int | None = None
+    """Clock of the multiprocessors."""
+    sm_max_mhz: int | None = None
+    celsius: int | None = None
+    slowed_by: tuple[str, ...] = ()
+    """The driver's reasons for a low clock: `clock setting`, `power cap`, `hardware slowdown`,
+    `software thermal slowdown`, `hardware thermal slowdown`, `power brake`."""
     utilization: float | None = None
     """Share of the last moments in which it was busy, 0 to 1."""
     memory_used: int | None = None
@@ -350,6 +360,9 @@ class AgentStatus(Report):
     """Digest of all inputs of the answers, from the plan; None: not in the plan."""
     joined: bool = False
     """Whether this member's Ray node is part of the cluster."""
+    warnings: tuple[str, ...] = ()
+    """Conditions that make this member slow and stop nothing: a low clock, a power cap or a high temperature of a
+    GPU."""
     broken: str | None = None
     """Missing prerequisite of another engine on this Ray node, such as a removed directory; None: there is none."""
     signals: Signals | None = None

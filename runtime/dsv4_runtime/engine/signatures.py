@@ -4,10 +4,11 @@ Each row has the pattern, the cause, the origin of the text and one example that
 match the sentences that libraries print, not the names of their symbols. They have no nested repetition, so a match
 takes linear time.
 
-Read in the libraries: texts of vLLM 0.32, Ray 2.60, torch 2.13 (`c10d`), Triton 3.7 and NCCL (June 2026). From public
-failure reports: InstantTensor's buffer size, the sparse MLA of FlashInfer, the kernel log. Not found in these versions:
-NCCL's `Error while creating shared memory segment`, torch's `Heartbeat monitor timed out`, and a separate
-`No valid MLA attention backend` of vLLM. Other versions of vLLM were not compared.
+Read in the libraries: texts of vLLM 0.30 to 0.33, Ray 2.60, torch 2.13 (`c10d`), Triton 3.7 and NCCL (June 2026). From
+public failure reports: InstantTensor's buffer size, the sparse MLA of FlashInfer, the kernel log. Not found in these
+versions: NCCL's `Error while creating shared memory segment`, torch's `Heartbeat monitor timed out`, and of vLLM a
+separate `No valid MLA attention backend` and `larger than the maximum number of tokens that can be stored in KV cache`.
+Gone with vLLM 0.33: `Every node should have a unique IP address` and `Current node has no GPU available`.
 """
 
 from __future__ import annotations
@@ -70,16 +71,47 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         r"is not a local folder and is not a valid model identifier|Cannot find any model weights with `"
         r"|There is no module or parameter named |Model architectures? \[.{1,200}\] (?:are|is) not supported"
-        r"|Unknown quantization method: |Quantization method specified in the model config",
+        r"|Unknown quantization method: |Quantization method specified in the model config"
+        r"|Cannot find the config file for ",
         Cause.CONFIG_ERROR,
         "vllm/model_executor/model_loader, vllm/config/model.py, transformers/utils/hub.py",
         "RuntimeError: Cannot find any model weights with `/models/flash`",
     ),
     _row(
-        r"Every node should have a unique IP address",
+        r"VLLM_PORT '.{1,200}' (?:must be a valid integer|appears to be a URI)"
+        r"|World size \(\d{1,9}\) is larger than the number of available GPUs"
+        r"|[Cc]urrent platform .{1,40} does not support ray"
+        r"|Selected (?:MLA prefill )?backend \S{1,80} is not valid for this configuration"
+        r"|moe_backend='?\w{1,40}'? is not supported for |no '\w{1,40}' kernel exists for"
+        r"|is not a flashinfer moe_ep backend|Unknown (?:all2all|MLA prefill) backend: "
+        r"|is not a DeepSeek V4(?:\.1)? attention backend",
         Cause.CONFIG_ERROR,
-        "vllm/v1/executor/ray_executor.py",
+        "vllm/envs.py, vllm/config/parallel.py, vllm/platforms/cuda.py, vllm/model_executor/layers/fused_moe/oracle",
+        "ValueError: VLLM_PORT 'tcp://10.96.12.7:8000' appears to be a URI. This may be caused by a Kubernetes service "
+        "discovery issue",
+    ),
+    _row(
+        r"Mismatched NCCL version detected|Multiple Ranks are using the same GPU|Duplicate GPU detected"
+        r"|Version mismatch: The cluster was started with|Every node should have a unique IP address",
+        Cause.CONFIG_ERROR,
+        "vllm/v1/executor/ray_executor.py, NCCL init.cc, ray/_private/utils.py",
         "RuntimeError: Every node should have a unique IP address. Got 2 nodes with node ids ['a', 'b'] and 1 IP",
+    ),
+    # The weights cannot be fetched, and the GPU is not there for this container or driver.
+    _row(
+        r"\b(?:LocalEntryNotFoundError|GatedRepoError|RepositoryNotFoundError|RevisionNotFoundError"
+        r"|OfflineModeIsEnabled)\b|We couldn't connect to 'https://huggingface",
+        Cause.STAGING_FAILED,
+        "huggingface_hub/errors.py, transformers/utils/hub.py",
+        "huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate the files on the Hub",
+    ),
+    _row(
+        r"No CUDA GPUs are available|Failed to infer device type|CUDA driver version is insufficient"
+        r"|forward compatibility was attempted on non supported HW|unsupported display driver / cuda driver combination"
+        r"|Found no NVIDIA driver on your system|invalid device ordinal",
+        Cause.PREFLIGHT_FAILED,
+        "cudaGetErrorString of CUDA 13, torch c10/cuda/CUDAFunctions.cpp, vllm/config/device.py",
+        "RuntimeError: Failed to infer device type, please set the environment variable `VLLM_LOGGING_LEVEL=DEBUG`",
     ),
     # Memory for the KV cache: the same numbers at each start.
     _row(
@@ -100,17 +132,20 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     # Ports, disks, shared memory.
     _row(
-        r"[Aa]ddress already in use|EADDRINUSE|The server socket has failed to listen on any local network address",
+        r"[Aa]ddress already in use|EADDRINUSE|Could not find open port after \d"
+        r"|The server socket has failed to listen on any local network address",
         Cause.PORT_CONFLICT,
-        "errno 98; torch c10d/socket.cpp",
+        "errno 98; torch c10d/socket.cpp; vllm/utils/network_utils.py",
         "OSError: [Errno 98] error while attempting to bind on address ('0.0.0.0', 8000): address already in use",
     ),
     _row(
         r"^(?>.*?No space left on device).*(?:psm_|/dev/shm|shared memory)"
         r"|^(?>.*?(?:/dev/shm|shared memory)).*No space left on device"
+        r"|Insufficient space in \S{1,200}(?: for .{1,100})?: [\d.]{1,20} MiB required"
         r"|unable to allocate shared memory\(shm\) for file|Error while creating shared memory segment",
         Cause.SHARED_MEMORY_FULL,
-        "errno 28 in multiprocessing.shared_memory; NCCL misc/shmutils.cc; torch MapAllocator.cpp",
+        "errno 28 in multiprocessing.shared_memory; vllm/distributed/device_communicators/shm_broadcast.py; NCCL "
+        "misc/shmutils.cc; torch MapAllocator.cpp",
         "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-x8XhBw (size 9637888), error: No space "
         "left on device (28)",
     ),
@@ -128,12 +163,13 @@ SIGNATURES: tuple[Signature, ...] = (
         "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
     ),
     _row(
-        r"Free memory on device (?:cuda|xpu|hip)|CUDA out of memory|CUDA error: out of memory"
-        r"|CUDA driver error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|Cuda failure (?:\d{1,3} )?'out of memory'"
+        r"Free memory on device (?:cuda|xpu|hip)|(?:C[Uu][Dd][Aa]|\b(?:cuda|cu)[A-Z]\w{1,40}).{0,80}out of memory"
+        r"|CUDA_ERROR_OUT_OF_MEMORY"
         r"|Failed to CUDA (?:calloc|malloc|host alloc)|CUBLAS_STATUS_ALLOC_FAILED"
         r"|Externally held weights on device|NVML_ERROR_INSUFFICIENT_",
         Cause.OUT_OF_MEMORY_GPU,
-        "vllm/v1/worker/utils.py, torch CUDACachingAllocator.cpp, NCCL include/alloc.h, the CUDA driver",
+        "vllm/v1/worker/utils.py, torch CUDACachingAllocator.cpp, vllm csrc/cumem_allocator.cpp, triton driver.c, NCCL "
+        "include/alloc.h, the CUDA driver",
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 94 GiB",
     ),
     _row(
@@ -143,10 +179,11 @@ SIGNATURES: tuple[Signature, ...] = (
         "RuntimeError: buffer_size (1268776960 B) exceeds device memory budget (793399296 B)",
     ),
     _row(
-        r"\bMemoryError\b|Cannot allocate memory|DefaultCPUAllocator: (?:can't|not enough)"
+        r"Out of memory: Killed process|oom-kill:constraint=|NCCL WARN Failed to malloc "
+        r"|\bMemoryError\b|Cannot allocate memory|DefaultCPUAllocator: (?:can't|not enough)"
         r"|Failed to allocate host buffer|\bOutOfMemoryError\b|out of memory",
         Cause.OUT_OF_MEMORY_HOST,
-        "errno 12; torch c10/core/CPUAllocator.cpp; InstantTensor csrc/loader_common.cpp",
+        "errno 12; the kernel log; torch c10/core/CPUAllocator.cpp; InstantTensor csrc/loader_common.cpp",
         "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory",
     ),
     # Faults of a GPU: the driver reports each one as an XID. NCCL's watchdog prints them too, as their consequence.
@@ -170,13 +207,17 @@ SIGNATURES: tuple[Signature, ...] = (
     _row(
         r"[Nn]o (?:decode |prefill |cubin |compiled )?kernel (?:image |found )?(?:for this (?:shape|configuration)"
         r"|is available for execution on the device)|CUDA_ERROR_NO_BINARY_FOR_GPU|Failed to find a kernel that can"
-        r" implement|No valid (?:MLA )?attention backend|No (?:\w{1,20} )?MoE backend supports"
+        r" implement|No valid (?:CPU )?(?:MLA )?(?:attention|prefill) backend|No (?:\w{1,20} )?MoE backend supports"
         r"|out of resource: shared memory, Required|ptxas fatal|PTXAS error|PTX JIT compilation failed"
         r"|the provided PTX was compiled with an unsupported toolchain"
         r"|not (?:supported|implemented) (?:on|for) (?:this|your) (?:GPU|device|architecture|compute capability)"
-        r"|is only supported on (?:SM|sm_?|devices with compute capability|Hopper|Blackwell)",
+        r"|is only supported on (?:SM|sm_?|(?:devices with )?compute capability|Hopper|Blackwell)"
+        r"|is not supported for the current GPU\. Minimum capability|Head dimension \d{1,5} is not supported by MLA"
+        r"|requires (?:an SM\d{2,3}-class GPU|Blackwell datacenter GPUs)"
+        r"|(?:FlashInfer|DeepGEMM) (?:backend is|sparse MLA decode APIs are) not available",
         Cause.KERNEL_MISSING,
-        "vllm/platforms/cuda.py, vllm/model_executor/kernels/linear, CUDA 13, triton/runtime/errors.py, FlashInfer",
+        "vllm/platforms/cuda.py, vllm/config/vllm.py, vllm/model_executor/kernels/linear, vllm/v1/attention/backends, "
+        "vllm/utils/flashinfer.py, CUDA 13, triton/runtime/errors.py, FlashInfer",
         "RuntimeError: SM120 sparse-MLA has no decode kernel for this shape: num_heads=32 topk=1152",
     ),
     # Weights.
@@ -190,7 +231,9 @@ SIGNATURES: tuple[Signature, ...] = (
     # The network: NCCL names its device, the address (GID) and the peer.
     _row(
         r"Call to ibv_(?!query_ece|set_ece)\w{1,40} failed"
-        r"|NET/IB ?: .{0,80}async fatal event|NET/IB ?: .{0,40}completion from peer"
+        r"|NET/IB ?: .{0,80}async fatal event|NET/IB(?:/GIN)? ?: .{0,40}completion from peer"
+        r"|NET/IB: (?:Fatal error\. Detected|The error is fatal)|Failed to initialize any NET plugin"
+        r"|Detected mixed local (?:Coll)?Net device counts across ranks"
         r"|NET/IB ?: (?:Unable to (?:open|query)|Remote \w{1,20} device is incompatible|No IP interface found)"
         r"|Attempted to (?:connect|merge) incompatible devices",
         Cause.FABRIC_ERROR,
@@ -231,11 +274,19 @@ SIGNATURES: tuple[Signature, ...] = (
         consequence=True,
         waits=True,
     ),
+    _row(
+        r"Timed out waiting for (?:new )?engine core processes to start",
+        Cause.STARTUP_TIMEOUT,
+        "vllm/v1/engine/core_client.py",
+        "TimeoutError: Timed out waiting for engine core processes to start. This is often caused by slow weight "
+        "loading for large models. Waited 600s (configured by VLLM_ENGINE_READY_TIMEOUT_S).",
+        consequence=True,
+    ),
     # Hangs. vLLM's executor and torch's watchdog end what does not answer.
     _row(
-        r"RPC call to \w{1,60} timed out",
+        r"RPC call to \w{1,60} timed out|\bRayChannelTimeoutError\b",
         Cause.ENGINE_HUNG,
-        "vllm/v1/executor/multiproc_executor.py",
+        "vllm/v1/executor/multiproc_executor.py, ray/exceptions.py",
         "TimeoutError: RPC call to sample_tokens timed out.",
     ),
     _row(
@@ -271,7 +322,8 @@ SIGNATURES: tuple[Signature, ...] = (
         consequence=True,
     ),
     _row(
-        r"has been marked dead because the detector has missed too many heartbeats",
+        r"has been marked dead because the detector has missed too many heartbeats"
+        r"|health check failed due to missing too many heartbeats",
         Cause.NODE_LOST,
         "Ray gcs_node_manager",
         "The node with node id: 3f2a and address: 10.0.0.2 and node name: 10.0.0.2 has been marked dead because the "
@@ -279,7 +331,7 @@ SIGNATURES: tuple[Signature, ...] = (
         consequence=True,
     ),
     _row(
-        r"RayWorkerProc rank=.{1,200}? died unexpectedly|ActorDiedError|[Aa]ctor died",
+        r"RayWorkerProc rank=.{1,200}? died unexpectedly|ActorDiedError|WorkerCrashedError|[Aa]ctor died",
         Cause.RAY_WORKER_DIED,
         "vllm/v1/executor/ray_executor_v2.py, ray/exceptions.py",
         "RayWorkerProc rank=[1] died unexpectedly, shutting down executor.",
@@ -317,12 +369,15 @@ REMEDIES: dict[Cause, str] = {
     Cause.OUT_OF_MEMORY_GPU: "end other programs on the GPU, drop the page cache, or lower gpuMemoryUtilization",
     Cause.OUT_OF_MEMORY_HOST: "end other programs on the machine, or raise the memory limit of the container",
     Cause.PEER_TO_PEER_HANG: "set NCCL_P2P_DISABLE=1 and --disable-custom-all-reduce, or disable IOMMU and ACS",
+    Cause.PREFLIGHT_FAILED: "check `nvidia-smi` in the container, the driver's version, and CUDA_VISIBLE_DEVICES",
     Cause.PORT_CONFLICT: "end the program that has the port, or choose another port",
     Cause.RAY_HEAD_LOST: "check the log of Ray's head, and the link to its machine",
     Cause.RAY_MEMORY_KILL: "end other programs on the machine, or raise RAY_memory_usage_threshold",
     Cause.RAY_WORKER_DIED: "check the end of the worker's own log: the kernel may have ended it (`dmesg`)",
     Cause.RAYLET_DIED: "check the end of raylet.out on that machine",
     Cause.SHARED_MEMORY_FULL: "raise the size of /dev/shm (`--shm-size`, or an emptyDir with medium Memory)",
+    Cause.STAGING_FAILED: "check the checkpoint's name and revision, the token and the network, or fetch it first",
+    Cause.STARTUP_TIMEOUT: "raise VLLM_ENGINE_READY_TIMEOUT_S, and check the rate at which the disk reads the weights",
     Cause.WEIGHTS_CORRUPT: "fetch the named file again and compare its checksum",
     Cause.XID_ERROR: "search `dmesg` for the XID; with an illegal address, update or change the kernel provider",
 }
@@ -331,6 +386,11 @@ REMEDIES: dict[Cause, str] = {
 # Process, level, time and place before each line of vLLM's log.
 _ORIGIN = re.compile(
     r"^(?:\([^()]{1,120}\) )?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [-\d]{4,10} [\d:.]{5,15} \[[^\]]{1,120}\] ?)?"
+)
+# In front of the lines: a container's name (Docker Compose), a pod, a time of `kubectl logs` or Docker, the journal.
+_CARRIER = re.compile(
+    r"^(?:[\w.-]{1,80} {0,20}\| ?|\[pod/[^\]]{1,200}\] ?|\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-][\d:]{4,6}) "
+    r"|[A-Z][a-z]{2} [ \d]\d [\d:]{8} \S{1,80} \S{1,80}\[\d{1,9}\]: )"
 )
 _ANSI = re.compile(r"\x1b\[[0-9;]{0,16}m")
 _PYDANTIC = re.compile(r"\d+ validation errors? for \w")
@@ -366,12 +426,18 @@ def diagnose(lines: Iterable[str]) -> Diagnosis | None:
     peer_to_peer: tuple[int, str] | None = None
     core_died = False
     for number, line in enumerate(lines, 1):
-        text = _ORIGIN.sub("", _ANSI.sub("", line)[:_LINE_LIMIT].rstrip(), count=1)
+        line = _ANSI.sub("", line)[:_LINE_LIMIT].rstrip()
+        for _ in range(2):
+            line = _CARRIER.sub("", line, count=1)
+        text = _ORIGIN.sub("", line, count=1)
         texts.append(text)
         core_died = core_died or _CORE_DIED.search(text) is not None
         if peer_to_peer is None and _P2P_CHANNEL.search(text):
             peer_to_peer = number, text
         whole = line if text == line else f"{_level(line)}{text}"
+        # No library begins a line with this: it is a note of a person.
+        if text.startswith("# "):
+            continue
         if not _FRAME.match(text) and (signature := match(whole)) is not None:
             found.append((number, text, signature))
     if not found:

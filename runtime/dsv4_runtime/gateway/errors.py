@@ -124,6 +124,15 @@ def engine_fatal(deaths: int) -> Refusal:
     return _invalid(422, "engine_fatal", message, Outcome.FATAL)
 
 
+def fatal_kind(kind: str, deaths: int, seconds: int) -> Refusal:
+    """Refuse a request of a kind that kills engines."""
+    message = (
+        f"requests with {kind} are refused for another {seconds} s: {deaths} engines died while they had one, and "
+        f"none was answered; send the request without {kind}, or later"
+    )
+    return _invalid(422, "engine_fatal_kind", message, Outcome.FATAL)
+
+
 def timed_out(message: str) -> Refusal:
     """Refuse a request that exceeded its time limit."""
     return Refusal(504, "timeout_error", "request_timeout", message, Outcome.TIMEOUT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import math
@@ -18,6 +19,7 @@ from dsv4_runtime.gateway.continuation import Transcript
 from dsv4_runtime.gateway.errors import REQUEST_ID, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.http1 import BrokenMessageError, Fields, Headers
 from dsv4_runtime.gateway.http_client import UpstreamResponse
+from dsv4_runtime.gateway.kinds import Kinds, kinds_of
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request
 from dsv4_runtime.gateway.routing import Exposure
@@ -112,6 +114,11 @@ class Exchange:
     def digest(self) -> bytes:
         """Return the keyed digest of method, path and body, valid in this process; complete after `read`."""
         return self._digest.digest()
+
+    @functools.cached_property
+    def kinds(self) -> Kinds:
+        """Features of the request; complete after `read`."""
+        return kinds_of(self.body)
 
     def timeout(self) -> float:
         """Return the time limit in seconds: the configured one, or a shorter one requested by the client.

@@ -138,7 +138,7 @@ class Proxy:
         self._hold = HoldQueue(settings, groups, metrics)
         self.suspects = Suspects(settings.hold_timeout_seconds)
         groups.died = lambda generation, reported: self.suspects.died(
-            generation.name, generation.exposures, reported=reported
+            generation.name, generation.exposures, reported=reported, cause=generation.cause
         )
         self._retries = 0
         """Requests being repeated after a broken connection without an engine death."""
@@ -259,7 +259,7 @@ class Proxy:
     async def _until_answered(self, exchange: Exchange) -> None:
         answered = False
         while not answered:
-            if self.suspects.suspected(exchange.digest):
+            if self.suspects.suspected(exchange.digest, exchange.kinds):
                 answered = await self._try_alone(exchange)
             elif exchange.losses and not exchange.deaths:
                 answered = await self._retry(exchange)
@@ -281,7 +281,7 @@ class Proxy:
         """Send the request to one engine; return whether the response is complete."""
         digest = exchange.digest
         group, generation = await self._engine(exchange, lambda group: self.suspects.admits(group, digest))
-        if self.suspects.suspected(digest):
+        if self.suspects.suspected(digest, exchange.kinds):
             return False
         try:
             async with EngineWait(generation, exchange.id):
@@ -302,7 +302,7 @@ class Proxy:
             while not self.suspects.is_next(exchange):
                 async with _keep_alive_comments(exchange):
                     await self.suspects.changed()
-                if not self.suspects.suspected(digest):
+                if not self.suspects.suspected(digest, exchange.kinds):
                     return False
                 group, generation = await self._engine(exchange)
             trial = self.suspects.begin(exchange, group)
@@ -425,7 +425,9 @@ class Proxy:
     ) -> Iterator[None]:
         """Record within the block that this engine generation has the request."""
         now = time.monotonic()
-        exchange.exposure = exposure = generation.exposures.enter(exchange.digest, exchange.id, len(exchange.body), now)
+        exchange.exposure = exposure = generation.exposures.enter(
+            exchange.digest, exchange.id, len(exchange.body), now, exchange.kinds
+        )
         if trial is not None:
             trial.sent(exposure)
         try:
@@ -441,6 +443,8 @@ class Proxy:
 
     def _record_computed(self, exchange: Exchange, generation: EngineGeneration, status: int) -> None:
         """Record that the engine has computed the whole response, even if the client is still reading."""
+        if status == 200 and exchange.path in GENERATING:
+            self.suspects.kinds.answered(exchange.kinds)
         if exchange.exposure is not None:
             if status == 200 and exchange.path in GENERATING:
                 exchange.exposure.progress()

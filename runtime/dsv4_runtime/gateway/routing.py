@@ -19,8 +19,8 @@ from types import TracebackType
 import aiohttp
 
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient
-from dsv4_runtime.contract import AgentStatus, Health, Phase
-from dsv4_runtime.contract.gateway import GatewayRoute, GroupRoute
+from dsv4_runtime.contract import AgentStatus, Cause, Health, Phase
+from dsv4_runtime.contract.gateway import GatewayRoute, GroupRoute, Kind
 from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway.errors import EngineLostError, RefusedError, given_up_refusal
 
@@ -103,6 +103,8 @@ class Exposure:
     size: int
     sent: float
     generation: Exposures
+    kinds: frozenset[Kind] = frozenset()
+    """Its features (`gateway.kinds`)."""
     alone: bool = False
     """Whether no request of another gateway can be in the engine (`engine.token_auth`)."""
     trial: bool = False
@@ -140,9 +142,9 @@ class Exposures:
         """Return whether abandoned requests may still be in the engine."""
         return bool(self._left) or not self.complete
 
-    def enter(self, digest: bytes, name: str, size: int, now: float) -> Exposure:
+    def enter(self, digest: bytes, name: str, size: int, now: float, kinds: frozenset[Kind] = frozenset()) -> Exposure:
         """Record a request sent at `now`; `name` is its id."""
-        exposure = Exposure(digest, name, size, now, self)
+        exposure = Exposure(digest, name, size, now, self, kinds)
         self._open[exposure] = None
         return exposure
 
@@ -217,6 +219,8 @@ class EngineGeneration:
         self.over = False
         self.planned = False
         """Whether its end is planned."""
+        self.cause: Cause | None = None
+        """Cause of its reported death, as first reported."""
         self.unreachable = False
         """Whether it ended because it was unreachable, which is not attributed to any request."""
         self.exposures = Exposures()
@@ -300,6 +304,8 @@ class EngineView:
         dead = not (serving or finishing) or health is Health.DEAD
         if self._generation is not None and (dead or identity != self._generation.identity):
             if not self._generation.planned:
+                failure = status.verdict.failure
+                self._generation.cause = failure.cause if failure is not None else None
                 self._died(self._generation, dead)
             self._end_generation()
         if self._generation is not None:

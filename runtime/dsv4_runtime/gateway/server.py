@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import aiohttp
 
-from dsv4_runtime.contract.gateway import CanaryReport, FatalRequests, GatewaySettings
+from dsv4_runtime.contract.gateway import CanaryReport, FatalRequests, GatewaySettings, KindReport
 from dsv4_runtime.contract.token import canary_token
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.admission import ApiKeys
@@ -153,11 +153,12 @@ _SCRAPE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 _SCRAPE_SHARED_SECONDS = 1.0
 """Interval of scrapes of vLLM."""
 _MAX_METRICS_BYTES = 32 * 2**20
+_SHARE_KINDS_SECONDS = 1.0
 _OWN_METRICS_PER_SECOND = 20
 """Beyond this rate, scrapes share a text: generating it takes 0.5 ms, and `/metrics` needs no key."""
 REFUSALS_LOGGED = 20
 """Access log lines of refused requests per second."""
-_OWN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics", "/dsv4/process/metrics"})
+_OWN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics", "/dsv4/process/metrics", "/dsv4/process/kinds"})
 """Served even when connections and memory for clients are exhausted."""
 _WITHOUT_API_KEY = _OWN_PATHS | {"/dsv4/canary"}
 """The canary has a token of its own."""
@@ -254,6 +255,7 @@ class Gateway:
             own_paths=_OWN_PATHS,
         )
         watching = asyncio.create_task(self._groups.run())
+        sharing = asyncio.create_task(self._share_kinds())
         try:
             await server.start(listener, *([own] if own is not None else []))
             stopping = asyncio.create_task(stop.wait())
@@ -264,7 +266,8 @@ class Gateway:
             await self._drain(server)
         finally:
             watching.cancel()
-            await asyncio.wait({watching})
+            sharing.cancel()
+            await asyncio.wait({watching, sharing})
             await server.close(FINAL_EVENT_SECONDS)
             await asyncio.gather(self._engine_metrics.close(), self._peer_metrics.close(), self._canary.close())
             self._proxy.upstream.close()
@@ -355,6 +358,8 @@ class Gateway:
                 await _respond(request, 200, _JSON, (await self._fatal_requests(request)).to_json().encode())
             case "/dsv4/process/fatal-requests":
                 await _respond(request, 200, _JSON, self._proxy.suspects.found.to_json().encode())
+            case "/dsv4/process/kinds":
+                await _respond(request, 200, _JSON, self._proxy.suspects.kinds.report().to_json().encode())
             case _ if self._serves_models(request):
                 await _respond(request, 200, _JSON, self._models())
             case _:
@@ -415,12 +420,25 @@ class Gateway:
         return [text for text in await self._ask_peers("metrics") if text]
 
     async def _fatal_requests(self, request: Request) -> FatalRequests:
-        """Return the fatal requests of all processes at this address, by time."""
-        found = list(self._proxy.suspects.found.requests)
+        """Return the fatal requests of all processes at this address, by time, and the kinds refused by this one."""
+        own = self._proxy.suspects.found
+        found = list(own.requests)
         for text in await self._ask_peers("fatal-requests", request.header(b"authorization")):
             with contextlib.suppress(ValueError):
                 found += FatalRequests.model_validate_json(text).requests
-        return FatalRequests(requests=tuple(sorted(found, key=lambda one: one.time)))
+        return FatalRequests(requests=tuple(sorted(found, key=lambda one: one.time)), kinds=own.kinds)
+
+    async def _share_kinds(self) -> None:
+        """Read what the other processes at this address observed after deaths of engines."""
+        kinds = self._proxy.suspects.kinds
+        kinds.shared = bool(self._peers)
+        while kinds.shared:
+            await asyncio.sleep(_SHARE_KINDS_SECONDS)
+            if kinds.active:
+                for peer, text in zip(self._peers, await self._ask_peers("kinds"), strict=True):
+                    with contextlib.suppress(ValueError):
+                        kinds.take(peer, KindReport.model_validate_json(text))
+                kinds.judge()
 
     async def _ask_peers(self, name: str, authorization: str = "") -> list[bytes]:
         headers = {"Authorization": authorization} if authorization else {}

@@ -1,7 +1,8 @@
 """Requests suspected of killing engines, and the trials that prove or clear them.
 
 A request is identified by a keyed digest of method, path and body, so deaths are kept when its client disconnects and
-retries. After two deaths a request is a suspect and is only sent as a trial, one at a time. A third death convicts it
+retries. After two deaths a request is a suspect and is only sent as a trial, one at a time; after one if its
+kind is not proven (`kinds`). A third death convicts it
 if no other request can have been in the engine; otherwise the next trial is stricter. Only proof ends a trial: output
 of the engine for the request, its end, or a completion of another request that was sent later. `Suspects` is pure
 except for its event and log; the clock is an argument.
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import FatalRequest, FatalRequests
 from dsv4_runtime.engine import completion, token_auth
 from dsv4_runtime.engine.token_auth import Kind, Refused
@@ -25,6 +27,7 @@ from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import RefusedError
 from dsv4_runtime.gateway.http1 import Headers, encode_headers
 from dsv4_runtime.gateway.http_client import Upstream
+from dsv4_runtime.gateway.kinds import PLAIN, FatalKinds, Kinds
 from dsv4_runtime.gateway.routing import SETTLE_SECONDS, EngineGeneration, Exposure, Exposures, RoutedGroup
 
 _log = logging.getLogger("dsv4.gateway")
@@ -64,16 +67,12 @@ class Record:
 
     digest: bytes
     touched: float
+    kinds: Kinds = PLAIN
     deaths: list[Death] = field(default_factory=list)
     convicted: int = 0
     """Engine deaths at conviction; 0 if not convicted."""
     lived: float = 0.0
     """Longest time from sending to a death at which a trial was no longer alone."""
-
-    @property
-    def suspected(self) -> bool:
-        """Return whether it is only sent as a trial."""
-        return len(self.deaths) >= SUSPECTED_DEATHS
 
     @property
     def strict(self) -> bool:
@@ -83,7 +82,7 @@ class Record:
     @property
     def drain_seconds(self) -> float:
         """Return the maximum wait of its trial for other requests."""
-        return min(DRAIN_SECONDS * 2.0 ** (len(self.deaths) - SUSPECTED_DEATHS), _MAX_DRAIN_SECONDS)
+        return min(DRAIN_SECONDS * 2.0 ** max(len(self.deaths) - SUSPECTED_DEATHS, 0), _MAX_DRAIN_SECONDS)
 
     @property
     def trial_seconds(self) -> float:
@@ -119,11 +118,12 @@ class Suspects:
         self._trial: Trial | None = None
         self._changed = asyncio.Event()
         self._found: list[FatalRequest] = []
+        self.kinds = FatalKinds(clock, self._notify)
 
     @property
     def found(self) -> FatalRequests:
-        """Return the latest convicted requests."""
-        return FatalRequests(requests=tuple(self._found))
+        """Return the latest convicted requests and the refused kinds."""
+        return FatalRequests(requests=tuple(self._found), kinds=self.kinds.found)
 
     @property
     def size(self) -> int:
@@ -145,8 +145,9 @@ class Suspects:
         if (record := self._records.get(digest)) is not None:
             self._touch(record)
 
-    def suspected(self, digest: bytes) -> bool:
+    def suspected(self, digest: bytes, kinds: Kinds = PLAIN) -> bool:
         """Return whether the request is only sent as a trial; raise RefusedError if it is not sent any more."""
+        self.kinds.check(kinds)
         record = self._records.get(digest)
         if record is None:
             return False
@@ -155,7 +156,7 @@ class Suspects:
         if len(record.deaths) >= MAX_DEATHS:
             message = f"{len(record.deaths)} engines died while they had this request and others; it is not sent again"
             raise RefusedError(errors.engine_lost(message))
-        return record.suspected
+        return len(record.deaths) >= (SUSPECTED_DEATHS if self.kinds.is_proven(record.kinds) else 1)
 
     def admits(self, group: object, digest: bytes) -> bool:
         """Return whether an unsuspected request may go to `group` now.
@@ -239,7 +240,7 @@ class Suspects:
             record.lived = 0.0
             self._notify()
 
-    def died(self, generation: str, exposures: Exposures, *, reported: bool) -> None:
+    def died(self, generation: str, exposures: Exposures, *, reported: bool, cause: Cause | None = None) -> None:
         """Attribute a death to every request that may have been in the engine.
 
         Args:
@@ -247,6 +248,7 @@ class Suspects:
             exposures: its requests at its death.
             reported: whether the agent reported the death. If not, the generation was only replaced and may have ended
                 before a request reached it: this makes suspects, and convicts only with a broken connection.
+            cause: the reported cause.
         """
         now = self._clock()
         exposed: dict[bytes, list[Exposure]] = {}
@@ -254,10 +256,10 @@ class Suspects:
             exposed.setdefault(exposure.digest, []).append(exposure)
         only = len(exposed) == 1 and exposures.complete
         for digest, found in exposed.items():
-            record = self._records.setdefault(digest, Record(digest, now))
+            record = self._records.setdefault(digest, Record(digest, now, found[0].kinds))
             self._touch(record)
             certain = reported or any(exposure.broken for exposure in found)
-            if record.convicted or (record.suspected and not certain):
+            if record.convicted or (len(record.deaths) >= SUSPECTED_DEATHS and not certain):
                 continue
             record.deaths.append(Death(generation, not any(exposure.progressed for exposure in found)))
             for exposure in found:
@@ -265,6 +267,8 @@ class Suspects:
                     record.lived = max(record.lived, now - exposure.sent)
             if record.strict and only and all(exposure.alone for exposure in found):
                 self._convict(record, found[-1], generation)
+        if reported:
+            self.kinds.died(generation, {digest: found[0].kinds for digest, found in exposed.items()}, cause)
         self._forget_old(now)
         self._notify()
 

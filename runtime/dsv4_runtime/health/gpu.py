@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through NVML, if there are any: power, utilisation, memory and its holders, and driver errors (XID).
+"""NVIDIA GPUs through NVML, if there are any: power, clock, temperature, memory and its holders, driver errors (XID).
 
 GB10 shares its memory with the host and does not report it, so every field is read separately.
 """
@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,15 @@ except ImportError:
 
 _SAMPLE_SECONDS = 0.5
 _ANCESTORS = 64
+_THROTTLING = {
+    0x2: "clock setting",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+"""NVML's bits of `nvmlDeviceGetCurrentClocksEventReasons`."""
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -95,9 +105,20 @@ class Gpus:
         power = _query(pynvml.nvmlDeviceGetPowerUsage, handle)
         load = _query(pynvml.nvmlDeviceGetUtilizationRates, handle)
         memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        limit, default = (
+            _query(call, handle)
+            for call in (pynvml.nvmlDeviceGetPowerManagementLimit, pynvml.nvmlDeviceGetPowerManagementDefaultLimit)
+        )
+        reasons = _query(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
         return GpuSignals(
             index=index,
             power_watts=None if power is None else power / 1000,
+            power_limit_watts=None if limit is None else limit / 1000,
+            power_default_watts=None if default is None else default / 1000,
+            sm_mhz=_query(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+            sm_max_mhz=_query(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+            celsius=_query(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+            slowed_by=tuple(text for bit, text in _THROTTLING.items() if reasons & bit),
             utilization=None if load is None else load.gpu / 100,
             memory_used=None if memory is None else int(memory.used),
             memory_total=None if memory is None else int(memory.total),
@@ -165,6 +186,67 @@ class GpuWatch:
             gpus.close()
 
 
+LOADED = 0.5
+"""Utilisation from which on a low clock is not that of an idle GPU."""
+SUSTAINED_SECONDS = 60.0
+"""Time for which a condition holds, or not, before a warning begins or ends."""
+_LOW_CLOCK, _GOOD_CLOCK = 0.5, 0.6
+"""Shares of the maximum clock."""
+_HOT, _COOL = 90, 85
+_CAPPED = 0.8
+"""Share of the default power limit."""
+
+
+@dataclass(slots=True)
+class _Held:
+    since: float | None = None
+    """Since when the opposite of the warning's present state has held."""
+    text: str = ""
+    """The warning as it began, so that a status does not change with each sample; empty: none."""
+
+
+@dataclass(slots=True)
+class Throttling:
+    """Warnings of slow GPUs, from samples of the signals."""
+
+    held: dict[tuple[int, str], _Held] = field(default_factory=dict)
+
+    def update(self, gpus: Iterable[GpuSignals], now: float) -> tuple[str, ...]:
+        """Return the warnings after a fresh sample at `now`; conditions without a value change nothing."""
+        for gpu in gpus:
+            for kind, holds, text in _conditions(gpu):
+                held = self.held.setdefault((gpu.index, kind), _Held())
+                if holds is None or holds is bool(held.text):
+                    held.since = None
+                    continue
+                held.since = now if held.since is None else held.since
+                if now - held.since >= SUSTAINED_SECONDS:
+                    held.text, held.since = text if holds else "", None
+        return tuple(held.text for held in self.held.values() if held.text)
+
+
+def _conditions(gpu: GpuSignals) -> Iterator[tuple[str, bool | None, str]]:
+    """Yield (kind, whether it holds, warning); None: between both limits, or the GPU has no load, or not reported."""
+    loaded = gpu.utilization is not None and gpu.utilization >= LOADED
+    watts = f", {gpu.power_watts:.0f} W" if gpu.power_watts is not None else ""
+    degrees = f", {gpu.celsius} °C" if gpu.celsius is not None else ""
+    reasons = f" ({', '.join(gpu.slowed_by)})" if gpu.slowed_by else ""
+    if gpu.sm_mhz and gpu.sm_max_mhz:
+        share = gpu.sm_mhz / gpu.sm_max_mhz
+        low = True if share < _LOW_CLOCK else False if share >= _GOOD_CLOCK else None
+        text = f"GPU {gpu.index} runs at {gpu.sm_mhz} of {gpu.sm_max_mhz} MHz under load{watts}{degrees}{reasons}"
+        advice = "" if reasons else "; if that stays, disconnect the machine's power supply for a minute"
+        yield "clock", low if loaded else None, text + advice
+    if gpu.celsius is not None:
+        hot = True if gpu.celsius >= _HOT else False if gpu.celsius < _COOL else None
+        yield "temperature", hot, f"GPU {gpu.index} has {gpu.celsius} °C{watts}{reasons}; check its cooling"
+    if gpu.power_limit_watts and gpu.power_default_watts:
+        capped = "power cap" in gpu.slowed_by and gpu.power_limit_watts < _CAPPED * gpu.power_default_watts
+        limits = f"{gpu.power_limit_watts:.0f} of {gpu.power_default_watts:.0f} W"
+        text = f"GPU {gpu.index} is slowed by its power limit of {limits} (nvidia-smi --power-limit)"
+        yield "power", capped if loaded else None, text
+
+
 def within_seconds(seconds: float, call: Callable[[], _T]) -> _T:
     """Return the result of `call`, a call to the driver, which runs in a thread of its own.
 
@@ -202,8 +284,8 @@ def _is_own(pid: int) -> bool:
     return False
 
 
-def _query(function: Any, handle: Any) -> Any:
+def _query(function: Any, handle: Any, *arguments: Any) -> Any:
     try:
-        return function(handle)
+        return function(handle, *arguments)
     except pynvml.NVMLError:
         return None

@@ -14,7 +14,8 @@ import psutil
 from dsv4_runtime.contract import Cause, GpuSignals, ProcessSignals, Signals
 from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.health import ledger
-from dsv4_runtime.health.gpu import GpuWatch
+from dsv4_runtime.health.gpu import GpuWatch, Throttling
+from dsv4_runtime.health.samples import GPU_FRESH_SECONDS
 from dsv4_runtime.util.procfs import Work, below, command_of, entry, trees
 
 SAMPLE_SECONDS = 0.5
@@ -40,6 +41,9 @@ class Vitals:
         uuids: of the member's own; None: all that it sees.
         """
         self._gpus = GpuWatch(uuids) if gpus else None
+        self._throttling = Throttling()
+        self.warnings: tuple[str, ...] = ()
+        """Of the latest sample (`AgentStatus.warnings`)."""
         self._trees: dict[int, tuple[int, ...]] = {}
         self._treed = 0.0
         self._measured = 0.0
@@ -63,6 +67,8 @@ class Vitals:
             self._slow = {"memory_available": available(), "shm_free": shm_free(), "oom_kills": oom_kills()}
             self._measured = now
         gpus, age = self._gpus.latest() if self._gpus is not None else ((), 0.0)
+        if age <= GPU_FRESH_SECONDS:
+            self.warnings = self._throttling.update(gpus, now)
         return Signals(
             time=now,
             processes=tuple(filter(None, (self._process(pid, role) for pid, role in watched.items()))),

@@ -22,6 +22,14 @@ class Gpu:
     reserved: int = 600 * 2**20
     watts: float = 100.0
     utilization: int = 100
+    limit: float = 700.0
+    default_limit: float = 700.0
+    clock: int | None = 1980
+    """None: not told."""
+    max_clock: int = 1980
+    celsius: int = 60
+    slowed_by: int = 0
+    """NVML's bits."""
     processes: dict[int, int] = field(default_factory=dict)
     """Process id to bytes."""
     lost: bool = False
@@ -31,6 +39,8 @@ class Gpu:
 class FakeNvml:
     """Stands in for the module `pynvml`."""
 
+    NVML_CLOCK_SM = 1
+    NVML_TEMPERATURE_GPU = 0
     nvmlEventTypeXidCriticalError = 8
     NVML_ERROR_TIMEOUT = 10
     NVML_ERROR_GPU_IS_LOST = 15
@@ -99,6 +109,27 @@ class FakeNvml:
 
     def nvmlDeviceGetUtilizationRates(self, gpu: Gpu) -> Any:
         return SimpleNamespace(gpu=self._live(gpu).utilization)
+
+    def nvmlDeviceGetPowerManagementLimit(self, gpu: Gpu) -> int:
+        return round(self._live(gpu).limit * 1000)
+
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, gpu: Gpu) -> int:
+        return round(self._live(gpu).default_limit * 1000)
+
+    def nvmlDeviceGetClockInfo(self, gpu: Gpu, kind: int) -> int:
+        clock = self._live(gpu).clock
+        if clock is None or kind != self.NVML_CLOCK_SM:
+            raise self.NVMLError(3, "Not Supported")
+        return clock
+
+    def nvmlDeviceGetMaxClockInfo(self, gpu: Gpu, kind: int) -> int:
+        return self._live(gpu).max_clock if kind == self.NVML_CLOCK_SM else 0
+
+    def nvmlDeviceGetTemperature(self, gpu: Gpu, sensor: int) -> int:
+        return self._live(gpu).celsius if sensor == self.NVML_TEMPERATURE_GPU else 0
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: Gpu) -> int:
+        return self._live(gpu).slowed_by
 
     def nvmlEventSetCreate(self) -> object:
         return object()

@@ -132,9 +132,10 @@ def test_a_pause_of_the_agent_is_no_hang(starting: MakeReplay) -> None:
 
 def test_an_active_compiler_lives_beyond_the_bound_and_one_that_spins_does_not(starting: MakeReplay) -> None:
     replay = starting()
-    samples(replay, 3.9 * LOAD, idle=(0.0, 0.0))
+    # 36 minutes of a first start were observed; the bound is 100 s here.
+    samples(replay, 59 * 60, idle=(0.0, 0.0))
     assert replay.all(RecordFailure) == []
-    samples(replay, 0.2 * LOAD, idle=(0.0, 0.0))
+    samples(replay, 2 * 60, idle=(0.0, 0.0))
     assert replay.failure[0] is Cause.STARTUP_TIMEOUT
     spinning, begun = starting(), 0.0
     begun = spinning.clock

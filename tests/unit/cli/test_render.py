@@ -12,7 +12,7 @@ from dsv4_operator.backends.local.supervisor import LoopReport
 from dsv4_operator.cli import render
 from dsv4_operator.cli.sources.base import DeploymentView
 from dsv4_runtime.contract import Cause, Phase
-from dsv4_runtime.contract.gateway import FatalRequest
+from dsv4_runtime.contract.gateway import FatalKind, FatalRequest, FatalRequests, Kind
 
 
 def shown(make: Any, status: Any, *, running: bool = True) -> DeploymentView:
@@ -97,11 +97,17 @@ def test_why_says_how_far_a_start_is(make: Any) -> None:
 
 
 def test_why_names_requests_that_engines_died_of(make: Any) -> None:
-    fatal = [FatalRequest(id=name, size=12345, engines=3, time=make.now) for name in ("one", "two")]
+    requests = tuple(FatalRequest(id=name, size=12345, engines=3, time=make.now) for name in ("one", "two"))
+    kind = FatalKind(kinds=(Kind.STRUCTURED_OUTPUT, Kind.TOOLS), engines=2, seconds=540.0)
+    fatal = FatalRequests(requests=requests, kinds=(kind,))
     text = render.why_text(shown(make, make.status()), make.now, fatal)
     assert "  request   two (12,345 bytes) and 1 more: 3 engines died of it, refused since\n" in text + "\n"
     document = render.why_document(shown(make, make.status()), make.now, fatal)
     assert [request["id"] for request in document["fatalRequests"]] == ["one", "two"]
+    assert (
+        "kinds     requests with structured output and tools are refused for another 9 min 0 s: 2 engines died" in text
+    )
+    assert document["fatalKinds"][0]["kinds"] == ["structured output", "tools"]
     assert "fatalRequests" not in render.why_document(shown(make, make.status()), make.now)
 
 
@@ -227,3 +233,10 @@ def test_why_document(make: Any) -> None:
 def test_why_of_what_never_began(make: Any) -> None:
     item = DeploymentView(make.deployment(), False, None)
     assert render.why_text(item, make.now) == "nano (Stopped)\n  verdict   Stopped\n  cause     nothing has died"
+
+
+def test_status_shows_the_warnings_of_members(make: Any) -> None:
+    text = "GPU 0 runs at 799 of 3003 MHz under load, 20 W"
+    members = (make.member(0), make.member(1, node="spark2", warnings=(text,)))
+    shown_text = render.deployment_text(shown(make, make.status(make.group(members=members))), make.now, wide=False)
+    assert f"\nWarning: rank 1 on spark2: {text}" in shown_text

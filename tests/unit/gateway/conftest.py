@@ -308,8 +308,17 @@ class Engine:
 class Lab:
     """One engine and one gateway in front of it."""
 
-    def __init__(self, *, keys: str | None = None, engine: Engine | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        keys: str | None = None,
+        engine: Engine | None = None,
+        listener: socket.socket | None = None,
+        peers: tuple[str, ...] = (),
+        **settings: Any,
+    ) -> None:
         self.engine = engine or Engine()
+        self._listener, self._peers = listener, peers
         self._keys, self._settings = keys, settings
 
     async def __aenter__(self) -> Lab:
@@ -327,8 +336,10 @@ class Lab:
         if self._keys is not None:
             (root / "keys").write_text(self._keys)
             keys = ApiKeys(root / "keys")
-        self.gateway = Gateway(GatewaySettings(**{**DEFAULTS, **self._settings}), RouteFile(self.route), keys)
-        listener = socket.create_server(("127.0.0.1", 0))
+        self.gateway = Gateway(
+            GatewaySettings(**{**DEFAULTS, **self._settings}), RouteFile(self.route), keys, peers=self._peers
+        )
+        listener = self._listener or socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.stop = asyncio.Event()
         self.serving = asyncio.ensure_future(self.gateway.serve(listener, self.stop))

@@ -70,7 +70,7 @@ async def test_three_engines_die_of_it_and_no_innocent_request_is_lost(kit, capl
         assert (known.id, known.size, known.engines) == ("the-poison", len(json.dumps(POISON)), 3)
         # And `dsv4 why` finds it.
         found = await asyncio.to_thread(fatal_requests, Behind(lab.url), None)
-        assert found == (known,)
+        assert found.requests == (known,)
         assert await lab.metric('dsv4_gateway_requests_total{outcome="lost"}') == 0
     size = len(json.dumps(POISON))
     assert f"request the-poison ({size} bytes) is refused: 3 engines died while they had it" in caplog.text
@@ -237,7 +237,7 @@ async def test_who_has_no_key_is_not_told(kit):
         for headers, status in (({}, 401), ({"x-api-key": "key"}, 200)):
             async with lab.client.get(lab.url + "/dsv4/fatal-requests", headers=headers) as answer:
                 assert answer.status == status
-    assert await asyncio.to_thread(fatal_requests, Behind("http://127.0.0.1:9"), None) == ()
+    assert await asyncio.to_thread(fatal_requests, Behind("http://127.0.0.1:9"), None) == FatalRequests()
 
 
 def died(found, generation, *names, alone=(), reported=True):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dsv4_runtime.contract import GpuProcess, Signals
+from dsv4_runtime.contract import GpuProcess, GpuSignals, Signals
 from dsv4_runtime.health import gpu, vitals
-from dsv4_runtime.health.gpu import DriverSilentError, Gpus, GpuWatch, within_seconds
+from dsv4_runtime.health.gpu import DriverSilentError, Gpus, GpuWatch, Throttling, within_seconds
 from dsv4_runtime.health.samples import GPU_FRESH_SECONDS, Viewer
 from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu
 from dsv4_testkit.waiting import wait_until
@@ -135,3 +137,110 @@ def test_an_answer_is_waited_for_within_a_bound(driver: FakeNvml) -> None:
     driver.answers.clear()
     with pytest.raises(DriverSilentError, match="the NVIDIA driver has not answered for 0 s"):
         within_seconds(0.05, Gpus)
+
+
+def signals(**values: Any) -> GpuSignals:
+    """A loaded GPU without anything unusual."""
+    usual = {"utilization": 1.0, "sm_mhz": 2400, "sm_max_mhz": 3003, "celsius": 60}
+    limits = {"power_watts": 90.0, "power_limit_watts": 600.0, "power_default_watts": 600.0}
+    return GpuSignals(**{"index": 0, **usual, **limits, **values})
+
+
+ADVICE = "; if that stays, disconnect the machine's power supply for a minute"
+SLOW = {"sm_mhz": 799, "power_watts": 19.5}
+HOT = {"celsius": 95}
+CAPPED = {"power_limit_watts": 300.0, "slowed_by": ("power cap",)}
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (SLOW, f"GPU 0 runs at 799 of 3003 MHz under load, 20 W, 60 °C{ADVICE}"),
+        (
+            {**SLOW, "slowed_by": ("power brake",)},
+            "GPU 0 runs at 799 of 3003 MHz under load, 20 W, 60 °C (power brake)",
+        ),
+        (HOT, "GPU 0 has 95 °C, 90 W; check its cooling"),
+        (CAPPED, "GPU 0 is slowed by its power limit of 300 of 600 W (nvidia-smi --power-limit)"),
+    ],
+)
+def test_a_slow_gpu_is_a_warning_after_a_minute_and_until_a_minute_after_its_end(
+    values: dict[str, Any], text: str
+) -> None:
+    throttling, bound = Throttling(), gpu.SUSTAINED_SECONDS
+    assert throttling.update([signals(**values)], 0.0) == ()
+    assert throttling.update([signals(**values)], bound - 0.1) == ()
+    assert throttling.update([signals(**values)], bound) == (text,)
+    # Its text stays, whatever the values are.
+    assert throttling.update([signals(**{**values, "power_watts": 22.0})], bound + 1) == (text,)
+    assert throttling.update([signals()], 200.0) == (text,)
+    assert throttling.update([signals()], 200.0 + bound - 0.1) == (text,)
+    assert throttling.update([signals()], 200.0 + bound) == ()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {**SLOW, "utilization": 0.1},
+        {**SLOW, "utilization": None},
+        {"sm_mhz": None, "sm_max_mhz": None, "celsius": None, "power_watts": None},
+        {"sm_mhz": 1600},
+        {"celsius": 89},
+        {"slowed_by": ("power cap",)},
+        {"power_limit_watts": 300.0},
+        {**CAPPED, "power_default_watts": None},
+    ],
+)
+def test_an_idle_or_usual_gpu_and_missing_values_are_no_warning(values: dict[str, Any]) -> None:
+    throttling = Throttling()
+    assert all(throttling.update([signals(**values)], float(second)) == () for second in range(0, 600, 10))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_warnings_need_a_minute_without_interruption(seed: int) -> None:
+    """Series of states of random lengths, of two GPUs: a warning begins and ends only after a minute of one state."""
+    draw, throttling, now = random.Random(seed), Throttling(), 0.0
+    held = dict.fromkeys((0, 1), (False, 0.0))
+    warned = dict.fromkeys((0, 1), False)
+    for _ in range(400):
+        now += draw.choice([0.5, 5.0, 20.0])
+        for index, (slow, since) in held.items():
+            if draw.random() < 0.1:
+                slow, since = not slow, now
+            held[index] = slow, since
+            if now - since >= gpu.SUSTAINED_SECONDS:
+                warned[index] = slow
+        samples = [signals(index=index, **(SLOW if slow else {})) for index, (slow, _) in held.items()]
+        found = throttling.update(samples, now)
+        assert {index for index in warned if any(f"GPU {index} " in text for text in found)} == {
+            index for index, present in warned.items() if present
+        }
+
+
+def test_what_the_driver_reports_of_clock_power_and_temperature(driver: FakeNvml) -> None:
+    driver.gpus = [Gpu(clock=799, max_clock=3003, celsius=95, limit=300.0, default_limit=600.0, slowed_by=0x4 | 0x80)]
+    (seen,) = Gpus().sample()
+    assert (seen.sm_mhz, seen.sm_max_mhz, seen.celsius) == (799, 3003, 95)
+    assert (seen.power_limit_watts, seen.power_default_watts) == (300.0, 600.0)
+    assert seen.slowed_by == ("power cap", "power brake")
+    driver.gpus = [Gpu(clock=None, total=None)]
+    (seen,) = Gpus().sample()
+    assert (seen.sm_mhz, seen.slowed_by) == (None, ())
+
+
+def test_a_member_reports_its_slow_gpu_and_old_samples_count_for_nothing(
+    driver: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "SUSTAINED_SECONDS", 0.2)
+    driver.gpus = [Gpu(clock=799, max_clock=3003)]
+    sampler = vitals.Vitals()
+    wait_until(lambda: bool(sampler.sample({}, {})) and sampler.warnings)
+    assert sampler.warnings == (f"GPU 0 runs at 799 of 3003 MHz under load, 100 W, 60 °C{ADVICE}",)
+    driver.gpus[0].clock = 3003
+    monkeypatch.setattr(vitals, "GPU_FRESH_SECONDS", -1.0)
+    for _ in range(10):
+        time.sleep(0.05)
+        sampler.sample({}, {})
+    assert sampler.warnings
+    sampler.close()

@@ -103,6 +103,7 @@ class Scene:
         """A member of the present incarnation whose agent says `phase`, or nothing yet."""
         incarnation = changes.pop("incarnation", self.status.incarnation)
         failure: Failure | None = changes.pop("failure", None)
+        warnings = changes.pop("warnings", ())
         engine = changes.pop("engine", EngineStatus(generation=1, ready_time=self.now) if rank == 0 else None)
         status = phase and AgentStatus(
             deployment=KEY.deployment,
@@ -114,6 +115,7 @@ class Scene:
             time=self.now,
             verdict=Verdict(health=Health.DEAD if failure else Health.HEALTHY, failure=failure),
             engine=engine,
+            warnings=warnings,
         )
         return ObservedMember(
             incarnation=incarnation,

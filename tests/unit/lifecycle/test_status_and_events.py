@@ -294,6 +294,25 @@ def test_the_repair_is_reported_after_the_cause(scene: Scene) -> None:
     assert reasons(log.look(1.0)) == [Reason.GROUP_RECOVERED]
 
 
+def test_a_slow_gpu_is_one_event_and_stops_nothing(scene: Scene) -> None:
+    log = Log(scene)
+    log.look()
+    scene.serve()
+    log.look()
+    slow = "GPU 0 runs at 799 of 3003 MHz under load, 20 W"
+    scene.members[1] = scene.member(1, warnings=(slow,))
+    (event,) = log.look(1.0)
+    assert (event.type, event.reason) == ("Warning", Reason.GPU_THROTTLED)
+    assert event.message.startswith("rank 1 on ")
+    assert event.message.endswith(f": {slow}")
+    assert scene.kept.members[1].warnings == (slow,)
+    assert scene.kept.phase is GroupPhase.SERVING
+    assert log.look(1.0) == []
+    scene.members[1] = scene.member(1)
+    assert log.look(1.0) == []
+    assert scene.kept.members[1].warnings == ()
+
+
 def test_the_kv_cache_is_that_of_the_present_engine(scene: Scene) -> None:
     scene.look()
     scene.serve()

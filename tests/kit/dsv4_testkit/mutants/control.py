@@ -1029,6 +1029,13 @@ CONTROL = (
         ("tests/unit/api/test_security.py",),
     ),
     Mutant(
+        "a warning of a member is repeated as an event",
+        "operator/dsv4_operator/lifecycle/status.py",
+        "        if text not in known:\n            yield Event(EventType.WARNING, Reason.GPU_THROTTLED",
+        "        if True:\n            yield Event(EventType.WARNING, Reason.GPU_THROTTLED",
+        ("tests/unit/lifecycle/test_status_and_events.py",),
+    ),
+    Mutant(
         "a stopped deployment is not looked at",
         f"{_OPERATOR}/controller/admission.py",
         "        return AdmissionResult(joined(forbidden) or None)",

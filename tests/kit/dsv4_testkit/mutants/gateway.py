@@ -4,7 +4,87 @@ from __future__ import annotations
 
 from dsv4_testkit.mutants.common import Mutant
 
+_KINDS = (
+    (
+        "a kind that was answered is convicted",
+        "kinds",
+        "left = {kind for kind in common if self._last_answer(kind) < since}",
+        "left = common",
+    ),
+    (
+        "an answer long before counts",
+        "kinds",
+        "since = deaths[-2].time - PROVEN_SECONDS",
+        "since = deaths[-2].time - 1e9",
+    ),
+    ("plain requests are a kind", "kinds", " for other in present} - {PLAIN}", " for other in present}"),
+    (
+        "the first of several kinds is convicted",
+        "kinds",
+        "        if len(widest) != 1 or not",
+        "        if not widest or not",
+    ),
+    (
+        "a request of another kind at both deaths acquits nobody",
+        "kinds",
+        "or not all(widest[0] <= kinds for kinds in _sets(last.again)):",
+        ":",
+    ),
+    ("deaths of a lost node convict kinds", "kinds", "        if not is_of_requests(cause):\n", "        if False:\n"),
+    ("a refusal of a kind never ends", "kinds", "if kind <= kinds and now < refused.until:", "if kind <= kinds:"),
+    (
+        "further deaths do not prolong a refusal",
+        "kinds",
+        "REFUSED_SECONDS * 2.0 ** (self.engines - 2)",
+        "REFUSED_SECONDS",
+    ),
+    (
+        "an answer does not clear an expired refusal",
+        "kinds",
+        "if self._last_answer(kind) > refused.since or now",
+        "if now",
+    ),
+    ("deaths of kinds have no age", "kinds", "or last.time - deaths[-2].time > KEPT_SECONDS:", ":"),
+    (
+        "each process counts the deaths of kinds alone",
+        "kinds",
+        "*(d for peer in self._peers.values() for d in peer.deaths)",
+        "",
+    ),
+    (
+        "answers of another process do not count",
+        "kinds",
+        "for report in self._peers.values():\n            answers",
+        "for report in ():\n            answers",
+    ),
+    (
+        "a death is judged before other processes have recorded it",
+        "kinds",
+        "if not deaths or (self.shared and now - deaths[-1].time < SETTLED_SECONDS):",
+        "if not deaths:",
+    ),
+    (
+        "a request of a kind that is not proven is no trial after a death",
+        "suspects",
+        "(SUSPECTED_DEATHS if self.kinds.is_proven(record.kinds) else 1)",
+        "SUSPECTED_DEATHS",
+    ),
+    ("a refused kind is sent", "suspects", "        self.kinds.check(kinds)\n", ""),
+    (
+        "a planned or unreported end convicts a kind",
+        "suspects",
+        "        if reported:\n            self.kinds.died(",
+        "        if True:\n            self.kinds.died(",
+    ),
+)
+
 GATEWAY = (
+    *(
+        Mutant(
+            name, f"runtime/dsv4_runtime/gateway/{module}.py", text, replacement, ("tests/unit/gateway/test_kinds.py",)
+        )
+        for name, module, text, replacement in _KINDS
+    ),
     Mutant(
         "a stream with stop strings is continued",
         "runtime/dsv4_runtime/gateway/continuation.py",
@@ -288,7 +368,7 @@ GATEWAY = (
     Mutant(
         "a death that nobody reported convicts",
         "runtime/dsv4_runtime/gateway/suspects.py",
-        "if record.convicted or (record.suspected and not certain):",
+        "if record.convicted or (len(record.deaths) >= SUSPECTED_DEATHS and not certain):",
         "if record.convicted:",
         ("tests/unit/gateway/test_suspects.py",),
     ),
