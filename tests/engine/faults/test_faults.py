@@ -99,6 +99,7 @@ def test_it_is_noticed_named_and_repaired(system: DSV4, fault: Fault) -> None:
     assert fault.rank is None or result.culprit == fault.rank
     assert result.level == fault.level
     assert result.recovered is not None
+    assert result.disorder == ""
 
 
 # `test_main_job.py` has another.
