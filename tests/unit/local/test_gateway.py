@@ -430,6 +430,26 @@ def _connections(processes: list[int], front: int) -> list[int]:
     ]
 
 
+async def test_a_killed_gateway_whose_files_were_removed_comes_back(tmp_path: Path, supervised: Supervised) -> None:
+    state = DeploymentState(tmp_path, "n")
+    gateways, processes, url = await started(deployment(), state, [AWAY], supervised)
+    before = pids(gateways)
+    try:
+        assert await _get(url + "/healthz") == (200, b"ok\n")
+        for name in (*ROUTES, "gateway.json", "gateway-1.json"):
+            (state.directory / name).unlink()
+        assert before[0] is not None
+        os.kill(before[0], signal.SIGKILL)
+        follower = await _follower(gateways, [before[0]])
+        async with asyncio.timeout(30):
+            while {await _number(url) for _ in range(4)} != {"0", "1"}:
+                await asyncio.sleep(0.1)
+        assert pids(gateways) == [follower, before[1]]
+    finally:
+        await gateways.stop()
+        await processes.close()
+
+
 async def test_the_next_loop_adopts_the_gateways(tmp_path: Path, supervised: Supervised) -> None:
     state = DeploymentState(tmp_path, "n")
     first, processes, url = await started(deployment(), state, [AWAY], supervised)
