@@ -24,7 +24,7 @@ from dsv4_runtime.contract import Role
 from dsv4_runtime.contract.recovery import backoff
 from dsv4_runtime.engine import token_auth
 from dsv4_runtime.util import probe
-from dsv4_runtime.util.procfs import STOPPED, command_of, entry
+from dsv4_runtime.util.procfs import STOPPED, command_of, entry, is_frozen
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,11 @@ _WORKERS_SECONDS = 3.0
 """Interval of the scans for Ray's waiting processes."""
 _LEAST_MEMORY = 4 << 30
 """Minimum of available memory: a slower restart is better than an out-of-memory kill."""
+
+
+def _runs(pid: int) -> bool:
+    found = entry(pid)
+    return found is not None and not found.ended and found.state not in STOPPED and not is_frozen(pid)
 
 
 class Standby:
@@ -150,7 +155,7 @@ class Standby:
             await asyncio.sleep(probe.PROBE_SECONDS)
             if self._server is not None and not await self._is_usable(self._server):
                 return f"the standby server (process {await self._discard()}) ended or does not answer", 0
-            lost = {pid for pid in workers if (one := entry(pid)) is None or one.ended or one.state in STOPPED}
+            lost = {pid for pid in workers if not _runs(pid)}
             # Ray itself ends processes beyond the number of devices.
             missing = min(len(workers), self._context.me.devices) - len(workers - lost)
             workers -= lost

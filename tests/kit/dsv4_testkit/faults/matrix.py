@@ -22,11 +22,8 @@ def _own() -> list[Fault]:
         Fault(f"{how} {process}", Kind.OWN, OwnProcess(process, how))
         for process in Own
         for how in How
-        # Nothing needs the dashboard, or a waiting worker before it is used.
-        if not (process is Own.DASHBOARD and how is not How.KILL)
-        and (process, how) != (Own.WORKER, How.FREEZE)
-        # In `FAULTS`.
-        and (process, how) != (Own.DASHBOARD, How.KILL)
+        # Nothing needs a dashboard, so a stopped one stays.
+        if process is not Own.DASHBOARD or how is How.KILL
     ]
     for process in (Own.GATEWAY, Own.LOOP):
         for how in How:
@@ -58,10 +55,8 @@ def _starting() -> list[Fault]:
             if (process, how) == ("api", How.STOP):
                 continue  # in `FAULTS`
             causes = (cause,) if how is How.KILL else ("EngineHung",)
-            # A frozen process looks as one that waits, so no rank is to blame.
-            blamed = None if how is How.FREEZE else rank
             action = AtStart(process, rank, how)
-            found.append(Fault(f"{how} {names[process]} of a start", Kind.START, action, causes, blamed, 1, nth=1))
+            found.append(Fault(f"{how} {names[process]} of a start", Kind.START, action, causes, rank, 1, nth=1))
     for process, causes in {
         "gcs": ("RayHeadLost", "RayHeadHung", "FormationTimeout"),
         "raylet": ("RayletDied", "RayletHung", "FormationTimeout"),
@@ -89,9 +84,9 @@ def _frozen() -> list[Fault]:
     found = [Fault("worker of rank 1 frozen", Kind.HANG, Frozen("worker", 1), ("EngineHung",), None, 1)]
     for rank in (0, 1):
         found.append(Fault(f"agent of rank {rank} frozen", Kind.HANG, Frozen("agent", rank), ("AgentHung",), rank, 2))
-        # The engine needs no raylet; its end is Ray's own decision, after a minute.
-        causes = ("RayletHung", "RayletDied", "RayHeadLost")
-        found.append(Fault(f"raylet of rank {rank} frozen", Kind.START, Frozen("raylet", rank), causes, rank, 2))
+        found.append(
+            Fault(f"raylet of rank {rank} frozen", Kind.HANG, Frozen("raylet", rank), ("RayletHung",), rank, 2)
+        )
     return found
 
 

@@ -104,7 +104,6 @@ FAULTS = (
     _stops("agent of rank 0", "agent", 0, "AgentHung", 2, bare=False),
     _stops("agent of rank 1", "agent", 1, "AgentHung", 2, bare=False),
     Fault("GCS frozen", Kind.HANG, Frozen("gcs", 0), ("RayHeadHung",), 0, 2),
-    Fault("kill -9 dashboard", Kind.NONE, KillAuxiliary("dashboard/dashboard.py", 0)),
     # Ray's raylet notices within a second that its agent is gone, and ends itself.
     Fault(
         "kill -9 runtime-env agent of rank 1",
