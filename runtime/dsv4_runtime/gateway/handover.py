@@ -40,8 +40,10 @@ _INLINE_BYTES = 2**15
 _MESSAGE_BYTES = 2**16
 _BUFFER_BYTES = 4 << 20
 _CONNECT_SECONDS = 0.25
-_END_SECONDS = 5.0
+_END_SECONDS = 2.0
 """Limit for the end of a process whose channel was closed."""
+_MAX_BYTES = 64 << 20
+"""Limit of all bodies that a process has handed over; requests beyond it are not."""
 _BATCH = 64
 # linux/tcp.h: bytes acknowledged and received, without those that this side has not read.
 _TCP_INFO_BYTES, _COUNTERS = 192, struct.Struct("=QQ")
@@ -73,9 +75,11 @@ class Guarded:
         self.sent, self.received = sent, received
         """At the latest message."""
         self.kind = _IDLE
-        self.flags = self._adopted = _ADOPTED if adopted else 0
+        self.flags = _ADOPTED if adopted else 0
         self.request: Request | None = None
-        self.body = b""
+        self.body: bytes | bytearray = b""
+        self.size = 0
+        """Counted bytes of the body."""
 
     def message(self) -> tuple[bytes, bytes]:
         """Return header and payload of the present state."""
@@ -116,6 +120,7 @@ class Guard:
         self._channel: socket.socket | None = None
         self._all: dict[int, Guarded] = {}
         self._number = 0
+        self._bytes = 0
 
     async def run(self) -> None:
         """Connect, and again after each end of a channel."""
@@ -134,10 +139,15 @@ class Guard:
     def close(self, guarded: Guarded) -> None:
         """Remove a connection that ends; call it while its descriptor is open."""
         self._all.pop(guarded.number, None)
+        self._forget(guarded)
         guarded.hang_up()
 
     def request(self, guarded: Guarded, request: Request, body: bytearray, sent: int, *, repeatable: bool) -> None:
         """Record a request that was read and that nothing was responded to."""
+        if self._bytes + len(body) > _MAX_BYTES:
+            return
+        self._bytes += len(body)
+        guarded.size = len(body)
         guarded.kind, guarded.sent = _REQUEST, sent
         guarded.flags |= _REPEATABLE if repeatable else 0
         guarded.request, guarded.body = request, body
@@ -145,15 +155,20 @@ class Guard:
 
     def stream(self, guarded: Guarded, *, chunked: bool) -> None:
         """Record that the response is a stream of events, before its first byte."""
-        guarded.kind = _STREAM
-        guarded.flags |= _CHUNKED if chunked else 0
-        self._send(guarded)
+        if guarded.kind == _REQUEST:
+            guarded.kind = _STREAM
+            guarded.flags |= _CHUNKED if chunked else 0
+            self._send(guarded)
 
     def idle(self, guarded: Guarded, sent: int, received: int) -> None:
         """Record that the response is complete."""
         guarded.kind, guarded.sent, guarded.received, guarded.flags = _IDLE, sent, received, 0
-        guarded.request, guarded.body = None, b""
+        self._forget(guarded)
         self._send(guarded)
+
+    def _forget(self, guarded: Guarded) -> None:
+        self._bytes -= guarded.size
+        guarded.request, guarded.body, guarded.size = None, b"", 0
 
     def _connect(self) -> None:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -307,7 +322,7 @@ class Heir:
                 record.begun = sent
                 record.payload = _read(descriptors[0]) if descriptors else message[_HEADER.size :]
             elif kind == _IDLE:
-                record.sent, record.received = sent, received
+                record.sent, record.received, record.payload = sent, received, b""
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -327,6 +342,9 @@ class Heir:
         """Continue the connections of a process that has ended; drop those of one that runs."""
         try:
             ended = await _has_ended(channel)
+            # A process that ended after it had made another channel is continued from there.
+            mine = _peer(channel)
+            ended = ended and not any(_peer(other) == mine for other in self._channels if other is not channel)
             self._drop_hung_up()
             taken = [self._take(records, number) for number in tuple(records)]
             if not ended:
@@ -373,9 +391,8 @@ class Heir:
 
 async def _has_ended(channel: socket.socket) -> bool:
     """Return whether the process at the other end of a closed channel has ended, or ends soon."""
-    pid, _, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     try:
-        process = os.pidfd_open(pid)
+        process = os.pidfd_open(_peer(channel))
     except ProcessLookupError:
         return True
     except OSError:
@@ -391,6 +408,11 @@ async def _has_ended(channel: socket.socket) -> bool:
         loop.remove_reader(process)
         os.close(process)
     return True
+
+
+def _peer(channel: socket.socket) -> int:
+    """Return the process id at the other end."""
+    return int(struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
 
 def _read(memory: int) -> bytes:
