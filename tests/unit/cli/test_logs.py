@@ -122,6 +122,9 @@ def test_the_loop(state: DeploymentState, capsys: pytest.CaptureFixture[str]) ->
 def test_nothing_there(state: DeploymentState, saved: Callable[..., DeploymentState]) -> None:
     with pytest.raises(CommandError, match=r"no logs of rank 7; its ranks are 0, 1"):
         local.print_logs(state, request(rank=7))
+    # Rank 1 exists, and has not started its engine.
+    with pytest.raises(CommandError, match=r"^rank 1 of 'nano' has no log of component vllm yet$"):
+        local.print_logs(state, request(rank=1, component=LogComponent.VLLM))
     other = saved(name="other")
     other.evidence().mkdir()
     with pytest.raises(CommandError, match="not running, and its members' logs went with them; remaining files"):
