@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import signal
+import threading
 import time
 import urllib.request
 from dataclasses import dataclass
@@ -188,11 +189,13 @@ class NoDescriptors:
         most = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, before[1]))
 
-        def undo() -> None:
+        def restore() -> None:
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
-        return undo
+        timer = threading.Timer(self.seconds, restore)
+        timer.start()
+        return timer.join
 
 
 @dataclass
