@@ -159,18 +159,21 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         self._arm(_KEEPALIVE_SECONDS, self.close_gracefully)
         self._server.admit(self)
 
+    def protect(self) -> None:
+        """Inform another process of this connection."""
+        if self._guard is not None and self._guarded is None and self.transport is not None:
+            descriptor = self.transport.get_extra_info("socket").fileno()
+            self._guarded = self._guard.open(descriptor, self._written, self._taken, adopted=self._repeats)
+
     def repeat(self, request: bytes) -> None:
         """Handle a request that another process has read."""
         self._parse(memoryview(request))
 
     def record(self, request: Request, body: bytearray, *, repeatable: bool) -> None:
-        if self._guard is None or self.transport is None:
-            return
-        if self._guarded is None:
-            # Not before: connections without a valid request are many in an attack.
-            descriptor = self.transport.get_extra_info("socket").fileno()
-            self._guarded = self._guard.open(descriptor, self._written, self._taken, adopted=self._repeats)
-        self._guard.request(self._guarded, request, body, self._written, repeatable=repeatable)
+        # Not before: connections without a valid request are many in an attack.
+        self.protect()
+        if self._guard is not None and self._guarded is not None:
+            self._guard.request(self._guarded, request, body, self._written, repeatable=repeatable)
 
     def record_stream(self, *, chunked: bool) -> None:
         if self._guard is not None and self._guarded is not None:
@@ -590,6 +593,7 @@ class HttpServer:
             _log.warning("a client connection cannot be continued: %s", error)
             connection.close()
             return
+        made.protect()
         if request:
             made.repeat(request)
         if self.closing:
