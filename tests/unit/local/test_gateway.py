@@ -310,8 +310,9 @@ async def fronts(tmp_path: Path, supervised: Supervised) -> AsyncIterator[tuple[
 
 
 @contextlib.contextmanager
-def engine(port: int) -> Iterator[subprocess.Popen[bytes]]:
-    with running([sys.executable, standin.__file__, str(port), str(gateway_groups.PAUSE)]) as process:
+def engine(port: int, pause: float = gateway_groups.PAUSE) -> Iterator[subprocess.Popen[bytes]]:
+    """A group whose streams have a pause before each token."""
+    with running([sys.executable, standin.__file__, str(port), str(pause)]) as process:
         wait_for_port(port)
         yield process
 
@@ -348,7 +349,7 @@ async def test_a_killed_gateway_costs_no_request_that_has_no_response_and_no_idl
 
 async def test_streams_of_a_gateway_killed_together_with_the_engine_end_with_an_error_event(fronts: Fronts) -> None:
     gateways, front, port, both = fronts
-    with engine(port) as group:
+    with engine(port, 1.0) as group:
         await asyncio.sleep(1.0)
         asked = [await asyncio.open_connection("127.0.0.1", front) for _ in range(12)]
         for reader, writer in asked:
@@ -426,6 +427,12 @@ async def test_a_closed_connection_ends_although_the_other_gateway_has_it_too(fr
     assert [pid for pid in pids(gateways) if pid is not None] == both
 
 
+async def _both_answer(url: str) -> None:
+    async with asyncio.timeout(30):
+        while {await _number(url) for _ in range(8)} != {"0", "1"}:
+            await asyncio.sleep(0.1)
+
+
 def _busiest(processes: list[int], front: int) -> int:
     """The process with the most client connections: the kernel chooses which one accepts."""
     return collections.Counter(_connections(processes, front)).most_common(1)[0][0]
@@ -456,15 +463,13 @@ async def test_a_killed_gateway_whose_files_were_removed_comes_back(tmp_path: Pa
     gateways, processes, url = await started(deployment(), state, [AWAY], supervised)
     before = pids(gateways)
     try:
-        assert await _get(url + "/healthz") == (200, b"ok\n")
+        await _both_answer(url)
         for name in (*ROUTES, "gateway.json", "gateway-1.json"):
             (state.directory / name).unlink()
         assert before[0] is not None
         os.kill(before[0], signal.SIGKILL)
         follower = await _follower(gateways, [before[0]])
-        async with asyncio.timeout(30):
-            while {await _number(url) for _ in range(4)} != {"0", "1"}:
-                await asyncio.sleep(0.1)
+        await _both_answer(url)
         assert pids(gateways) == [follower, before[1]]
     finally:
         await gateways.stop()
