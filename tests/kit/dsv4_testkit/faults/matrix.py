@@ -5,7 +5,7 @@ Cells without a row, each with its reason, are listed in docs/faults.md.
 
 from __future__ import annotations
 
-from signal import SIGKILL, SIGSTOP
+from signal import SIGKILL, SIGSTOP, Signals
 
 from dsv4_testkit.faults.actions import Action, AtStart, Frozen, Signal
 from dsv4_testkit.faults.own import AtFormation, How, NoDescriptors, Own, OwnProcess, RemovedFiles, Together
@@ -69,8 +69,8 @@ def _starting() -> list[Fault]:
 
 
 def _simultaneous() -> list[Fault]:
-    def both(process: str, signal: int) -> Action:
-        return Together(tuple(Signal(process, rank, signal) for rank in (0, 1)))  # type: ignore[arg-type]
+    def both(process: str, number: Signals) -> Action:
+        return Together(tuple(Signal(process, rank, number) for rank in (0, 1)))
 
     return [
         Fault("kill -9 workers of both ranks", Kind.CERTAIN, both("worker", SIGKILL), ("RayWorkerDied",), None, 1),

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -60,9 +61,8 @@ class Own(StrEnum):
         return []
 
 
-def _below(scene: Scene, matches: object) -> list[int]:
+def _below(scene: Scene, matches: Callable[[list[str]], bool]) -> list[int]:
     """Processes of member 0 whose command line matches."""
-    assert callable(matches)
     found = []
     for pid in inside(scene.init(0)):
         with contextlib.suppress(psutil.Error):
