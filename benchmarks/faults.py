@@ -1,23 +1,28 @@
 """The fault suite: real faults in a group under load, for dsv4 and for bare vLLM, and what became of them.
 
     python benchmarks/faults.py --list
-    python benchmarks/faults.py --runs 3 --json faults.json             # every fault, dsv4
+    python benchmarks/faults.py --runs 3 --json faults.json --page docs/faults.md   # the whole matrix, dsv4
     python benchmarks/faults.py --bare --runs 1 --json faults.json      # the peer's column
     python benchmarks/faults.py --only "hang in a step of rank 1"
-    python benchmarks/faults.py --soak 30 --json faults.json            # nothing wrong: no verdict, no restart
+    python benchmarks/faults.py --soak --minutes 60 --json faults.json  # nothing wrong: no verdict, no restart
     python benchmarks/faults.py --deaths 20 --json faults.json          # no lost request
     python benchmarks/faults.py --cost 2 --json faults.json             # what the agents take while nothing is wrong
-    python benchmarks/faults.py --page docs/faults.md --json faults.json
+    python benchmarks/faults.py --runs 0 --page docs/faults.md --json faults.json   # the page only
 
-Each finished run is in the file at once, and what is there is not run again. Needs root, and a quiet machine.
+Each finished run is in the file at once, and what is there is not run again. A run takes at most ten minutes; one
+without a result is kept as an error and is run again by the next call. Needs root, and a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from dsv4_testkit.faults import report, series
 from dsv4_testkit.faults.bare import Bare
@@ -25,38 +30,48 @@ from dsv4_testkit.faults.cost import cost
 from dsv4_testkit.faults.deaths import deaths
 from dsv4_testkit.faults.judge import inflict, moment
 from dsv4_testkit.faults.load import Shape
+from dsv4_testkit.faults.matrix import BY_NAME, MATRIX
 from dsv4_testkit.faults.soak import soak
 from dsv4_testkit.faults.store import Store
 from dsv4_testkit.faults.system import DSV4, System
-from dsv4_testkit.faults.table import BY_NAME, FAULTS, Fault
+from dsv4_testkit.faults.table import Fault
+
+_RUN_SECONDS = 600.0
+"""Limit of one run."""
+_MOST_ERRORS = 10
+"""Runs without a result, after which the suite ends: something else is wrong."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="show the table of faults, and do nothing")
     parser.add_argument("--runs", type=int, default=1, help="of each fault (default: %(default)s)")
+    parser.add_argument("--within", type=float, metavar="MINUTES", help="begin no run after this time")
     parser.add_argument("--only", action="append", metavar="NAME", help="this fault; can be given more than once")
     parser.add_argument("--bare", action="store_true", help="the peer instead: vLLM under Ray with restart loops")
     parser.add_argument("--clients", type=int, default=4, help="that ask all the time (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and prompts (default: %(default)s)")
     parser.add_argument(
-        "--soak", type=float, metavar="MINUTES", help="load, pauses and short losses; no death is right"
+        "--soak",
+        action="store_true",
+        help="bursts, long prompts, busy processors, pauses and short losses; exit code 1 after any restart",
     )
+    parser.add_argument("--minutes", type=float, default=60.0, help="of the soak (default: %(default)s)")
     parser.add_argument("--deaths", type=int, metavar="N", help="engine deaths under eight clients")
     parser.add_argument("--cost", type=float, metavar="MINUTES", help="processor time and memory of the agents")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where results are kept, and resumed from")
     parser.add_argument("--series", type=Path, metavar="DIR", help="keep what the head saw, for the rules' tests")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write the table's page from the results, then end")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="replace the tables of this page at the end")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="made earlier; else they are made anew")
     options = parser.parse_args()
     if options.list:
-        print(report.catalog(FAULTS))
+        print(report.catalog(MATRIX))
         return 0
     if options.page is not None:
-        if options.json is not None and not options.json.is_file():
-            parser.error(f"--json {options.json}: no such file; without --json the page has the table of faults only")
-        options.page.write_text(report.page(Store(options.json)))
-        return 0
+        try:
+            report.update(options.page.read_text(), Store(None))
+        except (OSError, ValueError) as error:
+            parser.error(f"--page {options.page}: {error}")
     # Whatever was started ends with this process, also when it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     unknown = [name for name in options.only or () if name not in BY_NAME]
@@ -64,44 +79,93 @@ def main() -> int:
         parser.error(f"--only {unknown[0]!r}: no such fault; --list shows their names")
     store = Store(options.json)
     weights = options.weights
-    if options.soak is not None:
-        return soak(DSV4(weights), options.soak, options.seed, store)
+    if options.soak:
+        return soak(DSV4(weights), options.minutes, options.seed, store)
     if options.deaths is not None:
         return deaths(DSV4(weights), options.deaths, options.seed, store)
     if options.cost is not None:
         return cost(DSV4(weights), options.cost, options.seed, store)
     if options.series is not None:
         options.series.mkdir(parents=True, exist_ok=True)
-    chosen = [BY_NAME[name] for name in options.only] if options.only else list(FAULTS)
+    chosen = [BY_NAME[name] for name in options.only] if options.only else list(MATRIX)
     system: System = Bare(weights) if options.bare else DSV4(weights)
     if options.bare:
         chosen = [fault for fault in chosen if fault.bare]
     try:
-        run_all(system, chosen, options.runs, options.seed, options.clients, store, options.series)
+        latest = None if options.within is None else time.monotonic() + options.within * 60.0
+        load = Shape(clients=options.clients)
+        errors = run_all(system, chosen, options.runs, options.seed, load, store, options.series, latest)
     finally:
         system.close()
+        if options.page is not None:
+            options.page.write_text(report.update(options.page.read_text(), store))
     print(report.summary(store))
-    return 0
+    return int(errors > 0)
 
 
 def run_all(
-    system: System, chosen: list[Fault], runs: int, seed: int, clients: int, store: Store, kept: Path | None
-) -> None:
-    """Every chosen fault as often as it still has to be run; all of them once before any of them twice."""
+    system: System,
+    chosen: list[Fault],
+    runs: int,
+    seed: int,
+    shape: Shape,
+    store: Store,
+    kept: Path | None,
+    latest: float | None,
+) -> int:
+    """Every chosen fault as often as it still has to be run; all of them once before any of them twice.
+
+    Returns the number of runs without a result.
+    """
     due = [
         (fault, run) for run in range(1, runs + 1) for fault in chosen if not store.has(system.name, fault.name, run)
     ]
     print(f"{len(due)} runs to do, {len(chosen) * runs - len(due)} are there", flush=True)
+    errors = 0
     if not due:
-        return
+        return errors
     system.start()
     for number, (fault, run) in enumerate(due, 1):
+        if latest is not None and time.monotonic() > latest:
+            print(f"{len(due) - number + 1} runs are left for the next call", flush=True)
+            return errors
         print(f"[{number}/{len(due)}] {fault.name}, run {run}, after {moment(seed, fault, run):.1f} s", flush=True)
-        result = inflict(system, fault, run, seed, Shape(clients=clients))
+        struck = time.time()
+        try:
+            with limited(_RUN_SECONDS):
+                result = inflict(system, fault, run, seed, shape)
+        except Exception as error:
+            errors += 1
+            text = f"{type(error).__name__}: {error}"
+            print(f"  no result: {text}", flush=True)
+            store.note("errors", {"struck": struck, "fault": fault.name, "run": run, "error": text[:2000]})
+            if errors >= _MOST_ERRORS:
+                print(f"{errors} runs had no result; ended", flush=True)
+                return errors
+            system.close()
+            system.start()
+            continue
         store.add(result)
         print(f"  {report.line(result)}", flush=True)
         if kept is not None and isinstance(system, DSV4):
             series.keep(system, result, kept)
+    return errors
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after `seconds`."""
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it took longer than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 if __name__ == "__main__":

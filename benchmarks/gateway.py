@@ -213,8 +213,10 @@ def standin(seconds: float) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def processes(count: int, agent: str, token_key: str, socket_number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Gateways on one listening socket."""
+def processes(
+    count: int, agent: str, token_key: str, socket_number: int, *, handover: bool = False
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Gateways on one listening socket; with `handover`, each continues the connections of the one before it."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         root = Path(name)
         (root / "settings.json").write_text(json.dumps(SETTINGS))
@@ -223,8 +225,19 @@ def processes(count: int, agent: str, token_key: str, socket_number: int) -> Ite
         command += ["--settings", str(root / "settings.json"), "--route", str(root / "route.json")]
         environment = {**os.environ, **ENVIRONMENT}
         found = []
+        inheritances = []
         for _ in range(count):
-            process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, pass_fds=(socket_number,))
+            inheritances.append(stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
+            inheritances[-1].bind("")
+            inheritances[-1].listen()
+        for mine, heir in zip(inheritances, [*inheritances[1:], inheritances[0]], strict=True):
+            own = [f"--inherit-fd={mine.fileno()}", f"--heir={heir.getsockname()[1:].decode()}"] if handover else []
+            process = subprocess.Popen(
+                [*command, *own],
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=(socket_number, mine.fileno()),
+            )
             stack.callback(process.wait)
             stack.callback(process.kill)
             found.append(process)
@@ -245,7 +258,7 @@ async def killed(url: str, process: subprocess.Popen[bytes], clients: int = 16) 
 
 
 def compare_processes(seconds: float) -> dict[str, float]:
-    """Latency and rate of one gateway process and of two."""
+    """Latency and rate of one gateway process, of two, and of two with handover."""
     port, figures = free_port(), dict[str, float]()
     base = f"http://127.0.0.1:{port}"
     with (
@@ -253,6 +266,7 @@ def compare_processes(seconds: float) -> dict[str, float]:
         running([sys.executable, upstream.__file__, str(port)]),
         socket.create_server(("127.0.0.1", 0), backlog=4096) as one,
         socket.create_server(("127.0.0.1", 0), backlog=4096) as two,
+        socket.create_server(("127.0.0.1", 0), backlog=4096) as three,
     ):
         token.write("stand-in")
         token.flush()
@@ -260,16 +274,17 @@ def compare_processes(seconds: float) -> dict[str, float]:
         with (
             processes(1, base, token.name, one.fileno()) as single,
             processes(2, base, token.name, two.fileno()) as pair,
+            processes(2, base, token.name, three.fileno(), handover=True) as heirs,
         ):
-            urls = [f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions" for listener in (one, two)]
-            names = dict(zip(urls, ("one process", "two processes"), strict=True))
+            urls = [f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions" for listener in (one, two, three)]
+            names = dict(zip(urls, ("one process", "two processes", "two processes, handover"), strict=True))
             first: dict[str, list[float]] = {url: [] for url in urls}
             rates: dict[str, list[float]] = {url: [] for url in urls}
             for url in urls:
                 uvloop.run(load(url, {"prompt": "x"}, requests=64, clients=16))
             end = time.monotonic() + seconds
             while time.monotonic() < end or len(rates[urls[0]]) < MIN_ROUNDS:
-                for url, found in uvloop.run(take_turns((urls[0], urls[1]), STANDIN.alone, turns=200)).items():
+                for url, found in uvloop.run(take_turns(urls, STANDIN.alone, turns=200)).items():
                     first[url] += found
                 for url in (*urls, *reversed(urls)):
                     rates[url].append(uvloop.run(load(url, {"prompt": "x"}, requests=1000, clients=16)).rate)
@@ -279,6 +294,7 @@ def compare_processes(seconds: float) -> dict[str, float]:
                 figures[f"{name}: answers/s"] = statistics.median(rates[url])
             figures["one process, killed: broken of 16"] = uvloop.run(killed(urls[0], single[0]))
             figures["two processes, one killed: broken of 16"] = uvloop.run(killed(urls[1], pair[0]))
+            figures["two processes, handover, one killed: broken of 16"] = uvloop.run(killed(urls[2], heirs[0]))
     return figures
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -65,6 +66,24 @@ class LogOrigin:
 def decode_line(raw: bytes) -> str:
     """Return a line as text; of a progress bar, which rewrites its line after carriage returns, the last version."""
     return raw.removesuffix(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+_TIME = re.compile(rb"(?:\d{4}-)?(\d\d)-(\d\d) (\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)")
+_TIME_BYTES = 96
+"""Length of the part of a line that has its time: vLLM's begins with a process name."""
+
+
+def log_time(raw: bytes, month: int) -> str | None:
+    """Return the time of a line of an agent, Ray or vLLM, as text that sorts by time; None if it has none.
+
+    Args:
+        raw: the line.
+        month: the present month, for vLLM's times, which have no year: later months are of the previous one.
+    """
+    if (found := _TIME.search(raw[:_TIME_BYTES])) is None:
+        return None
+    of, day, clock = (part.decode() for part in found.groups())
+    return f"{int(of) <= month:d}-{of}-{day} {clock.replace('.', ',')}"
 
 
 def print_log_line(origin: LogOrigin, text: str, options: LogOptions) -> None:

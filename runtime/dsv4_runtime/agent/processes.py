@@ -16,7 +16,7 @@ from typing import BinaryIO
 import psutil
 
 from dsv4_runtime.util.probe import ChildLine
-from dsv4_runtime.util.procfs import STOPPED, below, command_of
+from dsv4_runtime.util.procfs import STOPPED, below, command_of, is_frozen
 
 _log = logging.getLogger(__name__)
 
@@ -83,8 +83,11 @@ def standby_workers() -> set[int]:
 
 
 def kill_stopped_workers() -> list[int]:
-    """Kill the stopped ones of Ray's waiting processes, which would get the next engine's actors; return their ids."""
-    stopped = [pid for pid, one in below(os.getpid()).items() if one.state in STOPPED and _is_idle_worker(pid)]
+    """Kill the stopped and frozen ones of Ray's waiting processes, which would get the next engine's actors; return
+    their ids.
+    """
+    table = below(os.getpid())
+    stopped = [pid for pid in table if _is_idle_worker(pid) and (table[pid].state in STOPPED or is_frozen(pid))]
     for pid in stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

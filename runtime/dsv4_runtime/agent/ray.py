@@ -91,27 +91,38 @@ class RayNode:
 
 
 async def grpc_answers(address: str, port: int, method: str, token: str, seconds: float) -> bool:
-    """Return whether a gRPC server answers a call with an empty request within `seconds`, with any result.
+    """Return whether a gRPC server answers a call with an empty request within `seconds`, with any result."""
+    return await grpc_call(address, port, method, token, seconds) is not None
+
+
+async def grpc_call(
+    address: str, port: int, method: str, token: str, seconds: float, message: bytes = b""
+) -> bool | None:
+    """Call a gRPC server; return whether it returns a message, or None without a result within `seconds`.
 
     Over plain HTTP/2 (RFC 9113): gRPC's own library would cost the agent 20 MiB.
+
+    Args:
+        message: serialized request, at most 16 KiB - 5 bytes: one frame.
     """
     try:
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_connection(address, port)
             try:
-                writer.write(_call(f"{address}:{port}", method, token))
+                writer.write(_call(f"{address}:{port}", method, token, message))
                 while True:
                     header = await reader.readexactly(9)
                     await reader.readexactly(int.from_bytes(header[:3], "big"))
                     if header[3] == _HEADERS and int.from_bytes(header[5:], "big") == _STREAM:
-                        return True
+                        # An error has no message: its only headers end the stream.
+                        return not header[4] & _END_STREAM
             finally:
                 writer.close()
     except (OSError, TimeoutError, asyncio.IncompleteReadError):
-        return False
+        return None
 
 
-def _call(authority: str, method: str, token: str) -> bytes:
+def _call(authority: str, method: str, token: str, message: bytes) -> bytes:
     """Return the bytes of a connection with one call."""
     headers = {
         ":method": "POST",
@@ -123,12 +134,12 @@ def _call(authority: str, method: str, token: str) -> bytes:
         "authorization": f"Bearer {token}",
     }
     block = b"".join(b"\0" + _literal(name) + _literal(value) for name, value in headers.items())
-    empty = b"\0" * 5  # not compressed, no bytes
+    data = b"\0" + len(message).to_bytes(4, "big") + message  # not compressed
     return (
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
         + _frame(_SETTINGS, 0, 0, b"")
         + _frame(_HEADERS, _END_HEADERS, _STREAM, block)
-        + _frame(_DATA, _END_STREAM, _STREAM, empty)
+        + _frame(_DATA, _END_STREAM, _STREAM, data)
     )
 
 

@@ -9,19 +9,22 @@ requests.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import sys
 import time
+from pathlib import Path
 
 from dsv4_runtime.agent.context import AgentContext
 from dsv4_runtime.agent.monitor import open_requests
 from dsv4_runtime.agent.processes import Child, kill_stopped_workers, standby_workers
+from dsv4_runtime.agent.ray import grpc_call
 from dsv4_runtime.contract import Role
 from dsv4_runtime.contract.recovery import backoff
 from dsv4_runtime.engine import token_auth
 from dsv4_runtime.util import probe
-from dsv4_runtime.util.procfs import command_of
+from dsv4_runtime.util.procfs import STOPPED, command_of, entry, is_frozen
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +36,8 @@ _LATEST_SECONDS = 60.0
 """After this time the processes start even if the engine was never idle."""
 _POLL_SECONDS = 1.0
 _BOUND_SECONDS = 120.0
-_REPLACED_AFTER_SECONDS = 1.0
-"""As `_AFTER_SECONDS`, for the replacement of a lost process."""
+_PRESTART = "/ray.rpc.NodeManagerService/PrestartWorkers"
+_RAYLET_SECONDS = 5.0
 _REPLACEMENTS = 5
 """Losses in a row after which no process is replaced until the next engine."""
 _BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 0.5, 60.0
@@ -44,6 +47,11 @@ _WORKERS_SECONDS = 3.0
 """Interval of the scans for Ray's waiting processes."""
 _LEAST_MEMORY = 4 << 30
 """Minimum of available memory: a slower restart is better than an out-of-memory kill."""
+
+
+def _runs(pid: int) -> bool:
+    found = entry(pid)
+    return found is not None and not found.ended and found.state not in STOPPED and not is_frozen(pid)
 
 
 class Standby:
@@ -76,19 +84,21 @@ class Standby:
         Raises:
             OSError, TimeoutError: a process cannot be started, or Ray does not answer.
         """
-        lost = 0
+        lost, begun = 0, time.monotonic()
         await self._until_idle(self._context.api, _AFTER_SECONDS)
+        await self.prepare()
         while True:
-            begun = time.monotonic()
-            await self.prepare()
-            what = await self._until_lost()
+            what, workers = await self._until_lost()
             lost = 1 if time.monotonic() - begun > _LASTING_SECONDS else lost + 1
             if lost > _REPLACEMENTS:
                 _log.warning("%s; it is the %sth loss in a row, so the next start will be a cold one", what, lost)
                 return
             _log.warning("%s; it is replaced", what)
             await asyncio.sleep(backoff(lost, first=_BACKOFF_SECONDS, longest=_LONGEST_BACKOFF_SECONDS))
-            await self._until_idle(self._context.api, _REPLACED_AFTER_SECONDS)
+            # Without waiting for an idle engine: the imports are slow ones.
+            begun = time.monotonic()
+            if not workers or not await self._repeat_prestart(workers):
+                await self.prepare()
 
     async def prepare(self) -> None:
         """Start the standby processes that are missing.
@@ -102,7 +112,7 @@ class Standby:
         if not self._has_memory():
             return
         if self._has_workers:
-            arguments = [f"{head.address}:{head.ports.gcs}", me.address, str(me.devices)]
+            arguments = [f"{head.address}:{head.ports.gcs}", me.address, str(me.devices), str(self._prestart_file)]
             command = [sys.executable, "-m", _MODULE, "workers", *arguments]
             prestart = await context.start_child("prestart", command)
             try:
@@ -117,23 +127,46 @@ class Standby:
     def _has_workers(self) -> bool:
         return any("--distributed-executor-backend=ray" in argument for argument in self._context.plan.engine.args)
 
-    async def _until_lost(self) -> str:
-        """Wait until a standby process has ended, or is stopped or hung; return a description of it."""
+    @property
+    def _prestart_file(self) -> Path:
+        return self._context.directory / "prestart.json"
+
+    async def _repeat_prestart(self, workers: int) -> bool:
+        """Have the raylet start waiting workers with the request that the running engine's first ones came from.
+
+        The program that makes this request imports Ray, which takes seconds. Returns whether the raylet accepted it.
+        """
+        context = self._context
+        try:
+            found = json.loads(self._prestart_file.read_bytes())
+            port, message = int(found["port"]), base64.b64decode(found["messages"][workers - 1])
+        except (OSError, ValueError, KeyError, IndexError, TypeError):
+            return False
+        context.brake.touch()
+        return bool(await grpc_call(context.me.address, port, _PRESTART, context.token, _RAYLET_SECONDS, message))
+
+    async def _until_lost(self) -> tuple[str, int]:
+        """Wait until standby processes have ended, or are stopped or hung; return a description and the number of
+        lost workers.
+        """
         workers: set[int] = set()
         scanned = 0.0
         while True:
             await asyncio.sleep(probe.PROBE_SECONDS)
             if self._server is not None and not await self._is_usable(self._server):
-                return f"the standby server (process {await self._discard()}) ended or does not answer"
+                return f"the standby server (process {await self._discard()}) ended or does not answer", 0
+            lost = {pid for pid in workers if not _runs(pid)}
+            # Ray itself ends processes beyond the number of devices.
+            missing = min(len(workers), self._context.me.devices) - len(workers - lost)
+            workers -= lost
+            if missing > 0:
+                kill_stopped_workers()
+                return f"a waiting worker of Ray (process {min(lost)}) ended or is stopped", missing
             if self._has_workers and time.monotonic() - scanned >= _WORKERS_SECONDS:
                 scanned = time.monotonic()
                 if stopped := kill_stopped_workers():
-                    return f"a waiting worker of Ray (process {stopped[0]}) is stopped"
-                # Ray itself ends processes beyond the number of devices.
-                found = standby_workers()
-                if len(found) < min(len(workers), self._context.me.devices):
-                    return f"a waiting worker of Ray (process {min(workers - found)}) ended"
-                workers = found
+                    return f"a waiting worker of Ray (process {stopped[0]}) is stopped", len(stopped)
+                workers = standby_workers()
 
     async def _is_usable(self, server: Child) -> bool:
         """Return whether a standby server runs its program, and answers or works."""

@@ -7,11 +7,13 @@ again instead, a bounded number of times.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import Any
 
 _REPLACEMENTS = 5
 _PAUSE_SECONDS = 10.0
+"""Shortest time between two replacements."""
 
 
 class Auxiliaries:
@@ -19,27 +21,37 @@ class Auxiliaries:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._replaced = 0
-        self._next = 0.0
-        self._due = False
+        self._watch: threading.Thread | None = None
 
-    def essential(self, node: Any, dead: list[tuple[str, Any]], now: float) -> list[tuple[str, Any]]:
-        """Return the essential ones of the processes that ended; start the dashboard again if it is among them.
+    def essential(self, node: Any) -> list[tuple[str, Any]]:
+        """Return kind and process of the essential processes that have ended; watch the dashboard from the first call
+        on.
 
         Args:
             node: the Ray node.
-            dead: kind and process, from `Node.dead_processes`.
-            now: monotonic time.
         """
-        if any(kind == self._kind for kind, _ in dead):
+        if self._watch is None and self._kind in node.all_processes:
+            self._watch = threading.Thread(target=self._replace, args=(node,), daemon=True)
+            self._watch.start()
+        # A copy, because the other thread changes it.
+        return [
+            (kind, each.process)
+            for kind, processes in list(node.all_processes.items())
+            for each in processes
+            if kind != self._kind and each.process.poll() is not None
+        ]
+
+    def _replace(self, node: Any) -> None:
+        """Start the dashboard again at each end, without the delay of a poll."""
+        for _ in range(_REPLACEMENTS):
+            if self._kind not in node.all_processes:
+                return
+            node.all_processes[self._kind][0].process.wait()
+            ended = time.monotonic()
             node.all_processes.pop(self._kind, None)
-            self._due = True
-        if self._due and self._replaced < _REPLACEMENTS and now >= self._next:
-            self._due = False
-            self._replaced, self._next = self._replaced + 1, now + _PAUSE_SECONDS
             print("the dashboard ended; it is started again", flush=True)
             node.start_api_server(include_dashboard=True, raise_on_failure=False)
-        return [(kind, process) for kind, process in dead if kind != self._kind]
+            time.sleep(max(0.0, ended + _PAUSE_SECONDS - time.monotonic()))
 
 
 def main() -> None:
@@ -47,12 +59,8 @@ def main() -> None:
     from ray._private import node, ray_constants
     from ray.scripts.scripts import main as ray
 
-    auxiliaries, dead_processes = Auxiliaries(ray_constants.PROCESS_TYPE_DASHBOARD), node.Node.dead_processes
-
-    def essential(self: Any) -> list[tuple[str, Any]]:
-        return auxiliaries.essential(self, dead_processes(self), time.monotonic())
-
-    node.Node.dead_processes = essential
+    auxiliaries = Auxiliaries(ray_constants.PROCESS_TYPE_DASHBOARD)
+    node.Node.dead_processes = lambda self: auxiliaries.essential(self)
     sys.exit(ray())
 
 

@@ -118,6 +118,12 @@ def engine_lost(message: str) -> Refusal:
     return Refusal(502, "server_error", "engine_lost", message, Outcome.LOST, retry=True)
 
 
+def gateway_lost(reason: str) -> Refusal:
+    """Refuse a request whose gateway process ended, and that cannot be continued or repeated."""
+    message = f"the gateway process with this request ended, and {reason}"
+    return Refusal(502, "server_error", "gateway_lost", message, Outcome.LOST, retry=True)
+
+
 def engine_fatal(deaths: int) -> Refusal:
     """Refuse a request that kills engines; clients do not retry a 422."""
     message = f"{deaths} engines died while they had this request, the last one with no other request; do not repeat it"

@@ -160,6 +160,8 @@ class Exchange:
         """Send a part of the response."""
         if self._first is None:
             self._first = time.monotonic()
+            if self.is_stream:
+                self.request.record_stream()
         self._bytes += len(data)
         await self.request.write(data)
 

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import fcntl
+import functools
 import logging
 import socket
 import struct
@@ -16,6 +17,7 @@ import httptools
 
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import ClientGoneError, Refusal
+from dsv4_runtime.gateway.handover import Guard, Guarded
 from dsv4_runtime.gateway.http1 import Fields, encode_head
 from dsv4_runtime.gateway.request import (
     CONNECTION_BYTES,
@@ -58,9 +60,21 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
     abandoned requests consume no tokens.
     """
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(
+        self, server: HttpServer, guard: Guard | None = None, *, sent: int = 0, received: int = 0, repeats: bool = False
+    ) -> None:
+        """Args:
+        server: owner of the connection.
+        guard: informs another process of this connection.
+        sent: bytes that another process has sent on it before.
+        received: bytes that another process has received on it before.
+        repeats: whether its request is repeated after the end of another process.
+        """
         super().__init__()
         self._server = server
+        self._guard = guard
+        self._guarded: Guarded | None = None
+        self._repeats = repeats
         self._parser = httptools.HttpRequestParser(self)
         self._arriving: Request | None = None
         """Request whose body is incomplete."""
@@ -91,7 +105,9 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         """On a reserved connection: the response to all requests outside the server's own paths."""
         self._received = 0
         """Received bytes of bodies."""
-        self._written = 0
+        self._taken = received
+        """Received bytes."""
+        self._written = sent
         """Sent bytes of responses, delivered or not."""
         self._pace: tuple[object, float, int] | None = None
         """Body or response being timed, with start time and progress of the current period."""
@@ -143,7 +159,30 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         self._arm(_KEEPALIVE_SECONDS, self.close_gracefully)
         self._server.admit(self)
 
+    def protect(self) -> None:
+        """Inform another process of this connection."""
+        if self._guard is not None and self._guarded is None and self.transport is not None:
+            descriptor = self.transport.get_extra_info("socket").fileno()
+            self._guarded = self._guard.open(descriptor, self._written, self._taken, adopted=self._repeats)
+
+    def repeat(self, request: bytes) -> None:
+        """Handle a request that another process has read."""
+        self._parse(memoryview(request))
+
+    def record(self, request: Request, body: bytearray, *, repeatable: bool) -> None:
+        # Not before: connections without a valid request are many in an attack.
+        self.protect()
+        if self._guard is not None and self._guarded is not None:
+            self._guard.request(self._guarded, request, body, self._written, repeatable=repeatable)
+
+    def record_stream(self, *, chunked: bool) -> None:
+        if self._guard is not None and self._guarded is not None:
+            self._guard.stream(self._guarded, chunked=chunked)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._guard is not None and self._guarded is not None:
+            self._guard.close(self._guarded)
+            self._guarded = None
         self.transport = None
         self._server.forget(self)
         self._disarm()
@@ -178,6 +217,7 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         data = self._server.buffer[:nbytes]
+        self._taken += nbytes
         if self._unread:
             self._unread += data
         elif nbytes <= _PARSE_BYTES and not self._discarding and len(self._queue) < _MAX_QUEUED:
@@ -400,6 +440,8 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
             await self._answer(request)
         self._task = None
         request.release()
+        if self._guard is not None and self._guarded is not None:
+            self._guard.idle(self._guarded, self._written, self._taken)
         if not request.ended:
             self.abort()
         elif not request.keep_alive or self._server.closing:
@@ -482,6 +524,7 @@ class HttpServer:
         check: Callable[[Request], Refusal | None] = lambda request: None,
         refused: Callable[[str, Refusal, Request | None], None] = lambda remote, refusal, request: None,
         own_paths: frozenset[str] = frozenset(),
+        guard: Guard | None = None,
     ) -> None:
         """Args:
         handler: answers a request.
@@ -492,7 +535,9 @@ class HttpServer:
         refused: called with client address, refusal and request, if there is one, for every head that reaches no
             handler.
         own_paths: paths that are also served on reserved connections and beyond the account's limit.
+        guard: informs another process of the connections of the first listener.
         """
+        self._guard = guard
         self.handler = handler
         self.account = account
         self.reserve = Account(_RESERVED_BYTES)
@@ -517,19 +562,42 @@ class HttpServer:
         self.max_connections = max_connections
         self._listening: list[asyncio.Server] = []
         self._checking: asyncio.Task[None] | None = None
+        self._adopting: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
 
     async def start(self, *listeners: socket.socket) -> None:
         """Start accepting connections."""
         loop = asyncio.get_running_loop()
-        for listener in listeners:
+        for number, listener in enumerate(listeners):
+            guard = self._guard if number == 0 else None
             if listener.family in (socket.AF_INET, socket.AF_INET6):
                 # Inherited by accepted connections.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in _KEEPALIVE:
                     listener.setsockopt(socket.IPPROTO_TCP, option, value)
-            self._listening.append(await loop.create_server(lambda: _Connection(self), sock=listener, backlog=4096))
+            make = functools.partial(_Connection, self, guard)
+            self._listening.append(await loop.create_server(make, sock=listener, backlog=4096))
         self._checking = loop.create_task(self._check())
+
+    def adopt(self, connection: socket.socket, request: bytes, sent: int, received: int) -> None:
+        """Serve a connection of another process, beginning with a `request` that it has read, unless that is empty."""
+        task = asyncio.get_running_loop().create_task(self._adopt(connection, request, sent, received))
+        self._adopting.add(task)
+        task.add_done_callback(self._adopting.discard)
+
+    async def _adopt(self, connection: socket.socket, request: bytes, sent: int, received: int) -> None:
+        made = _Connection(self, self._guard, sent=sent, received=received, repeats=bool(request))
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: made, connection)
+        except OSError as error:
+            _log.warning("a client connection cannot be continued: %s", error)
+            connection.close()
+            return
+        made.protect()
+        if request:
+            made.repeat(request)
+        if self.closing:
+            made.retire()
 
     def admit(self, connection: _Connection) -> None:
         """Register a new connection; at the limit, replace another one or use a reserved place."""

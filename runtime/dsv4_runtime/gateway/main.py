@@ -40,6 +40,8 @@ def main() -> None:
     where.add_argument("--listen", metavar="HOST:PORT")
     parser.add_argument("--own-fd", type=int, help="inherited listening socket of this process alone: probes, peers")
     parser.add_argument("--peer", action="append", default=[], metavar="URL", help="own socket of another process")
+    parser.add_argument("--inherit-fd", type=int, help="inherited Unix socket for the connections of another process")
+    parser.add_argument("--heir", metavar="NAME", help="abstract address of such a socket of another process")
     parser.add_argument("--log", type=Path, help="log file, at most 64 MiB [default: standard error]")
     parser.add_argument(
         "--number", type=int, help="index among several gateways at one address, a label of its metrics"
@@ -52,17 +54,19 @@ def main() -> None:
         keys = ApiKeys(Path(settings.api_keys_file)) if settings.api_keys_file is not None else None
         listener = socket.socket(fileno=options.fd) if options.fd is not None else _bind(options.listen)
         own = socket.socket(fileno=options.own_fd) if options.own_fd is not None else None
+        inherit = socket.socket(fileno=options.inherit_fd) if options.inherit_fd is not None else None
     except (OSError, ValueError, ApiKeysError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
-    connections = _max_connections()
+    connections = _max_connections(2 if inherit is None else 3)
     # Exclude imported modules from garbage collection: a full collection would otherwise take 5 ms.
     gc.collect()
     gc.freeze()
     gateway = partial(
         Gateway, settings, routes, keys, max_connections=connections, number=options.number, peers=options.peer
     )
-    uvloop.run(_serve(gateway, listener, own))
+    heir = b"\0" + options.heir.encode() if options.heir is not None else None
+    uvloop.run(_serve(gateway, listener, own, inherit, heir))
 
 
 def _bind(where: str) -> socket.socket:
@@ -73,20 +77,30 @@ def _bind(where: str) -> socket.socket:
     return socket.create_server((host.strip("[]"), int(port)), backlog=4096, reuse_port=False)
 
 
-def _max_connections() -> int:
-    """Raise the file limit; return the maximum number of clients, each with a connection to vLLM."""
+def _max_connections(each: int) -> int:
+    """Raise the file limit; return the maximum number of clients.
+
+    Args:
+        each: files for a client: its connection, one to vLLM, and a connection of another process.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * MAX_CONNECTIONS + _OWN_FILES
+    wanted = each * MAX_CONNECTIONS + _OWN_FILES
     files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    return max(1, (files - _OWN_FILES) // 2)
+    return max(1, (files - _OWN_FILES) // each)
 
 
-async def _serve(gateway: Callable[[], Gateway], listener: socket.socket, own: socket.socket | None) -> None:
+async def _serve(
+    gateway: Callable[[], Gateway],
+    listener: socket.socket,
+    own: socket.socket | None,
+    inheritance: socket.socket | None,
+    heir: bytes | None,
+) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await gateway().serve(listener, stop, own)
+    await gateway().serve(listener, stop, own, inheritance=inheritance, heir=heir)
     _log.info("ended")
 
 

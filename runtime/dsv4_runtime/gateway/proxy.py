@@ -170,6 +170,7 @@ class Proxy:
             try:
                 async with deadline.scope:
                     await exchange.read()
+                    request.record(exchange.body, repeatable=_repeatable(exchange))
                     if await self._answers_model(exchange):
                         return
                     await self._check_model(exchange)

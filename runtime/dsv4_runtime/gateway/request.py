@@ -119,6 +119,14 @@ class ClientConnection(http1.BaseConnection):
         """Stop reading the arriving request; respond with `refusal` unless a response was started."""
         raise NotImplementedError
 
+    def record(self, request: Request, body: bytearray, *, repeatable: bool) -> None:
+        """Record a complete request before it is handled, for the process that continues after this one's death."""
+        raise NotImplementedError
+
+    def record_stream(self, *, chunked: bool) -> None:
+        """Record that the response is a stream of events, before its first byte."""
+        raise NotImplementedError
+
 
 class Request(http1.Message):
     """One request and its response: a single `send`, or `begin`, several `write` and `end`.
@@ -194,6 +202,14 @@ class Request(http1.Message):
         """Complete the response."""
         self.begun = self.ended = True
         await self._client.send(self._unsent + (b"0\r\n\r\n" if self._chunked else b""))
+
+    def record(self, body: bytearray, *, repeatable: bool) -> None:
+        """Record the complete request before it is handled, for the process that continues after this one's death."""
+        self._client.record(self, body, repeatable=repeatable)
+
+    def record_stream(self) -> None:
+        """Record that the response is a stream of events, before its first byte."""
+        self._client.record_stream(chunked=self._chunked)
 
     @property
     def is_read(self) -> bool:

@@ -21,6 +21,7 @@ from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.admission import ApiKeys
 from dsv4_runtime.gateway.errors import EngineLostError
 from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, access, logged_path
+from dsv4_runtime.gateway.handover import Guard, Heir
 from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, encode_headers
 from dsv4_runtime.gateway.http_client import UnreachableError, Upstream
 from dsv4_runtime.gateway.http_server import HttpServer
@@ -244,8 +245,27 @@ class Gateway:
         self._canaries = Canary(self._groups, self._proxy.upstream, settings.served_names[0])
         self._canary = SharedResult(self._canaries.check, _CANARY_SHARED_SECONDS)
 
-    async def serve(self, listener: socket.socket, stop: asyncio.Event, own: socket.socket | None = None) -> None:
-        """Serve until `stop` is set, then drain; also at `own`, a socket of this process alone."""
+    async def serve(
+        self,
+        listener: socket.socket,
+        stop: asyncio.Event,
+        own: socket.socket | None = None,
+        *,
+        inheritance: socket.socket | None = None,
+        heir: bytes | None = None,
+    ) -> None:
+        """Serve until `stop` is set, then drain.
+
+        Args:
+            listener: clients connect to it.
+            stop: ends the service.
+            own: a listening socket of this process alone.
+            inheritance: listening Unix socket for the client connections of another process, which this one continues
+                after its end.
+            heir: abstract address of such a socket of another process.
+        """
+        guard = Guard(heir) if heir is not None else None
+        guarding = asyncio.create_task(guard.run()) if guard is not None else None
         server = HttpServer(
             self._handle,
             self._account,
@@ -253,11 +273,15 @@ class Gateway:
             check=self._check,
             refused=self._refused,
             own_paths=_OWN_PATHS,
+            guard=guard,
         )
+        inherits = Heir(inheritance, server.adopt) if inheritance is not None else None
         watching = asyncio.create_task(self._groups.run())
         sharing = asyncio.create_task(self._share_kinds())
         try:
             await server.start(listener, *([own] if own is not None else []))
+            if inherits is not None:
+                inherits.start()
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
@@ -268,7 +292,11 @@ class Gateway:
             watching.cancel()
             sharing.cancel()
             await asyncio.wait({watching, sharing})
+            if inherits is not None:
+                inherits.close()
             await server.close(FINAL_EVENT_SECONDS)
+            if guarding is not None:
+                guarding.cancel()
             await asyncio.gather(self._engine_metrics.close(), self._peer_metrics.close(), self._canary.close())
             self._proxy.upstream.close()
             await self._scraper.close()

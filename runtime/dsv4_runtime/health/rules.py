@@ -94,7 +94,7 @@ def judge_start(
     """
     for (rank, role), since in sorted(stopped.items(), key=lambda one: one[1]):
         if now - since >= policy.stopped:
-            message = f"{_name(role)} on rank {rank} is stopped (state T) since {now - since:.1f} s, during the start"
+            message = f"{_name(role)} on rank {rank} is stopped or frozen since {now - since:.1f} s, during the start"
             return Judgement(Health.DEAD, Cause.ENGINE_HUNG, rank, "start", message, since)
     quiet = start_idle(members, progressed, now)
     if quiet < policy.start_idle:
@@ -187,7 +187,7 @@ def _stopped(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgeme
         cause=Cause.API_SERVER_HUNG if role == "api" else Cause.ENGINE_HUNG,
         culprit_rank=rank,
         rule="process",
-        message=f"{name} on rank {rank} is stopped (state T) since {now - since:.1f} s",
+        message=f"{name} on rank {rank} is stopped or frozen since {now - since:.1f} s",
         since=since,
     )
 

@@ -16,7 +16,7 @@ from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.health import ledger
 from dsv4_runtime.health.gpu import GpuWatch, Throttling
 from dsv4_runtime.health.samples import GPU_FRESH_SECONDS
-from dsv4_runtime.util.procfs import Work, below, command_of, entry, trees
+from dsv4_runtime.util.procfs import FROZEN, Work, below, command_of, entry, is_frozen, trees
 
 SAMPLE_SECONDS = 0.5
 """Interval of the samples."""
@@ -97,7 +97,8 @@ class Vitals:
             return None
         others = (entry(other) for other in self._trees.get(pid, ()) if other != pid)
         total = own.cpu_seconds + sum(other.cpu_seconds for other in others if other is not None)
-        return ProcessSignals(name=role, pid=pid, state=own.state, cpu_seconds=round(total, 2))
+        state = FROZEN if own.state in "SD" and is_frozen(pid) else own.state
+        return ProcessSignals(name=role, pid=pid, state=state, cpu_seconds=round(total, 2))
 
     def _measure_work(self, watched: Mapping[int, str], gpus: Sequence[GpuSignals], now: float) -> dict[str, float]:
         """Return `idle` and `stagnant` of `Signals`."""

@@ -12,6 +12,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STOPPED = frozenset("Tt")
 """States of a stopped process: by a signal, and by a debugger."""
+FROZEN = "T"
+"""State in which a frozen process is reported."""
+_FREEZERS = frozenset({b"do_freezer_trap", b"get_signal", b"__refrigerator"})
+"""Kernel functions in which frozen processes wait: of control groups of version 2, where it may be inlined into its
+caller, and of version 1."""
 WORK_SHARE = 0.1
 """Share of a core from which processor time counts as work: waiting processes with timers use less."""
 _WORK_BYTES = 64 << 10
@@ -51,6 +56,15 @@ def entry(pid: int) -> Entry | None:
     fields = text[text.rindex(b")") + 2 :].split(None, 22)
     cpu = (int(fields[11]) + int(fields[12])) / _TICKS
     return Entry(pid, int(fields[1]), fields[0].decode(), cpu, int(fields[17]), int(fields[21]) * _PAGE_BYTES)
+
+
+def is_frozen(pid: int) -> bool:
+    """Return whether the freezer of a control group keeps a process from running, which looks as if it slept."""
+    try:
+        with open(f"/proc/{pid}/wchan", "rb") as file:
+            return file.read() in _FREEZERS
+    except OSError:
+        return False
 
 
 def command_of(pid: int) -> list[str]:

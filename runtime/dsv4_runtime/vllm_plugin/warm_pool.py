@@ -5,9 +5,10 @@ nano model, and waits for one line on its input: the `Order` to become the serve
 when its input closes. Before it waits, it runs vLLM's inspection of the model's class, whose result vLLM caches for
 later starts on the machine.
 
-`python -m dsv4_runtime.vllm_plugin.warm_pool workers GCS ADDRESS COUNT` has the raylet at ADDRESS prestart Ray worker
-processes, which import vLLM (`preload`). Ray assigns to an actor an idle worker process with the actor's runtime
-environment and starts one only if there is none. Prestarted workers belong to no job, so the next engine gets them.
+`python -m dsv4_runtime.vllm_plugin.warm_pool workers GCS ADDRESS COUNT FILE` has the raylet at ADDRESS prestart Ray
+worker processes, which import vLLM (`preload`), and writes the request to FILE, so that the agent can repeat it. Ray
+assigns to an actor an idle worker process with the actor's runtime environment and starts one only if there is none.
+Prestarted workers belong to no job, so the next engine gets them.
 
 While an engine serves, these imports must leave the processor to it. A lower priority cannot be raised again without
 CAP_SYS_NICE or RLIMIT_NICE (`sched(7)`), and a worker in use needs its full share. Imports therefore pause after each
@@ -17,6 +18,7 @@ agent creates the file, and removes it when the processes are needed.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib
 import importlib.machinery
@@ -35,6 +37,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from dsv4_runtime.util import probe
+from dsv4_runtime.util.files import replace_file
 
 SERVER = "vllm.entrypoints.openai.api_server"
 ACTOR = "RayWorkerProc"
@@ -182,13 +185,22 @@ def idle_workers(environment: Mapping[str, str]) -> int:
     return found
 
 
-def prestart_workers(gcs: str, address: str, count: int) -> None:
+class Prestart(TypedDict):
+    """Requests to a raylet for worker processes of the running engine's kind."""
+
+    port: int
+    messages: Sequence[str]
+    """For 1, 2, ... processes; base64."""
+
+
+def prestart_workers(gcs: str, address: str, count: int, file: Path) -> None:
     """Prestart Ray workers with the runtime environment of the running engine's workers, up to `count` idle ones.
 
     Args:
         gcs: address and port of the cluster's GCS.
         address: of the node.
         count: idle workers, including existing ones.
+        file: receives the `Prestart`.
 
     Raises:
         SystemExit: there is no engine worker as a template, or no single node with the address.
@@ -212,17 +224,24 @@ def prestart_workers(gcs: str, address: str, count: int) -> None:
     if len(environments) != 1 or len(ports) != 1:
         raise SystemExit(f"{len(environments)} runtime environments of {ACTOR}, {len(ports)} nodes at {address}")
     (environment,) = environments
+    requests = []
+    for number in range(1, count + 1):
+        request = node_manager_pb2.PrestartWorkersRequest(
+            language=common_pb2.PYTHON, num_workers=number, keep_alive_duration_secs=_KEEP_SECONDS
+        )
+        request.runtime_env_info.serialized_runtime_env = environment
+        requests.append(request)
+    messages = [base64.b64encode(request.SerializeToString()).decode() for request in requests]
+    replace_file(file, json.dumps(Prestart(port=ports[0], messages=messages)))
     missing = count - idle_workers(json.loads(environment or "{}").get("env_vars", {}))
     if missing <= 0:
         return
-    request = node_manager_pb2.PrestartWorkersRequest(
-        language=common_pb2.PYTHON, num_workers=missing, keep_alive_duration_secs=_KEEP_SECONDS
-    )
-    request.runtime_env_info.serialized_runtime_env = environment
     token = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text().strip()
     with grpc.insecure_channel(f"{address}:{ports[0]}") as channel:
         stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
-        stub.PrestartWorkers(request, timeout=_RAYLET_SECONDS, metadata=[("authorization", f"Bearer {token}")])
+        stub.PrestartWorkers(
+            requests[missing - 1], timeout=_RAYLET_SECONDS, metadata=[("authorization", f"Bearer {token}")]
+        )
     print(f"{missing} worker processes of Ray import vLLM for the next engine")
 
 
@@ -230,4 +249,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "server":
         serve(Path(sys.argv[2]))
     else:
-        prestart_workers(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+        prestart_workers(sys.argv[2], sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]))

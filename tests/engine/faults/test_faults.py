@@ -15,8 +15,9 @@ import pytest
 from dsv4_testkit.faults import report
 from dsv4_testkit.faults.judge import inflict
 from dsv4_testkit.faults.load import Shape
+from dsv4_testkit.faults.matrix import BY_NAME
 from dsv4_testkit.faults.system import DSV4
-from dsv4_testkit.faults.table import BOUND, BY_NAME, Fault, Kind
+from dsv4_testkit.faults.table import BOUND, Fault, Kind
 
 pytestmark = pytest.mark.engine
 
@@ -37,6 +38,8 @@ CHOICE = (
     "64 KiB of zeros in a weight file, at the next start",
     "SIGSTOP standby server, then kill -9 EngineCore",
     "kill -9 dashboard",
+    "kill -9 waiting worker",
+    "kill -9 gateway and kill -9 EngineCore",
     "packets from member 0 to member 1 lost",
     "kill -9 runtime-env agent of rank 1",
     "SIGSTOP API process of a start",
@@ -53,7 +56,7 @@ def deaths(request: pytest.FixtureRequest) -> int:
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
     ]
-    return sum(1 + fault.nth for fault in chosen if fault.kind is not Kind.NONE)
+    return sum(1 + fault.nth for fault in chosen if fault.kind not in (Kind.NONE, Kind.OWN))
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,7 @@ LONG = {
     "packets from member 0 to member 1 lost",
     "hang in a step of rank 1",
     "kill -9 dashboard",
+    "kill -9 waiting worker",
     "kill -9 runtime-env agent of rank 1",
     "SIGSTOP API process of a start",
     "directory of member 1 removed, then kill -9 EngineCore",
@@ -92,6 +96,11 @@ def test_it_is_noticed_named_and_repaired(system: DSV4, fault: Fault) -> None:
     if fault.kind is Kind.NONE:
         assert result.verdict == "Healthy"
         return
+    if fault.kind is Kind.OWN:
+        assert result.verdict == "Replaced"
+        assert result.replaced is not None
+        assert result.replaced <= BUSY * BOUND[fault.kind]
+        return
     assert not result.missed
     assert result.detected is not None
     assert result.detected <= BUSY * BOUND[fault.kind]
@@ -99,6 +108,7 @@ def test_it_is_noticed_named_and_repaired(system: DSV4, fault: Fault) -> None:
     assert fault.rank is None or result.culprit == fault.rank
     assert result.level == fault.level
     assert result.recovered is not None
+    assert result.disorder == ""
 
 
 # `test_main_job.py` has another.

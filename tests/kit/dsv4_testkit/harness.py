@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from dsv4_operator.backends.local.supervisor import read_kept_status
 from dsv4_testkit.faults.actions import Signal
 from dsv4_testkit.faults.table import Fault
 from dsv4_testkit.waiting import free_ports
@@ -111,7 +112,12 @@ class Deployment:
 
     def peek(self) -> dict[str, Any]:
         """The same status from its file, for looking often: starting `dsv4 status` takes the processor for a second."""
-        return dict(json.loads((self.directory / "object.json").read_text())["status"])
+        try:
+            text = (self.directory / "object.json").read_text()
+        except FileNotFoundError:
+            # Removed by a fault; the supervisor has it too.
+            text = read_kept_status(int((self.directory / "lock").read_text())) or "{}"
+        return dict(json.loads(text)["status"])
 
     def pid(self, rank: int, process: str) -> int:
         return pid_in(self.group(), rank, process)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsv4_runtime.agent.decide.actions import ReportDead, SaveEvidence, StartEngine, StartTask
+from dsv4_runtime.agent.decide.actions import Enter, RecordFailure, ReportDead, SaveEvidence, StartEngine, StartTask
 from dsv4_runtime.agent.decide.events import (
     AgentEvent,
     ApiEnded,
@@ -104,6 +104,25 @@ def test_no_order_within_the_windows_changes_it(serving: MakeReplay, fault: Faul
     strike(replay, shuffled, [times[i] for i in order], data.draw(st.sampled_from([0.0, 60.0, -60.0])))
     assert replay.outcome == fault.outcome
     assert len(replay.all(ReportDead)) <= 1
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS])
+def test_every_fault_is_detected_then_explained_then_repaired(serving: MakeReplay, fault: Fault) -> None:
+    replay = serving()
+    before = len(replay.done)
+    strike(replay, fault, [span[0] for span, _ in fault.events])
+    done = [action for _, action in replay.done[before:]]
+    repair = next(
+        i
+        for i, one in enumerate(done)
+        if one == StartTask(Task.CLEAR) or (isinstance(one, Enter) and one.phase is Phase.FAILED)
+    )
+    kinds = (ReportDead, SaveEvidence, RecordFailure)
+    order = [next((i for i, one in enumerate(done) if isinstance(one, kind)), None) for kind in kinds]
+    found = [at for at in order if at is not None]
+    # The cause is recorded with the evidence for it, and the repair follows.
+    assert order[2] is not None
+    assert [*found, repair] == sorted([*found, repair])
 
 
 def test_every_fault_of_the_table_is_here() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -275,6 +276,66 @@ async def test_a_lost_one_is_replaced_within_seconds_and_a_bounded_number_of_tim
         await keeping
     assert len(known) == 3
     assert [child for child in member.context.children if child.running] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("raylet", ["accepts", "refuses"])
+async def test_a_lost_worker_of_ray_is_requested_again_within_seconds_beside_requests(
+    member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, raylet: str
+) -> None:
+    """The raylet is a real gRPC server; no program is started to call it, unless it refuses."""
+    code = (
+        "import grpc, concurrent.futures as f, sys, time\n"
+        "def answer(request, context):\n"
+        "    print(request.hex(), dict(context.invocation_metadata())['authorization'], flush=True)\n"
+        "    if sys.argv[1] == 'refuses':\n"
+        "        context.abort(grpc.StatusCode.INVALID_ARGUMENT, 'no')\n"
+        "    return b''\n"
+        "class H(grpc.GenericRpcHandler):\n"
+        "    def service(self, details):\n"
+        "        if details.method == '/ray.rpc.NodeManagerService/PrestartWorkers':\n"
+        "            return grpc.unary_unary_rpc_method_handler(answer)\n"
+        "server = grpc.server(f.ThreadPoolExecutor(1), handlers=[H()])\n"
+        "print(server.add_insecure_port('127.0.0.1:0'), flush=True)\n"
+        "server.start()\n"
+        "time.sleep(60)\n"
+    )
+    server = subprocess.Popen([sys.executable, "-c", code, raylet], stdout=subprocess.PIPE, text=True)
+    worker = subprocess.Popen(["bash", "-c", "exec -a ray::IDLE sleep 60"])
+    prepared = []
+
+    async def prepare() -> None:
+        prepared.append(time.monotonic())
+
+    async def busy(*_: object) -> None:
+        return
+
+    monkeypatch.setattr(member.standby, "_until_idle", busy)
+    monkeypatch.setattr(member.standby, "prepare", prepare)
+    monkeypatch.setattr(standby, "standby_workers", lambda: {worker.pid})
+    monkeypatch.setattr(type(member.standby), "_has_workers", True)
+    member.context.me = member.context.me.model_copy(update={"address": "127.0.0.1"})
+    assert server.stdout is not None
+    requests = [base64.b64encode(text).decode() for text in (b"one", b"two")]
+    file = tmp_path / "prestart.json"
+    file.write_text(json.dumps({"port": int(server.stdout.readline()), "messages": requests}))
+    keeping = asyncio.create_task(member.standby.keep())
+    try:
+        await asyncio.sleep(1.5)
+        begun = time.monotonic()
+        os.kill(worker.pid, number)
+        line = await asyncio.to_thread(server.stdout.readline)
+        assert time.monotonic() - begun < 3.0
+        assert line.split(maxsplit=1) == [b"one".hex(), "Bearer token\n"]
+        assert worker.wait(5) == -signal.SIGKILL
+        monkeypatch.setattr(standby, "standby_workers", set)
+        await asyncio.sleep(0.3)
+        assert len(prepared) == (1 if raylet == "accepts" else 2)
+    finally:
+        keeping.cancel()
+        for process in (server, worker):
+            process.kill()
+            process.communicate()
 
 
 async def test_a_stopped_worker_of_ray_waits_for_no_engine() -> None:

@@ -16,17 +16,27 @@ from pydantic import TypeAdapter
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.health.samples import ProcessView, RankView, Sample
 from dsv4_testkit.faults import report, series
+from dsv4_testkit.faults.actions import How
 from dsv4_testkit.faults.judge import Result, judge, moment
 from dsv4_testkit.faults.load import Outcome, Request, ask, outage
+from dsv4_testkit.faults.matrix import BY_NAME, MATRIX
 from dsv4_testkit.faults.soak import Watch
 from dsv4_testkit.faults.store import Store
 from dsv4_testkit.faults.system import Verdict
-from dsv4_testkit.faults.table import BY_NAME, FAULTS, PROCESS_DEATHS, Kind
+from dsv4_testkit.faults.table import FAULTS, PROCESS_DEATHS, Kind
 
 STRUCK = 1000.0
 STOP = BY_NAME["SIGSTOP worker of rank 1"]
 LOSS = BY_NAME["all frames of member 1 lost for 8 s"]
 SHM = BY_NAME["/dev/shm of member 0 full"]
+
+
+KILLED_GATEWAY = BY_NAME["kill -9 gateway"]
+
+
+def judged(fault: Any, verdicts: list[Verdict], *, replaced: float | None, restarts: int) -> Result:
+    more = {"restarts": restarts, "replayed": None, "patience": 90.0, "replaced": replaced}
+    return judge("dsv4", fault, 1, 0.5, STRUCK, verdicts, [], **more)
 
 
 def result(fault: Any, verdicts: list[Verdict], requests: list[Request] = [], restarts: int | None = 1) -> Result:  # noqa: B006
@@ -38,9 +48,9 @@ def answered(ended: float) -> Request:
 
 
 def test_names_are_unique_and_causes_are_of_the_contract():
-    assert len(BY_NAME) == len(FAULTS) >= 18
-    for fault in FAULTS:
-        assert {Cause(cause) for cause in fault.causes} or fault.kind is Kind.NONE
+    assert len(BY_NAME) == len(MATRIX) > len(FAULTS) >= 18
+    for fault in MATRIX:
+        assert {Cause(cause) for cause in fault.causes} or fault.kind in (Kind.NONE, Kind.OWN)
     assert {fault.level for fault in PROCESS_DEATHS} == {1, 2}
 
 
@@ -119,14 +129,44 @@ def test_results_are_kept_and_found_again(tmp_path: Path):
 def test_the_page_has_what_was_measured(tmp_path: Path):
     store = Store(None)
     store.add(result(STOP, [Verdict(STRUCK + 4.0, "EngineHung", 1, 1, "progress", STRUCK + 20.0)], [answered(1030.0)]))
-    text = report.page(store)
+    before = f"# Faults\n\nBy hand.\n{report.BEGIN}\nold\n{report.END}\nMore by hand.\n"
+    text = report.update(before, store)
+    assert text.startswith(f"# Faults\n\nBy hand.\n{report.BEGIN}\n|")
+    assert text.endswith(f"\n{report.END}\nMore by hand.\n")
+    assert "old" not in text
+    assert report.update(text, store) == text
+    with pytest.raises(ValueError, match="needs a line"):
+        report.update("# Faults\n", store)
     expectations, results = text.split("## Results")
-    assert all(f"| {fault.name} |" in expectations for fault in FAULTS)
+    assert all(f"| {fault.name} |" in expectations for fault in MATRIX)
     row = next(line for line in results.splitlines() if line.startswith(f"| {STOP.name} |"))
     assert "| 4.0 | EngineHung | 1 of 1 | 1 of 1 | 1 | 30.0 | 1 | 1 | - | 0 | 0 | 0 | 0 |" in row
     assert "| hang | 1 | 4.00 | 4.00 | 4.00 | 6 | 0 |" in text
     assert "Beside bare vLLM" not in text
     assert "## Results" not in report.page(Store(None))
+    for late in (2.0, 9.0):
+        store.add(result(STOP, [Verdict(STRUCK + late, "EngineHung", 1, 1, "progress", STRUCK + 20.0)]))
+    assert f"| {STOP.name} | 3 | 2.0 / 4.0 / 9.0 | EngineHung | 3 of 3 | 3 of 3 | 1 | 30.0 |" in report.page(store)
+
+
+def test_a_process_of_dsv4_is_replaced_and_the_engine_does_not_notice():
+    assert KILLED_GATEWAY.kind is Kind.OWN
+    found = judged(KILLED_GATEWAY, [], replaced=0.7, restarts=0)
+    assert (found.verdict, found.detected, found.missed, found.false_restarts) == ("Replaced", 0.7, False, 0)
+    assert "replaced after 0.7 s" in report.line(found)
+    assert judged(KILLED_GATEWAY, [], replaced=None, restarts=0).missed
+    dead = judged(KILLED_GATEWAY, [Verdict(STRUCK + 2.0, "EngineCoreDied", 0, 1)], replaced=0.7, restarts=1)
+    assert (dead.verdict, dead.false_restarts, dead.cause_right) == ("Dead", 1, None)
+
+
+def test_the_matrix_has_every_process_and_way():
+    names = [fault.name for fault in MATRIX]
+    assert len(set(names)) == len(names)
+    for how in How:
+        for process in ("gateway", "loop", "standby server"):
+            assert f"{how} {process}" in names
+        for process in ("API process", "EngineCore", "Ray worker of rank 1"):
+            assert f"{how} {process} of a start" in names
 
 
 def test_a_kept_series_is_what_the_head_saw_but_for_the_clock():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli.errors import CommandError
-from dsv4_operator.cli.logs import LogComponent, LogOptions
+from dsv4_operator.cli.logs import LogComponent, LogOptions, log_time
 from dsv4_operator.cli.output import DocumentFormat
 from dsv4_operator.cli.sources import local
 
@@ -51,6 +52,47 @@ def test_everything_of_the_latest_incarnation(state: DeploymentState, capsys: py
     )
 
 
+AGENT = "2026-11-25 20:27:27,520 INFO dsv4_runtime.agent.state Staging -> Joining: starting Ray"
+RAY = "2026-11-25 20:27:30,127\tINFO usage_lib.py:448 -- Usage stats collection is disabled."
+RAYLET = "[2026-11-25 20:27:30,128 W 13 13] network_util.cc:330: Failed to determine local IP"
+VLLM = "(APIServer pid=3) INFO 11-25 20:27:41 [api_utils.py:347] version 0.33.0"
+DEAD = "2026-11-25 20:29:00,100 INFO dsv4_runtime.agent.state Serving -> Restarting: EngineCoreDied"
+
+
+def test_the_lines_of_all_components_come_by_time(
+    saved: Callable[..., DeploymentState], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = saved()
+    # A line without a time belongs to the one before it, or to the first one after it.
+    write(found, 1, 0, "vllm", f"a warning\n{VLLM}\nTraceback\n  frame\n(APIServer pid=3) INFO 11-25 20:29:01 x\n")
+    write(found, 1, 0, "agent", f"{AGENT}\n{DEAD}\n")
+    write(found, 1, 1, "ray", f"{RAY}\n{RAYLET}\n")
+    local.print_logs(found, request())
+    assert capsys.readouterr().out.splitlines() == [
+        f"[0 agent] {AGENT}",
+        f"[1 ray] {RAY}",
+        f"[1 ray] {RAYLET}",
+        "[0 vllm] a warning",
+        f"[0 vllm] {VLLM}",
+        "[0 vllm] Traceback",
+        "[0 vllm]   frame",
+        f"[0 agent] {DEAD}",
+        "[0 vllm] (APIServer pid=3) INFO 11-25 20:29:01 x",
+    ]
+
+
+@pytest.mark.parametrize("line", [AGENT, RAY, RAYLET, VLLM, DEAD])
+def test_times_of_every_component_sort_across_a_year(line: str) -> None:
+    moved = {"12-31 23:59:59": 1, "01-01 00:00:01": 1, "11-25 20:00:00": 12}
+    times = []
+    for when, month in moved.items():
+        text = re.sub(r"11-25 \d\d:\d\d:\d\d", when, line)
+        times.append(log_time(text.encode(), month))
+    assert None not in times
+    assert times[0] < times[1]
+    assert log_time(b"no time", 1) is None
+
+
 def test_groups_are_named_where_there_are_several(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
     write(state, 1, 0, "agent", "older\n", group=1)
     write(state, 5, 0, "agent", "other\n", group=1)
@@ -80,6 +122,9 @@ def test_the_loop(state: DeploymentState, capsys: pytest.CaptureFixture[str]) ->
 def test_nothing_there(state: DeploymentState, saved: Callable[..., DeploymentState]) -> None:
     with pytest.raises(CommandError, match=r"no logs of rank 7; its ranks are 0, 1"):
         local.print_logs(state, request(rank=7))
+    # Rank 1 exists, and has not started its engine.
+    with pytest.raises(CommandError, match=r"^rank 1 of 'nano' has no log of component vllm yet$"):
+        local.print_logs(state, request(rank=1, component=LogComponent.VLLM))
     other = saved(name="other")
     other.evidence().mkdir()
     with pytest.raises(CommandError, match="not running, and its members' logs went with them; remaining files"):

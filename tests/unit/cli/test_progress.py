@@ -58,6 +58,15 @@ def test_a_start_gives_each_transition_once(make: Any) -> None:
     assert up.transitions(silent, make.status(), members=False) == ["serving"]
 
 
+def test_a_member_that_has_not_answered_yet_is_not_lost(make: Any) -> None:
+    begun = starting(make, make.member(0, Phase.LOADING), make.member(1, None))
+    waiting = starting(make, make.member(0, Phase.LOADING), make.member(1, None, silent_since=make.now))
+    assert up.transitions(begun, waiting, members=True) == []
+    answered = starting(make, make.member(0, Phase.LOADING), make.member(1, Phase.PREFLIGHT))
+    silent = starting(make, make.member(0, Phase.LOADING), make.member(1, Phase.PREFLIGHT, silent_since=make.now))
+    assert up.transitions(answered, silent, members=True) == ["rank 1 no longer answers"]
+
+
 def test_a_death_and_the_recovery(make: Any) -> None:
     healthy = make.status()
     death = make.failure()

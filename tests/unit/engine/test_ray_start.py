@@ -2,43 +2,88 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
+import types
+from collections.abc import Iterator
 from typing import Any
 
-from dsv4_runtime.engine.ray_start import Auxiliaries
+import pytest
 
-RAYLET = ("raylet", object())
-DASHBOARD = ("dashboard", object())
+from dsv4_runtime.engine import ray_start
+from dsv4_runtime.engine.ray_start import Auxiliaries
 
 
 class Node:
-    """Counts starts of a dashboard; the next ones end too if `lasting` is 0."""
+    """A node whose processes are real; counts starts of its dashboard."""
 
     def __init__(self) -> None:
-        self.all_processes: dict[str, Any] = {"dashboard": [], "raylet": []}
-        self.started = 0
+        self.all_processes: dict[str, Any] = {"raylet": [self.process()], "dashboard": [self.process()]}
+        self.started: list[float] = []
+
+    @staticmethod
+    def process() -> Any:
+        return types.SimpleNamespace(process=subprocess.Popen(["sleep", "60"]))
 
     def start_api_server(self, *, include_dashboard: bool, raise_on_failure: bool) -> None:
         assert include_dashboard
         assert not raise_on_failure
         assert "dashboard" not in self.all_processes, "Ray asserts this"
-        self.all_processes["dashboard"] = []
-        self.started += 1
+        self.started.append(time.monotonic())
+        self.all_processes["dashboard"] = [self.process()]
+
+    def kill(self, kind: str) -> float:
+        """Kill a process once it is there; return the time."""
+        deadline = time.monotonic() + 5.0
+        while kind not in self.all_processes:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        self.all_processes[kind][0].process.kill()
+        return time.monotonic()
+
+    def wait(self, starts: int) -> None:
+        deadline = time.monotonic() + 5.0
+        while len(self.started) < starts:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
 
 
-def test_a_dead_dashboard_is_started_again_a_bounded_number_of_times() -> None:
-    node, auxiliaries = Node(), Auxiliaries("dashboard")
-    assert auxiliaries.essential(node, [], 0.0) == []
-    assert auxiliaries.essential(node, [DASHBOARD], 1.0) == []
-    assert node.started == 1
-    assert auxiliaries.essential(node, [DASHBOARD], 2.0) == []
-    assert node.started == 1, "not at once again"
-    assert auxiliaries.essential(node, [], 12.0) == []
-    assert node.started == 2
-    for second in range(20, 2000):
-        assert auxiliaries.essential(node, [DASHBOARD], second) == []
-    assert node.started == 5
+@pytest.fixture
+def node() -> Iterator[Node]:
+    found = Node()
+    yield found
+    for processes in list(found.all_processes.values()):
+        processes[0].process.kill()
+        processes[0].process.wait(5)
 
 
-def test_the_end_of_another_process_ends_the_node() -> None:
-    node, auxiliaries = Node(), Auxiliaries("dashboard")
-    assert auxiliaries.essential(node, [RAYLET, DASHBOARD], 1.0) == [RAYLET]
+def test_a_dead_dashboard_is_started_again_at_once(node: Node) -> None:
+    auxiliaries = Auxiliaries("dashboard")
+    assert auxiliaries.essential(node) == []
+    killed = node.kill("dashboard")
+    node.wait(1)
+    assert node.started[0] - killed < 0.5
+    assert auxiliaries.essential(node) == []
+
+
+def test_it_is_started_again_a_bounded_number_of_times(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_start, "_PAUSE_SECONDS", 0.2)
+    auxiliaries = Auxiliaries("dashboard")
+    assert auxiliaries.essential(node) == []
+    for number in range(1, 6):
+        node.kill("dashboard")
+        node.wait(number)
+    assert all(later - earlier >= 0.19 for earlier, later in zip(node.started, node.started[1:], strict=False))
+    node.kill("dashboard")
+    time.sleep(0.5)
+    assert len(node.started) == 5
+    assert auxiliaries.essential(node) == []
+
+
+def test_the_end_of_another_process_ends_the_node(node: Node) -> None:
+    auxiliaries = Auxiliaries("dashboard")
+    raylet = node.all_processes["raylet"][0].process
+    node.kill("dashboard")
+    node.kill("raylet")
+    raylet.wait(5)
+    assert auxiliaries.essential(node) == [("raylet", raylet)]

@@ -323,14 +323,15 @@ async def test_a_file_of_keys_that_was_emptied_admits_nobody(kit, caplog):
         assert (await lab.post(COMPLETIONS, ASK, headers={"x-api-key": "second"}))[0] == 200
 
 
-def test_connections_are_limited_by_the_files_that_the_process_may_open(monkeypatch):
+@pytest.mark.parametrize("each", [2, 3])
+def test_connections_are_limited_by_the_files_that_the_process_may_open(monkeypatch, each):
     kept = []
     monkeypatch.setattr(main.resource, "getrlimit", lambda _: (256, 1024))
     monkeypatch.setattr(main.resource, "setrlimit", lambda _, limits: kept.append(limits))
-    assert main._max_connections() == (1024 - main._OWN_FILES) // 2
+    assert main._max_connections(each) == (1024 - main._OWN_FILES) // each
     assert kept == [(1024, 1024)]
     monkeypatch.setattr(main.resource, "getrlimit", lambda _: (256, main.resource.RLIM_INFINITY))
-    assert main._max_connections() == main.MAX_CONNECTIONS
+    assert main._max_connections(each) == main.MAX_CONNECTIONS
 
 
 def test_what_was_taken_can_be_given_back_once():

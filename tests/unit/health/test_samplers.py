@@ -19,6 +19,7 @@ from dsv4_runtime.contract import GpuSignals, HealthPolicy
 from dsv4_runtime.health import ledger, vitals
 from dsv4_runtime.health.prober import Prober
 from dsv4_runtime.util import procfs
+from dsv4_testkit.faults import groups
 from dsv4_testkit.waiting import wait_until
 
 GOOD = {"choices": [{"text": "a", "logprobs": {"token_logprobs": [-1.0]}}], "usage": {"completion_tokens": 1}}
@@ -44,6 +45,29 @@ def test_the_table_knows_what_runs_below(parent: subprocess.Popen[bytes]) -> Non
     assert procfs.trees(everything, [parent.pid]) == {parent.pid: (parent.pid, child.pid)}
     assert procfs.trees(everything, [parent.pid, child.pid]) == {parent.pid: (parent.pid,), child.pid: (child.pid,)}
     assert procfs.entry(2**22 + 1) is None
+
+
+def test_a_frozen_process_is_reported_as_a_stopped_one() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        sampler = vitals.Vitals()
+
+        def state() -> str | None:
+            return sampler.sample({process.pid: "raylet"}, {}).processes[0].state
+
+        try:
+            wait_until(lambda: state() == "S")
+            try:
+                frozen = groups.freeze(process.pid)
+            except (OSError, RuntimeError) as error:
+                pytest.skip(f"no control group can be made here: {error}")
+            try:
+                assert state() == "T"
+                assert procfs.entry(process.pid).state in "SD"
+            finally:
+                frozen.end()
+            wait_until(lambda: state() == "S")
+        finally:
+            process.kill()
 
 
 def test_what_a_compiler_below_uses_counts_for_the_worker(parent: subprocess.Popen[bytes]) -> None:

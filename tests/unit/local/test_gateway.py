@@ -1,17 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import gateway_groups
 import psutil
 import pytest
+from gateway import running
 from pydantic import ValidationError
 
 from dsv4_operator.api import DSV4Deployment
@@ -28,7 +34,9 @@ from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import FROZEN_SECONDS, Processes
 from dsv4_operator.planning.revision import revision
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
+from dsv4_testkit import standin
 from dsv4_testkit.supervised import Supervised, frozen
+from dsv4_testkit.waiting import free_port, wait_for_port
 
 ROUTES = ("route.json", "route-1.json")
 # Nobody is at port 9: the engine is away, which is all that these tests need.
@@ -256,6 +264,213 @@ async def test_a_stopped_gateway_loses_no_request_and_a_frozen_one_is_replaced(
         assert pids(gateways)[1 - before.index(stopped)] == before[1 - before.index(stopped)]
         for _, each in waiting.values():
             each.close()
+    finally:
+        await gateways.stop()
+        await processes.close()
+
+
+def _post(body: dict[str, object], **headers: str) -> bytes:
+    data = json.dumps(body).encode()
+    lines = [f"{name}: {value}" for name, value in {"Host": "g", "Content-Length": str(len(data)), **headers}.items()]
+    return "\r\n".join(["POST /v1/completions HTTP/1.1", *lines, "", ""]).encode() + data
+
+
+async def _answered(reader: asyncio.StreamReader) -> bytes:
+    """One response, to its end as its framing has it."""
+    async with asyncio.timeout(30):
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"transfer-encoding: chunked" not in head.lower():
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            return head + await reader.readexactly(length)
+        body = b""
+        while size := int(await reader.readline(), 16):
+            body += await reader.readexactly(size)
+            assert await reader.readexactly(2) == b"\r\n"
+        assert await reader.readexactly(2) == b"\r\n"
+        return head + body
+
+
+@pytest.fixture
+async def fronts(tmp_path: Path, supervised: Supervised) -> AsyncIterator[tuple[LocalGateways, int, int, list[int]]]:
+    """Two gateways in front of one group; they, their port, the group's port, and their process ids."""
+    port = free_port()
+    place = f"http://127.0.0.1:{port}"
+    given = deployment()
+    model = given.spec.model.model_copy(update={"served_names": (gateway_groups.BODY["model"],)})
+    given = given.model_copy(update={"spec": given.spec.model_copy(update={"model": model})})
+    heads = [GroupRoute(agent=place, api=place)]
+    gateways, processes, url = await started(given, DeploymentState(tmp_path, "n"), heads, supervised)
+    try:
+        assert await _get(url + "/healthz") == (200, b"ok\n")
+        both = [pid for pid in pids(gateways) if pid is not None]
+        yield gateways, int(url.rpartition(":")[2]), port, both
+    finally:
+        await gateways.stop()
+        await processes.close()
+
+
+@contextlib.contextmanager
+def engine(port: int, pause: float = gateway_groups.PAUSE) -> Iterator[subprocess.Popen[bytes]]:
+    """A group whose streams have a pause before each token."""
+    with running([sys.executable, standin.__file__, str(port), str(pause)]) as process:
+        wait_for_port(port)
+        yield process
+
+
+# Answered by the gateway itself, as a request with a valid key.
+_CARD = f"GET /v1/models/{gateway_groups.BODY['model']} HTTP/1.1\r\nHost: g\r\n\r\n".encode()
+Fronts = tuple[LocalGateways, int, int, list[int]]
+
+
+async def test_a_killed_gateway_costs_no_request_that_has_no_response_and_no_idle_connection(fronts: Fronts) -> None:
+    gateways, front, port, both = fronts
+    waiting = [await asyncio.open_connection("127.0.0.1", front) for _ in range(12)]
+    # The longer one goes to the heir in a memory file.
+    body = {**gateway_groups.BODY, "prompt": "x"}
+    for number, (_, writer) in enumerate(waiting):
+        writer.write(_post({**body, "prompt": "x" * (100_000 if number % 2 == 0 else 10)}))
+    idle = [await asyncio.open_connection("127.0.0.1", front) for _ in range(8)]
+    for reader, writer in idle:
+        writer.write(_CARD)
+        assert b'"object": "model"' in await _answered(reader)
+    await asyncio.sleep(0.3)
+    await _kill(gateways, _busiest(both, front))
+    with engine(port):
+        for reader, _ in waiting:
+            answer = await _answered(reader)
+            assert answer.count(b'" token"') == gateway_groups.TOKENS, answer[:500]
+            assert b"data: [DONE]" in answer
+        for reader, writer in idle:
+            writer.write(_post(body))
+            assert b"data: [DONE]" in await _answered(reader)
+    for _, writer in (*waiting, *idle):
+        writer.close()
+
+
+async def test_streams_of_a_gateway_killed_together_with_the_engine_end_with_an_error_event(fronts: Fronts) -> None:
+    gateways, front, port, both = fronts
+    with engine(port, 1.0) as group:
+        await asyncio.sleep(1.0)
+        asked = [await asyncio.open_connection("127.0.0.1", front) for _ in range(12)]
+        for reader, writer in asked:
+            writer.write(_post(gateway_groups.BODY))
+            await reader.readuntil(b"\r\n\r\n")
+            assert b" token" in await reader.readuntil(b"}\n\n")
+        killed = _busiest(both, front)
+        os.kill(killed, signal.SIGKILL)
+        group.kill()
+        ends = []
+        for reader, _ in asked:
+            async with asyncio.timeout(30):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(3):
+                        ends.append(await reader.readuntil(b"\r\n0\r\n\r\n"))
+        # The others are with the other gateway, which waits for the engine.
+        assert ends
+        assert all(b"gateway process with this request ended" in end and b"[DONE]" not in end for end in ends), ends
+    for _, writer in asked:
+        writer.close()
+    await _replaced(gateways, killed)
+
+
+async def test_a_request_outlives_one_gateway_only_and_half_of_one_is_refused(fronts: Fronts) -> None:
+    """Otherwise a request that kills gateways would kill each of them in turn."""
+    gateways, front, _, both = fronts
+    asked = [await asyncio.open_connection("127.0.0.1", front) for _ in range(12)]
+    for _, writer in asked:
+        writer.write(_post(gateway_groups.BODY))
+    halves = [await asyncio.open_connection("127.0.0.1", front) for _ in range(8)]
+    for reader, writer in halves:
+        writer.write(_CARD)
+        assert b'"object": "model"' in await _answered(reader)
+        writer.write(_post(gateway_groups.BODY)[:-5])
+    await asyncio.sleep(0.5)
+    first = _busiest(both, front)
+    (second,) = set(both) - {first}
+    await _kill(gateways, first)
+    assert await _get(f"http://127.0.0.1:{front}/healthz") == (200, b"ok\n")
+    await asyncio.sleep(1.0)
+    await _kill(gateways, second)
+
+    async def read(reader: asyncio.StreamReader) -> bytes:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(8):
+                return await reader.read(1 << 16)
+        return b""
+
+    found = [one for one in await asyncio.gather(*(read(reader) for reader, _ in asked)) if one]
+    # Of the first process: repeated by the second, and refused after its end. The second's own are repeated.
+    assert found
+    assert all(one.startswith(b"HTTP/1.1 502") and b"for the second time" in one for one in found), found
+    refused = await asyncio.gather(*(read(reader) for reader, _ in halves))
+    assert all(one.startswith(b"HTTP/1.1 502") and b"was not read completely" in one for one in refused), refused
+    for _, writer in (*asked, *halves):
+        writer.close()
+
+
+async def test_a_closed_connection_ends_although_the_other_gateway_has_it_too(fronts: Fronts) -> None:
+    gateways, front, _, both = fronts
+    os.kill(both[1], signal.SIGSTOP)
+    try:
+        # Nothing that the heir does is needed for it.
+        for _ in range(4):
+            reader, writer = await asyncio.open_connection("127.0.0.1", front)
+            writer.write(_CARD.replace(b"Host: g\r\n", b"Host: g\r\nConnection: close\r\n"))
+            async with asyncio.timeout(10):
+                assert (await reader.read()).endswith(b"}")
+            writer.close()
+    finally:
+        os.kill(both[1], signal.SIGCONT)
+    async with asyncio.timeout(10):
+        while _connections(both, front):
+            await asyncio.sleep(0.05)
+    assert [pid for pid in pids(gateways) if pid is not None] == both
+
+
+async def _both_answer(url: str) -> None:
+    async with asyncio.timeout(30):
+        while {await _number(url) for _ in range(8)} != {"0", "1"}:
+            await asyncio.sleep(0.1)
+
+
+def _busiest(processes: list[int], front: int) -> int:
+    """The process with the most client connections: the kernel chooses which one accepts."""
+    return collections.Counter(_connections(processes, front)).most_common(1)[0][0]
+
+
+async def _kill(gateways: LocalGateways, pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    await _replaced(gateways, pid)
+
+
+async def _replaced(gateways: LocalGateways, pid: int) -> None:
+    async with asyncio.timeout(30):
+        while pid in pids(gateways) or None in pids(gateways):
+            await asyncio.sleep(0.02)
+
+
+def _connections(processes: list[int], front: int) -> list[int]:
+    """The processes that have client connections, once for each."""
+    return [
+        connection.pid
+        for connection in psutil.net_connections("tcp4")
+        if connection.pid in processes and connection.laddr.port == front and connection.status != psutil.CONN_LISTEN
+    ]
+
+
+async def test_a_killed_gateway_whose_files_were_removed_comes_back(tmp_path: Path, supervised: Supervised) -> None:
+    state = DeploymentState(tmp_path, "n")
+    gateways, processes, url = await started(deployment(), state, [AWAY], supervised)
+    before = pids(gateways)
+    try:
+        await _both_answer(url)
+        for name in (*ROUTES, "gateway.json", "gateway-1.json"):
+            (state.directory / name).unlink()
+        assert before[0] is not None
+        os.kill(before[0], signal.SIGKILL)
+        follower = await _follower(gateways, [before[0]])
+        await _both_answer(url)
+        assert pids(gateways) == [follower, before[1]]
     finally:
         await gateways.stop()
         await processes.close()

@@ -172,8 +172,18 @@ class LocalGateways:
         ]
 
     def keep_sockets(self) -> None:
-        """Open each process' own socket, for probes and for the other processes; before `Processes.listen`."""
+        """Open each process' own sockets, for probes and for the other processes; before `Processes.listen`."""
         for gateway in self._all:
+            if gateway.inherit_name not in self._processes.kept:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as inheritance:
+                    # An abstract address that the kernel chooses.
+                    inheritance.bind("")
+                    inheritance.listen()
+                    self._processes.keep(gateway.inherit_name, inheritance.fileno())
+                    gateway.inherit_address = inheritance.getsockname()
+            else:
+                with self._processes.socket(gateway.inherit_name) as inheritance:
+                    gateway.inherit_address = inheritance.getsockname()
             if gateway.own_name not in self._processes.kept:
                 with bind_loopback({gateway.own_name: 0})[gateway.own_name] as own:
                     self._processes.keep(gateway.own_name, own.fileno())
@@ -186,9 +196,9 @@ class LocalGateways:
         """Start the processes, or adopt those that run, on the kept socket `listener`: connections wait in its queue
         without a process.
         """
-        for gateway in self._all:
+        for gateway, heir in zip(self._all, [*self._all[1:], self._all[0]], strict=True):
             peers = [other.own_port for other in self._all if other is not gateway]
-            await gateway.start(listener, peers)
+            await gateway.start(listener, peers, heir.inherit_address)
 
     def update_routes(self, given_up: Callable[[int], str | None]) -> None:
         """Update the routes with the reason from `given_up` why each group will not recover; None: it may.
@@ -220,27 +230,35 @@ class _GatewayProcess:
         self._log_file = directory / f"gateway{suffix}.log"
         self.own_name = f"gateway-{number}"
         self.own_port = 0
+        self.inherit_name = f"{self.own_name}-inherit"
+        self.inherit_address = b""
+        """Of the Unix socket for the client connections of another gateway, which this one continues after its end."""
         self._command: list[str] = []
         self._sockets: tuple[str, ...] = ()
         self._process: Child | None = None
         self._serial = 0
         self._supervisor: asyncio.Task[None] | None = None
 
-    async def start(self, listener: str, peers: Sequence[int]) -> None:
-        for file, document in zip(self._files, (self._settings, self._route), strict=True):
-            text = document.to_json(indent=2) + "\n"
-            # The next loop needs no space on a full disk.
-            if not file.exists() or file.read_text() != text:
-                replace_file(file, text)
+    async def start(self, listener: str, peers: Sequence[int], heir: bytes) -> None:
         limits, route = map(str, self._files)
-        self._sockets = listener, self.own_name
+        self._sockets = listener, self.own_name, self.inherit_name
         self._command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--settings", limits, "--route", route]
         self._command += [f"--number={self._number}", f"--fd={self._processes.number(listener)}"]
         self._command += [f"--own-fd={self._processes.number(self.own_name)}", f"--log={self._log_file}"]
+        self._command += [f"--inherit-fd={self._processes.number(self.inherit_name)}", f"--heir={heir[1:].decode()}"]
         self._command += [f"--peer=http://{LOOPBACK}:{port}" for port in peers]
+        self._write_files()
         running = [child for child in self._mine() if child.code is None]
         self._process = running[-1] if running else await self._spawn()
         self._supervisor = asyncio.create_task(self._supervise())
+
+    def _write_files(self) -> None:
+        """Write the files that a process reads at its start, unless they are there."""
+        for file, document in zip(self._files, (self._settings, self._route), strict=True):
+            text = document.to_json(indent=2) + "\n"
+            # On a full disk, no space is needed.
+            if not file.exists() or file.read_text() != text:
+                replace_file(file, text)
 
     def _mine(self) -> list[Child]:
         """Return the processes of this gateway, oldest first."""
@@ -328,6 +346,8 @@ class _GatewayProcess:
             return False
 
     async def _spawn(self) -> Child:
+        # They may have been removed.
+        self._write_files()
         self._mine()
         self._serial += 1
         return await self._processes.start(

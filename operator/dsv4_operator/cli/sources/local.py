@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import time
 import urllib.request
@@ -20,7 +21,7 @@ from dsv4_operator.backends.local.network import enter
 from dsv4_operator.backends.local.state import RESERVED, DeploymentState, StateError, default_root, deployments
 from dsv4_operator.backends.local.supervisor import NETWORK, LoopReport, read_report
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
-from dsv4_operator.cli.logs import LogComponent, LogOptions, LogOrigin, decode_line, print_log_line
+from dsv4_operator.cli.logs import LogComponent, LogOptions, LogOrigin, decode_line, log_time, print_log_line
 from dsv4_operator.cli.output import local_datetime
 from dsv4_operator.cli.processes import deployment_processes
 from dsv4_operator.cli.sources.base import (
@@ -346,6 +347,19 @@ class LineReader:
         self._path = path
         self._file: BinaryIO = path.open("rb")
         self._rest = b""
+        self._latest = ""
+        """Time of the latest line, for lines without one."""
+
+    def timed_lines(
+        self, origin: LogOrigin, *, last: int | None = None, final: bool = False
+    ) -> list[tuple[str, LogOrigin, bytes]]:
+        """Return the new lines with times that never decrease, and their origin; arguments as of `lines`."""
+        found, month = [], time.localtime().tm_mon
+        for line in self.lines(last=last, final=final):
+            self._latest = max(self._latest, log_time(line, month) or "")
+            found.append((self._latest, origin, line))
+        first = next((when for when, _, _ in found if when), "")
+        return [(when or first, origin, line) for when, _, line in found]
 
     def _rotated(self) -> bool:
         """Return whether the path refers to another file now."""
@@ -384,7 +398,7 @@ class LineReader:
 
 
 def print_logs(state: DeploymentState, options: LogOptions, *, wait: Callable[[float], None] = time.sleep) -> ExitCode:
-    """Print the log files; with `follow` continue across incarnations until the deployment ends."""
+    """Print log lines by time; with `follow` continue across incarnations until the deployment ends."""
     found = _log_files(state, options)
     if not found and not (options.follow and state.holder() is not None):
         raise _no_logs(state, options)
@@ -397,12 +411,14 @@ def print_logs(state: DeploymentState, options: LogOptions, *, wait: Callable[[f
             found = _log_files(state, options)
             _close_replaced(readers, found)
             final = not (options.follow and running)
+            lines = []
             for path, origin in found.items():
                 new = path not in readers
                 if new:
                     readers[path] = LineReader(path)
-                for line in readers[path].lines(last=tail if new else None, final=final):
-                    print_log_line(origin, decode_line(line), options)
+                lines.append(readers[path].timed_lines(origin, last=tail if new else None, final=final))
+            for _, origin, line in heapq.merge(*lines, key=lambda timed: timed[0]):
+                print_log_line(origin, decode_line(line), options)
             # `tail` applies to files that exist at the start; later files are printed from their first line.
             tail = None
             if final:

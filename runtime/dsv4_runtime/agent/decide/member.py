@@ -126,7 +126,7 @@ def _check_ray(state: MemberState, now: Now) -> tuple[MemberState, RayLost | Non
     state = replace(state, ray_stopped=since)
     for (_, name), began in since.items():
         if (seconds := now.clock - began) >= state.plan.health.stopped:
-            message = f"the {name} process of rank {state.rank} is stopped (state T) since {seconds:.1f} s"
+            message = f"the {name} process of rank {state.rank} is stopped or frozen since {seconds:.1f} s"
             return state, RayLost(_RAY_CAUSES[name], message, "process")
     return state, _gcs_lost(state, now)
 

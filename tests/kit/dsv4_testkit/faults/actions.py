@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
@@ -62,6 +63,27 @@ class Action(Protocol):
 
 def _nothing() -> None:
     return
+
+
+class How(StrEnum):
+    """What is done to a process."""
+
+    KILL = "kill -9"
+    STOP = "SIGSTOP"
+    FREEZE = "freeze"
+
+
+def strike(pid: int, how: How) -> Undo:
+    """Do it to one process; the result takes it back."""
+    if how is How.FREEZE:
+        return groups.freeze(pid).end
+    os.kill(pid, signal.SIGKILL if how is How.KILL else signal.SIGSTOP)
+
+    def undo() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    return undo if how is How.STOP else _nothing
 
 
 @dataclass(frozen=True)
@@ -130,21 +152,26 @@ class RemovedDirectory:
 
 
 @dataclass(frozen=True)
-class StoppedStart:
-    """kill -9 EngineCore, and SIGSTOP the API process of the next engine while it starts."""
+class AtStart:
+    """kill -9 EngineCore, and strike a process of the next engine while it starts."""
 
+    process: str
+    rank: int
+    how: How
     seconds: float = 0.0
 
     def strike(self, scene: Scene) -> Undo:
-        before = scene.pid(0, "api")
+        before = scene.pid(self.rank, self.process)
         os.kill(scene.pid(0, "engine-core"), signal.SIGKILL)
         deadline = time.monotonic() + _STANDBY_SECONDS
-        while (pid := scene.pid(0, "api")) == before:
+        while True:
+            # Between two engines there is none.
+            with contextlib.suppress(RuntimeError):
+                if (pid := scene.pid(self.rank, self.process)) != before:
+                    return strike(pid, self.how)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no new API process within {_STANDBY_SECONDS:.0f} s")
+                raise RuntimeError(f"no new {self.process} within {_STANDBY_SECONDS:.0f} s")
             time.sleep(0.1)
-        os.kill(pid, signal.SIGSTOP)
-        return _nothing
 
 
 @dataclass(frozen=True)

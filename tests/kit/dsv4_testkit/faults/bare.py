@@ -131,6 +131,9 @@ class Bare:
     def replayed(self) -> float | None:
         return None
 
+    def disorder(self, since: float) -> str:
+        return ""
+
     def heal(self, fault: Fault) -> None:
         self._anew(f"{fault.name} was not noticed")
 

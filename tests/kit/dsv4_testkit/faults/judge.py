@@ -12,7 +12,8 @@ from dsv4_testkit.faults.load import Load, Outcome, Request, Shape, counts, outa
 from dsv4_testkit.faults.system import MODEL, System, Verdict
 from dsv4_testkit.faults.table import Fault, Kind
 
-_TICK = 0.2
+_TICK, _SHORT_TICK = 0.2, 0.05
+_SURVIVED = (Kind.NONE, Kind.OWN)
 _FLOWING_SECONDS = 120.0
 _RECOVERY_SECONDS = 240.0
 _AFTER_SECONDS = 15.0
@@ -55,6 +56,10 @@ class Result:
     failed: int
     ended: int
     silent: int
+    replaced: float | None = None
+    """Until a process of dsv4 that was struck was continued or replaced."""
+    disorder: str = ""
+    """What is not in order in the reports of the repair."""
     errors: tuple[str, ...] = ()
     """What clients were told, the first few."""
 
@@ -75,17 +80,17 @@ def inflict(system: System, fault: Fault, run: int, seed: int, shape: Shape) -> 
     requests: list[Request] = []
     if fault.idle:
         time.sleep(wait)
-        struck, verdicts = _watch(system, fault, None)
+        struck, verdicts, replaced = _watch(system, fault, None)
     else:
         with Load(system.api, MODEL, shape, f"{seed}/{fault.name}/{run}") as load:
             _until(lambda: load.answered() >= shape.clients, _FLOWING_SECONDS)
             time.sleep(wait)
-            struck, verdicts = _watch(system, fault, load)
-            if not verdicts and fault.kind is not Kind.NONE:
+            struck, verdicts, replaced = _watch(system, fault, load)
+            if not verdicts and fault.kind not in _SURVIVED:
                 # Before the clients are waited for: they would wait for what nobody repairs.
                 system.heal(fault)
             requests = load.stop()
-    if fault.idle and not verdicts:
+    if fault.idle and not verdicts and fault.kind not in _SURVIVED:
         system.heal(fault)
     after, total = system.replayed(), system.restarts()
     return judge(
@@ -99,26 +104,33 @@ def inflict(system: System, fault: Fault, run: int, seed: int, shape: Shape) -> 
         restarts=None if before is None or total is None else total - before,
         replayed=None if replayed is None or after is None else after - replayed,
         patience=system.patience,
+        replaced=replaced,
+        disorder=system.disorder(struck) if verdicts and verdicts[-1].recovered is not None else "",
     )
 
 
-def _watch(system: System, fault: Fault, load: Load | None) -> tuple[float, list[Verdict]]:
-    """Strike, and wait until it is over. Unix time of the strike, and the deaths noticed since."""
+def _watch(system: System, fault: Fault, load: Load | None) -> tuple[float, list[Verdict], float | None]:
+    """Strike, and wait until it is over. Unix time of the strike, the deaths noticed since, and the seconds until the
+    struck process of dsv4 was replaced.
+    """
     begun = time.time()
     undo = fault.action.strike(system)
-    struck = time.time()
+    struck, replaced = time.time(), None
     try:
-        if fault.kind is Kind.NONE:
+        if (repaired := getattr(fault.action, "repaired", None)) is not None:
+            waited = _until(lambda: repaired(system), system.patience, _SHORT_TICK)
+            replaced = time.time() - struck if waited else None
+        if fault.kind in _SURVIVED:
             _until(lambda: bool(system.verdicts(begun)), fault.action.seconds + _AFTER_SECONDS)
         elif not _until(lambda: len(system.verdicts(begun)) > fault.nth, system.patience):
-            return struck, []
+            return struck, [], replaced
         if system.verdicts(begun):
             _until(lambda: system.settled() and _recovered(system.verdicts(begun)), _RECOVERY_SECONDS)
         over = time.time()
         if load is not None:
             # Each client once more, so that the last answers were computed after it was over.
             _until(lambda: load.answered(over) >= 2 * load.clients, _RECOVERY_SECONDS)
-        return struck, system.verdicts(begun)
+        return struck, system.verdicts(begun), replaced
     finally:
         undo()
 
@@ -139,12 +151,15 @@ def judge(
     restarts: int | None,
     replayed: float | None,
     patience: float,
+    replaced: float | None = None,
+    disorder: str = "",
 ) -> Result:
     """What a run says, from what the system and the clients saw."""
     named = verdicts[fault.nth] if len(verdicts) > fault.nth else None
-    if fault.kind is Kind.NONE and verdicts:
+    if fault.kind in _SURVIVED and verdicts:
         named = verdicts[0]
-    due = fault.kind is not Kind.NONE
+    due = fault.kind not in _SURVIVED
+    own = fault.kind is Kind.OWN and named is None
     late = named is not None and named.time - struck > patience
     # What repaired it in the end: a start that fails twice in place is left to a new incarnation.
     level = verdicts[-1].level if verdicts else None
@@ -159,8 +174,8 @@ def judge(
         kind=fault.kind,
         moment=round(wait, 2),
         struck=struck,
-        verdict="Healthy" if named is None else "Dead",
-        detected=None if named is None else max(0.0, named.time - struck),
+        verdict="Replaced" if own and replaced is not None else "Healthy" if named is None else "Dead",
+        detected=replaced if own else None if named is None else max(0.0, named.time - struck),
         cause=named.cause if named else None,
         cause_right=named.cause in fault.causes if due and named is not None and says else None,
         culprit=named.culprit if named else None,
@@ -173,7 +188,9 @@ def judge(
         message=named.message[:300] if named else "",
         recovered=verdicts[-1].recovered - struck if verdicts and verdicts[-1].recovered is not None else None,
         back=outage(requests, struck),
-        missed=due and (named is None or late),
+        missed=(due and (named is None or late)) or (fault.kind is Kind.OWN and replaced is None),
+        replaced=replaced,
+        disorder=disorder,
         false_restarts=len(verdicts) - expected if restarts is None and not due else max(0, (restarts or 0) - expected),
         sent=len(requests),
         answered=number[Outcome.ANSWERED],
@@ -185,11 +202,11 @@ def judge(
     )
 
 
-def _until(condition: Any, seconds: float) -> bool:
+def _until(condition: Any, seconds: float, tick: float = _TICK) -> bool:
     """Whether `condition` came true within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
             return True
-        time.sleep(_TICK)
+        time.sleep(tick)
     return False

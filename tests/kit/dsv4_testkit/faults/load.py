@@ -94,8 +94,12 @@ class Load:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            # Clients end with their connections; nothing waits for them.
+            self._stop.set()
 
     def stop(self) -> list[Request]:
         """End it; every request that was sent, with its outcome."""

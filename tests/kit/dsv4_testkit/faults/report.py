@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from dsv4_testkit.faults.judge import Result
+from dsv4_testkit.faults.matrix import MATRIX
 from dsv4_testkit.faults.store import Store
-from dsv4_testkit.faults.table import BOUND, FAULTS, Fault, Kind
+from dsv4_testkit.faults.table import BOUND, Fault, Kind
 
 _PEER = "bare vLLM"
 
-_INTRODUCTION = """\
-# Faults
-
-Faults of a group of two members with the nano model under continuous client load, and the expected reaction of dsv4.
-Every fault is real: signals, links, memory limits, and a hook in the worker for faults inside of it.
-`benchmarks/faults.py` does it and writes this page (`--page`); [measurements](measurements.md) has the other figures.
-
-*Noticed within* is the bound of the time from the fault to the verdict, p95 on an otherwise idle machine. *Rank* is
-its origin. *Level* is the repair: 1 restarts the engine in place, 2 forms a new incarnation
-([architecture](architecture.md)).
-"""
+BEGIN, END = "<!-- benchmarks/faults.py --page: begin -->", "<!-- benchmarks/faults.py --page: end -->"
+"""Lines around the generated part of the documentation's page."""
 _WORDS = """\
-*Noticed* is the time from the fault to the verdict, *back* the time from the fault to the answer that ended the
-clients' longest wait; both are medians. *Failed* counts requests that got no answer and no token of one, *cut silently*
+*Noticed* is the time from the fault to the verdict, or until a process of dsv4 was continued or replaced; *back* the
+time from the fault to the answer that ended the clients' longest wait. Of several runs both have minimum, median and
+maximum. *Failed* counts requests that got no answer and no token of one, *cut silently*
 streams that ended or stood still with neither a completion nor an error event. A client that failed sends again after
 half a second, so the number of failures is about twice the clients times the seconds of an outage."""
 _BESIDE = """\
@@ -40,7 +34,7 @@ def catalog(faults: Iterable[Fault]) -> str:
         [
             fault.name,
             fault.kind,
-            " or ".join(fault.causes) or "none: it survives",
+            " or ".join(fault.causes) or ("none: it is replaced" if fault.kind is Kind.OWN else "none: it survives"),
             "-" if fault.rank is None else str(fault.rank),
             "-" if fault.level is None else str(fault.level),
             f"{BOUND[fault.kind]:.0f} s" if fault.kind in BOUND else "-",
@@ -53,7 +47,9 @@ def catalog(faults: Iterable[Fault]) -> str:
 
 def line(result: Result) -> str:
     """One run in one line."""
-    if result.verdict == "Healthy":
+    if result.verdict == "Replaced":
+        verdict = f"replaced after {_s(result.replaced)}"
+    elif result.verdict == "Healthy":
         verdict = "MISSED" if result.missed else "survived"
     else:
         right = {True: "right", False: "WRONG", None: "-"}
@@ -67,7 +63,7 @@ def line(result: Result) -> str:
         f"replayed {'-' if result.replayed is None else int(result.replayed)}, failed {result.failed}, "
         f"ended {result.ended}, cut silently {result.silent}; false restarts {result.false_restarts}"
     )
-    return f"{verdict}; {clients}"
+    return f"{verdict}; {clients}{f'; NOT IN ORDER: {result.disorder}' if result.disorder else ''}"
 
 
 def summary(store: Store) -> str:
@@ -83,20 +79,20 @@ def summary(store: Store) -> str:
 
 
 def table(runs: Sequence[Result]) -> str:
-    """One row a fault: medians over its runs, sums over its requests."""
+    """One row a fault: minimum, median and maximum over its runs, sums over its requests."""
     rows = []
-    for name in [fault.name for fault in FAULTS if any(run.fault == fault.name for run in runs)]:
+    for name in [fault.name for fault in MATRIX if any(run.fault == fault.name for run in runs)]:
         mine = [run for run in runs if run.fault == name]
         rows.append(
             [
                 name,
                 str(len(mine)),
-                _median(mine, lambda run: run.detected),
+                _range(mine, lambda run: run.detected),
                 ", ".join(sorted({_verdict(run) for run in mine})),
                 _share(mine, lambda run: run.cause_right),
                 _share(mine, lambda run: run.culprit_right),
                 ", ".join(sorted({"-" if run.level is None else str(run.level) for run in mine})),
-                _median(mine, lambda run: run.back),
+                _range(mine, lambda run: run.back),
                 str(sum(run.sent for run in mine)),
                 str(sum(run.answered for run in mine)),
                 "-" if any(run.replayed is None for run in mine) else str(int(sum(run.replayed or 0 for run in mine))),
@@ -128,6 +124,7 @@ def totals(runs: Sequence[Result]) -> str:
     return (
         f"right cause {_share(runs, lambda run: run.cause_right)}, "
         f"right culprit {_share(runs, lambda run: run.culprit_right)}, "
+        f"reports in order {_share(runs, lambda run: None if run.level is None else not run.disorder)}, "
         f"missed {sum(run.missed for run in runs)}, false restarts {sum(run.false_restarts for run in runs)}; "
         f"of {sum(run.sent for run in runs)} requests {sum(run.failed for run in runs)} failed, "
         f"{sum(run.ended for run in runs)} streams ended with an error, {sum(run.silent for run in runs)} silently"
@@ -137,7 +134,7 @@ def totals(runs: Sequence[Result]) -> str:
 def sides(runs: Sequence[Result]) -> str:
     """dsv4 and the peer side by side, for the faults that the peer got."""
     rows = []
-    for fault in FAULTS:
+    for fault in MATRIX:
         pair = [[r for r in runs if r.fault == fault.name and r.system == name] for name in ("dsv4", _PEER)]
         if not pair[1]:
             continue
@@ -167,8 +164,9 @@ def extras(store: Store) -> list[str]:
     for soak in store.data["soaks"]:
         lines.append(
             f"soak of {soak['minutes']:.0f} min ({soak['prefills']} long prefills, {soak['losses']} losses of 8 s, "
-            f"{soak['pauses']} pauses): {soak['samples']} samples, dead {soak['dead']}, suspect {soak['suspect']} "
-            f"(in losses {soak['suspectInLosses']}), restarts {soak['restarts']}; "
+            f"{soak['pauses']} pauses{_more(soak)}): {soak['samples']} samples, dead {soak['dead']}, "
+            f"suspect {soak['suspect']} (in losses {soak['suspectInLosses']}), restarts {soak['restarts']}, "
+            f"of loop and gateways {soak.get('ownRestarts', 0)}; "
             f"requests {soak['sent']}, failed {soak['failed']}, cut silently {soak['silent']}"
         )
     for series in store.data["deaths"]:
@@ -191,14 +189,31 @@ def extras(store: Store) -> list[str]:
     return ["", *lines] if lines else []
 
 
+def _more(soak: Mapping[str, Any]) -> str:
+    """Phases that earlier soaks did not have."""
+    if "bursts" not in soak:
+        return ""
+    return f", {soak['bursts']} times bursts of 24 clients, {soak['contention']} times prefills on busy processors"
+
+
+def update(text: str, store: Store) -> str:
+    """The documentation's page with its generated part replaced.
+
+    Raises:
+        ValueError: the page lacks one of the two lines around that part.
+    """
+    before, found, rest = text.partition(f"{BEGIN}\n")
+    _, ended, after = rest.partition(f"{END}\n")
+    if not (found and ended):
+        raise ValueError(f"the page needs a line {BEGIN} and a line {END}")
+    return f"{before}{found}{page(store)}{ended}{after}"
+
+
 def page(store: Store) -> str:
-    """The page of the documentation."""
+    """The generated part of the documentation's page."""
     mine = [run for run in store.runs if run.system == "dsv4"]
     peer = [run for run in store.runs if run.system == _PEER]
-    parts = [
-        _INTRODUCTION,
-        catalog(FAULTS),
-    ]
+    parts = [catalog(MATRIX)]
     if mine:
         machines = [f"Machine: {text}." for text in store.machines()]
         judged = totals(mine)
@@ -235,12 +250,22 @@ def percentile(values: Sequence[float], share: float) -> float:
 def _verdict(run: Result) -> str:
     if run.verdict == "Healthy":
         return "missed" if run.missed else "survived"
+    if run.verdict == "Replaced":
+        return "replaced"
     return run.cause or "noticed"
 
 
 def _median(runs: Sequence[Result], measure: Callable[[Result], float | None]) -> str:
     values = [value for run in runs if (value := measure(run)) is not None]
     return f"{statistics.median(values):.1f}" if values else "-"
+
+
+def _range(runs: Sequence[Result], measure: Callable[[Result], float | None]) -> str:
+    """Minimum, median and maximum; one figure of a single run."""
+    values = [value for run in runs if (value := measure(run)) is not None]
+    if len(values) < 2:
+        return _median(runs, measure)
+    return " / ".join(f"{value:.1f}" for value in (min(values), statistics.median(values), max(values)))
 
 
 def _share(runs: Sequence[Result], right: Callable[[Result], bool | None]) -> str:

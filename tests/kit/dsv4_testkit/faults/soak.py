@@ -1,10 +1,13 @@
-"""Nothing is wrong, for long: saturation, long prefills, pauses with canaries, links that lose everything for 8 s."""
+"""Nothing is wrong, for long: saturation, bursts, long prefills, contention for processors, pauses with canaries, links
+that lose everything for 8 s.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +17,7 @@ from typing import Any
 
 from dsv4_testkit.faults.actions import Loss
 from dsv4_testkit.faults.load import Load, Outcome, Request, Shape, counts
+from dsv4_testkit.faults.own import Own
 from dsv4_testkit.faults.store import Store
 from dsv4_testkit.faults.system import DSV4, MODEL
 
@@ -24,6 +28,10 @@ _SATURATED = Shape(clients=12)
 """Three times as many as the engine takes at once."""
 _PREFILLS = Shape(clients=6, prompt_words=(205, 215), tokens=(2, 8), chat=0.0)
 """About 900 tokens each: close to the 1024 tokens of the longest context, and longer than the 512 of one step."""
+
+_BURST = Shape(clients=24, prompt_words=(4, 60), tokens=(1, 8))
+_BURST_SECONDS, _BETWEEN_SECONDS = 4.0, 5.0
+_BUSY = "while True: pass"
 
 # Runs in the loop's network namespace: asks the head's agent once a second and says what it answers.
 _WATCH = """
@@ -76,14 +84,15 @@ def soak(system: DSV4, minutes: float, seed: int, store: Store) -> int:
     print(json.dumps(entry, indent=1))
     # Too few answers prove nothing: the watch died, or the agent was too slow to be watched.
     watched = entry["samples"] >= minutes * 60.0 * _SAMPLED
-    return int(not watched or bool(entry["dead"] or entry["restarts"] or entry["failed"] or entry["silent"]))
+    wrong = ("dead", "restarts", "ownRestarts", "failed", "silent")
+    return int(not watched or any(entry[each] for each in wrong))
 
 
 def _run(system: DSV4, seconds: float, seed: int) -> dict[str, Any]:
-    begun, before = time.time(), system.restarts()
+    begun, before, own = time.time(), system.restarts(), _own(system)
     watch = Watch()
     done: list[Request] = []
-    number = {"saturation": 0, "prefills": 0, "pauses": 0, "losses": 0}
+    number = dict.fromkeys(("saturation", "prefills", "contention", "bursts", "pauses", "losses"), 0)
     with _following(system, watch):
         for turn in itertools.count():
             for phase in number:
@@ -100,8 +109,12 @@ def _run(system: DSV4, seconds: float, seed: int) -> dict[str, Any]:
                 if phase == "pauses":
                     time.sleep(min(_PHASE_SECONDS, left))
                     continue
-                shape = _PREFILLS if phase == "prefills" else _SATURATED
-                with Load(system.api, MODEL, shape, f"{seed}/{turn}/{phase}") as load:
+                if phase == "bursts":
+                    done += _bursts(system, min(_PHASE_SECONDS, left), f"{seed}/{turn}")
+                    continue
+                shape = _PREFILLS if phase in ("prefills", "contention") else _SATURATED
+                busy = _busy() if phase == "contention" else contextlib.nullcontext()
+                with busy, Load(system.api, MODEL, shape, f"{seed}/{turn}/{phase}") as load:
                     if phase == "losses":
                         time.sleep(5.0)
                         Loss(1, 8.0).strike(system)()
@@ -123,11 +136,43 @@ def _run(system: DSV4, seconds: float, seed: int) -> dict[str, Any]:
         "suspectInLosses": watch.count("Suspect", during="losses"),
         "first": watch.first("Dead", "Suspect"),
         "restarts": system.restarts() - before,
+        "ownRestarts": len(own - _own(system)),
         "sent": len(done),
         "failed": found[Outcome.FAILED] + found[Outcome.ENDED],
         "silent": found[Outcome.SILENT],
         "errors": list(dict.fromkeys(r.detail[:200] for r in done if r.outcome is not Outcome.ANSWERED))[:5],
     }
+
+
+def _own(system: DSV4) -> frozenset[int]:
+    """The processes of loop and gateways, which a false verdict replaces."""
+    return frozenset((*Own.LOOP.find(system), *Own.GATEWAY.find(system)))
+
+
+def _bursts(system: DSV4, seconds: float, seed: str) -> list[Request]:
+    """Many clients for a few seconds, then none, again and again."""
+    done: list[Request] = []
+    until = time.monotonic() + seconds
+    for number in itertools.count():
+        with Load(system.api, MODEL, _BURST, f"{seed}/burst/{number}") as load:
+            time.sleep(_BURST_SECONDS)
+            done += load.stop()
+        if time.monotonic() + _BETWEEN_SECONDS >= until:
+            return done
+        time.sleep(_BETWEEN_SECONDS)
+    return done
+
+
+@contextlib.contextmanager
+def _busy() -> Iterator[None]:
+    """Two processes for each processor that compute all the time."""
+    processes = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(10)
 
 
 @contextlib.contextmanager

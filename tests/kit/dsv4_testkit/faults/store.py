@@ -11,7 +11,7 @@ from typing import Any
 
 from dsv4_testkit.faults.judge import Result
 
-KINDS = ("runs", "soaks", "deaths", "costs")
+KINDS = ("runs", "soaks", "deaths", "costs", "errors")
 
 
 def machine() -> str:
@@ -29,7 +29,7 @@ def machine() -> str:
 
 
 class Store:
-    """Results by kind: `runs` of faults, `soaks`, `deaths`, `costs`."""
+    """Results by kind: `runs` of faults, `soaks`, `deaths`, `costs`; `errors`: runs without a result."""
 
     def __init__(self, file: Path | None) -> None:
         """`file`: None keeps them in memory only.

@@ -7,12 +7,14 @@ import os
 import signal
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
+from dsv4_operator.cli.logs import log_time
 from dsv4_testkit.faults.actions import Scene
 from dsv4_testkit.faults.table import Fault
 from dsv4_testkit.harness import Deployment, pid_in, unix
@@ -22,6 +24,9 @@ HOOK = "DSV4_FAULT_FILE"
 _LAST_WORD_SECONDS = 1.5
 """Between two words of a member that lives, at most."""
 _READY_SECONDS = 240.0
+_ORDER = ("detected", "cause", "evidence", "repair", "serving")
+_ROUND_SECONDS = 1.0
+"""Times of reports are rounded to seconds."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,11 @@ class System(Scene, Protocol):
 
     def replayed(self) -> float | None:
         """Requests that were sent again so far; None if it does not do that."""
+
+    def disorder(self, since: float) -> str:
+        """What is not in the order detected, cause, evidence, repair, serving in a report of the repair after a Unix
+        time; empty if all is, or if it has no such reports.
+        """
 
     def heal(self, fault: Fault) -> None:
         """End what a fault that nobody noticed has left, so that the next run starts from a system that serves."""
@@ -180,6 +190,31 @@ class DSV4:
     def replayed(self) -> float | None:
         return scrape(self.api, "dsv4_gateway_replayed_total")
 
+    def disorder(self, since: float) -> str:
+        found = self._there
+        why = found.run("why", found.name, timeout=60.0).stdout
+        rows = [line.split()[0] for line in why.splitlines() if line.startswith("  ") and line[2:3] != " "]
+        if (order := [row for row in rows if row in _ORDER]) != list(_ORDER):
+            return f"why: {order}"
+        last = self.group()["lastFailure"]
+        if unix(last["time"]) + last["recoverSeconds"] > unix(self.group()["readyTime"]) + _ROUND_SECONDS:
+            return (
+                f"status: repaired at {last['time']} + {last['recoverSeconds']} s, ready at {self.group()['readyTime']}"
+            )
+        # Events, as the loop logs them.
+        events = [line for line in found.log().splitlines() if _unix_of(line) >= since - _ROUND_SECONDS]
+        if problem := _in_order(
+            events, ("EngineDead", "GroupDead"), ("EngineRestarting", "GroupForming"), ("GroupRecovered",)
+        ):
+            return f"events: {problem}"
+        logs = found.run("logs", found.name, timeout=60.0).stdout.splitlines()
+        times = [
+            when for line in logs if "agent]" in line and (when := log_time(line.encode(), time.localtime().tm_mon))
+        ]
+        if times != sorted(times):
+            return "logs: the lines of the agents are not in the order of their times"
+        return ""
+
     def heal(self, fault: Fault) -> None:
         print(f"  {fault.name} was not noticed; killing the engine so that the suite can go on", flush=True)
         for rank, process in ((1, "worker"), (0, "worker"), (0, "engine-core"), (0, "api")):
@@ -193,6 +228,25 @@ class DSV4:
         if self.deployment is not None:
             self.deployment.destroy()
             self.deployment = None
+
+
+def _unix_of(line: str) -> float:
+    """The time of a line of the loop's log; 0 if it has none."""
+    try:
+        return time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S"))
+    except ValueError:
+        return 0.0
+
+
+def _in_order(lines: Sequence[str], *steps: tuple[str, ...]) -> str:
+    """The first step that no line has after the line of the step before; empty if there is none."""
+    at = 0
+    for step in steps:
+        found = next((i for i in range(at, len(lines)) if any(f" {word}: " in lines[i] for word in step)), None)
+        if found is None:
+            return f"no {' or '.join(step)} in order"
+        at = found
+    return ""
 
 
 def answers(port: int, timeout: float = 30.0) -> bool:

@@ -8,9 +8,11 @@ from signal import SIGKILL, SIGSTOP, SIGTERM
 
 from dsv4_testkit.faults.actions import (
     Action,
+    AtStart,
     CorruptWeights,
     Frozen,
     FullSharedMemory,
+    How,
     InStep,
     KillAuxiliary,
     Latency,
@@ -21,7 +23,6 @@ from dsv4_testkit.faults.actions import (
     RemovedDirectory,
     Signal,
     StoppedStandby,
-    StoppedStart,
 )
 
 
@@ -33,11 +34,13 @@ class Kind(StrEnum):
     PARTITION = "partition"
     ANSWER = "wrong answer"
     START = "failed start"
+    OWN = "process of dsv4"
+    """The engine must not notice; the process is replaced."""
     NONE = "no death"
     """It must survive: any verdict but `Healthy` is a false one."""
 
 
-BOUND = {Kind.CERTAIN: 3.0, Kind.HANG: 6.0, Kind.PARTITION: 20.0, Kind.ANSWER: 60.0, Kind.START: 120.0}
+BOUND = {Kind.CERTAIN: 3.0, Kind.HANG: 6.0, Kind.PARTITION: 20.0, Kind.ANSWER: 60.0, Kind.START: 120.0, Kind.OWN: 5.0}
 """Seconds from the fault to the verdict, p95, on an otherwise idle machine.
 
 Links that are back within 8 s must not be given up, so a partition cannot be called sooner; a wrong answer is seen by
@@ -101,7 +104,6 @@ FAULTS = (
     _stops("agent of rank 0", "agent", 0, "AgentHung", 2, bare=False),
     _stops("agent of rank 1", "agent", 1, "AgentHung", 2, bare=False),
     Fault("GCS frozen", Kind.HANG, Frozen("gcs", 0), ("RayHeadHung",), 0, 2),
-    Fault("kill -9 dashboard", Kind.NONE, KillAuxiliary("dashboard/dashboard.py", 0)),
     # Ray's raylet notices within a second that its agent is gone, and ends itself.
     Fault(
         "kill -9 runtime-env agent of rank 1",
@@ -120,7 +122,7 @@ FAULTS = (
         1,
         idle=True,
     ),
-    Fault("SIGSTOP API process of a start", Kind.START, StoppedStart(), ("EngineHung",), 0, 1, nth=1),
+    Fault("SIGSTOP API process of a start", Kind.START, AtStart("api", 0, How.STOP), ("EngineHung",), 0, 1, nth=1),
     Fault(
         "directory of member 1 removed, then kill -9 EngineCore",
         Kind.START,

@@ -553,6 +553,20 @@ CONTROL = (
         ("tests/unit/local/test_gateway.py",),
     ),
     Mutant(
+        "local log lines are in the order of the files",
+        f"{_OPERATOR}/cli/sources/local.py",
+        'self._latest = max(self._latest, log_time(line, month) or "")\n',
+        'self._latest = ""\n',
+        ("tests/unit/cli/test_logs.py",),
+    ),
+    Mutant(
+        "a gateway without its files is started in vain",
+        f"{_OPERATOR}/backends/local/gateway.py",
+        "        # They may have been removed.\n        self._write_files()\n",
+        "",
+        ("tests/unit/local/test_gateway.py",),
+    ),
+    Mutant(
         "the next loop makes another token key",
         f"{_OPERATOR}/backends/local/backend.py",
         "self._earlier_token_key() or new_key()\n",
