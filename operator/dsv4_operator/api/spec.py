@@ -172,6 +172,9 @@ class EngineSpec(SpecPart):
     """Share of a device's memory for the engine. Default: from the machine. Not with `kvCacheMemory`."""
     kv_cache_memory: Annotated[BoundedQuantity, Between("1Mi", "1Ei")] | None = None
     """Memory for the KV cache of each rank. Default: from the model and the machines."""
+    allow_tight: StrictBool = False
+    """Start on a cluster although the plan expects no room for one request of the greatest length, if the interval of
+    its memory contains enough. Without it such a plan is refused."""
     kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
     """Number format of the KV cache: `Auto`, `fp8`, `fp8_ds_mla`, `nvfp4_ds_mla`; depends on the image."""
     cudagraph_mode: CudagraphMode = CudagraphMode.AUTO

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from dsv4_operator.api import DSV4Deployment, Hardware, Reason, Severity
+from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, Reason, Severity
 from dsv4_operator.planning.catalog import GIB, NANO
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.memory import FitVerdict, advice, memory_plan
+from dsv4_operator.planning.memory.plan import Change
 from dsv4_operator.planning.rendering import OBJECT_STORE_BYTES, engine_args, group_env, member_env, ray_args
 from dsv4_operator.planning.rules import broken_rules
-from dsv4_operator.planning.setup import Placement, PlanRefused, Setup, memory_of, placements, refusal, setup
+from dsv4_operator.planning.setup import (
+    Placement,
+    PlanRefused,
+    Setup,
+    memory_of,
+    placements,
+    refusal,
+    setup,
+    with_settings,
+)
 from dsv4_operator.planning.timeouts import execute_model_seconds, ready_seconds, timeouts
 from dsv4_operator.planning.weights import weights_plan
 from dsv4_runtime.contract import (
@@ -107,10 +118,32 @@ def _refuse(chosen: Setup) -> None:
     if refusals:
         raise PlanRefused(_REASONS.get(refusals[0].reason, Reason.PLAN_REFUSED), *refusals)
     memory = chosen.memory
-    if not chosen.on_cpu and memory.verdict is FitVerdict.NO:
-        smallest = next(advice(memory), None)
+    on_cluster = chosen.facts.placed is not None
+    uncertain = memory.verdict is FitVerdict.UNCERTAIN and on_cluster and not chosen.spec.engine.allow_tight
+    if not chosen.on_cpu and (memory.verdict is FitVerdict.NO or uncertain):
+        smallest = next(accepted_advice(chosen), None)
         remedy = f"smallest change that fits: spec.{smallest.text}" if smallest else "use other machines"
-        raise refusal(Reason.MEMORY_SHORT, "", None, str(memory.problem), remedy)
+        if uncertain:
+            remedy += "; or set spec.engine.allowTight to true to try it"
+        raise refusal(
+            Reason.MEMORY_UNCERTAIN if uncertain else Reason.MEMORY_SHORT, "", None, str(memory.problem), remedy
+        )
+
+
+def accepted_advice(chosen: Setup) -> Iterator[Change]:
+    """Yield the changes of `advice` with which the deployment fits and breaks no further rule, each with its plan."""
+    before = _refused_fields(chosen)
+    for change in advice(chosen.memory):
+        try:
+            after = setup(with_settings(chosen.deployment, change.settings), replace(chosen.facts, placed=None))
+        except (InvalidDeployment, PlanRefused):
+            continue
+        if after.memory.verdict is FitVerdict.FITS and _refused_fields(after) <= before:
+            yield replace(change, plan=after.memory)
+
+
+def _refused_fields(chosen: Setup) -> set[tuple[str, str]]:
+    return {(one.field, one.reason) for one in broken_rules(chosen) if one.severity is Severity.REFUSE}
 
 
 def _fabric_plan(chosen: Setup) -> FabricPlan | None:

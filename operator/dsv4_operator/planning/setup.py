@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsv4_operator.api import DSV4Deployment, Finding, Hardware, KvCacheDtype, NetworkMode, Reason
+from dsv4_operator.api import (
+    DSV4Deployment,
+    Finding,
+    Hardware,
+    InvalidDeployment,
+    KvCacheDtype,
+    NetworkMode,
+    Reason,
+    parse,
+)
 from dsv4_operator.api.findings import joined
 from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.api.values import split_remedy
@@ -225,6 +234,44 @@ def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:
         finding = Finding("spec.topology", Reason.PLAN_REFUSED, *split_remedy(str(error)))
         raise PlanRefused(Reason.PLAN_REFUSED, finding) from None
     return Setup(deployment, facts, nodes, profile, smallest, model, memory)
+
+
+def with_settings(deployment: DSV4Deployment, settings: Mapping[str, object]) -> DSV4Deployment:
+    """Return `deployment` with other values by their paths below `spec`; None restores the default of a field.
+
+    A change of the number of devices also restores the default of `tensorParallelSize`, unless that is changed too.
+
+    Raises:
+        InvalidDeployment: the result is invalid, or a path leads through a value that is no mapping.
+    """
+    document = deployment.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+    document |= {"apiVersion": deployment.api_version, "kind": deployment.kind}
+    spec = document.setdefault("spec", {})
+    if _TENSOR not in settings and settings.keys() & _DEVICES:
+        spec.get("topology", {}).pop("tensorParallelSize", None)
+    for path, value in settings.items():
+        _set_field(spec, path.split("."), value)
+    return parse(document)
+
+
+_TENSOR = "topology.tensorParallelSize"
+_DEVICES = {"topology.nodesPerGroup", "topology.devicesPerNode", "topology.pipelineParallelSize"}
+
+
+def _set_field(document: dict[str, Any], path: Sequence[str], value: object) -> None:
+    *outer, last = path
+    for number, name in enumerate(outer, start=1):
+        inner = document.setdefault(name, {})
+        if not isinstance(inner, dict):
+            field = f"spec.{'.'.join(path[:number])}"
+            raise InvalidDeployment(
+                [Finding(field, "NoMapping", "is not a mapping", "change the field itself")],
+            )
+        document = inner
+    if value is None:
+        document.pop(last, None)
+    else:
+        document[last] = value
 
 
 def _smallest_machine(hardware: Hardware, nodes: tuple[NodeFacts, ...]) -> Machine:

@@ -63,7 +63,10 @@ def test_two_sparks() -> None:
     assert not {name for name in env if name.endswith("_IFNAME")}, "each agent sets what it finds"
     assert env["RAY_memory_monitor_refresh_ms"] == "0"
     assert "--distributed-executor-backend=ray" in made.engine.args
-    assert "--load-format=instanttensor" in made.engine.args
+    assert "--load-format=safetensors" in made.engine.args, "the longest context leaves no room for buffers"
+    assert "--safetensors-load-strategy=prefetch" in made.engine.args
+    short = plan(deployment(engine={"maxModelLen": 32_768, "maxNumBatchedTokens": 1024}))
+    assert "--load-format=instanttensor" in short.engine.args
     assert "DSV4_DEV_PLATFORM" not in env
 
 
