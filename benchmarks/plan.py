@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, load, parse
+from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, Severity, load, parse
 from dsv4_operator.cli.output import render_table
 from dsv4_operator.cli.plan import memory_document, memory_text
 from dsv4_operator.planning import Facts, PlanRefused, catalog_facts, plan_group
@@ -25,7 +25,9 @@ from dsv4_operator.planning.catalog import GIB, machine, machines, models
 from dsv4_operator.planning.catalog.records import RELEASED
 from dsv4_operator.planning.memory import EngineSettings, FitVerdict, MemoryPlan, Parallel, advice, memory_plan
 from dsv4_operator.planning.memory.runs import Comparison, LoggedStart, comparisons, planned, runs
-from dsv4_operator.planning.setup import setup
+from dsv4_operator.planning.planner import accepted_advice
+from dsv4_operator.planning.rules import broken_rules
+from dsv4_operator.planning.setup import setup, with_settings
 from dsv4_testkit.faults.store import machine as machine_here
 from dsv4_testkit.planfixtures import REQUESTS, Row, accuracy, rows, verdicts
 from dsv4_testkit.planspecs import manifest
@@ -116,6 +118,69 @@ def run_specifications(count: int) -> bool:
     print("no exception, no plan that fits beyond its memory")
     print(_times("from specification to command lines, or to a refusal with its remedy", seconds))
     return True
+
+
+def tight_case(source: random.Random) -> dict[str, object]:
+    """Return a manifest that often has too little memory."""
+    hardware = source.choice(("GB10", "GB10", "RTXPRO6000"))
+    name, variant = source.choice(
+        (("V4-Flash", "Flash"), ("V4-Flash-0731", "Flash"), ("V4-Pro", "Pro"), ("V4.1-Flash", "Flash"))
+    )
+    devices = 1 if hardware == "GB10" else source.choice((2, 4, 8))
+    topology = {"hardware": hardware, "nodesPerGroup": source.choice((1, 2, 3, 4, 8)), "devicesPerNode": devices}
+    engine: dict[str, object] = {
+        "maxNumSeqs": source.choice((1, 4, 8, 32)),
+        "maxNumBatchedTokens": source.choice((1024, 4096, 8192, 16_384)),
+        "maxModelLen": source.choice((131_072, 300_000, 1_048_576)),
+        "asyncScheduling": source.random() < 0.7,
+    }
+    memory = source.choice(("share", "share", "cache", "default"))
+    if memory == "share":
+        engine["gpuMemoryUtilization"] = source.choice((0.3, 0.5, 0.7, 0.8, 0.85, 0.88))
+    elif memory == "cache":
+        engine["kvCacheMemory"] = source.choice(("100Mi", "2Gi", "60Gi"))
+    method = {"V4-Flash-0731": "DSpark", "V4.1-Flash": "DSpark"}.get(name, "MTP")
+    if source.random() < 0.5:
+        engine["speculative"] = {"method": method, "tokens": source.choice((1, 2, 5))}
+    if hardware == "GB10" and source.random() < 0.3:
+        engine["profile"] = source.choice(("spark-b12x", "spark-anemll", "vllm-0.27"))
+    if source.random() < 0.2:
+        engine["cudagraphMode"] = "None"
+    model: dict[str, object] = {"variant": variant, "source": {"path": f"/m/DeepSeek-{name}"}, "servedNames": ["m"]}
+    return {
+        "apiVersion": "dsv4.dev/v1alpha1",
+        "kind": "DSV4Deployment",
+        "metadata": {"name": "advised"},
+        "spec": {"model": model, "topology": topology, "engine": engine},
+    }
+
+
+def followed_advice(count: int, seed: int = 20_261_126) -> tuple[int, str]:
+    """Follow all advice of `count` random refusals; return the number of changes, and the first that is refused."""
+    source = random.Random(seed)
+    changes = refusals = 0
+    while refusals < count:
+        document = tight_case(source)
+        try:
+            made = parse(document)
+            chosen = setup(made, facts(made))
+        except (InvalidDeployment, PlanRefused):
+            continue
+        if chosen.memory.verdict is FitVerdict.FITS or any(
+            one.severity is Severity.REFUSE for one in broken_rules(chosen)
+        ):
+            continue
+        refusals += 1
+        for change in accepted_advice(chosen):
+            changes += 1
+            after = with_settings(made, change.settings)
+            try:
+                plan_group(after, facts(after), group=0, incarnation=1)
+            except PlanRefused as refused:
+                return changes, f"{change.text}: {refused.message}: {document}"
+            if setup(after, facts(after)).memory.verdict is not FitVerdict.FITS:
+                return changes, f"{change.text}: {setup(after, facts(after)).memory.problem}: {document}"
+    return changes, ""
 
 
 def facts(made: DSV4Deployment) -> Facts:
@@ -231,6 +296,11 @@ def main() -> int:
     if wanted.random:
         print()
         good = run_specifications(wanted.random) and good
+        changes, problem = followed_advice(max(1, wanted.random // 20))
+        print(
+            problem or f"{changes} changes, the advice of {max(1, wanted.random // 20)} random refusals, are accepted"
+        )
+        good = good and not problem
         print()
         good = run_random(wanted.random) and good
     return 0 if good else 1

@@ -24,10 +24,18 @@ from dsv4_operator.planning import Facts, PlanRefused, plan_group
 from dsv4_operator.planning.catalog import GIB, Machine, UnknownCheckpoint, machine, machine_named, model_for
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
 from dsv4_operator.planning.facts import NodeFacts
-from dsv4_operator.planning.memory import FitVerdict, MemoryPlan, MemoryPool, RankPlan, deployment_plan, gib
+from dsv4_operator.planning.memory import (
+    BadDivision,
+    FitVerdict,
+    MemoryPlan,
+    MemoryPool,
+    RankPlan,
+    deployment_plan,
+    gib,
+)
 from dsv4_operator.planning.memory.plan import Change, largest_uncertainty, load_formats, longest_context
 from dsv4_operator.planning.memory.runs import TERMS, Comparison, comparisons, largest_deviation, terms
-from dsv4_operator.planning.planner import accepted_advice
+from dsv4_operator.planning.planner import accepted_advice, with_accepted_division
 from dsv4_operator.planning.rules import findings
 from dsv4_operator.planning.setup import image_profile, measured_here, setup, with_settings
 from dsv4_runtime.contract import GroupPlan
@@ -97,6 +105,9 @@ def show(
             memory = deployment_plan(deployment, chosen, kind, profile, measured)
         except UnknownCheckpoint as error:
             raise bad_input(str(error), findings=[error.finding]) from None
+        except BadDivision as error:
+            division = with_accepted_division(deployment, facts, error)
+            raise bad_input(str(division.findings[0]), findings=division.findings) from None
         except ValueError as error:
             found = Finding("spec.topology", Reason.PLAN_REFUSED, *split_remedy(str(error)))
             raise bad_input(str(found), findings=[found]) from None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, Reason, Severity
 from dsv4_operator.planning.catalog import GIB, NANO
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.memory import FitVerdict, advice, memory_plan
+from dsv4_operator.planning.memory.items import BadDivision
 from dsv4_operator.planning.memory.plan import Change
 from dsv4_operator.planning.rendering import OBJECT_STORE_BYTES, engine_args, group_env, member_env, ray_args
 from dsv4_operator.planning.rules import broken_rules
 from dsv4_operator.planning.setup import (
+    DivisionRefused,
     Placement,
     PlanRefused,
     Setup,
@@ -68,7 +70,10 @@ def plan_group(
     facts = facts.in_incarnation(group, incarnation)
     members = placements(deployment, facts, group)
     head = members[0]
-    chosen = setup(deployment, facts, group)
+    try:
+        chosen = setup(deployment, facts, group)
+    except DivisionRefused as refused:
+        raise with_accepted_division(deployment, facts, refused.error) from None
     _refuse(chosen)
     weights = weights_plan(deployment, facts.weights_root, facts.secrets_root, facts.shared_weights)
     limits, fabric = timeouts(chosen), _fabric_plan(chosen)
@@ -131,19 +136,53 @@ def _refuse(chosen: Setup) -> None:
 
 
 def accepted_advice(chosen: Setup) -> Iterator[Change]:
-    """Yield the changes of `advice` with which the deployment fits and breaks no further rule, each with its plan."""
-    before = _refused_fields(chosen)
+    """Yield the changes of `advice` with which the deployment fits and breaks no rule, each with its plan."""
     for change in advice(chosen.memory):
         try:
             after = setup(with_settings(chosen.deployment, change.settings), replace(chosen.facts, placed=None))
         except (InvalidDeployment, PlanRefused):
             continue
-        if after.memory.verdict is FitVerdict.FITS and _refused_fields(after) <= before:
+        refused = any(one.severity is Severity.REFUSE for one in broken_rules(after))
+        if after.memory.verdict is FitVerdict.FITS and not refused:
             yield replace(change, plan=after.memory)
 
 
-def _refused_fields(chosen: Setup) -> set[tuple[str, str]]:
-    return {(one.field, one.reason) for one in broken_rules(chosen) if one.severity is Severity.REFUSE}
+def with_accepted_division(deployment: DSV4Deployment, facts: Facts, error: BadDivision) -> DivisionRefused:
+    """Return the refusal of a division that the model does not allow, with one that fits and that every rule accepts.
+
+    Divisions of the same devices come first, then the fewest further machines, then fewer.
+    """
+    topology = deployment.spec.topology
+    now, devices = topology.nodes_per_group, topology.devices_per_node
+    numbers = sorted(range(1, _MOST_NODES + 1), key=lambda number: (number != now, number < now, abs(number - now)))
+    for number in numbers:
+        for tensor in sorted(error.sizes, reverse=True):
+            stages, rest = divmod(number * devices, tensor)
+            if rest or not stages:
+                continue
+            settings = {
+                "topology.nodesPerGroup": number,
+                "topology.tensorParallelSize": tensor,
+                "topology.pipelineParallelSize": stages,
+            }
+            if _accepted(deployment, facts, settings):
+                sizes = f"tensorParallelSize {tensor} with pipelineParallelSize {stages}"
+                words = f"use {sizes}" if number == now else f"use nodesPerGroup {number}, {sizes}"
+                return DivisionRefused(error, words)
+    return DivisionRefused(error, "use other machines")
+
+
+_MOST_NODES = 16
+
+
+def _accepted(deployment: DSV4Deployment, facts: Facts, settings: Mapping[str, object]) -> bool:
+    try:
+        after = setup(with_settings(deployment, settings), replace(facts, placed=None))
+    except (InvalidDeployment, PlanRefused):
+        return False
+    return after.memory.verdict is FitVerdict.FITS and not any(
+        one.severity is Severity.REFUSE for one in broken_rules(after)
+    )
 
 
 def _fabric_plan(chosen: Setup) -> FabricPlan | None:

@@ -33,7 +33,7 @@ from dsv4_operator.planning.catalog import (
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_operator.planning.images import Device, ImageProfile, profile_for, profile_named, profiles
 from dsv4_operator.planning.images.surface import Argument, read_arguments
-from dsv4_operator.planning.memory import Measured, MemoryPlan, deployment_plan
+from dsv4_operator.planning.memory import BadDivision, Measured, MemoryPlan, deployment_plan
 from dsv4_runtime.contract import MemberPorts
 
 
@@ -46,6 +46,16 @@ class PlanRefused(Exception):
         self.findings = findings
         self.message = joined(findings)
         super().__init__(self.message)
+
+
+class DivisionRefused(PlanRefused):
+    """The model cannot be divided as specified."""
+
+    def __init__(self, error: BadDivision, remedy: str = "") -> None:
+        """Take the error, and another remedy than its own."""
+        self.error = error
+        finding = Finding("spec.topology", Reason.PLAN_REFUSED, error.problem, remedy or error.remedy)
+        super().__init__(Reason.PLAN_REFUSED, finding)
 
 
 def refusal(reason: Reason, field: str, value: object, message: str, remedy: str) -> PlanRefused:
@@ -218,7 +228,7 @@ def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:
     """Return the resolved settings of one group.
 
     Raises:
-        PlanRefused: the image is unknown, or the model cannot be divided as specified.
+        PlanRefused: the image is unknown, or the model cannot be divided as specified (`DivisionRefused`).
     """
     nodes = facts.of_group(group, deployment.spec.topology.nodes_per_group) if facts.isolated else facts.nodes[:1]
     smallest = _smallest_machine(deployment.spec.topology.hardware, nodes)
@@ -230,6 +240,8 @@ def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:
     try:
         measured = measured_here(deployment, facts, model, smallest)
         memory = deployment_plan(deployment, model, smallest, profile, measured)
+    except BadDivision as error:
+        raise DivisionRefused(error) from None
     except ValueError as error:
         finding = Finding("spec.topology", Reason.PLAN_REFUSED, *split_remedy(str(error)))
         raise PlanRefused(Reason.PLAN_REFUSED, finding) from None

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan import broken, random_case
+from plan import broken, followed_advice, random_case
 
 from dsv4_operator.planning.catalog import GIB, Machine, machine_named, model
 from dsv4_operator.planning.catalog.records import Part
@@ -225,6 +225,12 @@ def test_how_v41_fits() -> None:
     # The tables are in the host's memory there, and in the only memory that there is on a Spark.
     assert Part.ENGRAM not in dict(pair.ranks[0].weights)
     assert dict(four.ranks[0].weights)[Part.ENGRAM] > 45 * GIB
+
+
+def test_advice_of_refusals_is_accepted() -> None:
+    changes, problem = followed_advice(60)
+    assert not problem
+    assert changes > 60
 
 
 @given(st.integers(min_value=0, max_value=2**32))

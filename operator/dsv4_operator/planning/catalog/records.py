@@ -112,6 +112,8 @@ class Build:
     """Memory of the loaded weights over the bytes of the tensors on a rank: seven logs of four builds."""
     experts: Range = Range(1.0, 1.0, 1.0)
     """Bytes of the routed experts in memory over those in the checkpoint: converted formats, experts loaded twice."""
+    experts_shared: Range | None = None
+    """The same for models whose layers share their caches (V4.1). Default: `experts`."""
     expert_rows: int = 128
     """Multiple of rows to which the MoE kernels round an expert's share up."""
     workspace: Range = Range(0.0, 0.0, 0.0)
@@ -138,6 +140,8 @@ class Build:
     """GiB of vLLM's non-torch memory and of buffers that outlive the profile. Default: that of the machine."""
     head: Range | None = None
     """Additional GiB of rank 0 on unified memory. Default: that of the executor."""
+    padded_tensor: tuple[int, ...] = ()
+    """Tensor-parallel sizes for which the build pads heads and groups that they do not divide."""
     residual: tuple[float, float] | None = None
     """GiB of KV cache of logged starts below and above their plans: the interval that contains 90 % of them. Default:
     that of the kind of memory."""
@@ -150,7 +154,11 @@ RELEASED = Build()
 def build_of(row: Mapping[str, Any]) -> Build:
     """Return the build of a table in a data file; ranges are lists of three numbers."""
     values: dict[str, Any] = {
-        name: tuple(value) if name == "residual" else Range(*value) if isinstance(value, list) else value
+        name: tuple(value)
+        if name in ("residual", "padded_tensor")
+        else Range(*value)
+        if isinstance(value, list)
+        else value
         for name, value in row.items()
     }
     return Build(**values)

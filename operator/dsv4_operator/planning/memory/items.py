@@ -54,29 +54,45 @@ def stages(layers: int, pipeline: int) -> tuple[range, ...]:
     return tuple(range(edges[stage], edges[stage + 1]) for stage in range(pipeline))
 
 
-def check_parallel(model: Model, parallel: Parallel) -> None:
-    """Check that `parallel` divides the model.
+class BadDivision(ValueError):
+    """The ranks do not divide the model; the text has possible values."""
+
+    def __init__(self, problem: str, remedy: str, sizes: Sequence[int]) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem, self.remedy = problem, remedy
+        self.sizes = tuple(sizes)
+        """Tensor-parallel sizes that divide the model."""
+
+
+def check_parallel(model: Model, parallel: Parallel, padded: Sequence[int] = ()) -> None:
+    """Check that `parallel` divides the model, or that the build pads it for the size.
 
     Raises:
-        ValueError: it does not; the text has possible values.
+        BadDivision: it does not.
     """
     legal = [size for size in (1, 2, 4, 8, 16) if not (model.heads % size or model.o_groups % size)]
-    if parallel.tensor < 1 or model.heads % parallel.tensor or model.o_groups % parallel.tensor:
+    undivided = model.heads % parallel.tensor or model.o_groups % parallel.tensor if parallel.tensor > 0 else True
+    if undivided and parallel.tensor not in padded:
         stages_instead = _divided(model, legal, parallel.world_size)
-        raise ValueError(
+        raise BadDivision(
             f"tensorParallelSize {parallel.tensor} does not divide {model.name}: it has {model.heads} heads in "
-            f"{model.o_groups} output groups; use {stages_instead or 'one of ' + ', '.join(map(str, legal))}"
+            f"{model.o_groups} output groups",
+            f"use {stages_instead or 'one of ' + ', '.join(map(str, (*legal, *padded)))}",
+            (*legal, *padded),
         )
     if not 1 <= parallel.pipeline <= len(model.layers):
-        raise ValueError(
-            f"pipelineParallelSize {parallel.pipeline} does not divide {model.name}: it has {len(model.layers)} "
-            f"layers; use 1 to {len(model.layers)}"
+        raise BadDivision(
+            f"pipelineParallelSize {parallel.pipeline} does not divide {model.name}: it has {len(model.layers)} layers",
+            f"use 1 to {len(model.layers)}",
+            legal,
         )
     for stage in stages(len(model.layers), parallel.pipeline)[1:]:
         if not _begins_well(model, stage.start):
-            raise ValueError(
+            raise BadDivision(
                 f"pipelineParallelSize {parallel.pipeline} does not divide {model.name}: layer {stage.start} would "
-                f"begin a stage, and reads the KV cache of an earlier layer; use one of {_legal_stages(model)}"
+                f"begin a stage, and reads the KV cache of an earlier layer",
+                f"use one of {_legal_stages(model)}",
+                legal,
             )
 
 
@@ -107,17 +123,18 @@ _DRAFT_EXPERTS = 0.95
 """Share of the experts in the bytes of a draft layer."""
 
 
-def weights_item(parts: Iterable[tuple[Part, int]], build: Build) -> Item:
+def weights_item(model: Model, parts: Iterable[tuple[Part, int]], build: Build) -> Item:
     """Return the memory of the loaded `parts`, with the experts in the build's format."""
     sizes = dict(parts)
     whole = sum(sizes.values())
     experts = sizes.get(Part.EXPERTS, 0) + int(_DRAFT_EXPERTS * sizes.get(Part.DRAFTS, 0))
+    kept_share = build.experts_shared if model.kv_sources and build.experts_shared else build.experts
     least, expected, most = (
         int(tensors * whole + (kept - 1) * experts)
         for tensors, kept in (
-            (build.tensors.least, build.experts.least),
-            (build.tensors.expected, build.experts.expected),
-            (build.tensors.most, build.experts.most),
+            (build.tensors.least, kept_share.least),
+            (build.tensors.expected, kept_share.expected),
+            (build.tensors.most, kept_share.most),
         )
     )
     return Item("weights", expected, MemoryPool.BUDGET, "", least, most)

@@ -58,7 +58,7 @@ def memory_plan(
     Raises:
         ValueError: `parallel` does not divide the model (heads, output groups, layers), or the KV format is unknown.
     """
-    check_parallel(model, parallel)
+    check_parallel(model, parallel, engine.build.padded_tensor)
     drafts = model.speculative.layers if engine.speculative_tokens and model.speculative else 0
     cache, widths = _cache(model, engine, parallel.pipeline, drafts)
     kinds = [_kind(parallel, rank) for rank in range(parallel.world_size)]
@@ -131,7 +131,7 @@ def _rank(
     if not machine.unified_memory or engine.tables_on_disk:
         parts = tuple((part, size) for part, size in parts if part is not Part.ENGRAM)
     total = sum(size for _, size in parts)
-    items = [weights_item(parts, engine.build) if machine.sm else Item("weights", total, MemoryPool.BUDGET)]
+    items = [weights_item(model, parts, engine.build) if machine.sm else Item("weights", total, MemoryPool.BUDGET)]
     for item in beside_weights(model, machine, parallel, engine, head=rank == 0, last=stage == parallel.pipeline - 1):
         if not machine.sm and item.name == "worker and Ray processes":
             # The measurement of the processes of a CPU member includes their weights.
