@@ -388,6 +388,9 @@ class ModelSpec(SpecPart):
     checkpoint: Annotated[str, Matches(TEXT, "has a control character; remove it", 64)] | None = None
     """Checkpoint, if the name of the source does not identify it, for example `V4-Flash-0731`. Default: from the
     name."""
+    size: Annotated[BoundedQuantity, Between("1Gi", "1Ei")] | None = None
+    """Bytes of all safetensors files together, if they differ from those of `checkpoint`: of a pruned or requantized
+    one. The routed experts are planned with the difference. Files on this machine take precedence."""
     tables: TablesPlace = TablesPlace.MEMORY
     """`memory`, or `disk` for images whose engine reads the n-gram tables of V4.1 from disk on demand."""
     served_names: Annotated[tuple[_ServedName, ...], Field(min_length=1, max_length=8)] | None = None

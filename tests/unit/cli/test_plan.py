@@ -191,6 +191,10 @@ def test_a_plan_beside_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert re.search("262,144 tokens per request.* 131,072; add --what-if engine.maxModelLen=262144", out)
     _, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log), "-o", "json")
     assert [term["term"] for term in json.loads(out)["log"]] == ["weights", "KV cache"]
+    log.write_text("Model loading took 73.90 GiB and 1 seconds\nAvailable KV cache memory: -1.42 GiB\n")
+    code, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log))
+    assert code == 1, "a figure is outside of its range"
+    assert "Largest deviation: KV cache, -13.32 GiB (logged -1.42 GiB, planned 11.90 GiB)." in out
     log.write_text("nothing")
     code, out, err = run(capsys, file, "--state-dir", str(root), "--from-log", str(log))
     assert (code, out) == (2, "")
