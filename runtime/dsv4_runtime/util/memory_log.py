@@ -96,8 +96,9 @@ def read_memory_log(lines: Iterable[str]) -> MemoryLog:
 
 KV_CACHE = "KV cache"
 _TABLES = "rotary tables, top-k buffer"
-_WORKSPACES = ("indexer workspace", "attention workspace")
-_NON_TORCH = ("non-torch memory", "engine processes")
+_WORKSPACES = ("indexer workspace", "attention workspace", "attention in the profile")
+_NON_TORCH = ("non-torch memory", "engine processes", "load format", "NCCL in the profile")
+_ACTIVATIONS = ("activations", "MoE scratch")
 
 
 def logged_terms(log: MemoryLog) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -109,9 +110,9 @@ def logged_terms(log: MemoryLog) -> Iterator[tuple[int, tuple[str, ...]]]:
     elif log.non_torch is not None:
         yield log.non_torch, _NON_TORCH
     if log.peak is not None:
-        yield log.peak - (log.graphs or 0), ("activations",)
+        yield log.peak - (log.graphs or 0), _ACTIVATIONS
     elif log.activations is not None:
-        yield log.activations, ("activations", *_WORKSPACES)
+        yield log.activations, (*_ACTIVATIONS, *_WORKSPACES)
     if log.graphs is not None:
         yield log.graphs, ("CUDA graphs",)
 

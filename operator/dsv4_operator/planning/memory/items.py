@@ -361,6 +361,9 @@ def _nccl(parallel: Parallel, engine: EngineSettings) -> Item:
     expected, most = (
         max(_NCCL_MANY.least, each * engine.nccl_share) for each in (_NCCL_MANY.expected, _NCCL_MANY.most)
     )
+    if engine.build.nccl_counted.most:
+        # Most of them are within the engine's budget.
+        expected = _NCCL_MANY.least
     note = "11.6 GiB were seen at NCCL's defaults; NCCL_BUFFSIZE bounds it" if engine.nccl_share >= 1 else ""
     return ranged("NCCL buffers", Range(_NCCL_MANY.least, expected, most), MemoryPool.BESIDE, note)
 

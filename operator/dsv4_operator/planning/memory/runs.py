@@ -20,7 +20,7 @@ from dsv4_runtime.util.memory_log import KV_CACHE, MemoryLog, logged_terms
 
 TERMS = {
     "weights": ("weights", "rotary tables, top-k buffer"),
-    "activations": ("activations",),
+    "activations": ("activations", "MoE scratch"),
     "graphs": ("CUDA graphs",),
     "kv": (),
     "concurrency": (),
