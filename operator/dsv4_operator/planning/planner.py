@@ -155,23 +155,25 @@ def with_accepted_division(deployment: DSV4Deployment, facts: Facts, error: BadD
     topology = deployment.spec.topology
     now, devices = topology.nodes_per_group, topology.devices_per_node
     numbers = sorted(range(1, _MOST_NODES + 1), key=lambda number: (number != now, number < now, abs(number - now)))
-    for number in numbers:
-        for tensor in sorted(error.sizes, reverse=True):
-            stages, rest = divmod(number * devices, tensor)
-            if rest or not stages:
-                continue
-            settings = {
-                "topology.nodesPerGroup": number,
-                "topology.tensorParallelSize": tensor,
-                "topology.pipelineParallelSize": stages,
-            }
-            if _accepted(deployment, facts, settings):
-                sizes = f"tensorParallelSize {tensor} with pipelineParallelSize {stages}"
-                words = f"use {sizes}" if number == now else f"use nodesPerGroup {number}, {sizes}"
-                return DivisionRefused(error, words)
-    return DivisionRefused(error, "use other machines")
+    possible = [
+        (number, tensor, number * devices // tensor)
+        for number in numbers
+        for tensor in sorted(error.sizes, reverse=True)
+        if number * devices % tensor == 0
+    ]
+    for number, tensor, stages in possible[:_MOST_TRIES]:
+        settings = {
+            "topology.nodesPerGroup": number,
+            "topology.tensorParallelSize": tensor,
+            "topology.pipelineParallelSize": stages,
+        }
+        if _accepted(deployment, facts, settings):
+            sizes = f"tensorParallelSize {tensor} with pipelineParallelSize {stages}"
+            return DivisionRefused(error, f"use {sizes}" if number == now else f"use nodesPerGroup {number}, {sizes}")
+    return DivisionRefused(error, "use another number of machines")
 
 
+_MOST_TRIES = 16
 _MOST_NODES = 16
 
 
