@@ -130,8 +130,8 @@ def show(
             document |= {"refused": refusal.message} if refusal else {"groups": [plan.to_dict() for plan in plans]}
             print_line(render_document(document, form))
         else:
-            refused = refusal is not None and refusal.reason not in _MEMORY_REASONS
-            _print(memory_text(memory, suggestions, name, formats, refused=refused))
+            by_rule = refusal is not None and refusal.reason not in _MEMORY_REASONS
+            _print(memory_text(memory, suggestions, name, formats, refused=by_rule))
             if log is not None:
                 _print("\n" + "\n\n".join(_comparison(memory, log)))
             elif memory.verdict is not FitVerdict.NO and not refusal:
