@@ -173,6 +173,9 @@ class EngineSpec(SpecPart):
     """Share of a device's memory for the engine. Default: from the machine. Not with `kvCacheMemory`."""
     kv_cache_memory: Annotated[BoundedQuantity, Between("1Mi", "1Ei")] | None = None
     """Memory for the KV cache of each rank. Default: from the model and the machines."""
+    allow_tight: StrictBool = False
+    """Start on a cluster although the plan expects no room for one request of the greatest length, if the interval of
+    its memory contains enough. Without it such a plan is refused."""
     kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
     """Number format of the KV cache: `Auto`, `fp8`, `fp8_ds_mla`, `nvfp4_ds_mla`; depends on the image."""
     cudagraph_mode: CudagraphMode = CudagraphMode.AUTO
@@ -386,6 +389,9 @@ class ModelSpec(SpecPart):
     checkpoint: Annotated[str, Matches(TEXT, "has a control character; remove it", 64)] | None = None
     """Checkpoint, if the name of the source does not identify it, for example `V4-Flash-0731`. Default: from the
     name."""
+    size: Annotated[BoundedQuantity, Between("1Gi", "1Ei")] | None = None
+    """Bytes of all safetensors files together, if they differ from those of `checkpoint`: of a pruned or requantized
+    one. The routed experts are planned with the difference. Files on this machine take precedence."""
     tables: TablesPlace = TablesPlace.MEMORY
     """`memory`, or `disk` for images whose engine reads the n-gram tables of V4.1 from disk on demand."""
     served_names: Annotated[tuple[_ServedName, ...], Field(min_length=1, max_length=8)] | None = None

@@ -57,6 +57,8 @@ class Reason(StrEnum):
     HARDWARE_UNSUPPORTED = "HardwareUnsupported"
     NODES_MISSING = "NodesMissing"
     MEMORY_SHORT = "MemoryShort"
+    MEMORY_UNCERTAIN = "MemoryUncertain"
+    """The plan expects too little memory by less than its uncertainty, and `spec.engine.allowTight` is not set."""
 
     PENDING = "Pending"
     GROUP_FORMING = "GroupForming"

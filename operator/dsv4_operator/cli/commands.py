@@ -25,7 +25,7 @@ app = typer.Typer(
     name="dsv4",
     help="Run DeepSeek-V4 and keep it running.",
     epilog="Exit codes: 0 all went well; 1 it failed; 2 the input or the machine's state is not right for it; "
-    "130 interrupted. Colours only on a terminal, and not with NO_COLOR set.",
+    "3 a plan is uncertain; 130 interrupted. Colours only on a terminal, and not with NO_COLOR set.",
     # Completion of `kubectl dsv4` is configured in kubectl.
     add_completion=Path(sys.argv[0]).name != KUBECTL_PLUGIN,
     pretty_exceptions_enable=False,

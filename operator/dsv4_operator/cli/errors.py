@@ -29,6 +29,8 @@ class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     BAD_INPUT = 2
+    UNCERTAIN = 3
+    """`dsv4 plan`: the plan expects too little memory by less than its uncertainty."""
     INTERRUPTED = 130
 
 

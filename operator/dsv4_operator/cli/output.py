@@ -188,7 +188,7 @@ def live_screen() -> Iterator[Callable[[str], None] | None]:
 
         def show(text: str) -> None:
             shown = Text(text, no_wrap=True, overflow="ellipsis")
-            for style, names in _STYLES.items():
+            for style, names in ({} if os.environ.get("NO_COLOR") else _STYLES).items():
                 shown.highlight_words(names, style)
             live.update(shown, refresh=True)
 

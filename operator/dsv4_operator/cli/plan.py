@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from dsv4_operator.api import DSV4Deployment, Finding, Hardware, InvalidDeployment, Reason, Severity, parse
+from dsv4_operator.api import DSV4Deployment, Finding, Hardware, InvalidDeployment, Reason, Severity
 from dsv4_operator.api.values import split_remedy
 from dsv4_operator.backends.local.facts import model_here
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, invalid
@@ -22,18 +24,29 @@ from dsv4_operator.planning import Facts, PlanRefused, plan_group
 from dsv4_operator.planning.catalog import GIB, Machine, UnknownCheckpoint, machine, machine_named, model_for
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
 from dsv4_operator.planning.facts import NodeFacts
-from dsv4_operator.planning.memory import FitVerdict, MemoryPlan, MemoryPool, RankPlan, advice, deployment_plan, gib
-from dsv4_operator.planning.memory.plan import Change
-from dsv4_operator.planning.memory.runs import TERMS, Comparison, comparisons, terms
+from dsv4_operator.planning.memory import (
+    BadDivision,
+    FitVerdict,
+    MemoryPlan,
+    MemoryPool,
+    RankPlan,
+    deployment_plan,
+    gib,
+)
+from dsv4_operator.planning.memory.plan import Change, largest_uncertainty, load_formats, longest_context
+from dsv4_operator.planning.memory.runs import TERMS, Comparison, comparisons, largest_deviation, terms
+from dsv4_operator.planning.planner import accepted_advice, with_accepted_division
 from dsv4_operator.planning.rules import findings
-from dsv4_operator.planning.setup import image_profile, measured_here
+from dsv4_operator.planning.setup import image_profile, measured_here, setup, with_settings
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.util.memory_log import MemoryLog, read_memory_log
 
-_BAR_WIDTH = 60
+_COLUMNS = 80
+_AROUND_BAR = len("  ││ 123.45 GiB of 123.45 GiB")
+_USERS = (1, 2, 4)
 _FILLS = (
     ("weights", "█", "cyan"),
-    ("activations and buffers", "▓", "blue"),
+    ("buffers", "▓", "blue"),
     ("KV cache", "▒", "green"),
     ("beside the engine", "░", "yellow"),
     ("free", "·", "dim"),
@@ -92,6 +105,9 @@ def show(
             memory = deployment_plan(deployment, chosen, kind, profile, measured)
         except UnknownCheckpoint as error:
             raise bad_input(str(error), findings=[error.finding]) from None
+        except BadDivision as error:
+            division = with_accepted_division(deployment, facts, error)
+            raise bad_input(str(division.findings[0]), findings=division.findings) from None
         except ValueError as error:
             found = Finding("spec.topology", Reason.PLAN_REFUSED, *split_remedy(str(error)))
             raise bad_input(str(found), findings=[found]) from None
@@ -100,27 +116,43 @@ def show(
         except PlanRefused as refused:
             raise bad_input(refused.message, findings=refused.findings) from None
         plans, refusal = _plans(deployment, replace(facts, model=model))
-        suggestions, warnings = tuple(advice(memory)), _warnings(deployment, facts)
+        suggestions, warnings = _advice(deployment, facts), _warnings(deployment, facts)
+        # The text below already covers a lack of memory.
+        if refusal and (memory.verdict is FitVerdict.FITS or refusal.reason not in _MEMORY_REASONS):
+            note(f"error: {name}: {refusal.message}")
+        formats = profile.load_formats
         if form is not None:
             refusals = refusal.findings if refusal else ()
-            document: dict[str, Any] = {"name": name, "memory": memory_document(memory, suggestions)}
+            document: dict[str, Any] = {"name": name, "memory": memory_document(memory, suggestions, formats)}
             if log is not None:
                 document["log"] = _comparison_document(memory, log)
             document["findings"] = [each.to_dict() for each in (*refusals, *warnings)]
             document |= {"refused": refusal.message} if refusal else {"groups": [plan.to_dict() for plan in plans]}
             print_line(render_document(document, form))
         else:
-            _print(memory_text(memory, suggestions, name, refused=refusal is not None))
+            by_rule = refusal is not None and refusal.reason not in _MEMORY_REASONS
+            _print(memory_text(memory, suggestions, name, formats, refused=by_rule))
             if log is not None:
                 _print("\n" + "\n\n".join(_comparison(memory, log)))
             elif memory.verdict is not FitVerdict.NO and not refusal:
                 _print("\n" + "\n\n".join(_members_text(plans, local=not kind.sm, placed=facts.placed is not None)))
         for warning in warnings:
             note(f"warning: {warning}")
-        # The text above already covers a lack of memory.
-        if refusal and (memory.verdict is not FitVerdict.NO or refusal.reason is not Reason.MEMORY_SHORT):
-            note(f"error: {name}: {refusal.message}")
-        return ExitCode.BAD_INPUT if refusal or memory.verdict is FitVerdict.NO else ExitCode.OK
+        if log is not None and _deviates(memory, log):
+            return ExitCode.FAILED
+        if memory.verdict is FitVerdict.NO or (refusal and refusal.reason is not Reason.MEMORY_UNCERTAIN):
+            return ExitCode.BAD_INPUT
+        return ExitCode.UNCERTAIN if memory.verdict is FitVerdict.UNCERTAIN else ExitCode.OK
+
+
+_MEMORY_REASONS = (Reason.MEMORY_SHORT, Reason.MEMORY_UNCERTAIN)
+
+
+def _advice(deployment: DSV4Deployment, facts: Facts) -> tuple[Change, ...]:
+    try:
+        return tuple(accepted_advice(setup(deployment, facts)))
+    except PlanRefused:
+        return ()
 
 
 @contextmanager
@@ -205,6 +237,9 @@ def _print(text: str) -> None:
     if not sys.stdout.isatty():
         print_line(text)
         return
+    if os.environ.get("NO_COLOR"):
+        print_line(wrap(text, shutil.get_terminal_size().columns))
+        return
     from rich.console import Console
     from rich.text import Text
 
@@ -213,7 +248,7 @@ def _print(text: str) -> None:
     for _, fill, style in _FILLS:
         shown.highlight_regex(f"{fill}+", style)
     shown.highlight_regex(r"(?m)^It fits;", "bold green")
-    shown.highlight_regex(r"(?m)^It fits within", "bold yellow")
+    shown.highlight_regex(r"(?m)^It is uncertain:", "bold yellow")
     shown.highlight_regex(r"(?m)^It does not fit:", "bold red")
     console.print(shown)
 
@@ -229,43 +264,21 @@ def apply_changes(deployment: DSV4Deployment, changes: Sequence[str]) -> DSV4Dep
     """
     if not changes:
         return deployment
-    document = deployment.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
-    document |= {"apiVersion": deployment.api_version, "kind": deployment.kind}
-    spec = document.setdefault("spec", {})
-    parsed = [_parse_change(change) for change in changes]
-    for path, value in parsed:
-        _set_field(spec, path, value)
-    topology = {path[1] for path, _ in parsed if path[0] == "topology" and len(path) == 2}
-    if "tensorParallelSize" not in topology and topology & {"nodesPerGroup", "devicesPerNode", "pipelineParallelSize"}:
-        spec.get("topology", {}).pop("tensorParallelSize", None)
     try:
-        return parse(document)
+        return with_settings(deployment, dict(_parse_change(change) for change in changes))
     except InvalidDeployment as error:
         raise invalid("--what-if", error.findings) from None
 
 
-def _parse_change(change: str) -> tuple[list[str], Any]:
+def _parse_change(change: str) -> tuple[str, Any]:
     key, equals, text = change.partition("=")
     path = key.strip().removeprefix("spec.").split(".")
     if not equals or not all(path):
         raise bad_input(f"--what-if: {change!r} is not a change; write for example engine.maxNumBatchedTokens=4096")
     try:
-        return path, yaml.safe_load(text)
+        return ".".join(path), yaml.safe_load(text)
     except yaml.YAMLError:
         raise bad_input(f"--what-if: {change!r} has a value that is not valid YAML; correct it") from None
-
-
-def _set_field(document: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    *outer, last = path
-    for number, name in enumerate(outer, start=1):
-        inner = document.setdefault(name, {})
-        if not isinstance(inner, dict):
-            raise bad_input(f"--what-if: spec.{'.'.join(path[:number])} is not a mapping; change the field itself")
-        document = inner
-    if value is None:
-        document.pop(last, None)
-    else:
-        document[last] = value
 
 
 def _explanation(term: str, found: list[Comparison]) -> str:
@@ -323,9 +336,20 @@ def _read_log(file: str) -> MemoryLog:
     return log
 
 
+def _deviates(plan: MemoryPlan, log: MemoryLog) -> bool:
+    """Return whether a figure of `log` is outside of the range of the plan."""
+    return not all(term.within for term in terms(plan, log)) or not _concurrency_within(plan, log)
+
+
+def _concurrency_within(plan: MemoryPlan, log: MemoryLog) -> bool:
+    kv = plan.kv
+    return kv is None or log.concurrency is None or kv.concurrency_least <= log.concurrency <= kv.concurrency_most
+
+
 def _comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
     """Yield paragraphs that compare `log` with `plan`: differences in settings, then a table of the terms."""
     yield from _setting_differences(plan, log)
+    found = list(terms(plan, log))
     rows = [
         [
             term.name,
@@ -335,11 +359,10 @@ def _comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
             f"{term.difference / GIB:+.2f} GiB",
             "yes" if term.within else "NO",
         ]
-        for term in terms(plan, log)
+        for term in found
     ]
     if log.concurrency is not None and plan.kv is not None:
         kv = plan.kv
-        inside = kv.concurrency_least <= log.concurrency <= kv.concurrency_most
         rows.append(
             [
                 "concurrent requests",
@@ -347,10 +370,15 @@ def _comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
                 f"{kv.concurrency:.2f}",
                 f"{kv.concurrency_least:.2f} to {kv.concurrency_most:.2f}",
                 f"{100 * (log.concurrency / kv.concurrency - 1):+.1f} %" if kv.concurrency else "",
-                "yes" if inside else "NO",
+                "yes" if _concurrency_within(plan, log) else "NO",
             ]
         )
     yield render_table(["TERM", "LOGGED", "PLANNED", "RANGE", "LOGGED IS", "WITHIN"], rows)
+    if largest := largest_deviation(found):
+        yield (
+            f"Largest deviation: {largest.name}, {largest.difference / GIB:+.2f} GiB (logged {gib(largest.logged)}, "
+            f"planned {gib(largest.planned)})."
+        )
     yield "If a term is outside its range, the plan does not match this build: report this table with the log."
 
 
@@ -398,18 +426,33 @@ def _rank_ranges(ranks: Sequence[RankPlan]) -> list[_RankRange]:
     return ranges
 
 
-def memory_text(plan: MemoryPlan, changes: Sequence[Change], title: str, *, refused: bool = False) -> str:
+def memory_text(
+    plan: MemoryPlan, changes: Sequence[Change], title: str, formats: Sequence[str] = (), *, refused: bool = False
+) -> str:
     """Return the memory plan of one group as text: table, bars, KV cache, verdict, and changes that would make it fit.
 
-    `refused` is whether the plan is refused for another reason than its memory.
+    `formats` are the load formats of the image; `refused` is whether the plan is refused for another reason than its
+    memory.
     """
     ranges = _rank_ranges(plan.ranks)
-    parts = [f"{title}: {_subject(plan)}", _table(plan, ranges), _bars(ranges), *_kv_cache(plan), *_unverified(plan)]
+    parts = [
+        f"{title}: {_subject(plan)}",
+        _table(plan, ranges),
+        _bars(ranges),
+        *_kv_cache(plan, formats),
+        *_unverified(plan),
+    ]
     parts.append(_verdict(plan, refused=refused))
+    if plan.verdict is FitVerdict.UNCERTAIN and (found := largest_uncertainty(plan)):
+        item, how = found
+        parts.append(
+            f"The largest uncertainty is {item.name}, {_between(item.least, item.most)}: {how}. After one start on "
+            "these machines the interval is 2 %."
+        )
     if changes:
         head = "Each of these changes makes it fit:" if len(changes) > 1 else "This change makes it fit:"
         parts.append("\n".join([head, *(f"  - {change.text}" for change in changes)]))
-    elif plan.verdict is FitVerdict.NO and plan.kv is not None and plan.machine.memory_bytes:
+    elif plan.verdict is not FitVerdict.FITS and plan.kv is not None and plan.machine.memory_bytes:
         parts.append("No known setting and no number of machines of this kind makes it fit.")
     return "\n\n".join(parts)
 
@@ -482,19 +525,23 @@ def _cache_remark(plan: MemoryPlan) -> str:
     return f"rest of {share:g} of the memory on the tightest rank"
 
 
+def _between(least: float, most: float) -> str:
+    return f"{least / GIB:.2f} to {most / GIB:.2f} GiB"
+
+
 def _bars(ranges: Sequence[_RankRange]) -> str:
-    """Return one bar per range of ranks, and a legend."""
+    """Return one bar per range of ranks, and a legend, in 80 columns."""
     width = max(len(label) for label, _ in ranges)
-    lines = [f"{label.ljust(width)}  {_bar(rank)}" for label, rank in ranges]
-    legend = "   ".join(f"{fill} {name}" for name, fill, _ in _FILLS)
+    lines = [f"{label.ljust(width)}  {_bar(rank, _COLUMNS - width - _AROUND_BAR)}" for label, rank in ranges]
+    legend = "  ".join(f"{fill} {name}" for name, fill, _ in _FILLS)
     return "\n".join([*lines, f"{'':{width}}  {legend}"])
 
 
-def _bar(rank: RankPlan) -> str:
-    """Return the memory of a rank as a bar; an excess is drawn beyond the closing line."""
+def _bar(rank: RankPlan, width: int) -> str:
+    """Return the memory of a rank as a bar of `width` characters; an excess is drawn beyond the closing line."""
     if not rank.memory_bytes:
         return "unknown memory size"
-    scale = _BAR_WIDTH / rank.memory_bytes
+    scale = width / max(rank.memory_bytes, rank.used_bytes)
     sizes = [
         rank.items[0].bytes if rank.items[0].where is MemoryPool.BUDGET else 0,
         rank.total(MemoryPool.BUDGET) - rank.items[0].bytes,
@@ -505,12 +552,12 @@ def _bar(rank: RankPlan) -> str:
     for size, (_, fill, _) in zip(sizes, _FILLS, strict=False):
         filled += size
         drawn += fill * (round(filled * scale) - len(drawn))
-    drawn = drawn.ljust(_BAR_WIDTH, _FILLS[-1][1])
-    beyond = drawn[_BAR_WIDTH : 2 * _BAR_WIDTH]
-    return f"│{drawn[:_BAR_WIDTH]}│{beyond} {gib(rank.used_bytes)} of {gib(rank.memory_bytes)}"
+    end = round(rank.memory_bytes * scale)
+    drawn = drawn.ljust(end, _FILLS[-1][1])
+    return f"│{drawn[:end]}│{drawn[end:width]} {gib(rank.used_bytes)} of {gib(rank.memory_bytes)}"
 
 
-def _kv_cache(plan: MemoryPlan) -> Iterator[str]:
+def _kv_cache(plan: MemoryPlan, formats: Sequence[str]) -> Iterator[str]:
     kv = plan.kv
     if kv is None or not kv.blocks:
         return
@@ -522,8 +569,33 @@ def _kv_cache(plan: MemoryPlan) -> Iterator[str]:
             f"{gib(kv.in_flight_bytes)} are for {kv.in_flight_tokens:,} tokens in flight",
             f"vLLM's log    KV cache size: {kv.tokens:,} tokens, Maximum concurrency for {length:,} tokens per "
             f"request: {kv.concurrency:.2f}x",
+            f"at once       {kv.concurrency:.2f} requests of that length, {kv.concurrency_least:.2f} to "
+            f"{kv.concurrency_most:.2f} (90 %)",
+            *(f"context       at most {text}" for text in (_contexts_text(plan),) if text),
+            *_load_formats(plan, formats),
         ]
     )
+
+
+def _contexts(plan: MemoryPlan) -> dict[int, int]:
+    """Return the greatest context by the number of requests that must fit at once; only on accelerators."""
+    return {users: longest_context(plan, users) for users in _USERS} if plan.machine.sm and plan.kv else {}
+
+
+def _contexts_text(plan: MemoryPlan) -> str:
+    found = [f"{tokens:,} tokens for {users}" for users, tokens in _contexts(plan).items() if tokens]
+    return f"{', '.join(found)} at once" if found else ""
+
+
+def _load_formats(plan: MemoryPlan, formats: Sequence[str]) -> Iterator[str]:
+    """Yield a line with the memory of each load format, on unified memory with several of them."""
+    if not plan.machine.unified_memory or not formats:
+        return
+    costs = [
+        f"{name} {'none' if item is None else f'{gib(item.bytes)} ({_between(item.least, item.most)})'}"
+        for name, item in load_formats(plan, formats)
+    ]
+    yield f"load format   {plan.engine.load_format}; memory in use when the KV cache is sized: {', '.join(costs)}"
 
 
 def _cache_range(plan: MemoryPlan) -> str:
@@ -560,20 +632,17 @@ def _verdict(plan: MemoryPlan, *, refused: bool) -> str:
 
 
 def _fitting_verdict(plan: MemoryPlan, rank: RankPlan, *, refused: bool) -> str:
-    if plan.verdict is FitVerdict.FITS:
-        found = "The memory is sufficient" if refused else "It fits"
-        line = f"{found}; rank {rank.rank} is the tightest and keeps {gib(rank.spare_bytes)} free beyond its reserve."
-    elif plan.fits:
-        line = (
-            f"It fits within the uncertainty of {gib(plan.uncertainty_bytes)}: with the expected figures it fits, and "
-            f"with every figure at its maximum {gib(plan.lacks_at_most)} are missing."
-        )
-    else:
-        line = (
-            f"It fits within the uncertainty of {gib(plan.uncertainty_bytes)}: with the expected figures "
-            f"{gib(plan.short_bytes)} are missing, which the range of the figures covers ({plan.problem})."
-        )
-    kv, seqs = plan.kv, plan.engine.max_num_seqs
+    kv = plan.kv
+    if plan.verdict is FitVerdict.UNCERTAIN:
+        line = f"It is uncertain: {gib(plan.short_bytes)} are missing as expected ({plan.problem})"
+        if kv is not None and kv.concurrency_most >= 1:
+            line += f", and the best case has room for {kv.concurrency_most:.2f} requests"
+        return f"{line}. A cluster refuses it unless spec.engine.allowTight is true."
+    found = "The memory is sufficient" if refused else "It fits"
+    line = f"{found}; rank {rank.rank} is the tightest and keeps {gib(rank.spare_bytes)} free beyond its reserve."
+    if plan.lacks_at_most > 0:
+        line += f" In the worst case {gib(plan.lacks_at_most)} are missing for one request of the greatest length."
+    seqs = plan.engine.max_num_seqs
     if kv is not None and 0 < kv.concurrency < seqs:
         line += (
             f" The KV cache has room for {kv.concurrency:.2f} concurrent requests of {plan.engine.max_model_len:,} "
@@ -582,12 +651,12 @@ def _fitting_verdict(plan: MemoryPlan, rank: RankPlan, *, refused: bool) -> str:
     return line
 
 
-def memory_document(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, Any]:
+def memory_document(plan: MemoryPlan, changes: Sequence[Change], formats: Sequence[str] = ()) -> dict[str, Any]:
     """Return the memory plan as a document, with sizes in bytes."""
     found: dict[str, Any] = {
         "model": plan.model.name,
         "machine": plan.machine.id,
-        "fits": plan.verdict is not FitVerdict.NO,
+        "fits": plan.verdict is FitVerdict.FITS,
         "verdict": str(plan.verdict),
         "uncertaintyBytes": plan.uncertainty_bytes,
         "tightestRank": plan.tightest,
@@ -605,7 +674,24 @@ def memory_document(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, An
             "inFlightTokens": plan.kv.in_flight_tokens,
             "tokens": plan.kv.tokens,
             "concurrency": round(plan.kv.concurrency, 4),
+            "concurrencyLeast": round(plan.kv.concurrency_least, 4),
+            "concurrencyMost": round(plan.kv.concurrency_most, 4),
+            "longestContexts": {str(users): tokens for users, tokens in _contexts(plan).items()},
         }
+    if plan.machine.unified_memory and formats:
+        found["loadFormats"] = [
+            {
+                "name": name,
+                "bytes": item.bytes if item else 0,
+                "leastBytes": item.least if item else 0,
+                "mostBytes": item.most if item else 0,
+                "selected": name == plan.engine.load_format,
+            }
+            for name, item in load_formats(plan, formats)
+        ]
+    if widest := largest_uncertainty(plan):
+        item, how = widest
+        found["measurement"] = {"item": item.name, "leastBytes": item.least, "mostBytes": item.most, "how": how}
     if changes:
         found["advice"] = [{"settings": dict(change.settings), "message": change.text} for change in changes]
     return found
@@ -620,6 +706,9 @@ def _rank_document(rank: RankPlan) -> dict[str, Any]:
         "usedBytes": rank.used_bytes,
         "budgetBytes": rank.budget_bytes,
         "kvBytes": rank.kv_bytes,
+        "kvAvailableBytes": rank.kv_available,
+        "kvLeastBytes": rank.kv_least,
+        "kvMostBytes": rank.kv_most,
         "weights": {str(part): size for part, size in rank.weights},
         "items": [
             {

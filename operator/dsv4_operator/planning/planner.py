@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from dsv4_operator.api import DSV4Deployment, Hardware, Reason, Severity
+from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, Reason, Severity
 from dsv4_operator.planning.catalog import GIB, NANO
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.memory import FitVerdict, advice, memory_plan
+from dsv4_operator.planning.memory.items import BadDivision
+from dsv4_operator.planning.memory.plan import Change
 from dsv4_operator.planning.rendering import OBJECT_STORE_BYTES, engine_args, group_env, member_env, ray_args
 from dsv4_operator.planning.rules import broken_rules
-from dsv4_operator.planning.setup import Placement, PlanRefused, Setup, memory_of, placements, refusal, setup
+from dsv4_operator.planning.setup import (
+    DivisionRefused,
+    Placement,
+    PlanRefused,
+    Setup,
+    memory_of,
+    placements,
+    refusal,
+    setup,
+    with_settings,
+)
 from dsv4_operator.planning.timeouts import execute_model_seconds, ready_seconds, timeouts
 from dsv4_operator.planning.weights import weights_plan
 from dsv4_runtime.contract import (
@@ -57,7 +70,10 @@ def plan_group(
     facts = facts.in_incarnation(group, incarnation)
     members = placements(deployment, facts, group)
     head = members[0]
-    chosen = setup(deployment, facts, group)
+    try:
+        chosen = setup(deployment, facts, group)
+    except DivisionRefused as refused:
+        raise with_accepted_division(deployment, facts, refused.error) from None
     _refuse(chosen)
     weights = weights_plan(deployment, facts.weights_root, facts.secrets_root, facts.shared_weights)
     limits, fabric = timeouts(chosen), _fabric_plan(chosen)
@@ -107,10 +123,68 @@ def _refuse(chosen: Setup) -> None:
     if refusals:
         raise PlanRefused(_REASONS.get(refusals[0].reason, Reason.PLAN_REFUSED), *refusals)
     memory = chosen.memory
-    if not chosen.on_cpu and memory.verdict is FitVerdict.NO:
-        smallest = next(advice(memory), None)
+    on_cluster = chosen.facts.placed is not None
+    uncertain = memory.verdict is FitVerdict.UNCERTAIN and on_cluster and not chosen.spec.engine.allow_tight
+    if not chosen.on_cpu and (memory.verdict is FitVerdict.NO or uncertain):
+        smallest = next(accepted_advice(chosen), None)
         remedy = f"smallest change that fits: spec.{smallest.text}" if smallest else "use other machines"
-        raise refusal(Reason.MEMORY_SHORT, "", None, str(memory.problem), remedy)
+        if uncertain:
+            remedy += "; or set spec.engine.allowTight to true to try it"
+        raise refusal(
+            Reason.MEMORY_UNCERTAIN if uncertain else Reason.MEMORY_SHORT, "", None, str(memory.problem), remedy
+        )
+
+
+def accepted_advice(chosen: Setup) -> Iterator[Change]:
+    """Yield the changes of `advice` with which the deployment fits and breaks no rule, each with its plan."""
+    for change in advice(chosen.memory):
+        try:
+            after = setup(with_settings(chosen.deployment, change.settings), replace(chosen.facts, placed=None))
+        except (InvalidDeployment, PlanRefused):
+            continue
+        refused = any(one.severity is Severity.REFUSE for one in broken_rules(after))
+        if after.memory.verdict is FitVerdict.FITS and not refused:
+            yield replace(change, plan=after.memory)
+
+
+def with_accepted_division(deployment: DSV4Deployment, facts: Facts, error: BadDivision) -> DivisionRefused:
+    """Return the refusal of a division that the model does not allow, with one that fits and that every rule accepts.
+
+    Divisions of the same devices come first, then the fewest further machines, then fewer.
+    """
+    topology = deployment.spec.topology
+    now, devices = topology.nodes_per_group, topology.devices_per_node
+    numbers = sorted(range(1, _MOST_NODES + 1), key=lambda number: (number != now, number < now, abs(number - now)))
+    possible = [
+        (number, tensor, number * devices // tensor)
+        for number in numbers
+        for tensor in sorted(error.sizes, reverse=True)
+        if number * devices % tensor == 0
+    ]
+    for number, tensor, stages in possible[:_MOST_TRIES]:
+        settings = {
+            "topology.nodesPerGroup": number,
+            "topology.tensorParallelSize": tensor,
+            "topology.pipelineParallelSize": stages,
+        }
+        if _accepted(deployment, facts, settings):
+            sizes = f"tensorParallelSize {tensor} with pipelineParallelSize {stages}"
+            return DivisionRefused(error, f"use {sizes}" if number == now else f"use nodesPerGroup {number}, {sizes}")
+    return DivisionRefused(error, "use another number of machines")
+
+
+_MOST_TRIES = 16
+_MOST_NODES = 16
+
+
+def _accepted(deployment: DSV4Deployment, facts: Facts, settings: Mapping[str, object]) -> bool:
+    try:
+        after = setup(with_settings(deployment, settings), replace(facts, placed=None))
+    except (InvalidDeployment, PlanRefused):
+        return False
+    return after.memory.verdict is FitVerdict.FITS and not any(
+        one.severity is Severity.REFUSE for one in broken_rules(after)
+    )
 
 
 def _fabric_plan(chosen: Setup) -> FabricPlan | None:

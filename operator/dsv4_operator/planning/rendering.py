@@ -122,8 +122,8 @@ def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
     yield "--tool-call-parser", model.tool_call_parser
     yield "--enable-auto-tool-choice", None if model.tool_call_parser else ""
     yield "--enable-prefix-caching", None
-    yield "--load-format", profile.load_formats[0]
-    if (chosen.value("--load-format") or profile.load_formats[0]) in _SAFETENSORS:
+    yield "--load-format", chosen.memory.engine.load_format
+    if chosen.memory.engine.load_format in _SAFETENSORS:
         yield "--safetensors-load-strategy", "prefetch"
     threshold = max(_LEAST_PREFILL, engine.max_num_batched_tokens // 2)
     if engine.max_num_seqs > 1 and threshold < engine.max_num_batched_tokens:
@@ -136,7 +136,7 @@ def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
             yield "--compilation-config", compilation
     if chosen.memory.engine.tables_on_disk and profile.tables_on_disk:
         yield "--engram-config", _json(dict(profile.tables_on_disk))
-    yield from profile.args.items()
+    yield from ((flag, value) for flag, value in profile.args.items() if flag != "--load-format")
 
 
 def _compilation(chosen: Setup) -> str:

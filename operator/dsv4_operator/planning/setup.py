@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsv4_operator.api import DSV4Deployment, Finding, Hardware, KvCacheDtype, NetworkMode, Reason
+from dsv4_operator.api import (
+    DSV4Deployment,
+    Finding,
+    Hardware,
+    InvalidDeployment,
+    KvCacheDtype,
+    NetworkMode,
+    Reason,
+    parse,
+)
 from dsv4_operator.api.findings import joined
 from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.api.values import split_remedy
@@ -24,7 +33,7 @@ from dsv4_operator.planning.catalog import (
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_operator.planning.images import Device, ImageProfile, profile_for, profile_named, profiles
 from dsv4_operator.planning.images.surface import Argument, read_arguments
-from dsv4_operator.planning.memory import Measured, MemoryPlan, deployment_plan
+from dsv4_operator.planning.memory import BadDivision, Measured, MemoryPlan, deployment_plan
 from dsv4_runtime.contract import MemberPorts
 
 
@@ -37,6 +46,16 @@ class PlanRefused(Exception):
         self.findings = findings
         self.message = joined(findings)
         super().__init__(self.message)
+
+
+class DivisionRefused(PlanRefused):
+    """The model cannot be divided as specified."""
+
+    def __init__(self, error: BadDivision, remedy: str = "") -> None:
+        """Take the error, and another remedy than its own."""
+        self.error = error
+        finding = Finding("spec.topology", Reason.PLAN_REFUSED, error.problem, remedy or error.remedy)
+        super().__init__(Reason.PLAN_REFUSED, finding)
 
 
 def refusal(reason: Reason, field: str, value: object, message: str, remedy: str) -> PlanRefused:
@@ -209,7 +228,7 @@ def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:
     """Return the resolved settings of one group.
 
     Raises:
-        PlanRefused: the image is unknown, or the model cannot be divided as specified.
+        PlanRefused: the image is unknown, or the model cannot be divided as specified (`DivisionRefused`).
     """
     nodes = facts.of_group(group, deployment.spec.topology.nodes_per_group) if facts.isolated else facts.nodes[:1]
     smallest = _smallest_machine(deployment.spec.topology.hardware, nodes)
@@ -221,10 +240,50 @@ def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:
     try:
         measured = measured_here(deployment, facts, model, smallest)
         memory = deployment_plan(deployment, model, smallest, profile, measured)
+    except BadDivision as error:
+        raise DivisionRefused(error) from None
     except ValueError as error:
         finding = Finding("spec.topology", Reason.PLAN_REFUSED, *split_remedy(str(error)))
         raise PlanRefused(Reason.PLAN_REFUSED, finding) from None
     return Setup(deployment, facts, nodes, profile, smallest, model, memory)
+
+
+def with_settings(deployment: DSV4Deployment, settings: Mapping[str, object]) -> DSV4Deployment:
+    """Return `deployment` with other values by their paths below `spec`; None restores the default of a field.
+
+    A change of the number of devices also restores the default of `tensorParallelSize`, unless that is changed too.
+
+    Raises:
+        InvalidDeployment: the result is invalid, or a path leads through a value that is no mapping.
+    """
+    document = deployment.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+    document |= {"apiVersion": deployment.api_version, "kind": deployment.kind}
+    spec = document.setdefault("spec", {})
+    if _TENSOR not in settings and settings.keys() & _DEVICES:
+        spec.get("topology", {}).pop("tensorParallelSize", None)
+    for path, value in settings.items():
+        _set_field(spec, path.split("."), value)
+    return parse(document)
+
+
+_TENSOR = "topology.tensorParallelSize"
+_DEVICES = {"topology.nodesPerGroup", "topology.devicesPerNode", "topology.pipelineParallelSize"}
+
+
+def _set_field(document: dict[str, Any], path: Sequence[str], value: object) -> None:
+    *outer, last = path
+    for number, name in enumerate(outer, start=1):
+        inner = document.setdefault(name, {})
+        if not isinstance(inner, dict):
+            field = f"spec.{'.'.join(path[:number])}"
+            raise InvalidDeployment(
+                [Finding(field, "NoMapping", "is not a mapping", "change the field itself")],
+            )
+        document = inner
+    if value is None:
+        document.pop(last, None)
+    else:
+        document[last] = value
 
 
 def _smallest_machine(hardware: Hardware, nodes: tuple[NodeFacts, ...]) -> Machine:

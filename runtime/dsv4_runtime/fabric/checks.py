@@ -327,6 +327,7 @@ def run_checks(node: Node, choice: FabricChoice, plan: FabricPlan, rank: int = 0
         *_devices(node, choice, plan),
         *_links(choice),
         _pcie(node),
+        *_peer_to_peer(node),
         _twins(node, choice),
         _networks(choice),
         _mtu(choice, plan),
@@ -445,6 +446,19 @@ def _pcie(node: Node) -> Check:
         remedy = "update the machine's firmware (fwupdmgr), then take its power away for a minute and start it cold"
         return Check("pcie", CheckStatus.WARN, found, remedy, CheckReason.REDUCED_PCIE)
     return Check("pcie", CheckStatus.OK, "; ".join(f"{address} at {link}" for address, link in known.items()))
+
+
+def _peer_to_peer(node: Node) -> Iterator[Check]:
+    """Yield a warning if the IOMMU translates the DMA of several GPUs (vllm-project/vllm#51513)."""
+    if node.translated_gpus:
+        yield Check(
+            "peer to peer",
+            CheckStatus.WARN,
+            f"the IOMMU translates the DMA of the GPUs {', '.join(node.translated_gpus)}: copies between them over "
+            "PCIe may hang in the first collective",
+            "add iommu=pt to the kernel's command line and disable ACS in the firmware, or set NCCL_P2P_DISABLE to 1 "
+            "in spec.engine.env and add --disable-custom-all-reduce to spec.engine.extraArgs",
+        )
 
 
 def _twins(node: Node, choice: FabricChoice) -> Check:

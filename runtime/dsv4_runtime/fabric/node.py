@@ -146,6 +146,8 @@ class Node:
     limits: Limits
     gpu: bool
     """Whether an NVIDIA driver is loaded."""
+    translated_gpus: tuple[str, ...] = ()
+    """PCI addresses of the GPUs whose DMA the IOMMU translates, of a machine with several GPUs."""
 
     def interface_of(self, address: IPv4Address) -> Interface | None:
         """Return the interface with `address`."""
@@ -296,7 +298,24 @@ def discover(root: Path, links: Links) -> Node:
         if number.isascii() and number.isdigit() and len(number) < 4
     ]
     ports.sort(key=lambda port: (port.pci.address or "", port.hca, port.number))
-    return Node(interfaces, tuple(ports), _kernel(tree), _limits(tree), tree.exists("proc/driver/nvidia/version"))
+    gpu = tree.exists("proc/driver/nvidia/version")
+    return Node(interfaces, tuple(ports), _kernel(tree), _limits(tree), gpu, _translated_gpus(tree))
+
+
+_PCI = "sys/bus/pci/devices"
+_NVIDIA, _DISPLAY = "0x10de", "0x03"
+
+
+def _translated_gpus(tree: SystemTree) -> tuple[str, ...]:
+    """Return the NVIDIA GPUs with an IOMMU domain other than `identity`; none with fewer than two GPUs."""
+    gpus = [
+        name
+        for name in tree.names(_PCI)
+        if tree.text(f"{_PCI}/{name}/vendor") == _NVIDIA
+        and (tree.text(f"{_PCI}/{name}/class") or "").startswith(_DISPLAY)
+    ]
+    kinds = {name: tree.text(f"{_PCI}/{name}/iommu_group/type") or "identity" for name in gpus}
+    return tuple(name for name in gpus if kinds[name] != "identity") if len(gpus) > 1 else ()
 
 
 def _interfaces(tree: SystemTree, links: Links) -> dict[str, Interface]:

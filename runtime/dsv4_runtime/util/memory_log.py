@@ -10,9 +10,17 @@ from dsv4_runtime.util.log_lines import log_reader
 
 _GIB = 2**30
 _FIGURE = r"(\d[\d,]{0,20}(?:\.\d{1,9})?)"
+_SIGNED = r"(-?\d[\d,]{0,20}(?:\.\d{1,9})?)"
 _PATTERNS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
     (re.compile(rf"Model loading took {_FIGURE} GiB"), ("weights",)),
-    (re.compile(rf"Available KV cache memory: {_FIGURE} GiB"), ("kv",)),
+    (re.compile(rf"Available KV cache memory: {_SIGNED} GiB"), ("kv",)),
+    # Of a start that fails, because one request has no room.
+    (re.compile(rf"max seq len \({_FIGURE}\)"), ("max_model_len",)),
+    (
+        re.compile(rf"{_FIGURE} GiB (?:KV cache )?(?:is )?needed.{{0,100}}?available[^\d-]{{0,40}}{_SIGNED}"),
+        ("needed", "kv"),
+    ),
+    (re.compile(rf"reserved {_FIGURE} GiB memory for KV Cache"), ("reserved",)),
     (re.compile(rf"Estimated (?:MRV2 )?CUDA graph memory: {_FIGURE} GiB"), ("graphs",)),
     (re.compile(rf"KV cache size: {_FIGURE} tokens"), ("kv_tokens",)),
     (
@@ -44,6 +52,10 @@ class MemoryLog:
     weights: int | None = None
     kv: int | None = None
     """Available for the KV cache on the rank that has least."""
+    needed: int | None = None
+    """KV cache of one request of the greatest length, logged by a start that fails."""
+    reserved: int | None = None
+    """Given size of the KV cache."""
     graphs: int | None = None
     """The estimate."""
     consumed: int | None = None
@@ -84,8 +96,9 @@ def read_memory_log(lines: Iterable[str]) -> MemoryLog:
 
 KV_CACHE = "KV cache"
 _TABLES = "rotary tables, top-k buffer"
-_WORKSPACES = ("indexer workspace", "attention workspace")
-_NON_TORCH = ("non-torch memory", "engine processes")
+_WORKSPACES = ("indexer workspace", "attention workspace", "attention in the profile")
+_NON_TORCH = ("non-torch memory", "engine processes", "load format", "NCCL in the profile")
+_ACTIVATIONS = ("activations", "MoE scratch")
 
 
 def logged_terms(log: MemoryLog) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -97,9 +110,9 @@ def logged_terms(log: MemoryLog) -> Iterator[tuple[int, tuple[str, ...]]]:
     elif log.non_torch is not None:
         yield log.non_torch, _NON_TORCH
     if log.peak is not None:
-        yield log.peak - (log.graphs or 0), ("activations",)
+        yield log.peak - (log.graphs or 0), _ACTIVATIONS
     elif log.activations is not None:
-        yield log.activations, ("activations", *_WORKSPACES)
+        yield log.activations, (*_ACTIVATIONS, *_WORKSPACES)
     if log.graphs is not None:
         yield log.graphs, ("CUDA graphs",)
 

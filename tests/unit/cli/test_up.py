@@ -279,7 +279,11 @@ def bad_files(root: Path) -> list[tuple[str, str]]:
     broken.write_text("kind: DSV4Deployment\napiVersion: dsv4.dev/v1alpha1\nmetadata: {name: X}\nspec: {foo: 1}\n")
     binary = root / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
-    return [(str(root / "missing.yaml"), "there is no such file"), (str(binary), "not a text file"), (str(broken), "X")]
+    return [
+        (str(root / "missing.yaml"), "there is no such file"),
+        (str(binary), "save the file as UTF-8"),
+        (str(broken), "X"),
+    ]
 
 
 def test_bad_files(dsv4: Dsv4, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,3 +67,22 @@ def test_the_plan_s_mtu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("mtu", "payload"), [(9000, 4096), (4192, 4096), (4191, 2048), (1500, 1024), (300, 0)])
 def test_roce_mtu(mtu: int, payload: int) -> None:
     assert roce_mtu(mtu) == payload
+
+
+@pytest.mark.parametrize(
+    ("kinds", "level"),
+    [(("DMA-FQ", "DMA"), CheckStatus.WARN), (("identity", "identity"), None), (("DMA",), None), ((None, None), None)],
+)
+def test_translated_gpus(tmp_path: Path, kinds: tuple[str | None, ...], level: CheckStatus | None) -> None:
+    root = Machine().build(tmp_path / "m")
+    for number, kind in enumerate(kinds):
+        device = root / f"sys/bus/pci/devices/0000:{number + 1:02}:00.0"
+        (device / "iommu_group").mkdir(parents=True)
+        (device / "vendor").write_text("0x10de\n")
+        (device / "class").write_text("0x030000\n")
+        if kind is not None:
+            (device / "iommu_group/type").write_text(f"{kind}\n")
+    node = discover_node(root)
+    found = [one for one in run_checks(node, choose_fabric(node), FabricPlan()) if one.name == "peer to peer"]
+    assert [one.level for one in found] == ([] if level is None else [level])
+    assert all("0000:01:00.0" in one.found and "NCCL_P2P_DISABLE" in one.remedy for one in found)

@@ -63,7 +63,10 @@ def test_two_sparks() -> None:
     assert not {name for name in env if name.endswith("_IFNAME")}, "each agent sets what it finds"
     assert env["RAY_memory_monitor_refresh_ms"] == "0"
     assert "--distributed-executor-backend=ray" in made.engine.args
-    assert "--load-format=instanttensor" in made.engine.args
+    assert "--load-format=safetensors" in made.engine.args, "the longest context leaves no room for buffers"
+    assert "--safetensors-load-strategy=prefetch" in made.engine.args
+    short = plan(deployment(engine={"maxModelLen": 32_768, "maxNumBatchedTokens": 1024}))
+    assert "--load-format=instanttensor" in short.engine.args
     assert "DSV4_DEV_PLATFORM" not in env
 
 
@@ -300,3 +303,32 @@ def test_a_specification_gives_a_plan_or_a_refusal_and_nothing_else() -> None:
     # Most must come to the planner, or the property says nothing about it.
     assert outcomes["planned"] + outcomes["refused"] > outcomes.total() / 2, outcomes
     assert outcomes["planned"] > outcomes.total() / 10, outcomes
+
+
+def test_an_uncertain_plan_is_refused_on_a_cluster_only() -> None:
+    engine = {"profile": "spark-b12x", "maxModelLen": 2**20, "maxNumBatchedTokens": 8192, "gpuMemoryUtilization": 0.85}
+    engine["speculative"] = {"method": "DSpark", "tokens": 5}
+    model = {"variant": "Flash", "source": {"path": "/m/DeepSeek-V4-Flash-0731"}}
+    made = deployment(engine=engine, model=model)
+    alone = facts_for(made)
+    plan(made, alone)
+    placed = replace(alone, placed={0: alone.nodes})
+    refused = refusal(made, placed)
+    assert refused.reason is Reason.MEMORY_UNCERTAIN
+    assert "set spec.engine.allowTight to true" in refused.message
+    assert "smallest change that fits: spec." in refused.message
+    plan(deployment(engine=engine | {"allowTight": True}, model=model), placed)
+    engine["gpuMemoryUtilization"] = 0.8
+    short = deployment(engine=engine | {"allowTight": True}, model=model)
+    assert refusal(short, replace(facts_for(short), placed={0: alone.nodes})).reason is Reason.MEMORY_SHORT
+
+
+def test_a_division_that_is_advised_is_accepted() -> None:
+    engine = {"profile": "vllm-0.33", "maxModelLen": 131_072}
+    for model, remedy in (
+        ("V4-Flash", "use tensorParallelSize 1 with pipelineParallelSize 3"),
+        ("V4.1-Flash", "use nodesPerGroup 8, tensorParallelSize 8 with pipelineParallelSize 1"),
+    ):
+        parts = {"engine": engine, "model": {"variant": "Flash", "source": {"path": f"/m/DeepSeek-{model}"}}}
+        three = {"nodesPerGroup": 3, "tensorParallelSize": 3}
+        assert refusal(deployment(topology=three, **parts)).findings[0].remedy == remedy

@@ -292,3 +292,18 @@ def test_a_configuration_alone_says_which_checkpoint(tmp_path: Path) -> None:
     named = tmp_path / "DeepSeek-V4-Flash"
     folder.rename(named)
     assert model_here(load(FLASH % named).spec.model) is None, "its name says it"
+
+
+def test_a_pruned_checkpoint_is_planned_by_its_size() -> None:
+    """Libertai, 256 of 384 experts: 94.01 GiB of weights a rank on two Sparks, tables on disk."""
+    sized = FLASH.replace("source:", "checkpoint: V4.1-Flash, size: %s, tables: disk, source:")
+    whole = model("V4.1-Flash")
+    pruned = model_for(load(sized % ("373Gi", "/m/REAP-256E")).spec.model)
+    assert pruned.checkpoint_bytes == 373 * 2**30
+    assert whole.weight_bytes - pruned.weight_bytes == pytest.approx(whole.checkpoint_bytes - 373 * 2**30, abs=1000)
+    engine = EngineSettings(32_768, 8, 4096, speculative_tokens=5, tables_on_disk=True)
+    plan = memory_plan(pruned, machine_named("gb10"), Parallel(2), engine)
+    assert plan.ranks[0].items[0].bytes / 2**30 == pytest.approx(94.01, abs=0.5)
+    for size in ("5Gi", "2Ti"):
+        with pytest.raises(UnknownCheckpoint, match=r"spec.model.size: .* is not a size of V4.1-Flash; write 200Gi to"):
+            model_for(load(sized % (size, "/m/x")).spec.model)

@@ -151,3 +151,10 @@ def test_the_surface_of_the_installed_vllm_is_fresh() -> None:
     )
     document = json.loads(made.stdout[made.stdout.index("{") :])
     assert document == surface_document(f"vllm-{document['vllm']}")
+
+
+@pytest.mark.parametrize("written", ["--max-num-seqs 4", "--max-num-seqs4", "--max_num_seqs 4"])
+def test_a_missing_equals_sign_is_suggested(written: str) -> None:
+    ((index, problem),) = argument_problems([written], profile_named("vllm-0.33").surface)
+    assert (index, problem.value) == (0, written)
+    assert problem.remedy == f"write {written[:14]}=4"

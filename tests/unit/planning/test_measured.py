@@ -10,7 +10,7 @@ from dsv4_operator.api import DeploymentStatus, GroupStatus, MeasuredItem, Measu
 from dsv4_operator.planning import catalog_facts
 from dsv4_operator.planning.catalog import GIB, machine
 from dsv4_operator.planning.memory import Measured, MemoryPlan, memory_plan
-from dsv4_operator.planning.memory.runs import TERMS, comparisons, measured_of, runs, terms
+from dsv4_operator.planning.memory.runs import TERMS, comparisons, largest_deviation, measured_of, runs, terms
 from dsv4_operator.planning.setup import memory_of, setup
 from dsv4_runtime.util.memory_log import memory_differences, read_memory_log
 
@@ -42,6 +42,60 @@ def test_a_log_is_read() -> None:
     assert (log.concurrency, log.max_model_len, log.kv_tokens, log.utilization) == (1.19, 1_048_576, 1_249_001, 0.975)
     old = read_memory_log(OLD)
     assert (old.weights, old.activations, old.non_torch) == tuple(round(size * GIB) for size in (42.46, 1.84, 2.43))
+
+
+@pytest.mark.parametrize(
+    ("lines", "figures"),
+    [
+        (
+            [
+                "ValueError: To serve at least one request with the model's max seq len (1048576), 11.04 GiB KV cache "
+                "is needed, which is larger than the available KV cache memory (10.33 GiB). Based on the available "
+                "memory, the estimated maximum model length is 921856."
+            ],
+            {"needed": 11.04, "kv": 10.33, "max_model_len": 1_048_576},
+        ),
+        (
+            ["ValueError: (3.79 GiB needed, which is larger than the available KV cache memory (3.12 GiB)"],
+            {"needed": 3.79, "kv": 3.12},
+        ),
+        (["(Worker_TP0 pid=300) INFO Available KV cache memory: -1.42 GiB"], {"kv": -1.42}),
+        (
+            ["INFO Initial free memory 110.1 GiB, reserved 12.0 GiB memory for KV Cache as specified"],
+            {"reserved": 12.0},
+        ),
+    ],
+)
+def test_a_start_that_failed_is_read(lines: list[str], figures: dict[str, float]) -> None:
+    log = read_memory_log(lines)
+    plain = ("max_model_len",)
+    for name, value in figures.items():
+        assert getattr(log, name) == (value if name in plain else round(value * GIB))
+
+
+def test_a_start_that_failed_is_compared() -> None:
+    plan = run("2 Sparks, b12x, K5, 1M, 0.85")
+    line = "11.04 GiB KV cache is needed, which is larger than the available KV cache memory (3.00 GiB)"
+    found = list(terms(plan, read_memory_log([line])))
+    assert [(term.name, term.within) for term in found] == [("KV cache", False), ("one request", True)]
+    largest = largest_deviation(found)
+    assert largest is not None
+    assert largest.name == "KV cache"
+    given = memory_plan(plan.model, plan.machine, plan.parallel, replace(plan.engine, kv_cache_memory=12 * GIB))
+    (term,) = terms(given, read_memory_log(["reserved 12.0 GiB memory for KV Cache"]))
+    assert term.within
+    (term,) = terms(given, read_memory_log(["reserved 11.5 GiB memory for KV Cache"]))
+    assert not term.within
+
+
+def test_a_measured_start_narrows_the_interval_to_two_percent() -> None:
+    plan = run("2 Sparks, b12x, K5, 1M, 0.90")
+    log = read_memory_log(["Available KV cache memory: 19.22 GiB"])
+    found = memory_differences(plan.budget_items(), log)
+    again = memory_plan(plan.model, plan.machine, plan.parallel, plan.engine, Measured("x", "2026-11-23", found))
+    rank = again.ranks[again.tightest]
+    assert rank.kv_available / GIB == pytest.approx(19.22, abs=0.01)
+    assert (rank.kv_most - rank.kv_least) / rank.kv_available == pytest.approx(0.04, abs=1e-6)
 
 
 def test_a_log_is_compared_term_by_term() -> None:

@@ -222,7 +222,7 @@ def read_file(file: str, *, detect_hardware: bool = False) -> DSV4Deployment:
     except FileNotFoundError:
         raise bad_input(f"{name}: there is no such file") from None
     except UnicodeDecodeError:
-        raise bad_input(f"{name}: not a text file; a DSV4Deployment is YAML or JSON") from None
+        raise bad_input(f"{name}: is not UTF-8 text; save the file as UTF-8") from None
     except OSError as error:
         raise bad_input(f"{name}: {error.strerror}") from None
     missing: list[str] = []

@@ -104,10 +104,6 @@ class Range:
             raise ValueError(f"{self.expected} is not between {self.least} and {self.most}")
 
 
-EXACT = Range(1.0, 1.0, 1.0)
-"""A constant share."""
-
-
 @dataclass(frozen=True, slots=True)
 class Build:
     """Properties of an engine build that determine its memory. The defaults are those of released vLLM."""
@@ -116,6 +112,8 @@ class Build:
     """Memory of the loaded weights over the bytes of the tensors on a rank: seven logs of four builds."""
     experts: Range = Range(1.0, 1.0, 1.0)
     """Bytes of the routed experts in memory over those in the checkpoint: converted formats, experts loaded twice."""
+    experts_shared: Range | None = None
+    """The same for models whose layers share their caches (V4.1). Default: `experts`."""
     expert_rows: int = 128
     """Multiple of rows to which the MoE kernels round an expert's share up."""
     workspace: Range = Range(0.0, 0.0, 0.0)
@@ -126,10 +124,27 @@ class Build:
     """Whether the estimate of the graphs is part of `gpu_memory_utilization` (vLLM since 0.21)."""
     graph: Range | None = None
     """GiB of the estimate for each captured size. Default: that of the machine."""
+    scratch: bool = False
+    """Whether the MoE kernels keep scratch memory for every routed row of a step (b12x), within the profile."""
+    window_groups: int = 3
+    """Groups of window layers with several draft layers."""
+    drafts_in_flight: bool = False
+    """Whether the draft tokens and the sampled token of a step count as tokens in flight."""
+    state_pages: int = 0
+    """States of a compressed page of V4.1, and tokens of a window page: 64 in builds for FlashInfer's kernels on SM12x.
+    0: those of released vLLM."""
+    nccl_counted: Range = Range(0.0, 0.0, 0.0)
+    """GiB for each peer of NCCL's buffers that are allocated after vLLM's first measurement, on unified memory with
+    more than two ranks and NCCL's defaults."""
     other: Range | None = None
     """GiB of vLLM's non-torch memory and of buffers that outlive the profile. Default: that of the machine."""
     head: Range | None = None
     """Additional GiB of rank 0 on unified memory. Default: that of the executor."""
+    padded_tensor: tuple[int, ...] = ()
+    """Tensor-parallel sizes for which the build pads heads and groups that they do not divide."""
+    residual: tuple[float, float] | None = None
+    """GiB of KV cache of logged starts below and above their plans: the interval that contains 90 % of them. Default:
+    that of the kind of memory."""
 
 
 RELEASED = Build()
@@ -138,7 +153,14 @@ RELEASED = Build()
 
 def build_of(row: Mapping[str, Any]) -> Build:
     """Return the build of a table in a data file; ranges are lists of three numbers."""
-    values: dict[str, Any] = {name: Range(*value) if isinstance(value, list) else value for name, value in row.items()}
+    values: dict[str, Any] = {
+        name: tuple(value)
+        if name in ("residual", "padded_tensor")
+        else Range(*value)
+        if isinstance(value, list)
+        else value
+        for name, value in row.items()
+    }
     return Build(**values)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any
 
@@ -135,13 +135,45 @@ def model_for(spec: ModelSpec) -> Model:
     found = checkpoint_named(name)
     if found is None:
         known = ", ".join(each.name for each in models() if each.repo)
-        remedy = f"use one of {known}" if spec.checkpoint else f"set spec.model.checkpoint to one of {known}"
+        sized = ", and spec.model.size for a pruned or requantized one"
+        remedy = f"use one of {known}" if spec.checkpoint else f"set spec.model.checkpoint to one of {known}{sized}"
         raise UnknownCheckpoint(Finding(field, "UnknownCheckpoint", "is not a known checkpoint", remedy, name))
     if found.variant != spec.variant:
         message = f"does not match {field} {quoted(name)}, which is {found.name}"
         remedy = f"write {found.variant}"
         raise UnknownCheckpoint(Finding("spec.model.variant", "VariantMismatch", message, remedy, spec.variant))
-    return found
+    return found if spec.size is None else resized(found, spec.size)
+
+
+@lru_cache(maxsize=64)
+def resized(model: Model, size: int) -> Model:
+    """Return `model` with safetensors files of `size` bytes: its routed experts have the difference, drafts' included.
+
+    Raises:
+        UnknownCheckpoint: the size leaves no bytes for the experts, or is more than twice that of the model.
+    """
+    drafts = model.speculative.components if model.speculative else ()
+    every = (*(part for layer in model.layers for part in layer), *drafts)
+    experts = sum(part.bytes for part in every if part.division is Division.EXPERT)
+    factor = 1 + (size - model.checkpoint_bytes) / experts
+    if factor <= 0 or size > 2 * model.checkpoint_bytes:
+        least, most = -(-(model.checkpoint_bytes - experts) // 2**30), 2 * model.checkpoint_bytes // 2**30
+        message, remedy = f"is not a size of {model.name}", f"write {least}Gi to {most}Gi"
+        raise UnknownCheckpoint(Finding("spec.model.size", "CheckpointSize", message, remedy, size))
+
+    def scaled(parts: Iterable[WeightComponent]) -> tuple[WeightComponent, ...]:
+        return tuple(
+            replace(part, bytes=round(factor * part.bytes)) if part.division is Division.EXPERT else part
+            for part in parts
+        )
+
+    return replace(
+        model,
+        name=f"{model.name} with {size / 2**30:.1f} GiB",
+        layers=tuple(map(scaled, model.layers)),
+        speculative=replace(model.speculative, components=scaled(drafts)) if model.speculative else None,
+        checkpoint_bytes=size,
+    )
 
 
 def checkpoint_named(name: str) -> Model | None:

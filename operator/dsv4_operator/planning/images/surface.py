@@ -197,10 +197,24 @@ def argument_problems(args: Sequence[str], surface: Surface) -> Iterator[tuple[i
     """Yield the index in `args` and the problem of every argument that the engine of `surface` would refuse."""
     for argument in read_arguments(args):
         name = surface.flag(argument.name)
+        if name is None and (joined := _without_equals(argument.written, surface)):
+            yield argument.index, Problem(argument.written, "has no = between flag and value", f"write {joined}")
+            continue
         if name is None:
             yield argument.index, unknown(argument.written, list(surface.flag_names()), f"vLLM {surface.vllm}")
             continue
         yield from ((argument.index, problem) for problem in _value_problems(argument, surface.flags[name]))
+
+
+def _without_equals(written: str, surface: Surface) -> str:
+    """Return `--flag=value` for `--flag value` or `--flagvalue` in one word; empty if it has no known flag."""
+    flag, space, value = written.partition(" ")
+    if space and surface.flag(flag.replace("_", "-")):
+        return f"{flag}={value.strip()}"
+    known = [name for name in surface.flag_names() if name.startswith("--") and written.startswith(name)]
+    longest = max(known, key=len, default="")
+    value = written[len(longest) :]
+    return f"{longest}={value}" if longest and value[:1].isdigit() else ""
 
 
 def unknown(name: str, known: Sequence[str], of: str) -> Problem:

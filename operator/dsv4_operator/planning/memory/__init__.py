@@ -1,5 +1,6 @@
 """Memory plan of every rank, byte by byte, and the changes that would make it fit. Pure."""
 
+from dsv4_operator.planning.memory.items import BadDivision
 from dsv4_operator.planning.memory.plan import advice, deployment_plan, gib, memory_plan
 from dsv4_operator.planning.memory.records import (
     EngineSettings,
@@ -12,6 +13,7 @@ from dsv4_operator.planning.memory.records import (
 )
 
 __all__ = [
+    "BadDivision",
     "EngineSettings",
     "FitVerdict",
     "Measured",

@@ -54,29 +54,45 @@ def stages(layers: int, pipeline: int) -> tuple[range, ...]:
     return tuple(range(edges[stage], edges[stage + 1]) for stage in range(pipeline))
 
 
-def check_parallel(model: Model, parallel: Parallel) -> None:
-    """Check that `parallel` divides the model.
+class BadDivision(ValueError):
+    """The ranks do not divide the model; the text has possible values."""
+
+    def __init__(self, problem: str, remedy: str, sizes: Sequence[int]) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem, self.remedy = problem, remedy
+        self.sizes = tuple(sizes)
+        """Tensor-parallel sizes that divide the model."""
+
+
+def check_parallel(model: Model, parallel: Parallel, padded: Sequence[int] = ()) -> None:
+    """Check that `parallel` divides the model, or that the build pads it for the size.
 
     Raises:
-        ValueError: it does not; the text has possible values.
+        BadDivision: it does not.
     """
     legal = [size for size in (1, 2, 4, 8, 16) if not (model.heads % size or model.o_groups % size)]
-    if parallel.tensor < 1 or model.heads % parallel.tensor or model.o_groups % parallel.tensor:
+    undivided = model.heads % parallel.tensor or model.o_groups % parallel.tensor if parallel.tensor > 0 else True
+    if undivided and parallel.tensor not in padded:
         stages_instead = _divided(model, legal, parallel.world_size)
-        raise ValueError(
+        raise BadDivision(
             f"tensorParallelSize {parallel.tensor} does not divide {model.name}: it has {model.heads} heads in "
-            f"{model.o_groups} output groups; use {stages_instead or 'one of ' + ', '.join(map(str, legal))}"
+            f"{model.o_groups} output groups",
+            f"use {stages_instead or 'one of ' + ', '.join(map(str, (*legal, *padded)))}",
+            (*legal, *padded),
         )
     if not 1 <= parallel.pipeline <= len(model.layers):
-        raise ValueError(
-            f"pipelineParallelSize {parallel.pipeline} does not divide {model.name}: it has {len(model.layers)} "
-            f"layers; use 1 to {len(model.layers)}"
+        raise BadDivision(
+            f"pipelineParallelSize {parallel.pipeline} does not divide {model.name}: it has {len(model.layers)} layers",
+            f"use 1 to {len(model.layers)}",
+            legal,
         )
     for stage in stages(len(model.layers), parallel.pipeline)[1:]:
         if not _begins_well(model, stage.start):
-            raise ValueError(
+            raise BadDivision(
                 f"pipelineParallelSize {parallel.pipeline} does not divide {model.name}: layer {stage.start} would "
-                f"begin a stage, and reads the KV cache of an earlier layer; use one of {_legal_stages(model)}"
+                f"begin a stage, and reads the KV cache of an earlier layer",
+                f"use one of {_legal_stages(model)}",
+                legal,
             )
 
 
@@ -107,17 +123,18 @@ _DRAFT_EXPERTS = 0.95
 """Share of the experts in the bytes of a draft layer."""
 
 
-def weights_item(parts: Iterable[tuple[Part, int]], build: Build) -> Item:
+def weights_item(model: Model, parts: Iterable[tuple[Part, int]], build: Build) -> Item:
     """Return the memory of the loaded `parts`, with the experts in the build's format."""
     sizes = dict(parts)
     whole = sum(sizes.values())
     experts = sizes.get(Part.EXPERTS, 0) + int(_DRAFT_EXPERTS * sizes.get(Part.DRAFTS, 0))
+    kept_share = build.experts_shared if model.kv_sources and build.experts_shared else build.experts
     least, expected, most = (
         int(tensors * whole + (kept - 1) * experts)
         for tensors, kept in (
-            (build.tensors.least, build.experts.least),
-            (build.tensors.expected, build.experts.expected),
-            (build.tensors.most, build.experts.most),
+            (build.tensors.least, kept_share.least),
+            (build.tensors.expected, kept_share.expected),
+            (build.tensors.most, kept_share.most),
         )
     )
     return Item("weights", expected, MemoryPool.BUDGET, "", least, most)
@@ -158,6 +175,8 @@ def share(component: WeightComponent, model: Model, parallel: Parallel, expert_r
     return -(-component.bytes * rows // model.moe_inter)
 
 
+INSTANT = "instanttensor"
+_PAIR = 2
 _ROPE_DIM = 64
 _LOGITS = 512 * MIB
 """vLLM 0.32: VLLM_SPARSE_INDEXER_MAX_LOGITS_MB."""
@@ -181,10 +200,11 @@ _OTHER_UNIFIED = Range(0.2, 1.5, 3.0)
 """vLLM measures the free memory of the whole machine, so this includes the growth of host processes: 0.4 to 2.7 GiB in
 six builds, 6 in one with NCCL's defaults."""
 _HEAD = Range(0.3, 0.6, 1.0)
-_HEAD_RAY = Range(0.3, 0.9, 3.9)
+_HEAD_RAY = Range(0.3, 0.64, 3.9)
 _HEAD_RAY_LEGACY = Range(1.0, 3.2, 3.9)
 """Growth of the API server, engine core and Ray head of rank 0 after vLLM's first measurement: 3.66 GiB less KV cache
-than on the others with Ray's compiled graphs, 0.64 without Ray. No log of RayV2, with the processes of both, exists."""
+than on the others with Ray's compiled graphs, 0.64 without Ray. Ray's head runs before the measurement. No log of RayV2
+exists."""
 _CONTEXT = Range(1.0, 1.2, 1.6)
 """CUDA context and communicators before vLLM's first measurement of a discrete GPU: 93.83 of 95.01 GiB were free."""
 _HOST_UNIFIED = Range(5.0, 7.0, 11.0)
@@ -196,8 +216,19 @@ _RESERVE = Range(0.0, 0.0, 0.35)
 _NCCL_PAIR, _NCCL_MANY = Range(0.3, 0.43, 1.0), Range(0.4, 1.5, 11.6)
 """Shared-memory buffers between 2 ranks and among more: 11.6 GiB with 8 ranks at NCCL's defaults, 0.43 with fewer
 channels and smaller buffers."""
-_LOADER = 4.43 * GIB
-"""Temporary memory of the load (instanttensor on GB10), released before the KV cache is allocated."""
+_CHUNK, _DEPTH = 8 * MIB, 512
+"""InstantTensor (0.2): bytes of a request, and requests in flight of all ranks together. Each rank has a ring for all
+of them in device memory, and pinned windows for its own."""
+_HELD = Range(0.08, 0.46, 0.93)
+"""Part of InstantTensor's buffers in use on unified memory when vLLM sizes the KV cache: 4.4 to 5.6 of 6 GiB in a test
+of this variable alone on two GB10 (three starts an arm), 0 to 3 GiB in starts of b12x builds."""
+_OTHER_LOADERS = {"fastsafetensors": Range(0.0, 0.2, 2.0), "b12x": Range(0.0, 0.2, 2.0)}
+"""GiB in use on unified memory when vLLM sizes the KV cache; no log of them exists."""
+_INDEXER_ROW = 144_000
+"""Bytes of b12x's indexer workspace for a token of a step: 1124 MiB for 8192."""
+_SPLIT_ROWS = 16_384
+"""Rows times splits for which b12x's attention has partial results."""
+_SCRATCH, _PROFILED = Range(0.5, 1.0, 1.5), Range(0.5, 1.0, 1.3)
 
 
 def beside_weights(
@@ -230,9 +261,30 @@ def beside_weights(
         yield ranged("reserve", _RESERVE, MemoryPool.BESIDE, "stays free")
 
 
-def loader_bytes(machine: Machine) -> int:
+def loader_bytes(machine: Machine, parallel: Parallel, engine: EngineSettings) -> int:
     """Return the temporary memory of the load beside the weights, before the KV cache is allocated."""
-    return int(_LOADER) if machine.sm else 0
+    if not machine.sm or engine.load_format != INSTANT:
+        return 0
+    ring, windows = _instant_buffers(parallel, engine)
+    return ring + (windows if machine.unified_memory else 0)
+
+
+def _instant_buffers(parallel: Parallel, engine: EngineSettings) -> tuple[int, int]:
+    """Return the bytes of InstantTensor's ring in device memory and of its pinned windows, on one rank."""
+    windows = engine.loader_windows or max(_DEPTH // parallel.world_size, 3) * _CHUNK
+    return engine.loader_ring or windows * parallel.world_size, windows
+
+
+def load_format_item(parallel: Parallel, engine: EngineSettings) -> Item | None:
+    """Return the loader's memory that vLLM counts when it sizes the KV cache on unified memory; None without any."""
+    if engine.load_format == INSTANT:
+        buffers = sum(_instant_buffers(parallel, engine)) / GIB
+        held = Range(_HELD.least * buffers, _HELD.expected * buffers, _HELD.most * buffers)
+    elif engine.load_format in _OTHER_LOADERS:
+        held = _OTHER_LOADERS[engine.load_format]
+    else:
+        return None
+    return ranged("load format", held, MemoryPool.BUDGET, f"buffers of {engine.load_format} in use after the load")
 
 
 def _profiled(
@@ -244,6 +296,16 @@ def _profiled(
     yield Item("rotary tables, top-k buffer", tables, MemoryPool.BUDGET)
     transient = tokens * _activation_bytes(model, parallel)
     yield ranged("activations", _ACTIVATIONS, MemoryPool.BUDGET, f"{tokens} batched tokens", plus=transient)
+    if build.scratch:
+        # BF16 copies of the inputs, FP32 outputs; FP32 gate and up projections with FP8 activations.
+        row = 6 * model.hidden + 9 * -(-model.moe_inter // parallel.tensor)
+        routed = tokens * model.experts_per_token * row / GIB
+        yield ranged("MoE scratch", _times(_SCRATCH, routed), MemoryPool.BUDGET, "for all routed rows of a step")
+    if engine.attention_profiled:
+        heads = -(-model.heads // parallel.tensor)
+        profiled = (_SPLIT_ROWS * heads * (2 * model.head_dim + 4) + tokens * _INDEXER_ROW) / GIB
+        note = "VLLM_MEMORY_PROFILE_INCLUDE_ATTN: of attention and indexer"
+        yield ranged("attention in the profile", _times(_PROFILED, profiled), MemoryPool.BUDGET, note)
     states = engine.max_model_len // (1 if model.kv_sources else _CONTEXT_RATIO)
     workspace = states * _KEYS * _KEY_BYTES
     factor = build.indexer_factor or (_FACTOR_LONG if engine.max_model_len > _LONG else _FACTOR)
@@ -255,8 +317,19 @@ def _profiled(
         yield ranged("attention workspace", Range(*sizes), MemoryPool.BUDGET, "where a prefill gathers its context")
     other = build.other or (_OTHER_UNIFIED if machine.unified_memory else _OTHER)
     yield ranged("non-torch memory", other, MemoryPool.BUDGET, "libraries, NCCL's channels, workspaces")
+    if machine.unified_memory:
+        if loader := load_format_item(parallel, engine):
+            yield loader
+        if parallel.world_size > _PAIR and build.nccl_counted.most:
+            peers = (parallel.world_size - 1) * min(1.0, engine.nccl_share)
+            note = "allocated in the profile; NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS bound it"
+            yield ranged("NCCL in the profile", _times(build.nccl_counted, peers), MemoryPool.BUDGET, note)
     if engine.cuda_graphs:
         yield _graphs(model, machine, engine, drafting=last and engine.speculative_tokens > 0)
+
+
+def _times(size: Range, factor: float) -> Range:
+    return Range(size.least * factor, size.expected * factor, size.most * factor)
 
 
 def _graphs(model: Model, machine: Machine, engine: EngineSettings, *, drafting: bool) -> Item:
@@ -288,6 +361,9 @@ def _nccl(parallel: Parallel, engine: EngineSettings) -> Item:
     expected, most = (
         max(_NCCL_MANY.least, each * engine.nccl_share) for each in (_NCCL_MANY.expected, _NCCL_MANY.most)
     )
+    if engine.build.nccl_counted.most:
+        # Most of them are within the engine's budget.
+        expected = _NCCL_MANY.least
     note = "11.6 GiB were seen at NCCL's defaults; NCCL_BUFFSIZE bounds it" if engine.nccl_share >= 1 else ""
     return ranged("NCCL buffers", Range(_NCCL_MANY.least, expected, most), MemoryPool.BESIDE, note)
 

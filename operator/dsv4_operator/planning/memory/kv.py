@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from dsv4_operator.planning.catalog.records import EXACT, Model, Range
+from dsv4_operator.planning.catalog.records import Model, Range
 
 _WINDOW_TOKENS = 64
 _WINDOW_TOKENS_SHARED = 32
@@ -51,6 +51,8 @@ FORMATS = {
 }
 _LOGGED_BLOCK = {("nvfp4_ds_mla", 43): 1_065_792}
 """Logged bytes of a block of builds whose format is not public, by format and layers."""
+_RELEASED_REQUEST = Range(0.995, 1.0, 1.005)
+"""Logged over planned blocks of a request of builds with a public format."""
 _LOGGED_REQUEST = Range(0.91, 0.95, 1.03)
 """Correction for those builds: three of 0.26 hold 6 to 9 % fewer blocks for a request, one of 0.25 1 % more."""
 
@@ -93,7 +95,7 @@ class Layout:
 
     groups: tuple[KVGroup, ...]
     logged_block: int | None = None
-    reserve: Range = EXACT
+    reserve: Range = _RELEASED_REQUEST
     """Logged over planned blocks of one request."""
 
     def bytes_per_block(self, layers: range) -> int:
@@ -108,8 +110,12 @@ class Layout:
 
 
 @cache
-def layout(model: Model, kv_format: str, drafts: int, draft_tokens: int = 0) -> Layout:
+def layout(
+    model: Model, kv_format: str, drafts: int, draft_tokens: int = 0, window_groups: int = 3, state_pages: int = 0
+) -> Layout:
     """Return vLLM's groups for the caches of `model` with `drafts` draft layers and `draft_tokens` of a step.
+
+    `window_groups` and `state_pages` are those of the build (`Build`).
 
     Raises:
         ValueError: the format is unknown, or the model does not support it.
@@ -119,13 +125,14 @@ def layout(model: Model, kv_format: str, drafts: int, draft_tokens: int = 0) -> 
     if model.kv_sources:
         if kv_format == "nvfp4_ds_mla":
             raise ValueError(f"{model.name} has the KV cache format nvfp4_ds_mla on SM100 only; leave kvCacheDtype out")
-        return Layout(_groups(list(_shared_caches(model, FORMATS[kv_format], drafts, draft_tokens))))
+        return Layout(_groups(list(_shared_caches(model, FORMATS[kv_format], drafts, draft_tokens, state_pages))))
     groups = _groups(list(_caches(model, FORMATS[kv_format], drafts)))
     if drafts > 1:
-        # Logs of builds with several DSpark stages match three groups of window layers (ECO, MIA; NEP two).
-        groups = _with_third_window_group(groups, model.window)
+        # Logs of builds with several DSpark stages match three groups of window layers (ECO, MIA; NEP two), those of
+        # b12x builds for Spark six.
+        groups = _with_window_groups(groups, model.window, window_groups)
     logged = _LOGGED_BLOCK.get((kv_format, len(model.layers)))
-    return Layout(groups, logged, _LOGGED_REQUEST if logged else EXACT)
+    return Layout(groups, logged, _LOGGED_REQUEST if logged else _RELEASED_REQUEST)
 
 
 def _caches(model: Model, form: Format, drafts: int) -> Iterator[_LayerCache]:
@@ -147,23 +154,25 @@ def _caches(model: Model, form: Format, drafts: int) -> Iterator[_LayerCache]:
             yield _LayerCache(layer, ("window", tokens), width * ratio, padded(state * model.index_dim))
 
 
-def _shared_caches(model: Model, form: Format, drafts: int, draft_tokens: int) -> Iterator[_LayerCache]:
+def _shared_caches(
+    model: Model, form: Format, drafts: int, draft_tokens: int, state_pages: int
+) -> Iterator[_LayerCache]:
     """Yield the caches of V4.1 (`models/deepseek_v41/attention.py`, `compressor.py`).
 
     Few layers have a compressed cache and index keys. Rows before compression are in a ring of one block per request.
     """
+    window_tokens = state_pages or _WINDOW_TOKENS_SHARED
     # A power of two for the rows of a step and one earlier row.
     rows = max(8, 1 << (draft_tokens + 1).bit_length())
     for layer, ratio in enumerate((*model.compress_ratios, *(0,) * drafts)):
-        window = form.padded(_WINDOW_TOKENS_SHARED * form.token_bytes)
-        yield _LayerCache(layer, ("window", _WINDOW_TOKENS_SHARED), model.window, window)
+        window = form.padded(window_tokens * form.token_bytes)
+        yield _LayerCache(layer, ("window", window_tokens), model.window, window)
         if layer not in model.kv_sources:
             continue
-        states = model.block_tokens // ratio
-        yield _LayerCache(layer, ("whole", model.block_tokens), 0, form.padded(states * form.token_bytes))
-        yield _LayerCache(
-            layer, ("whole", model.block_tokens), 0, form.padded(states * (model.index_dim + _INDEX_EXTRA))
-        )
+        tokens = state_pages * ratio or model.block_tokens
+        states = tokens // ratio
+        yield _LayerCache(layer, ("whole", tokens), 0, form.padded(states * form.token_bytes))
+        yield _LayerCache(layer, ("whole", tokens), 0, form.padded(states * (model.index_dim + _INDEX_EXTRA)))
         if ratio > 1:
             yield _LayerCache(layer, ("ring", 0), 0, rows * 2 * 4 * model.head_dim)
 
@@ -215,6 +224,7 @@ def _split_size(counts: Sequence[int], floor: int) -> int:
     return max(range(floor, max(counts) + 1), key=lambda size: (-sum(-count % size for count in counts), size))
 
 
-def _with_third_window_group(groups: tuple[KVGroup, ...], window: int) -> tuple[KVGroup, ...]:
-    of_window = [group for group in groups if group.window == window and group.block_tokens == _WINDOW_TOKENS]
-    return groups if len(of_window) >= 3 else (*groups, KVGroup(_WINDOW_TOKENS, window, ()))
+def _with_window_groups(groups: tuple[KVGroup, ...], window: int, count: int) -> tuple[KVGroup, ...]:
+    """Return `groups` with at least `count` groups of window layers."""
+    found = sum(group.window == window and group.block_tokens == _WINDOW_TOKENS for group in groups)
+    return (*groups, *(KVGroup(_WINDOW_TOKENS, window, ()),) * (count - found))

@@ -18,11 +18,12 @@ from dsv4_operator.api import (
     TablesPlace,
 )
 from dsv4_operator.planning.catalog.records import GIB, NANO, Machine, Model, Part
-from dsv4_operator.planning.images import ImageProfile
+from dsv4_operator.planning.images import ImageProfile, profile_named
 from dsv4_operator.planning.images.surface import read_arguments
 from dsv4_operator.planning.memory.items import (
     beside_weights,
     check_parallel,
+    load_format_item,
     loader_bytes,
     rank_weights,
     stages,
@@ -57,7 +58,7 @@ def memory_plan(
     Raises:
         ValueError: `parallel` does not divide the model (heads, output groups, layers), or the KV format is unknown.
     """
-    check_parallel(model, parallel)
+    check_parallel(model, parallel, engine.build.padded_tensor)
     drafts = model.speculative.layers if engine.speculative_tokens and model.speculative else 0
     cache, widths = _cache(model, engine, parallel.pipeline, drafts)
     kinds = [_kind(parallel, rank) for rank in range(parallel.world_size)]
@@ -71,14 +72,11 @@ def memory_plan(
     missing = {rank.rank: _missing(rank, widths, kv) for rank in firsts.values()}
     tightest = max(firsts.values(), key=lambda rank: (max(missing[rank.rank]), -rank.rank))
     problem = _verdict(machine, engine, tightest, missing[tightest.rank], widths, kv)
-    budget, beside = MemoryPool.BUDGET, MemoryPool.BESIDE
-    worst, best = (
-        max(max(_missing(rank, widths, kv, *change)) for rank, change in changes)
-        for changes in (
-            [(rank, (rank.above(budget), rank.above(beside))) for rank in firsts.values()],
-            [(rank, (-rank.below(budget), -rank.below(beside))) for rank in firsts.values()],
-        )
+    beside = MemoryPool.BESIDE
+    worst = max(
+        _missing(rank, widths, kv, rank.kv_available - rank.kv_least, rank.above(beside))[0] for rank in firsts.values()
     )
+    best = max(max(_missing(rank, widths, kv, _better(rank), -rank.below(beside))) for rank in firsts.values())
     refused = bool(problem) and (kv is None or not machine.memory_bytes or best > 0)
     return MemoryPlan(
         model=model,
@@ -91,8 +89,8 @@ def memory_plan(
         ),
         kv=kv,
         fits=not problem,
-        verdict=FitVerdict.NO if refused else FitVerdict.NARROW if problem or worst > 0 else FitVerdict.FITS,
-        uncertainty_bytes=max(0, worst - max(missing[tightest.rank])),
+        verdict=FitVerdict.NO if refused else FitVerdict.UNCERTAIN if problem else FitVerdict.FITS,
+        uncertainty_bytes=max(rank.kv_available - rank.kv_least for rank in firsts.values()),
         lacks_at_most=worst,
         tightest=tightest.rank,
         problem=problem,
@@ -104,7 +102,9 @@ def _cache(model: Model, engine: EngineSettings, pipeline: int, drafts: int) -> 
     """Return the layout of the KV cache and the bytes of a block on each stage."""
     if not model.kv_known:
         return None, (0,) * pipeline
-    found = layout(model, engine.kv_dtype or model.kv_format, drafts, engine.speculative_tokens)
+    build = engine.build
+    form = engine.kv_dtype or model.kv_format
+    found = layout(model, form, drafts, engine.speculative_tokens, build.window_groups, build.state_pages)
     return found, _widths(found, len(model.layers), pipeline, drafts)
 
 
@@ -131,7 +131,7 @@ def _rank(
     if not machine.unified_memory or engine.tables_on_disk:
         parts = tuple((part, size) for part, size in parts if part is not Part.ENGRAM)
     total = sum(size for _, size in parts)
-    items = [weights_item(parts, engine.build) if machine.sm else Item("weights", total, MemoryPool.BUDGET)]
+    items = [weights_item(model, parts, engine.build) if machine.sm else Item("weights", total, MemoryPool.BUDGET)]
     for item in beside_weights(model, machine, parallel, engine, head=rank == 0, last=stage == parallel.pipeline - 1):
         if not machine.sm and item.name == "worker and Ray processes":
             # The measurement of the processes of a CPU member includes their weights.
@@ -149,7 +149,7 @@ def _rank(
     else:
         budget = int(memory * (engine.gpu_memory_utilization or machine.utilization))
         available = budget - planned
-        least, most = budget - sum(item.most for item in inside), budget - sum(item.least for item in inside)
+        least, most = _interval(available, machine, engine, measured)
     return RankPlan(
         rank=rank,
         node=rank // parallel.devices_per_node,
@@ -163,14 +163,33 @@ def _rank(
         kv_least=least,
         kv_most=most,
         kv_given=given,
-        loader_bytes=loader_bytes(machine),
+        loader_bytes=loader_bytes(machine, parallel, engine),
     )
+
+
+_RESIDUAL, _RESIDUAL_UNIFIED = (0.45, 0.45), (1.2, 1.2)
+_RESIDUAL_MEASURED = 0.02
+
+
+def _interval(available: int, machine: Machine, engine: EngineSettings, measured: Measured | None) -> tuple[int, int]:
+    """Return the interval of the memory for the KV cache that contains 90 % of comparable logged starts.
+
+    After a measured start on the same machine: 2 % of the KV cache.
+    """
+    if measured is not None:
+        change = int(_RESIDUAL_MEASURED * abs(available))
+        return available - change, available + change
+    below, above = engine.build.residual or (_RESIDUAL_UNIFIED if machine.unified_memory else _RESIDUAL)
+    return available - int(below * GIB), available + int(above * GIB)
 
 
 def _kv_plan(
     engine: EngineSettings, parallel: Parallel, cache: Layout, widths: Sequence[int], ranks: Sequence[RankPlan]
 ) -> KvPlan:
-    in_flight = engine.max_num_batched_tokens * engine.concurrent_batches(parallel.pipeline)
+    step = engine.max_num_batched_tokens
+    if engine.build.drafts_in_flight and engine.speculative_tokens:
+        step += engine.speculative_tokens + 1
+    in_flight = step * engine.concurrent_batches(parallel.pipeline)
     request = cache.blocks_per_request(engine.max_model_len, in_flight)
     blocks = max(0, min(rank.kv_available // widths[rank.stage] for rank in ranks))
     concurrency = blocks / request
@@ -188,6 +207,8 @@ def _kv_plan(
         concurrency_least=least * cache.reserve.expected / cache.reserve.most,
         concurrency_most=most * cache.reserve.expected / cache.reserve.least,
         request_bytes=request * max(widths),
+        request_least=int(request * max(widths) * cache.reserve.least / cache.reserve.expected),
+        request_most=int(request * max(widths) * cache.reserve.most / cache.reserve.expected),
         in_flight_bytes=(request - cache.blocks_per_request(engine.max_model_len, 0)) * max(widths),
     )
 
@@ -212,6 +233,11 @@ def _missing(
         rank.used_bytes + cache + beside - rank.memory_bytes,
         loading - rank.memory_bytes,
     )
+
+
+def _better(rank: RankPlan) -> int:
+    """Return the change of the items in the budget in the best case, in bytes."""
+    return -rank.below(MemoryPool.BUDGET) if rank.kv_given else rank.kv_available - rank.kv_most
 
 
 def _verdict(
@@ -322,18 +348,49 @@ def advice(plan: MemoryPlan) -> Iterator[Change]:
             yield found
 
 
-def longest_context(plan: MemoryPlan) -> int:
-    """Return the greatest `max_model_len` with which `plan` would fit, a multiple of 1024 tokens; 0 if none."""
-    if not _with(plan, max_model_len=LEAST_CONTEXT).fits:
+def longest_context(plan: MemoryPlan, requests: int = 1) -> int:
+    """Return the greatest `max_model_len`, a multiple of 1024 tokens, with which `plan` would fit; 0 if none.
+
+    `requests` is the number of requests of that length that must fit at once.
+    """
+
+    def fits(tokens: int) -> bool:
+        changed = _with(plan, max_model_len=tokens)
+        return changed.fits and changed.kv is not None and changed.kv.concurrency >= requests
+
+    if not fits(LEAST_CONTEXT):
         return 0
     low, high = 1, plan.model.max_positions // LEAST_CONTEXT
     while low < high:
         middle = (low + high + 1) // 2
-        if _with(plan, max_model_len=middle * LEAST_CONTEXT).fits:
+        if fits(middle * LEAST_CONTEXT):
             low = middle
         else:
             high = middle - 1
     return low * LEAST_CONTEXT
+
+
+def load_formats(plan: MemoryPlan, formats: Sequence[str]) -> Iterator[tuple[str, Item | None]]:
+    """Yield each load format with its memory that reduces the KV cache on unified memory; None without any."""
+    for name in dict.fromkeys((plan.engine.load_format, *formats)):
+        yield name, load_format_item(plan.parallel, replace(plan.engine, load_format=name))
+
+
+def largest_uncertainty(plan: MemoryPlan) -> tuple[Item, str] | None:
+    """Return the item in the engine's budget with the widest range, and a measurement of it; None without ranges."""
+    items = [item for item in plan.ranks[plan.tightest].items if item.where is MemoryPool.BUDGET]
+    widest = max(items, key=lambda item: item.most - item.least)
+    if widest.most == widest.least:
+        return None
+    return widest, _MEASUREMENTS.get(widest.name, "read the memory lines of vLLM's log with --from-log")
+
+
+_MEASUREMENTS = {
+    "weights": "read `Model loading took … GiB` in vLLM's log",
+    "CUDA graphs": "read `Estimated CUDA graph memory` in vLLM's log",
+    "load format": "compare `Available KV cache memory` with a start with --load-format=safetensors",
+    "NCCL in the profile": "compare `Available KV cache memory` with a start with NCCL_BUFFSIZE=1048576",
+}
 
 
 def _other_settings(plan: MemoryPlan) -> Iterator[Change]:
@@ -516,6 +573,10 @@ def _with(plan: MemoryPlan, **values: object) -> MemoryPlan:
     return memory_plan(plan.model, plan.machine, plan.parallel, engine, plan.measured)
 
 
+_TABLES_ON_DISK = "spark-dsv41"
+_LEAST_LOADER = "safetensors"
+_ATTENTION = "VLLM_MEMORY_PROFILE_INCLUDE_ATTN"
+_CHUNK = 8 * 2**20
 _NCCL_BUFFER, _NCCL_CHANNELS = 4 * 2**20, 16
 """NCCL's default buffer of a channel, and its maximum number of channels between machines."""
 
@@ -539,10 +600,16 @@ def deployment_plan(
     parallel = Parallel(
         topology.tensor_parallel, topology.pipeline_parallel_size, topology.devices_per_node, topology.expert_parallel
     )
-    plan = memory_plan(model, machine, parallel, engine_of(deployment, model, machine, profile), measured)
+    engine = engine_of(deployment, model, machine, profile)
+    plan = memory_plan(model, machine, parallel, engine, measured)
     if deployment.spec.engine.max_model_len is None and machine.sm:
         longest = longest_context(plan) or LEAST_CONTEXT
         return memory_plan(model, machine, parallel, replace(plan.engine, max_model_len=longest), measured)
+    fastest = profile.load_formats[0] if profile.load_formats else engine.load_format
+    if machine.unified_memory and fastest != engine.load_format and _required_load_format(deployment, profile) is None:
+        faster = memory_plan(model, machine, parallel, replace(engine, load_format=fastest), measured)
+        if faster.kv and faster.fits and faster.kv.concurrency_least >= engine.max_num_seqs:
+            return faster
     return plan
 
 
@@ -550,6 +617,12 @@ def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profil
     """Return the settings that affect memory; the default context is the shortest one."""
     engine = deployment.spec.engine
     on_cpu = not machine.sm
+    on_disk = deployment.spec.model.tables is TablesPlace.DISK
+    build = profile.build
+    if on_disk and not profile.tables_on_disk and machine.unified_memory:
+        # The only known engines that do so are patched builds, with pages and workspaces of their own.
+        build = profile_named(_TABLES_ON_DISK).build
+    env = {**profile.env, **{given.name: given.value for given in engine.env}}
     return EngineSettings(
         max_model_len=engine.max_model_len or (NANO.max_model_len if on_cpu else LEAST_CONTEXT),
         max_num_seqs=engine.max_num_seqs,
@@ -565,10 +638,33 @@ def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profil
         capture_sizes=_sizes(engine.extra_args, "--cudagraph-capture-sizes"),
         ray=engine.executor is not Executor.MP,
         ray_legacy=engine.executor is Executor.RAY_LEGACY,
-        build=profile.build,
-        tables_on_disk=deployment.spec.model.tables is TablesPlace.DISK,
-        nccl_share=_nccl_share({**profile.env, **{given.name: given.value for given in engine.env}}),
+        build=build,
+        tables_on_disk=on_disk,
+        load_format=_required_load_format(deployment, profile) or _load_format(machine, profile),
+        loader_ring=_number(env, "INSTANTTENSOR_BUFFER_SIZE", 0),
+        loader_windows=_number(env, "INSTANTTENSOR_IO_DEPTH", 0) * _number(env, "INSTANTTENSOR_CHUNK_SIZE", _CHUNK),
+        attention_profiled=_ATTENTION in profile.extra_env and env.get(_ATTENTION) == "1",
+        nccl_share=_nccl_share(env),
     )
+
+
+def _required_load_format(deployment: DSV4Deployment, profile: ImageProfile) -> str | None:
+    """Return the load format of the user's arguments, else that of the image; None if neither sets one."""
+    arguments = read_arguments(deployment.spec.engine.extra_args)
+    given = [value for one in arguments if one.name == "--load-format" for value in one.values]
+    return given[-1] if given else profile.args.get("--load-format")
+
+
+def _load_format(machine: Machine, profile: ImageProfile) -> str:
+    """Return the load format with the least memory on unified memory, else the fastest."""
+    if machine.unified_memory and _LEAST_LOADER in profile.load_formats:
+        return _LEAST_LOADER
+    return profile.load_formats[0] if profile.load_formats else _LEAST_LOADER
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    value = env.get(name, "")
+    return int(value) if value.isdecimal() else default
 
 
 def _sizes(args: Sequence[str], flag: str) -> tuple[int, ...]:

@@ -55,6 +55,13 @@ class EngineSettings:
     """Differences of the image's engine from released vLLM."""
     tables_on_disk: bool = False
     """Whether tables beside the layers (n-grams of V4.1) are read from disk on demand, without memory."""
+    load_format: str = "safetensors"
+    loader_ring: int = 0
+    """Bytes of InstantTensor's buffer in device memory, if a variable sets it."""
+    loader_windows: int = 0
+    """Bytes of InstantTensor's pinned windows on a rank, if variables set them."""
+    attention_profiled: bool = False
+    """Whether vLLM's memory profile contains the workspaces of attention (`VLLM_MEMORY_PROFILE_INCLUDE_ATTN`)."""
     nccl_share: float = 1.0
     """Bytes of NCCL's buffers relative to its defaults, if their size or number was set."""
 
@@ -72,6 +79,10 @@ class MemoryPool(StrEnum):
     """In the same memory outside of the budget."""
 
 
+_EXPECTED = -(2**63)
+"""Bound of an item without a range: its expected size."""
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One line of a rank's memory."""
@@ -81,12 +92,12 @@ class Item:
     """Expected size."""
     where: MemoryPool
     note: str = ""
-    least: int = -1
-    most: int = -1
+    least: int = _EXPECTED
+    most: int = _EXPECTED
 
     def __post_init__(self) -> None:
         for name in ("least", "most"):
-            if getattr(self, name) < 0:
+            if getattr(self, name) == _EXPECTED:
                 object.__setattr__(self, name, self.bytes)
 
 
@@ -108,24 +119,25 @@ class Measured:
     """Bytes by item name: logged minus planned, negative if the plan was too high."""
 
     def applied(self, item: Item) -> Item:
-        """Return `item` with its measured size and half of its range, because settings may have changed."""
+        """Return `item` with its measured size and a tenth of its range, because settings may have changed."""
         if item.name not in self.differences:
             return item
-        size = max(0, item.bytes + self.differences[item.name])
-        below, above = (item.bytes - item.least) // 2, (item.most - item.bytes) // 2
+        # Other differences than those of the weights may be negative: of memory released during the profile.
+        size = item.bytes + self.differences[item.name]
+        below, above = (item.bytes - item.least) // 10, (item.most - item.bytes) // 10
         note = f"measured here on {self.date}"
-        return Item(item.name, size, item.where, note, max(0, size - below), size + above)
+        return Item(item.name, size, item.where, note, size - below, size + above)
 
 
 class FitVerdict(StrEnum):
-    """Whether a plan fits, over the ranges of its items."""
+    """Whether a plan fits."""
 
     FITS = "fits"
-    """With every item at its upper bound."""
-    NARROW = "fits by less than its uncertainty"
-    """Only with some items below their upper bound."""
+    """As expected, with room for at least one request of the greatest length."""
+    UNCERTAIN = "uncertain"
+    """Only if the memory is better than expected, within its interval."""
     NO = "does not fit"
-    """Not even with every item at its lower bound."""
+    """Not even with the best values of the interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +158,9 @@ class RankPlan:
     kv_available: int
     """Memory for the KV cache on this rank; negative if the items alone exceed the budget."""
     kv_least: int
-    """`kv_available` with every item of the budget at its upper bound."""
+    """Lower end of the interval of `kv_available` that contains 90 % of comparable logged starts."""
     kv_most: int
-    """`kv_available` with every item of the budget at its lower bound."""
+    """Its upper end."""
     kv_bytes: int
     """Size of the KV cache: whole blocks, limited by the tightest rank."""
     kv_given: bool
@@ -198,6 +210,10 @@ class KvPlan:
     concurrency_most: float
     request_bytes: int
     """`blocks_per_request` in bytes, on the widest stage."""
+    request_least: int
+    """Lower end of the interval of `request_bytes`: logged starts of builds with the same format."""
+    request_most: int
+    """Its upper end."""
     in_flight_bytes: int
     """Part of `request_bytes` for tokens in flight."""
 
@@ -218,9 +234,9 @@ class MemoryPlan:
     """With every item at its expected size."""
     verdict: FitVerdict
     uncertainty_bytes: int
-    """Additional bytes that the tightest rank may lack; 0 if the ranges do not affect the verdict."""
+    """Bytes by which the KV cache of the tightest rank may be smaller than expected."""
     lacks_at_most: int
-    """Bytes that a rank lacks with every item at its upper bound; 0 or less if none."""
+    """Bytes that a rank lacks in the worst case of its interval; 0 or less if none."""
     tightest: int
     """Rank with the least memory left; it limits the KV cache of all."""
     problem: str

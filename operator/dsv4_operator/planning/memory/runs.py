@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -11,7 +11,7 @@ from typing import Any
 
 from dsv4_operator.api import DeploymentStatus
 from dsv4_operator.api.values import format_time
-from dsv4_operator.planning.catalog.records import GIB, Build, build_of
+from dsv4_operator.planning.catalog.records import GIB
 from dsv4_operator.planning.catalog.tables import machine_named, model
 from dsv4_operator.planning.images import profile_named
 from dsv4_operator.planning.memory.plan import memory_plan
@@ -20,7 +20,7 @@ from dsv4_runtime.util.memory_log import KV_CACHE, MemoryLog, logged_terms
 
 TERMS = {
     "weights": ("weights", "rotary tables, top-k buffer"),
-    "activations": ("activations",),
+    "activations": ("activations", "MoE scratch"),
     "graphs": ("CUDA graphs",),
     "kv": (),
     "concurrency": (),
@@ -39,6 +39,10 @@ class LoggedStart:
     plan: MemoryPlan
     logged: Mapping[str, float]
     """GiB by figure; `concurrency` in requests."""
+    profile: str
+    """Image profile of its build."""
+    failed: bool = False
+    """Whether the KV cache had no room for one request, and the engine did not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,7 @@ class Comparison:
 def runs() -> tuple[LoggedStart, ...]:
     """Return every run in the order of the file."""
     data = tomllib.loads((resources.files(__package__) / "runs.toml").read_text(encoding="utf-8"))
-    builds = {row.pop("name"): build_of(row) for row in data["build"]}
-    return tuple(_run(row, builds) for row in data["run"])
+    return tuple(_run(row) for row in data["run"])
 
 
 def comparisons(figure: str | None = None) -> Iterator[Comparison]:
@@ -87,18 +90,34 @@ def planned(plan: MemoryPlan, rank: int, figure: str) -> tuple[float, float, flo
     return expected / GIB, sum(item.least for item in items) / GIB, sum(item.most for item in items) / GIB
 
 
-def _run(row: Mapping[str, Any], builds: Mapping[str, Build]) -> LoggedStart:
+def _run(row: Mapping[str, Any]) -> LoggedStart:
     machine, _, devices = row["on"].partition(" x")
-    build = (
-        profile_named(row["profile"]).build if "profile" in row else builds[row["build"]] if "build" in row else Build()
-    )
     plan = memory_plan(
         model(row["model"]),
         machine_named(machine),
         Parallel(row["tensor"], row.get("pipeline", 1), int(devices), row.get("expert", False)),
-        EngineSettings(**row["engine"], build=build),
+        EngineSettings(**row["engine"], build=profile_named(row["profile"]).build),
     )
-    return LoggedStart(row["name"], row["source"], row["date"], row.get("rank", 0), plan, row["logged"])
+    return LoggedStart(
+        row["name"],
+        row["source"],
+        row["date"],
+        row.get("rank", 0),
+        plan,
+        row["logged"],
+        row["profile"],
+        row.get("failed", False),
+    )
+
+
+_ROUNDING = GIB // 100
+"""vLLM logs GiB with two digits, some lines with one."""
+
+
+def largest_deviation(found: Sequence[Term]) -> Term | None:
+    """Return the term with the largest difference, of those outside their range if there are any."""
+    outside = [term for term in found if not term.within]
+    return max(outside or found, key=lambda term: abs(term.difference), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +154,14 @@ def terms(plan: MemoryPlan, log: MemoryLog) -> Iterator[Term]:
             yield Term(names[0], logged, planned, least, most)
     if log.kv is not None and not rank.kv_given:
         yield Term(KV_CACHE, log.kv, rank.kv_available, rank.kv_least, rank.kv_most)
+    if log.reserved is not None and rank.kv_given:
+        given = plan.engine.kv_cache_memory or 0
+        yield Term(KV_CACHE, log.reserved, given, given - _ROUNDING, given + _ROUNDING)
+    if log.needed is not None and plan.kv is not None:
+        kv = plan.kv
+        yield Term(
+            "one request", log.needed, kv.request_bytes, kv.request_least - _ROUNDING, kv.request_most + _ROUNDING
+        )
 
 
 def measured_of(status: DeploymentStatus, before: int | None = None) -> tuple[Measured, ...]:
