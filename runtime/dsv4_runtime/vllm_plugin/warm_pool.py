@@ -49,6 +49,8 @@ _SLICE_SECONDS = 0.05
 _LONGEST_SECONDS = 600.0
 """Limit of the sum of all pauses, for an agent that ended without removing the file."""
 _RAYLET_SECONDS = 10.0
+_READ_SECONDS = 1.0
+"""Time for an order that was sent before the imports to be read."""
 _KEEP_SECONDS = 365 * 86400
 
 
@@ -116,9 +118,11 @@ def serve(model: Path) -> None:
         importlib.import_module(SERVER)
         inspect_model(model)
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized() and orders.empty():
-        raise SystemExit("importing vLLM took a device: with one, nothing may wait")
-    line = orders.get()
+    has_device = torch is not None and torch.cuda.is_initialized()
+    try:
+        line = orders.get(timeout=_READ_SECONDS if has_device else None)
+    except queue.Empty:
+        raise SystemExit("importing vLLM took a device: with one, nothing may wait") from None
     if line is None:
         return
     order: Order = json.loads(line)

@@ -183,7 +183,7 @@ class World:
             if "deletionTimestamp" in one["metadata"]:
                 if name[2] not in self.lingering:
                     del self.kube.objects[name]
-            elif "status" not in one or (self.placing and "nodeName" not in one["spec"]):
+            elif "status" not in one or (self.placing and one["status"]["phase"] == "Pending"):
                 self._start(name[2], one)
         pods = {(one["metadata"].get("namespace", ""), one["metadata"]["name"]): one for one in self._all_pods()}
         for known in list(self.cache._keys):

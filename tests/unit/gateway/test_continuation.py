@@ -213,9 +213,11 @@ async def test_what_cannot_be_exact_ends_with_an_error_event(kit, path, more):
         assert next(iter(more)) in found[-1]["error"]["message"] or path == CHAT or "prompt" in more
         assert len(lab.engine.requests) == 1
         assert await lab.metric("dsv4_gateway_cut_total") == 1
+        # An answer proves that requests of its kind do not kill engines.
+        await lab.ready(200)
+        assert kit.chunks((await lab.post(path, request(path) | more))[1])[-1] == "[DONE]"
         # The same request that had not begun is simply sent again.
         lab.engine.faults = [kit.Fault(after=0, kind="error")]
-        await lab.ready(200)
         assert kit.chunks((await lab.post(path, request(path) | more))[1])[-1] == "[DONE]"
 
 
