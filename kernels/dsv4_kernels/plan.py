@@ -8,8 +8,9 @@ compilation in the middle of serving is a stall of seconds.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ import triton
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
 from dsv4_kernels.device import AT_REST
+
+BF16, F32, I32, I64, U8 = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8
 
 
 class FrozenError(RuntimeError):
@@ -41,6 +44,7 @@ class Plan(ABC):
     """Buffers and launch constants of one operation for one largest shape on one device."""
 
     operation: str
+    inputs: Inputs
 
     def __init__(
         self,
@@ -67,6 +71,10 @@ class Plan(ABC):
         support = is_supported(shape, self.arch)
         if not support:
             raise ValueError(support.reason)
+
+    def declare(self, **inputs: Input) -> Inputs:
+        """Return the declared tensors of a run, with their checks."""
+        return Inputs(self.operation, self.device, **inputs)
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,24 +134,174 @@ def counters(count: int, device: torch.device) -> torch.Tensor:
     return torch.full((count,), AT_REST.value, dtype=torch.int32, device=device)
 
 
-def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
-    """Raise ValueError unless `tensor` is contiguous, 16-byte aligned and has the dtype and shape (None: any size).
+@dataclass(frozen=True)
+class Size:
+    """A dimension from `least` to `most`, numbers or names of earlier dimensions; later tensors refer to its `name`."""
 
-    Alignment is not a nicety: Triton derives it at launch, and a pointer without it compiles another kernel (a stall
-    after freeze) whose loads cannot be pipelined.
+    name: str = ""
+    least: int | str = 0
+    most: int | str | None = None
+
+
+Dimension = int | str | Size | None
+"""A number, a name (any size at its first use, then that one), an earlier name with a factor or a summand ("batch*2",
+"requests+1"), a range, or any size."""
+# Strides of a matrix whose rows are contiguous, and anywhere.
+ROWS = (None, 1)
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a plan needs of a tensor.
+
+    `dtypes`: one, or those to choose from. `strides`: None where the tensor is contiguous, else a number, or None for a
+    multiple of `step` elements; a first dimension of one element may have any. `aligned`: it starts at a multiple of 16
+    bytes, which Triton derives at launch: a pointer without it compiles another kernel (a stall after freeze) whose
+    loads cannot be pipelined. `optional`: it may be None.
     """
-    if tensor.dtype != dtype:
-        raise ValueError(f"{name} has dtype {tensor.dtype}, needs {dtype}")
-    have = tensor.shape
-    # A loop and no generator: a launch checks several tensors, and a short step outside of graphs waits for it.
-    if have != shape:
-        fits = len(have) == len(shape)
-        for size, want in zip(have, shape, strict=False):
-            if size != want and want is not None:
-                fits = False
-        if not fits:
-            raise ValueError(f"{name} has shape {tuple(have)}, needs {shape}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous (strides {tensor.stride()})")
-    if tensor.data_ptr() % 16:
-        raise ValueError(f"{name} starts at an address that is no multiple of 16 bytes")
+
+    dtypes: torch.dtype | tuple[torch.dtype, ...]
+    shape: tuple[Dimension, ...]
+    strides: tuple[int | None, ...] | None = None
+    step: int = 1
+    aligned: bool = True
+    optional: bool = False
+
+    def zeros(self, device: torch.device, shape: Sequence[int]) -> torch.Tensor:
+        """Return zeros of this shape with the first dtype and the strides, free ones as close as they can be."""
+        dtype = self.dtypes[0] if isinstance(self.dtypes, tuple) else self.dtypes
+        if self.strides is None:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        strides: list[int] = []
+        packed = 1
+        for size, stride in zip(reversed(shape), reversed(self.strides), strict=True):
+            strides.insert(0, stride or -(-packed // self.step) * self.step)
+            packed = strides[0] * size
+        room = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        return torch.zeros((max(room, 1),), dtype=dtype, device=device).as_strided(shape, strides)
+
+    def problem(self, tensor: torch.Tensor, device: torch.device, sizes: dict[str, int]) -> tuple[str, Any, str] | None:
+        """Return the property that differs with its value and the needed one; `sizes` of dimensions are added to."""
+        dtypes = self.dtypes if isinstance(self.dtypes, tuple) else (self.dtypes,)
+        if tensor.dtype not in dtypes:
+            return "dtype", _word(tensor.dtype), " or ".join(map(_word, dtypes))
+        if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+            return "device", tensor.device, str(device)
+        before = dict(sizes)
+        if tensor.dim() != len(self.shape) or not all(map(_fits, tensor.shape, self.shape, [sizes] * tensor.dim())):
+            return "shape", tuple(tensor.shape), f"[{', '.join(_dimension(one, before) for one in self.shape)}]"
+        if self.strides is None:
+            if not tensor.is_contiguous():
+                return "strides", tensor.stride(), "a contiguous tensor"
+        elif tensor.numel():
+            for position, (stride, need) in enumerate(zip(tensor.stride(), self.strides, strict=True)):
+                compared = position or tensor.shape[0] > 1
+                if stride % self.step if need is None else compared and stride != need:
+                    free = "any" if self.step == 1 else f"a multiple of {self.step}"
+                    return "strides", tensor.stride(), f"({', '.join(str(one or free) for one in self.strides)})"
+        if self.aligned and tensor.data_ptr() % 16:
+            return "address", hex(tensor.data_ptr()), "a multiple of 16"
+        return None
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fits(size: int, need: Dimension, sizes: dict[str, int]) -> bool:
+    if isinstance(need, str):
+        return size == (sizes.setdefault(need, size) if need.isidentifier() else _end(need, sizes))
+    if isinstance(need, Size):
+        if need.name and sizes.setdefault(need.name, size) != size:
+            return False
+        return size >= _end(need.least, sizes) and (need.most is None or size <= _end(need.most, sizes))
+    return need is None or size == need
+
+
+def _end(end: int | str, sizes: Mapping[str, int]) -> int:
+    if isinstance(end, int):
+        return end
+    name, sign, number = re.split(r"([*+])", f"{end}+0")[:3]
+    return sizes[name] * int(number) if sign == "*" else sizes[name] + int(number)
+
+
+def _dimension(need: Dimension, sizes: Mapping[str, int]) -> str:
+    def value(end: int | str) -> str:
+        known = isinstance(end, str) and re.split(r"\W", end)[0] in sizes
+        return f"{end} = {_end(end, sizes)}" if known else str(end)
+
+    if isinstance(need, Size):
+        if need.name in sizes:
+            return value(need.name)
+        least = f"≥ {value(need.least)}" if need.least else ""
+        most = "" if need.most is None else f"≤ {value(need.most)}"
+        return " ".join(part for part in (need.name, least, most) if part) or "any"
+    return "any" if need is None else value(need)
+
+
+class Inputs:
+    """The tensors of a run and their checks, declared once."""
+
+    def __init__(self, operation: str, device: torch.device, **declared: Input) -> None:
+        """Args:
+        operation: name for messages.
+        device: place of every tensor.
+        declared: the tensors by name, in the order of `check`.
+        """
+        self.operation, self.device, self.declared = operation, device, declared
+        # Of the tensors that were checked last: dtype, shape, strides (None: contiguous), alignment.
+        self._last: list[tuple[Any, ...] | None] | None = None
+
+    def check(self, **tensors: torch.Tensor | None) -> None:
+        """Raise ValueError unless all declared tensors are as declared.
+
+        Tensors like those of the run before, as in the next layer, are compared with these only. Their device is left
+        to `Launcher`, which compares it at each launch.
+        """
+        # A loop and no generator: a short step outside of graphs waits for it.
+        if self._last is not None:
+            for tensor, last in zip(tensors.values(), self._last, strict=True):
+                if tensor is None or last is None:
+                    if tensor is not last:
+                        break
+                    continue
+                dtype, shape, strides, aligned = last
+                if tensor.dtype is not dtype or tensor.shape != shape:
+                    break
+                if not tensor.is_contiguous() if strides is None else tensor.stride() != strides:
+                    break
+                if aligned and tensor.data_ptr() & 15:
+                    break
+            else:
+                return
+        self._last = None
+        self._check(tensors)
+        self._last = [
+            None
+            if one is None
+            else (one.dtype, one.shape, None if needed.strides is None else one.stride(), needed.aligned)
+            for one, needed in zip(tensors.values(), self.declared.values(), strict=True)
+        ]
+
+    def zeros(self, **sizes: int) -> dict[str, torch.Tensor]:
+        """Return zeros as declared, with `sizes` of named dimensions, and others as small as they may be."""
+
+        def size_of(need: Dimension) -> int:
+            if isinstance(need, Size):
+                return sizes.setdefault(need.name, _end(need.least, sizes)) if need.name else _end(need.least, sizes)
+            return 1 if need is None else _end(need, sizes)
+
+        shapes = {name: tuple(map(size_of, one.shape)) for name, one in self.declared.items()}
+        return {name: self.declared[name].zeros(self.device, shape) for name, shape in shapes.items()}
+
+    def _check(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        if tuple(tensors) != tuple(self.declared):
+            raise TypeError(f"{self.operation}: got {tuple(tensors)}, needs {tuple(self.declared)}")
+        sizes: dict[str, int] = {}
+        for (name, tensor), needed in zip(tensors.items(), self.declared.values(), strict=True):
+            if tensor is None:
+                if not needed.optional:
+                    raise ValueError(f"{self.operation}: {name} is missing")
+            elif found := needed.problem(tensor, self.device, sizes):
+                what, value, need = found
+                raise ValueError(f"{self.operation}: {name} has {what} {value}, needs {need}")

@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
     with pytest.raises(ValueError, match="9 heads of 8 padded"):
         InsertPlan(1, 9, 8, device)
     inputs = _insert_inputs(PARAMS, device, 1)
-    with pytest.raises(ValueError, match="the plan holds 3"):
+    with pytest.raises(ValueError, match=r"q has shape \(4, 8, 512\), needs \[tokens ≤ 3, 8, 512\]"):
         InsertPlan(3, 8, 8, device).run(**inputs)
     with pytest.raises(ValueError, match="16 heads and page 64"):
         InsertPlan(4, 8, 8, device).run(**{**inputs, "padded_heads": 16})

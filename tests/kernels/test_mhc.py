@@ -86,7 +86,7 @@ def test_infinities_of_one_token_stay_there(device: torch.device) -> None:
 def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
     with pytest.raises(ValueError, match="hidden is 72"):
         PrePlan("mhc_pre", 4, 72, device)
-    with pytest.raises(ValueError, match="residual has 18 tokens, the plan holds 4"):
+    with pytest.raises(ValueError, match=r"residual has shape \(18, 4, 96\), needs \[tokens ≤ 4, 4, 96\]"):
         PostPlan("mhc_post", 4, 96, device).run(**post_inputs(PARAMS, device, 1))
     plan = HeadPlan("mhc_head", 18, 96, device)
     inputs = head_inputs(PARAMS, device, 1)
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
         plan.run(**{**inputs, "hc_base": torch.zeros(24, device=device)})
     plan = PrePlan("mhc_post_pre", 18, 96, device)
     inputs = post_pre_inputs(PARAMS, device, 1)
-    with pytest.raises(ValueError, match="needs x, post_layer_mix and comb_res_mix"):
+    with pytest.raises(ValueError, match="mhc_post_pre: x is missing"):
         plan.run(**{**inputs, "x": None})
 
 

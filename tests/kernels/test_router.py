@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
         plan.run(**{**hashed, "bias": inputs["bias"]})
     with pytest.raises(ValueError, match="k is 4"):
         plan.run(**{**inputs, "k": 4})
-    with pytest.raises(ValueError, match=r"input_ids is torch.float32 \(6,\), needs contiguous int32 or int64"):
+    with pytest.raises(ValueError, match="input_ids has dtype float32, needs int32 or int64"):
         plan.run(**{**hashed, "input_ids": hashed["input_ids"].float()})
-    with pytest.raises(ValueError, match="padding is"):
+    with pytest.raises(ValueError, match=r"padding has shape \(5,\), needs \[tokens = 6\]"):
         plan.run(**inputs, padding=torch.zeros(5, dtype=torch.bool, device=device))

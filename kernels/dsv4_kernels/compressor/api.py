@@ -24,7 +24,7 @@ from dsv4_kernels.compressor.reference import (
 )
 from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, counters
+from dsv4_kernels.plan import BF16, F32, I32, I64, ROWS, SUPPORTED, U8, Input, Inputs, Plan, Size, Support, counters
 from dsv4_kernels.registry import Operation, Tolerance, case
 
 
@@ -45,8 +45,6 @@ def select(arch: Arch, tokens: int, head: int, ratio: int) -> StoreConfig:
 
 _compressor_save = Launcher(compressor_save_kernel)
 _compressor_store = Launcher(compressor_store_kernel)
-
-_I64 = torch.int64
 
 
 class CompressorPlan(Plan):
@@ -73,14 +71,14 @@ class CompressorPlan(Plan):
         if self.state_stride % 4 or self.kv_stride % 16:
             raise ValueError(f"{operation}: blocks of states and pages must start at multiples of 16 bytes")
 
-    def _check(self, state_cache: torch.Tensor, slot_mapping: torch.Tensor, positions: torch.Tensor) -> int:
-        _check_states("state_cache", state_cache, (self.block, 2 * self.width), self.state_stride)
-        check_tensor("slot_mapping", slot_mapping, _I64, (None,))
-        check_tensor("positions", positions, _I64, (None,))
-        tokens = int(slot_mapping.shape[0])
-        if tokens > self.tokens or positions.shape[0] < tokens:
-            raise ValueError(f"{tokens} slots of {positions.shape[0]} positions, the plan holds {self.tokens}")
-        return tokens
+    def declare_all(self, **others: Input) -> Inputs:
+        """Return the common tensors and `others`."""
+        return self.declare(
+            slot_mapping=Input(I64, (Size("tokens", most=self.tokens),)),
+            positions=Input(I64, (Size(least="tokens"),)),
+            state_cache=_states_input(self.block, self.width, self.state_stride),
+            **others,
+        )
 
     def warmup(self) -> None:
         """Every configuration and type of weight; padded tokens only, so that nothing is written."""
@@ -100,6 +98,11 @@ class CompressorPlan(Plan):
 class SavePlan(CompressorPlan):
     """`compressor_save`."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        rows = Input(F32, (Size(least="tokens"), self.width), strides=ROWS)
+        self.inputs = self.declare_all(kv=rows, score=rows, ape=Input(F32, (self.ratio, self.width)))
+
     def run(
         self,
         *,
@@ -111,13 +114,10 @@ class SavePlan(CompressorPlan):
         slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
         """Write into state_cache and return it."""
-        tokens = self._check(state_cache, slot_mapping, positions)
-        for name, rows in (("kv", kv), ("score", score)):
-            if rows.dtype != torch.float32 or rows.shape[1:] != (self.width,) or rows.stride(1) != 1:
-                raise ValueError(f"{name} must be float32 [tokens, {self.width}] with contiguous rows")
-            if rows.shape[0] < tokens or rows.data_ptr() % 16:
-                raise ValueError(f"{name} needs {tokens} rows and a start at a multiple of 16 bytes")
-        check_tensor("ape", ape, torch.float32, (self.ratio, self.width))
+        self.inputs.check(
+            slot_mapping=slot_mapping, positions=positions, state_cache=state_cache, kv=kv, score=score, ape=ape
+        )
+        tokens = int(slot_mapping.shape[0])
         if tokens:
             _compressor_save[(tokens,)](
                 kv_ptr=kv, score_ptr=score, ape_ptr=ape, position_ptr=positions, slot_ptr=slot_mapping,
@@ -133,6 +133,15 @@ class StorePlan(CompressorPlan):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        entry = 584 if self.head == 512 else 132
+        self.inputs = self.declare_all(
+            kv_slot_mapping=Input(I64, ("tokens",)),
+            token_to_req_indices=Input(I32, (None,)),
+            cos_sin_cache=Input(F32, (None, 64)),
+            rms_norm_weight=Input((BF16, F32), (self.head,)),
+            block_table=Input(I32, (None, None), strides=ROWS, aligned=False),
+            kv_cache=Input(U8, (None, self.page, entry), strides=(self.kv_stride, entry, 1)),
+        )
         split = select(self.arch, self.tokens, self.head, self.ratio).columns < self.head
         shape = (self.tokens if split else 0, self.head)
         self.part = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -154,19 +163,12 @@ class StorePlan(CompressorPlan):
         compress_ratio: int,
     ) -> torch.Tensor:
         """Write into kv_cache and return it."""
-        tokens = self._check(state_cache, slot_mapping, positions)
-        check_tensor("kv_slot_mapping", kv_slot_mapping, _I64, (tokens,))
-        check_tensor("token_to_req_indices", token_to_req_indices, torch.int32, (None,))
-        check_tensor("cos_sin_cache", cos_sin_cache, torch.float32, (None, 64))
-        if rms_norm_weight.dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"rms_norm_weight has dtype {rms_norm_weight.dtype}, needs bf16 or float32")
-        check_tensor("rms_norm_weight", rms_norm_weight, rms_norm_weight.dtype, (self.head,))
-        if block_table.dtype != torch.int32 or block_table.dim() != 2 or block_table.stride(1) != 1:
-            raise ValueError("block_table must be int32 [requests, blocks] with contiguous rows")
-        shape = (self.page, 584 if self.head == 512 else 132)
-        if kv_cache.dtype != torch.uint8 or tuple(kv_cache.shape[1:]) != shape:
-            raise ValueError(f"kv_cache must be uint8 [pages, {shape[0]}, {shape[1]}]")
-        _check_stride("kv_cache", kv_cache, self.kv_stride)
+        self.inputs.check(
+            slot_mapping=slot_mapping, positions=positions, state_cache=state_cache, kv_slot_mapping=kv_slot_mapping,
+            token_to_req_indices=token_to_req_indices, cos_sin_cache=cos_sin_cache, rms_norm_weight=rms_norm_weight,
+            block_table=block_table, kv_cache=kv_cache,
+        )  # fmt: skip
+        tokens = int(slot_mapping.shape[0])
         if compress_ratio != self.ratio:
             raise ValueError(f"compress_ratio is {compress_ratio}, the plan was made for {self.ratio}")
         if not tokens:
@@ -184,18 +186,8 @@ class StorePlan(CompressorPlan):
         return kv_cache
 
 
-def _check_states(name: str, states: torch.Tensor, block: tuple[int, int], stride: int) -> None:
-    """Raise ValueError unless `states` is float32 [blocks, *block], with blocks `stride` values apart."""
-    if states.dtype != torch.float32 or tuple(states.shape[1:]) != block:
-        raise ValueError(f"{name} must be float32 [blocks, {block[0]}, {block[1]}]")
-    _check_stride(name, states, stride)
-
-
-def _check_stride(name: str, tensor: torch.Tensor, stride: int) -> None:
-    """Rows within a block or page are contiguous, blocks or pages `stride` elements apart."""
-    rows_apart = tensor.stride()[1:] != (tensor.shape[2], 1)
-    if rows_apart or (tensor.shape[0] > 1 and tensor.stride(0) != stride) or tensor.data_ptr() % 16:
-        raise ValueError(f"{name} has strides {tensor.stride()}, needs ({stride}, {tensor.shape[2]}, 1) and 16 bytes")
+def _states_input(block: int, width: int, stride: int) -> Input:
+    return Input(F32, (None, block, 2 * width), strides=(stride, 2 * width, 1))
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
@@ -363,6 +355,17 @@ class ProjectionPlan(Plan):
         self.index_stride = index_stride or self.block * 2 * index_width
         if self.state_stride % 4 or self.index_stride % 4:
             raise ValueError("projections: blocks of states must start at multiples of 16 bytes")
+        index = self._compressor("index_", index_width, self.index_stride) if index_width else {}
+        if index:
+            index["head_weight"] = Input(BF16, (heads, hidden))
+        self._index = tuple(index)
+        self.inputs = self.declare(
+            x=Input(BF16, (Size("tokens", most=tokens), hidden)),
+            slot_mapping=Input(I64, (Size("saved", most="tokens"),), aligned=False),
+            positions=Input(I64, (Size(least="saved"),), aligned=False),
+            **self._compressor("", width, self.state_stride),
+            **index,
+        )
         self.heads = torch.empty((tokens, heads), dtype=torch.bfloat16, device=device)
 
     def run(
@@ -382,18 +385,13 @@ class ProjectionPlan(Plan):
     ) -> tuple[torch.Tensor, ...]:
         """Write into the state caches; return (state_cache,) or (state_cache, index_state_cache, heads)."""
         tokens, saved = int(x.shape[0]), int(slot_mapping.shape[0])
-        check_tensor("x", x, torch.bfloat16, (None, self.hidden))
-        if tokens > self.tokens or saved > tokens:
-            raise ValueError(f"x has {tokens} tokens and {saved} slots, the plan holds {self.tokens} of each")
-        _check_row("positions", positions, saved)
-        self._check("", self.width, self.state_stride, weight, ape, state_cache, slot_mapping, saved)
         index = (index_weight, index_ape, index_state_cache, index_slot_mapping)
-        if self.index_width:
-            self._check("index_", self.index_width, self.index_stride, *index, saved)
-            if head_weight is None:
-                raise ValueError("head_weight is missing, the plan was made with an indexer")
-            check_tensor("head_weight", head_weight, torch.bfloat16, (self.n_heads, self.hidden))
-        else:
+        named = dict(zip(self._index, (*index, head_weight), strict=False))
+        self.inputs.check(
+            x=x, slot_mapping=slot_mapping, positions=positions, weight=weight, ape=ape, state_cache=state_cache,
+            **named,
+        )  # fmt: skip
+        if not self.index_width:
             # Never read: no program has columns of them.
             index, head_weight = (weight, ape, state_cache, slot_mapping), weight
         heads = self.heads[:tokens]
@@ -411,24 +409,15 @@ class ProjectionPlan(Plan):
             )  # fmt: skip
         return (state_cache, index_state_cache, heads) if index_state_cache is not None else (state_cache,)
 
-    def _check(
-        self,
-        which: str,
-        width: int,
-        stride: int,
-        weight: torch.Tensor | None,
-        ape: torch.Tensor | None,
-        state_cache: torch.Tensor | None,
-        slot_mapping: torch.Tensor | None,
-        saved: int,
-    ) -> None:
-        """Raise ValueError unless the four tensors of a compressor, `which` before their names, are as planned."""
-        if weight is None or ape is None or state_cache is None or slot_mapping is None:
-            raise ValueError(f"{which}weight, ape, state_cache or slot_mapping is missing, the plan has an indexer")
-        check_tensor(f"{which}weight", weight, torch.bfloat16, (2 * width, self.hidden))
-        check_tensor(f"{which}ape", ape, torch.float32, (self.ratio, width))
-        _check_row(f"{which}slot_mapping", slot_mapping, saved)
-        _check_states(f"{which}state_cache", state_cache, (self.block, 2 * width), stride)
+    def _compressor(self, which: str, width: int, stride: int) -> dict[str, Input]:
+        """Return what a compressor needs, `which` before the names."""
+        slots = {f"{which}slot_mapping": Input(I64, (Size(least="saved"),), aligned=False)} if which else {}
+        return {
+            f"{which}weight": Input(BF16, (2 * width, self.hidden)),
+            f"{which}ape": Input(F32, (self.ratio, width)),
+            f"{which}state_cache": _states_input(self.block, width, stride),
+            **slots,
+        }
 
     def warmup(self) -> None:
         """Run every configuration that a token count up to the planned one selects; no slot is written."""
@@ -441,12 +430,6 @@ class ProjectionPlan(Plan):
                 for name in inputs.keys() & {"slot_mapping", "index_slot_mapping"}:
                     inputs[name].fill_(-1)
                 self.run(**inputs)
-
-
-def _check_row(name: str, tensor: torch.Tensor, least: int) -> None:
-    """Raise ValueError unless `tensor` is contiguous int64 of `least` tokens or more; it may start anywhere."""
-    if tensor.dtype != torch.int64 or tensor.dim() != 1 or tensor.shape[0] < least or not tensor.is_contiguous():
-        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, needs contiguous int64 of {least} tokens")
 
 
 def projections_supported(params: Mapping[str, Any], arch: Arch) -> Support:

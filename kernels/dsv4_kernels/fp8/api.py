@@ -15,7 +15,7 @@ from dsv4_kernels.fp8.kernel import fp8_gemm_kernel, fp8_quant_kernel, silu_mul_
 from dsv4_kernels.fp8.reference import fp8_gemm, fp8_quant, silu_mul_quant, wo_a_einsum, wo_a_einsum_o8
 from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import as_numbers, quantize_e4m3, seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, counters
+from dsv4_kernels.plan import BF16, SUPPORTED, U8, Input, Plan, Size, Support, counters
 from dsv4_kernels.registry import Case, Operation, Tolerance, case
 
 
@@ -46,6 +46,20 @@ class _RowsPlan(Plan):
 
     def __init__(self, tokens: int, k: int, device: torch.device, arch: Arch | None = None) -> None:
         super().__init__(self.operation, {"tokens": tokens, "k": k}, device, arch, quant_supported)
+        silu = self.operation == "silu_mul_quant"
+        self.inputs = self.declare(
+            x=Input(BF16, (Size("tokens", most=tokens), 2 * k if silu else k)),
+            **({"y": Input(BF16, ("tokens", k))} if silu else {}),
+            code=Input(U8, ("tokens", k)),
+            scale=Input(U8, ("tokens", k // 128)),
+        )
+
+    def warmup(self) -> None:
+        """Run once per configuration that the token count can select."""
+        limit = {"limit": 10.0} if "y" in self.inputs.declared else {}
+        for tokens in {min(self.shape["tokens"], 1), self.shape["tokens"]}:
+            x, *out = self.inputs.zeros(tokens=tokens).values()
+            self.run(x=x, out=tuple(out), **limit)
 
 
 class QuantPlan(_RowsPlan):
@@ -66,12 +80,8 @@ class QuantPlan(_RowsPlan):
         next run overwrites.
         """
         tokens, k = x.shape[0], self.shape["k"]
-        check_tensor("x", x, torch.bfloat16, (tokens, k))
-        if tokens > self.shape["tokens"]:
-            raise ValueError(f"x has {tokens} tokens, the plan holds {self.shape['tokens']}")
         code, scale = (self.out[0][:tokens], self.out[1][:tokens]) if out is None else out
-        check_tensor("code", code, torch.uint8, (tokens, k))
-        check_tensor("scale", scale, torch.uint8, (tokens, k // 128))
+        self.inputs.check(x=x, code=code, scale=scale)
         if tokens:
             c = select_quant(self.arch, tokens, k)
             grid = (-(-tokens // c.block_t), -(-k // c.block_k))
@@ -81,13 +91,6 @@ class QuantPlan(_RowsPlan):
                 num_warps=c.num_warps, num_stages=1,
             )  # fmt: skip
         return code, scale
-
-    def warmup(self) -> None:
-        """Run once per configuration that the token count can select."""
-        k = self.shape["k"]
-        for tokens in {min(self.shape["tokens"], 1), self.shape["tokens"]}:
-            x = torch.zeros((tokens, k), dtype=torch.bfloat16, device=self.device)
-            self.run(x=x, out=places(tokens, k, self.device))
 
 
 class SiluMulPlan(_RowsPlan):
@@ -107,13 +110,8 @@ class SiluMulPlan(_RowsPlan):
         the plan that its next run overwrites.
         """
         tokens, k = x.shape[0], self.shape["k"]
-        check_tensor("x", x, torch.bfloat16, (tokens, 2 * k))
-        if tokens > self.shape["tokens"]:
-            raise ValueError(f"x has {tokens} tokens, the plan holds {self.shape['tokens']}")
         y, code, scale = (self.out[0][:tokens], self.out[1][:tokens], self.out[2][:tokens]) if out is None else out
-        check_tensor("y", y, torch.bfloat16, (tokens, k))
-        check_tensor("code", code, torch.uint8, (tokens, k))
-        check_tensor("scale", scale, torch.uint8, (tokens, k // 128))
+        self.inputs.check(x=x, y=y, code=code, scale=scale)
         if tokens:
             c = select_quant(self.arch, tokens, k)
             _silu_mul_quant[-(-tokens // c.block_t), -(-k // c.block_k)](
@@ -122,13 +120,6 @@ class SiluMulPlan(_RowsPlan):
                 num_warps=c.num_warps, num_stages=1,
             )  # fmt: skip
         return y, code, scale
-
-    def warmup(self) -> None:
-        """Run once per configuration that the token count can select."""
-        k = self.shape["k"]
-        for tokens in {min(self.shape["tokens"], 1), self.shape["tokens"]}:
-            x = torch.zeros((tokens, 2 * k), dtype=torch.bfloat16, device=self.device)
-            self.run(x=x, limit=10.0, out=silu_places(tokens, k, self.device))
 
 
 def silu_places(tokens: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -343,6 +334,14 @@ class GemmPlan(Plan):
         shape = {"tokens": tokens, "n": n, "k": k, "groups": groups or 1}
         super().__init__(operation, shape, device, arch, is_supported)
         self.grouped = groups is not None
+        lead = (groups,) if groups is not None else ()
+        self.inputs = self.declare(
+            a=Input(U8, (Size("tokens", most=tokens), *lead, k)),
+            a_scale=Input(U8, ("tokens", *lead, k // 128)),
+            w=Input(U8, (*lead, n, k)),
+            w_scale=Input(U8, (*lead, -(-n // 128), k // 128)),
+            out=Input(BF16, ("tokens", *lead, n)),
+        )
         self.hopper_from = hopper_from(self.arch, n, k, groups or 1) if device.type != "cpu" else None
         self.mx = native_mx(self.arch)
         self.multiprocessors = multiprocessors(device, self.arch)
@@ -396,18 +395,10 @@ class GemmPlan(Plan):
         """See the package docstring. Writes `out` bf16 [T, groups, n] (or [T, n]); without it a buffer of the plan that
         its next run overwrites.
         """
-        s, tokens = self.shape, a.shape[0]
-        n, k, groups = s["n"], s["k"], s["groups"]
-        lead: tuple[int, ...] = (groups,) if self.grouped else ()
-        check_tensor("a", a, torch.uint8, (tokens, *lead, k))
-        check_tensor("a_scale", a_scale, torch.uint8, (tokens, *lead, k // 128))
-        check_tensor("w", w, torch.uint8, (*lead, n, k))
-        check_tensor("w_scale", w_scale, torch.uint8, (*lead, -(-n // 128), k // 128))
-        if tokens > s["tokens"]:
-            raise ValueError(f"a has {tokens} tokens, the plan holds {s['tokens']}")
+        tokens = a.shape[0]
         if out is None:
             out = self.out[:tokens] if self.grouped else self.out[:tokens, 0]
-        check_tensor("out", out, torch.bfloat16, (tokens, *lead, n))
+        self.inputs.check(a=a, a_scale=a_scale, w=w, w_scale=w_scale, out=out)
         if not tokens:
             return out
         config, splits = self._launch(tokens)
@@ -464,16 +455,7 @@ class GemmPlan(Plan):
             kind = (config, splits > 1, tokens <= self.quantised)
             if kind not in seen:
                 seen.add(kind)
-                s = self.shape
-                lead = (s["groups"],) if self.grouped else ()
-                zeros = functools.partial(torch.zeros, dtype=torch.uint8, device=self.device)
-                self.run(
-                    a=zeros((tokens, *lead, s["k"])),
-                    a_scale=zeros((tokens, *lead, s["k"] // 128)),
-                    w=zeros((*lead, s["n"], s["k"])),
-                    w_scale=zeros((*lead, -(-s["n"] // 128), s["k"] // 128)),
-                    out=torch.empty((tokens, *lead, s["n"]), dtype=torch.bfloat16, device=self.device),
-                )
+                self.run(**self.inputs.zeros(tokens=tokens))
 
 
 class EinsumO8Plan(GemmPlan):
@@ -624,8 +606,7 @@ OPERATIONS = (
         is_supported=is_supported,
         nbytes=lambda p: _nbytes(p) + p["tokens"] * p["groups"] * (p["n"] + p["n"] // 128),
         flops=lambda p: 2 * p["tokens"] * p["groups"] * p["n"] * p["k"],
-        # Both sides are quantised: a sum beside a rounding boundary of bf16 is one step of E4M3, seldom. Case split
-        # exceeds this on an H200: 4 of 2,816 elements (docs/kernels/engine.md).
+        # Both sides are quantised: a sum beside a rounding boundary of bf16 is one step of E4M3, seldom.
         tolerance=(*_TOLERANCE, Tolerance(relative=2.0**-3, absolute=1e-6, rms=5e-3, mismatch=1e-3)),
         compared=lambda outputs: (outputs[0], *as_numbers(outputs[1:])),
     ),

@@ -12,10 +12,10 @@ from dsv4_kernels.fp8.api import places
 from dsv4_kernels.front.kernel import front_insert_kernel, front_norm_kernel
 from dsv4_kernels.front.reference import front_insert, front_norm, front_norm_o8
 from dsv4_kernels.launch import Launcher
-from dsv4_kernels.mla_cache.api import check_cache
+from dsv4_kernels.mla_cache.api import cache_input
 from dsv4_kernels.mla_decode.reference import rope_inputs
 from dsv4_kernels.numerics import as_numbers, ds_mla, seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, next_power_of_2
+from dsv4_kernels.plan import BF16, F32, I64, ROWS, SUPPORTED, Input, Plan, Size, Support, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 
 # Four heads are 64 bytes per thread of four warps.
@@ -24,8 +24,6 @@ BLOCK_HEADS = 4
 
 _front_insert = Launcher(front_insert_kernel)
 _front_norm = Launcher(front_norm_kernel)
-
-_BF16 = torch.bfloat16
 
 
 class NormPlan(Plan):
@@ -42,9 +40,15 @@ class NormPlan(Plan):
         shape = {"tokens": tokens, "rank": rank, "quantised": quantised}
         super().__init__(self.operation, shape, device, arch, is_supported)
         self.tokens, self.rank, self.quantised = tokens, rank, quantised
+        self.inputs = self.declare(
+            qr=Input(BF16, (Size("tokens", most=tokens), rank), strides=ROWS, step=8),
+            kv=Input(BF16, ("tokens", 512), strides=ROWS, step=8),
+            q_weight=Input(BF16, (rank,)),
+            kv_weight=Input(BF16, (512,)),
+        )
         self._code, self._scale = places(tokens if quantised else 0, rank, device)
-        self.qr = torch.empty((tokens, rank), dtype=_BF16, device=device)
-        self.kv = torch.empty((tokens, 512), dtype=_BF16, device=device)
+        self.qr = torch.empty((tokens, rank), dtype=BF16, device=device)
+        self.kv = torch.empty((tokens, 512), dtype=BF16, device=device)
 
     def codes(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return qr of the last run, of `tokens` tokens, as `fp8_quant` makes it: code uint8 [T, Q] and scale uint8
@@ -57,15 +61,7 @@ class NormPlan(Plan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (qr bf16 [T, Q], kv bf16 [T, 512])."""
         tokens = int(qr.shape[0])
-        for name, rows, columns in (("qr", qr, self.rank), ("kv", kv, 512)):
-            if rows.dtype != _BF16 or tuple(rows.shape) != (tokens, columns) or rows.stride(1) != 1:
-                raise ValueError(f"{name} must be bf16 [{tokens}, {columns}] with contiguous rows")
-            if rows.stride(0) % 8 or rows.data_ptr() % 16:
-                raise ValueError(f"rows of {name} must start at multiples of 16 bytes")
-        check_tensor("q_weight", q_weight, _BF16, (self.rank,))
-        check_tensor("kv_weight", kv_weight, _BF16, (512,))
-        if tokens > self.tokens:
-            raise ValueError(f"qr has {tokens} tokens, the plan holds {self.tokens}")
+        self.inputs.check(qr=qr, kv=kv, q_weight=q_weight, kv_weight=kv_weight)
         if tokens:
             _front_norm[(tokens, 2)](
                 qr_ptr=qr, kv_ptr=kv, q_weight_ptr=q_weight, kv_weight_ptr=kv_weight, qr_out_ptr=self.qr,
@@ -115,9 +111,18 @@ class InsertPlan(Plan):
         shape = {"tokens": tokens, "heads": heads, "padded": padded_heads, "page": page, "stride": self.stride}
         super().__init__("front_insert", shape, device, arch, is_supported)
         self.tokens, self.heads, self.padded, self.page = tokens, heads, padded_heads, page
+        self.inputs = self.declare(
+            q=Input(BF16, (Size("tokens", most=tokens), heads, 512)),
+            slot_mapping=Input(I64, (Size("slots", most="tokens"),)),
+            kv=Input(BF16, (Size(least="slots"), 512)),
+            kv_cache=cache_input(page, self.stride),
+            positions=Input(I64, ("tokens",)),
+            cos_sin_cache=Input(F32, (None, 64)),
+            out=Input(BF16, ("tokens", padded_heads, 512)),
+        )
         # Without room of its own one token's, which the warm-up writes.
         rows = tokens if own_output else min(1, tokens)
-        self.q = torch.empty((rows, padded_heads, 512), dtype=_BF16, device=device)
+        self.q = torch.empty((rows, padded_heads, 512), dtype=BF16, device=device)
 
     def run(
         self,
@@ -135,20 +140,13 @@ class InsertPlan(Plan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the entries into kv_cache; return (q bf16 [T, P, 512], kv_cache); q is `out` where it is given."""
         tokens, count = int(q.shape[0]), int(slot_mapping.shape[0])
-        check_tensor("q", q, _BF16, (None, self.heads, 512))
-        check_tensor("kv", kv, _BF16, (None, 512))
-        check_cache("kv_cache", kv_cache, self.page, self.stride)
-        check_tensor("slot_mapping", slot_mapping, torch.int64, (None,))
-        check_tensor("positions", positions, torch.int64, (tokens,))
-        check_tensor("cos_sin_cache", cos_sin_cache, torch.float32, (None, 64))
         if (padded_heads, page) != (self.padded, self.page):
             raise ValueError(f"{padded_heads} heads and page {page}, the plan was made for {self.shape}")
-        if tokens > self.tokens or count > tokens or kv.shape[0] < count:
-            raise ValueError(
-                f"{count} slots of {tokens} tokens and {kv.shape[0]} KV rows, the plan holds {self.tokens}"
-            )
         rows = self.q[:tokens] if out is None else out
-        check_tensor("out", rows, _BF16, (tokens, self.padded, 512))
+        self.inputs.check(
+            q=q, slot_mapping=slot_mapping, kv=kv, kv_cache=kv_cache, positions=positions,
+            cos_sin_cache=cos_sin_cache, out=rows,
+        )  # fmt: skip
         if tokens:
             _front_insert[(tokens, 1 + -(-self.padded // BLOCK_HEADS))](
                 q_ptr=q, kv_ptr=kv, cache_ptr=kv_cache, slot_ptr=slot_mapping, position_ptr=positions,

@@ -29,7 +29,7 @@ from dsv4_kernels.indexer.reference import (
 )
 from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor
+from dsv4_kernels.plan import BF16, F32, I32, I64, ROWS, SUPPORTED, U8, Input, Plan, Size, Support
 from dsv4_kernels.registry import Operation, Provider, Tolerance, case
 from dsv4_kernels.testing.interpreter import interpreting
 
@@ -95,7 +95,7 @@ _indexer_logits = Launcher(indexer_logits_kernel)
 _indexer_paged_logits = Launcher(indexer_paged_logits_kernel)
 _indexer_query = Launcher(indexer_query_kernel)
 
-_F32, _I32 = torch.float32, torch.int32
+_CODES = (U8, torch.float8_e4m3fn)
 
 
 class IndexerPlan(Plan):
@@ -113,8 +113,14 @@ class QueryPlan(IndexerPlan):
     def __init__(self, tokens: int, heads: int, device: torch.device, arch: Arch | None = None) -> None:
         super().__init__("indexer_query", heads, device, arch)
         self.tokens = tokens
+        self.inputs = self.declare(
+            index_q=Input(BF16, (Size("tokens", most=tokens), heads, 128)),
+            positions=Input(I64, ("tokens",)),
+            index_q_cos_sin_cache=Input(F32, (None, 64)),
+            index_weights=Input((BF16, F32), ("tokens", heads)),
+        )
         self.q = torch.empty((tokens, heads, 128), dtype=torch.uint8, device=device)
-        self.weights = torch.empty((tokens, heads), dtype=_F32, device=device)
+        self.weights = torch.empty((tokens, heads), dtype=F32, device=device)
 
     def run(
         self,
@@ -128,14 +134,10 @@ class QueryPlan(IndexerPlan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (q uint8 [T, H, 128], weights float32 [T, H])."""
         tokens, heads = int(index_q.shape[0]), self.heads
-        check_tensor("index_q", index_q, torch.bfloat16, (None, heads, 128))
-        check_tensor("positions", positions, torch.int64, (tokens,))
-        check_tensor("index_q_cos_sin_cache", index_q_cos_sin_cache, _F32, (None, 64))
-        if index_weights.dtype not in (torch.bfloat16, _F32):
-            raise ValueError(f"index_weights has dtype {index_weights.dtype}, needs bf16 or float32")
-        check_tensor("index_weights", index_weights, index_weights.dtype, (tokens, heads))
-        if tokens > self.tokens:
-            raise ValueError(f"index_q has {tokens} tokens, the plan holds {self.tokens}")
+        self.inputs.check(
+            index_q=index_q, positions=positions, index_q_cos_sin_cache=index_q_cos_sin_cache,
+            index_weights=index_weights,
+        )  # fmt: skip
         if tokens:
             _indexer_query[(tokens, -(-heads // QUERY_HEADS))](
                 q_ptr=index_q, position_ptr=positions, cos_sin_ptr=index_q_cos_sin_cache, weight_ptr=index_weights,
@@ -148,7 +150,7 @@ class QueryPlan(IndexerPlan):
 
     def warmup(self) -> None:
         """With weights of both types."""
-        for dtype in (torch.bfloat16, _F32):
+        for dtype in (BF16, F32):
             inputs = query_inputs({"tokens": min(self.tokens, 1), "heads": self.heads}, self.device, 0)
             self.run(**{**inputs, "index_weights": inputs["index_weights"].to(dtype)})
 
@@ -158,6 +160,15 @@ class LogitsPlan(IndexerPlan):
 
     def __init__(self, heads: int, device: torch.device, arch: Arch | None = None) -> None:
         super().__init__("indexer_logits", heads, device, arch)
+        self.inputs = self.declare(
+            q=Input(_CODES, ("rows", heads, 128)),
+            k=Input(_CODES, ("keys", 128)),
+            k_scale=Input(F32, ("keys",)),
+            weights=Input(F32, ("rows", heads)),
+            cu_seqlen_ks=Input(I32, ("rows",)),
+            cu_seqlen_ke=Input(I32, ("rows",)),
+            out=_scores("rows"),
+        )
         self.multiprocessors = multiprocessors(device, self.arch)
 
     def run(
@@ -173,13 +184,9 @@ class LogitsPlan(IndexerPlan):
     ) -> torch.Tensor:
         """Write into out and return it."""
         rows, keys = int(q.shape[0]), int(k.shape[0])
-        check_tensor("q", q.view(torch.uint8), torch.uint8, (None, self.heads, 128))
-        check_tensor("k", k.view(torch.uint8), torch.uint8, (None, 128))
-        check_tensor("k_scale", k_scale, _F32, (keys,))
-        check_tensor("weights", weights, _F32, (rows, self.heads))
-        check_tensor("cu_seqlen_ks", cu_seqlen_ks, _I32, (rows,))
-        check_tensor("cu_seqlen_ke", cu_seqlen_ke, _I32, (rows,))
-        _check_out(out, rows)
+        self.inputs.check(
+            q=q, k=k, k_scale=k_scale, weights=weights, cu_seqlen_ks=cu_seqlen_ks, cu_seqlen_ke=cu_seqlen_ke, out=out
+        )
         if rows and keys:
             config = select_prefill(self.arch, rows, keys, self.multiprocessors)
             self._launch(
@@ -220,6 +227,14 @@ class PagedLogitsPlan(IndexerPlan):
     ) -> None:
         super().__init__("indexer_paged_logits", heads, device, arch, page=page, stride=stride or page * 132)
         self.next_n, self.keys, self.page, self.stride = next_n, keys, page, stride or page * 132
+        self.inputs = self.declare(
+            q=Input(_CODES, ("batch", next_n, heads, 128)),
+            context_lens=Input(I32, ("batch", next_n)),
+            weights=Input(F32, (f"batch*{next_n}", heads)),
+            block_tables=Input(I32, (Size(least="batch"), None), strides=ROWS, aligned=False),
+            kv_cache=Input(U8, (None, page, 132), strides=(self.stride, 132, 1)),
+            out=_scores(f"batch*{next_n}"),
+        )
         self.multiprocessors = multiprocessors(device, self.arch)
 
     def run(
@@ -234,17 +249,9 @@ class PagedLogitsPlan(IndexerPlan):
     ) -> torch.Tensor:
         """Write into out and return it."""
         batch = int(q.shape[0])
-        check_tensor("q", q.view(torch.uint8), torch.uint8, (None, self.next_n, self.heads, 128))
-        check_tensor("weights", weights, _F32, (batch * self.next_n, self.heads))
-        check_tensor("context_lens", context_lens, _I32, (batch, self.next_n))
-        if block_tables.dtype != _I32 or block_tables.shape[0] < batch or block_tables.stride(1) != 1:
-            raise ValueError(f"block_tables must be int32 [{batch}, ·] with contiguous rows")
-        rows_apart = kv_cache.stride()[1:] != (132, 1) or (kv_cache.shape[0] > 1 and kv_cache.stride(0) != self.stride)
-        if kv_cache.dtype != torch.uint8 or tuple(kv_cache.shape[1:]) != (self.page, 132) or rows_apart:
-            raise ValueError(f"kv_cache must be uint8 [pages, {self.page}, 132], pages {self.stride} bytes apart")
-        if kv_cache.data_ptr() % 16:
-            raise ValueError("kv_cache starts at an address that is no multiple of 16 bytes")
-        _check_out(out, batch * self.next_n)
+        self.inputs.check(
+            q=q, context_lens=context_lens, weights=weights, block_tables=block_tables, kv_cache=kv_cache, out=out
+        )
         if batch:
             at_once = rows_at_once(self.next_n, self.heads)
             c = select_paged(self.arch, batch, at_once)
@@ -267,9 +274,8 @@ class PagedLogitsPlan(IndexerPlan):
             self.run(**paged_inputs({**params, "stride": self.stride}, self.device, 0))
 
 
-def _check_out(out: torch.Tensor, rows: int) -> None:
-    if out.dtype != _F32 or out.dim() != 2 or out.shape[0] < rows or (out.numel() and out.stride(1) != 1):
-        raise ValueError(f"out must be float32 [{rows}, ·] with contiguous rows, is {out.dtype} {tuple(out.shape)}")
+def _scores(rows: str) -> Input:
+    return Input(F32, (Size(least=rows), None), strides=ROWS, aligned=False)
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
@@ -455,6 +461,11 @@ class TopkPlan(Plan):
     def __init__(self, rows: int, width: int, k: int, device: torch.device, arch: Arch | None = None) -> None:
         super().__init__("topk", {"rows": rows, "width": width, "k": k}, device, arch, topk_supported)
         self.rows, self.width, self.k = rows, width, k
+        self.inputs = self.declare(
+            logits=Input(F32, ("rows", Size(most=width)), strides=ROWS),
+            lengths=Input(I32, ("rows",), aligned=False),
+            out=Input(I32, (Size(least="rows"), Size(least=k)), strides=ROWS, aligned=False),
+        )
         self.early = not interpreting()
         self.out = torch.empty((rows, k), dtype=torch.int32, device=device)
         # Of each level but the last: candidates of rows × parts chunks.
@@ -481,18 +492,14 @@ class TopkPlan(Plan):
     ) -> torch.Tensor:
         """Return int32 [R, k]; logits [R, W] with W at most the planned width."""
         rows, width = int(logits.shape[0]), int(logits.shape[1])
-        if logits.dtype != torch.float32 or (logits.numel() and logits.stride(1) != 1) or logits.data_ptr() % 16:
-            raise ValueError(f"logits must be aligned float32 [R, ·] with contiguous rows, is {logits.dtype}")
-        if lengths.dtype != torch.int32 or lengths.numel() != rows or not lengths.is_contiguous():
-            raise ValueError(f"lengths must be contiguous int32 of {rows} values, is {tuple(lengths.shape)}")
-        if k != self.k or width > self.width:
-            raise ValueError(f"k {k} and width {width}, the plan holds k {self.k} and width {self.width}")
-        if out is None:
-            if rows > self.rows:
-                raise ValueError(f"logits has {rows} rows, the plan holds {self.rows}")
-            out = self.out[:rows]
-        elif out.dtype != torch.int32 or out.shape[0] < rows or out.shape[1] < k or out.stride(1) != 1:
-            raise ValueError(f"out must be int32 [{rows}, ≥ {k}] with contiguous rows, is {tuple(out.shape)}")
+        if k != self.k:
+            raise ValueError(f"topk: k is {k}, the plan was made for {self.k}")
+        if out is None and rows > self.rows:
+            raise ValueError(f"topk: logits has {rows} rows, the plan holds {self.rows}")
+        out = self.out[:rows] if out is None else out
+        # Of requests with several rows they come as a matrix.
+        flat = lengths.view(-1) if lengths.is_contiguous() else lengths
+        self.inputs.check(logits=logits, lengths=flat, out=out)
         config = few(rows, width, k)
         if config is not None and rows:
             self._launch_few(logits, lengths, out, config)

@@ -26,7 +26,7 @@ from dsv4_kernels.mhc.reference import (
     pre_inputs,
 )
 from dsv4_kernels.numerics import as_numbers
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, next_power_of_2
+from dsv4_kernels.plan import BF16, F32, SUPPORTED, Input, Plan, Size, Support, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 from dsv4_kernels.testing.interpreter import interpreting
 
@@ -96,8 +96,6 @@ _mhc_apply = Launcher(mhc_apply_kernel)
 _mhc_mix = Launcher(mhc_mix_kernel)
 _mhc_planes = Launcher(mhc_planes_kernel)
 
-_F32, _BF16 = torch.float32, torch.bfloat16
-
 
 class MhcPlan(Plan):
     """Buffers of one form for up to `tokens` tokens of `hidden` values; see the package docstring for `run`.
@@ -121,18 +119,19 @@ class MhcPlan(Plan):
         shape = {"tokens": tokens, "hidden": hidden, "quantised": self.quantised}
         super().__init__(operation, shape, device, arch, is_supported)
         self.tokens, self.hidden = tokens, hidden
+        self.inputs = self.declare(**_declared(operation, tokens, hidden))
         self.early = not interpreting()
         self.multiprocessors = multiprocessors(device, self.arch)
-        self.residual = torch.empty((tokens, 4, hidden), dtype=_BF16, device=device)
-        self.y = torch.empty((tokens, hidden), dtype=_BF16, device=device)
+        self.residual = torch.empty((tokens, 4, hidden), dtype=BF16, device=device)
+        self.y = torch.empty((tokens, hidden), dtype=BF16, device=device)
         self._code, self._code_scale = places(self.quantised, hidden, device)
-        self.post = torch.empty((tokens, 4, 1), dtype=_F32, device=device)
-        self.comb = torch.empty((tokens, 4, 4), dtype=_F32, device=device)
+        self.post = torch.empty((tokens, 4, 1), dtype=F32, device=device)
+        self.comb = torch.empty((tokens, 4, 4), dtype=F32, device=device)
         configs = [self._config(t) for t in range(1, tokens + 1)]
         rows = max((t * self._splits(c) for t, c in enumerate(configs, 1)), default=0)
-        self.part = torch.empty((rows * 32,), dtype=_F32, device=device)
+        self.part = torch.empty((rows * 32,), dtype=F32, device=device)
         terms = 3 * _FN_VALUES[operation] * hidden if any(c.apart for c in configs) else 0
-        self.terms = torch.empty((terms,), dtype=_BF16, device=device)
+        self.terms = torch.empty((terms,), dtype=BF16, device=device)
 
     def codes(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return y of the last run, of `tokens` tokens, as `fp8_quant` makes it: code uint8 [T, H] and scale uint8
@@ -146,22 +145,9 @@ class MhcPlan(Plan):
     def _splits(self, config: MixConfig) -> int:
         return -(-self.hidden // config.span)
 
-    def _check(self, residual: torch.Tensor, streams: int) -> int:
-        tokens, hidden = int(residual.shape[0]), self.hidden
-        check_tensor("residual", residual, _BF16, (tokens, 4, hidden) if streams == 4 else (tokens, hidden))
-        if tokens > self.tokens:
-            raise ValueError(f"residual has {tokens} tokens, the plan holds {self.tokens}")
-        return tokens
-
-    def _check_post(self, tokens: int, x: torch.Tensor, post_mix: torch.Tensor, comb_mix: torch.Tensor) -> None:
-        check_tensor("x", x, _BF16, (tokens, self.hidden))
-        check_tensor("post_layer_mix", post_mix.view(-1, 4), _F32, (tokens, 4))
-        check_tensor("comb_res_mix", comb_mix, _F32, (tokens, 4, 4))
-
     def _fn(self, config: MixConfig, fn: torch.Tensor, streams: int) -> torch.Tensor:
         """Return fn as the mix kernel reads it: as it is or, of shape [3, rows, columns], as its terms."""
         rows, columns = fn.shape[0], streams * self.hidden
-        check_tensor("fn", fn, _F32, (rows, columns))
         if not config.apart:
             return fn
         values = rows * columns
@@ -194,10 +180,6 @@ class MhcPlan(Plan):
     ) -> None:  # fmt: skip
         """Launch the apply kernel; eps: of the mix's norm, of pre, of Sinkhorn, of the layer's norm."""
         head = self.operation == "mhc_head"
-        check_tensor("hc_scale", scale, _F32, (1 if head else 3,))
-        check_tensor("hc_base", base, _F32, (4 if head else 24,))
-        if weight is not None:
-            check_tensor("norm_weight", weight, _BF16, (self.hidden,))
         splits = self._splits(config)
         block_s, block_t = coefficient_tile(config, splits)
         programs = tokens if head else tokens + -(-tokens // block_t)
@@ -236,6 +218,24 @@ class MhcPlan(Plan):
                 self.run(**_INPUTS[self.operation](params, self.device, 0))
 
 
+def _declared(operation: str, tokens: int, hidden: int) -> dict[str, Input]:
+    """Return the tensors of a run of `operation`."""
+    head, broadcast = operation == "mhc_head", operation == "mhc_pre_broadcast"
+    streams, rows = (() if broadcast else (4,)), 4 if head else 24
+    declared = {"hs_flat" if head else "residual": Input(BF16, (Size("tokens", most=tokens), *streams, hidden))}
+    if operation in ("mhc_post", "mhc_post_pre"):
+        declared |= {
+            "x": Input(BF16, ("tokens", hidden)),
+            "post_layer_mix": Input(F32, ("tokens", 4, 1)),
+            "comb_res_mix": Input(F32, ("tokens", 4, 4)),
+        }
+    if operation == "mhc_post":
+        return declared
+    declared["fn_broadcast" if broadcast else "fn"] = Input(F32, (rows, hidden if broadcast else 4 * hidden))
+    declared |= {"hc_scale": Input(F32, (1 if head else 3,)), "hc_base": Input(F32, (rows,))}
+    return declared if head else declared | {"norm_weight": Input(BF16, (hidden,), optional=True)}
+
+
 class PrePlan(MhcPlan):
     """`mhc_pre`, `mhc_pre_broadcast` and `mhc_post_pre`."""
 
@@ -261,18 +261,16 @@ class PrePlan(MhcPlan):
         """Return (post, comb, y), with the new residual in front for the broadcast and the seam."""
         broadcast, seam = self.operation == "mhc_pre_broadcast", self.operation == "mhc_post_pre"
         streams = 1 if broadcast else 4
-        weights = fn_broadcast if broadcast else fn
-        if weights is None or weights.shape[0] != 24:
-            raise ValueError(f"{self.operation} needs {'fn_broadcast' if broadcast else 'fn'} with 24 rows")
-        if seam and (x is None or post_layer_mix is None or comb_res_mix is None):
-            raise ValueError("mhc_post_pre needs x, post_layer_mix and comb_res_mix")
-        tokens = self._check(residual, streams)
+        given = {
+            "residual": residual, "x": x, "post_layer_mix": post_layer_mix, "comb_res_mix": comb_res_mix, "fn": fn,
+            "fn_broadcast": fn_broadcast, "hc_scale": hc_scale, "hc_base": hc_base, "norm_weight": norm_weight,
+        }  # fmt: skip
+        self.inputs.check(**{name: given[name] for name in self.inputs.declared})
+        tokens = int(residual.shape[0])
         y = self.y[:tokens]
-        if tokens:
-            post: tuple[Any, ...] = ()
-            if x is not None and post_layer_mix is not None and comb_res_mix is not None and seam:
-                post = (x, post_layer_mix, comb_res_mix)
-                self._check_post(tokens, *post)
+        weights = fn_broadcast if broadcast else fn
+        if tokens and weights is not None:
+            post: tuple[Any, ...] = (x, post_layer_mix, comb_res_mix) if seam else ()
             eps = (rms_eps, hc_pre_eps, hc_sinkhorn_eps, norm_eps)
             last = (streams, norm_weight, eps, hc_post_mult_value, sinkhorn_repeat)
             y = self._both(residual, weights, streams, post, hc_scale, hc_base, *last)
@@ -308,11 +306,10 @@ class PostPlan(MhcPlan):
         comb_res_mix: torch.Tensor,
     ) -> torch.Tensor:
         """Return the new residual bf16 [T, 4, H]."""
-        tokens = self._check(residual, 4)
+        self.inputs.check(residual=residual, x=x, post_layer_mix=post_layer_mix, comb_res_mix=comb_res_mix)
+        tokens = int(residual.shape[0])
         if tokens:
-            post = (x, post_layer_mix, comb_res_mix)
-            self._check_post(tokens, *post)
-            self._mix(self._config(tokens), tokens, residual, None, 4, post)
+            self._mix(self._config(tokens), tokens, residual, None, 4, (x, post_layer_mix, comb_res_mix))
         return self.residual[:tokens]
 
 
@@ -330,8 +327,8 @@ class HeadPlan(MhcPlan):
         hc_eps: float,
     ) -> torch.Tensor:
         """Return bf16 [T, H]."""
-        tokens = self._check(hs_flat, 4)
-        if not tokens:
+        self.inputs.check(hs_flat=hs_flat, fn=fn, hc_scale=hc_scale, hc_base=hc_base)
+        if not hs_flat.shape[0]:
             return self.y[:0]
         return self._both(hs_flat, fn, 4, (), hc_scale, hc_base, 4, None, (rms_eps, hc_eps, 0.0, 0.0), 0.0, 1)
 

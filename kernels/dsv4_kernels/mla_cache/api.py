@@ -14,7 +14,7 @@ from dsv4_kernels.launch import Launcher
 from dsv4_kernels.mla_cache.kernel import mla_cache_read_kernel, mla_cache_write_kernel
 from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
 from dsv4_kernels.numerics import ds_mla
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor
+from dsv4_kernels.plan import BF16, I64, SUPPORTED, U8, Input, Plan, Size, Support
 from dsv4_kernels.registry import Operation, Tolerance, case
 
 
@@ -35,19 +35,10 @@ _mla_cache_read = Launcher(mla_cache_read_kernel)
 _mla_cache_write = Launcher(mla_cache_write_kernel)
 
 
-def check_cache(name: str, cache: torch.Tensor, page: int, stride: int) -> None:
-    """Raise ValueError unless `cache` is uint8 [pages, ≥ bytes of a page] with rows `stride` bytes apart, 16-byte
-    aligned.
-    """
-    if cache.dtype != torch.uint8 or cache.dim() != 2 or cache.stride(1) != 1:
-        raise ValueError(
-            f"{name} must be uint8 [pages, bytes] with contiguous rows, is {cache.dtype} {tuple(cache.shape)}"
-        )
-    if cache.shape[0] > 1 and cache.stride(0) != stride:
-        raise ValueError(f"{name} has pages {cache.stride(0)} bytes apart, the plan was made for {stride}")
+def cache_input(page: int, stride: int) -> Input:
+    """Return what a plan needs of a cache with pages of `page` tokens that lie `stride` bytes apart."""
     used = page * (ds_mla(page).data_row + ds_mla(page).scale_row)
-    if cache.shape[1] < used or cache.data_ptr() % 16:
-        raise ValueError(f"{name} needs 16-byte aligned pages of at least {used} bytes")
+    return Input(U8, (None, Size(least=used)), strides=(stride, 1))
 
 
 class CachePlan(Plan):
@@ -59,6 +50,10 @@ class CachePlan(Plan):
         operation = "mla_cache_write" if write else "mla_cache_read"
         shape = {"tokens": tokens, "page": page, "stride": stride}
         super().__init__(operation, shape, device, arch, is_supported)
+        kv = {"kv": Input(BF16, (Size(least="slots"), 512))} if write else {}
+        self.inputs = self.declare(
+            cache=cache_input(page, stride), slots=Input(I64, (Size("slots", most=tokens),)), **kv
+        )
         self.out = None if write else torch.empty((tokens, 512), dtype=torch.bfloat16, device=device)
 
     def run(
@@ -68,17 +63,11 @@ class CachePlan(Plan):
         next run.
         """
         size, stride = self.shape["page"], self.shape["stride"]
-        check_cache("cache", cache, size, stride)
-        check_tensor("slots", slots, torch.int64, (None,))
+        self.inputs.check(cache=cache, slots=slots, **({"kv": kv} if self.out is None else {}))
         count = slots.shape[0]
-        if count > self.shape["tokens"]:
-            raise ValueError(f"slots has {count} rows, the plan holds {self.shape['tokens']}")
         config = select(self.arch, count)
         grid = (triton.cdiv(count, config.rows),)
         if self.out is None:
-            if kv is None or kv.shape[0] < count:
-                raise ValueError("kv needs at least as many rows as slots")
-            check_tensor("kv", kv, torch.bfloat16, (None, 512))
             if count:
                 _mla_cache_write[grid](
                     kv_ptr=kv, slot_ptr=slots, cache_ptr=cache, tokens=count, PAGE=size, STRIDE=stride,

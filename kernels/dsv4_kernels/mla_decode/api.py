@@ -12,7 +12,7 @@ import torch
 
 from dsv4_kernels.arch import Arch, Table, load_table, multiprocessors
 from dsv4_kernels.launch import Launcher
-from dsv4_kernels.mla_cache.api import check_cache
+from dsv4_kernels.mla_cache.api import cache_input
 from dsv4_kernels.mla_decode.kernel import mla_decode_kernel, mla_merge_kernel
 from dsv4_kernels.mla_decode.reference import (
     decode_inputs,
@@ -27,7 +27,7 @@ from dsv4_kernels.mla_decode.reference import (
     o8_inputs,
 )
 from dsv4_kernels.numerics import as_numbers, ds_mla
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor
+from dsv4_kernels.plan import BF16, F32, I32, I64, ROWS, SUPPORTED, U8, Input, Inputs, Plan, Size, Support
 from dsv4_kernels.registry import Operation, Tolerance, case
 from dsv4_kernels.testing.interpreter import interpreting
 
@@ -67,7 +67,16 @@ class MergePlan(Plan):
     ) -> None:
         shape = {"parts": parts, "tokens": tokens, "heads": heads}
         super().__init__(operation, shape, device, arch, merge_supported)
-        self.o8 = operation.endswith("o8")
+        self.o8, two = operation.endswith("o8"), operation == "mla_merge_two"
+        count = Size("tokens", most=tokens)
+        lead = (count,) if two else (Size("parts", most=parts), count)
+        o, lse = Input(BF16, (*lead, heads, 512)), Input(F32, (*lead, heads))
+        of_part = {"o0": o, "lse0": lse, "o1": o, "lse1": lse} if two else {"o": o, "lse": lse}
+        rotation = {"positions": Input(I64, ("tokens",)), "cos_sin": Input(F32, (None, 64))} if self.o8 else {}
+        self.inputs = self.declare(
+            **of_part, sink=Input(F32, (heads,)), **rotation, **_result_inputs(heads, self.o8, aligned=False)
+        )
+        *self._given, _, self._second = self.inputs.declared
         # A kernel takes both; it writes one.
         self._no_lse = torch.empty((1, 1), dtype=torch.float32, device=device)
         self._no_scale = torch.empty((1, 1, 4), dtype=torch.uint8, device=device)
@@ -75,10 +84,7 @@ class MergePlan(Plan):
     @functools.cached_property
     def out(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Results of the runs that name no place for them; made by the first of them."""
-        return self._results(self.shape["tokens"])
-
-    def _results(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        heads = self.shape["heads"]
+        tokens, heads = self.shape["tokens"], self.shape["heads"]
         empty = functools.partial(torch.empty, device=self.device)
         if self.o8:
             return empty((tokens, heads, 512), dtype=torch.uint8), empty((tokens, heads, 4), dtype=torch.uint8)
@@ -91,24 +97,13 @@ class MergePlan(Plan):
 
         Writes `out`, (o, lse) or (code, scale); without it buffers of the plan that its next run overwrites.
         """
-        heads = self.shape["heads"]
         two = self.operation == "mla_merge_two"
         o, lse = (tensors["o0"], tensors["lse0"]) if two else (tensors["o"], tensors["lse"])
         parts, tokens = (2, o.shape[0]) if two else (o.shape[0], o.shape[1])
-        lead = () if two else (parts,)
-        check_tensor("o", o, torch.bfloat16, (*lead, tokens, heads, 512))
-        check_tensor("lse", lse, torch.float32, (*lead, tokens, heads))
-        if two:
-            check_tensor("o1", tensors["o1"], torch.bfloat16, (tokens, heads, 512))
-            check_tensor("lse1", tensors["lse1"], torch.float32, (tokens, heads))
-        check_tensor("sink", tensors["sink"], torch.float32, (heads,))
-        if tokens > self.shape["tokens"] or parts > self.shape["parts"]:
-            raise ValueError(f"{parts} parts of {tokens} tokens, the plan holds {self.shape}")
         results = (self.out[0][:tokens], self.out[1][:tokens]) if out is None else out
+        given = {name: tensors.get(name) for name in self._given}
+        self.inputs.check(**given, out=results[0], **{self._second: results[1]})
         positions = tensors.get("positions", lse)
-        if self.o8:
-            check_tensor("positions", positions, torch.int64, (tokens,))
-            check_tensor("cos_sin", tensors["cos_sin"], torch.float32, (None, 64))
         if tokens:
             launch_merge(
                 self.arch, o, lse, tensors.get("o1", o), tensors.get("lse1", lse), tensors["sink"], positions,
@@ -125,6 +120,13 @@ class MergePlan(Plan):
             for tokens in sorted({1, min(MANY_TOKENS, self.shape["tokens"])}):
                 params = {"parts": parts, "tokens": tokens, "heads": heads}
                 self.run(**_INPUTS[self.operation](params, self.device, 0))
+
+
+def _result_inputs(heads: int, o8: bool, aligned: bool = True) -> dict[str, Input]:
+    """Return what a plan needs of its results: o and lse, or the codes and scales of o."""
+    if o8:
+        return {"out": Input(U8, ("tokens", heads, 512)), "out_scale": Input(U8, ("tokens", heads, 4), aligned=aligned)}
+    return {"out": Input(BF16, ("tokens", heads, 512)), "out_lse": Input(F32, ("tokens", heads), aligned=aligned)}
 
 
 def launch_merge(
@@ -300,6 +302,8 @@ class DecodePlan(Plan):
         }  # fmt: skip
         super().__init__("mla_decode_o8" if o8 else "mla_decode", shape, device, arch, is_supported)
         self.lookup, self.o8, self.q_heads = lookup, o8, q_heads or heads
+        # Without and with a table; a run may have either.
+        self.inputs, self.looked_up = self._declare(False), self._declare(True)
         self.multiprocessors = multiprocessors(device, self.arch)
         self.o = torch.empty((tokens, heads, 512), dtype=torch.uint8 if o8 else torch.bfloat16, device=device)
         self.scale = torch.empty((tokens, heads, 4), dtype=torch.uint8, device=device)
@@ -307,6 +311,29 @@ class DecodePlan(Plan):
         rows = max((t * s for t, s in self._shares() if s > 1), default=0)
         self.part_o = torch.empty((rows * heads * 512,), dtype=torch.bfloat16, device=device)
         self.part_lse = torch.empty((rows * heads,), dtype=torch.float32, device=device)
+
+    def _declare(self, lookup: bool) -> Inputs:
+        s = self.shape
+        heads, topk, (pages, cmp_pages), (stride, cmp_stride) = s["heads"], s["topk"], s["pages"], s["strides"]
+        lengths = {"cmp_len": Input(I32, ("tokens",))}
+        if lookup:
+            lengths = {
+                "table": Input(I32, (None, None), strides=ROWS, aligned=False),
+                "request": Input(I32, ("tokens",), aligned=False),
+                "counts": Input(torch.bool, ("tokens",), aligned=False),
+            }
+        # Of a layer without compressed entries nothing is read.
+        cache = {"cmp_cache": cache_input(cmp_pages, cmp_stride)} if topk else {}
+        rotation = {"positions": Input(I64, ("tokens",)), "cos_sin": Input(F32, (None, 64))} if self.o8 else {}
+        return self.declare(
+            q=Input(BF16, (Size("tokens", most=s["tokens"]), heads, 512), strides=(self.q_heads * 512, 512, 1)),
+            swa_cache=cache_input(pages, stride),
+            swa_idx=Input(I32, ("tokens", s["window"])),
+            swa_len=Input(I32, ("tokens",)),
+            cmp_idx=Input(I32, ("tokens", topk)),
+            sink=Input(F32, (heads,)),
+            **lengths, **cache, **rotation, **_result_inputs(heads, self.o8),
+        )  # fmt: skip
 
     def splits(self, tokens: int) -> int:
         """Shares per token when `tokens` tokens are run."""
@@ -363,27 +390,22 @@ class DecodePlan(Plan):
         """
         shape, tokens = self.shape, q.shape[0]
         heads, window, topk = shape["heads"], shape["window"], shape["topk"]
-        check_query(q, heads, self.q_heads)
-        check_tensor("swa_idx", swa_idx, torch.int32, (tokens, window))
-        check_tensor("swa_len", swa_len, torch.int32, (tokens,))
-        check_tensor("cmp_idx", cmp_idx, torch.int32, (tokens, topk))
-        self._check_entries(tokens, cmp_len, table, request, counts)
-        check_tensor("sink", sink, torch.float32, (heads,))
-        check_cache("swa_cache", swa_cache, shape["pages"][0], shape["strides"][0])
-        if topk:
-            check_cache("cmp_cache", cmp_cache, shape["pages"][1], shape["strides"][1])
-        if tokens > shape["tokens"]:
-            raise ValueError(f"q has {tokens} tokens, the plan holds {shape['tokens']}")
-        if self.o8:
-            if positions is None or cos_sin is None:
-                raise ValueError("mla_decode_o8 needs positions and cos_sin")
-            check_tensor("positions", positions, torch.int64, (tokens,))
-            check_tensor("cos_sin", cos_sin, torch.float32, (None, 64))
         results = out or (self.o[:tokens], self.scale[:tokens] if self.o8 else self.lse[:tokens])
-        check_tensor("out", results[0], self.o.dtype, (tokens, heads, 512))
-        check_tensor(
-            "out", results[1], torch.uint8 if self.o8 else torch.float32, (tokens, heads, *((4,) if self.o8 else ()))
-        )
+        lookup = self.looks_up(tokens)
+        if (cmp_len if lookup else table) is not None:
+            raise ValueError(
+                f"{self.operation}: {'cmp_len' if lookup else 'table'} is given, a run of {tokens} tokens gets "
+                f"{'table, request and counts' if lookup else 'cmp_len'}"
+            )
+        entries = {"table": table, "request": request, "counts": counts} if lookup else {"cmp_len": cmp_len}
+        if topk:
+            entries["cmp_cache"] = cmp_cache
+        if self.o8:
+            entries |= {"positions": positions, "cos_sin": cos_sin}
+        (self.looked_up if lookup else self.inputs).check(
+            q=q, swa_cache=swa_cache, swa_idx=swa_idx, swa_len=swa_len, cmp_idx=cmp_idx, sink=sink, **entries,
+            out=results[0], **{"out_scale" if self.o8 else "out_lse": results[1]},
+        )  # fmt: skip
         if not tokens:
             return results
         positions, cos_sin = (sink, sink) if positions is None or cos_sin is None else (positions, cos_sin)
@@ -412,34 +434,6 @@ class DecodePlan(Plan):
             )  # fmt: skip
         return results
 
-    def _check_entries(
-        self,
-        tokens: int,
-        cmp_len: torch.Tensor | None,
-        table: torch.Tensor | None,
-        request: torch.Tensor | None,
-        counts: torch.Tensor | None,
-    ) -> None:
-        """Raise ValueError unless the compressed entries come as the plan takes them for so many tokens."""
-        if not self.looks_up(tokens):
-            if cmp_len is None or table is not None:
-                raise ValueError(f"cmp_len is missing or a table is given: {tokens} tokens come with slots")
-            check_tensor("cmp_len", cmp_len, torch.int32, (tokens,))
-            return
-        if table is None or request is None or counts is None or cmp_len is not None:
-            raise ValueError(
-                f"table, request and counts are missing or cmp_len is given: {tokens} tokens are looked up"
-            )
-        if table.dtype != torch.int32 or table.dim() != 2 or table.stride(1) != 1:
-            raise ValueError(
-                f"table must be int32 [requests, ·] with contiguous rows, is {table.dtype} {table.stride()}"
-            )
-        for name, tensor, dtype in (("request", request, torch.int32), ("counts", counts, torch.bool)):
-            if tensor.dtype != dtype or tensor.shape != (tokens,) or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} must be contiguous {dtype} [{tokens}], is {tensor.dtype} {tuple(tensor.shape)}"
-                )
-
     def warmup(self) -> None:
         """Run one token count for every pair of configuration and kind of merge that the planned count can reach."""
         seen = set()
@@ -449,37 +443,10 @@ class DecodePlan(Plan):
             kind = (config, self._one(tokens), merge)
             if kind not in seen:
                 seen.add(kind)
-                self.run(**self._empty_rows(tokens))
-
-    def _empty_rows(self, tokens: int) -> dict[str, torch.Tensor]:
-        """Return inputs whose rows have no entry, so that no slot is read: one page of each cache."""
-        shape = self.shape
-        zeros = functools.partial(torch.zeros, device=self.device)
-        inputs = {
-            "q": zeros((tokens, self.q_heads, 512), dtype=torch.bfloat16)[:, : shape["heads"]],
-            "sink": zeros((shape["heads"],), dtype=torch.float32),
-            "positions": zeros((tokens,), dtype=torch.int64),
-            "cos_sin": zeros((1, 64), dtype=torch.float32),
-        }
-        for name, width, stride in zip(("swa", "cmp"), (shape["window"], shape["topk"]), shape["strides"], strict=True):
-            inputs[f"{name}_cache"] = zeros((1, stride), dtype=torch.uint8)
-            inputs[f"{name}_idx"] = zeros((tokens, width), dtype=torch.int32)
-            inputs[f"{name}_len"] = zeros((tokens,), dtype=torch.int32)
-        if self.looks_up(tokens):
-            del inputs["cmp_len"]
-            inputs |= {"table": zeros((1, 1), dtype=torch.int32), "request": zeros((tokens,), dtype=torch.int32)}
-            inputs["counts"] = zeros((tokens,), dtype=torch.bool)
-        return inputs
-
-
-def check_query(q: torch.Tensor, heads: int, q_heads: int) -> None:
-    """Raise ValueError unless `q` is bf16 [T, heads, 512] with rows of `q_heads` heads, 16-byte aligned."""
-    if q.dtype != torch.bfloat16 or q.dim() != 3 or q.shape[1:] != (heads, 512) or q.stride()[1:] != (512, 1):
-        raise ValueError(f"q must be bf16 [T, {heads}, 512] with contiguous heads, is {q.dtype} {tuple(q.shape)}")
-    if (q.shape[0] > 1 and q.stride(0) != q_heads * 512) or q.data_ptr() % 16:
-        raise ValueError(
-            f"q has rows {q.stride(0)} values apart, the plan was made for {q_heads * 512}, 16-byte aligned"
-        )
+                # No row has an entry, so that no slot is read.
+                inputs = self.looked_up if self.looks_up(tokens) else self.inputs
+                zeros = {name: one for name, one in inputs.zeros(tokens=tokens).items() if not name.startswith("out")}
+                self.run(**{"cmp_cache": zeros["swa_cache"], **zeros})
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:

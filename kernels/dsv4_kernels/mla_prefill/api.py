@@ -14,7 +14,7 @@ from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
 from dsv4_kernels.mla_prefill.kernel import mla_prefill_kernel, mla_prefill_lists_kernel
 from dsv4_kernels.mla_prefill.reference import list_width, mla_prefill, mla_prefill_lists
 from dsv4_kernels.numerics import ds_mla, seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor
+from dsv4_kernels.plan import BF16, F32, I32, ROWS, SUPPORTED, Input, Plan, Size, Support
 from dsv4_kernels.registry import Case, Operation, Tolerance, case
 
 
@@ -61,6 +61,14 @@ class PrefillPlan(Plan):
         shape = {"tokens": tokens, "heads": heads, "width": width}
         super().__init__("mla_prefill", shape, device, arch, is_supported)
         self.tokens, self.heads, self.width = tokens, heads, width
+        self.inputs = self.declare(
+            q=Input(BF16, (Size("tokens", most=tokens), heads, 512)),
+            kv=Input(BF16, (None, 512)),
+            indices=Input(I32, ("tokens", width)),
+            lengths=Input(I32, ("tokens",)),
+            sink=Input(F32, (heads,)),
+            out=Input(BF16, ("tokens", heads, 512)),
+        )
         # Without room of its own one token's, which the warm-up writes.
         rows = tokens if own_output else min(1, tokens)
         self.o = torch.empty((rows, heads, 512), dtype=torch.bfloat16, device=device)
@@ -78,15 +86,8 @@ class PrefillPlan(Plan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (o bf16 [S, H, 512], lse float32 [S, H]): views of the plan's buffers, or o in `out`."""
         tokens, heads = int(q.shape[0]), self.heads
-        check_tensor("q", q, torch.bfloat16, (None, heads, 512))
-        check_tensor("kv", kv, torch.bfloat16, (None, 512))
-        check_tensor("indices", indices, torch.int32, (tokens, self.width))
-        check_tensor("lengths", lengths, torch.int32, (tokens,))
-        check_tensor("sink", sink, torch.float32, (heads,))
-        if tokens > self.tokens:
-            raise ValueError(f"q has {tokens} tokens, the plan holds {self.tokens}")
         o, lse = self.o[:tokens] if out is None else out, self.lse[:tokens]
-        check_tensor("out", o, torch.bfloat16, (tokens, heads, 512))
+        self.inputs.check(q=q, kv=kv, indices=indices, lengths=lengths, sink=sink, out=o)
         if tokens:
             c = select(self.arch, heads)
             _mla_prefill[(tokens, -(-heads // c.block_h))](
@@ -122,6 +123,14 @@ class ListsPlan(Plan):
         super().__init__("mla_prefill_lists", shape, device, arch, lists_supported)
         self.topk, self.ratio, self.window = topk, ratio, window
         self.tokens, self.width = tokens, list_width(topk, window)
+        self.inputs = self.declare(
+            chosen=Input(I32, (Size("tokens", most=tokens), Size(least=topk)), strides=ROWS, aligned=False),
+            seq_lens=Input(I32, ("requests",), aligned=False),
+            query_start_loc=Input(I32, ("requests+1",), aligned=False),
+            gather_lens=Input(I32, ("requests",), aligned=False),
+            out_indices=Input(I32, ("tokens", self.width)),
+            out_lengths=Input(I32, ("tokens",)),
+        )
         # Without room of its own one token's, which the warm-up writes.
         rows = tokens if own_output else min(1, tokens)
         self.indices = torch.empty((rows, self.width), dtype=torch.int32, device=device)
@@ -146,22 +155,13 @@ class ListsPlan(Plan):
         query_start_loc spans the T tokens of chosen.
         """
         tokens, requests = int(chosen.shape[0]), int(seq_lens.shape[0])
-        if chosen.dtype != torch.int32 or chosen.shape[1] < self.topk or (chosen.numel() and chosen.stride(1) != 1):
-            raise ValueError(f"chosen must be int32 [T, ≥ {self.topk}] with contiguous rows, is {tuple(chosen.shape)}")
-        for name, values, count in (
-            ("query_start_loc", query_start_loc, requests + 1),
-            ("seq_lens", seq_lens, requests),
-            ("gather_lens", gather_lens, requests),
-        ):
-            if values.dtype != torch.int32 or values.shape != (count,) or not values.is_contiguous():
-                raise ValueError(f"{name} must be contiguous int32 [{count}], is {tuple(values.shape)}")
         if (topk, ratio, window) != (self.topk, self.ratio, self.window):
             raise ValueError(f"topk, ratio, window are {(topk, ratio, window)}, the plan is for {self.shape}")
-        if tokens > self.tokens:
-            raise ValueError(f"chosen has {tokens} tokens, the plan holds {self.tokens}")
         indices, lengths = out or (self.indices[:tokens], self.lengths[:tokens])
-        check_tensor("out", indices, torch.int32, (tokens, self.width))
-        check_tensor("out", lengths, torch.int32, (tokens,))
+        self.inputs.check(
+            chosen=chosen, seq_lens=seq_lens, query_start_loc=query_start_loc, gather_lens=gather_lens,
+            out_indices=indices, out_lengths=lengths,
+        )  # fmt: skip
         if tokens:
             _mla_prefill_lists[(requests, min(tokens, WORKERS))](
                 chosen_ptr=chosen, begin_ptr=query_start_loc, seq_ptr=seq_lens, gather_ptr=gather_lens,

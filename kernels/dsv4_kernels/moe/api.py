@@ -25,7 +25,7 @@ from dsv4_kernels.moe.kernel import (
 )
 from dsv4_kernels.moe.reference import AMAX_FLOOR, LIMIT, moe_w4a8, moe_w4a16
 from dsv4_kernels.numerics import seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, counters, next_power_of_2
+from dsv4_kernels.plan import BF16, F32, I32, SUPPORTED, U8, Input, Plan, Size, Support, counters, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 
 # Up to here every program finds the pairs of its expert by itself; above, one launch sorts them first.
@@ -284,6 +284,17 @@ class MoePlan(Plan):
         shape = {"tokens": tokens, "hidden": hidden, "inter": inter, "experts": experts, "topk": topk}
         super().__init__("moe_w4a8" if a8 else "moe_w4a16", shape, device, arch, is_supported)
         self.a8, self.adds = a8, adds
+        self.inputs = self.declare(
+            x=Input(BF16, (Size("tokens", most=tokens), hidden)),
+            topk_ids=Input(I32, ("tokens", topk)),
+            topk_weights=Input(F32, ("tokens", topk)),
+            w13=Input(U8, (experts, 2 * inter, hidden // 2)),
+            w13_scale=Input(U8, (experts, 2 * inter, hidden // 32)),
+            w2=Input(U8, (experts, hidden, inter // 2)),
+            w2_scale=Input(U8, (experts, hidden, inter // 32)),
+            out=Input(BF16, ("tokens", hidden)),
+            **({"addend": Input(BF16, ("tokens", hidden))} if adds else {}),
+        )
         self.mma = "mx" if a8 and native_mx(self.arch) else "dot"
         decode = [t for t in range(1, tokens + 1) if is_decode(t, topk)]
         columns = {t: select_columns(self.arch, t, topk, hidden, inter) for t in decode if not a8}
@@ -337,25 +348,14 @@ class MoePlan(Plan):
         `ready` is called before the launch that reads `addend`, the last one: where another stream computes it, it has
         the current one wait. Returns bf16 [T, H]: `out`, or a buffer of the plan that its next run overwrites.
         """
-        hidden, inter, experts, topk = (self.shape[n] for n in SHAPE[1:])
         tokens = x.shape[0]
-        if tokens > self.shape["tokens"]:
-            raise ValueError(f"x has {tokens} tokens, the plan holds {self.shape['tokens']}")
-        check_tensor("x", x, torch.bfloat16, (tokens, hidden))
-        check_tensor("topk_ids", topk_ids, torch.int32, (tokens, topk))
-        check_tensor("topk_weights", topk_weights, torch.float32, (tokens, topk))
-        check_tensor("w13", w13, torch.uint8, (experts, 2 * inter, hidden // 2))
-        check_tensor("w13_scale", w13_scale, torch.uint8, (experts, 2 * inter, hidden // 32))
-        check_tensor("w2", w2, torch.uint8, (experts, hidden, inter // 2))
-        check_tensor("w2_scale", w2_scale, torch.uint8, (experts, hidden, inter // 32))
         out = self.out[:tokens] if out is None else out
-        check_tensor("out", out, torch.bfloat16, (tokens, hidden))
-        if addend is not None:
-            check_tensor("addend", addend, torch.bfloat16, (tokens, hidden))
-        if self.adds != (addend is not None):
-            raise ValueError(
-                f"addend is {'missing' if self.adds else 'given'}, the plan was made with adds={self.adds}"
-            )
+        if addend is not None and not self.adds:
+            raise ValueError(f"{self.operation}: addend is given, the plan was made with adds=False")
+        self.inputs.check(
+            x=x, topk_ids=topk_ids, topk_weights=topk_weights, w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale,
+            out=out, **({"addend": addend} if self.adds else {}),
+        )  # fmt: skip
         if tokens:
             inputs = (x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale)
             self._launch(MoeRun(out, addend, ready or _at_once, *inputs))

@@ -12,7 +12,7 @@ import torch
 from dsv4_kernels.arch import Arch, multiprocessors
 from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, next_power_of_2
+from dsv4_kernels.plan import BF16, F32, I32, I64, SUPPORTED, Input, Plan, Size, Support, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 from dsv4_kernels.router.kernel import router_product_kernel, router_select_kernel
 from dsv4_kernels.router.reference import router
@@ -59,6 +59,14 @@ class RouterPlan(Plan):
         shape = {"tokens": tokens, "hidden": hidden, "experts": experts, "k": k}
         super().__init__("router", shape, device, arch, is_supported)
         self.tokens, self.hidden, self.experts, self.k = tokens, hidden, experts, k
+        self.inputs = self.declare(
+            x=Input(BF16, (Size("tokens", most=tokens), hidden)),
+            weight=Input(BF16, (experts, hidden)),
+            bias=Input(F32, (experts,), optional=True),
+            tid2eid=Input(I32, (None, k), optional=True),
+            input_ids=Input((I32, I64), ("tokens",), aligned=False, optional=True),
+            padding=Input(torch.bool, ("tokens",), aligned=False, optional=True),
+        )
         self.early = not interpreting()
         self.multiprocessors = multiprocessors(device, self.arch)
         rows = max((t * self._splits(self._config(t)) for t in range(1, tokens + 1)), default=0)
@@ -86,20 +94,12 @@ class RouterPlan(Plan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (weights float32 [T, k], ids int32 [T, k])."""
         tokens = int(x.shape[0])
-        check_tensor("x", x, torch.bfloat16, (None, self.hidden))
-        check_tensor("weight", weight, torch.bfloat16, (self.experts, self.hidden))
-        if tokens > self.tokens or k != self.k:
-            raise ValueError(f"x has {tokens} tokens, k is {k}, the plan holds {self.tokens} and k {self.k}")
+        if k != self.k:
+            raise ValueError(f"router: k is {k}, the plan was made for {self.k}")
         hashed = tid2eid is not None and input_ids is not None
         if hashed == (bias is not None):
             raise ValueError("router needs either bias, or tid2eid and input_ids")
-        if tid2eid is not None and input_ids is not None:
-            check_tensor("tid2eid", tid2eid, torch.int32, (None, k))
-            _check_row("input_ids", input_ids, (torch.int32, torch.int64), tokens)
-        if bias is not None:
-            check_tensor("bias", bias, torch.float32, (self.experts,))
-        if padding is not None:
-            _check_row("padding", padding, (torch.bool,), tokens)
+        self.inputs.check(x=x, weight=weight, bias=bias, tid2eid=tid2eid, input_ids=input_ids, padding=padding)
         weights, ids = self.weights[:tokens], self.ids[:tokens]
         if tokens:
             c = self._config(tokens)
@@ -139,15 +139,6 @@ class RouterPlan(Plan):
             self.run(**inputs, padding=flags)
             if hashed:
                 self.run(**{**inputs, "input_ids": inputs["input_ids"].int()}, padding=flags)
-
-
-def _check_row(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], tokens: int) -> None:
-    """Raise ValueError unless `tensor` has one of the dtypes, and a value for each token; it may start anywhere."""
-    if tensor.dtype not in dtypes or tensor.shape != (tokens,) or not tensor.is_contiguous():
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, needs contiguous {wanted} of {tokens} tokens"
-        )
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:

@@ -651,6 +651,20 @@ MEMBER = (
         ("tests/kernels/test_launch.py",),
     ),
     Mutant(
+        "a launch with another shape than the last one is not checked",
+        "kernels/dsv4_kernels/plan.py",
+        "tensor.dtype is not dtype or tensor.shape != shape",
+        "tensor.dtype is not dtype",
+        ("tests/kernels/test_inputs.py",),
+    ),
+    Mutant(
+        "dimensions of one name differ",
+        "kernels/dsv4_kernels/plan.py",
+        "sizes.setdefault(need, size) if need.isidentifier()",
+        "size if need.isidentifier()",
+        ("tests/kernels/test_inputs.py",),
+    ),
+    Mutant(
         "scores that underflow give no weights",
         "kernels/dsv4_kernels/router/kernel.py",
         "tl.where(total > 0.0, total, 1.0)",
