@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import json
 import os
@@ -322,19 +321,37 @@ _CARD = f"GET /v1/models/{gateway_groups.BODY['model']} HTTP/1.1\r\nHost: g\r\n\
 Fronts = tuple[LocalGateways, int, int, list[int]]
 
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _connections_of_each(both: list[int], front: int, count: int) -> list[Connection]:
+    """Open idle connections, `count` of the first process and then as many of the second, while the other is stopped:
+    otherwise the kernel chooses which one accepts.
+    """
+    found: list[Connection] = []
+    for stopped in reversed(both):
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            opened = [await asyncio.open_connection("127.0.0.1", front) for _ in range(count)]
+            for reader, writer in opened:
+                writer.write(_CARD)
+                assert b'"object": "model"' in await _answered(reader)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        found += opened
+    return found
+
+
 async def test_a_killed_gateway_costs_no_request_that_has_no_response_and_no_idle_connection(fronts: Fronts) -> None:
     gateways, front, port, both = fronts
-    waiting = [await asyncio.open_connection("127.0.0.1", front) for _ in range(12)]
+    waiting = await _connections_of_each(both, front, 6)
+    idle = await _connections_of_each(both, front, 4)
     # The longer one goes to the heir in a memory file.
     body = {**gateway_groups.BODY, "prompt": "x"}
     for number, (_, writer) in enumerate(waiting):
         writer.write(_post({**body, "prompt": "x" * (100_000 if number % 2 == 0 else 10)}))
-    idle = [await asyncio.open_connection("127.0.0.1", front) for _ in range(8)]
-    for reader, writer in idle:
-        writer.write(_CARD)
-        assert b'"object": "model"' in await _answered(reader)
     await asyncio.sleep(0.3)
-    await _kill(gateways, _busiest(both, front))
+    await _kill(gateways, both[0])
     with engine(port):
         for reader, _ in waiting:
             answer = await _answered(reader)
@@ -351,22 +368,18 @@ async def test_streams_of_a_gateway_killed_together_with_the_engine_end_with_an_
     gateways, front, port, both = fronts
     with engine(port, 1.0) as group:
         await asyncio.sleep(1.0)
-        asked = [await asyncio.open_connection("127.0.0.1", front) for _ in range(12)]
-        for reader, writer in asked:
+        asked = await _connections_of_each(both, front, 6)
+        for _, writer in asked:
             writer.write(_post(gateway_groups.BODY))
+        for reader, _ in asked:
             await reader.readuntil(b"\r\n\r\n")
             assert b" token" in await reader.readuntil(b"}\n\n")
-        killed = _busiest(both, front)
+        killed = both[0]
         os.kill(killed, signal.SIGKILL)
         group.kill()
-        ends = []
-        for reader, _ in asked:
-            async with asyncio.timeout(30):
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(3):
-                        ends.append(await reader.readuntil(b"\r\n0\r\n\r\n"))
         # The others are with the other gateway, which waits for the engine.
-        assert ends
+        async with asyncio.timeout(30):
+            ends = [await reader.readuntil(b"\r\n0\r\n\r\n") for reader, _ in asked[:6]]
         assert all(b"gateway process with this request ended" in end and b"[DONE]" not in end for end in ends), ends
     for _, writer in asked:
         writer.close()
@@ -376,20 +389,24 @@ async def test_streams_of_a_gateway_killed_together_with_the_engine_end_with_an_
 async def test_a_request_outlives_one_gateway_only_and_half_of_one_is_refused(fronts: Fronts) -> None:
     """Otherwise a request that kills gateways would kill each of them in turn."""
     gateways, front, _, both = fronts
-    asked = [await asyncio.open_connection("127.0.0.1", front) for _ in range(12)]
+    first, second = both
+    asked = await _connections_of_each(both, front, 6)
+    halves = await _connections_of_each(both, front, 4)
     for _, writer in asked:
         writer.write(_post(gateway_groups.BODY))
-    halves = [await asyncio.open_connection("127.0.0.1", front) for _ in range(8)]
-    for reader, writer in halves:
-        writer.write(_CARD)
-        assert b'"object": "model"' in await _answered(reader)
+    for _, writer in halves:
         writer.write(_post(gateway_groups.BODY)[:-5])
+    clients = len(asked) + len(halves)
+    async with asyncio.timeout(30):
+        while min(_handles(pid, front) for pid in both) < clients:
+            await asyncio.sleep(0.05)
     await asyncio.sleep(0.5)
-    first = _busiest(both, front)
-    (second,) = set(both) - {first}
     await _kill(gateways, first)
-    assert await _get(f"http://127.0.0.1:{front}/healthz") == (200, b"ok\n")
-    await asyncio.sleep(1.0)
+    (other,) = {pid for pid in pids(gateways) if pid is not None} - {second}
+    async with asyncio.timeout(30):
+        while _handles(other, front) < max(_handles(second, front), len(asked)):
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
     await _kill(gateways, second)
 
     async def read(reader: asyncio.StreamReader) -> bytes:
@@ -400,7 +417,7 @@ async def test_a_request_outlives_one_gateway_only_and_half_of_one_is_refused(fr
 
     found = [one for one in await asyncio.gather(*(read(reader) for reader, _ in asked)) if one]
     # Of the first process: repeated by the second, and refused after its end. The second's own are repeated.
-    assert found
+    assert len(found) == 6
     assert all(one.startswith(b"HTTP/1.1 502") and b"for the second time" in one for one in found), found
     refused = await asyncio.gather(*(read(reader) for reader, _ in halves))
     assert all(one.startswith(b"HTTP/1.1 502") and b"was not read completely" in one for one in refused), refused
@@ -433,11 +450,6 @@ async def _both_answer(url: str) -> None:
             await asyncio.sleep(0.1)
 
 
-def _busiest(processes: list[int], front: int) -> int:
-    """The process with the most client connections: the kernel chooses which one accepts."""
-    return collections.Counter(_connections(processes, front)).most_common(1)[0][0]
-
-
 async def _kill(gateways: LocalGateways, pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     await _replaced(gateways, pid)
@@ -447,6 +459,12 @@ async def _replaced(gateways: LocalGateways, pid: int) -> None:
     async with asyncio.timeout(30):
         while pid in pids(gateways) or None in pids(gateways):
             await asyncio.sleep(0.02)
+
+
+def _handles(pid: int, front: int) -> int:
+    """The number of client connections that a process has, its own and those of the other one."""
+    found = psutil.Process(pid).net_connections("tcp4")
+    return sum(one.laddr.port == front and one.status != psutil.CONN_LISTEN for one in found)
 
 
 def _connections(processes: list[int], front: int) -> list[int]:
