@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dsv4_testkit.faults import report
+from dsv4_testkit.faults import groups, report
+from dsv4_testkit.faults.actions import Frozen, OutOfMemory
 from dsv4_testkit.faults.judge import inflict
 from dsv4_testkit.faults.load import Shape
 from dsv4_testkit.faults.matrix import BY_NAME
@@ -82,8 +83,14 @@ LONG = {
 }
 
 
+_LACKS = groups.lacks()
+
+
 def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    return (pytest.mark.long,) if name in LONG else ()
+    found = [pytest.mark.long] if name in LONG else []
+    if _LACKS is not None and isinstance(BY_NAME[name].action, (Frozen, OutOfMemory)):
+        found.append(pytest.mark.skip(reason=_LACKS))
+    return tuple(found)
 
 
 @pytest.mark.parametrize("fault", [pytest.param(BY_NAME[name], id=name, marks=marks(name)) for name in CHOICE])

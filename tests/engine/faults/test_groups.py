@@ -15,7 +15,8 @@ import pytest
 
 from dsv4_testkit.faults import groups
 
-pytestmark = pytest.mark.engine
+_LACKS = groups.lacks()
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(_LACKS is not None, reason=_LACKS or "")]
 
 MIB = 2**20
 # Waits for a word, then takes memory that is really written.

@@ -62,6 +62,25 @@ class Limit(Group):
         _until(lambda: "oom_kill 0" not in events.read_text(), "nothing was killed for want of memory", _KILL_SECONDS)
 
 
+def lacks() -> str | None:
+    """Return the reason why no control groups can be made here, as in most containers; None if they can."""
+    for root in {_memory_root(), _freezer_root()}:
+        try:
+            Group(root / f"dsv4-try-{os.getpid()}", root).end()
+        except OSError as error:
+            return f"no control group can be made in {root}: {error.strerror}"
+    return None
+
+
+def _memory_root() -> Path:
+    return _ROOT / "memory" if (_ROOT / "memory").is_dir() else _ROOT
+
+
+def _freezer_root() -> Path:
+    # Version 2 alone freezes so that SIGKILL still ends a process. Where version 1 is in use, it lies beside it.
+    return _ROOT / "unified" if (_ROOT / "unified").is_dir() else _ROOT
+
+
 def confine(pids: list[int], room: int) -> Limit:
     """Limit what `pids` and their children take from now on, together, to `room` bytes.
 
@@ -71,12 +90,9 @@ def confine(pids: list[int], room: int) -> Limit:
     Raises:
         OSError: this user may not make control groups with a memory limit here.
     """
-    first = (_ROOT / "memory").is_dir()
-    root, file, events = (
-        (_ROOT / "memory", "memory.limit_in_bytes", "memory.oom_control")
-        if first
-        else (_ROOT, "memory.max", "memory.events")
-    )
+    root = _memory_root()
+    first = root != _ROOT
+    file, events = ("memory.limit_in_bytes", "memory.oom_control") if first else ("memory.max", "memory.events")
     if not first:
         (root / "cgroup.subtree_control").write_text("+memory")
     line = next(line for line in _lines(pids[0]) if (":memory:" in line if first else line.startswith("0::")))
@@ -98,8 +114,7 @@ def freeze(pid: int) -> Group:
         OSError: this user may not make control groups here.
         RuntimeError: the kernel did not freeze it, or has no control groups of version 2 mounted.
     """
-    # Version 2 alone freezes so that SIGKILL still ends it. Where version 1 is in use, it lies beside it.
-    root = _ROOT / "unified" if (_ROOT / "unified").is_dir() else _ROOT
+    root = _freezer_root()
     line = next((line for line in _lines(pid) if line.startswith("0::")), None)
     if line is None:
         raise RuntimeError(f"process {pid} is in no control group of version 2; mount cgroup2 at {root}")
