@@ -103,7 +103,8 @@ def expected(launch: StaticKernel) -> Expect:
         case "fp8_gemm_kernel":
             # At 8 columns Triton 3.6 widens to fp16 on sm_90 and 3.8 takes wgmma; memory hides either.
             wgmma = ("wgmma-fp8",) if c["BM"] > 8 else ("wgmma-fp8", "f16")
-            mma = ("mx",) if c["MX"] else wgmma if hopper else ("f16", "fp8")
+            half = ("f16", "wgmma-f16") if hopper else ("f16",)
+            mma = ("mx",) if c["MX"] else half if c["QUANT"] else wgmma if hopper else ("f16", "fp8")
             return Expect(mma, cp_async=8, shared=limit)
         case "fp8_gemm_hopper_kernel":
             # One copy of weights and one of tokens for each warpgroup.
