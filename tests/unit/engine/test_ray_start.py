@@ -18,14 +18,19 @@ class Node:
     """A node whose processes are real; counts starts of its dashboard."""
 
     def __init__(self) -> None:
+        self.made: list[subprocess.Popen[bytes]] = []
         self.all_processes: dict[str, Any] = {"raylet": [self.process()], "dashboard": [self.process()]}
         self.started: list[float] = []
+        self.closed = False
 
-    @staticmethod
-    def process() -> Any:
-        return types.SimpleNamespace(process=subprocess.Popen(["sleep", "60"]))
+    def process(self) -> Any:
+        self.made.append(subprocess.Popen(["sleep", "60"]))
+        return types.SimpleNamespace(process=self.made[-1])
 
     def start_api_server(self, *, include_dashboard: bool, raise_on_failure: bool) -> None:
+        if self.closed:
+            # Ends the thread that watches.
+            raise SystemExit
         assert include_dashboard
         assert not raise_on_failure
         assert "dashboard" not in self.all_processes, "Ray asserts this"
@@ -52,9 +57,10 @@ class Node:
 def node() -> Iterator[Node]:
     found = Node()
     yield found
-    for processes in list(found.all_processes.values()):
-        processes[0].process.kill()
-        processes[0].process.wait(5)
+    found.closed = True
+    for process in found.made:
+        process.kill()
+        process.wait(5)
 
 
 def test_a_dead_dashboard_is_started_again_at_once(node: Node) -> None:
