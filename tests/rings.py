@@ -28,7 +28,7 @@ class Ring:
     lacks: Callable[[], str | None]
     """Why this machine cannot run it; None if it can."""
     minutes: int
-    """Usual duration on two processors (AMD EPYC, 2026-11-25)."""
+    """Usual duration on two processors (AMD EPYC, 2026-11-26)."""
     options: tuple[str, ...] = ()
     """Options of pytest."""
 
@@ -80,12 +80,12 @@ def gpu() -> str | None:
 RINGS = (
     # Half of its time it waits: for processes, bounds and clocks. Each worker runs whole files, whose fixtures are made
     # once.
-    Ring("unit", "unit", nothing, 6, options=("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")),
+    Ring("unit", "unit", nothing, 8, options=("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")),
     Ring("kernels", "kernels", lambda: modules("torch", "triton"), 4, options=("-n", "2")),
     # `make engine-test` and `make cluster-test` run the long ones too.
-    Ring("engine", "engine", engine, 12, options=("-m", "not long")),
+    Ring("engine", "engine", engine, 14, options=("-m", "not long")),
     # Most of its time it waits for what a control plane does in its own time.
-    Ring("cluster", "cluster", cluster, 9, options=("-n", "2", "-m", "not long")),
+    Ring("cluster", "cluster", cluster, 8, options=("-n", "2", "-m", "not long")),
     # It serves the Nano model on this machine's GPUs, with the vLLM that is installed for them.
     Ring("gpu", "gpu", gpu, 10, options=("-s",)),
 )

@@ -29,8 +29,8 @@ class Node:
 
     def start_api_server(self, *, include_dashboard: bool, raise_on_failure: bool) -> None:
         if self.closed:
-            # Ends the thread that watches.
-            raise SystemExit
+            # Without a dashboard the thread that watches it ends.
+            return
         assert include_dashboard
         assert not raise_on_failure
         assert "dashboard" not in self.all_processes, "Ray asserts this"
