@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
@@ -238,6 +239,9 @@ async def test_one_is_used_only_if_it_answers_or_works(
         await wait_for(tmp_path / "standby.log", "imported")
     if how == "stopped":
         os.kill(waiting.pid, signal.SIGSTOP)
+        async with asyncio.timeout(5):
+            while psutil.Process(waiting.pid).status() != psutil.STATUS_STOPPED:
+                await asyncio.sleep(0.01)
     begun = time.monotonic()
     taken = await member.standby.take((), str(tmp_path / "vllm.log"))
     assert time.monotonic() - begun < 3.0
