@@ -152,7 +152,7 @@ ROWS = (None, 1)
 
 @dataclass(frozen=True)
 class Input:
-    """What a plan needs of a tensor.
+    """Requirements of a plan for one tensor.
 
     `dtypes`: one, or those to choose from. `strides`: None where the tensor is contiguous, else a number, or None for a
     multiple of `step` elements; a first dimension of one element may have any. `aligned`: it starts at a multiple of 16

@@ -1,4 +1,4 @@
-"""What vLLM logs for the nano model, and the memory plan."""
+"""The memory plan of the nano model agrees with the log of vLLM."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class FatalKind(Report):
     kinds: tuple[Kind, ...]
     """Requests with all of these features are refused."""
     engines: int
-    """That died while they had such a request."""
+    """Number of engines that died while they had such a request."""
     seconds: float
     """Remaining time of the refusal."""
 

@@ -436,9 +436,10 @@ def _response(refusal: Refusal, identity: str) -> bytes:
 def _end(connection: socket.socket, data: bytes) -> str:
     """Send the last bytes of a connection and close it."""
     with contextlib.suppress(BlockingIOError):
-        # Unread bytes would reset it.
-        while connection.recv(_MESSAGE_BYTES):
-            pass
+        # Unread bytes would reset it. Bounded, for a client that keeps sending.
+        for _ in range(_BATCH):
+            if not connection.recv(_MESSAGE_BYTES):
+                break
     connection.send(data)
     connection.shutdown(socket.SHUT_WR)
     connection.close()

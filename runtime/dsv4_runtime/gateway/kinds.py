@@ -96,7 +96,7 @@ class Refused:
     """A kind that is refused."""
 
     engines: int
-    """That died of it."""
+    """Number of engines that died of it."""
     death: float
     """Time of the latest death."""
     since: float

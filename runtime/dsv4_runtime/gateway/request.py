@@ -13,6 +13,7 @@ import http
 import re
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from urllib.parse import unquote
 
@@ -98,34 +99,34 @@ _SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
 
-class ClientConnection(http1.BaseConnection):
+class ClientConnection(http1.BaseConnection, ABC):
     """Interface of a client connection for its requests."""
 
     @property
+    @abstractmethod
     def is_read(self) -> bool:
         """Return whether the client has read the bytes sent so far."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def ending(self) -> bool:
         """Return whether the next response is the last one of the connection."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def send(self, data: bytes, body: bytes | bytearray = b"") -> None:
         """Send `data` and `body`; wait while the client does not read, raise ClientGoneError after a disconnect."""
-        raise NotImplementedError
 
+    @abstractmethod
     def refuse(self, refusal: Refusal) -> None:
         """Stop reading the arriving request; respond with `refusal` unless a response was started."""
-        raise NotImplementedError
 
+    @abstractmethod
     def record(self, request: Request, body: bytearray, *, repeatable: bool) -> None:
         """Record a complete request before it is handled, for the process that continues after this one's death."""
-        raise NotImplementedError
 
+    @abstractmethod
     def record_stream(self, *, chunked: bool) -> None:
         """Record that the response is a stream of events, before its first byte."""
-        raise NotImplementedError
 
 
 class Request(http1.Message):

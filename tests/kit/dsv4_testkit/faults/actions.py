@@ -66,7 +66,7 @@ def _nothing() -> None:
 
 
 class How(StrEnum):
-    """What is done to a process."""
+    """Kind of fault of one process."""
 
     KILL = "kill -9"
     STOP = "SIGSTOP"

@@ -59,7 +59,7 @@ class Result:
     replaced: float | None = None
     """Until a process of dsv4 that was struck was continued or replaced."""
     disorder: str = ""
-    """What is not in order in the reports of the repair."""
+    """Events out of order in the reports of the repair."""
     errors: tuple[str, ...] = ()
     """What clients were told, the first few."""
 

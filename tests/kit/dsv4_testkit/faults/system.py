@@ -75,7 +75,7 @@ class System(Scene, Protocol):
         """Requests that were sent again so far; None if it does not do that."""
 
     def disorder(self, since: float) -> str:
-        """What is not in the order detected, cause, evidence, repair, serving in a report of the repair after a Unix
+        """Return the events that are not in the order detected, cause, evidence, repair, serving in a report of the repair after a Unix
         time; empty if all is, or if it has no such reports.
         """
 
