@@ -75,8 +75,9 @@ class System(Scene, Protocol):
         """Requests that were sent again so far; None if it does not do that."""
 
     def disorder(self, since: float) -> str:
-        """Return the events that are not in the order detected, cause, evidence, repair, serving in a report of the repair after a Unix
-        time; empty if all is, or if it has no such reports.
+        """Return the events out of order (detected, cause, evidence, repair, serving) in a report of the repair.
+
+        Only events after a Unix time count; empty if all are in order, or if there are no such reports.
         """
 
     def heal(self, fault: Fault) -> None:
