@@ -3,7 +3,7 @@
     python benchmarks/kernels_host.py --arch sm_121
 
 A run checks its tensors, picks its configuration and launches, here with Triton's own search for the compiled kernel
-and without it (`dsv4_kernels.launch`), in turns. The launches end where Triton would hand them to the driver, and the
+and without it (`dsv4_kernels.plan`), in turns. The launches end where Triton would hand them to the driver, and the
 tensors have no memory. Outside of CUDA graphs, as in a prefill, this is what a short step waits for.
 """
 
@@ -19,9 +19,8 @@ import torch
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.indexer.api import LogitsPlan
 from dsv4_kernels.indexer.reference import logits_inputs
-from dsv4_kernels.launch import Launcher
 from dsv4_kernels.moe.api import MoePlan
-from dsv4_kernels.plan import Plan
+from dsv4_kernels.plan import Launcher, Plan
 from dsv4_kernels.precompile import make_plan
 from dsv4_testkit.launches import record_launches
 from dsv4_testkit.plans import FLASH

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from benchmarks.kernels import goals, run, table
 
+from dsv4_kernels import registry
 from dsv4_kernels.registry import FOLDERS, operations
-from dsv4_kernels.testing import harness
 
 
 def check(folders: list[str], index: int, count: int) -> int:
@@ -27,7 +27,7 @@ def check(folders: list[str], index: int, count: int) -> int:
     cases = [(op, c) for op in operations() if op.folder in folders for c in op.cases if c.tags & {"gpu", "bench"}]
     for op, case in cases[index::count]:
         try:
-            errors = harness.run_case(op, case, torch.device("cuda"), 1)
+            errors = registry.run_case(op, case, torch.device("cuda"), 1)
             text = "; ".join(f"{name} {measured}" for name, measured in errors.items())
         except Exception as error:
             wrong += 1

@@ -27,8 +27,8 @@ import triton
 from benchmarks.kernels import table
 from benchmarks.kernels.timing import Timer, capture, ceilings
 
+from dsv4_kernels import registry
 from dsv4_kernels.registry import FOLDERS, Case, Operation, Provider, Tolerance, as_outputs, operations
-from dsv4_kernels.testing import harness
 
 # The relative RMS up to which a peer with less exact results is timed: it computes the same, if only roughly.
 ROUGH = 1e-2
@@ -62,7 +62,7 @@ def attempt(
         if reason := provider.missing():
             return None, {"skipped": reason}
         call = provider.make(case.params, torch.device("cuda"))
-        kept = harness.fresh(op, inputs)
+        kept = registry.fresh(op, inputs)
         results = op.compared(as_outputs(call(**kept)))
     except Exception as error:
         return None, {"failed": told(error)}
@@ -70,12 +70,12 @@ def attempt(
     faults = []
     for name, out, want, tolerance in zip(op.outputs, results, expected, op.tolerance, strict=False):
         try:
-            measured = harness.measure(out, want, tolerance)
+            measured = registry.measure(out, want, tolerance)
         except AssertionError as error:
             return None, {"wrong": f"{name}: {error}"[:200]}
         errors[name] = {"max": measured.worst, "rms": measured.rms, "diff": measured.diff, "outside": measured.outside}
         try:
-            harness.judge(name, measured, tolerance if provider.name == "dsv4" else doubled(tolerance))
+            registry.judge(name, measured, tolerance if provider.name == "dsv4" else doubled(tolerance))
         except AssertionError as error:
             faults.append(str(error)[:200])
     facts: dict[str, Any] = {"errors": errors}
@@ -135,7 +135,7 @@ def bench_case(op: Operation, case: Case, timer: Timer, rounds: int, budget: Bud
     device = torch.device("cuda")
     params = {**case.params, "dense": True}
     inputs = op.make_inputs(params, device, 7)
-    expected = op.compared(as_outputs(op.reference(**harness.fresh(op, inputs), exact=True)))
+    expected = op.compared(as_outputs(op.reference(**registry.fresh(op, inputs), exact=True)))
     captured, facts = {}, {}
     for provider in op.providers():
         if provider.name == "reference":

@@ -22,8 +22,8 @@ if not HAS_GPU:
         raise RuntimeError("tests/kernels need a session of their own: something has imported triton before them")
     os.environ["TRITON_INTERPRET"] = "1"
 
+from dsv4_kernels import interpreter  # noqa: E402
 from dsv4_kernels.arch import Arch, detect  # noqa: E402  (after the interpreter is chosen)
-from dsv4_kernels.testing import interpreter  # noqa: E402
 from dsv4_testkit.remembered import remember_launches  # noqa: E402
 
 if not HAS_GPU:

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.fp8.api import GemmPlan
-from dsv4_kernels.launch import Launcher, hash_helpers
+from dsv4_kernels.plan import Launcher, hash_helpers
 from dsv4_kernels.precompile import DEVICE, line, make_plan
 from dsv4_testkit.launches import Launch, record_launches
 from dsv4_testkit.plans import SMALL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4_kernels import registry
 from dsv4_kernels.arch import Arch, detect, native_mx
 from dsv4_kernels.device import AT_REST
 from dsv4_kernels.fp8 import api
@@ -22,7 +23,6 @@ from dsv4_kernels.fp8.api import (
 )
 from dsv4_kernels.plan import freeze, thaw
 from dsv4_kernels.registry import case, operation
-from dsv4_kernels.testing import harness
 
 
 def test_counters_are_at_rest_again(device: torch.device, arch: Arch | None) -> None:
@@ -90,7 +90,7 @@ def test_fewer_tokens_than_planned(device: torch.device, arch: Arch | None) -> N
     plan = op.plan({"tokens": 20, "groups": 2, "n": 64, "k": 256}, device, arch)
     for tokens in (1, 7, 20):
         inputs = op.make_inputs({"tokens": tokens, "groups": 2, "n": 64, "k": 256}, device, tokens)
-        harness.compare(op, (plan.run(**inputs),), (op.reference(**inputs, exact=True),))
+        registry.compare(op, (plan.run(**inputs),), (op.reference(**inputs, exact=True),))
 
 
 def test_blocks_of_weights_have_their_own_scales(device: torch.device, arch: Arch | None) -> None:
@@ -222,9 +222,9 @@ def test_specialised_warps_at_odd_sizes(
     monkeypatch.setattr(api, "select_hopper", lambda *_: config)
     sizes = {"tokens": tokens, "n": n, "k": k}
     if groups == 1:
-        harness.run_case(operation("fp8_gemm"), case("odd", "gpu", **sizes), hopper, 1)
+        registry.run_case(operation("fp8_gemm"), case("odd", "gpu", **sizes), hopper, 1)
     else:
-        harness.run_case(operation("wo_a_einsum"), case("odd", "gpu", **sizes, groups=groups), hopper, 1)
+        registry.run_case(operation("wo_a_einsum"), case("odd", "gpu", **sizes, groups=groups), hopper, 1)
 
 
 @pytest.mark.gpu
@@ -242,6 +242,6 @@ def test_many_tokens_are_warm_and_can_be_captured(hopper: torch.device) -> None:
                 out = plan.run(**inputs)
             out.fill_(float("nan"))
             graph.replay()
-            harness.compare(op, (out,), (op.reference(**inputs, exact=True),))
+            registry.compare(op, (out,), (op.reference(**inputs, exact=True),))
     finally:
         thaw()

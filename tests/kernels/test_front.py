@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_kernels.fp8.reference import fp8_quant
+from dsv4_kernels.fp8.api import fp8_quant
 from dsv4_kernels.front.api import InsertPlan, NormPlan, _insert_inputs, _norm_inputs
-from dsv4_kernels.mla_cache.reference import mla_cache_read
+from dsv4_kernels.mla_cache.api import mla_cache_read
 
 PARAMS = {"tokens": 4, "heads": 8, "padded": 8, "page": 64, "dense": True}
 

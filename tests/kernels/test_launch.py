@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsv4_kernels.fp8.kernel import fp8_quant_kernel
-from dsv4_kernels.launch import Launcher
+from dsv4_kernels.plan import Launcher
 
 HERE = Path(__file__).parent
 KIT = HERE.parent / "kit"

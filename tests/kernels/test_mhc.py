@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_kernels.fp8.reference import fp8_quant
+from dsv4_kernels.fp8.api import fp8_quant
 from dsv4_kernels.mhc import api
 from dsv4_kernels.mhc.api import HeadPlan, MixConfig, PostPlan, PrePlan
 from dsv4_kernels.mhc.reference import (

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4_kernels import registry
 from dsv4_kernels.arch import Arch
-from dsv4_kernels.mla_cache.api import CachePlan
-from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
+from dsv4_kernels.mla_cache.api import CachePlan, mla_cache_read, mla_cache_write
 from dsv4_kernels.mla_decode.api import DecodeConfig, DecodePlan, select, split_count, tile_count
 from dsv4_kernels.mla_decode.reference import decode_inputs, looked_up, mla_decode
 from dsv4_kernels.numerics import ds_mla
 from dsv4_kernels.registry import operation
-from dsv4_kernels.testing import harness
 
 SMALL = {"tokens": 3, "heads": 8, "window": 48, "topk": 40, "pages": (64, 2)}
 
@@ -36,7 +35,7 @@ def check(params: dict[str, Any], inputs: dict[str, Any], device: torch.device, 
     op = operation("mla_decode")
     plan = plan_for(params, device, arch)
     out = tuple(t.clone() for t in plan.run(**inputs))
-    harness.compare(op, out, mla_decode(**inputs, exact=True))
+    registry.compare(op, out, mla_decode(**inputs, exact=True))
     return out
 
 

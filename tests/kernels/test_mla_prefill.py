@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
+from dsv4_kernels.mla_cache.api import mla_cache_read, mla_cache_write
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_decode.reference import decode_inputs
 from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan

@@ -8,14 +8,14 @@ import triton
 import triton.language as tl
 
 from dsv4_kernels import plan as planning
+from dsv4_kernels import registry
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.moe import api
+from dsv4_kernels.moe.api import moe_w4a8, moe_w4a16
 from dsv4_kernels.moe.columns import moe_planes_kernel, widen_e4m3
 from dsv4_kernels.moe.kernel import moe_sort_kernel, widen_bf16
-from dsv4_kernels.moe.reference import moe_w4a8, moe_w4a16
 from dsv4_kernels.numerics import dequantize_mxfp4
 from dsv4_kernels.registry import operation
-from dsv4_kernels.testing import harness
 
 TINY = {"tokens": 8, "hidden": 128, "inter": 32, "experts": 8, "topk": 6}
 # With these sizes small batches run with the columns kernels on sm_90.
@@ -32,7 +32,7 @@ def check(plan: api.MoePlan, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     op = operation(plan.operation)
     out = plan.run(**inputs).clone()
     want = op.reference(**inputs, exact=True)
-    harness.judge("out", harness.measure(out, want, op.tolerance[0]), op.tolerance[0])
+    registry.judge("out", registry.measure(out, want, op.tolerance[0]), op.tolerance[0])
     return out
 
 
@@ -128,7 +128,7 @@ def test_all_scales_of_the_contract(
     out = make(params, device, arch).run(**inputs)
     want = moe_w4a16(**inputs, exact=True)
     assert torch.isfinite(out).all()
-    assert harness.measure(out, want, operation("moe_w4a16").tolerance[0]).rms < 5e-3
+    assert registry.measure(out, want, operation("moe_w4a16").tolerance[0]).rms < 5e-3
 
 
 @pytest.mark.parametrize("block", [8, 64])
@@ -200,7 +200,7 @@ def test_unused_weights_are_not_touched(
         assert (out[1] == 0).all()
     # The reference looks at named experts only, so NaN scales are harmless to it.
     tolerance = operation(plan.operation).tolerance[0]
-    harness.judge("out", harness.measure(out, REFERENCES[a8](**inputs, exact=True), tolerance), tolerance)
+    registry.judge("out", registry.measure(out, REFERENCES[a8](**inputs, exact=True), tolerance), tolerance)
 
 
 @SIZES

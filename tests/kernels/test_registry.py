@@ -15,9 +15,9 @@ import torch
 
 import dsv4_kernels
 from dsv4_kernels import plan as planning
+from dsv4_kernels import registry
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.registry import FOLDERS, Case, Operation, operations
-from dsv4_kernels.testing import harness
 
 CASES = [pytest.param(op, c, id=f"{op.name}-{c.name}") for op in operations() for c in op.cases_with("cpu")]
 GPU_CASES = [pytest.param(op, c, id=f"{op.name}-{c.name}") for op in operations() for c in op.cases_with("gpu")]
@@ -70,14 +70,14 @@ def test_the_stated_bytes_and_reason(device: torch.device) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_case_in_the_interpreter(op: Operation, case: Case, device: torch.device, arch: Arch | None) -> None:
-    harness.run_case(op, case, device, zlib.crc32(case.name.encode()), arch)
+    registry.run_case(op, case, device, zlib.crc32(case.name.encode()), arch)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "case"), GPU_CASES)
 def test_case_on_the_gpu(op: Operation, case: Case, device: torch.device) -> None:
     for seed in (1, 2):
-        print(op.name, case.name, {k: str(v) for k, v in harness.run_case(op, case, device, seed).items()})
+        print(op.name, case.name, {k: str(v) for k, v in registry.run_case(op, case, device, seed).items()})
 
 
 @pytest.mark.gpu
@@ -94,12 +94,12 @@ def test_capture_replay_and_freeze(op: Operation, device: torch.device) -> None:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = harness.as_outputs(plan.run(**static_inputs))
+            captured = registry.as_outputs(plan.run(**static_inputs))
         for seed in (2, 3):
             for name, value in op.make_inputs(case.params, device, seed).items():
                 if isinstance(value, torch.Tensor) and name not in op.mutates:
                     static_inputs[name].copy_(value)
-            direct = [t.clone() for t in harness.as_outputs(plan.run(**static_inputs))]
+            direct = [t.clone() for t in registry.as_outputs(plan.run(**static_inputs))]
             for _ in range(2):
                 graph.replay()
                 torch.cuda.synchronize()

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_kernels.router.api import RouterPlan, _inputs
-from dsv4_kernels.router.reference import router
+from dsv4_kernels.router.api import RouterPlan, _inputs, router
 
 PARAMS = {"tokens": 6, "hidden": 64, "experts": 24, "k": 6}
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dsv4_kernels import registry
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.device import AT_REST, is_last
 from dsv4_kernels.registry import Case, Operation, as_outputs, case, operations
-from dsv4_kernels.testing import harness
 
 REST = AT_REST.value
 SPLIT = {
@@ -66,12 +66,12 @@ def test_lost_buffers_change_no_result(op: Operation, case: Case, device: torch.
     """As after an engine slept: what is in the memory of every buffer of the plan is anything."""
     first, second = (op.make_inputs(case.params, device, seed) for seed in (1, 2))
     plan = op.plan(case.params, device, arch)
-    expected = as_outputs(op.reference(**harness.fresh(op, second), exact=True))
-    plan.run(**harness.fresh(op, first))
+    expected = as_outputs(op.reference(**registry.fresh(op, second), exact=True))
+    plan.run(**registry.fresh(op, first))
     for byte in (0xFF, 0, 1, None):
         lose(plan, byte)
-        results = tuple(out.clone() for out in as_outputs(plan.run(**harness.fresh(op, second))))
-        harness.compare(op, results, expected)
+        results = tuple(out.clone() for out in as_outputs(plan.run(**registry.fresh(op, second))))
+        registry.compare(op, results, expected)
 
 
 @pytest.mark.parametrize("op", [op for op in operations() if op.name in SPLIT], ids=lambda op: op.name)

@@ -22,9 +22,23 @@ from dsv4_kernels.compressor.reference import (
     store_inputs,
     width_of,
 )
-from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import seeded
-from dsv4_kernels.plan import BF16, F32, I32, I64, ROWS, SUPPORTED, U8, Input, Inputs, Plan, Size, Support, counters
+from dsv4_kernels.plan import (
+    BF16,
+    F32,
+    I32,
+    I64,
+    ROWS,
+    SUPPORTED,
+    U8,
+    Input,
+    Inputs,
+    Launcher,
+    Plan,
+    Size,
+    Support,
+    counters,
+)
 from dsv4_kernels.registry import Operation, Tolerance, case
 
 

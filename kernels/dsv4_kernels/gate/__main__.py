@@ -55,7 +55,7 @@ def compiled(triton: Path, records: Iterable[StaticKernel]) -> Iterator[dict[str
 def recorded() -> list[StaticKernel]:
     """Record the launches, in a process of its own that has no interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "dsv4_kernels.gate.record"]
+    command = [sys.executable, "-m", "dsv4_kernels.gate.plans"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     return [StaticKernel.from_json(row) for row in json.loads(done.stdout)]
 

@@ -1,18 +1,29 @@
 """Plans whose launches the static gate compiles, and the properties that the compiled code must have.
 
+`python -m dsv4_kernels.gate.plans` prints JSON records of the launches. Each plan is made with tensors on "meta" and
+warmed up under the compile-only driver. A hook of Triton takes the kernel, the types and the constants of each launch
+and stops before anything is compiled.
+
 A plan is a line of `dsv4_kernels.precompile`. Together they cover the shapes of both models and of tensor-parallel
 shards, and the rows of the tuning tables.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
-from dsv4_kernels.arch import Arch
+import torch
+import triton
+from triton.runtime import driver
+
+from dsv4_kernels.arch import Arch, TargetGPU, compile_for
 from dsv4_kernels.compressor.api import ProjectionPlan, SavePlan, StorePlan
 from dsv4_kernels.fp8.api import GemmPlan, QuantPlan, SiluMulPlan
 from dsv4_kernels.front.api import InsertPlan, NormPlan
-from dsv4_kernels.gate.table import Expect, StaticKernel
+from dsv4_kernels.gate.table import Expect, StaticKernel, arguments_of
 from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan, TopkPlan
 from dsv4_kernels.mhc.api import HeadPlan, PostPlan, PrePlan
 from dsv4_kernels.mla_cache.api import CachePlan
@@ -20,12 +31,26 @@ from dsv4_kernels.mla_decode.api import DecodePlan, MergePlan
 from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan
 from dsv4_kernels.moe.api import MoePlan
 from dsv4_kernels.numerics import ds_mla
-from dsv4_kernels.precompile import DEVICE, line
+from dsv4_kernels.precompile import DEVICE, CompileOnly, line, make_plan
 from dsv4_kernels.router.api import RouterPlan
 
 TOKENS = 8192
 # Columns of an expert: whole Flash on sm_90, its half on sm_120 and its eighth on sm_121.
 _SHARDS = {Arch.SM_90: 2048, Arch.SM_120: 1024, Arch.SM_121: 256}
+# A rank of each deployment in `examples/`: hidden size, columns of an expert, experts, heads, selected entries.
+_EXAMPLES = {
+    Arch.SM_90: (),
+    Arch.SM_120: (
+        (4096, 1024, 256, 32, 512),  # flash-2x-rtx-pro-6000
+        (4096, 512, 256, 16, 512),  # flash-4x-rtx-pro-6000
+        (4096, 256, 256, 8, 512),  # flash-8x-rtx-pro-6000
+        (7168, 384, 384, 16, 1024),  # pro-8x-rtx-pro-6000
+    ),
+    Arch.SM_121: (
+        (4096, 1024, 256, 32, 512),  # flash-2x-spark
+        (7168, 384, 384, 16, 1024),  # pro-8x-spark
+    ),
+}
 
 
 def plans(arch: Arch) -> Iterator[str]:
@@ -77,6 +102,11 @@ def plans(arch: Arch) -> Iterator[str]:
         yield line(MoePlan, 10, 4096, _SHARDS[arch], 256, 6, a8, DEVICE, adds=True)
     if arch is Arch.SM_120:
         yield line(MoePlan, TOKENS, 7168, 384, 384, 6, True, DEVICE)
+    # The sizes of a deployment select the same tiles of the other products, with longer or shorter loops.
+    for hidden, inter, experts, heads, topk in _EXAMPLES[arch]:
+        yield line(MoePlan, 10, hidden, inter, experts, 6, False, DEVICE, adds=True)
+        yield line(DecodePlan, TOKENS, heads, 128, topk, DEVICE, o8=True, lookup=True)
+        yield line(PrefillPlan, TOKENS, heads, topk + 128, DEVICE, own_output=False)
 
 
 # On sm_90 64 heads × 512 columns of float32 are half the register file; the values that do not fit beside them are
@@ -142,3 +172,86 @@ def _experts(launch: StaticKernel) -> Expect:
     # A loop of one or two steps is fetched before the loop, or unrolled.
     spill = _EXPERTS_A8_SPILL if up and c["A8"] else _EXPERTS_SPILL
     return Expect(mma, cp_async=8 if steps > 2 else 0, spill=spill if crowded else 0)
+
+
+FIRST_TRITON = (3, 6)
+
+
+def bodies(arch: Arch) -> Iterator[tuple[bool, tuple[int, int], tuple[int, int] | None]]:
+    """Yield whether block-scaled products are native on `arch`, and the Triton versions ([since, before)) of each."""
+    native = arch.spec.mx_since
+    if native is None or native > FIRST_TRITON:
+        yield False, FIRST_TRITON, native
+    if native is not None:
+        yield True, native, None
+
+
+def record() -> list[StaticKernel]:
+    """Return every launch of every plan once per architecture, labelled and sorted by key."""
+    found: dict[str, StaticKernel] = {}
+    targets = [(arch, *body) for arch in Arch for body in bodies(arch)]
+    for device, (arch, mx, since, before) in enumerate(targets):
+        compile_for(TargetGPU(arch, arch.spec.multiprocessors, mx))
+        driver.set_active(CompileOnly(arch, device))
+        for launched in _launches(arch):
+            earlier = found.get(name := json.dumps(launched.as_json()))
+            # The versions of the bodies of an architecture follow each other.
+            if earlier is None or earlier.before == since:
+                start = since if earlier is None else earlier.since
+                found[name] = replace(launched, since=start, before=before)
+    return sorted(_labelled(list(found.values())), key=lambda one: one.key)
+
+
+def _launches(arch: Arch) -> list[StaticKernel]:
+    made: list[StaticKernel] = []
+
+    def on_compile(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        signature, values = compile["signature"], {path[0]: value for path, value in compile["constants"].items()}
+        arguments: list[str | None] = []
+        constants: dict[str, Any] = {}
+        for i, parameter in enumerate(fn.jit_function.params):
+            kind = signature[parameter.name]
+            if parameter.is_constexpr:
+                constants[parameter.name] = getattr(values[i], "value", values[i])
+            elif kind != "constexpr":
+                arguments.append(kind)
+            else:
+                # Triton makes constants of absent arguments and of the integer 1.
+                arguments.append(None if values[i] is None else "i32")
+        kernel = f"{fn.module}:{fn.name}"
+        launch = StaticKernel(kernel, arch, tuple(arguments), constants, compile["num_warps"], compile["num_stages"])
+        made.append(replace(launch, expect=expected(launch)))
+        return True
+
+    triton.knobs.runtime.jit_cache_hook = on_compile
+    for described in plans(arch):
+        make_plan(described, torch.device("meta")).warmup()
+    return made
+
+
+def _labelled(records: list[StaticKernel]) -> Iterator[StaticKernel]:
+    """Label each record with the values that differ between the records of its kernel."""
+    kernels: dict[str, list[dict[str, Any]]] = {}
+    for one in records:
+        kernels.setdefault(one.kernel, []).append(_values(one))
+    for one in records:
+        others, own = kernels[one.kernel], _values(one)
+        differing = {name: value for name, value in own.items() if any(other[name] != value for other in others)}
+        words = (_word(name, value) for name, value in differing.items())
+        yield replace(one, label=" ".join(word for word in words if word) or "-")
+
+
+def _values(one: StaticKernel) -> dict[str, Any]:
+    run_time = (name for name, constant in arguments_of(one.kernel).items() if not constant)
+    types = dict(zip(run_time, one.arguments, strict=True))
+    return {**one.constants, **types, "warps": one.num_warps, "stages": one.num_stages}
+
+
+def _word(name: str, value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return name if value else ""
+    return f"{name}{value}" if isinstance(value, int) else f"{name}={value}"
+
+
+if __name__ == "__main__":
+    print(json.dumps([one.as_json() for one in record()]))

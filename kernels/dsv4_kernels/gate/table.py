@@ -48,7 +48,7 @@ class Expect:
 
 @dataclass(frozen=True)
 class StaticKernel:
-    """One kernel in one configuration for one architecture, as `gate.record` saw it launched.
+    """One kernel in one configuration for one architecture, as `gate.plans` records its launch.
 
     `kernel` is "module:function". `arguments` are the Triton types of the run-time arguments in the kernel's order
     ("*bf16", "*u8", "*fp8e4nv", "i32"), None for an optional argument that is absent. Pointers are compiled as

@@ -27,11 +27,10 @@ from dsv4_kernels.indexer.reference import (
     query_inputs,
     topk,
 )
-from dsv4_kernels.launch import Launcher
+from dsv4_kernels.interpreter import interpreting
 from dsv4_kernels.numerics import seeded
-from dsv4_kernels.plan import BF16, F32, I32, I64, ROWS, SUPPORTED, U8, Input, Plan, Size, Support
+from dsv4_kernels.plan import BF16, F32, I32, I64, ROWS, SUPPORTED, U8, Input, Launcher, Plan, Size, Support
 from dsv4_kernels.registry import Operation, Provider, Tolerance, case
-from dsv4_kernels.testing.interpreter import interpreting
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from dsv4_kernels.arch import Arch, multiprocessors
 from dsv4_kernels.fp8.api import places
-from dsv4_kernels.launch import Launcher
+from dsv4_kernels.interpreter import interpreting
 from dsv4_kernels.mhc.kernel import mhc_apply_kernel, mhc_mix_kernel, mhc_planes_kernel
 from dsv4_kernels.mhc.reference import (
     head_inputs,
@@ -26,9 +26,8 @@ from dsv4_kernels.mhc.reference import (
     pre_inputs,
 )
 from dsv4_kernels.numerics import as_numbers
-from dsv4_kernels.plan import BF16, F32, SUPPORTED, Input, Plan, Size, Support, next_power_of_2
+from dsv4_kernels.plan import BF16, F32, SUPPORTED, Input, Launcher, Plan, Size, Support, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
-from dsv4_kernels.testing.interpreter import interpreting
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.fp8.reference import fp8_quant
+from dsv4_kernels.fp8.api import fp8_quant
 from dsv4_kernels.numerics import seeded
 
 

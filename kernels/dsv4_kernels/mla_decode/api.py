@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import Arch, Table, load_table, multiprocessors
-from dsv4_kernels.launch import Launcher
+from dsv4_kernels.interpreter import interpreting
 from dsv4_kernels.mla_cache.api import cache_input
 from dsv4_kernels.mla_decode.kernel import mla_decode_kernel, mla_merge_kernel
 from dsv4_kernels.mla_decode.reference import (
@@ -27,9 +27,8 @@ from dsv4_kernels.mla_decode.reference import (
     o8_inputs,
 )
 from dsv4_kernels.numerics import as_numbers, ds_mla
-from dsv4_kernels.plan import BF16, F32, I32, I64, ROWS, SUPPORTED, U8, Input, Inputs, Plan, Size, Support
+from dsv4_kernels.plan import BF16, F32, I32, I64, ROWS, SUPPORTED, U8, Input, Inputs, Launcher, Plan, Size, Support
 from dsv4_kernels.registry import Operation, Tolerance, case
-from dsv4_kernels.testing.interpreter import interpreting
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.mla_cache.reference import gather, mla_cache_write
+from dsv4_kernels.mla_cache.api import gather, mla_cache_write
 from dsv4_kernels.numerics import ds_mla, quantize_e4m3, seeded
 
 O8_FLOOR = 1e-10

@@ -1,4 +1,4 @@
-"""Configurations, plan and registry row of the router."""
+"""Torch references, configurations, plan and registry row of the router."""
 
 from __future__ import annotations
 
@@ -10,13 +10,44 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import Arch, multiprocessors
-from dsv4_kernels.launch import Launcher
+from dsv4_kernels.interpreter import interpreting
 from dsv4_kernels.numerics import seeded
-from dsv4_kernels.plan import BF16, F32, I32, I64, SUPPORTED, Input, Plan, Size, Support, next_power_of_2
+from dsv4_kernels.plan import BF16, F32, I32, I64, SUPPORTED, Input, Launcher, Plan, Size, Support, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 from dsv4_kernels.router.kernel import router_product_kernel, router_select_kernel
-from dsv4_kernels.router.reference import router
-from dsv4_kernels.testing.interpreter import interpreting
+
+SMALLEST = 2.0**-149
+"""The smallest float32: a softplus below it is 0."""
+
+
+def router(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scaling: float,
+    k: int,
+    bias: torch.Tensor | None = None,
+    tid2eid: torch.Tensor | None = None,
+    input_ids: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
+    exact: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (weights float32 [T, k], ids int32 [T, k]); exact: weights float64, of scores that underflow as float32
+    does.
+    """
+    soft = torch.nn.functional.softplus(x.double() @ weight.double().t())
+    score = soft.masked_fill(soft < SMALLEST, 0.0).sqrt()
+    if tid2eid is not None and input_ids is not None:
+        ids = tid2eid[input_ids.long()].long()
+    elif bias is not None:
+        ids = torch.sort(score + bias.double(), dim=1, descending=True, stable=True).indices[:, :k]
+    else:
+        raise ValueError("router needs bias, or tid2eid and input_ids")
+    chosen = score.gather(1, ids)
+    total = chosen.sum(1, keepdim=True)
+    weights = chosen / torch.where(total > 0.0, total, 1.0) * scaling
+    if padding is not None:
+        weights, ids = weights.masked_fill(padding[:, None], 0.0), ids.masked_fill(padding[:, None], -1)
+    return weights if exact else weights.float(), ids.int()
 
 
 @dataclass(frozen=True)

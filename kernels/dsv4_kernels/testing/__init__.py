@@ -1,1 +1,0 @@
-"""Shared parts of tests and benchmarks: the interpreter's corrections, poisoned buffers, error measures."""
