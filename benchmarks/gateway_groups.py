@@ -52,7 +52,12 @@ class Found:
     after: list[float]
     under: int
     """Requests that were open when the group was killed."""
-    failed: int
+    failures: list[str]
+    """The error or the end of every answer that is not whole."""
+
+    @property
+    def failed(self) -> int:
+        return len(self.failures)
 
 
 @contextlib.contextmanager
@@ -84,7 +89,7 @@ def whole(answer: bytes) -> bool:
 
 async def work(url: str, body: dict[str, object], clients: int, seconds: float, kill: asyncio.Event) -> Found:
     """Stream until the time is over; sets `kill` after half of it."""
-    found, asked = Found([], [], 0, 0), post(url, body)
+    found, asked = Found([], [], 0, []), post(url, body)
     middle, end = time.monotonic() + seconds / 2, time.monotonic() + seconds
 
     async def client() -> None:
@@ -92,10 +97,12 @@ async def work(url: str, body: dict[str, object], clients: int, seconds: float, 
         while (begun := time.monotonic()) < end:
             try:
                 first, answer = await connection.ask(asked)
-            except ConnectionError:
-                found.failed, connection = found.failed + 1, await connect(url)
+            except ConnectionError as error:
+                found.failures.append(f"{type(error).__name__}: {error}")
+                connection = await connect(url)
                 continue
-            found.failed += not whole(answer)
+            if not whole(answer):
+                found.failures.append(answer[-300:].decode(errors="replace"))
             found.under += begun < middle < time.monotonic()
             (found.before if begun < middle else found.after).append(first)
         connection.close()

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from dsv4_runtime.contract.gateway import api_keys
-from dsv4_runtime.gateway.http1 import Message
+from dsv4_runtime.gateway.http_client import Message
 
 _log = logging.getLogger("dsv4.gateway")
 _KEYS_POLL_SECONDS = 1.0

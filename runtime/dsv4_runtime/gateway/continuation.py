@@ -18,8 +18,7 @@ from pydantic_core import from_json, to_json
 
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import RefusedError
-from dsv4_runtime.gateway.http1 import encode_headers
-from dsv4_runtime.gateway.http_client import Upstream
+from dsv4_runtime.gateway.http_client import Upstream, encode_headers
 from dsv4_runtime.gateway.routing import RoutedGroup
 from dsv4_runtime.util import sse
 

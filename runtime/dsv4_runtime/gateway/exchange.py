@@ -17,8 +17,7 @@ from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Transcript
 from dsv4_runtime.gateway.errors import REQUEST_ID, Outcome, Refusal, RefusedError
-from dsv4_runtime.gateway.http1 import BrokenMessageError, Fields, Headers
-from dsv4_runtime.gateway.http_client import UpstreamResponse
+from dsv4_runtime.gateway.http_client import BrokenMessageError, Fields, Headers, UpstreamResponse
 from dsv4_runtime.gateway.kinds import Kinds, kinds_of
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import REQUEST_ID, Refusal
-from dsv4_runtime.gateway.http1 import encode_head
+from dsv4_runtime.gateway.http_client import encode_head
 from dsv4_runtime.gateway.request import Request
 
 _log = logging.getLogger("dsv4.gateway")

@@ -18,7 +18,7 @@ import httptools
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import ClientGoneError, Refusal
 from dsv4_runtime.gateway.handover import Guard, Guarded
-from dsv4_runtime.gateway.http1 import Fields, encode_head
+from dsv4_runtime.gateway.http_client import Fields, encode_head
 from dsv4_runtime.gateway.request import (
     CONNECTION_BYTES,
     REQUEST_BYTES,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from dsv4_runtime.contract.status import RECENT_SECONDS
 from dsv4_runtime.gateway.errors import Outcome, Refusal
 from dsv4_runtime.gateway.routing import Availability, Groups
+from dsv4_runtime.util.clock import unix_time
 
 _HOLD_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 600)
 _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -112,10 +115,23 @@ class _GroupsCollector:
             "Seconds since the last event from the agent of the group's head",
             labels=["group"],
         )
+        restarts = GaugeMetricFamily(
+            "dsv4_gateway_engine_restarts", "Engine restarts in place in the present incarnation", labels=["group"]
+        )
+        failures = GaugeMetricFamily(
+            "dsv4_gateway_engine_recent_failures",
+            "Deaths of the present incarnation in the last hour by cause",
+            labels=["group", "cause"],
+        )
         for index, group in self._groups.all.items():
             for state in Availability:
                 states.add_metric([str(index), state.value], float(state is group.engine.state))
             if (age := group.age) is not None:
                 ages.add_metric([str(index)], age)
-        yield states
-        yield ages
+            if group.report is not None and (engine := group.report.engine) is not None:
+                restarts.add_metric([str(index)], len(engine.restarts))
+                now = unix_time()
+                recent = Tally(one.cause for one in engine.failures if abs(now - one.time) < RECENT_SECONDS)
+                for cause, number in recent.items():
+                    failures.add_metric([str(index), cause.value], number)
+        yield from (states, ages, restarts, failures)

@@ -40,8 +40,14 @@ from dsv4_runtime.gateway.continuation import (
 )
 from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError, unavailable
 from dsv4_runtime.gateway.exchange import Deadline, Exchange
-from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, encode_headers
-from dsv4_runtime.gateway.http_client import UnreachableError, Upstream, UpstreamResponse
+from dsv4_runtime.gateway.http_client import (
+    BrokenMessageError,
+    Headers,
+    UnreachableError,
+    Upstream,
+    UpstreamResponse,
+    encode_headers,
+)
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request
 from dsv4_runtime.gateway.routing import EngineGeneration, EngineView, EngineWait, Groups, RoutedGroup

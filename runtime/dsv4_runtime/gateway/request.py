@@ -19,9 +19,9 @@ from urllib.parse import unquote
 
 import httptools
 
-from dsv4_runtime.gateway import errors, http1
+from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import Refusal
-from dsv4_runtime.gateway.http1 import BODILESS, Fields, Headers
+from dsv4_runtime.gateway.http_client import BODILESS, BaseConnection, Fields, Headers, Message, encode_head
 
 CONNECTION_BYTES = 2**14
 """Charge for a connection: its objects, and received bytes that are not parsed yet."""
@@ -99,7 +99,7 @@ _SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
 
-class ClientConnection(http1.BaseConnection, ABC):
+class ClientConnection(BaseConnection, ABC):
     """Interface of a client connection for its requests."""
 
     @property
@@ -129,7 +129,7 @@ class ClientConnection(http1.BaseConnection, ABC):
         """Record that the response is a stream of events, before its first byte."""
 
 
-class Request(http1.Message):
+class Request(Message):
     """One request and its response: a single `send`, or `begin`, several `write` and `end`.
 
     All methods that send raise `ClientGoneError` after the client closed the connection.
@@ -269,7 +269,7 @@ class Request(http1.Message):
         if not any(name.lower() == b"date" for name, _ in headers):
             framing.append((b"Date", _date(int(time.time()))))
         first = b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b""))
-        self._unsent = http1.encode_head(first, [*headers, *framing])
+        self._unsent = encode_head(first, [*headers, *framing])
 
 
 @functools.lru_cache(maxsize=1)

@@ -422,6 +422,8 @@ class RoutedGroup:
         self.place = route.agent, route.api
         self._agent, self._routes = route.agent, routes
         self._last_status: float | None = None
+        self.report: AgentStatus | None = None
+        """The agent's latest status."""
         self._last_answer = 0.0
         """Time of the last answer of vLLM while the agent was silent."""
         self.connected = False
@@ -479,7 +481,7 @@ class RoutedGroup:
         async with contextlib.aclosing(self._client.watch(self._agent, self._routes.token_key())) as stream:
             async for status in stream:
                 self._last_status = time.monotonic()
-                self.connected, self.refusal = True, None
+                self.connected, self.refusal, self.report = True, None, status
                 self._note("", "")
                 self.engine.report(status)
 

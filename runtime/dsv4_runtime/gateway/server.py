@@ -22,8 +22,7 @@ from dsv4_runtime.gateway.admission import ApiKeys
 from dsv4_runtime.gateway.errors import EngineLostError
 from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, access, logged_path
 from dsv4_runtime.gateway.handover import Guard, Heir
-from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, encode_headers
-from dsv4_runtime.gateway.http_client import UnreachableError, Upstream
+from dsv4_runtime.gateway.http_client import BrokenMessageError, Headers, UnreachableError, Upstream, encode_headers
 from dsv4_runtime.gateway.http_server import HttpServer
 from dsv4_runtime.gateway.metrics import GatewayMetrics, merge_metrics
 from dsv4_runtime.gateway.proxy import Proxy

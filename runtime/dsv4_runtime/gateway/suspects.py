@@ -25,8 +25,7 @@ from dsv4_runtime.engine import completion, token_auth
 from dsv4_runtime.engine.token_auth import Kind, Refused
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import RefusedError
-from dsv4_runtime.gateway.http1 import Headers, encode_headers
-from dsv4_runtime.gateway.http_client import Upstream
+from dsv4_runtime.gateway.http_client import Headers, Upstream, encode_headers
 from dsv4_runtime.gateway.kinds import PLAIN, FatalKinds, Kinds
 from dsv4_runtime.gateway.routing import SETTLE_SECONDS, EngineGeneration, Exposure, Exposures, RoutedGroup
 

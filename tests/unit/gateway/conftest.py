@@ -81,6 +81,8 @@ class Engine:
     health: str = "Healthy"
     incarnation: int = 1
     generation: int = 1
+    deaths: tuple[float, ...] = ()
+    """Unix times of deaths that the agent reports, each by a hang and with a restart in place."""
     alive: bool = True
     token: str = token_of("the key", "0" * 32)
     """What the agent asks for; one that another one follows ends the streams that it opened."""
@@ -116,7 +118,15 @@ class Engine:
                     "phaseTime": now,
                 },
                 "modelDigest": self.model,
-                **{"time": now, "verdict": {"health": self.health}, "engine": {"generation": self.generation}},
+                **{"time": now, "verdict": {"health": self.health}},
+                "engine": {
+                    "generation": self.generation,
+                    "restarts": self.deaths,
+                    "failures": [
+                        {"time": time, "cause": "EngineHung", "message": "no step", "detectedBy": "steps"}
+                        for time in self.deaths
+                    ],
+                },
             }
         )
 

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from dsv4_runtime.contract import Cause, EngineStatus, Failure
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.routing import Availability
+from dsv4_runtime.util.clock import unix_time
 
 DOC = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
 
@@ -24,7 +26,13 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_every_metric_is_listed_with_its_labels() -> None:
     metrics = GatewayMetrics()
-    watched = SimpleNamespace(engine=SimpleNamespace(state=Availability.AWAY), age=1.0)
+    engine = EngineStatus(
+        generation=1,
+        failures=(Failure(time=unix_time(), cause=Cause.ENGINE_HUNG, message="", detected_by="steps"),),
+    )
+    watched = SimpleNamespace(
+        engine=SimpleNamespace(state=Availability.AWAY), age=1.0, report=SimpleNamespace(engine=engine)
+    )
     metrics.observe(SimpleNamespace(all={0: watched}, refusal=None), lambda: 0, lambda: 0)
     found = set()
     for family in text_string_to_metric_families(metrics.text().decode()):

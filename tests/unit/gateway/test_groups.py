@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 
 import pytest
 
@@ -45,6 +46,18 @@ async def test_new_requests_go_to_a_group_that_answers(kit):
         await until(lambda: lab.gateway._groups.all[0].engine.present)
         assert (await lab.post(COMPLETIONS, ASK))[0] == 200
         assert len(lab.engine.requests) == 1
+
+
+async def test_the_deaths_that_an_agent_reports_are_metrics(kit):
+    async with kit.Lab() as lab:
+        await until(lambda: lab.gateway._groups.all[0].report)
+        name = 'dsv4_gateway_engine_recent_failures{cause="EngineHung",group="0"}'
+        assert await lab.metric(name) == 0
+        now = time.time()
+        await lab.engine.change(deaths=(now - 3700, now - 60, now))
+        await until(lambda: lab.gateway._groups.all[0].report.engine.failures)
+        assert await lab.metric('dsv4_gateway_engine_restarts{group="0"}') == 3
+        assert await lab.metric(name) == 2
 
 
 async def test_requests_go_to_the_group_that_is_less_busy(kit):

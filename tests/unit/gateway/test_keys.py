@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_runtime.gateway.admission import ApiKeys, ApiKeysError
-from dsv4_runtime.gateway.http1 import Message
+from dsv4_runtime.gateway.http_client import Message
 from dsv4_runtime.gateway.http_server import _Connection as Connection
 
 

@@ -21,6 +21,7 @@ from dsv4_runtime.contract.gateway import FatalRequests, Kind
 from dsv4_runtime.gateway import kinds, routing, suspects
 from dsv4_runtime.gateway.errors import RefusedError
 from dsv4_runtime.gateway.kinds import KEPT_SECONDS, LONG_BYTES, PROVEN_SECONDS, FatalKinds, kinds_of
+from dsv4_testkit.errors import raises_naming
 
 S, T, M, L = Kind.STRUCTURED_OUTPUT, Kind.TOOLS, Kind.IMAGES, Kind.LONG_CONTEXT
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"format": {}, "tools": {}}}}}
@@ -324,7 +325,7 @@ def test_ends_that_the_agent_did_not_report_convict_no_kind():
         for generation in ("1", "2"):
             found.died(generation, exposed(f"in {generation}", {S}), reported=reported)
         if reported:
-            with pytest.raises(RefusedError, match="requests with structured output are refused for another 600 s: 2"):
+            with raises_naming(RefusedError, "structured output", "600 s", ": 2"):
                 found.suspected(b"new", frozenset({S}))
         else:
             assert not found.suspected(b"new", frozenset({S}))

@@ -27,7 +27,7 @@ DEATHS = 5
 
 @pytest.fixture
 def fast(monkeypatch):
-    """All times a tenth."""
+    """All times a quarter."""
     for module, name in (
         *((suspects, name) for name in ("DRAIN_SECONDS", "TRIAL_SECONDS", "PROBE_SECONDS")),
         (suspects, "TURN_SECONDS"),
@@ -35,7 +35,7 @@ def fast(monkeypatch):
         (suspects, "SETTLE_SECONDS"),
         (routing, "SETTLE_SECONDS"),
     ):
-        monkeypatch.setattr(module, name, getattr(module, name) / 10)
+        monkeypatch.setattr(module, name, getattr(module, name) / 4)
 
 
 @dataclass(frozen=True)

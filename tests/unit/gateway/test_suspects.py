@@ -11,8 +11,8 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, data, floats, lists, sampled_from, tuples
 
+from dsv4_operator.cli.diagnostics import fatal_requests
 from dsv4_operator.cli.sources.base import ServiceAccess
-from dsv4_operator.cli.status import fatal_requests
 from dsv4_runtime.contract import AgentStatus
 from dsv4_runtime.contract.gateway import FatalRequests
 from dsv4_runtime.gateway import proxy, suspects

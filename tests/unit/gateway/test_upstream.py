@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dsv4_runtime.gateway import http1, http_client
-from dsv4_runtime.gateway.http1 import BrokenMessageError
-from dsv4_runtime.gateway.http_client import UnreachableError, Upstream
+from dsv4_runtime.gateway import http_client
+from dsv4_runtime.gateway.http_client import BrokenMessageError, UnreachableError, Upstream
 
 SECONDS = 10.0
 OK = b"HTTP/1.1 200 OK\r\nX-Kind: y\r\n"
@@ -199,7 +198,7 @@ async def test_what_nobody_reads_stays_with_the_other_side():
             before = sent
             await asyncio.sleep(0.2)
         assert sent < size / 2
-        assert given._waiting < 2 * http1.MAX_WAITING_BYTES
+        assert given._waiting < 2 * http_client.MAX_WAITING_BYTES
         assert len(await given.read()) == size
     server.close()
     await asyncio.sleep(0.05)
