@@ -31,7 +31,7 @@ from weights_members import members
 from weights_runs import ENV, GIB, STAGE, once, rates, stage, write_big
 
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
-from dsv4_runtime.weights import cache
+from dsv4_runtime.weights import writer
 from dsv4_runtime.weights.members import StagingJob
 from dsv4_testkit.weights_servers import FileServer, Server, write_sums
 
@@ -112,14 +112,14 @@ def compare_reads(root: Path, options: Any) -> dict[str, Any]:
             subprocess.run(["dd", f"if={file}", "of=/dev/null", "bs=8M"], check=True, stderr=subprocess.DEVNULL)
 
     def ours() -> None:
-        assert cache.read_ahead(files, size, lambda *_: None) == size
+        assert writer.read_ahead(files, size, lambda *_: None) == size
 
     found: dict[str, list[float]] = {"dd": [], "prefetch": []}
     sides = [("dd", dd), ("prefetch", ours)]
     for run in range(options.runs):
         # A cache below this machine, of a host or a disk array, may favour whoever is second.
         for name, read in sides if run % 2 else reversed(sides):
-            cache.drop(files)
+            writer.drop(files)
             begun = time.monotonic()
             read()
             found[name].append(size / (time.monotonic() - begun))

@@ -104,7 +104,7 @@ class AgentClient:
         path = f"/v1/drain?seconds={seconds}"
         try:
             async with self._ask("POST", url, path, key, timeout=limits) as answer:
-                return _report(DrainReport, await _content(answer, _LARGEST_BYTES)).over
+                return _report(DrainReport, await read_content(answer, _LARGEST_BYTES)).over
         except AGENT_ERRORS as error:
             if isinstance(error, TimeoutError):
                 return False
@@ -136,7 +136,7 @@ class AgentClient:
 
     async def _get(self, url: str, path: str, key: str | None, seconds: float, most: int) -> bytes:
         async with self._ask("GET", url, path, key, timeout=aiohttp.ClientTimeout(total=seconds)) as answer:
-            return await _content(answer, most)
+            return await read_content(answer, most)
 
     @contextlib.asynccontextmanager
     async def _ask(
@@ -161,7 +161,7 @@ class AgentClient:
                 return
 
 
-async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes:
+async def read_content(answer: aiohttp.ClientResponse, most: int) -> bytes:
     """Return the whole content.
 
     Raises:

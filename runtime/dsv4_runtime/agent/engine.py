@@ -1,5 +1,8 @@
 """Engine of rank 0: start, log, requests to the API, evidence and end of vLLM, as `agent.decide.head` orders them.
 
+Without Ray the other ranks use the same runner for the start, the log and the end of their part of vLLM
+(`vllm serve --headless`), as `agent.decide.member` orders them.
+
 Answers to the known question that were given with verified weights are stored beside the checkpoint. They outlive
 incarnations and deployments; each belongs to one combination of weights, engine arguments, image, environment and vLLM.
 """
@@ -45,6 +48,7 @@ from dsv4_runtime.agent.decide.events import (
     ShuttingDown,
     Task,
     TaskFailed,
+    WorkerLost,
 )
 from dsv4_runtime.agent.monitor import DrainWait, Watcher, open_requests
 from dsv4_runtime.agent.processes import descendants, is_tracker, kill, reap_orphans
@@ -63,13 +67,16 @@ from dsv4_runtime.engine.logs import (
     plugin_failed,
     progress,
     shutting_down,
+    worker_lost,
 )
 from dsv4_runtime.util.clock import tick
-from dsv4_runtime.util.memory_log import memory_figures
+from dsv4_runtime.util.log_lines import memory_figures
 
 _log = logging.getLogger(__name__)
 
 _PID = re.compile(r"\(EngineCore\w{0,40} pid=(\d{1,9})\)")
+EXECUTOR = "executor"
+"""Role of vLLM's process on other ranks than 0, the parent of the workers there."""
 _STARTING = frozenset({Phase.LOADING, Phase.WARMING})
 _TICK_SECONDS = 0.25
 # Ray ends the actors of a driver that is gone within about a second.
@@ -82,7 +89,7 @@ _IRRELEVANT_VARIABLES = frozenset({"RAY_AUTH_TOKEN_PATH"})
 
 
 class EngineRunner:
-    """Runner of rank 0's tasks for its engine. Created inside a running event loop."""
+    """Runner of a member's tasks for vLLM. Created inside a running event loop."""
 
     def __init__(self, context: AgentContext, processes: standby.Standby) -> None:
         self._context = context
@@ -106,7 +113,8 @@ class EngineRunner:
             case act.StartEngine(load_seconds=seconds):
                 self._begin(seconds)
                 start(Task.ENGINE, self._run_engine())
-                start(Task.PROBE, self._until_answered())
+                if self._context.rank == 0:
+                    start(Task.PROBE, self._until_answered())
             case act.AskFirstCompletion():
                 start(Task.PROBE, self._first_completion())
             case act.WatchEngine():
@@ -152,6 +160,8 @@ class EngineRunner:
                 self._feed(CoreFailed(self._context.exit_causes.explain()))
             elif core_lost(line):
                 self._feed(CoreLost())
+            elif worker_lost(line):
+                self._feed(WorkerLost())
             elif shutting_down(line):
                 self._feed(ShuttingDown())
             elif self._record.phase is Phase.LOADING and plugin_failed(line):
@@ -198,7 +208,8 @@ class EngineRunner:
         if self._gpu_idle is None:
             used = {rank: gpu_memory(signals) for rank, signals in context.signals().items()}
             self._gpu_idle = {rank: memory for rank, memory in used.items() if memory is not None}
-        self._record.begin_generation()
+        if context.rank == 0:
+            self._record.begin_generation()
         context.exit_causes.forget()
         context.vitals.forget()
         self._tail.forget()
@@ -210,19 +221,23 @@ class EngineRunner:
             context.env = {**context.env, "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(load_seconds))}
 
     async def _run_engine(self) -> AgentEvent:
-        """Start vLLM and follow its log until its API process ends."""
-        context, engine = self._context, self._plan.engine
-        api = await self._standby.take(engine.args, str(context.directory / "vllm.log"))
+        """Start vLLM and follow its log until its API process, or on other ranks its executor process, ends."""
+        context = self._context
+        arguments, name = self._plan.engine_args(context.rank), EXECUTOR if context.rank else "api"
+        api = await self._standby.take(arguments, str(context.directory / "vllm.log"), name)
         if api is None:
-            # The module, because the CPU build's `vllm` script fails without `vllm` distribution metadata.
-            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *engine.args]
-            api = await context.start_child("api", command, log="vllm")
+            # Modules, because the CPU build's `vllm` script fails without `vllm` distribution metadata.
+            program = (standby.MODULE, "executor") if context.rank else ("vllm.entrypoints.openai.api_server",)
+            api = await context.start_child(name, [sys.executable, "-m", *program, *arguments], log="vllm")
         # An error while reading the log ends the task group: an engine without supervision must not continue.
         async with asyncio.TaskGroup() as group:
             reading = group.create_task(self._follow_log())
             code = await api.wait()
             reading.cancel()
         self.read_log()
+        if context.rank:
+            # On rank 0 `clear` removes it.
+            context.children.remove(api)
         return ApiEnded(code, context.exit_causes.explain() if code not in (0, 2) else None)
 
     async def _follow_log(self) -> None:
@@ -284,13 +299,9 @@ class EngineRunner:
         """End the old engine, and wait until no process and no memory of it is left on any member."""
         context = self._context
         begun = time.monotonic()
-        # Not by the tree of the API process: if that died first, EngineCore is an orphan and a child of the agent.
-        while (old := self._engine_processes()) and time.monotonic() - begun < _CLEAR_SECONDS:
-            spare = time.monotonic() - begun < _TRACKER_SECONDS
-            kill([process for process in old if not (spare and is_tracker(process))])
-            # Its worker is a child of Ray, whose request to exit a stopped process ignores.
-            context.kill_engine()
-            reap_orphans(frozenset(child.pid for child in context.children))
+        while (passed := time.monotonic() - begun) < _CLEAR_SECONDS:
+            if self.kill(trackers=passed >= _TRACKER_SECONDS):
+                break
             await asyncio.sleep(0.05)
         for child in [child for child in context.children if child.name == "api"]:
             try:
@@ -312,6 +323,21 @@ class EngineRunner:
             await context.peers.changed(_TICK_SECONDS)
         await context.sweep()
         return Done(Task.CLEAR)
+
+    def kill(self, *, trackers: bool = True) -> bool:
+        """Kill the engine's processes on this member; return whether none was left.
+
+        Without `trackers` Python's resource trackers are left to end by themselves.
+        """
+        # Not by the tree of the API process: if that died first, EngineCore is an orphan and a child of the agent.
+        old = self._engine_processes()
+        if not old:
+            return True
+        kill([process for process in old if trackers or not is_tracker(process)])
+        # Its worker is a child of Ray, whose request to exit a stopped process ignores.
+        self._context.kill_engine()
+        reap_orphans(frozenset(child.pid for child in self._context.children))
+        return False
 
     def _find_obstacle(self, since: float) -> Obstacle | None:
         own, peers, signals = self._context.watch.roles.values(), self._context.peers.all, self._context.signals()

@@ -129,6 +129,8 @@ async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, failure: Failu
 
 async def _ray(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[str, object]) -> None:
     """Collect actors, nodes and placement groups with causes of death from Ray's state API (`/api/v0`)."""
+    if not plan.head.ray_args:
+        return
     base = f"http://{plan.head.address}:{plan.head.ports.dashboard}/api/v0"
     actors, nodes, placement = await asyncio.gather(
         _json(session, f"{base}/actors?detail=1&limit={_ACTORS}"),

@@ -24,7 +24,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.agent.record import Changes
-from dsv4_runtime.contract import AgentStatus, DrainReport, EngineStatus, GroupReport, Phase
+from dsv4_runtime.contract import (
+    AgentStatus,
+    DrainReport,
+    EngineStatus,
+    FabricStatus,
+    GpuSignals,
+    GroupReport,
+    Health,
+    Phase,
+    Signals,
+)
 from dsv4_runtime.contract.token import CHALLENGE, challenge
 
 # A client that receives nothing for a few of these treats the agent or the link as lost.
@@ -70,6 +80,24 @@ class _Collector:
         )
         joined = float(status.joined)
         yield GaugeMetricFamily("dsv4_agent_ray_joined", "1 if the member's Ray node is in the cluster", value=joined)
+        health = GaugeMetricFamily("dsv4_agent_health", "1 for the health in the verdict", labels=["health"])
+        for verdict in Health:
+            health.add_metric([verdict.value], float(status.verdict.health is verdict))
+        yield health
+        yield GaugeMetricFamily(
+            "dsv4_agent_gpu_warnings",
+            "Conditions that make a GPU slow: clock, power, temperature",
+            len(status.warnings),
+        )
+        yield GaugeMetricFamily(
+            "dsv4_agent_weights_repaired",
+            "Files of the checkpoint that were damaged and fetched again in this incarnation",
+            len(status.weights_repaired),
+        )
+        if status.signals is not None:
+            yield from _signals(status.signals)
+        if status.fabric is not None:
+            yield from _fabric(status.fabric)
         if status.engine is not None:
             yield GaugeMetricFamily(
                 "dsv4_engine_generation", "Lives of the engine in this incarnation", value=status.engine.generation
@@ -77,7 +105,67 @@ class _Collector:
             restarts = CounterMetricFamily("dsv4_engine_restarts", "Engine restarts in place in this incarnation")
             restarts.add_metric([], len(status.engine.restarts))
             yield restarts
+            yield from _memory(status.engine)
             yield from _kernels(status.engine)
+
+
+def _signals(signals: Signals) -> Iterable[Metric]:
+    """Yield the latest sample of the member's machine; a value that the driver does not report has no sample."""
+    for name, documentation, value in (
+        ("dsv4_node_memory_available_bytes", "Memory available to programs", signals.memory_available),
+        ("dsv4_node_shared_memory_free_bytes", "Bytes free in /dev/shm", signals.shm_free),
+    ):
+        if value is not None:
+            yield GaugeMetricFamily(name, documentation, value)
+    for name, documentation, read in _GPU_GAUGES:
+        family = GaugeMetricFamily(f"dsv4_gpu_{name}", documentation, labels=["gpu"])
+        for gpu in signals.gpus:
+            if (measured := read(gpu)) is not None:
+                family.add_metric([str(gpu.index)], measured)
+        yield family
+    slowed = GaugeMetricFamily("dsv4_gpu_slowed", "1 for each reason of a low clock", labels=["gpu", "reason"])
+    for gpu in signals.gpus:
+        for reason in gpu.slowed_by:
+            slowed.add_metric([str(gpu.index), reason], 1)
+    yield slowed
+
+
+_GPU_GAUGES: tuple[tuple[str, str, Callable[[GpuSignals], float | None]], ...] = (
+    ("celsius", "Temperature", lambda gpu: gpu.celsius),
+    ("power_watts", "Power", lambda gpu: gpu.power_watts),
+    ("clock_mhz", "Clock of the multiprocessors", lambda gpu: gpu.sm_mhz),
+    ("clock_max_mhz", "Highest clock of the multiprocessors", lambda gpu: gpu.sm_max_mhz),
+    ("utilization", "Share of time in which it was busy, 0 to 1", lambda gpu: gpu.utilization),
+    ("memory_used_bytes", "Used memory", lambda gpu: gpu.memory_used),
+    ("memory_bytes", "Memory", lambda gpu: gpu.memory_total),
+)
+
+
+def _fabric(fabric: FabricStatus) -> Iterable[Metric]:
+    rails = sum(rail.hca is not None for rail in fabric.rails)
+    yield GaugeMetricFamily("dsv4_fabric_rdma_rails", "Addresses of the member with an RDMA device", rails)
+    if fabric.bandwidth is not None:
+        documentation = "Bus bandwidth of an all-reduce, measured before the load, in bytes a second"
+        yield GaugeMetricFamily("dsv4_fabric_bandwidth_bytes", documentation, fabric.bandwidth)
+    if fabric.transport is not None:
+        transport = GaugeMetricFamily("dsv4_fabric_transport", "1 for NCCL's transport", labels=["transport"])
+        transport.add_metric([fabric.transport], 1)
+        yield transport
+
+
+def _memory(engine: EngineStatus) -> Iterable[Metric]:
+    for name, documentation, value in (
+        ("tokens", "Size of the KV cache in tokens, as logged", engine.kv_cache_tokens),
+        ("planned_tokens", "Size of the KV cache in tokens in the memory plan", engine.kv_planned_tokens),
+    ):
+        if value is not None:
+            yield GaugeMetricFamily(f"dsv4_engine_kv_cache_{name}", documentation, value)
+    memory = GaugeMetricFamily(
+        "dsv4_engine_memory_over_plan_bytes", "Logged minus planned bytes of an item of the plan", labels=["item"]
+    )
+    for item, difference in engine.memory.items():
+        memory.add_metric([item], difference)
+    yield memory
 
 
 def _kernels(engine: EngineStatus) -> Iterable[Metric]:

@@ -1,6 +1,7 @@
 """One member as a process: `DecisionLoop` passes events to `agent.decide`, and `Member` runs the resulting actions.
 
-The decisions are in `agent.decide.member`; the work is done by `agent.start` and, on rank 0, by `agent.engine`.
+The decisions are in `agent.decide.member`; the work is done by `agent.start` and, where vLLM is started, by
+`agent.engine`.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Member:
         self.ray = RayNode(context)
         self.standby = Standby(context)
         self.start = StartRunner(context, self.standby, self.ray, self.share)
-        self.engine = EngineRunner(context, self.standby) if rank == 0 else None
+        self.engine = EngineRunner(context, self.standby) if plan.starts_vllm(rank) else None
         self._runner: web.AppRunner | None = None
         self._background: list[asyncio.Task[None]] = []
 
@@ -216,7 +217,8 @@ class Member:
                 context.watch.refresh()
             case act.KillEngine():
                 context.kill_engine()
-                if not ENGINE_ROLES & set(context.watch.roles.values()):
+                ended = self.engine is None or self.engine.kill()
+                if ended and not ENGINE_ROLES & set(context.watch.roles.values()):
                     self.loop.feed(EngineGone())
             case act.SweepSharedMemory():
                 self._background.append(start_background(context.sweep()))
@@ -235,7 +237,7 @@ class Member:
             case act.Exit(message=message):
                 raise SystemExit(message)
             case _:
-                assert self.engine is not None  # noqa: S101  (the other actions are rank 0's)
+                assert self.engine is not None  # noqa: S101  (the other actions need vLLM on this member)
                 self.engine.act(action)
 
     def _work(self, task: Task) -> Coroutine[Any, Any, AgentEvent]:

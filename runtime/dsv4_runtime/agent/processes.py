@@ -15,8 +15,7 @@ from typing import BinaryIO
 
 import psutil
 
-from dsv4_runtime.util.probe import ChildLine
-from dsv4_runtime.util.procfs import STOPPED, below, command_of, is_frozen
+from dsv4_runtime.util.procfs import STOPPED, ChildLine, below, command_of, is_frozen
 
 _log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 
 from dsv4_runtime.contract import (
+    KV_CACHE,
     AgentStatus,
     EngineStatus,
     Failure,
@@ -22,7 +23,7 @@ from dsv4_runtime.contract import (
 )
 from dsv4_runtime.contract.kernels import STOCK
 from dsv4_runtime.util.clock import unix_time
-from dsv4_runtime.util.memory_log import MemoryLog, memory_differences
+from dsv4_runtime.util.log_lines import MemoryLog, memory_differences
 
 _log = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ class MemberRecord:
         expected = self._plan.expectations
         if self.kv_cache is None or not expected.memory:
             return {}
-        return memory_differences(expected.memory, MemoryLog(**self.memory))  # type: ignore[arg-type]
+        return memory_differences(expected.memory, MemoryLog(**self.memory), KV_CACHE)  # type: ignore[arg-type]
 
     def mark_dead(self, failure: Failure) -> None:
         """Report that the engine is dead; the final cause may follow (`record_failure`)."""

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from dsv4_runtime.agent.processes import waited_for
 from dsv4_runtime.contract import Cause, GroupPlan, PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.nano.checkpoint import DAMAGED
-from dsv4_runtime.util.probe import ANSWER_SECONDS, PROBE_SECONDS, ChildLine
-from dsv4_runtime.weights import cache, store
+from dsv4_runtime.util.procfs import ANSWER_SECONDS, PROBE_SECONDS, ChildLine
+from dsv4_runtime.weights import store, writer
 from dsv4_runtime.weights.members import StagingJob, StagingReport
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ async def read_again(how: str, plan: GroupPlan, rank: int, report: Callable[[Sta
 async def _keep_free(folder: Path) -> None:
     while True:
         await asyncio.sleep(_GUARD_SECONDS)
-        if await asyncio.to_thread(cache.keep_free, folder):
+        if await asyncio.to_thread(writer.keep_free, folder):
             await asyncio.sleep(_GUARD_PAUSE_SECONDS)
 
 

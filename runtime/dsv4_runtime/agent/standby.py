@@ -1,9 +1,9 @@
 """Standby processes: processes that import vLLM in advance, a quarter of the duration of a start, half of a restart.
 
-Rank 0 has a standby API server of vLLM, every rank standby Ray workers for its devices (both: `vllm_plugin.warm_pool`).
-They touch no device before they are used. While the engine serves, they are started only once it is idle, and they
-import slowly (`slow_imports`): on a machine with few processors the imports of all of them together would stall the
-requests.
+Rank 0 has a standby API server of vLLM, and every rank standby Ray workers for its devices; without Ray, every rank
+has a standby server (all: `vllm_plugin.warm_pool`). They touch no device before they are used. While the engine
+serves, they are started only once it is idle, and they import slowly (`slow_imports`): on a machine with few
+processors the imports of all of them together would stall the requests.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from dsv4_runtime.agent.context import AgentContext
 from dsv4_runtime.agent.monitor import open_requests
 from dsv4_runtime.agent.processes import Child, kill_stopped_workers, standby_workers
 from dsv4_runtime.agent.ray import grpc_call
-from dsv4_runtime.contract import Role
 from dsv4_runtime.contract.recovery import backoff
 from dsv4_runtime.engine import token_auth
-from dsv4_runtime.util import probe
+from dsv4_runtime.util import procfs
 from dsv4_runtime.util.procfs import STOPPED, command_of, entry, is_frozen
 
 _log = logging.getLogger(__name__)
 
 NAME = "standby"
-_MODULE = "dsv4_runtime.vllm_plugin.warm_pool"
+MODULE = "dsv4_runtime.vllm_plugin.warm_pool"
 _AFTER_SECONDS = 5.0
 """Minimum time without requests: the engine first answers the requests that were held."""
 _LATEST_SECONDS = 60.0
@@ -62,7 +61,7 @@ class Standby:
         self._server: Child | None = None
 
     async def start_server(self, log: str) -> None:
-        """Start rank 0's standby API server, unless one is running or memory is short.
+        """Start the standby server of a member that starts vLLM, unless one is running or memory is short.
 
         Args:
             log: name of its log until it becomes the server. Before the first engine this is vLLM's log, because an
@@ -74,8 +73,10 @@ class Standby:
         context = self._context
         context.children = [child for child in context.children if child.name != NAME or child.running]
         running = self._server is not None and self._server.running
-        if context.me.role is Role.HEAD and not running and self._has_memory():
-            command = [sys.executable, "-m", _MODULE, "server", context.plan.weights.path]
+        if context.plan.starts_vllm(context.rank) and not running and self._has_memory():
+            command = [sys.executable, "-m", MODULE, "server", context.plan.weights.path]
+            if not self._has_workers:
+                command.append("worker")  # forked from this process
             self._server = await context.start_child(NAME, command, fed=True, log=log)
 
     async def keep(self) -> None:
@@ -113,7 +114,7 @@ class Standby:
             return
         if self._has_workers:
             arguments = [f"{head.address}:{head.ports.gcs}", me.address, str(me.devices), str(self._prestart_file)]
-            command = [sys.executable, "-m", _MODULE, "workers", *arguments]
+            command = [sys.executable, "-m", MODULE, "workers", *arguments]
             prestart = await context.start_child("prestart", command)
             try:
                 async with asyncio.timeout(_BOUND_SECONDS):
@@ -152,7 +153,7 @@ class Standby:
         workers: set[int] = set()
         scanned = 0.0
         while True:
-            await asyncio.sleep(probe.PROBE_SECONDS)
+            await asyncio.sleep(procfs.PROBE_SECONDS)
             if self._server is not None and not await self._is_usable(self._server):
                 return f"the standby server (process {await self._discard()}) ended or does not answer", 0
             lost = {pid for pid in workers if not _runs(pid)}
@@ -170,7 +171,7 @@ class Standby:
 
     async def _is_usable(self, server: Child) -> bool:
         """Return whether a standby server runs its program, and answers or works."""
-        program = server.running and any(_MODULE in word for word in command_of(server.pid))
+        program = server.running and any(MODULE in word for word in command_of(server.pid))
         return program and await server.alive()
 
     async def _discard(self) -> int:
@@ -208,9 +209,9 @@ class Standby:
             return False
         return True
 
-    async def take(self, args: tuple[str, ...], log: str) -> Child | None:
-        """Turn the standby process into vLLM's API server with these arguments and this log; return None if there is
-        none that runs and answers."""
+    async def take(self, args: tuple[str, ...], log: str, name: str = "api") -> Child | None:
+        """Turn the standby process into vLLM with these arguments, this log and this role; return None if there is none
+        that runs and answers."""
         server = self._server
         if server is None:
             return None
@@ -218,6 +219,6 @@ class Standby:
             _log.warning("the standby server (process %s) does not answer: a cold start", await self._discard())
             return None
         self._server = None
-        server.name = "api"
+        server.name = name
         order = {"args": args, "env": self._context.env, "log": log}
         return server if server.send(f"{json.dumps(order)}\n".encode()) else None

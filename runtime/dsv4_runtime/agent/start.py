@@ -121,8 +121,9 @@ class StartRunner:
         return Done(Task.READ_AHEAD)
 
     async def join(self) -> AgentEvent:
-        """Start this member's Ray node."""
-        await self._ray.start()
+        """Start this member's Ray node, if the group has any."""
+        if self._context.me.ray_args:
+            await self._ray.start()
         return Done(Task.JOIN)
 
     async def standby(self) -> AgentEvent:

@@ -6,6 +6,7 @@ The operator imports no other part of this package.
 from dsv4_runtime.contract.base import Document, Report
 from dsv4_runtime.contract.kernels import KernelStatus, ProviderStatus
 from dsv4_runtime.contract.plan import (
+    KV_CACHE,
     PLAN_VERSION,
     EnginePlan,
     Expectations,

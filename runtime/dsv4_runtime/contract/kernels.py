@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pydantic import ConfigDict
-
 from dsv4_runtime.contract.base import Report
 
 VARIABLE = "DSV4_KERNELS"
@@ -34,12 +32,13 @@ BUNDLED = "bundled"
 BUNDLED_W4A8 = "bundled_w4a8"
 STOCK = "stock"
 """The kernel that vLLM itself picks."""
-ON_REQUEST = ("b12x",)
+B12X = "b12x"
+ON_REQUEST = (B12X,)
 """Kernels that vLLM takes only where its options name them (`--linear-backend b12x`, `--moe-backend b12x`)."""
 
 PROVIDERS: Mapping[Op, tuple[str, ...]] = {
-    Op.MOE: (STOCK, BUNDLED, BUNDLED_W4A8),
-    Op.FP8_LINEAR: (STOCK, BUNDLED),
+    Op.MOE: (STOCK, BUNDLED, BUNDLED_W4A8, B12X),
+    Op.FP8_LINEAR: (STOCK, BUNDLED, B12X),
     Op.MLA_DECODE: (STOCK, BUNDLED),
     Op.MLA_PREFILL: (STOCK, BUNDLED),
     Op.FRONT: (STOCK, BUNDLED),
@@ -58,8 +57,6 @@ _BUNDLED = frozenset({BUNDLED, BUNDLED_W4A8})
 class ProviderStatus(Report):
     """Standing in an operation of one of the providers that were tried."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
     provider: str
     """`bundled`, `bundled_w4a8`, or one of vLLM's own kernels, such as `marlin`."""
     slowness: float | None = None
@@ -70,8 +67,6 @@ class ProviderStatus(Report):
 
 class KernelStatus(Report):
     """Provider of an operation of a layer in a running engine."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     op: str
     """The operation, as `spec.engine.kernels` calls it."""
@@ -97,6 +92,19 @@ class KernelStatus(Report):
         best = min(others, key=lambda provider: right[provider])
         return best, right[best] / min(right[provider] for provider in mine)
 
+    def faster_on_request(self) -> tuple[str, float] | None:
+        """Return the right provider that vLLM takes on request only and that is faster than the chosen side, with the
+        time of that side over its own; None if there is none."""
+        right = {s.provider: s.slowness for s in self.standings if s.slowness is not None}
+        bundled = self.provider in _BUNDLED
+        mine = {self.provider} & right.keys() if bundled else right.keys() - _BUNDLED - set(ON_REQUEST)
+        asked = right.keys() & set(ON_REQUEST)
+        if self.provider in ON_REQUEST or not mine or not asked:
+            return None
+        best = min(asked, key=lambda provider: right[provider])
+        least = min(right[provider] for provider in mine)
+        return (best, least / right[best]) if right[best] < least else None
+
 
 class KernelChoiceError(ValueError):
     """A choice names something that is not there."""
@@ -112,7 +120,7 @@ class KernelChoice:
         return self.providers.get(op, STOCK)
 
     def bundled(self, op: Op) -> bool:
-        return self.provider(op) != STOCK
+        return self.provider(op) in _BUNDLED
 
     def __str__(self) -> str:
         """Return the choice as `DSV4_KERNELS` writes it."""

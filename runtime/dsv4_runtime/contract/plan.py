@@ -93,6 +93,7 @@ class MemberPorts(Document):
 
     agent: AnyPort
     gcs: AnyPort | None = None
+    """Of Ray's GCS. Without Ray, of the rendezvous of vLLM's members (`--master-port`)."""
     dashboard: AnyPort | None = None
     api: AnyPort | None = None
 
@@ -108,12 +109,15 @@ class MemberPlan(Document):
     node: str | None = None
     """The machine that holds the member; None: the backend's choice."""
     devices: int = Field(ge=1)
-    """Accelerators that this member gives to Ray."""
+    """Accelerators of this member, one for each rank of the engine on it."""
     gpus: tuple[str, ...] | None = None
     """UUIDs of these accelerators; None: all that the member sees are its own."""
     ports: MemberPorts
     ray_args: tuple[str, ...]
-    """Arguments after `ray` on this member's command line."""
+    """Arguments after `ray` on this member's command line; empty: the group has no Ray nodes."""
+    engine_args: tuple[str, ...] = ()
+    """Arguments of vLLM on this member alone, after those of `EnginePlan`. A member other than rank 0 that has any
+    starts vLLM itself, without an API server; otherwise Ray starts its workers."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of this member alone; it wins over the group's."""
 
@@ -123,10 +127,10 @@ _NOT_OF_THE_MODEL = ("--host=", "--port=", "--kv-cache-memory-bytes=", "--gpu-me
 
 
 class EnginePlan(Document):
-    """Plan by which rank 0 starts vLLM."""
+    """Plan by which the agents start vLLM."""
 
     args: tuple[str, ...]
-    """Arguments after the API server's program name."""
+    """Arguments after the program's name, equal on all members that start vLLM."""
     served_name: str
     """The model name in checked completions."""
     image: str | None = None
@@ -236,6 +240,9 @@ class FabricPlan(Document):
 
     require_rdma: bool = False
     """Whether a member without a fit RDMA port is refused, and NCCL over TCP sockets is a failure."""
+    neighbours_only: bool = False
+    """Whether NCCL connects each rank with the next and the previous one alone, so that no others need a common RDMA
+    network: a patched NCCL with `NCCL_SWITCHLESS_RING_ONLY=1` on four or more machines in a ring without a switch."""
     mtu: Annotated[int, Field(ge=576, le=65_535)] | None = None
     """Size in bytes of an IP packet that every path must carry whole. None: the MTU of the interfaces at both ends."""
     min_bandwidth: Annotated[float, Field(gt=0)] | None = None
@@ -244,6 +251,10 @@ class FabricPlan(Document):
     """Bound for the proof, from the moment at which all members have joined the network."""
     settings: dict[int, FabricSetting] = Field(default_factory=dict)
     """Rank to its manual settings; other ranks are discovered."""
+
+    def requires_rdma_between(self, one: int, other: int, members: int) -> bool:
+        """Return whether two of `members` ranks need a common RDMA network."""
+        return self.require_rdma and (not self.neighbours_only or abs(one - other) in (1, members - 1))
 
     def setting(self, rank: int) -> FabricSetting:
         """Return the manual settings of `rank`."""
@@ -294,6 +305,10 @@ class Timeouts(Document):
         A bound that was given is one for every start.
         """
         return bound if self.reading is None else max(_LONGEST_LOAD * bound, _LEAST_LONGEST_LOAD)
+
+
+KV_CACHE = "KV cache"
+"""Item of `Expectations.memory`."""
 
 
 class Expectations(Document):
@@ -380,6 +395,14 @@ class GroupPlan(Document):
         args = [arg for arg in self.engine.args if not arg.startswith(_NOT_OF_THE_MODEL)]
         text = json.dumps([weights, path, args, self.engine.image], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def starts_vllm(self, rank: int) -> bool:
+        """Return whether the agent of `rank` starts vLLM: rank 0 always does, the others if there is no Ray."""
+        return rank == 0 or bool(self.members[rank].engine_args)
+
+    def engine_args(self, rank: int) -> tuple[str, ...]:
+        """Return all arguments of vLLM on `rank`."""
+        return (*self.engine.args, *self.members[rank].engine_args)
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the environment that the plan gives to `rank`: the group's, then the member's own."""

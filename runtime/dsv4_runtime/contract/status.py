@@ -132,6 +132,10 @@ class Health(StrEnum):
     DEAD = "Dead"
 
 
+RECENT_SECONDS = 3600.0
+"""Age up to which metrics count a death."""
+
+
 class Failure(Report):
     """One death: its cause, place, detection and recovery."""
 
@@ -169,7 +173,8 @@ class Process(Report):
     """A process that the agent watches."""
 
     name: str
-    """`agent`, `ray`, `raylet`, `gcs`, `api`, `engine-core`, `worker`, or `standby`: it waits for the next engine."""
+    """`agent`, `ray`, `raylet`, `gcs`, `api`, `engine-core`, `worker`, `executor` (vLLM without Ray on other ranks than
+    0: parent of its workers there), or `standby`: it waits for the next engine."""
     pid: int
 
 

@@ -41,6 +41,10 @@ _CORE_LOST = re.compile(
     rf"{_API}(?:ERROR|WARNING) {_AT}core_client\.py:\d+\] (?:"
     r"Engine core proc \S{1,80} died unexpectedly|(?:\[shutdown\] )?MPClient: engine core exited unexpectedly)"
 )
+# Of `monitor_workers` of the MP executor, which logs nothing once the executor itself ends its workers.
+_WORKER_LOST = re.compile(
+    rf"\(EngineCore[^()]{{0,80}}\) ERROR {_AT}multiproc_executor\.py:\d+\] Worker proc \S{{1,80}} died unexpectedly"
+)
 # vLLM continues without a plugin (`plugins/__init__.py`). Its API server loads plugins before it configures its log.
 _PLUGIN_FAILED = re.compile(rf"^(?:(?:\([^()]{{1,80}}\) )?ERROR {_AT}__init__\.py:\d+\] )?Failed to load plugin dsv4$")
 _ANSI = re.compile(r"\x1b\[[0-9;]{0,16}m")
@@ -382,6 +386,12 @@ def core_failed(line: str) -> bool:
     EngineCore count: the API process logs text of clients.
     """
     return _CORE_FAILED.match(line) is not None
+
+
+@log_reader(bool)
+def worker_lost(line: str) -> bool:
+    """Return whether EngineCore logs that a worker ended that its executor did not end."""
+    return _WORKER_LOST.match(line) is not None
 
 
 @log_reader(bool)

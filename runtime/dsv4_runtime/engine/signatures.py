@@ -331,9 +331,10 @@ SIGNATURES: tuple[Signature, ...] = (
         consequence=True,
     ),
     _row(
-        r"RayWorkerProc rank=.{1,200}? died unexpectedly|ActorDiedError|WorkerCrashedError|[Aa]ctor died",
+        r"(?:RayWorkerProc rank=.{1,200}?|Worker proc \S{1,80}) died unexpectedly|ActorDiedError|WorkerCrashedError"
+        r"|[Aa]ctor died",
         Cause.RAY_WORKER_DIED,
-        "vllm/v1/executor/ray_executor_v2.py, ray/exceptions.py",
+        "vllm/v1/executor/ray_executor_v2.py, multiproc_executor.py, ray/exceptions.py",
         "RayWorkerProc rank=[1] died unexpectedly, shutting down executor.",
         consequence=True,
     ),

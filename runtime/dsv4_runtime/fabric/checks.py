@@ -42,6 +42,7 @@ class CheckReason(StrEnum):
     REDUCED_PCIE = "ReducedPcie"
     UNUSED_TWIN = "UnusedTwin"
     SHARED_NETWORK = "SharedNetwork"
+    SHARED_INTERFACE = "SharedInterface"
     MTU_BELOW_PLAN = "MtuBelowPlan"
     SMALL_MTU = "SmallMtu"
     WRONG_GID_INDEX = "WrongGidIndex"
@@ -449,15 +450,21 @@ def _pcie(node: Node) -> Check:
 
 
 def _peer_to_peer(node: Node) -> Iterator[Check]:
-    """Yield a warning if the IOMMU translates the DMA of several GPUs (vllm-project/vllm#51513)."""
-    if node.translated_gpus:
+    """Yield a warning if IOMMU or ACS redirect copies between several GPUs (vllm-project/vllm#51513)."""
+    if causes := node.redirected:
         yield Check(
             "peer to peer",
             CheckStatus.WARN,
-            f"the IOMMU translates the DMA of the GPUs {', '.join(node.translated_gpus)}: copies between them over "
-            "PCIe may hang in the first collective",
-            "add iommu=pt to the kernel's command line and disable ACS in the firmware, or set NCCL_P2P_DISABLE to 1 "
-            "in spec.engine.env and add --disable-custom-all-reduce to spec.engine.extraArgs",
+            f"{causes}: copies between them over PCIe may hang in the first collective",
+            "add iommu=pt to the kernel's command line and disable ACS in the firmware; until then `dsv4 up` disables "
+            "these copies; on a cluster set NCCL_P2P_DISABLE to 1 in spec.engine.env and add "
+            "--disable-custom-all-reduce to spec.engine.extraArgs",
+        )
+    elif unknown := [bridge.address for bridge in node.bridges if bridge.redirects is None]:
+        yield Check(
+            "peer to peer",
+            CheckStatus.SKIPPED,
+            f"ACS of the PCIe bridges {', '.join(unknown)} is readable for root only; use `sudo dsv4 doctor`",
         )
 
 
@@ -481,6 +488,19 @@ def _networks(choice: FabricChoice) -> Check:
     """Check for two ports in one network: the kernel answers ARP for both on either, and RDMA packets are misrouted."""
     if len(choice.fit) < 2:
         return Check("networks", CheckStatus.SKIPPED, "fewer than two ports are used")
+    by_interface: dict[str, list[str]] = {}
+    for fit in choice.fit:
+        by_interface.setdefault(fit.interface.name, []).append(fit.port.name)
+    for interface, ports in by_interface.items():
+        if len(ports) > 1:
+            found = (
+                f"{' and '.join(ports)} share the interface {interface} and its address: RDMA packets reach only one"
+            )
+            remedy = (
+                f"take their interfaces out of {interface} and give each an address in a network of its own, or name "
+                "one device in spec.network.fabric; ports of one card in a RoCE bond show up as one device"
+            )
+            return Check("networks", CheckStatus.FAIL, found, remedy, CheckReason.SHARED_INTERFACE, interface)
     pairs = [
         f"{first.interface.name} ({first.address}) and {second.interface.name} ({second.address})"
         for index, first in enumerate(choice.fit)

@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checks += asyncio.run(check_peers(node, given.peer, given.wait, given.mtu))
     environment = variables(choice, plan, 0) if node.ports else ()
     if given.output == "json":
-        print(json.dumps(_document(checks, choice, environment), indent=2))
+        print(json.dumps(_document(node, checks, choice, environment), indent=2))
     else:
         print(_text(checks, environment, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 1 if failures(checks) else 0
@@ -158,10 +158,23 @@ def _bandwidth(node: Node) -> Check:
     return Check("bandwidth", CheckStatus.SKIPPED, found)
 
 
-def _document(checks: Sequence[Check], choice: FabricChoice, environment: Sequence[Variable]) -> dict[str, object]:
+def _document(
+    node: Node, checks: Sequence[Check], choice: FabricChoice, environment: Sequence[Variable]
+) -> dict[str, object]:
     return {
         "ok": not failures(checks),
         "checks": [check.to_dict() for check in checks],
+        "interfaces": [
+            {
+                "name": link.name,
+                "up": link.up,
+                "mtu": link.mtu,
+                "speed": link.speed,
+                "addresses": [str(address) for address in link.addresses],
+                "defaultRoute": link.default_route,
+            }
+            for link in node.interfaces.values()
+        ],
         "rails": [rail.to_dict() for rail in choice.rails()],
         "environment": [{"name": one.name, "value": one.value, "reason": one.reason} for one in environment],
     }

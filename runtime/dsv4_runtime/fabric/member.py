@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Protocol
 
 from dsv4_runtime.contract import Cause, FabricPlan, FabricStatus, GroupPlan, Rail
-from dsv4_runtime.fabric import bandwidth
 from dsv4_runtime.fabric.checks import (
     CheckStatus,
     FabricChoice,
@@ -35,9 +34,11 @@ from dsv4_runtime.fabric.probes import (
     ProbeOutcome,
     Responder,
     address_problem,
+    bandwidth_command,
     group_key,
     is_ring,
     mtu_notes,
+    parse_bandwidth,
     path_problem,
     paths,
     probe,
@@ -182,7 +183,9 @@ class MemberFabric:
         theirs = await self._wait_for_rails(others)
         mine = self.status.rails
         if impossible := [
-            str(check) for rank, rails in theirs.items() if (check := address_problem(self._fabric, rank, mine, rails))
+            str(check)
+            for rank in theirs
+            if (check := address_problem(self._fabric, self._rank, rank, {self._rank: mine, **theirs}))
         ]:
             raise FabricError("; ".join(impossible))
         ring = is_ring(mine, list(theirs.values()))
@@ -218,7 +221,7 @@ class MemberFabric:
                 port = await self._rendezvous_port(others)
                 head = self.status.rails[0] if self._rank == 0 else _head(others)
                 address = str(IPv4Interface(head.address).ip)
-                probe = await start("fabric", bandwidth.command(self._rank, world, address, port, seconds))
+                probe = await start("fabric", bandwidth_command(self._rank, world, address, port, seconds))
                 try:
                     code = await probe.wait()
                 finally:
@@ -246,7 +249,7 @@ class MemberFabric:
         nccl = NcclLog()
         for line in text.splitlines():
             nccl.feed(line)
-        found = bandwidth.parse_result(text)
+        found = parse_bandwidth(text)
         self.status = self.status.model_copy(update={"transport": nccl.transport})
         if (said := self._socket_fallback(nccl)) is not None:
             raise FabricError(said, Cause.NCCL_SOCKET_FALLBACK)

@@ -7,8 +7,6 @@ Documentation/ABI/stable/sysfs-class-infiniband and .../testing/sysfs-class-net 
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +14,8 @@ from ipaddress import IPv4Address, IPv4Interface, IPv6Address
 from pathlib import Path
 
 import psutil
+
+from dsv4_runtime.util.system_tree import Bridge, SystemTree, between_gpus, first_number, pci_gpus, redirected
 
 ROCE_V2 = "RoCE v2"
 # Bytes of a RoCE v2 packet besides its payload, as computed by the kernel (`iboe_get_mtu`): GRH 40, UDP 8, BTH 12,
@@ -148,6 +148,13 @@ class Node:
     """Whether an NVIDIA driver is loaded."""
     translated_gpus: tuple[str, ...] = ()
     """PCI addresses of the GPUs whose DMA the IOMMU translates, of a machine with several GPUs."""
+    bridges: tuple[Bridge, ...] = ()
+    """PCIe bridges between the GPUs of a machine with several."""
+
+    @property
+    def redirected(self) -> str:
+        """Return why copies between the GPUs over PCIe may hang (vllm-project/vllm#51513); empty: unknown."""
+        return redirected(self.translated_gpus, self.bridges)
 
     def interface_of(self, address: IPv4Address) -> Interface | None:
         """Return the interface with `address`."""
@@ -163,68 +170,6 @@ def roce_mtu(mtu: int) -> int:
 
 def _show(value: float | None) -> str:
     return "?" if value is None else f"{value:g}"
-
-
-_LIMIT = 1 << 20
-_NUMBER = re.compile(r"-?\d+(\.\d+)?")
-
-
-class SystemTree:
-    """A machine's /sys, /proc and /dev, or a copy of them. Unreadable files count as missing; nothing raises."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def text(self, path: str) -> str | None:
-        """Return the stripped content of a file; None if there is none.
-
-        Reading fails with EINVAL for empty slots of a GID table and for the speed of a link that is down.
-        """
-        file = self._root / path
-        try:
-            # Only regular files: opening a FIFO would block.
-            if not file.is_file():
-                return None
-            with file.open("rb") as stream:
-                return stream.read(_LIMIT).decode(errors="replace").strip("\0 \t\r\n")
-        except (OSError, ValueError):
-            return None
-
-    def number(self, path: str) -> float | None:
-        """Return the first number of a file; None if there is none. `200 Gb/sec (4X HDR)` is 200."""
-        return first_number(self.text(path))
-
-    def names(self, path: str) -> list[str]:
-        """Return the entries of a directory, numbers in numeric order; empty if there is none."""
-        try:
-            found = os.listdir(self._root / path)
-        except (OSError, ValueError):
-            return []
-        return sorted(found, key=lambda name: (0, int(name), name) if _plain(name) else (1, 0, name))
-
-    def target(self, path: str) -> str | None:
-        """Return the last component of a link's target; None if it is no valid link."""
-        try:
-            return (self._root / path).resolve(strict=True).name
-        except (OSError, ValueError, RuntimeError):
-            return None
-
-    def exists(self, path: str) -> bool:
-        """Return whether the path exists."""
-        try:
-            return (self._root / path).exists()
-        except (OSError, ValueError):
-            return False
-
-
-def first_number(text: str | None) -> float | None:
-    """Return the first number of a text, within the range of sysfs values; None if there is none."""
-    match = _NUMBER.search(text) if text else None
-    return float(match[0]) if match and len(match[0]) <= 18 else None
-
-
-def _plain(name: str) -> bool:
-    return name.isascii() and name.isdigit() and len(name) < 10
 
 
 RECORDED_ADDRESSES = "ip-addr.json"
@@ -299,23 +244,17 @@ def discover(root: Path, links: Links) -> Node:
     ]
     ports.sort(key=lambda port: (port.pci.address or "", port.hca, port.number))
     gpu = tree.exists("proc/driver/nvidia/version")
-    return Node(interfaces, tuple(ports), _kernel(tree), _limits(tree), gpu, _translated_gpus(tree))
-
-
-_PCI = "sys/bus/pci/devices"
-_NVIDIA, _DISPLAY = "0x10de", "0x03"
-
-
-def _translated_gpus(tree: SystemTree) -> tuple[str, ...]:
-    """Return the NVIDIA GPUs with an IOMMU domain other than `identity`; none with fewer than two GPUs."""
-    gpus = [
-        name
-        for name in tree.names(_PCI)
-        if tree.text(f"{_PCI}/{name}/vendor") == _NVIDIA
-        and (tree.text(f"{_PCI}/{name}/class") or "").startswith(_DISPLAY)
-    ]
-    kinds = {name: tree.text(f"{_PCI}/{name}/iommu_group/type") or "identity" for name in gpus}
-    return tuple(name for name in gpus if kinds[name] != "identity") if len(gpus) > 1 else ()
+    gpus = pci_gpus(tree)
+    translated, bridges = between_gpus(tree, gpus)
+    return Node(
+        interfaces,
+        tuple(ports),
+        _kernel(tree),
+        _limits(tree),
+        gpu,
+        translated,
+        bridges,
+    )
 
 
 def _interfaces(tree: SystemTree, links: Links) -> dict[str, Interface]:

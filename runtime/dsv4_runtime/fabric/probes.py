@@ -1,4 +1,5 @@
-"""Probes between two members' addresses (reachability, packet size, TCP stream) and the evaluation of their outcomes.
+"""Probes between two members' addresses (reachability, packet size, TCP stream), their evaluation, and the
+bandwidth probe of all members: `python -m dsv4_runtime.fabric.probes`.
 
 Each side responds (`Responder`) and sends (`probe`), so each direction is tested by its sender. A probe carries the
 sender's rank and a keyed hash: packets of other incarnations get no reply, and no reply is larger than its request.
@@ -6,18 +7,22 @@ sender's rank and a keyed hash: packets of other incarnations get no reply, and 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import socket
 import struct
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from ipaddress import IPv4Interface
-from typing import cast
+from typing import Any, cast
 
 from dsv4_runtime.contract import FabricPlan, Rail
 from dsv4_runtime.fabric.checks import Check, CheckReason, CheckStatus
@@ -158,12 +163,13 @@ async def probe(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> P
         if quickest is None:
             return ProbeOutcome(mine, theirs, arrives=False, streams=False, carries=0, received=False, seconds=0.0)
         streams = await _stream(key, rank, mine, theirs)
+        carries = await path.largest(want)
         return ProbeOutcome(
             mine,
             theirs,
-            arrives=True,
+            arrives=carries > 0,
             streams=streams,
-            carries=await path.largest(want),
+            carries=carries,
             received=False,
             seconds=quickest,
         )
@@ -194,16 +200,24 @@ class _Path:
         return min(times, default=None)
 
     async def largest(self, want: int) -> int:
-        """Return the largest packet up to `want` bytes that arrives, by bisection below `want`."""
-        if await self._arrives(want, _LONG_WAITS):
-            return want
+        """Return the largest packet up to `want` bytes that arrives, by bisection below `want`.
+
+        A small packet after each loss shows the other side that the search goes on, and this side that packets are lost
+        because of their size. Returns 0 if small ones are lost too.
+        """
+        for seconds in _LONG_WAITS:
+            if await self._once(want, seconds):
+                return want
+            await self._once(SMALLEST, _SHORT_WAITS[0])
         low, high = SMALLEST, want
         while high - low > 1:
             middle = (low + high) // 2
             if await self._arrives(middle, _SHORT_WAITS):
                 low = middle
-            else:
+            elif await self._arrives(SMALLEST, _LONG_WAITS):
                 high = middle
+            else:
+                return 0
         return low
 
     async def _arrives(self, size: int, tries: Sequence[float]) -> bool:
@@ -308,19 +322,48 @@ def is_ring(mine: Sequence[Rail], others: Sequence[Sequence[Rail]]) -> bool:
     )
 
 
-def address_problem(plan: FabricPlan, rank: int, mine: Sequence[Rail], theirs: Sequence[Rail]) -> Check | None:
-    """Return the conflict between the addresses of this member and those of `rank`, before any packet is sent."""
+def address_problem(plan: FabricPlan, own: int, rank: int, rails: Mapping[int, Sequence[Rail]]) -> Check | None:
+    """Return the conflict between the addresses of rank `own` and those of `rank`, before any packet is sent.
+
+    Args:
+        plan: the required properties.
+        own: this member.
+        rank: the other member.
+        rails: addresses of all members.
+    """
+    mine, theirs = rails[own], rails[rank]
     name, fail = f"addresses of rank {rank}", CheckStatus.FAIL
     if twice := {_ip(rail) for rail in mine} & {_ip(rail) for rail in theirs}:
         found = f"rank {rank} has the address {min(twice)} too"
         remedy = "give every machine addresses of its own"
         return Check(name, fail, found, remedy, CheckReason.DUPLICATE_ADDRESS, min(twice))
-    if plan.require_rdma and not any(here.hca and there.hca for here, there in paths(mine, theirs)):
+    if plan.requires_rdma_between(own, rank, len(rails)) and not _share_network(mine, theirs):
         ends = f"here: {_show(mine)}; there: {_show(theirs)}"
         found = f"no RDMA port here is in a network with one of rank {rank} ({ends})"
-        remedy = "give the two ends of each cable addresses in one network"
-        return Check(name, fail, found, remedy, CheckReason.NO_COMMON_NETWORK)
+        return Check(name, fail, found, _network_remedy(plan, own, rails), CheckReason.NO_COMMON_NETWORK)
     return None
+
+
+def _share_network(mine: Sequence[Rail], theirs: Sequence[Rail]) -> bool:
+    return any(here.hca and there.hca for here, there in paths(mine, theirs))
+
+
+def _network_remedy(plan: FabricPlan, own: int, rails: Mapping[int, Sequence[Rail]]) -> str:
+    cabled = [rank for rank in rails if rank != own and _share_network(rails[own], rails[rank])]
+    if plan.neighbours_only:
+        there = ", ".join(map(str, cabled)) or "none"
+        return (
+            f"the ring needs the order of the cables, and rank {own} is cabled to {there}: list the machines in that "
+            "order (spec.topology.nodes, hosts.yaml)"
+        )
+    remedy = "give the two ends of each cable addresses in one network"
+    if len(rails) > 3 and len(cabled) == 2:
+        remedy += (
+            "; four or more machines in a ring need a switch, or a build with an NCCL that connects neighbours alone: "
+            "list NCCL_SWITCHLESS_RING_ONLY in spec.engine.build.variables, and set it to 1 and NCCL_ALGO to Ring in "
+            "spec.engine.env"
+        )
+    return remedy
 
 
 def required_size(plan: FabricPlan, mine: Rail, theirs: Rail) -> int:
@@ -371,3 +414,99 @@ def _show(rails: Sequence[Rail]) -> str:
 
 def _network(rail: Rail) -> object:
     return IPv4Interface(rail.address).network
+
+
+_RESULT = "dsv4 fabric bandwidth: "
+_ALL_REDUCE_BYTES = 256 * 2**20
+_ROUNDS, _WARM = 8, 2
+
+
+@dataclass(frozen=True, slots=True)
+class BandwidthResult:
+    """Result of the bandwidth probe."""
+
+    bandwidth: float | None
+    """Bus bandwidth in bytes per second; None if not measured."""
+    skipped: str | None
+    """Reason for a skipped measurement."""
+
+
+def bandwidth_command(rank: int, world: int, address: str, port: int, seconds: float) -> list[str]:
+    """Return the command of one member's bandwidth probe; `address` and `port` are those of rank 0's rendezvous."""
+    arguments = {"--rank": rank, "--world": world, "--address": address, "--port": port, "--seconds": seconds}
+    words = [str(word) for pair in arguments.items() for word in pair]
+    return [sys.executable, "-m", "dsv4_runtime.fabric.probes", *words]
+
+
+def parse_bandwidth(output: str) -> BandwidthResult | None:
+    """Return the result printed by a probe; None if there is none."""
+    for line in reversed(output.splitlines()):
+        if line.startswith(_RESULT):
+            try:
+                document = json.loads(line.removeprefix(_RESULT))
+                return BandwidthResult(document.get("bandwidth"), document.get("skipped"))
+            except (ValueError, AttributeError):
+                return None
+    return None
+
+
+def bus_bandwidth(size: int, world: int, seconds: float) -> float:
+    """Return the bytes per second of the slowest link of a ring all-reduce of `size` bytes, as defined by
+    nccl-tests.
+    """
+    return 2 * (world - 1) / world * size / seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the bandwidth probe of one member: an all-reduce over all members; print one line of JSON.
+
+    A separate process because a CUDA context holds memory until its process ends. NCCL's log shows the transport.
+    """
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    for name, kind in (("rank", int), ("world", int), ("address", str), ("port", int), ("seconds", float)):
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    given = parser.parse_args(arguments)
+    import torch
+
+    if not torch.cuda.is_available():
+        _print_result({"skipped": "no GPU"})
+        return 0
+    _print_result({"bandwidth": _measure_bandwidth(torch, given), "gpu": torch.cuda.get_device_name(0)})
+    return 0
+
+
+def _measure_bandwidth(torch: Any, given: argparse.Namespace) -> float:
+    """Measure; exceptions of torch propagate to the log, which the parent process reads."""
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group(
+        "nccl",
+        init_method=f"tcp://{given.address}:{given.port}",
+        rank=given.rank,
+        world_size=given.world,
+        timeout=timedelta(seconds=given.seconds),
+    )
+    data = torch.ones(_ALL_REDUCE_BYTES // 2, dtype=torch.bfloat16, device="cuda")
+    best = float("inf")
+    for turn in range(_WARM + _ROUNDS):
+        data.fill_(1)
+        torch.distributed.barrier()
+        torch.cuda.synchronize()
+        begun = time.monotonic()
+        torch.distributed.all_reduce(data)
+        torch.cuda.synchronize()
+        # The first rounds connect the ranks.
+        if turn >= _WARM:
+            best = min(best, time.monotonic() - begun)
+    wrong = int((data != given.world).sum())
+    if wrong:
+        raise RuntimeError(f"{wrong} of {data.numel()} sums are wrong: the fabric or a GPU corrupts data")
+    torch.distributed.destroy_process_group()
+    return bus_bandwidth(_ALL_REDUCE_BYTES, given.world, best)
+
+
+def _print_result(document: dict[str, object]) -> None:
+    print(_RESULT + json.dumps(document), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,7 +22,7 @@ GAP_SECONDS = 3.0
 _BEATS_SECONDS = 1.4
 _SAMPLE_SECONDS = 1.6
 """Interval after which a heartbeat counts as missing."""
-_ENGINE = frozenset({"engine-core", "worker"})
+_ENGINE = frozenset({"engine-core", "executor", "worker"})
 _WANTS_TO_RUN = frozenset("RD")
 _STOPPED = frozenset("Tt")
 # Follows other deaths more often than it causes one.
@@ -151,7 +151,13 @@ def stopped_since(
 
 
 def _name(role: str) -> str:
-    return {"api": "vLLM's API process", "engine-core": "EngineCore", "gcs": "Ray's GCS"}.get(role, f"the {role}")
+    names = {
+        "api": "vLLM's API process",
+        "engine-core": "EngineCore",
+        "executor": "vLLM's executor process",
+        "gcs": "Ray's GCS",
+    }
+    return names.get(role, f"the {role}")
 
 
 def stall_bound(run: Sequence[Sample], policy: HealthPolicy) -> float:

@@ -25,7 +25,7 @@ class ProcessView:
     """A watched process in one sample."""
 
     role: str
-    """`api`, `engine-core` or `worker`, as in `contract.Process`."""
+    """`api`, `engine-core`, `executor` or `worker`, as in `contract.Process`."""
     state: str
     """The kernel's letter, as in `contract.ProcessSignals`."""
     share: float | None

@@ -20,7 +20,7 @@ from dsv4_runtime.util.procfs import FROZEN, Work, below, command_of, entry, is_
 
 SAMPLE_SECONDS = 0.5
 """Interval of the samples."""
-ENGINE_ROLES = frozenset({"api", "engine-core", "worker"})
+ENGINE_ROLES = frozenset({"api", "engine-core", "executor", "worker"})
 ROLES = ENGINE_ROLES | {"raylet", "gcs"}
 _GPU_GROWTH_BYTES = 1 << 20
 # Compilers are short-lived children of a worker; a wait for one has a bound of many seconds.

@@ -14,7 +14,7 @@ class DevCpuPlatform(CpuPlatform):  # type: ignore[misc]  # vLLM has no types th
     @classmethod
     def get_device_communicator_cls(cls) -> str:
         """Return the qualified name of the communicator."""
-        return "dsv4_runtime.vllm_cpu.communicator.SocketCommunicator"
+        return f"{__name__}.SocketCommunicator"
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -30,3 +30,22 @@ class DevCpuPlatform(CpuPlatform):  # type: ignore[misc]  # vLLM has no types th
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             if wanted == "uni":
                 vllm_config.parallel_config.distributed_executor_backend = "uni"
+
+
+def __getattr__(name: str) -> Any:
+    """Return `SocketCommunicator`, made on demand: the import of its base needs the current platform."""
+    if name != "SocketCommunicator":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    class SocketCommunicator(CpuCommunicator):  # type: ignore[misc]  # vLLM has no types that strict mode accepts
+        """Collectives between CPU workers by gloo over sockets, never by shared memory.
+
+        vLLM uses shared memory if the ranks agree on a name, which ranks on one machine do even in different network
+        namespaces. A link cut would then have no effect, and waiting ranks would spin on the cores of slower ones.
+        """
+
+        def _all_group_ranks_share_shm_group_name(self) -> bool:
+            return False
+
+    return SocketCommunicator

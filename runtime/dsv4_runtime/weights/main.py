@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsv4_runtime.contract import Cause, PageCache
-from dsv4_runtime.util import probe
-from dsv4_runtime.weights import cache, checkpoint
+from dsv4_runtime.util.procfs import input_lines
+from dsv4_runtime.weights import checkpoint, writer
 from dsv4_runtime.weights.checkpoint import WeightsError
 from dsv4_runtime.weights.members import StagingJob, StagingReport, StagingState
 from dsv4_runtime.weights.writer import human
@@ -29,7 +29,7 @@ _SCRUB_PAUSE_SECONDS = 3600.0
 
 def main() -> None:
     """Run the job and exit without waiting for threads that are blocked on the network."""
-    given = probe.lines(0)
+    given = input_lines(0)
     job = StagingJob.model_validate_json(next(given, b""))
     threading.Thread(target=_exit_with_parent, args=(given,), daemon=True).start()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
@@ -66,21 +66,21 @@ def prefetch(job: StagingJob) -> int:
     plan = job.weights
     files = checkpoint.shards(Path(plan.path), job.stages)
     if plan.page_cache is PageCache.UNIFIED:
-        cache.drop(files)
+        writer.drop(files)
     size = sum(file.stat().st_size for file in files)
-    limit = cache.read_ahead_limit(plan.page_cache, cache.available_bytes(), job.resident_bytes)
+    limit = writer.read_ahead_limit(plan.page_cache, writer.available_bytes(), job.resident_bytes)
 
-    before = cache.storage_bytes()
+    before = writer.storage_bytes()
 
     def write_rate(stage: str, read: int, seconds: float) -> None:
-        rate = cache.disk_rate(cache.storage_bytes() - before, read, seconds)
+        rate = writer.disk_rate(writer.storage_bytes() - before, read, seconds)
         _write(StagingReport(stage=stage, disk_bytes_per_second=rate))
 
     def report(read: int, seconds: float) -> None:
         write_rate(f"read ahead {human(read)} of {human(size)}, {human(read / max(seconds, 1e-6))}/s", read, seconds)
 
     begun = time.monotonic()
-    read = cache.read_ahead(files, limit, report)
+    read = writer.read_ahead(files, limit, report)
     took = max(time.monotonic() - begun, 1e-6)
     why = "" if read == size else f", all that memory has room for beside the engine ({human(limit)})"
     write_rate(f"read ahead {human(read)} of {human(size)} in {took:.1f} s, {human(read / took)}/s{why}", read, took)
@@ -89,19 +89,19 @@ def prefetch(job: StagingJob) -> int:
 
 def scrub(job: StagingJob) -> int:
     """Verify the checkpoint repeatedly until a file is wrong; the last report names it."""
-    from dsv4_runtime.weights import scrub
+    from dsv4_runtime.weights import store
 
     os.nice(_NICE)
-    wrong = scrub.scrub(job.weights, _SCRUB_PAUSE_SECONDS, lambda: _write(StagingReport(verified=True)))
+    wrong = store.scrub(job.weights, _SCRUB_PAUSE_SECONDS, lambda: _write(StagingReport(verified=True)))
     _write(StagingReport(wrong=() if wrong is None else (wrong,)))
     return 0
 
 
 def verify(job: StagingJob) -> int:
     """Verify the checkpoint once; the last report contains the result."""
-    from dsv4_runtime.weights import scrub
+    from dsv4_runtime.weights import store
 
-    comparable, wrong = scrub.verify(job.weights)
+    comparable, wrong = store.verify(job.weights)
     _write(StagingReport(verified=comparable and wrong is None, wrong=() if wrong is None else (wrong,)))
     return 0
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4_runtime.contract import Cause, PageCache, Verify, WeightsSource
-from dsv4_runtime.weights import cache, checkpoint, shared
+from dsv4_runtime.weights import checkpoint, shared, writer
 from dsv4_runtime.weights.checkpoint import (
     CheckpointManifest,
     ManifestFile,
@@ -287,7 +287,7 @@ class _Staging:
 
     def _leave_cache(self, path: Path) -> None:
         if self._plan.page_cache is PageCache.UNIFIED:
-            cache.drop([path])
+            writer.drop([path])
 
     def _process_results(self) -> None:
         """Process the results of ended transfers."""

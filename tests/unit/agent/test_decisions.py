@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_an_engine_that_does_not_answer_in_time(fresh: MakeReplay) -> None:
     replay.pass_to(replay.clock + 41)
     _, found = replay.verdict
     assert found.cause is Cause.STARTUP_TIMEOUT
-    assert found.message == "vLLM did not answer within 40 s; its last log line: loading shards 2/4"
+    assert re.findall(r"\d+ s\b|loading shards .*", found.message) == ["40 s", "loading shards 2/4"]
 
 
 def test_a_suspicion_is_reported_and_taken_back(serving: MakeReplay) -> None:

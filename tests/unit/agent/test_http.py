@@ -15,13 +15,16 @@ from dsv4_runtime.client import AgentClient
 from dsv4_runtime.contract import (
     AgentStatus,
     Cause,
+    FabricStatus,
     Failure,
+    GpuSignals,
     GroupReport,
     Health,
     KernelStatus,
     Phase,
     Progress,
     ProviderStatus,
+    Rail,
     Signals,
     Verdict,
 )
@@ -118,6 +121,54 @@ async def test_metrics(served: Any) -> None:
     assert 'dsv4_agent_phase{phase="Loading"} 0.0' in lines
     assert "dsv4_engine_generation 1.0" in lines
     assert "dsv4_engine_restarts_total 1.0" in lines
+
+
+async def test_metrics_of_the_machine_the_fabric_and_failures(served: Any) -> None:
+    session, reporter = served
+    state = reporter.state
+    state.signals = Signals(
+        time=1.0,
+        memory_available=5000,
+        gpus=(
+            GpuSignals(index=0, celsius=91, sm_mhz=500, sm_max_mhz=2400, slowed_by=("power cap",), memory_used=7),
+            # Unified memory: the driver reports nothing else.
+            GpuSignals(index=1, utilization=0.5),
+        ),
+    )
+    state.warnings = ("GPU 0 has 91 °C",)
+    state.weights_repaired = ("a", "b")
+    state.kv_cache = 900, 1.0
+    fabric = FabricStatus(
+        rails=(
+            Rail(interface="a", address="1.2.3.4/24", mtu=9000, hca="mlx5_0"),
+            Rail(interface="b", address="1.2.4.4/24", mtu=1500),
+        ),
+        bandwidth=2e9,
+        transport="Socket",
+    )
+    present = reporter.status
+    reporter.status = lambda: present().model_copy(update={"fabric": fabric})
+    async with session.get("/metrics") as response:
+        text = await response.text()
+    for line in (
+        'dsv4_agent_health{health="Starting"} 1.0',
+        "dsv4_agent_gpu_warnings 1.0",
+        "dsv4_agent_weights_repaired 2.0",
+        "dsv4_node_memory_available_bytes 5000.0",
+        'dsv4_gpu_celsius{gpu="0"} 91.0',
+        'dsv4_gpu_clock_mhz{gpu="0"} 500.0',
+        'dsv4_gpu_memory_used_bytes{gpu="0"} 7.0',
+        'dsv4_gpu_utilization{gpu="1"} 0.5',
+        'dsv4_gpu_slowed{gpu="0",reason="power cap"} 1.0',
+        "dsv4_fabric_rdma_rails 1.0",
+        "dsv4_fabric_bandwidth_bytes 2e+09",
+        'dsv4_fabric_transport{transport="Socket"} 1.0',
+        "dsv4_engine_kv_cache_tokens 900.0",
+    ):
+        assert line in text.splitlines()
+    # A value that is not reported has no sample.
+    assert "dsv4_node_shared_memory_free_bytes" not in text
+    assert 'dsv4_gpu_celsius{gpu="1"}' not in text
 
 
 async def test_watchers_hear_of_every_change_at_once_and_of_nothing_each_second(served: Any) -> None:

@@ -41,9 +41,8 @@ from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.engine.signatures import Signature
 from dsv4_runtime.fabric import member as member_module
 from dsv4_runtime.fabric.member import MemberFabric, NcclLog
-from dsv4_runtime.util import log_lines, memory_log
-from dsv4_runtime.util.log_lines import LineFilter, carries_client_text
-from dsv4_runtime.util.memory_log import memory_figures
+from dsv4_runtime.util import log_lines
+from dsv4_runtime.util.log_lines import LineFilter, carries_client_text, memory_figures
 from dsv4_testkit.documents import group_plan
 
 API, CORE = "(APIServer pid=8)", "(EngineCore pid=9)"
@@ -86,7 +85,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
             for number, one in enumerate(value):
                 look(f"{name}[{number}]", one)
 
-    for module in (log_lines, logs, signatures, memory_log, member_module):
+    for module in (log_lines, logs, signatures, member_module):
         for name, value in vars(module).items():
             look(f"{module.__name__}.{name}", value)
     return found

@@ -16,6 +16,7 @@ from dsv4_runtime.engine.logs import (
     loaded_bytes,
     progress,
     shutting_down,
+    worker_lost,
 )
 
 # As vLLM 0.32 writes them.
@@ -175,6 +176,22 @@ def test_a_client_cannot_say_so(line: str) -> None:
 )
 def test_vllm_says_that_its_enginecore_is_gone(line: str, lost: bool) -> None:
     assert core_lost(line) is lost
+
+
+AT = "11-26 08:28:54 [multiproc_executor.py:315]"
+
+
+@pytest.mark.parametrize(
+    ("line", "lost"),
+    [
+        (f"(EngineCore pid=9) ERROR {AT} Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting", True),
+        (f"(EngineCore_DP0 pid=9) ERROR {AT} Worker proc VllmWorker-0 died unexpectedly, shutting down", True),
+        (f"(MainProcess pid=9) ERROR {AT} Worker proc VllmWorker-1 died unexpectedly (exit code: -9)", False),
+        ("(APIServer pid=1) ERROR 11-21 16:40:35 [serving.py:88] no model `Worker proc X died unexpectedly`", False),
+    ],
+)
+def test_enginecore_says_that_a_worker_ended_by_itself(line: str, lost: bool) -> None:
+    assert worker_lost(line) is lost
 
 
 def traced(error: str, place: str = "core.py:1512", said: str = "EngineCore encountered a fatal error.") -> list[str]:

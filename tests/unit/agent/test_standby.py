@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -26,7 +27,8 @@ from dsv4_runtime.agent.decide.actions import KillEngine, StartTask, Stop
 from dsv4_runtime.agent.decide.events import EngineGone, Staged, Task
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan, Phase
-from dsv4_runtime.vllm_plugin import preload, warm_pool
+from dsv4_runtime.vllm_plugin import forking, patch, preload, warm_pool
+from dsv4_runtime.vllm_plugin.kernels import v033
 from dsv4_runtime.weights.staging import StagingResult
 
 # Imports a server that says what it was told, in place of vLLM's, and inspects no model, which takes vLLM.
@@ -63,7 +65,9 @@ def told(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     start = member.context.start_child
 
     async def other(name: str, command: list[str], *, fed: bool = False, log: str | None = None) -> Any:
-        assert command[1:] == ["-m", "dsv4_runtime.vllm_plugin.warm_pool", "server", member.context.plan.weights.path]
+        program = ["-m", "dsv4_runtime.vllm_plugin.warm_pool", "server", member.context.plan.weights.path]
+        workers = member.context.plan.engine.args
+        assert command[1:] == program + (["worker"] if "--distributed-executor-backend=ray" not in workers else [])
         return await start(name, [sys.executable, "-c", WAITING, *command[4:], *command[2:3]], fed=fed, log=log)
 
     monkeypatch.setattr(member.context, "start_child", other)
@@ -90,6 +94,56 @@ async def test_it_has_imported_before_it_is_told_what_to_be(
     assert taken.name == "api"
     assert await taken.wait() == 0
     assert log.read_text() == "of the engine before\nimported\nserves ['--model=x'] now None \n"
+
+
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_modules_of_a_worker_are_imported_up_to_one_that_takes_a_device(
+    number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    names = ("of_a_worker_0", "of_a_worker_1", "of_a_worker_2")
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("1 / 0" if name == names[1] else "")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(v033, "WORKER_MODULES", names)
+    monkeypatch.setattr(patch, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(forking, "has_cuda", lambda: number < 3 and names[number] in sys.modules)
+    try:
+        warm_pool.import_worker()
+        assert [name in sys.modules for name in names] == [number > 0, False, number > 2]
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+    message = f"it initializes CUDA: {names[number]}" if number < 3 else ""
+    assert message in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_standby_server_has_the_environment_of_a_cold_start(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports set and replace variables, before the order or, in a cold start, after it."""
+    draw = random.Random(seed)
+    names = [f"DSV4_TEST_{letter}" for letter in "ABCDEF"]
+
+    def some() -> dict[str, str]:
+        return {name: str(draw.randrange(3)) for name in draw.sample(names, draw.randrange(len(names)))}
+
+    replaced, defaults = some(), some()
+
+    def imports(environment: Any) -> None:
+        environment.update(replaced)
+        for name, value in defaults.items():
+            environment.setdefault(name, value)
+
+    before = {name: value for name, value in some().items() if name not in defaults}
+    # An order may add and change variables, but none that an import replaces: whether it did is known of `before` only.
+    order = {name: value for name, value in {**before, **some()}.items() if name not in replaced}
+    order |= {name: value for name, value in before.items() if name in replaced}
+    cold = dict(order)
+    imports(cold)
+    environment = dict(before)
+    monkeypatch.setattr(os, "environ", environment)
+    imports(environment)
+    warm_pool._set_environment(order, before)
+    assert environment == cold
 
 
 async def counts(port: int, found: list[int | None]) -> web.AppRunner:

@@ -139,6 +139,24 @@ def test_both_halves_in_one_network(tmp_path: Path) -> None:
     assert "enP2p1s0f0np0 (192.168.100.11/24)" in failures(checks)[0].found
 
 
+def test_a_bond_of_both_halves_of_a_port(tmp_path: Path) -> None:
+    machine = spark()
+    for card in machine.cards[:2]:
+        card.interface, card.address = "bond0", "192.168.100.10/24"
+    _, checks = seen(machine, tmp_path / "m")
+    assert outcome(checks, "networks") == (CheckStatus.FAIL, CheckReason.SHARED_INTERFACE, "bond0")
+    assert "rocep1s0f0:1 and roceP2p1s0f0:1 share the interface bond0" in check(checks, "networks").found
+
+
+def test_a_bond_that_the_card_makes_is_one_device(tmp_path: Path) -> None:
+    machine = spark()
+    machine.cards = machine.cards[:1]
+    machine.cards[0].hca, machine.cards[0].interface = "mlx5_bond_0", "bond0"
+    choice, checks = seen(machine, tmp_path / "m")
+    assert [fit.port.name for fit in choice.fit] == ["mlx5_bond_0:1"]
+    assert not failures(checks)
+
+
 def test_ipv6_gids_only(tmp_path: Path) -> None:
     machine = spark()
     for card in machine.cards:

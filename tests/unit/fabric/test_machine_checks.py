@@ -8,8 +8,9 @@ import pytest
 from machines import RDMA, Machine, check, outcome, seen, spark
 
 from dsv4_runtime.contract import FabricPlan
-from dsv4_runtime.fabric.checks import CheckReason, CheckStatus, choose_fabric, failures, run_checks
+from dsv4_runtime.fabric.checks import Check, CheckReason, CheckStatus, choose_fabric, failures, run_checks
 from dsv4_runtime.fabric.node import discover_node, roce_mtu
+from dsv4_runtime.util.system_tree import redirected_copies
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,63 @@ def test_roce_mtu(mtu: int, payload: int) -> None:
     assert roce_mtu(mtu) == payload
 
 
+def config_space(capabilities: list[tuple[int, int]], *, loops: bool = False) -> bytes:
+    """Return the configuration space of a bridge with these extended capabilities and words at their offset 6."""
+    space = bytearray(4096)
+    for place, (identity, control) in enumerate(capabilities):
+        offset = 0x100 + 0x20 * place
+        following = offset + 0x20 if place + 1 < len(capabilities) else 0x100 if loops else 0
+        space[offset : offset + 4] = (identity | 1 << 16 | following << 20).to_bytes(4, "little")
+        space[offset + 6 : offset + 8] = control.to_bytes(2, "little")
+    return bytes(space)
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize(
+    ("control", "level"),
+    [(0x1D, CheckStatus.WARN), (0x04, CheckStatus.WARN), (0x08, CheckStatus.WARN), (0x11, None), (0, None)],
+)
+def test_redirecting_bridges(tmp_path: Path, place: int, control: int, level: CheckStatus | None) -> None:
+    others = [(0x0001, 0xFFFF), (0x0019, 0xFFFF), (0x0002, 0xFFFF)]
+    found = gpus_below(tmp_path, config_space([*others[:place], (0x000D, control), *others[place:]]))
+    assert [one.level for one in found] == ([] if level is None else [level])
+    assert all("0000:00:01.0" in one.found and "0000:00:02.0" not in one.found for one in found)
+
+
+@pytest.mark.parametrize(
+    ("config", "level"),
+    [
+        (b"\0" * 64, CheckStatus.SKIPPED),
+        (None, CheckStatus.SKIPPED),
+        (config_space([(0x0001, 0xFFFF), (0x0002, 0xFFFF)], loops=True), None),
+        (b"\xff" * 4096, None),
+        (b"\0" * 4096, None),
+    ],
+    ids=["user", "missing", "loop", "gone", "none"],
+)
+def test_bridges_without_acs(tmp_path: Path, config: bytes | None, level: CheckStatus | None) -> None:
+    assert [one.level for one in gpus_below(tmp_path, config)] == ([] if level is None else [level])
+
+
+def gpus_below(tmp_path: Path, config: bytes | None) -> list[Check]:
+    """Return the findings for two GPUs below two bridges; the second bridge has no ACS."""
+    root = Machine().build(tmp_path / "m")
+    listed = root / "sys/bus/pci/devices"
+    listed.mkdir(parents=True, exist_ok=True)
+    for number, space in ((1, config), (2, config_space([]))):
+        bridge = root / f"sys/devices/pci0000:00/0000:00:{number:02}.0"
+        device = bridge / f"0000:{number:02}:00.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text("0x10de\n")
+        (device / "class").write_text("0x030000\n")
+        if space is not None:
+            (bridge / "config").write_bytes(space)
+        for path in (bridge, device):
+            (listed / path.name).symlink_to(path)
+    node = discover_node(root)
+    return [one for one in run_checks(node, choose_fabric(node), FabricPlan()) if one.name == "peer to peer"]
+
+
 @pytest.mark.parametrize(
     ("kinds", "level"),
     [(("DMA-FQ", "DMA"), CheckStatus.WARN), (("identity", "identity"), None), (("DMA",), None), ((None, None), None)],
@@ -86,3 +144,6 @@ def test_translated_gpus(tmp_path: Path, kinds: tuple[str | None, ...], level: C
     found = [one for one in run_checks(node, choose_fabric(node), FabricPlan()) if one.name == "peer to peer"]
     assert [one.level for one in found] == ([] if level is None else [level])
     assert all("0000:01:00.0" in one.found and "NCCL_P2P_DISABLE" in one.remedy for one in found)
+    # The planner's facts without the rest of the machine.
+    assert redirected_copies(root) == node.redirected
+    assert bool(node.redirected) == bool(found)

@@ -11,7 +11,7 @@ import pytest
 
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.engine.logs import fatal
-from dsv4_runtime.fabric import bandwidth
+from dsv4_runtime.fabric import probes
 from dsv4_runtime.fabric.member import NcclLog
 
 LOGS = Path(__file__).parent / "logs"
@@ -31,7 +31,7 @@ def test_sockets() -> None:
     assert log.connections == {"Socket": 4}
     assert log.first_socket is not None
     assert "Assigned NET plugin Socket to comm" in log.first_socket
-    found = bandwidth.parse_result(text)
+    found = probes.parse_bandwidth(text)
     assert found is not None
     assert found.bandwidth == pytest.approx(3.628e9, rel=1e-3)
 
@@ -47,7 +47,7 @@ def test_rdma_asked_for_where_there_is_none() -> None:
     text = (LOGS / "nccl-2.28.9-ibrequired.log").read_text()
     log = read(text)
     assert (log.no_device, log.devices, log.network, log.first_socket) == (True, (), None, None)
-    assert bandwidth.parse_result(text) is None
+    assert probes.parse_bandwidth(text) is None
 
 
 @pytest.mark.parametrize(
@@ -124,25 +124,25 @@ def test_lines_of_other_versions(
 def test_the_bandwidth_probe_where_no_gpu_is() -> None:
     import subprocess
 
-    command = bandwidth.command(0, 2, "127.0.0.1", 1, 5)
+    command = probes.bandwidth_command(0, 2, "127.0.0.1", 1, 5)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    found = bandwidth.parse_result(done.stdout)
+    found = probes.parse_bandwidth(done.stdout)
     assert found is not None
     import torch
 
     if not torch.cuda.is_available():
-        assert found == bandwidth.Result(None, "no GPU")
+        assert found == probes.BandwidthResult(None, "no GPU")
 
 
 @pytest.mark.parametrize("text", ["", "dsv4 fabric bandwidth: {", "dsv4 fabric bandwidth: []", "something else"])
 def test_a_probe_that_printed_nothing_of_use(text: str) -> None:
-    assert bandwidth.parse_result(text) is None
+    assert probes.parse_bandwidth(text) is None
 
 
 def test_bus_bandwidth_as_nccl_tests_count_it() -> None:
-    assert bandwidth.bus_bandwidth(100, 2, 1.0) == 100
-    assert bandwidth.bus_bandwidth(100, 4, 0.5) == 300
+    assert probes.bus_bandwidth(100, 2, 1.0) == 100
+    assert probes.bus_bandwidth(100, 4, 0.5) == 300
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,17 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dsv4_runtime.contract import FabricPlan, Rail
-from dsv4_runtime.fabric.checks import CheckReason, CheckStatus
+from dsv4_runtime.fabric import probes
+from dsv4_runtime.fabric.checks import Check, CheckReason, CheckStatus
 from dsv4_runtime.fabric.probes import (
     SMALLEST,
     ProbeOutcome,
@@ -141,6 +145,31 @@ def rail(address: str, hca: str | None = None, interface: str = "lo", mtu: int =
     return Rail(interface=interface, address=address, mtu=mtu, hca=hca)
 
 
+@pytest.mark.parametrize("replies", [4, 6, 9, None])
+async def test_a_side_that_ends_during_a_search_is_no_limit_of_the_path(
+    replies: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path loses packets beyond 1500 bytes; the other side ends after some replies, or answers to the end."""
+    monkeypatch.setattr(probes, "_LONG_WAITS", (0.1,) * 3)
+    monkeypatch.setattr(probes, "_SHORT_WAITS", (0.1,) * 2)
+
+    class Ending(Responder):
+        sent = 0
+
+        def answer(self, data: bytes, rail: Rail) -> bytes | None:
+            self.sent += len(data) + 28 <= 1500
+            lost = len(data) + 28 > 1500 or (replies is not None and self.sent > replies)
+            return None if lost else super().answer(data, rail)
+
+    responder = Ending(KEY)
+    try:
+        mine, theirs = await responder.open((rail("127.0.0.1/8"), rail("127.0.0.2/8")))
+        outcome = await probe(KEY, 3, mine, theirs, 9000)
+    finally:
+        responder.close()
+    assert (outcome.arrives, outcome.carries) == ((True, 1500) if replies is None else (False, 0))
+
+
 async def test_probes_over_loopback() -> None:
     responder = Responder(KEY)
     mine, theirs = await responder.open((rail("127.0.0.1/8"), rail("127.0.0.2/8")))
@@ -204,15 +233,44 @@ def test_a_ring_is_seen() -> None:
 
 def test_what_cannot_be() -> None:
     rdma, any_way = FabricPlan(require_rdma=True), FabricPlan()
-    assert address_problem(rdma, 1, (A0, A1), (B0, B1)) is None
-    twice = address_problem(any_way, 1, (A0,), (A0,))
+    assert address_problem(rdma, 0, 1, {0: (A0, A1), 1: (B0, B1)}) is None
+    twice = address_problem(any_way, 0, 1, {0: (A0,), 1: (A0,)})
     assert twice is not None
     assert (twice.reason, twice.value) == (CheckReason.DUPLICATE_ADDRESS, "192.168.100.1")
-    apart = address_problem(rdma, 1, (MA, A0), (MB, C0, C1))
+    apart = address_problem(rdma, 0, 1, {0: (MA, A0), 1: (MB, C0, C1)})
     assert apart is not None
     assert apart.reason is CheckReason.NO_COMMON_NETWORK
     assert "(here: a0:1 192.168.100.1/24; there: c0:1 192.168.101.3/24, c1:1 192.168.102.3/24)" in apart.found
-    assert address_problem(any_way, 1, (MA, A0), (MB, C0, C1)) is None
+    assert address_problem(any_way, 0, 1, {0: (MA, A0), 1: (MB, C0, C1)}) is None
+
+
+@given(order=st.integers(3, 8).flatmap(lambda count: st.permutations(range(count))))
+def test_a_ring_without_a_switch_needs_an_nccl_for_it_and_the_order_of_the_cables(order: list[int]) -> None:
+    count = len(order)
+
+    def end(machine: int, cable: int) -> Rail:
+        return Rail(interface=f"c{cable}", address=f"10.10.{cable}.{10 + machine}/24", mtu=9000, hca=f"h{cable}:1")
+
+    def sockets(machine: int) -> Rail:
+        return Rail(interface="lan", address=f"10.0.0.{10 + machine}/24", mtu=1500)
+
+    # Cable n leads from machine n to the next one; rank r runs on machine order[r].
+    rails = {
+        rank: (sockets(machine), end(machine, machine), end(machine, (machine - 1) % count))
+        for rank, machine in enumerate(order)
+    }
+    pairs = list(combinations(range(count), 2))
+
+    def problems(plan: FabricPlan) -> list[Check]:
+        return [found for own, rank in pairs if (found := address_problem(plan, own, rank, rails))]
+
+    assert len(problems(FabricPlan(require_rdma=True))) == len(pairs) - count
+    assert all("NCCL_SWITCHLESS_RING_ONLY" in str(one) for one in problems(FabricPlan(require_rdma=True)))
+    assert not problems(FabricPlan(neighbours_only=True))
+    in_order = {abs(order[rank] - order[rank - 1]) for rank in range(count)} <= {1, count - 1}
+    wrong = problems(FabricPlan(require_rdma=True, neighbours_only=True))
+    assert bool(wrong) is not in_order
+    assert all("order of the cables" in str(one) for one in wrong)
 
 
 @pytest.mark.parametrize(

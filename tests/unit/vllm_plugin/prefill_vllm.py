@@ -21,11 +21,11 @@ from vllm.models.deepseek_v4.nvidia import flashinfer_sparse, flashmla
 from vllm.models.deepseek_v4.nvidia.flashinfer_sparse import DeepseekV4FlashInferSM120Attention
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
-from dsv4_kernels.mla_cache.reference import mla_cache_write
-from dsv4_kernels.mla_prefill.reference import mla_prefill
+from dsv4_kernels import interpreter
+from dsv4_kernels.mla_cache.api import mla_cache_write
+from dsv4_kernels.mla_prefill.api import mla_prefill
 from dsv4_kernels.numerics import ds_mla
 from dsv4_kernels.registry import operation
-from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, BUNDLED, VARIABLE, KernelChoice, Op
 from dsv4_runtime.vllm_plugin.kernels import attention, hooks, plans, v033
 from dsv4_runtime.vllm_plugin.kernels import choice as kernels

@@ -88,6 +88,14 @@ def test_an_order_for_a_prompt_stays_and_is_obeyed_whenever_it_begins(file: Path
         assert dsv4_faults.take(file, 0, step([5], [1, 2])) == order
 
 
+def test_an_order_for_structured_output_stays_and_is_obeyed_in_its_steps(file: Path):
+    order = {"kind": "raise", "rank": 0, "structured": True}
+    write(file, **order)
+    for structured in (False, True, True):
+        step = SimpleNamespace(has_structured_output_requests=structured)
+        assert dsv4_faults.take(file, 0, step) == (order if structured else None)
+
+
 def test_raise_raises():
     with pytest.raises(dsv4_faults.InjectedError):
         dsv4_faults.obey({"kind": "raise", "rank": 0}, None)

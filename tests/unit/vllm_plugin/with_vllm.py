@@ -30,11 +30,11 @@ from vllm.v1.attention.backends.mla import compressor_utils, sparse_swa
 from vllm.v1.worker import utils
 from vllm.v1.worker.gpu import block_table
 
-from dsv4_kernels.fp8.reference import fp8_gemm, fp8_quant
+from dsv4_kernels import interpreter
+from dsv4_kernels.fp8.api import fp8_gemm, fp8_quant
 from dsv4_kernels.indexer.reference import indexer_paged_logits
-from dsv4_kernels.mla_prefill.reference import mla_prefill_lists
+from dsv4_kernels.mla_prefill.api import mla_prefill_lists
 from dsv4_kernels.registry import operation
-from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
 from dsv4_runtime.vllm_cpu import drafts, model_runner, operators
 from dsv4_runtime.vllm_plugin import loading

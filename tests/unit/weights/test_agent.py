@@ -26,7 +26,7 @@ from dsv4_runtime.contract import (
     WeightsPlan,
     WeightsSource,
 )
-from dsv4_runtime.weights import cache
+from dsv4_runtime.weights import writer
 from dsv4_runtime.weights.members import StagingReport
 from dsv4_testkit.documents import group_plan
 from dsv4_testkit.weights_servers import FileServer, Server, cached_share, same_files, write_shard
@@ -164,7 +164,7 @@ async def test_where_memory_is_shared_files_leave_the_page_cache_during_the_load
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dsv4_runtime.agent.staging._GUARD_SECONDS", 0.05)
-    monkeypatch.setattr("dsv4_runtime.weights.cache.FLOOR_BYTES", 1 << 60)
+    monkeypatch.setattr("dsv4_runtime.weights.writer.FLOOR_BYTES", 1 << 60)
     os.sync()
     shard = checkpoint / "model-00001-of-00003.safetensors"
     shard.read_bytes()
@@ -181,7 +181,7 @@ async def test_a_disk_is_measured_while_the_files_come_from_it(tmp_path: Path) -
     plan = group_plan(
         ["127.0.0.1"], weights=WeightsPlan(source=WeightsSource.PATH, path=str(tmp_path), page_cache=PageCache.WARM)
     )
-    cache.drop([tmp_path / "a.safetensors"])
+    writer.drop([tmp_path / "a.safetensors"])
     cold: list[StagingReport] = []
     begun = time.monotonic()
     await prepare_page_cache(plan, 0, cold.append)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.contract import PageCache
-from dsv4_runtime.weights import cache, checkpoint
+from dsv4_runtime.weights import checkpoint, writer
 from dsv4_testkit.weights_servers import cached_share, write_shard
 
 GIB = 1 << 30
@@ -26,14 +26,14 @@ def test_files_are_read_into_the_page_cache_and_leave_it(tmp_path: Path) -> None
     write_shard(file, 20_000_000, "t", 0)
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
-    cache.drop([file])
+    writer.drop([file])
     assert cached_share(file) < 0.05
     told: list[int] = []
-    assert cache.read_ahead([file], 1 << 40, lambda read, _: told.append(read)) == file.stat().st_size
+    assert writer.read_ahead([file], 1 << 40, lambda read, _: told.append(read)) == file.stat().st_size
     assert cached_share(file) > 0.99
-    cache.drop([file, tmp_path / "none"])
+    writer.drop([file, tmp_path / "none"])
     assert cached_share(file) < 0.05
-    assert cache.read_ahead([tmp_path / "none", file], 5_000_000, lambda *_: None) == 5_000_000
+    assert writer.read_ahead([tmp_path / "none", file], 5_000_000, lambda *_: None) == 5_000_000
 
 
 def test_files_leave_the_page_cache_when_free_memory_is_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,11 +42,11 @@ def test_files_leave_the_page_cache_when_free_memory_is_low(tmp_path: Path, monk
         write_shard(path, 20_000_000, "t", 0)
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
-    monkeypatch.setattr(cache, "FLOOR_BYTES", 0)
-    assert not cache.keep_free(tmp_path)
+    monkeypatch.setattr(writer, "FLOOR_BYTES", 0)
+    assert not writer.keep_free(tmp_path)
     assert cached_share(file) > 0.99
-    monkeypatch.setattr(cache, "FLOOR_BYTES", 1 << 60)
-    assert cache.keep_free(tmp_path)
+    monkeypatch.setattr(writer, "FLOOR_BYTES", 1 << 60)
+    assert writer.keep_free(tmp_path)
     assert cached_share(file) < 0.05
     # What is not the checkpoint's is left alone.
     assert cached_share(other) > 0.99
@@ -55,9 +55,9 @@ def test_files_leave_the_page_cache_when_free_memory_is_low(tmp_path: Path, monk
 def test_reading_ends_when_memory_runs_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.safetensors"
     write_shard(file, 20_000_000, "t", 0)
-    monkeypatch.setattr(cache, "_REPORT_BYTES", 8 << 20)
-    monkeypatch.setattr(cache, "available_bytes", lambda: cache.RESERVE_BYTES - 1)
-    assert cache.read_ahead([file], 1 << 40, lambda *_: None) == 8 << 20
+    monkeypatch.setattr(writer, "_REPORT_BYTES", 8 << 20)
+    monkeypatch.setattr(writer, "available_bytes", lambda: writer.RESERVE_BYTES - 1)
+    assert writer.read_ahead([file], 1 << 40, lambda *_: None) == 8 << 20
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_reading_ends_when_memory_runs_low(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_a_disk_is_judged_by_what_came_from_it(stored: int, read: int, expected: float | None) -> None:
-    assert cache.disk_rate(stored, read, 2.0) == expected
+    assert writer.disk_rate(stored, read, 2.0) == expected
 
 
 @pytest.mark.parametrize(
@@ -84,18 +84,18 @@ def test_a_disk_is_judged_by_what_came_from_it(stored: int, read: int, expected:
     ],
 )
 def test_room(policy: PageCache, available: int, resident: int, expected: int) -> None:
-    assert cache.read_ahead_limit(policy, available, resident) == expected
+    assert writer.read_ahead_limit(policy, available, resident) == expected
 
 
 def test_a_containers_limit_bounds_what_is_available(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 16 kB\nMemAvailable: 8388608 kB\n")
-    assert cache.available_bytes(tmp_path, tmp_path) == 8 * GIB
+    assert writer.available_bytes(tmp_path, tmp_path) == 8 * GIB
     (tmp_path / "memory.max").write_text("max\n")
-    assert cache.available_bytes(tmp_path, tmp_path) == 8 * GIB
+    assert writer.available_bytes(tmp_path, tmp_path) == 8 * GIB
     (tmp_path / "memory.max").write_text(f"{4 * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{3 * GIB}\n")
     (tmp_path / "memory.stat").write_text(f"inactive_file {GIB}\nactive_file {GIB}\n")
-    assert cache.available_bytes(tmp_path, tmp_path) == 3 * GIB
+    assert writer.available_bytes(tmp_path, tmp_path) == 3 * GIB
 
 
 def test_a_stage_needs_only_the_files_of_its_layers(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from dsv4_operator.api.deployment import parse
-from dsv4_operator.planning.weights import weights_plan
+from dsv4_operator.planning.setup import weights_plan
 from dsv4_runtime.contract import WeightsSource
 
 PAGE = Path(__file__).parents[3] / "docs" / "weights.md"

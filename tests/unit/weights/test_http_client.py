@@ -22,6 +22,7 @@ from dsv4_runtime.weights import transfer
 from dsv4_runtime.weights.checkpoint import TransientError, WeightsError
 from dsv4_runtime.weights.transfer import HttpClient, find_proxy
 from dsv4_testkit.certificates import certificate
+from dsv4_testkit.errors import raises_naming
 from dsv4_testkit.weights_servers import Server
 
 Serve = Callable[[web.Application], Server]
@@ -266,7 +267,7 @@ def test_redirects_without_end_are_refused(serve: Serve) -> None:
 
     app = web.Application()
     app.router.add_get("/{path:.*}", again)
-    with pytest.raises(WeightsError, match="redirects more than 10 times; check the address"):
+    with raises_naming(WeightsError, "redirects more than 10 times", "check the address"):
         HttpClient().get(f"{serve(app).url}/a", {})
 
 

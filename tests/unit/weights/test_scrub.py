@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.contract import WeightsPlan, WeightsSource
-from dsv4_runtime.weights import scrub, staging
+from dsv4_runtime.weights import staging, store
 from dsv4_runtime.weights.members import StagingJob
-from dsv4_runtime.weights.scrub import Scrubber
+from dsv4_runtime.weights.store import Scrubber
 from dsv4_testkit.weights_servers import FileServer, Server
 
 Serve = Callable[[web.Application], Server]
@@ -78,7 +78,7 @@ def test_a_file_that_was_only_touched_is_right(plan: WeightsPlan) -> None:
 
 
 def test_it_reads_no_faster_than_it_may(plan: WeightsPlan) -> None:
-    size = sum((Path(plan.path) / name).stat().st_size for name in scrub.digests(plan))
+    size = sum((Path(plan.path) / name).stat().st_size for name in store.digests(plan))
     begun = time.monotonic()
     assert Scrubber(plan, 2 * size).turn() is None
     assert time.monotonic() - begun > 0.35
@@ -86,14 +86,14 @@ def test_it_reads_no_faster_than_it_may(plan: WeightsPlan) -> None:
 
 def test_where_nobody_knows_what_is_right_nothing_is_read(checkpoint: Path) -> None:
     plan = WeightsPlan(source=WeightsSource.PATH, path=str(checkpoint))
-    assert scrub.scrub(plan, 1.0, lambda: pytest.fail("nothing was read")) is None
-    assert scrub.verify(plan) == (False, None)
+    assert store.scrub(plan, 1.0, lambda: pytest.fail("nothing was read")) is None
+    assert store.verify(plan) == (False, None)
 
 
 def test_a_checkpoint_is_read_at_once_where_an_answer_was_wrong(plan: WeightsPlan) -> None:
-    assert scrub.verify(plan) == (True, None)
+    assert store.verify(plan) == (True, None)
     zero(Path(plan.path) / SHARD, keep_time=True)
-    assert scrub.verify(plan) == (True, SHARD)
+    assert store.verify(plan) == (True, SHARD)
 
 
 def test_changes_are_looked_for_between_two_turns(plan: WeightsPlan) -> None:
@@ -105,6 +105,6 @@ def test_changes_are_looked_for_between_two_turns(plan: WeightsPlan) -> None:
             zero(Path(plan.path) / SHARD, keep_time=False)
 
     turns: list[int] = []
-    assert scrub.scrub(plan, 3600.0, lambda: turns.append(len(waits)), sleep) == SHARD
+    assert store.scrub(plan, 3600.0, lambda: turns.append(len(waits)), sleep) == SHARD
     assert turns == [0], "it is told once that all files are right"
     assert waits == [10.0, 10.0, 10.0]

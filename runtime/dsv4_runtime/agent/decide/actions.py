@@ -82,7 +82,7 @@ class RecordRestart(AgentAction):
 
 @dataclass(frozen=True, slots=True)
 class ReportServing(AgentAction):
-    """Report a checked completion: all failures up to now are recovered."""
+    """Report a checked completion, on rank 0 or in the head's status: all failures up to now are recovered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Exit(AgentAction):
 
 @dataclass(frozen=True, slots=True)
 class StartEngine(AgentAction):
-    """Start vLLM as the next generation, and poll it until it answers."""
+    """Start vLLM as the next generation, and on rank 0 poll it until it answers."""
 
     load_seconds: float
     """Bound of the start."""

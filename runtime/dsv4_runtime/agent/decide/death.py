@@ -26,6 +26,7 @@ from dsv4_runtime.agent.decide.events import (
     ProcessEnded,
     ShuttingDown,
     TimerFired,
+    WorkerLost,
 )
 from dsv4_runtime.agent.decide.state import EngineState, Sign
 from dsv4_runtime.contract import Cause, Failure, Health, HealthPolicy, Signals
@@ -72,7 +73,7 @@ _PROVEN_BY_LOG = frozenset(
 )
 _ENDS = frozenset({Cause.ENGINE_CORE_DIED, Cause.RAY_WORKER_DIED, Cause.API_SERVER_DIED})
 _CORE = "the EngineCore process ended"
-_WORKER = "the Ray worker of rank 0 ended"
+_WORKER = "the worker of rank 0 ended"
 _TOLD = f"{_WORKER}, on request, after EngineCore failed"
 _NO_PLUGIN = (
     "vLLM could not load dsv4's plugin, and would serve without dsv4's patches and kernels; install dsv4's packages of"
@@ -90,8 +91,8 @@ def is_sign(event: AgentEvent) -> bool:
             return False
         case Judged(judgement=judgement):
             return judgement.health is Health.DEAD
-    kinds = ProcessEnded | ApiEnded | CoreFailed | CoreLost | ShuttingDown | FabricFellBack | FirstCompletion
-    return isinstance(event, kinds | PluginFailed)
+    kinds = ProcessEnded | ApiEnded | CoreFailed | CoreLost | WorkerLost | ShuttingDown | FabricFellBack
+    return isinstance(event, kinds | FirstCompletion | PluginFailed)
 
 
 def with_sign(engine: EngineState, sign: Sign) -> EngineState:
@@ -237,10 +238,11 @@ def _api_killed(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
 def _processes(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     """Return EngineCore's end, or its workers'. A failed EngineCore takes them along, and they may be gone first."""
     ended = list(_all(signs, ProcessEnded))
+    by_itself = any(_all(signs, WorkerLost))
     for sign, event in ended:
-        if event.role == "engine-core":
+        if event.role == "engine-core" and not by_itself:
             return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _CORE)
-    gave_up = any(_all(signs, CoreFailed))
+    gave_up = any(_all(signs, CoreFailed)) and not by_itself
     for sign, event in ended:
         if event.ordered is False or (event.ordered is None and not gave_up):
             return _explained(engine, sign, signs, Cause.RAY_WORKER_DIED, _WORKER)
@@ -251,6 +253,8 @@ def _processes(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
 
 def _gave_up(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     for sign, _ in _all(signs, CoreFailed):
+        if any(_all(signs, WorkerLost)):
+            return _explained(engine, sign, signs, Cause.RAY_WORKER_DIED, _WORKER, "log")
         return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, "EngineCore gave up", "log")
     return None
 

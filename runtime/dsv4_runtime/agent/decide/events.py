@@ -188,14 +188,14 @@ class ProcessEnded(AgentEvent):
     role: str
     """`engine-core` or `worker`."""
     ordered: bool | None = None
-    """Whether Ray ordered this worker to end; None if Ray's logs do not mention it."""
+    """Whether Ray ordered this worker to end; None if Ray's logs do not mention it, or there is no Ray."""
     explained: tuple[Cause, str] | None = None
     """Cause and evidence, if an observation on this member explains the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiEnded(AgentEvent):
-    """The API process of vLLM has ended."""
+    """The API process of vLLM has ended; on other ranks than 0 the executor process, the parent of their workers."""
 
     code: int
     """Exit code; negative signal number."""
@@ -214,6 +214,11 @@ class CoreFailed(AgentEvent):
 @dataclass(frozen=True, slots=True)
 class CoreLost(AgentEvent):
     """Log line of vLLM: EngineCore ended. The API process then shuts down regularly."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost(AgentEvent):
+    """Log line of vLLM: a worker of this machine ended although its executor runs. EngineCore then fails."""
 
 
 @dataclass(frozen=True, slots=True)

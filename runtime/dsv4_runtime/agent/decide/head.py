@@ -81,7 +81,7 @@ from dsv4_runtime.agent.decide.state import (
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase, Signals, permit
 from dsv4_runtime.health.rules import judge_start, start_idle, stopped_since
 
-_ENGINE_ROLES = frozenset({"api", "engine-core", "worker"})
+_ENGINE_ROLES = frozenset({"api", "engine-core", "executor", "worker"})
 # Two failed attempts in a row end level 1.
 MAX_ATTEMPTS = 2
 

@@ -1,7 +1,8 @@
 """The decisions of a member, as one pure function: `step`.
 
 `step` passes the events of a start to `_start` (Preflight, Staging, Joining), which ends in `head.begin_generation` on
-rank 0. Later events go to `head.step` there and to `_worker_step` on the other ranks. An engine's death on rank 0 goes
+rank 0. Later events go to `head.step` there and to `_worker_step` on the other ranks, which start vLLM's part of each
+generation themselves if there is no Ray (`GroupPlan.starts_vllm`). An engine's death on rank 0 goes
 `head.step` -> `death.explain` -> `head._conclude` -> `head.next_step` -> level 1, or `state.fail`, which leaves the
 recovery to the operator.
 """
@@ -21,17 +22,29 @@ from dsv4_runtime.agent.decide.actions import (
     KillEngine,
     RecordFailure,
     ReportJoined,
+    ReportServing,
     ReportVerified,
+    StartEngine,
     StartTask,
     Stop,
     SweepSharedMemory,
 )
-from dsv4_runtime.agent.decide.death import failure, first_failed, with_lost_link
+from dsv4_runtime.agent.decide.death import (
+    describe_exit,
+    failure,
+    first_error,
+    first_failed,
+    with_log_evidence,
+    with_lost_link,
+)
 from dsv4_runtime.agent.decide.events import (
     AgentEvent,
+    ApiEnded,
     Crashed,
     Done,
     EngineGone,
+    FabricFellBack,
+    FirstError,
     GroupSeen,
     Now,
     ProcessEnded,
@@ -44,7 +57,7 @@ from dsv4_runtime.agent.decide.events import (
     TimerFired,
     WeightsRead,
 )
-from dsv4_runtime.agent.decide.state import TICK_SECONDS, MemberState, StepResult, enter, fail
+from dsv4_runtime.agent.decide.state import TICK_SECONDS, EngineState, MemberState, StepResult, enter, fail
 from dsv4_runtime.contract import Cause, Failure, Phase
 from dsv4_runtime.health.rules import stopped_since
 
@@ -170,10 +183,11 @@ def _start(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
 
 
 def _join(state: MemberState, now: Now) -> StepResult:
-    """Start Ray once the weights are staged and the network is verified."""
+    """Start Ray, if the group has Ray nodes, once the weights are staged and the network is verified."""
     if not (state.staged and state.proved):
         return state, ()
-    state, entered = enter(state, Enter(Phase.JOINING, "starting Ray"), now)
+    stage = "starting Ray" if state.plan.members[state.rank].ray_args else "joining the group"
+    state, entered = enter(state, Enter(Phase.JOINING, stage), now)
     return state, (StartTask(Task.READ_AHEAD), entered, StartTask(Task.JOIN))
 
 
@@ -203,12 +217,23 @@ def _too_late(state: MemberState, now: Now) -> StepResult:
 
 def _worker_step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
     """Handle an event on a joined member other than rank 0."""
-    if isinstance(event, ProcessEnded):
-        return _process_ended(state, event, now)
-    if isinstance(event, EngineGone):
-        return replace(state, gone=state.phase is Phase.RESTARTING), ()
-    if not isinstance(event, GroupSeen):
-        return state, ()
+    match event:
+        case ProcessEnded() | ApiEnded():
+            return _process_ended(state, event, now)
+        case FabricFellBack(message=message):
+            return _died(state, Cause.NCCL_SOCKET_FALLBACK, message, "log", now)
+        case FirstError() if state.engine is not None:
+            found = replace(state.engine, first_error=(event.line, event.cause), first_error_time=now.clock)
+            return replace(state, engine=found), ()
+        case EngineGone():
+            return replace(state, gone=state.phase is Phase.RESTARTING), ()
+        case GroupSeen():
+            return _group_seen(state, event, now)
+    return state, ()
+
+
+def _group_seen(state: MemberState, event: GroupSeen, now: Now) -> StepResult:
+    """Report a lost head, or follow it."""
     head = event.peers[0]
     if (cause := head.lost(now.clock, now.awake, state.plan.health)) is not None:
         # A silent head may be unreachable for the operator too, so its members report the loss.
@@ -228,17 +253,31 @@ def _worker_due(state: MemberState, now: Now) -> float:
     return now.clock + max(_SOON_SECONDS, state.plan.health.link_lost - silence)
 
 
-def _process_ended(state: MemberState, event: ProcessEnded, now: Now) -> StepResult:
-    """Report a worker's end, which matters while the engine should be running."""
-    if event.role != "worker" or state.phase not in _ENGINE_RUNS:
-        return state, ()
-    if event.ordered:
+def _process_ended(state: MemberState, event: ProcessEnded | ApiEnded, now: Now) -> StepResult:
+    """Report the end of a worker, or of the executor process that is its parent where there is no Ray."""
+    if isinstance(event, ApiEnded):
+        message = f"vLLM's executor process of rank {state.rank} ended ({describe_exit(event.code)})"
+    elif event.role == "worker" and not event.ordered:
+        message = f"the worker of rank {state.rank} ended"
+    else:
         # Not a death of this member's: the head observes the original one in its own processes.
         return state, ()
-    cause, message = Cause.RAY_WORKER_DIED, f"the Ray worker of rank {state.rank} ended"
-    if event.explained is not None:
-        cause, message = event.explained[0], f"{message}: {event.explained[1]}"
-    found = failure(cause, message, "process", state.rank, state.generation, now)
+    if event.explained is None:
+        return _died(state, Cause.RAY_WORKER_DIED, message, "process", now)
+    return _died(state, event.explained[0], f"{message}: {event.explained[1]}", "process", now, explained=True)
+
+
+def _died(state: MemberState, cause: Cause, message: str, by: str, now: Now, *, explained: bool = False) -> StepResult:
+    """Report the death of this member's part of the engine, if that should be running, with the cause in its log."""
+    if state.phase not in _ENGINE_RUNS:
+        return state, ()
+    if not explained and any(known.generation == state.generation for known in state.failures):
+        # A worker's end ends its executor, and the other way round.
+        return state, ()
+    logged = first_error(state.engine, now) if state.engine is not None else None
+    if logged is not None and logged[0] not in message:
+        message += f"; vLLM's first error: {logged[0]}"
+    found = with_log_evidence(failure(cause, message, by, state.rank, state.generation, now), logged)
     return replace(state, failures=(*state.failures, found)), (RecordFailure(found),)
 
 
@@ -246,6 +285,7 @@ def _follow(state: MemberState, now: Now) -> StepResult:
     """Take over rank 0's generation and phase, and end the engine's processes here while it restarts."""
     peer = state.view.peers[0]
     head, actions = peer.status, list[AgentAction]()
+    starts = state.plan.starts_vllm(state.rank)
     if head is None or head.engine is None:
         return state, ()
     if head.engine.generation != state.generation:
@@ -262,9 +302,17 @@ def _follow(state: MemberState, now: Now) -> StepResult:
     if news:
         state, entered = enter(replace(state, gone=False), Enter(head.phase), now)
         actions += [entered, *([Stop((Task.STANDBY,))] if head.phase is Phase.RESTARTING else [])]
+    running = state.engine.generation if state.engine is not None else 0
+    if starts and head.phase in (Phase.LOADING, Phase.WARMING) and running != state.generation:
+        bound = state.plan.timeouts.load
+        state = replace(state, engine=EngineState(state.generation, now.clock, bound))
+        actions.append(StartEngine(bound))
     # The next engine starts after this member's answer without one, and its worker may appear within a second.
     if head.phase is Phase.RESTARTING and not state.gone and now.clock - (peer.heard or 0.0) < _FRESH_SECONDS:
         actions += [FindProcesses(), KillEngine()]
     if news and head.phase is Phase.SERVING:
+        if state.engine is not None:
+            state = replace(state, engine=replace(state.engine, served=True, first_error=None))
+            actions.append(ReportServing())
         actions += [FindProcesses(), StartTask(Task.SCRUB), StartTask(Task.STANDBY)]
     return state, tuple(actions)

@@ -73,7 +73,8 @@ Repair = Settle | Save | Clear | Wait
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """Rank 0: one engine generation, and the repair that follows its death."""
+    """Rank 0: one engine generation, and the repair that follows its death. On other ranks that start vLLM: the first
+    error of its log."""
 
     generation: int
     started: float

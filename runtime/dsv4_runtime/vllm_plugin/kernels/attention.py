@@ -21,8 +21,7 @@ import torch
 from dsv4_kernels.arch import DEFAULT_ARCH, detect, multiprocessors
 from dsv4_kernels.fp8.api import GemmPlan, quantised_tokens
 from dsv4_kernels.mla_decode.api import DecodePlan, MergePlan
-from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan
-from dsv4_kernels.mla_prefill.reference import list_width
+from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan, list_width
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.choice import LOGGER, choice
 from dsv4_runtime.vllm_plugin.kernels.hooks import Assignment, HookMismatchError, check_overrides, parameters

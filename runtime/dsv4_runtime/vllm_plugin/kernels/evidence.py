@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dsv4_kernels.mla_prefill.reference import list_width
+from dsv4_kernels.mla_prefill.api import list_width
 from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, ON_REQUEST, STOCK, KernelChoice, Op
 
 
@@ -37,7 +37,7 @@ WRONG = "wrong: "
 ABSENT = "not here"
 """Prefix of the fault of a provider without its package."""
 STARTS = 3
-"""Failed starts without a conclusive outcome before a provider is excluded permanently."""
+"""Attempts, at different starts, without a conclusive outcome before a provider is excluded permanently."""
 PREFILL = 1024
 """Tokens of a piece of a prompt."""
 
@@ -154,7 +154,7 @@ class Kept:
 
 
 def _starts(number: int) -> str:
-    return f"start {number} of {STARTS}, tried again at the next" if number < STARTS else f"{STARTS} starts, for good"
+    return f"attempt {number} of {STARTS}, at most one a day" if number < STARTS else f"{STARTS} attempts, for good"
 
 
 @dataclass(frozen=True)

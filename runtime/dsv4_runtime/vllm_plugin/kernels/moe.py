@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, detect
-from dsv4_kernels.moe.api import MoePlan, is_supported
-from dsv4_kernels.moe.reference import LIMIT
+from dsv4_kernels.moe.api import LIMIT, MoePlan, is_supported
 from dsv4_kernels.router.api import RouterPlan
 from dsv4_kernels.router.api import is_supported as router_is_supported
 from dsv4_runtime.contract.kernels import BUNDLED_W4A8, Op
@@ -310,6 +309,7 @@ def attach_router(runner: Any) -> None:
         warn_once("dsv4 kernels: router stays with vLLM's own kernels (%s)", reason)
         return
     gate, runner.gate = runner.gate, None
+    gate.dsv4_replaced = True
     router._compute_routing = functools.partial(routing, router, gate)
     announce(RouterPlan, **_router_shape(router, gate), device=DEVICE)
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.mla_cache.reference import mla_cache_write
-from dsv4_kernels.moe.reference import LIMIT
+from dsv4_kernels.mla_cache.api import mla_cache_write
+from dsv4_kernels.moe.api import LIMIT
 from dsv4_kernels.numerics import ds_mla, ue8m0_decode
 from dsv4_kernels.registry import Operation, Provider, operation, register_provider
 from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, Op

@@ -42,8 +42,7 @@ import psutil
 import torch
 
 import dsv4_kernels
-from dsv4_kernels.registry import as_outputs
-from dsv4_kernels.testing.harness import compare, fresh
+from dsv4_kernels.registry import as_outputs, compare, fresh
 from dsv4_runtime.contract.kernels import KernelChoice, Op
 from dsv4_runtime.vllm_plugin.forking import end_with_parent
 from dsv4_runtime.vllm_plugin.kernels.evidence import (
@@ -77,6 +76,9 @@ _VARIABLES = (
 )  # fmt: skip
 # Prefixes of variables that affect the available kernels and their compilation.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_AGAIN_SECONDS = 86400.0
+"""Time after which a start tries providers without a conclusive outcome again: the restart of an engine that served
+must not take `SECONDS` longer."""
 _WAIT_SECONDS = 10.0
 # For the lock, in addition to twice the time limit: longer than a complete trial of another process.
 _GONE_SECONDS = 2.0
@@ -231,7 +233,8 @@ def evidence(config: Mapping[str, Any], tensor_parallel: int, seconds: float = S
     files = _Files(json.dumps([here, [(t.op, t.name, dict(t.params)) for t in tried]], sort_keys=True))
     with files.locked(2 * seconds + _WAIT_SECONDS):
         kept, ended, process = files.read()
-        wanted = kept.open(jobs, tried)
+        is_recent = bool(kept.seen) and 0.0 <= time.time() - ended < _AGAIN_SECONDS
+        wanted = () if is_recent else kept.open(jobs, tried)
         if wanted and not _same_start(ended, process, asked):
             kept = kept.after(_gathered(tried, seconds, wanted if len(wanted) < len(jobs) else None), tried)
             if kept.seen:

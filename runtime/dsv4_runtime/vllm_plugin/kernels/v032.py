@@ -17,9 +17,11 @@ from dsv4_runtime.vllm_plugin.kernels.v033 import (
     PARALLEL_STATE,
     PRIVATE,
     RAY_EXECUTOR,
+    SERVE_COMMAND,
     SYMBOLS,
     SYSTEM_UTILS,
     TILELANG_HYPER_CONNECTIONS,
+    WORKER_MODULES,
 )
 
 __all__ = [
@@ -35,9 +37,11 @@ __all__ = [
     "PARALLEL_STATE",
     "PRIVATE",
     "RAY_EXECUTOR",
+    "SERVE_COMMAND",
     "SYMBOLS",
     "SYSTEM_UTILS",
     "TILELANG_HYPER_CONNECTIONS",
+    "WORKER_MODULES",
     "compile_together",
     "grammar_masks",
 ]

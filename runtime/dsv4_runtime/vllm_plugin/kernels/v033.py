@@ -33,7 +33,32 @@ MODEL_LOADER = "vllm.model_executor.model_loader"
 MODEL_RUNNER = "vllm.v1.worker.gpu.model_runner"
 PARALLEL_STATE = "vllm.distributed.parallel_state"
 RAY_EXECUTOR = "vllm.v1.executor.ray_executor_v2"
+SERVE_COMMAND = "vllm.entrypoints.cli.serve"
 SYSTEM_UTILS = "vllm.utils.system_utils"
+WORKER_MODULES = (
+    "vllm.v1.engine.async_llm",
+    "vllm.entrypoints.openai.chat_completion.api_router",
+    "vllm.entrypoints.openai.responses.api_router",
+    "vllm.entrypoints.anthropic.api_router",
+    "vllm.v1.engine.core",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.layers.quantization.fp_quant",
+    "vllm.model_executor.layers.quantization.modelopt",
+    "vllm.model_executor.layers.quantization.quark.quark",
+    _WORKER,
+    MODEL_RUNNER,
+    _MODEL,
+    "vllm.models.deepseek_v41",
+    f"{_WARMUP}.kernel_warmup",
+    f"{_WARMUP}.minimax_m3_msa_warmup",
+    "vllm.model_executor.models.qwen3_vl",
+    "tilelang",
+    "vllm.models.step5.nvidia.sparse_attention",
+    # Of vllm.models.deepseek_v4.nvidia.ops.*_cutedsl, whose import initializes CUDA.
+    "cutlass.cute",
+    "cutlass.utils",
+)
+"""Modules that an engine and its worker import until they serve DeepSeek-V4; suspects of initializing CUDA are last."""
 COLLECTIVES = ("_all_reduce_out_place", "_all_gather_out_place", "_reduce_scatter_out_place", "gather", "broadcast")
 """Methods of `GroupCoordinator` that all ranks of a group call in the same order. Compiled graphs call the `_out_place`
 methods too."""
@@ -409,6 +434,10 @@ HOOKS = (
     _warm_up(
         f"{_WARMUP}.kernel_warmup", "deepseek_v4_sparse_mla_attention_warmup", ("worker",), "warmup:before_attention",
         bundled=True,
+    ),
+    _warm_up(
+        f"{_WARMUP}.kernel_warmup", "_ll_bf16_router_shapes_from_model",
+        Known(("model",), names=frozenset({"modules"})), "warmup:of_called_gates", bundled=True,
     ),
     _warm_up(
         "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), "compile_ahead:without_flashinfer"

@@ -15,10 +15,10 @@ load_general_plugins()
 
 import torch
 
-from dsv4_kernels.mla_cache.reference import mla_cache_write
+from dsv4_kernels import interpreter
+from dsv4_kernels.mla_cache.api import mla_cache_write
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.numerics import ds_mla
-from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
 from dsv4_runtime.vllm_plugin.kernels import attention, plans
 

@@ -20,7 +20,7 @@ from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers import indexer_topk, sparse_attn_indexer
 from vllm.v1.attention.backends.mla import indexer as backend
 
-from dsv4_kernels.testing import interpreter
+from dsv4_kernels import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
 from dsv4_runtime.vllm_plugin.kernels import choice, hooks, indexer
 

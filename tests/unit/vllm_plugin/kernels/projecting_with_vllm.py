@@ -21,8 +21,8 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.models.deepseek_v4 import attention
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 
+from dsv4_kernels import interpreter
 from dsv4_kernels.compressor.reference import compressor_save
-from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
 from dsv4_runtime.vllm_plugin.kernels import compressor, hooks, plans, v033
 

@@ -19,10 +19,10 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import reload
 
-from dsv4_kernels.fp8.reference import fp8_gemm, fp8_quant
+from dsv4_kernels import interpreter
+from dsv4_kernels.fp8.api import fp8_gemm, fp8_quant
 from dsv4_kernels.mla_decode.reference import mla_merge_o8
 from dsv4_kernels.registry import operation
-from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
 from dsv4_runtime.vllm_plugin.kernels import attention, linear
 

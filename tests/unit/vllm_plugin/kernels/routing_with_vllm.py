@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from dsv4_kernels.testing import interpreter
+from dsv4_kernels import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE, Op
 from dsv4_runtime.vllm_plugin.kernels import choice, hooks, indexer, moe, v033
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.mla_cache.reference import mla_cache_read
-from dsv4_kernels.moe.reference import moe_w4a16
+from dsv4_kernels.mla_cache.api import mla_cache_read
+from dsv4_kernels.moe.api import moe_w4a16
 
 CALLS: list[dict[str, Any]] = []
 FACTOR = [1.0]

@@ -32,8 +32,8 @@ from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.model_executor.layers.fused_moe.runner import shared_experts as stock
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
+from dsv4_kernels import interpreter
 from dsv4_kernels.registry import operation
-from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
 from dsv4_runtime.vllm_plugin.kernels import hooks, moe, v033
 from dsv4_runtime.vllm_plugin.kernels.moe import AddingMxfp4Experts, BundledMxfp4Experts, gathered_tokens

@@ -93,6 +93,8 @@ class Starts:
         monkeypatch.setattr(trial, "trials", lambda config, tensor_parallel, **cut: TRIED)
         monkeypatch.setattr(trial, "names", lambda op: tuple(name for _, name in MOE))
         monkeypatch.setattr(trial, "gather", self._gather)
+        # Every start is a day after the one before.
+        monkeypatch.setattr(trial, "_AGAIN_SECONDS", 0.0)
         self.faults: dict[str, str] = {}
 
     def _gather(self, tried: object, seconds: float, only: Any = None) -> tuple[Seen, ...]:
@@ -150,20 +152,34 @@ TRANSIENT = (
 def test_what_may_pass_is_tried_again_at_the_next_start(starts: Starts, fault: str) -> None:
     """With the others of its operation, so that all are timed under the same conditions."""
     found = starts.start(marlin=fault)["marlin"]
-    assert found == f"t1: {fault} (start 1 of 3, tried again at the next)"
+    assert found == f"t1: {fault} (attempt 1 of 3, at most one a day)"
     assert starts.start() == {"bundled": None, "bundled_w4a8": None, "marlin": None}
     assert starts.asked == [MOE, MOE]
     starts.start()
     assert len(starts.asked) == 2
 
 
+@pytest.mark.parametrize(("hours", "again"), [(0.0, False), (23.9, False), (24.1, True), (-1.0, True)])
+def test_a_restart_on_the_same_day_does_not_wait_for_trials(
+    starts: Starts, monkeypatch: pytest.MonkeyPatch, hours: float, again: bool
+) -> None:
+    """A negative time: the clock was set back."""
+    monkeypatch.setattr(trial, "_AGAIN_SECONDS", 86400.0)
+    reason = starts.start(marlin=TRANSIENT[0])["marlin"]
+    now = time.time()
+    monkeypatch.setattr(trial, "time", SimpleNamespace(time=lambda: now + hours * 3600.0, monotonic=time.monotonic))
+    monkeypatch.setattr(trial, "_same_start", lambda *_: False)
+    assert starts.start()["marlin"] == (None if again else reason)
+    assert len(starts.asked) == (2 if again else 1)
+
+
 @pytest.mark.parametrize("fault", [TRANSIENT[0], "not here: no package"])
 def test_a_provider_that_failed_in_three_starts_is_excluded_for_good(starts: Starts, fault: str) -> None:
     reasons = [starts.start(marlin=fault)["marlin"] for _ in range(5)]
     assert [reason and reason.rpartition(" (")[2] for reason in reasons] == [
-        "start 1 of 3, tried again at the next)",
-        "start 2 of 3, tried again at the next)",
-        *["3 starts, for good)"] * 3,
+        "attempt 1 of 3, at most one a day)",
+        "attempt 2 of 3, at most one a day)",
+        *["3 attempts, for good)"] * 3,
     ]
     assert len(starts.asked) == 3
     absent = fault.startswith("not here")
@@ -179,7 +195,7 @@ def test_nothing_is_kept_of_a_start_in_which_every_provider_failed(
     with caplog.at_level(logging.WARNING, "vllm.dsv4"):
         for _ in range(5):
             assert set(starts.start(**full).values()) == {
-                "t1: OutOfMemoryError: the card is full (start 1 of 3, tried again at the next)"
+                "t1: OutOfMemoryError: the card is full (attempt 1 of 3, at most one a day)"
             }
     assert list((tmp_path / "cache").glob("*.json")) == []
     assert len(caplog.records) == 5

@@ -197,3 +197,10 @@ def test_graphs_that_are_kept_are_vllms_alone(order: list[str]) -> None:
 
     assert warmup.before_profiled_capture(capture_model)(made) is False
     assert order == ["model's graphs"]
+
+
+def test_vllm_compiles_the_shapes_of_called_gates_only() -> None:
+    called, replaced = SimpleNamespace(shape=1), SimpleNamespace(shape=2, dsv4_replaced=True)
+    model = SimpleNamespace(modules=lambda: iter([called, replaced]))
+    shapes = warmup.of_called_gates(lambda model: tuple(module.shape for module in model.modules()))
+    assert shapes(model) == (1,)

@@ -1,19 +1,28 @@
-"""Python packages of an image, run in the image.
+"""Steps of image builds, run in the image.
 
-`python3 packages.py additions requirements.txt > additions.txt` writes the packages that `runtime/Dockerfile` adds to
+`python3 image.py additions requirements.txt > additions.txt` writes the packages that `runtime/Dockerfile` adds to
 its base. Those of the base stay as they are: its vLLM was built and tested with them. Only missing ones are installed,
 each in the version, and with the content, that the requirements name.
 
-`python3 packages.py sbom NAME > sbom.cdx.json` writes the installed packages of the image NAME, including those of its
+`python3 image.py sbom NAME > sbom.cdx.json` writes the installed packages of the image NAME, including those of its
 base, as a CycloneDX document; other software of the base belongs into the base's own document. Two builds with the same
 packages give the same bytes.
+
+`python3 image.py lock-memory TARGET`, as root, makes the program with which a member that is not root may lock memory.
+RDMA pins its buffers, which needs the capability IPC_LOCK or a limit that no pod can set. A pod may have the
+capability, but Linux drops it when a process that is not root executes a program, unless the program's file has it too.
+So TARGET is a copy of util-linux' `setpriv` whose file permits IPC_LOCK alone, and the executed program keeps it. In a
+pod without IPC_LOCK the file permits nothing.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
+import shutil
+import struct
 import sys
 import uuid
 from collections.abc import Collection, Iterable, Mapping
@@ -22,6 +31,8 @@ from pathlib import Path
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==")
 ENTRY = re.compile(r"\n(?=\S)")
 MAIN = "dsv4"
+_IPC_LOCK = 14  # CAP_IPC_LOCK of linux/capability.h
+_REVISION_2 = 0x02000000  # VFS_CAP_REVISION_2 of the same, without the flag that makes it effective
 
 
 def normal(name: str) -> str:
@@ -75,8 +86,25 @@ def document(image: str, packages: Iterable[Mapping[str, str | None]]) -> dict[s
     }
 
 
+def make_launcher(target: Path) -> None:
+    """Make the program `target` that may lock memory.
+
+    Raises:
+        OSError: it cannot be written, or has no place for capabilities.
+    """
+    source = shutil.which("setpriv")
+    if source is None:
+        raise FileNotFoundError("setpriv of util-linux is not there; install util-linux")
+    shutil.copy(source, target)
+    target.chmod(0o755)
+    os.setxattr(target, "security.capability", struct.pack("<IIIII", _REVISION_2, 1 << _IPC_LOCK, 0, 0, 0))
+
+
 def main(command: str, argument: str) -> None:
-    """Write the additions to the packages of this image, or its document."""
+    """Perform one step."""
+    if command == "lock-memory":
+        make_launcher(Path(argument))
+        return
     packages = [found.metadata for found in importlib.metadata.distributions()]
     if command == "additions":
         sys.stdout.write(additions({normal(one["Name"]) for one in packages}, Path(argument).read_text()))
