@@ -51,6 +51,11 @@ class NodeFacts:
     """Its id in the catalog (`gb10-64gb`), `cpu` without an accelerator; None: unknown, so the requested hardware."""
     gpus: tuple[GpuFacts, ...] = ()
     """Accelerators of a member; empty: unknown, and a member uses all visible ones."""
+    redirected: str = ""
+    """Why copies between its accelerators over PCIe may hang (`fabric.node.Node.redirected`); empty: no reason is
+    known."""
+    lost_bytes: int = 0
+    """Memory that drivers kept over the ends of all members since the start of the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,12 @@ class Facts:
     """Directory of the machines' CUDA toolkit; empty: engines search it themselves."""
     one_machine: bool = False
     """The nodes are parts of one machine, each with its own network; no fabric is required between them."""
+    own_networks: bool = True
+    """Each member has a network of its own; False: members use that of their machine, where all ports are reachable by
+    others."""
+    group_directories: bool = False
+    """A machine may have members of several groups, so each group but the first has a directory below `state_root`.
+    Pods have their own directories."""
     unfit: str = ""
     """Reasons why existing machines cannot be used, for display."""
     shared_weights: str | None = None
@@ -104,9 +115,8 @@ class Facts:
             return tuple(replace(node, address=node.address.replace("{incarnation}", number)) for node in nodes)
 
         placed = None if self.placed is None else {group: named(nodes) for group, nodes in self.placed.items()}
-        # Pods have their own directories; on one machine the groups have neighbouring ones.
         root, token = self.state_root, self.ray_token_file
-        if self.one_machine and group:
+        if self.group_directories and group:
             root = f"{self.state_root}/g{group}"
             token = f"{root}/token"
         return replace(self, nodes=named(self.nodes), placed=placed, state_root=root, ray_token_file=token)

@@ -11,21 +11,30 @@ from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.memory import FitVerdict, advice, memory_plan
 from dsv4_operator.planning.memory.items import BadDivision
 from dsv4_operator.planning.memory.plan import Change
-from dsv4_operator.planning.rendering import OBJECT_STORE_BYTES, engine_args, group_env, member_env, ray_args
+from dsv4_operator.planning.rendering import (
+    OBJECT_STORE_BYTES,
+    engine_args,
+    group_env,
+    member_engine_args,
+    member_env,
+    ray_args,
+)
 from dsv4_operator.planning.rules import broken_rules
 from dsv4_operator.planning.setup import (
     DivisionRefused,
     Placement,
     PlanRefused,
     Setup,
+    execute_model_seconds,
     memory_of,
     placements,
+    ready_seconds,
     refusal,
     setup,
+    timeouts,
+    weights_plan,
     with_settings,
 )
-from dsv4_operator.planning.timeouts import execute_model_seconds, ready_seconds, timeouts
-from dsv4_operator.planning.weights import weights_plan
 from dsv4_runtime.contract import (
     EnginePlan,
     Expectations,
@@ -92,6 +101,7 @@ def plan_group(
                 gpus=tuple(gpu.uuid for gpu in member.node.gpus) or None,
                 ports=member.ports,
                 ray_args=ray_args(chosen, member, head, incarnation),
+                engine_args=member_engine_args(chosen, member, members),
                 env=member_env(chosen, member, head, fabric),
             )
             for member in members
@@ -194,6 +204,7 @@ def _fabric_plan(chosen: Setup) -> FabricPlan | None:
     fabric = chosen.spec.network.fabric
     return FabricPlan(
         require_rdma=chosen.hardware is Hardware.GB10 if fabric.require_rdma is None else fabric.require_rdma,
+        neighbours_only=chosen.variable("NCCL_SWITCHLESS_RING_ONLY") == "1",
         min_bandwidth=fabric.min_bus_bandwidth_gbps * 1e9 / 8 or None,
         settings={
             member.rank: FabricSetting(interface=member.interface, hcas=member.hcas, gid_index=member.gid_index)

@@ -6,15 +6,15 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dsv4_operator.api import CudagraphMode, DSV4Deployment, Executor, SpeculativeMethod
 from dsv4_operator.planning.catalog import NANO
 from dsv4_operator.planning.images.surface import read_arguments
-from dsv4_operator.planning.setup import Placement, Setup
-from dsv4_operator.planning.weights import secret_file
+from dsv4_operator.planning.setup import B12X_FLAGS, Placement, Setup, secret_file
 from dsv4_runtime.contract import FabricPlan
 from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.contract.kernels import B12X, Op
 
 OBJECT_STORE_BYTES = 2**30
 """Object store of Ray on accelerators: shared memory, allocated as it fills; only compiled graphs use it."""
@@ -25,14 +25,17 @@ _SAFETENSORS = ("auto", "safetensors")
 
 
 def ray_args(chosen: Setup, member: Placement, head: Placement, incarnation: int) -> tuple[str, ...]:
-    """Return the arguments after `ray` on the command line of `member`."""
+    """Return the arguments after `ray` on the command line of `member`; none with `MP`, which needs no Ray."""
     facts = chosen.facts
+    if chosen.spec.engine.executor is Executor.MP:
+        return ()
+    # In a network of its own also on loopback, because a port-forward arrives there.
+    dashboard = "0.0.0.0" if facts.isolated and facts.own_networks else head.node.address  # noqa: S104  (token required)
     role = (
         (
             "--head",
             f"--port={head.ports.gcs}",
-            # In a network of its own also on loopback, because a port-forward arrives there.
-            f"--dashboard-host={'0.0.0.0' if facts.isolated else head.node.address}",  # noqa: S104  (requires the token)
+            f"--dashboard-host={dashboard}",
             f"--dashboard-port={head.ports.dashboard}",
             "--no-monitor",
         )
@@ -55,7 +58,7 @@ def ray_args(chosen: Setup, member: Placement, head: Placement, incarnation: int
 
 
 def engine_args(chosen: Setup, head: Placement, weights_path: str) -> tuple[str, ...]:
-    """Return the arguments of vLLM's API server."""
+    """Return the arguments of vLLM that all members have in common."""
     deployment, engine = chosen.deployment, chosen.spec.engine
     return (
         f"--model={weights_path}",
@@ -72,6 +75,21 @@ def engine_args(chosen: Setup, head: Placement, weights_path: str) -> tuple[str,
         f"--max-num-batched-tokens={engine.max_num_batched_tokens}",
         *(_on_cpu(chosen) if chosen.on_cpu else _on_accelerators(chosen)),
         *engine.extra_args,
+    )
+
+
+def member_engine_args(chosen: Setup, member: Placement, members: Sequence[Placement]) -> tuple[str, ...]:
+    """Return the arguments of vLLM on `member` alone: its place among several members with `MP`."""
+    if chosen.spec.engine.executor is not Executor.MP or len(members) == 1:
+        return ()
+    head = members[0]
+    return (
+        f"--nnodes={len(members)}",
+        f"--node-rank={member.rank}",
+        f"--master-addr={head.node.address}",
+        # Without Ray its port is free, and the other members reach it.
+        f"--master-port={head.ports.gcs}",
+        *(() if member is head else ("--headless",)),
     )
 
 
@@ -122,6 +140,8 @@ def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
     yield "--tool-call-parser", model.tool_call_parser
     yield "--enable-auto-tool-choice", None if model.tool_call_parser else ""
     yield "--enable-prefix-caching", None
+    yield "--disable-custom-all-reduce", None if any(chosen.redirected) else ""
+    yield from ((flag, B12X if chosen.provider(op) == B12X else "") for op, flag in B12X_FLAGS.items())
     yield "--load-format", chosen.memory.engine.load_format
     if chosen.memory.engine.load_format in _SAFETENSORS:
         yield "--safetensors-load-strategy", "prefetch"
@@ -246,7 +266,10 @@ def member_env(chosen: Setup, member: Placement, head: Placement, fabric: Fabric
     if chosen.facts.one_machine and not chosen.on_cpu:
         # Otherwise NCCL treats members of one machine as processes of one host, which can share memory.
         env["NCCL_HOSTID"] = node.name
-    if member is head:
+    if chosen.on_cpu and chosen.spec.engine.executor is Executor.MP:
+        # vLLM would bind the workers of all members that share a machine to the same cores.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if member is head and chosen.spec.engine.executor is not Executor.MP:
         # vLLM joins this cluster, not another one on the machine.
         env["RAY_ADDRESS"] = f"{head.node.address}:{head.ports.gcs}"
     return env
@@ -263,7 +286,10 @@ def _cache_directory(chosen: Setup) -> str:
 
 def _accelerator_env(chosen: Setup, load_seconds: float, step_seconds: str) -> Iterator[tuple[str, str]]:
     engine, topology = chosen.spec.engine, chosen.spec.topology
-    yield "DSV4_KERNELS", engine.kernels
+    yield "DSV4_KERNELS", chosen.memory.engine.kernels
+    if chosen.provider(Op.MOE) == B12X:
+        # As the trial calls it: 16-bit activations.
+        yield "VLLM_B12X_MOE_FP4_FORCE_A16", "1"
     # A team of threads for each of tens of thousands of tensors costs more than the copies: on 16 cores 9,000 tensors
     # loaded in 3.7 s, with one thread in 0.8 s. vLLM itself serves with one.
     yield "OMP_NUM_THREADS", "1"
@@ -276,6 +302,8 @@ def _accelerator_env(chosen: Setup, load_seconds: float, step_seconds: str) -> I
         yield "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
     if not chosen.several_machines:
         yield "NCCL_IB_DISABLE", "1"
+    if any(chosen.redirected):
+        yield "NCCL_P2P_DISABLE", "1"
     if engine.executor is Executor.RAY_LEGACY:
         yield "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0"
         yield "RAY_CGRAPH_get_timeout", step_seconds

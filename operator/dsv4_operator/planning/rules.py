@@ -22,7 +22,8 @@ from dsv4_operator.planning.catalog import GIB, machine_named
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.images import variable_problem
 from dsv4_operator.planning.images.surface import argument_problems
-from dsv4_operator.planning.setup import Setup, setup
+from dsv4_operator.planning.setup import B12X_FLAGS, Setup, setup
+from dsv4_runtime.contract.kernels import B12X, Op
 
 
 class Broken(NamedTuple):
@@ -235,6 +236,7 @@ _FOREIGN_ATTENTION = {
     "FLASHMLA_SPARSE_DSV4": "its kernels are built for other compute capabilities",
 }
 _SHORT_STEP_SECONDS = 600
+_LOST_BYTES = 2 * GIB
 _LEGACY_REQUESTS = 4
 
 OBSOLETE = {
@@ -274,13 +276,6 @@ def _executor(chosen: Setup) -> Iterator[Broken]:
     if executor not in image.executors:
         problem = f"is not supported by the image {image.name}"
         yield Broken("spec.engine.executor", executor, problem, f"use {' or '.join(image.executors)}")
-
-
-def _mp(chosen: Setup) -> Iterator[Broken]:
-    count = chosen.spec.topology.nodes_per_group
-    if chosen.spec.engine.executor is Executor.MP and count > 1:
-        problem = f"does not detect failed workers of other machines, and a group has {count} machines"
-        yield Broken("spec.engine.executor", Executor.MP, problem)
 
 
 def _legacy_requests(chosen: Setup) -> Iterator[Broken]:
@@ -359,7 +354,7 @@ def _drafts_memory(chosen: Setup) -> Iterator[Broken]:
 
 
 def _fp4_indexer(chosen: Setup) -> Iterator[Broken]:
-    if chosen.machine.sm // 10 != 12:
+    if not chosen.machine.is_sm12x:
         return
     settings = chosen.json("--attention-config")
     kind = settings.get("indexer_kv_dtype")
@@ -372,7 +367,7 @@ def _fp4_indexer(chosen: Setup) -> Iterator[Broken]:
 
 def _attention(chosen: Setup) -> Iterator[Broken]:
     backend = chosen.value("--attention-backend") or str(chosen.json("--attention-config").get("backend", ""))
-    if chosen.machine.sm // 10 != 12 or not backend:
+    if not chosen.machine.is_sm12x or not backend:
         return
     if problem := _FOREIGN_ATTENTION.get(backend.upper()):
         yield Broken(
@@ -384,13 +379,20 @@ def _attention(chosen: Setup) -> Iterator[Broken]:
 
 
 def _moe_backend(chosen: Setup) -> Iterator[Broken]:
-    backend = chosen.value("--moe-backend")
-    if backend == "deep_gemm_mega_moe" and chosen.machine.sm // 10 == 12:
+    backend = chosen.value("--moe-backend") or (B12X if chosen.provider(Op.MOE) == B12X else None)
+    if backend == "deep_gemm_mega_moe" and chosen.machine.is_sm12x:
         problem = f"requires a data-center GPU, and the machine is {chosen.machine.title}"
         yield Broken(_ARGS, None, f"--moe-backend {backend} {problem}")
     if backend in {"b12x", "flashinfer_b12x"} and chosen.spec.topology.expert_parallel:
         problem = f"is not supported by --moe-backend {backend}, which divides experts by rows only"
         yield Broken("spec.topology.expertParallel", True, problem)
+
+
+def _b12x_kernels(chosen: Setup) -> Iterator[Broken]:
+    named = next((op for op in B12X_FLAGS if chosen.provider(op) == B12X), None)
+    if named and not chosen.machine.is_sm12x and not chosen.on_cpu:
+        problem = f"requires compute capability 12.x, and the machine is {chosen.machine.title}"
+        yield Broken("spec.engine.kernels", chosen.spec.engine.kernels, f"{named}={B12X} {problem}")
 
 
 def _all_reduce(chosen: Setup) -> Iterator[Broken]:
@@ -405,8 +407,22 @@ def _all_reduce(chosen: Setup) -> Iterator[Broken]:
         yield Broken("spec.engine.env", None, problem)
 
 
+def _redirected_copies(chosen: Setup) -> Iterator[Broken]:
+    name, reason = chosen.redirected
+    if reason:
+        problem = f"on {name} {reason}: copies between them over PCIe may hang, and are disabled (NCCL_P2P_DISABLE=1)"
+        yield Broken("", None, problem)
+
+
+def _lost_memory(chosen: Setup) -> Iterator[Broken]:
+    for node in chosen.nodes:
+        if node.lost_bytes > _LOST_BYTES:
+            problem = f"on {node.name} drivers have kept {node.lost_bytes / GIB:.1f} GiB after the ends of engines"
+            yield Broken("", None, problem)
+
+
 def _e8m0(chosen: Setup) -> Iterator[Broken]:
-    if chosen.machine.sm // 10 == 12 and chosen.variable("VLLM_USE_DEEP_GEMM_E8M0") == "0":
+    if chosen.machine.is_sm12x and chosen.variable("VLLM_USE_DEEP_GEMM_E8M0") == "0":
         yield Broken("spec.engine.env", None, "VLLM_USE_DEEP_GEMM_E8M0=0 fails with the scales of DeepSeek-V4 on SM12x")
 
 
@@ -554,12 +570,6 @@ RULES = (
         _executor, "", "vLLM, v1/executor/abstract.py: the compiled-DAG executor is gone since 0.33",
     ),
     Rule(
-        "MPMachines", Severity.REFUSE, "`MP` with several machines",
-        _mp, "write RayV2",
-        "vLLM, entrypoints/cli/serve.py run_headless and v1/executor/multiproc_executor.py: only workers of the same "
-        "machine are watched, and a follower exits with 0",
-    ),
-    Rule(
         "LegacyRequests", Severity.WARN, "more than 4 concurrent requests with `RayLegacy`",
         _legacy_requests, "decrease it to 4, or write RayV2 as executor",
         "https://github.com/vllm-project/vllm/issues/40969",
@@ -615,9 +625,25 @@ RULES = (
         "vLLM 0.33, model_executor/layers/fused_moe: deep_gemm_mega_moe.py, experts/*b12x*",
     ),
     Rule(
+        "B12xKernels", Severity.REFUSE, "kernels of b12x on other machines than SM12x",
+        _b12x_kernels, "write auto", "vLLM 0.33, utils/b12x.py",
+    ),
+    Rule(
         "ExpandableSegments", Severity.REFUSE, "expandable segments, graphs and several devices of one machine",
         _all_reduce, "remove it, or add --disable-custom-all-reduce to spec.engine.extraArgs",
         "https://github.com/vllm-project/vllm/issues/42609",
+    ),
+    Rule(
+        "RedirectedCopies", Severity.WARN, "several devices of one machine whose copies IOMMU or ACS redirect",
+        _redirected_copies,
+        "add iommu=pt to the kernel's command line and disable ACS in the firmware; or set NCCL_P2P_DISABLE to 0 in "
+        "spec.engine.env",
+        "https://github.com/vllm-project/vllm/issues/51513: the first collective hangs",
+    ),
+    Rule(
+        "LostMemory", Severity.WARN, "a machine whose drivers kept more than 2 GiB over the ends of engines",
+        _lost_memory, "restart the machine before an engine lacks the memory",
+        "https://github.com/eugr/spark-vllm-docker/issues/257: about 35 restarts, until a power cycle",
     ),
     Rule(
         "E8M0", Severity.REFUSE, "`VLLM_USE_DEEP_GEMM_E8M0=0` on SM12x",

@@ -1,28 +1,39 @@
-"""Members of a group, and all settings that the specification leaves open, resolved once for everything rendered."""
+"""Members of a group, and all settings that the specification leaves open, resolved once for everything rendered; time
+limits; plan of the weights.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4_operator.api import (
+    DeploymentStatus,
     DSV4Deployment,
     Finding,
     Hardware,
     InvalidDeployment,
     KvCacheDtype,
+    ModelSource,
+    NanoSource,
     NetworkMode,
     Reason,
+    SecretKeyRef,
+    SpeculativeMethod,
     parse,
 )
 from dsv4_operator.api.findings import joined
 from dsv4_operator.api.spec import DeploymentSpec
-from dsv4_operator.api.values import split_remedy
+from dsv4_operator.api.values import format_time, split_remedy
 from dsv4_operator.planning.catalog import (
     API_PORT,
     DASHBOARD_PORT,
+    NANO,
     Machine,
     Model,
     UnknownCheckpoint,
@@ -31,10 +42,14 @@ from dsv4_operator.planning.catalog import (
     model_for,
 )
 from dsv4_operator.planning.facts import Facts, NodeFacts
-from dsv4_operator.planning.images import Device, ImageProfile, profile_for, profile_named, profiles
+from dsv4_operator.planning.images import Device, ImageProfile, own_profile, profile_for, profile_named, profiles
 from dsv4_operator.planning.images.surface import Argument, read_arguments
 from dsv4_operator.planning.memory import BadDivision, Measured, MemoryPlan, deployment_plan
-from dsv4_runtime.contract import MemberPorts
+from dsv4_runtime.contract import MemberPorts, PageCache, Reading, Timeouts, WeightsPlan, WeightsSource
+from dsv4_runtime.contract.kernels import OFF, Op, parse_kernel_choice
+
+B12X_FLAGS = {Op.MOE: "--moe-backend", Op.FP8_LINEAR: "--linear-backend"}
+"""Flags of vLLM with which b12x computes an operation."""
 
 
 class PlanRefused(Exception):
@@ -192,6 +207,18 @@ class Setup:
         """Return whether the group needs a network between machines."""
         return self.spec.topology.nodes_per_group > 1 and not self.facts.one_machine
 
+    @property
+    def redirected(self) -> tuple[str, str]:
+        """Return a machine and the reason why copies between the accelerators of one member are not used over PCIe;
+        empty if they are, or if the user decides with NCCL_P2P_DISABLE."""
+        if self.on_cpu or self.spec.topology.devices_per_node == 1 or self.variable("NCCL_P2P_DISABLE") is not None:
+            return "", ""
+        return next(((node.name, node.redirected) for node in self.nodes if node.redirected), ("", ""))
+
+    def provider(self, op: Op) -> str:
+        """Return the provider that `spec.engine.kernels` names for `op`; `stock` if it names none."""
+        return parse_kernel_choice(self.memory.engine.kernels, OFF).provider(op)
+
     def gives(self, flag: str) -> bool:
         """Return whether the user's own arguments contain `flag`, in any of its forms."""
         return next(self._given(flag), None) is not None
@@ -311,10 +338,21 @@ def measured_here(deployment: DSV4Deployment, facts: Facts, model: Model, kind: 
     return next((measured for measured in facts.measured if measured.of == of), None)
 
 
+def measured_of(status: DeploymentStatus, before: int | None = None) -> tuple[Measured, ...]:
+    """Return the logged memory of a deployment's groups, of incarnations below `before`, the latest first."""
+    known = [group.measured for group in status.groups if group.measured is not None]
+    return tuple(
+        Measured(each.of, format_time(each.time or 0.0)[:10], {item.item: item.difference for item in each.items})
+        for each in sorted(known, key=lambda each: -(each.time or 0.0))
+        if before is None or each.incarnation < before
+    )
+
+
 def memory_of(deployment: DSV4Deployment, model: Model, kind: Machine) -> str:
     """Return the subject of memory figures (model, image, machine). Differences apply to the same subject only."""
     engine = deployment.spec.engine
-    return f"{model.name} in {engine.image or engine.profile or 'the default image'} on {kind.id}"
+    own = f"{engine.build.base}-own" if engine.build else None
+    return f"{model.name} in {engine.image or engine.profile or own or 'the default image'} on {kind.id}"
 
 
 def image_profile(deployment: DSV4Deployment, facts: Facts | None = None) -> ImageProfile:
@@ -324,14 +362,14 @@ def image_profile(deployment: DSV4Deployment, facts: Facts | None = None) -> Ima
         PlanRefused: no profile describes it.
     """
     engine, hardware = deployment.spec.engine, deployment.spec.topology.hardware
-    if engine.profile is not None:
+    named = engine.build.base if engine.build else engine.profile
+    if named is not None:
         try:
-            return profile_named(engine.profile)
+            return own_profile(engine.build) if engine.build else profile_named(named)
         except KeyError:
             names = ", ".join(one.name for one in profiles())
-            finding = Finding(
-                "spec.engine.profile", "UnknownProfile", "is unknown", f"use one of {names}", engine.profile
-            )
+            field = "spec.engine.build.base" if engine.build else "spec.engine.profile"
+            finding = Finding(field, "UnknownProfile", "is unknown", f"use one of {names}", named)
             raise PlanRefused(Reason.PLAN_REFUSED, finding) from None
     if facts is not None and facts.profile is not None:
         return facts.profile
@@ -349,3 +387,140 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+_PREFLIGHT_SECONDS = 30.0
+_CPU_EXECUTE_SECONDS, _CPU_FIRST_TOKEN_SECONDS = 300.0, 120.0
+_EXECUTE_SECONDS = 900.0
+"""A step that compiles on a cold machine took longer than the 300 s of vLLM's default; 900 to 1800 s are in use."""
+_DISK_BYTES_PER_SECOND = 1e9
+"""Assumed before measurement; NVMe drives read several times as fast."""
+_DOWNLOAD_BYTES_PER_SECOND = 10e6
+_COMPILE_SECONDS = 1200.0
+"""Kernels, graphs and warm-up on a machine without any cache: 5 to 13 minutes for Flash, 12 for Pro."""
+_WARM_SECONDS = 180.0
+"""The same with the caches of an earlier start."""
+_SLACK = 2.0
+_STAGING_SECONDS = 120.0
+
+
+def timeouts(chosen: Setup) -> Timeouts:
+    """Return the time limits of a start in seconds: those of the specification, else from the size of the checkpoint.
+
+    If a disk is slower than assumed here, the agent of the head extends the limit of the load accordingly.
+    """
+    given = chosen.spec.engine.timeouts
+    source = chosen.spec.model.source
+    size = chosen.model.checkpoint_bytes
+    reading = size / _DISK_BYTES_PER_SECOND
+    if chosen.on_cpu:
+        staging, load, first_token = NANO.staging_seconds, NANO.load_seconds, _CPU_FIRST_TOKEN_SECONDS
+    else:
+        download = 0.0 if source.path is not None else size / _DOWNLOAD_BYTES_PER_SECOND
+        staging = math.ceil(_STAGING_SECONDS + _SLACK * reading + download)
+        load = math.ceil(_COMPILE_SECONDS + _SLACK * reading)
+        first_token = execute_model_seconds(chosen) + 60.0
+    adjust_load = not given.load and not chosen.on_cpu
+    return Timeouts(
+        preflight=_PREFLIGHT_SECONDS,
+        staging=given.staging or staging,
+        formation=given.formation,
+        load=given.load or load,
+        reading=Reading(size=size, bytes_per_second=_DISK_BYTES_PER_SECOND, slack=_SLACK) if adjust_load else None,
+        first_token=given.first_token or first_token,
+        drain=given.drain,
+    )
+
+
+def execute_model_seconds(chosen: Setup) -> float:
+    """Return the time limit of one step of the engine in seconds."""
+    given = chosen.spec.engine.timeouts.execute_model
+    return given or (_CPU_EXECUTE_SECONDS if chosen.on_cpu else _EXECUTE_SECONDS)
+
+
+def ready_seconds(chosen: Setup) -> float:
+    """Return the expected duration of a start with the caches of an earlier one, in seconds."""
+    if chosen.on_cpu:
+        return NANO.ready_seconds
+    return chosen.model.checkpoint_bytes / _DISK_BYTES_PER_SECOND + _WARM_SECONDS
+
+
+def weights_plan(
+    deployment: DSV4Deployment, weights_root: str, secrets_root: str, shared: str | None = None
+) -> WeightsPlan:
+    """Return the plan for the checkpoint that every member must have.
+
+    Checkpoints from different sources, or of different commits, have different directories below `weights_root`. A
+    secret is a file below `secrets_root`; the plan contains its path only. `shared` is `Facts.shared_weights`.
+    """
+    spec = deployment.spec
+    source = spec.model.source
+    if source.nano is not None:
+        return _nano(source.nano, weights_root)
+    plan = _origin(source)
+    staging = spec.model.staging
+    unified = spec.topology.hardware is Hardware.GB10
+    return plan.model_copy(
+        update={
+            "path": plan.path or f"{weights_root}/{_directory(plan)}",
+            "credentials_file": secret_file(source.secret_key_ref, secrets_root),
+            "shared": shared if source.path is None else None,
+            "streams": staging.streams,
+            "bandwidth_bytes": staging.bandwidth_limit,
+            "from_members": staging.from_members,
+            "verify": staging.verify,
+            "prefetch": staging.prefetch,
+            "page_cache": staging.page_cache or (PageCache.UNIFIED if unified else PageCache.WARM),
+            "pipeline_stages": spec.topology.pipeline_parallel_size,
+        }
+    )
+
+
+def secret_file(ref: SecretKeyRef | None, secrets_root: str) -> str | None:
+    """Return the path of the referenced secret on a member."""
+    return f"{secrets_root}/{ref.name}/{ref.key}" if ref is not None else None
+
+
+def _nano(source: NanoSource, weights_root: str) -> WeightsPlan:
+    drafts = None if source.drafts is SpeculativeMethod.NONE else source.drafts.lower()
+    name = "-".join(filter(None, (f"nano-s{source.seed}-{source.precision}", drafts)))
+    return WeightsPlan(
+        source=WeightsSource.NANO,
+        path=f"{weights_root}/{name}",
+        seed=source.seed,
+        precision=source.precision,
+        drafts=drafts,
+    )
+
+
+def _origin(source: ModelSource) -> WeightsPlan:
+    if source.path is not None:
+        return WeightsPlan(source=WeightsSource.PATH, path=source.path)
+    if source.shared_path is not None:
+        return WeightsPlan(source=WeightsSource.SHARED_PATH, path="", origin=source.shared_path)
+    if source.http is not None:
+        return WeightsPlan(source=WeightsSource.HTTP, path="", origin=source.http.url.rstrip("/"))
+    if source.s3 is not None:
+        return WeightsPlan(
+            source=WeightsSource.S3,
+            path="",
+            origin=f"s3://{source.s3.bucket}/{source.s3.prefix.strip('/')}".rstrip("/"),
+            endpoint=source.s3.endpoint,
+            region=source.s3.region,
+        )
+    if source.hugging_face is None:
+        raise ValueError("a nano checkpoint is made, not staged")
+    return WeightsPlan(
+        source=WeightsSource.HUGGING_FACE,
+        path="",
+        origin=source.hugging_face.repo,
+        revision=source.hugging_face.revision,
+        endpoint=source.hugging_face.endpoint,
+    )
+
+
+def _directory(plan: WeightsPlan) -> str:
+    """Return a readable name with enough of a digest to be unique to the checkpoint."""
+    readable = re.sub(r"[^A-Za-z0-9.-]+", "-", (plan.origin or "").removeprefix("s3://").split("://")[-1]).strip("-.")
+    digest = hashlib.sha256(plan.identity.encode()).hexdigest()[:12]
+    return f"{readable[-80:].strip('-.')}-{(plan.revision or digest)[:12]}"

@@ -12,13 +12,15 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as tries
 from hypothesis import strategies as st
 
-from dsv4_operator.api import DSV4Deployment, InvalidDeployment, Reason, parse
+from dsv4_operator.api import DSV4Deployment, InvalidDeployment, Reason, Severity, parse
 from dsv4_operator.planning import Facts, PlanRefused, catalog_facts, plan_group
 from dsv4_operator.planning.catalog import machine, machine_named, model_for
 from dsv4_operator.planning.images import profile_named, profiles, variable_problem
 from dsv4_operator.planning.images.surface import argument_problems
 from dsv4_operator.planning.memory.items import capture_sizes
 from dsv4_operator.planning.memory.plan import engine_of
+from dsv4_operator.planning.rules import findings
+from dsv4_operator.planning.setup import setup
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.planspecs import IMAGE, manifest
 
@@ -79,6 +81,102 @@ def test_one_workstation_with_two_cards_has_no_fabric() -> None:
     assert (env["NCCL_SOCKET_IFNAME"], env["GLOO_SOCKET_IFNAME"], env["TP_SOCKET_IFNAME"]) == ("=eth0", "eth0", "eth0")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in env
     assert "RAY_memory_monitor_refresh_ms" not in env
+
+
+@pytest.mark.parametrize(
+    ("hardware", "reason", "variable", "disabled"),
+    [
+        ("RTXPRO6000", "", None, False),
+        ("RTXPRO6000", "the IOMMU translates", None, True),
+        ("RTXPRO6000", "the IOMMU translates", "0", False),
+        ("GB10", "the IOMMU translates", None, False),
+    ],
+)
+def test_copies_between_cards_that_may_hang_are_disabled(
+    hardware: str, reason: str, variable: str | None, disabled: bool
+) -> None:
+    given = {} if variable is None else {"engine": {"env": [{"name": "NCCL_P2P_DISABLE", "value": variable}]}}
+    made = deployment(hardware, **given)
+    facts = facts_for(made)
+    facts = replace(facts, nodes=tuple(replace(node, redirected=reason) for node in facts.nodes))
+    found = plan(made, facts)
+    assert ("--disable-custom-all-reduce" in found.engine.args) is disabled
+    assert found.env.get("NCCL_P2P_DISABLE") == ("1" if disabled else variable)
+    warned = [one for one in findings(made, facts) if one.reason == "RedirectedCopies"]
+    assert len(warned) == disabled
+    assert all(reason in one.message and one.severity is Severity.WARN for one in warned)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "engine", "setting"),
+    [
+        ("GB10", {}, "auto"),
+        ("RTXPRO6000", {}, "auto"),
+        ("GB10", {"profile": "vllm-0.32"}, "auto"),
+        ("GB10", {"build": {"base": "vllm-0.33"}}, "auto"),
+        ("GB10", {"profile": "vllm-0.31"}, "off"),
+        ("GB10", {"profile": "spark-b12x"}, "off"),
+        ("H100", {}, "off"),
+        ("GB10", {"extraArgs": ["--load-format=ipc_cache"]}, "off"),
+        ("GB10", {"kernels": "off"}, "off"),
+        ("H100", {"kernels": "moe=bundled"}, "moe=bundled"),
+    ],
+)
+def test_kernels_are_chosen_by_measurement_where_the_bundled_ones_are_made_for(
+    hardware: str, engine: dict[str, object], setting: str
+) -> None:
+    made = deployment(hardware, engine=engine)
+    assert setup(made, facts_for(made)).memory.engine.kernels == setting
+    if hardware != "H100" and "extraArgs" not in engine:
+        assert plan(made).env["DSV4_KERNELS"] == setting
+
+
+@pytest.mark.parametrize(
+    ("hardware", "kernels", "least", "expected"),
+    [
+        ("GB10", "auto", False, True),
+        ("GB10", "moe=bundled", False, True),
+        ("GB10", "mla_prefill=bundled", True, True),
+        ("GB10", "mla_prefill=stock", False, False),
+        ("GB10", "off", False, False),
+        ("H100", "auto", False, False),
+    ],
+)
+def test_bundled_attention_of_prompts_needs_a_workspace(
+    hardware: str, kernels: str, least: bool, expected: bool
+) -> None:
+    made = deployment(hardware, engine={"kernels": kernels, "maxModelLen": 131_072})
+    items = setup(made, facts_for(made)).memory.ranks[0].items
+    found = [item for item in items if item.name == "attention workspace"]
+    assert bool(found) is expected
+    for item in found:
+        # Four requests, 1 KiB for each fourth token, and rows of the window and the batch.
+        assert 4 * 2**10 * 131_072 / 4 < item.bytes == item.most < 1.3 * 4 * 2**10 * 131_072 / 4
+        assert item.least == (item.bytes if least else 0)
+
+
+def test_b12x_on_request() -> None:
+    found = plan(deployment(engine={"kernels": "moe=b12x,fp8_linear=b12x"}))
+    assert {"--moe-backend=b12x", "--linear-backend=b12x"} <= set(found.engine.args)
+    assert found.env["VLLM_B12X_MOE_FP4_FORCE_A16"] == "1"
+    found = plan(deployment(engine={"kernels": "moe=b12x", "extraArgs": ["--moe-backend=marlin"]}))
+    assert [one for one in found.engine.args if "-backend=" in one and "executor" not in one] == [
+        "--moe-backend=marlin"
+    ]
+    assert "VLLM_B12X_MOE_FP4_FORCE_A16" not in plan(deployment()).env
+
+
+def test_a_ring_whose_nccl_connects_neighbours_alone() -> None:
+    variable = {"name": "NCCL_SWITCHLESS_RING_ONLY", "value": "1"}
+    build = {"base": "vllm-0.33", "variables": ["NCCL_SWITCHLESS_RING_ONLY"]}
+    ring = plan(deployment(topology={"nodesPerGroup": 4}, engine={"build": build, "env": [variable]}))
+    assert ring.fabric is not None
+    assert ring.fabric.neighbours_only
+    usual = plan(deployment()).fabric
+    assert usual is not None
+    assert not usual.neighbours_only
+    with pytest.raises(PlanRefused, match="NCCL_SWITCHLESS_RING_ONLY"):
+        plan(deployment(engine={"env": [variable]}))
 
 
 def test_the_ports_are_those_of_the_specification() -> None:
@@ -227,11 +325,11 @@ def test_every_profile_renders_only_what_its_image_knows() -> None:
         for hardware in set(profile.hardware) - {"CPU"}:
             for executor in profile.executors:
                 single = {"devicesPerNode": 4, "nodesPerGroup": 1} if hardware != "GB10" else {}
-                if executor == "MP" and not single:
-                    continue
                 engine = {"profile": profile.name, "executor": str(executor), "maxModelLen": 8192}
                 made = plan(deployment(hardware, topology=single, engine=engine))
-                assert list(argument_problems(made.engine.args, profile.surface)) == []
+                for member in made.members:
+                    arguments = made.engine_args(member.rank)
+                    assert list(argument_problems(arguments, profile.surface)) == []
                 env = made.environment(0)
                 assert [name for name in env if variable_problem(name, env[name], profile)] == []
                 legacy = executor == "RayLegacy"

@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dsv4_operator.api import Executor, Hardware
-from dsv4_operator.planning.images import profile_for, profile_named, profiles, variable_problem
+from dsv4_operator.api import BuildSpec, Executor, Hardware, KvCacheDtype, SpeculativeMethod
+from dsv4_operator.planning.images import own_profile, profile_for, profile_named, profiles, variable_problem
 from dsv4_operator.planning.images.surface import Problem, argument_problems, surface_document
 
 ROOT = Path(__file__).parents[3]
@@ -158,3 +159,33 @@ def test_a_missing_equals_sign_is_suggested(written: str) -> None:
     ((index, problem),) = argument_problems([written], profile_named("vllm-0.33").surface)
     assert (index, problem.value) == (0, written)
     assert problem.remedy == f"write {written[:14]}=4"
+
+
+def test_a_build_of_the_user_differs_from_its_base_where_it_says_so() -> None:
+    base = profile_named("spark-b12x")
+    same = own_profile(BuildSpec(base="spark-b12x"))
+    assert replace(same, name=base.name) == base
+    own = own_profile(
+        BuildSpec(
+            base="spark-b12x",
+            flags=("--own",),
+            variables=("VLLM_OWN",),
+            load_formats=("own",),
+            kv_cache_dtypes=(KvCacheDtype.FP8,),
+            speculative=(SpeculativeMethod.DSPARK,),
+            least_draft_tokens=7,
+            tensor_parallel_sizes=(3,),
+            weights_factor=1.25,
+            non_torch_gib=-2.0,
+        )
+    )
+    assert own.surface.flag("--own") == "--own"
+    assert base.surface.flag("--own") is None
+    assert variable_problem("VLLM_OWN", "1", own) is None
+    assert (own.load_formats, own.kv_cache_dtypes, own.speculative) == (("own",), ("fp8",), ("dspark",))
+    assert own.dspark_least_tokens == 7
+    assert 3 in own.build.padded_tensor
+    assert own.build.other is not None
+    assert (own.build.tensors.expected, own.build.experts.most, own.build.other.expected) == (1.25, 1.0, -2.0)
+    with pytest.raises(KeyError):
+        own_profile(BuildSpec(base="none"))

@@ -10,9 +10,10 @@ from dsv4_operator.api import DeploymentStatus, GroupStatus, MeasuredItem, Measu
 from dsv4_operator.planning import catalog_facts
 from dsv4_operator.planning.catalog import GIB, machine
 from dsv4_operator.planning.memory import Measured, MemoryPlan, memory_plan
-from dsv4_operator.planning.memory.runs import TERMS, comparisons, largest_deviation, measured_of, runs, terms
-from dsv4_operator.planning.setup import memory_of, setup
-from dsv4_runtime.util.memory_log import memory_differences, read_memory_log
+from dsv4_operator.planning.memory.runs import TERMS, comparisons, largest_deviation, runs, terms
+from dsv4_operator.planning.setup import measured_of, memory_of, setup
+from dsv4_runtime.contract import KV_CACHE
+from dsv4_runtime.util.log_lines import memory_differences, read_memory_log
 
 NEW = """\
 (EngineCore pid=1) INFO [core.py:123] Initializing a V1 LLM engine (v0.26.1) with config: model='/models/ds4'
@@ -91,7 +92,7 @@ def test_a_start_that_failed_is_compared() -> None:
 def test_a_measured_start_narrows_the_interval_to_two_percent() -> None:
     plan = run("2 Sparks, b12x, K5, 1M, 0.90")
     log = read_memory_log(["Available KV cache memory: 19.22 GiB"])
-    found = memory_differences(plan.budget_items(), log)
+    found = memory_differences(plan.budget_items(), log, KV_CACHE)
     again = memory_plan(plan.model, plan.machine, plan.parallel, plan.engine, Measured("x", "2026-11-23", found))
     rank = again.ranks[again.tightest]
     assert rank.kv_available / GIB == pytest.approx(19.22, abs=0.01)
@@ -109,7 +110,7 @@ def test_a_log_is_compared_term_by_term() -> None:
 def test_the_next_plan_has_what_was_measured() -> None:
     plan = run("2 RTX, 0731, K5, 1M, 0.975")
     for log in (read_memory_log(NEW), read_memory_log(NEW[:5])):
-        found = memory_differences(plan.budget_items(), log)
+        found = memory_differences(plan.budget_items(), log, KV_CACHE)
         again = memory_plan(plan.model, plan.machine, plan.parallel, plan.engine, Measured("x", "2026-11-23", found))
         assert again.ranks[0].kv_available / GIB == pytest.approx(8.28, abs=0.05), "its card had 95.01 GiB"
         assert "measured here on 2026-11-23" in {item.note for item in again.ranks[0].items}

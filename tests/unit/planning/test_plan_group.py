@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,36 @@ def test_the_command_lines_of_ray() -> None:
     )
     assert worker.ray_args[:4] == ("start", "--block", "--address=10.0.0.1:6379", "--node-ip-address=10.0.0.2")
     assert "--temp-dir=/state/tiny/i5/m1/ray" in worker.ray_args
+
+
+def test_mp_on_several_members_needs_no_ray() -> None:
+    made = plan(nano(engine="executor: MP"))
+    assert [member.ray_args for member in made.members] == [(), ()]
+    common = ("--nnodes=2", "--master-addr=10.0.0.1", "--master-port=6379")
+    for member in made.members:
+        own = {*common, f"--node-rank={member.rank}", *(["--headless"] if member.rank else [])}
+        assert set(member.engine_args) == own
+        assert made.engine_args(member.rank) == (*made.engine.args, *member.engine_args)
+        assert made.starts_vllm(member.rank)
+        env = made.environment(member.rank)
+        assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+        assert env["VLLM_HOST_IP"] == member.address
+        assert "RAY_ADDRESS" not in env
+    assert "--distributed-executor-backend=mp" in made.engine.args
+    assert "--tensor-parallel-size=2" in made.engine.args
+
+
+def test_mp_on_one_member_has_no_other_nodes() -> None:
+    made = plan(nano(engine="executor: MP"), SHARED)
+    (member,) = made.members
+    assert (member.ray_args, member.engine_args) == ((), ())
+    assert "--distributed-executor-backend=mp" in made.engine.args
+
+
+def test_only_rank_0_starts_vllm_with_ray() -> None:
+    made = plan(nano())
+    assert [made.starts_vllm(rank) for rank in (0, 1)] == [True, False]
+    assert [member.engine_args for member in made.members] == [(), ()]
 
 
 def test_the_command_line_of_vllm() -> None:
@@ -211,7 +242,7 @@ def test_too_little_memory() -> None:
     small = replace(ISOLATED, nodes=tuple(replace(node, memory_bytes=2**30) for node in ISOLATED.nodes))
     reason, (found,) = refused(nano(), small)
     assert reason is Reason.MEMORY_SHORT
-    assert found.message == "the machine node-0 has 1.0 GiB of free memory, and a member needs 3.5 GiB"
+    assert re.findall(r"node-\d|[\d.]+ GiB", found.message) == ["node-0", "1.0 GiB", "3.5 GiB"]
     assert "spec.engine.kvCacheMemory" in found.remedy
 
 
@@ -255,9 +286,14 @@ def test_what_needs_a_new_incarnation(old: str, new: str, same: bool) -> None:
 
 
 def test_groups_that_share_a_machine_have_a_token_each() -> None:
-    facts = replace(ISOLATED, one_machine=True)
+    facts = replace(ISOLATED, one_machine=True, group_directories=True)
     made = [plan(nano(replicas=2), facts, group) for group in range(2)]
     assert [one.ray_token_file for one in made] == ["/state/tiny/token", "/state/tiny/g1/token"]
     assert [one.env["RAY_AUTH_TOKEN_PATH"] for one in made] == [one.ray_token_file for one in made]
     # In pods each member has its own at the same place.
     assert plan(nano(replicas=2), ISOLATED, 1).ray_token_file == "/state/tiny/token"
+
+
+def test_the_dashboard_of_a_member_without_its_own_network_listens_on_its_address_only() -> None:
+    head = plan(nano(), replace(ISOLATED, own_networks=False), 0).head
+    assert f"--dashboard-host={head.address}" in head.ray_args

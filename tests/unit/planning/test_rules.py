@@ -118,7 +118,6 @@ CASES = [
         "spec.engine.executor",
         "RayLegacy",
     ),
-    ("MPMachines", deployment(engine={"executor": "MP"}), "spec.engine.executor", "MP"),
     (
         "LegacyRequests",
         deployment(engine={"executor": "RayLegacy", "profile": "vllm-0.32", "maxNumSeqs": 8}),
@@ -189,6 +188,13 @@ CASES = [
         "spec.engine.extraArgs",
         None,
     ),
+    ("B12xKernels", deployment("H100", engine={"kernels": "moe=b12x"}), "spec.engine.kernels", "moe=b12x"),
+    (
+        "MoEBackend",
+        deployment(topology={"expertParallel": True}, engine={"kernels": "moe=b12x"}),
+        "spec.topology.expertParallel",
+        True,
+    ),
     (
         "MoEBackend",
         deployment(engine={"extraArgs": ["--moe-backend=deep_gemm_mega_moe"]}),
@@ -234,6 +240,8 @@ ABOUT_FACTS = {
     "HeadPlacement",
     "SameAddress",
     "LegacyInterfaces",
+    "RedirectedCopies",
+    "LostMemory",
 }
 
 
@@ -257,6 +265,9 @@ def test_rules_about_the_machines_at_hand() -> None:
     wrong = broken(made, changed(1, machine="cpu"))["WrongHardware"]
     assert (wrong.field, wrong.value) == ("spec.topology.hardware", "GB10")
     assert facts.nodes[1].name in wrong.message
+    lost = broken(made, changed(1, lost_bytes=3 * 2**30))["LostMemory"]
+    assert f"{facts.nodes[1].name} drivers have kept 3.0 GiB" in lost.message
+    assert "LostMemory" not in broken(made, changed(1, lost_bytes=2**30))
     smaller = broken(made, changed(1, machine="gb10-64gb"))["UnequalMachines"]
     assert "gb10-0 (gb10), gb10-1 (gb10-64gb)" in smaller.message
     assert "DGX Spark, 64 GB (GB10)" in smaller.message
@@ -269,6 +280,10 @@ def test_rules_about_the_machines_at_hand() -> None:
     legacy = deployment(engine={"executor": "RayLegacy", "profile": "vllm-0.32"})
     assert "LegacyInterfaces" in broken(legacy, changed(1, interface="eth9"))
     assert "LegacyInterfaces" not in broken(legacy, facts)
+    cards = deployment(RTX)
+    facts = facts_for(cards)
+    assert "the reason" in broken(cards, changed(0, redirected="the reason"))["RedirectedCopies"].message
+    assert "RedirectedCopies" not in broken(cards, facts)
 
 
 def test_every_rule_is_tried_and_none_is_there_twice() -> None:
@@ -277,7 +292,9 @@ def test_every_rule_is_tried_and_none_is_there_twice() -> None:
     assert set(ids) == {case[0] for case in CASES} | ABOUT_FACTS
 
 
-@pytest.mark.parametrize("name", ["flash-2x-spark", "flash-2x-rtx-pro-6000", "nano"])
+@pytest.mark.parametrize(
+    "name", ["flash-2x-spark", "flash-2x-spark-b12x", "flash-2x-rtx-pro-6000", "flash-2x-rtx-pro-6000-b12x", "nano"]
+)
 def test_the_samples_break_no_rule(name: str) -> None:
     assert broken(load((ROOT / "examples" / f"{name}.yaml").read_text())) == {}
 

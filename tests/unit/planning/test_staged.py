@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import DSV4Deployment, InvalidDeployment, parse
-from dsv4_operator.planning.weights import weights_plan
+from dsv4_operator.planning.setup import weights_plan
 from dsv4_runtime.contract import PageCache, Verify, WeightsPlan, WeightsSource
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

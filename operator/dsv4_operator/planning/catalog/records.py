@@ -86,6 +86,11 @@ class Machine:
     sources: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
     """By field name."""
 
+    @property
+    def is_sm12x(self) -> bool:
+        """Return whether the compute capability is 12.x."""
+        return self.sm // 10 == 12
+
     def source(self, name: str) -> Source | None:
         """Return the source of the field `name`; None for identity and descriptions."""
         return self.sources.get(name)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from dsv4_operator.api import Executor, Hardware
-from dsv4_operator.planning.catalog.records import RELEASED, Build, Source, build_of
-from dsv4_operator.planning.images.surface import Problem, Surface, library, surface, unknown
+from dsv4_operator.api import BuildSpec, Executor, Hardware
+from dsv4_operator.planning.catalog.records import RELEASED, Build, Range, Source, build_of
+from dsv4_operator.planning.images.surface import Accepts, Problem, Surface, library, surface, unknown
 
 _DEFAULTS = {Hardware.CPU: "vllm-cpu-0.32"}
 _USUAL = "vllm-0.33"
@@ -61,6 +61,10 @@ class ImageProfile:
     """Variables that the build requires; those of the user override them."""
     extra_env: frozenset[str] = frozenset()
     """Variables that only this build reads."""
+    extra_flags: frozenset[str] = frozenset()
+    """Flags that only this build has."""
+    bundled_kernels: bool = False
+    """Whether the bundled kernels have an adapter for its vLLM, so that `spec.engine.kernels` is `auto` on SM12x."""
     expandable_segments: bool = False
     """Whether `expandable_segments:True` works with graphs over several devices of one machine."""
     compilation: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +79,10 @@ class ImageProfile:
     @property
     def surface(self) -> Surface:
         """Return the flags and variables of the engine."""
-        return surface(self.surface_name)
+        found = surface(self.surface_name)
+        if not self.extra_flags:
+            return found
+        return replace(found, flags={**found.flags, **dict.fromkeys(self.extra_flags, Accepts("*"))})
 
 
 @cache
@@ -92,6 +99,36 @@ def profile_named(name: str) -> ImageProfile:
         KeyError: there is none.
     """
     return {profile.name: profile for profile in profiles()}[name]
+
+
+_UNCERTAINTY = 0.3
+"""GiB by which the non-torch memory of a build differs between starts."""
+
+
+def own_profile(build: BuildSpec) -> ImageProfile:
+    """Return the profile of a build of the user: its base with the differences.
+
+    Raises:
+        KeyError: the catalog has no such base.
+    """
+    base = profile_named(build.base)
+    memory = replace(base.build, padded_tensor=(*base.build.padded_tensor, *build.tensor_parallel_sizes))
+    if (factor := build.weights_factor) is not None:
+        same = Range(1.0, 1.0, 1.0)
+        memory = replace(memory, tensors=Range(0.99 * factor, factor, 1.01 * factor), experts=same, experts_shared=None)
+    if (other := build.non_torch_gib) is not None:
+        memory = replace(memory, other=Range(other - _UNCERTAINTY, other, other + _UNCERTAINTY))
+    return replace(
+        base,
+        name=f"{base.name}-own",
+        extra_flags=base.extra_flags | {*build.flags},
+        extra_env=base.extra_env | {*build.variables},
+        load_formats=build.load_formats or base.load_formats,
+        kv_cache_dtypes=tuple(map(str, build.kv_cache_dtypes)) or base.kv_cache_dtypes,
+        speculative=tuple(method.lower() for method in build.speculative) or base.speculative,
+        dspark_least_tokens=build.least_draft_tokens or base.dspark_least_tokens,
+        build=memory,
+    )
 
 
 def profile_for(image: str | None, hardware: Hardware) -> ImageProfile | None:

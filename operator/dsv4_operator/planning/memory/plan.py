@@ -17,7 +17,7 @@ from dsv4_operator.api import (
     SpeculativeSpec,
     TablesPlace,
 )
-from dsv4_operator.planning.catalog.records import GIB, NANO, Machine, Model, Part
+from dsv4_operator.planning.catalog.records import GIB, NANO, Build, Machine, Model, Part, Range
 from dsv4_operator.planning.images import ImageProfile, profile_named
 from dsv4_operator.planning.images.surface import read_arguments
 from dsv4_operator.planning.memory.items import (
@@ -41,6 +41,7 @@ from dsv4_operator.planning.memory.records import (
     Parallel,
     RankPlan,
 )
+from dsv4_runtime.contract.kernels import OFF, Op, parse_kernel_choice
 
 
 def memory_plan(
@@ -575,6 +576,7 @@ def _with(plan: MemoryPlan, **values: object) -> MemoryPlan:
 
 _TABLES_ON_DISK = "spark-dsv41"
 _LEAST_LOADER = "safetensors"
+_OTHER_PROCESS = "ipc_cache"
 _ATTENTION = "VLLM_MEMORY_PROFILE_INCLUDE_ATTN"
 _CHUNK = 8 * 2**20
 _NCCL_BUFFER, _NCCL_CHANNELS = 4 * 2**20, 16
@@ -623,6 +625,8 @@ def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profil
         # The only known engines that do so are patched builds, with pages and workspaces of their own.
         build = profile_named(_TABLES_ON_DISK).build
     env = {**profile.env, **{given.name: given.value for given in engine.env}}
+    load_format = _required_load_format(deployment, profile) or _load_format(machine, profile)
+    kernels = _kernels(engine.kernels, machine, profile, load_format)
     return EngineSettings(
         max_model_len=engine.max_model_len or (NANO.max_model_len if on_cpu else LEAST_CONTEXT),
         max_num_seqs=engine.max_num_seqs,
@@ -638,14 +642,32 @@ def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profil
         capture_sizes=_sizes(engine.extra_args, "--cudagraph-capture-sizes"),
         ray=engine.executor is not Executor.MP,
         ray_legacy=engine.executor is Executor.RAY_LEGACY,
-        build=build,
+        build=_with_bundled(build, kernels, machine, model),
+        kernels=kernels,
         tables_on_disk=on_disk,
-        load_format=_required_load_format(deployment, profile) or _load_format(machine, profile),
+        load_format=load_format,
         loader_ring=_number(env, "INSTANTTENSOR_BUFFER_SIZE", 0),
         loader_windows=_number(env, "INSTANTTENSOR_IO_DEPTH", 0) * _number(env, "INSTANTTENSOR_CHUNK_SIZE", _CHUNK),
         attention_profiled=_ATTENTION in profile.extra_env and env.get(_ATTENTION) == "1",
         nccl_share=_nccl_share(env),
     )
+
+
+def _kernels(given: str | None, machine: Machine, profile: ImageProfile, load_format: str) -> str:
+    """Return `spec.engine.kernels`, or its default."""
+    if given is not None:
+        return given
+    # The weights of another process are laid out for vLLM's own kernels.
+    return "auto" if machine.is_sm12x and profile.bundled_kernels and load_format != _OTHER_PROCESS else "off"
+
+
+def _with_bundled(build: Build, kernels: str, machine: Machine, model: Model) -> Build:
+    """Return `build` with the workspace of the bundled attention of prompts on SM12x, where vLLM's own needs none."""
+    possible = parse_kernel_choice(kernels).bundled(Op.MLA_PREFILL)
+    if not possible or not machine.is_sm12x or model.kv_sources or build.workspace.most:
+        return build
+    certain = parse_kernel_choice(kernels, OFF).bundled(Op.MLA_PREFILL)
+    return replace(build, workspace=Range(1.0 if certain else 0.0, 1.0, 1.0))
 
 
 def _required_load_format(deployment: DSV4Deployment, profile: ImageProfile) -> str | None:

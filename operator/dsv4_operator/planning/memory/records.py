@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dsv4_operator.planning.catalog.records import GIB, RELEASED, Build, Machine, Model, Part, Range
-from dsv4_runtime.util.memory_log import KV_CACHE
+from dsv4_runtime.contract import KV_CACHE
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class EngineSettings:
     """Differences of the image's engine from released vLLM."""
     tables_on_disk: bool = False
     """Whether tables beside the layers (n-grams of V4.1) are read from disk on demand, without memory."""
+    kernels: str = "off"
+    """`spec.engine.kernels` with its default."""
     load_format: str = "safetensors"
     loader_ring: int = 0
     """Bytes of InstantTensor's buffer in device memory, if a variable sets it."""

@@ -9,14 +9,13 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from dsv4_operator.api import DeploymentStatus
-from dsv4_operator.api.values import format_time
 from dsv4_operator.planning.catalog.records import GIB
 from dsv4_operator.planning.catalog.tables import machine_named, model
 from dsv4_operator.planning.images import profile_named
 from dsv4_operator.planning.memory.plan import memory_plan
-from dsv4_operator.planning.memory.records import EngineSettings, Measured, MemoryPlan, Parallel
-from dsv4_runtime.util.memory_log import KV_CACHE, MemoryLog, logged_terms
+from dsv4_operator.planning.memory.records import EngineSettings, MemoryPlan, Parallel
+from dsv4_runtime.contract import KV_CACHE
+from dsv4_runtime.util.log_lines import MemoryLog, logged_terms
 
 TERMS = {
     "weights": ("weights", "rotary tables, top-k buffer"),
@@ -162,13 +161,3 @@ def terms(plan: MemoryPlan, log: MemoryLog) -> Iterator[Term]:
         yield Term(
             "one request", log.needed, kv.request_bytes, kv.request_least - _ROUNDING, kv.request_most + _ROUNDING
         )
-
-
-def measured_of(status: DeploymentStatus, before: int | None = None) -> tuple[Measured, ...]:
-    """Return the logged memory of a deployment's groups, of incarnations below `before`, the latest first."""
-    known = [group.measured for group in status.groups if group.measured is not None]
-    return tuple(
-        Measured(each.of, format_time(each.time or 0.0)[:10], {item.item: item.difference for item in each.items})
-        for each in sorted(known, key=lambda each: -(each.time or 0.0))
-        if before is None or each.incarnation < before
-    )
