@@ -63,7 +63,9 @@ class LocalWorld:
 
 @pytest.fixture
 async def world(unused_tcp_port_factory: object, supervised: Supervised) -> AsyncIterator[LocalWorld]:
-    ports = {name: unused_tcp_port_factory() for name in ("api", "dashboard", "gcs", "agent")}  # type: ignore[operator]
+    # Ports of Ray itself are refused.
+    free = (port for _ in range(100) if (port := unused_tcp_port_factory()) not in (10001, 52365))  # type: ignore[operator]
+    ports = {name: next(free) for name in ("api", "dashboard", "gcs", "agent")}
     # Short, because Ray has sockets below it.
     with tempfile.TemporaryDirectory(prefix="d") as root:
         world = LocalWorld(Path(root), ports, supervised)

@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus
@@ -22,9 +24,10 @@ from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.network import children, outside_ids
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, collect_evidence
-from dsv4_operator.backends.local.supervisor import Child, Processes
-from dsv4_operator.lifecycle import given_up
+from dsv4_operator.backends.local.supervisor import NETWORK, Child, LoopReport, Processes
+from dsv4_operator.lifecycle import compute_status, given_up
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
+from dsv4_operator.lifecycle.watch import watch
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
@@ -44,6 +47,8 @@ _WAIT_SECONDS = 1.0
 """Time for which a reconcile waits; usually sufficient."""
 # An agent answers within milliseconds.
 _ANSWER_SECONDS = 0.4
+_QUERY_SECONDS, _MOST_ANSWER_BYTES = 2.0, 1 << 20
+"""Limits of a request of `query_members`."""
 _MEMBER = re.compile(r"g(\d+)/i(\d+)/m(\d+)")
 """Names of the members' processes: group, incarnation, rank."""
 _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
@@ -114,8 +119,6 @@ class LocalBackend:
         self._free: int | None = None
         """Free memory when last no member ran."""
         self._token_key = self._earlier_token_key() or new_key()
-        if not state.token_key.exists() or state.token_key.read_text() != self._token_key:
-            replace_file(state.token_key, self._token_key)
         self._agents = AgentClient()
 
     def _earlier_token_key(self) -> str | None:
@@ -158,8 +161,9 @@ class LocalBackend:
         """See `Backend`.
 
         Raises:
-            OSError: the gateway's route cannot be written.
+            OSError: the token key or a route of the gateways cannot be written.
         """
+        self._state.save_token_key(self._token_key)
         if self._gateways is not None:
             self._gateways.update_routes(lambda group: given_up(deployment, status, group))
 
@@ -187,6 +191,7 @@ class LocalBackend:
 
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """See `Backend`."""
+        self._state.save_token_key(self._token_key)
         file = self._state.incarnation(plan.incarnation, plan.group) / "plan.json"
         file.parent.mkdir(exist_ok=True)
         if not file.exists():
@@ -358,3 +363,54 @@ def describe_end(code: int, log: str) -> str:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(number).name}"
     return f"exit code {code}" + (f": {last[:300]}" if code and last else "")
+
+
+def query_members(state: DeploymentState, found: DSV4Deployment, report: LoopReport) -> tuple[DSV4Deployment, bool]:
+    """Return the deployment with the present reports of its members, and whether any of them responded.
+
+    For a loop that does not respond. Members are reached through their private network, which the supervisor keeps.
+    """
+    now, groups, heard = time.time(), [], False
+    for group in found.status.groups:
+        try:
+            plan_file = state.incarnation(group.incarnation, group.index) / "plan.json"
+            plan = GroupPlan.model_validate_json(plan_file.read_bytes())
+            token = state.token(group.index).read_text().strip()
+        except (OSError, ValueError):
+            groups.append(group)
+            continue
+        with ThreadPoolExecutor(len(plan.members)) as pool:
+            reports = list(pool.map(lambda member, token=token: _query(report, member, token), plan.members))
+        members = tuple(
+            ObservedMember(
+                plan.incarnation,
+                member.rank,
+                member.node or "",
+                member.address,
+                now,
+                status=status,
+                heard=now if status is not None else None,
+            )
+            for member, status in zip(plan.members, reports, strict=True)
+        )
+        heard = heard or any(status is not None for status in reports)
+        observed = Observed(GroupKey.of(found, group.index), members)
+        groups.append(watch(group, observed, generation=found.metadata.generation, now=now))
+    status = found.status
+    status = compute_status(found, groups, None, status.endpoint, status.ray_dashboard, status, now)
+    return found.model_copy(update={"status": status}), heard
+
+
+def _query(report: LoopReport, member: MemberPlan, token: str) -> AgentStatus | None:
+    """Return the report of a member's agent; None if it does not respond. Must run in a thread of its own."""
+    with contextlib.suppress(OSError, ValueError):
+        if NETWORK in report.kept:
+            with open(f"/proc/{report.supervisor}/fd/{report.kept[NETWORK]}", "rb") as namespace:
+                network.enter(namespace.fileno())
+        request = urllib.request.Request(
+            f"http://{member.address}:{member.ports.agent}/v1/status", headers={"Authorization": f"Bearer {token}"}
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=_QUERY_SECONDS) as answer:
+            return AgentStatus.model_validate_json(answer.read(_MOST_ANSWER_BYTES))
+    return None

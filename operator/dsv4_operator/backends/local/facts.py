@@ -1,23 +1,40 @@
-"""Facts about this machine and about local checkpoints for the planner."""
+"""Facts about this machine and about checkpoints for the planner.
+
+Of a checkpoint, local or on a Hugging Face hub, `config.json` and the headers of its files are read, and no weights.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from dsv4_operator.api import DSV4Deployment, ModelSpec, Variant
 from dsv4_operator.backends.local import network
-from dsv4_operator.backends.local.gateway import LOOPBACK
-from dsv4_operator.backends.local.gpus import Card, describe_holders
-from dsv4_operator.backends.local.software import Software
-from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.planning.catalog import Model, checkpoint_named
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint, model_from_files, model_of_config
 from dsv4_operator.planning.facts import Facts, GpuFacts, NodeFacts
+from dsv4_runtime.util.system_tree import redirected_copies
+
+if TYPE_CHECKING:
+    from dsv4_operator.backends.local.gpus import Card
+    from dsv4_operator.backends.local.software import Software
+    from dsv4_operator.backends.local.state import DeploymentState
+
+_PUBLIC = "https://huggingface.co"
+_REQUEST_SECONDS = 10.0
+_ALL_SECONDS = 120.0
+_REQUESTS = 8
+_FIRST = 2**20
+"""Bytes of the first request for a header; those of the released files have up to 0.5 MiB."""
+_CHUNK = 2**16
 
 
 def local_facts(
@@ -41,19 +58,20 @@ def local_facts(
         software: installed software for engines on them; none on CPU.
     """
     count = deployment.spec.topology.nodes_per_group * max(deployment.spec.replicas, 1) if isolated else 1
-    software = software or Software()
     memory = (available_memory() if memory is None else memory) // count
     cpus = len(os.sched_getaffinity(0))
+    redirected = redirected_copies() if cards else ""
     nodes = tuple(
         NodeFacts(
             name=f"local-{place}",
-            address=network.address(place) if isolated else LOOPBACK,
+            address=network.address(place) if isolated else network.LOOPBACK,
             interface=network.INTERFACE if isolated else "lo",
             cpus=max(1, cpus // count),
             memory_bytes=memory,
             # Without cards, members run vLLM's CPU build, regardless of GPUs in the machine.
             machine=cards[0].machine if cards else "cpu",
             gpus=tuple(map(_gpu, cards[place * len(cards) // count : (place + 1) * len(cards) // count])),
+            redirected=redirected,
         )
         for place in range(count)
     )
@@ -65,13 +83,17 @@ def local_facts(
         ray_token_file=str(state.token()),
         cache_root=str(state.weights.parent / "cache"),
         secrets_root=str(state.secrets),
-        profile=software.profile,
-        cuda_home=software.cuda_home,
+        profile=software.profile if software else None,
+        cuda_home=software.cuda_home if software else "",
         one_machine=True,
+        group_directories=True,
     )
 
 
 def _gpu(card: Card) -> GpuFacts:
+    # Imports the library of the driver; without GPUs it is not needed.
+    from dsv4_operator.backends.local.gpus import describe_holders
+
     return GpuFacts(card.uuid, card.title, card.memory_bytes, card.free_bytes, describe_holders(card))
 
 
@@ -89,13 +111,34 @@ def resident_memory(pids: Iterable[int]) -> int:
 
 def available_memory() -> int:
     """Return the bytes that programs can allocate without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable; dsv4 needs Linux 3.14 or newer")
+    available = _meminfo().get("MemAvailable")
+    if available is None:
+        raise RuntimeError("/proc/meminfo has no MemAvailable; dsv4 needs Linux 3.14 or newer")
+    return available
 
 
-_HEADER_LIMIT = 100 * 2**20  # Limit of safetensors.
+_OWNED = (
+    *("MemFree", "Active(anon)", "Inactive(anon)", "Active(file)", "Inactive(file)", "Unevictable", "Hugetlb"),
+    *("Slab", "KernelStack", "PageTables", "Percpu", "VmallocUsed"),
+)
+
+
+def unowned_memory() -> int:
+    """Return the bytes that are neither free nor of programs, files or tables of the kernel: pages of drivers.
+
+    On unified memory that of CUDA contexts is among them, so its growth over the ends of all engines is a leak.
+    """
+    found = _meminfo()
+    return found["MemTotal"] - sum(found.get(name, 0) for name in _OWNED)
+
+
+def _meminfo() -> dict[str, int]:
+    """Return `/proc/meminfo` in bytes."""
+    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
+
+
+HEADER_LIMIT = 100 * 2**20  # Limit of safetensors.
 
 
 def model_here(spec: ModelSpec) -> Model | None:
@@ -130,15 +173,25 @@ def read_checkpoint(folder: Path, variant: str) -> Model | None:
     config, index = folder / "config.json", folder / "model.safetensors.index.json"
     if not config.is_file() or not index.is_file():
         return None
-    weight_map = _json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise BadCheckpoint(f"{index} has no weight_map; download the file again")
-    files = sorted({str(name) for name in weight_map.values()})
-    if outside := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
-        raise BadCheckpoint(f"{index} names {outside[0]!r}, which is not in that directory; download the file again")
+    files = shards(str(index), _json(index))
     if not all((folder / name).is_file() for name in files):
         return None
     return model_from_files(str(folder), variant, _json(config), {name: _header(folder / name) for name in files})
+
+
+def shards(place: str, index: Mapping[str, Any]) -> list[str]:
+    """Return the names of the safetensors files in an index, which was read from `place`.
+
+    Raises:
+        BadCheckpoint: it is no index, or a name is outside of its directory.
+    """
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise BadCheckpoint(f"{place} has no weight_map; download the file again")
+    files = sorted({str(name) for name in weight_map.values()})
+    if outside := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
+        raise BadCheckpoint(f"{place} names {outside[0]!r}, which is not in that directory; download the file again")
+    return files
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -152,15 +205,116 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: 8 bytes of length, little-endian, then JSON."""
     try:
         with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            found = json.loads(file.read(min(size, _HEADER_LIMIT)))
+            data = file.read(8)
+            data += file.read(min(int.from_bytes(data, "little"), HEADER_LIMIT))
+        return read_header(str(path), data, path.stat().st_size)
+    except OSError as error:
+        raise BadCheckpoint(f"{path} is not a safetensors file ({error}); download it again") from None
+
+
+def read_header(place: str, data: bytes, length: int) -> dict[str, Any]:
+    """Return the header of a safetensors file: 8 bytes of length, little-endian, then JSON.
+
+    Args:
+        place: path or URL of the file.
+        data: its beginning.
+        length: its size.
+
+    Raises:
+        BadCheckpoint: it is no such file, or not complete.
+    """
+    try:
+        (size,) = struct.unpack("<Q", data[:8])
+        found = json.loads(data[8 : 8 + size])
         ends = [tensor["data_offsets"][1] for name, tensor in found.items() if name != "__metadata__"]
         whole = 8 + size + max(ends, default=0)
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
-        raise BadCheckpoint(f"{path} is not a safetensors file ({error}); download it again") from None
-    if (length := path.stat().st_size) != whole:
-        raise BadCheckpoint(f"{path} has {length} bytes, and its header says {whole}; download it again")
+    except (ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+        raise BadCheckpoint(f"{place} is not a safetensors file ({error}); download it again") from None
+    if length != whole:
+        raise BadCheckpoint(f"{place} has {length} bytes, and its header says {whole}; download it again")
     return dict(found)
+
+
+def hub_model(spec: ModelSpec) -> Model:
+    """Return the checkpoint of `spec.model.source.huggingFace` at its revision.
+
+    Raises:
+        BadCheckpoint: the hub cannot be read, or has no complete DeepSeek-V4 checkpoint there.
+    """
+    source = spec.source.hugging_face
+    if source is None:
+        raise BadCheckpoint("spec.model.source: --hub reads a repository; write huggingFace with repo and revision")
+    endpoint = (source.endpoint or os.environ.get("HF_ENDPOINT") or _PUBLIC).rstrip("/")
+    base = f"{endpoint}/{source.repo}/resolve/{source.revision}"
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        raise _unreadable(base, "HF_HUB_OFFLINE forbids it")
+    hub = _Hub(base, os.environ.get("HF_TOKEN", ""), time.monotonic() + _ALL_SECONDS)
+    names = shards(hub.url("model.safetensors.index.json"), hub.document("model.safetensors.index.json"))
+    config = hub.document("config.json")
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        headers = dict(zip(names, pool.map(hub.header, names), strict=True))
+    return model_from_files(f"{source.repo}@{source.revision[:12]}", spec.variant, config, headers)
+
+
+def _unreadable(url: str, reason: object) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"{url} cannot be read ({reason}); plan without the hub: write spec.model.checkpoint and spec.model.size, or "
+        "name a copy in spec.model.source.path"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Hub:
+    base: str
+    token: str
+    deadline: float
+
+    def url(self, name: str) -> str:
+        return f"{self.base}/{quote(name)}"
+
+    def document(self, name: str) -> dict[str, Any]:
+        """Return a JSON object."""
+        data, length = self._begin(name, HEADER_LIMIT)
+        try:
+            found = json.loads(data)
+        except ValueError as error:
+            raise _unreadable(self.url(name), error) from None
+        if not isinstance(found, dict) or len(data) != length:
+            raise _unreadable(self.url(name), "it is no JSON object")
+        return found
+
+    def header(self, name: str) -> dict[str, Any]:
+        """Return the header of a safetensors file."""
+        data, length = self._begin(name, _FIRST)
+        if len(data) >= 8 and (needed := 8 + struct.unpack("<Q", data[:8])[0]) > len(data):
+            data, length = self._begin(name, min(needed, 8 + HEADER_LIMIT))
+        return read_header(self.url(name), data, length)
+
+    def _begin(self, name: str, limit: int) -> tuple[bytes, int]:
+        """Return at most `limit` bytes from the beginning of a file, and the length of the file."""
+        # Slow to load, and few plans read a hub.
+        from urllib.error import HTTPError
+        from urllib.request import Request, urlopen
+
+        url = self.url(name)
+        request = Request(url, headers={"Range": f"bytes=0-{limit - 1}", "User-Agent": "dsv4"})  # noqa: S310  (`Url` is HTTP)
+        if self.token:
+            # Not for the store to which the hub redirects.
+            request.add_unredirected_header("Authorization", f"Bearer {self.token}")
+        found = bytearray()
+        try:
+            with urlopen(request, timeout=_REQUEST_SECONDS) as answer:  # noqa: S310
+                whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
+                length = int(whole if answer.status == 206 else answer.headers["Content-Length"])
+                while len(found) < limit and (data := answer.read(min(_CHUNK, limit - len(found)))):
+                    found += data
+                    if time.monotonic() > self.deadline:
+                        raise TimeoutError(f"no complete answer within {_ALL_SECONDS:g} s")
+        except HTTPError as error:
+            reason = "; a gated repository needs HF_TOKEN" if error.code in (401, 403) else ""
+            raise _unreadable(url, f"HTTP {error.code}{reason}") from None
+        except (OSError, ValueError, TypeError) as error:
+            raise _unreadable(url, getattr(error, "reason", None) or error) from None
+        return bytes(found), length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, PortsSpec
+from dsv4_operator.api.spec import LOOPBACK
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import Child, Liveness, Processes
 from dsv4_operator.planning.rendering import gateway_settings
@@ -23,19 +25,40 @@ from dsv4_runtime.util.secrets import is_secret_name
 
 _log = logging.getLogger("dsv4")
 
+_ALL = "0.0.0.0"  # noqa: S104
 _CHUNK = 65536
 _CONNECT_SECONDS = 5.0
-LOOPBACK = "127.0.0.1"
 
 Listeners = dict[str, socket.socket]
 """Listening sockets by the name of their field below `spec.network.ports`."""
 
 
-def bind_loopback(ports: Mapping[str, int]) -> Listeners:
-    """Return listening sockets on loopback.
+def bind_ports(deployment: DSV4Deployment) -> Listeners:
+    """Return the listening sockets of the API, at `spec.gateway.listen`, and of the dashboard, on loopback.
 
-    Sockets stay in the network namespace of their creation, so these listen on the machine's loopback after the process
-    has moved to another one.
+    Raises:
+        StateError: a port is in use, or the machine does not have the address; no socket stays open.
+    """
+    ports, listen = deployment.spec.network.ports, deployment.spec.gateway.listen
+    listeners = bind_loopback({"dashboard": ports.dashboard})
+    try:
+        return bind_loopback({"api": ports.api}, address=listen) | listeners
+    except StateError:
+        listeners["dashboard"].close()
+        raise
+
+
+def endpoint(deployment: DSV4Deployment) -> str:
+    """Return the URL of the API."""
+    listen = deployment.spec.gateway.listen
+    return f"http://{LOOPBACK if listen == _ALL else listen}:{deployment.spec.network.ports.api}/v1"
+
+
+def bind_loopback(ports: Mapping[str, int], *, address: str = LOOPBACK) -> Listeners:
+    """Return listening sockets on loopback, or at another address.
+
+    Sockets stay in the network namespace of their creation, so these listen on the machine's addresses after the
+    process has moved to another one.
 
     Raises:
         StateError: a port is in use; no socket stays open.
@@ -47,13 +70,18 @@ def bind_loopback(ports: Mapping[str, int]) -> Listeners:
             sockets[name] = listener
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listener.bind((LOOPBACK, port))
+                listener.bind((address, port))
                 listener.listen(128)
             except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:
+                    raise StateError(
+                        f"spec.gateway.listen: {address} is not an address of this machine; write one of "
+                        "`ip -br -4 addr`, or 0.0.0.0"
+                    ) from error
                 where = f"spec.network.ports.{name}: " if name in PortsSpec.model_fields else ""
                 remedy = "end the process that has it" + (" or choose another port" if where else "")
                 raise StateError(
-                    f"{where}port {port} of {LOOPBACK}, which the {name} needs, cannot be used "
+                    f"{where}port {port} of {address}, which the {name} needs, cannot be used "
                     f"({error.strerror}); {remedy}"
                 ) from error
     except StateError:
@@ -194,7 +222,7 @@ class LocalGateways:
 
     async def start(self, listener: str) -> None:
         """Start the processes, or adopt those that run, on the kept socket `listener`: connections wait in its queue
-        without a process.
+        without a process. One that cannot be started, for example on a full disk, is tried again until `stop`.
         """
         for gateway, heir in zip(self._all, [*self._all[1:], self._all[0]], strict=True):
             peers = [other.own_port for other in self._all if other is not gateway]
@@ -247,9 +275,8 @@ class _GatewayProcess:
         self._command += [f"--own-fd={self._processes.number(self.own_name)}", f"--log={self._log_file}"]
         self._command += [f"--inherit-fd={self._processes.number(self.inherit_name)}", f"--heir={heir[1:].decode()}"]
         self._command += [f"--peer=http://{LOOPBACK}:{port}" for port in peers]
-        self._write_files()
         running = [child for child in self._mine() if child.code is None]
-        self._process = running[-1] if running else await self._spawn()
+        self._process = running[-1] if running else await self._try_spawn()
         self._supervisor = asyncio.create_task(self._supervise())
 
     def _write_files(self) -> None:
@@ -306,11 +333,7 @@ class _GatewayProcess:
                 self._processes.signal(self._process, signal.SIGKILL)
             for ended in self._mine():
                 self._processes.forget(ended)
-            try:
-                self._process = await self._spawn()
-            except OSError:
-                _log.exception("gateway %d cannot be started", self._number)
-                self._process = None
+            self._process = await self._try_spawn()
             await asyncio.sleep(_RESTART_SECONDS)
 
     async def _fails(self, process: Child) -> str:
@@ -344,6 +367,13 @@ class _GatewayProcess:
                 return b" 200 " in await reader.readline()
         except (OSError, ValueError):
             return False
+
+    async def _try_spawn(self) -> Child | None:
+        try:
+            return await self._spawn()
+        except OSError as error:
+            _log.error("gateway %d cannot be started: %s", self._number, error)
+            return None
 
     async def _spawn(self) -> Child:
         # They may have been removed.

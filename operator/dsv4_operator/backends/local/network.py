@@ -22,6 +22,7 @@ _COMMAND_SECONDS = 10.0
 # In new namespaces any address is free.
 _PREFIX, _BITS = "10.88", 20
 INTERFACE = "eth0"
+LOOPBACK = "127.0.0.1"
 SHM = "/dev/shm"  # noqa: S108  (shared memory's place, not a temporary file)
 _BRIDGE = "dsv4"
 
@@ -46,19 +47,7 @@ def enter_private_network() -> None:
     Raises:
         NoNamespacesError: not possible here; nothing has changed.
     """
-    for tool in ("ip", "unshare", "nsenter", "mount"):
-        if shutil.which(tool) is None:
-            raise NoNamespacesError(f"the program {tool!r} is not installed (Debian: iproute2, util-linux)")
-    # Members also need mount and process namespaces; only an attempt is a reliable test in containers.
-    probe = subprocess.run(
-        [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", SHM],
-        capture_output=True,
-        timeout=_COMMAND_SECONDS,
-        check=False,
-    )
-    if probe.returncode != 0:
-        said = probe.stderr.decode(errors="replace").strip() or f"exit code {probe.returncode}"
-        raise NoNamespacesError(f"this user may not make namespaces ({said})")
+    check_namespaces()
     before = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         if _libc.unshare(_CLONE_NEWNET) != 0:
@@ -76,6 +65,27 @@ def enter_private_network() -> None:
         os.close(before)
 
 
+def check_namespaces(*, own_network: bool = True) -> None:
+    """Check that members can be started with `member_command`.
+
+    Raises:
+        NoNamespacesError: a program is missing, or this user has no right to make the namespaces.
+    """
+    for tool in ("ip", "unshare", "nsenter", "mount"):
+        if shutil.which(tool) is None:
+            raise NoNamespacesError(f"the program {tool!r} is not installed (Debian: iproute2, util-linux)")
+    # Only an attempt is a reliable test in containers.
+    probe = subprocess.run(
+        [*_unshare(own_network), "mount", "-t", "tmpfs", "tmpfs", SHM],
+        capture_output=True,
+        timeout=_COMMAND_SECONDS,
+        check=False,
+    )
+    if probe.returncode != 0:
+        said = probe.stderr.decode(errors="replace").strip() or f"exit code {probe.returncode}"
+        raise NoNamespacesError(f"this user may not make namespaces ({said})")
+
+
 def enter(descriptor: int) -> None:
     """Move this thread and its later children into the network namespace of `descriptor`.
 
@@ -87,15 +97,19 @@ def enter(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-# Namespaces of a member: network, mounts (for its own /dev/shm), System V IPC, processes. With `--kill-child` and the
-# process namespace, the end of the agent or of `unshare` ends the whole member.
-UNSHARE = ("unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+def _unshare(own_network: bool) -> list[str]:
+    """Return the command that makes the namespaces of a member: mounts (for its own /dev/shm), System V IPC, processes,
+    and its own network if requested. With `--kill-child` and the process namespace, the end of the agent or of
+    `unshare` ends the whole member.
+    """
+    network = ["--net"] if own_network else []
+    return ["unshare", *network, "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
-def member_command(command: Sequence[str], shm_bytes: int) -> list[str]:
+def member_command(command: Sequence[str], shm_bytes: int, *, own_network: bool = True) -> list[str]:
     """Return `command` as process 1 of new namespaces, with its own /dev/shm."""
     script = f'mount -t tmpfs -o mode=1777,size={shm_bytes} tmpfs {SHM} && exec "$@"'
-    return [*UNSHARE, "sh", "-c", script, "member", *command]
+    return [*_unshare(own_network), "sh", "-c", script, "member", *command]
 
 
 def plug_in(pid: int, incarnation: int, place: int) -> None:

@@ -216,14 +216,14 @@ def cuda_software(deployment: DSV4Deployment, state: DeploymentState, cards: Seq
         StateError: something is missing; the text contains it and the remedy.
     """
     engine = deployment.spec.engine
-    profile = cuda_profile(engine.profile)
+    profile = cuda_profile(engine.build.base if engine.build else engine.profile)
     check_weights(deployment)
     check_compilers(cpu=False)
     named = {**os.environ, **{one.name: one.value for one in engine.env}}
     _, torch = _installed()
     links = state.weights.parent / "cache" / f"cuda-{torch[0]}.{torch[1]}"
     # Without stock kernels an engine on Hopper needs only Triton's compiler; prefill on SM12x uses FlashInfer.
-    needed = engine.kernels == "off" or any(card.capability[0] >= 12 for card in cards)
+    needed = engine.kernels in (None, "off") or any(card.capability[0] >= 12 for card in cards)
     home = cuda_home(torch, links, named, needed=needed)
     return Software(profile, str(home or ""))
 

@@ -4,7 +4,9 @@
 <root>/                     ~/.dsv4, or $DSV4_STATE_DIR, or --state-dir
   weights/                  checkpoints, shared by all deployments
   secrets/<name>/<key>      values of secretKeyRef fields; created by the user, mode 0600
-  <name>/                   of one deployment; no deployment may be called weights or secrets
+  remote/<name>.json        machines of a deployment whose loop runs on another machine
+  software/<id>/            environments that `dsv4 up --hosts` installed on this machine
+  <name>/                   of one deployment; no deployment may be called like a shared directory
     lock                    held (flock) by the running supervisor; contains its process id
     manifest.json           the deployment as the user gave it
     object.json             the same with its status, as `kubectl get -o json` would print it
@@ -31,19 +33,20 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dsv4_operator.api import DSV4Deployment, SecretKeyRef
 from dsv4_operator.api.deployment import NAME_PATTERN
-from dsv4_operator.backends.local.supervisor import read_kept_status
-from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_runtime.util.files import replace_file
-from dsv4_runtime.util.log_lines import without_client_text
+
+if TYPE_CHECKING:
+    from dsv4_operator.lifecycle.observed import ObservedMember
 
 # Ray creates Unix sockets 60 characters below a member's directory; the path of a socket is limited to 107.
 MAX_MEMBER_PATH = 44
 _LOCK_TRIES, _LOCK_PAUSE = 10, 0.05
 
-RESERVED = frozenset({"weights", "secrets"})
+RESERVED = frozenset({"weights", "secrets", "remote", "software", "cache"})
 """Directories that all deployments of a state directory share."""
 
 NETWORK_ANNOTATION = "dsv4.dev/local-network"
@@ -132,6 +135,15 @@ class DeploymentState:
         """Return the file of the key from which tokens are derived, for gateways."""
         return self.directory / "token-key"
 
+    def save_token_key(self, key: str) -> None:
+        """Write the key for the gateways and the next loop, unless the file has it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if not self.token_key.exists() or self.token_key.read_text() != key:
+            replace_file(self.token_key, key)
+
     def group(self, index: int) -> Path:
         """Return the directory of a group's incarnations and evidence."""
         return self.directory / f"g{index}" if index else self.directory
@@ -194,10 +206,12 @@ class DeploymentState:
 
     def object_text(self) -> str | None:
         """Return the deployment with its latest status as JSON, of a running one from memory; None before the first."""
-        pid = self.holder()
-        kept = read_kept_status(pid) if pid is not None else None
-        if kept is not None:
-            return kept
+        if (pid := self.holder()) is not None:
+            # With asyncio, so only when it is needed: `dsv4 plan` is fast.
+            from dsv4_operator.backends.local.supervisor import read_kept_status
+
+            if (kept := read_kept_status(pid)) is not None:
+                return kept
         with contextlib.suppress(FileNotFoundError):
             return (self.directory / "object.json").read_text()
         return None
@@ -321,36 +335,63 @@ def collect_evidence(
     source = state.incarnation(incarnation, group)
     if not source.is_dir():
         return None
+    return save_evidence(state, group, incarnation, members, read_logs(source, deadline=deadline))
+
+
+def save_evidence(
+    state: DeploymentState,
+    group: int,
+    incarnation: int,
+    members: Iterable[ObservedMember],
+    logs: Iterable[tuple[str, bytes]],
+) -> Path:
+    """Save plan, statuses and `logs` (relative path and content), and remove the oldest evidence; return the place.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     target = state.evidence(group) / f"{incarnation}-{_name_time(time.time())}"
     target.mkdir(parents=True, exist_ok=True)
-    shutil.copy(source / "plan.json", target)
+    shutil.copy(state.incarnation(incarnation, group) / "plan.json", target)
     for member in members:
         if member.incarnation == incarnation:
             text = json.dumps(member.summary(), indent=2) + "\n"
             (target / f"m{member.rank}-status.json").write_text(text)
-    for directory in sorted(source.glob("m*")):
-        for log in sorted(directory.glob("*.log")):
-            _copy_tail(log, target / f"{directory.name}-{log.name}", deadline)
-        ray = sorted((directory / "ray").glob("session_*/logs/*"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for log in [path for path in ray if path.is_file() and path.stat().st_size > 0][:_RAY_FILES]:
-            _copy_tail(log, target / f"{directory.name}-ray" / log.name, deadline)
+    for name, content in logs:
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_bytes(content)
     _retain(target.parent, target)
     return target
 
 
-def _copy_tail(source: Path, target: Path, deadline: float) -> None:
-    if time.monotonic() > deadline:
-        return
-    target.parent.mkdir(exist_ok=True)
+def read_logs(source: Path, *, deadline: float) -> Iterator[tuple[str, bytes]]:
+    """Yield relative path and tail of all logs of the members in `source`, an incarnation's directory.
+
+    After `deadline`, a monotonic time, no further file is read.
+    """
+    for directory in sorted(source.glob("m*")):
+        logs = [(f"{directory.name}-{log.name}", log) for log in sorted(directory.glob("*.log"))]
+        ray = sorted((directory / "ray").glob("session_*/logs/*"), key=lambda path: path.stat().st_mtime, reverse=True)
+        found = [path for path in ray if path.is_file() and path.stat().st_size > 0][:_RAY_FILES]
+        logs += [(f"{directory.name}-ray/{log.name}", log) for log in found]
+        for name, log in logs:
+            if time.monotonic() > deadline:
+                return
+            yield name, _tail(log)
+
+
+def _tail(source: Path) -> bytes:
     with source.open("rb") as file:
         size = source.stat().st_size
         file.seek(max(0, size - _TAIL_BYTES))
         tail = file.read(_TAIL_BYTES)
     if source.name == "vllm.log" or source.name.startswith("worker-"):
-        # vLLM logs content of requests, which must not be saved.
+        # vLLM logs content of requests, which must not be saved. Its patterns take 20 ms to compile.
+        from dsv4_runtime.util.log_lines import without_client_text
+
         lines = tail.decode(errors="replace").replace("\r\n", "\n").split("\n")
         tail = "".join(f"{line}\n" for line in without_client_text(lines) if line).encode()
-    target.write_bytes(tail)
+    return tail
 
 
 def _retain(directory: Path, new: Path) -> None:

@@ -41,8 +41,11 @@ FROZEN_SECONDS = 4.0
 HUNG_SECONDS = 20.0
 """Silence after which a process is replaced that still uses processor time."""
 START_SECONDS = 60.0
-"""The same before its first response."""
+"""Silence without use of processor time before its first response, and processor time that it may use until then: on a
+busy machine a start takes long."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
+END_TRIES = 5
+"""Loops that may fail after a request to end, before the supervisor kills all children and ends itself."""
 _KILL_SECONDS = 1.0
 _STEADY_SECONDS = 60.0
 """A loop that ran this long starts again without backoff."""
@@ -50,6 +53,7 @@ _MESSAGE_BYTES, _FILES = 1 << 20, 250
 _BUFFER_BYTES = 4 << 20
 _REPORT, _REPORT_BYTES, _RESTARTS = "dsv4-report", 16384, 10
 _READ_TRIES = 20
+_TICKS = os.sysconf("SC_CLK_TCK")
 STATUS = "status"
 """Name of the kept memory file with the latest deployment."""
 NETWORK, LOCK = "network", "lock"
@@ -62,7 +66,7 @@ class Liveness:
     def __init__(self, pid: int, now: float) -> None:
         self.pid = pid
         self._responded = self._progressed = self._judged = now
-        self._ticks = _activity(pid)[1]
+        self._begun = self._ticks = _activity(pid)[1]
         self._first = True
         self.resumed = False
 
@@ -85,12 +89,15 @@ class Liveness:
         if ticks != self._ticks:
             self._ticks, self._progressed = ticks, now
         # A process that starts waits for other programs and for the disk.
-        idle = now - max(self._responded, self._progressed) if state in ("T", "t") or not self._first else 0.0
+        unused = now - max(self._responded, self._progressed)
+        idle = unused if state in ("T", "t") or not self._first else 0.0
         if idle >= RESUME_SECONDS and not self.resumed:
             self.resumed = True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGCONT)
-        return idle >= FROZEN_SECONDS or now - self._responded >= (START_SECONDS if self._first else HUNG_SECONDS)
+        if self._first:
+            return idle >= FROZEN_SECONDS or unused >= START_SECONDS or ticks - self._begun >= START_SECONDS * _TICKS
+        return idle >= FROZEN_SECONDS or now - self._responded >= HUNG_SECONDS
 
 
 def _activity(pid: int) -> tuple[str, int]:
@@ -183,14 +190,15 @@ class Supervisor:
     def run(self, command: Sequence[str]) -> int:
         """Run the loop with the options `--supervisor=FD`, again after every unrequested end; return its exit code.
 
-        An end before the first beat of the first loop is a failed start.
+        An end before the first beat of the first loop is a failed start. After a request to end, `END_TRIES` loops may
+        fail.
         """
         wake, signals = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(signals)
         self._selector.register(wake, selectors.EVENT_READ)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._end)
-        pause, proven = FIRST_PAUSE, False
+        pause, proven, tries = FIRST_PAUSE, False, 0
         while True:
             begun = time.monotonic()
             try:
@@ -199,16 +207,17 @@ class Supervisor:
                 self.detach()
                 code, reason = 1, f"could not be started ({error.strerror or error})"
             proven = proven or self._beat is not None
-            if code == 0 or not proven:
+            tries += self._ending
+            if code == 0 or not proven or tries >= END_TRIES:
                 return code
-            if time.monotonic() - begun >= _STEADY_SECONDS:
+            if time.monotonic() - begun >= _STEADY_SECONDS or self._ending:
                 pause = FIRST_PAUSE
             self._count += 1
             self._restarts = [*self._restarts, {"time": time.time(), "reason": reason}][-_RESTARTS:]
             self._publish()
             until = time.monotonic() + pause
-            pause = min(pause * 2, LONGEST_PAUSE)
-            while (left := until - time.monotonic()) > 0:
+            pause, ending = min(pause * 2, LONGEST_PAUSE), self._ending
+            while (left := until - time.monotonic()) > 0 and self._ending == ending:
                 self._drain(wake)
                 self.poll(left)
 
@@ -631,13 +640,16 @@ def main() -> None:
     """Run the reconcile loop with these arguments until it ends as asked. Exit code: the loop's."""
     parser = argparse.ArgumentParser(prog="dsv4-supervisor", description=main.__doc__)
     parser.add_argument("--attached", type=int, metavar="PID", help="end when this parent process ends")
+    parser.add_argument(
+        "--loop", default="dsv4_operator.controller.standalone", metavar="MODULE", help="module of the loop"
+    )
     options, arguments = parser.parse_known_args()
     if options.attached is not None:
         network.die_with_parent(signal.SIGTERM)
         if os.getppid() != options.attached:
             # The parent ended before the signal was registered.
             return
-    command = [sys.executable, "-m", "dsv4_operator.controller.standalone", *arguments]
+    command = [sys.executable, "-m", options.loop, *arguments]
     supervisor = Supervisor()
     code = supervisor.run(command)
     supervisor.close()

@@ -34,7 +34,7 @@ from dsv4_operator.backends.pods.observe import (
 from dsv4_operator.backends.pods.ownership import gather_all
 from dsv4_operator.backends.pods.podgroups import PodGroups
 from dsv4_operator.backends.pods.scheduling import Owner, Snapshot
-from dsv4_operator.builders import member, names, podgroup
+from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, Forbidden, Unavailable
 from dsv4_operator.kube.cache import GATEWAYS
@@ -227,7 +227,7 @@ class PodsBackend:
         known = self._group(key)
         self._follow(deployment, known, found)
         # Waits begin once a scheduler has chosen a node.
-        queued = {one.uid for one in found if podgroup.is_queued(one.pod)}
+        queued = {one.uid for one in found if member.is_queued(one.pod)}
         known.seen = {one.uid: now if one.uid in queued else known.seen.get(one.uid, now) for one in found}
         latest = max((one.incarnation for one in found), default=0)
         reason = self._pod_groups.reason(deployment, group, latest) if queued else ""

@@ -16,7 +16,8 @@ from typing import Any
 from dsv4_operator.api import KIND, DSV4Deployment
 from dsv4_operator.api.values import parse_time
 from dsv4_operator.backends.pods.scheduling import condition, node_of
-from dsv4_operator.builders import names, podgroup
+from dsv4_operator.builders import names
+from dsv4_operator.builders.member import is_queued, removal_of
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_runtime.client import AGENT_ERRORS, SILENCE_SECONDS, AgentClient
@@ -298,7 +299,7 @@ def observed(
         queue_reason: reason why its scheduler has not placed its group; empty: it gives none.
     """
     pod = member.pod
-    queued = podgroup.is_queued(pod)
+    queued = is_queued(pod)
     ended, cause = _end(pod, report, now - since)
     waiting = None if ended is not None or report is not None else _waiting(pod, formed=formed)
     if queued and ended is None:
@@ -314,7 +315,7 @@ def observed(
         cause=cause,
         waiting=waiting,
         queued=queued and ended is None,
-        removal=podgroup.removal_of(pod),
+        removal=removal_of(pod),
         status=report.status if report is not None else None,
         heard=report.heard if report is not None else None,
     )

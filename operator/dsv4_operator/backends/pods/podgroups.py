@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dsv4_operator.api import DSV4Deployment, Reason, SchedulerType
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.ownership import OwnedObjects
-from dsv4_operator.builders import member, names, podgroup
+from dsv4_operator.builders import member, names
 from dsv4_operator.kube import (
     COSCHEDULING_POD_GROUPS,
     LOCAL_QUEUES,
@@ -78,7 +78,7 @@ class PodGroups:
         if scheduler is None:
             return
         requests = member.requests(deployment, plan.expectations.memory_bytes)
-        wanted = podgroup.pod_group(deployment, plan.group, plan.incarnation, requests)
+        wanted = member.pod_group(deployment, plan.group, plan.incarnation, requests)
         if wanted is None:
             await self._check_queue(deployment.metadata.namespace, scheduler.queue or "")
             return
@@ -134,7 +134,7 @@ class PodGroups:
         resource = POD_GROUPS.get(scheduler.type, WORKLOADS)
         name = names.incarnation_name(key.deployment, key.group, known.incarnation)
         try:
-            text = podgroup.reason_of(await self._kube.get(resource, key.namespace, name))
+            text = member.reason_of(await self._kube.get(resource, key.namespace, name))
         except KubeError as error:
             text = f"the reason cannot be read: {error}"
         if text != known.text:

@@ -1,0 +1,349 @@
+"""Program for machines without dsv4: facts, installation of the software, and its copy from another machine.
+
+The client sends it over ssh to `python3 -c`, so it uses the standard library of Python 3.9 alone. The first argument is
+the action. Results go to stdout, and progress to stderr with one line for each change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hmac
+import io
+import json
+import os
+import platform
+import select
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Union
+
+COMPLETE = ".complete"
+"""File in the directory of an environment that is installed completely."""
+CONNECT_SECONDS = 20.0
+SILENT_SECONDS = 60.0
+_TOKEN_BYTES = 64
+_LENGTH_BYTES = 8
+_MOST_MANIFEST_BYTES = 1 << 28
+_PROGRESS_SECONDS = 2.0
+_ENDED = "the other machine ended the connection; is the copy still being served?"
+
+_Stream = Union[IO[bytes], io.BufferedRWPair]  # noqa: UP007 - evaluated by Python 3.9
+
+
+def main() -> None:
+    """Run one action. Exit code 3: it failed, and stderr ends with the reason."""
+    action, *arguments = sys.argv[1:]
+    actions: dict[str, Callable[..., None]] = {
+        "check": check,
+        "receive": receive,
+        "install": install,
+        "serve": serve,
+        "fetch": fetch,
+    }
+    try:
+        actions[action](*arguments)
+    except (OSError, ValueError, subprocess.SubprocessError, tarfile.TarError) as error:
+        print(f"{getattr(error, 'strerror', None) or error}{_file(error)}", file=sys.stderr, flush=True)
+        sys.exit(3)
+
+
+def _file(error: Exception) -> str:
+    name = getattr(error, "filename", None)
+    return f" ({name})" if name else ""
+
+
+def check(state_dir: str) -> None:
+    """Print the facts about this machine as JSON."""
+    include = sysconfig.get_paths("posix_prefix")["include"]
+    root = Path(state_dir)
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    software = glob.glob(f"{state_dir}/software/*/{COMPLETE}")
+    facts = {
+        "hostname": socket.gethostname(),
+        "root": os.geteuid() == 0,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "headers": os.path.exists(os.path.join(include, "Python.h")),
+        "architecture": platform.machine(),
+        "system": sys.platform,
+        "systemd": os.path.isdir("/run/systemd/system"),
+        "writable": os.access(existing, os.W_OK),
+        "free_bytes": shutil.disk_usage(existing).free,
+        "time": time.time(),
+        "addresses": _addresses(),
+        "nvidia": os.path.exists("/dev/nvidiactl"),
+        "uv": shutil.which("uv"),
+        "compilers": [name for name in ("gcc", "g++") if shutil.which(name)],
+        "software": sorted(os.path.basename(os.path.dirname(path)) for path in software),
+    }
+    print(json.dumps(facts))
+
+
+def _addresses() -> list[dict[str, object]]:
+    """Return the IPv4 addresses of physical and virtual interfaces with their speed in Mbit/s."""
+    try:
+        output = subprocess.run(["ip", "-j", "-4", "addr"], capture_output=True, timeout=10, check=True).stdout
+        links = json.loads(output)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+    found = []
+    for link in links:
+        name = link["ifname"]
+        speed = 0
+        with contextlib.suppress(OSError, ValueError):
+            speed = int(Path(f"/sys/class/net/{name}/speed").read_text())
+        rdma = os.path.isdir(f"/sys/class/net/{name}/device/infiniband")
+        found += [
+            {"interface": name, "address": one["local"], "prefix": one["prefixlen"], "speed": speed, "rdma": rdma}
+            for one in link.get("addr_info", ())
+            if one.get("scope") == "global"
+        ]
+    return found
+
+
+def receive(directory: str) -> None:
+    """Write the files of a tar archive on stdin to `directory`."""
+    os.makedirs(directory, exist_ok=True)
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+        for entry in archive:
+            _extract(archive, entry, directory)
+
+
+def install(directory: str, uv: str, requirements: str, wheels: str) -> None:
+    """Make a virtual environment in `directory`; a repeated call continues one that was interrupted."""
+    python = os.path.join(directory, "bin", "python")
+    environment = {**os.environ, "UV_LINK_MODE": "copy", "UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"}
+
+    def run(*words: str) -> None:
+        command = [uv, *words]
+        output = b""
+        deadline = time.monotonic() + _PROGRESS_SECONDS
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment) as process:
+            if process.stderr is None:
+                raise ValueError("no pipe")
+            while True:
+                ready, _, _ = select.select([process.stderr], [], [], _PROGRESS_SECONDS)
+                if ready:
+                    part = os.read(process.stderr.fileno(), 65536)
+                    output = (output + part)[-4000:]
+                    if not part:
+                        break
+                if time.monotonic() > deadline:
+                    deadline = time.monotonic() + _PROGRESS_SECONDS
+                    _progress(f"{_used(directory) / 1e9:.1f} GB installed")
+        if process.returncode:
+            raise ValueError(f"`uv {' '.join(words)}` failed: {output.decode(errors='replace').strip()}")
+
+    _start_from_earlier(directory)
+    if not os.path.exists(python):
+        run("venv", "--quiet", "--python", sys.executable, directory)
+    run("pip", "sync", "--python", python, requirements)
+    run("pip", "install", "--python", python, "--no-deps", "--reinstall", *sorted(glob.glob(f"{wheels}/*.whl")))
+    _complete(directory)
+
+
+def _start_from_earlier(directory: str) -> None:
+    """Link the files of the latest complete environment beside `directory` into it, unless it exists: packages that
+    both have are neither installed nor transferred again.
+
+    Installers and `fetch` replace files and never write into them, so the earlier environment stays as it is.
+    """
+    marks = glob.glob(os.path.join(os.path.dirname(directory), "*", COMPLETE))
+    if os.path.lexists(directory) or not marks:
+        return
+    earlier = os.path.dirname(max(marks, key=os.path.getmtime))
+    try:
+        settings = Path(earlier, "pyvenv.cfg").read_text()
+    except OSError:
+        return
+    if ".".join(map(str, sys.version_info[:3])) not in settings:
+        return
+    unfinished = f"{directory}.part"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        shutil.copytree(
+            earlier,
+            unfinished,
+            symlinks=True,
+            copy_function=os.link,
+            ignore=lambda _, names: {COMPLETE}.intersection(names),
+        )
+    except OSError as error:
+        # A file system without links, for example: everything is installed then.
+        _progress(f"the software in {earlier} is not used: {error}"[:400])
+        shutil.rmtree(unfinished, ignore_errors=True)
+        return
+    # Programs name the Python of their environment.
+    for path in glob.glob(f"{unfinished}/bin/*"):
+        if os.path.isfile(path) and not os.path.islink(path):
+            with open(path, "rb") as program:
+                content = program.read()
+            if earlier.encode() in content:
+                mode = os.stat(path).st_mode
+                os.unlink(path)
+                with open(path, "wb") as program:
+                    program.write(content.replace(earlier.encode(), directory.encode()))
+                os.chmod(path, mode)
+    os.rename(unfinished, directory)
+
+
+def _used(directory: str) -> int:
+    sizes = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                sizes += os.lstat(os.path.join(folder, name)).st_size
+    return sizes
+
+
+def _complete(directory: str) -> None:
+    """Mark an environment as complete, after its files have reached the disk."""
+    os.sync()
+    with open(os.path.join(directory, COMPLETE), "w") as file:
+        os.fsync(file.fileno())
+    os.sync()
+
+
+def serve(directory: str, address: str) -> None:
+    """Send `directory` to every machine that presents the token, the first line of stdin, until stdin ends. Print the
+    port."""
+    token = sys.stdin.buffer.readline().strip()
+    if len(token) != _TOKEN_BYTES:
+        raise ValueError("the token has the wrong length")
+    with socket.create_server((address, 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        while True:
+            ready, _, _ = select.select([listener, sys.stdin.buffer], [], [])
+            if sys.stdin.buffer in ready:
+                return
+            connection, _ = listener.accept()
+            threading.Thread(target=_send, args=(connection, directory, token), daemon=True).start()
+
+
+def _send(connection: socket.socket, directory: str, token: bytes) -> None:
+    connection.settimeout(SILENT_SECONDS)
+    with contextlib.suppress(OSError, ValueError), connection, connection.makefile("rwb") as stream:
+        if not hmac.compare_digest(stream.read(_TOKEN_BYTES), token):
+            return
+        present = _read_document(stream)
+        files = _files(directory)
+        _write_document(stream, files)
+        with tarfile.open(fileobj=stream, mode="w|") as archive:
+            for name, size_and_time in files.items():
+                if present.get(name) != size_and_time:
+                    archive.add(os.path.join(directory, name), arcname=name, recursive=False)
+        stream.flush()
+
+
+def fetch(directory: str, address: str, port: str) -> None:
+    """Copy the directory of another machine; files that are there already are not transferred. The token is on
+    stdin."""
+    token = sys.stdin.buffer.readline().strip()
+    _start_from_earlier(directory)
+    os.makedirs(directory, exist_ok=True)
+    try:
+        wanted = _receive_missing(directory, address, port, token)
+    except (BrokenPipeError, ConnectionResetError):
+        raise ValueError(_ENDED) from None
+    present = _files(directory)
+    if lacking := [name for name in wanted if present.get(name) != wanted[name]]:
+        raise ValueError(f"{len(lacking)} files were not transferred, such as {lacking[0]}")
+    for name in present.keys() - wanted.keys():
+        os.unlink(os.path.join(directory, name))
+    _complete(directory)
+
+
+def _receive_missing(directory: str, address: str, port: str, token: bytes) -> dict[str, list[int]]:
+    """Receive the files that `directory` lacks; return those of the other machine."""
+    with socket.create_connection((address, int(port)), CONNECT_SECONDS) as connection:
+        connection.settimeout(SILENT_SECONDS)
+        with connection.makefile("rwb") as stream:
+            stream.write(token)
+            present = _files(directory)
+            _write_document(stream, present)
+            wanted = _read_document(stream)
+            missing = [name for name in wanted if present.get(name) != wanted[name]]
+            total = sum(wanted[name][0] for name in missing)
+            done, deadline = 0, 0.0
+            with tarfile.open(fileobj=stream, mode="r|") as archive:
+                for entry in archive:
+                    _extract(archive, entry, directory)
+                    done += entry.size
+                    if time.monotonic() > deadline:
+                        deadline = time.monotonic() + _PROGRESS_SECONDS
+                        _progress(f"{done / 1e9:.1f} of {total / 1e9:.1f} GB copied")
+    return wanted
+
+
+def _files(directory: str) -> dict[str, list[int]]:
+    """Return size and time of all files below `directory` except the mark, of links a checksum of the target."""
+    found = {}
+    for folder, folders, names in os.walk(directory):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        for name in (*names, *links):
+            path = os.path.join(folder, name)
+            status = os.lstat(path)
+            relative = os.path.relpath(path, directory)
+            if relative != COMPLETE and (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)):
+                link = stat.S_ISLNK(status.st_mode)
+                second = zlib.crc32(os.fsencode(os.readlink(path))) if link else int(status.st_mtime)
+                found[relative] = [status.st_size, second]
+    return found
+
+
+def _extract(archive: tarfile.TarFile, entry: tarfile.TarInfo, directory: str) -> None:
+    parts = Path(entry.name).parts
+    if Path(entry.name).is_absolute() or ".." in parts or not (entry.isreg() or entry.issym() or entry.islnk()):
+        raise ValueError(f"the archive has an invalid entry {entry.name!r}")
+    # Other kinds of files of an earlier environment are replaced, and its links not followed.
+    for parent in Path(entry.name).parents[-2::-1]:
+        path = os.path.join(directory, parent)
+        if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
+            os.unlink(path)
+    target = os.path.join(directory, entry.name)
+    if os.path.isdir(target) and not os.path.islink(target):
+        shutil.rmtree(target)
+    elif os.path.lexists(target):
+        os.unlink(target)
+    entry.uid, entry.gid, entry.uname, entry.gname = os.geteuid(), os.getegid(), "", ""
+    entry.mtime = int(entry.mtime)
+    archive.extract(entry, directory)
+
+
+def _write_document(stream: _Stream, document: object) -> None:
+    data = json.dumps(document).encode()
+    stream.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+    stream.flush()
+
+
+def _read_document(stream: _Stream) -> dict[str, list[int]]:
+    length = int.from_bytes(_exactly(stream, _LENGTH_BYTES), "big")
+    if length > _MOST_MANIFEST_BYTES:
+        raise ValueError("the list of files is too long")
+    found: dict[str, list[int]] = json.loads(_exactly(stream, length))
+    return found
+
+
+def _exactly(stream: _Stream, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) != size:
+        raise ValueError(_ENDED)
+    return data
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,661 @@
+"""Deployments on several machines from a client: `dsv4 up --hosts`, `down`, `uninstall`, and commands run over ssh."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import io
+import json
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
+from ipaddress import IPv4Interface
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from dsv4_operator.api import DSV4Deployment, Hardware
+from dsv4_operator.api.values import format_duration
+from dsv4_operator.backends.hosts import bootstrap
+from dsv4_operator.backends.hosts.documents import (
+    INVENTORY,
+    Host,
+    InvalidInventory,
+    Inventory,
+    load_inventory,
+)
+from dsv4_operator.backends.hosts.ssh import CONNECTION_FAILED, Completed, Ssh, SshError
+from dsv4_operator.backends.local.state import DeploymentState, StateError, deployments
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors, invalid
+from dsv4_operator.cli.machine import REMOTE, SOFTWARE, Record, Settings, save_record
+from dsv4_operator.cli.output import format_elapsed, print_line
+from dsv4_operator.cli.sources.base import read_file
+
+UV_VERSION = "0.13.8"
+_CHECK_SECONDS = 30.0
+_STEP_SECONDS = 240.0
+_INSTALL_SECONDS = 5400.0
+_UV_SECONDS = 300.0
+_PROGRESS_SECONDS = 10.0
+_GPU_BYTES, _CPU_BYTES = 16 * 10**9, 9 * 10**9
+"""Space for the software."""
+_CLOCK_SECONDS = 60.0
+_ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "aarch64"}
+_ZIP_TIME = (2020, 1, 1, 0, 0, 0)
+_FIND_PYTHON = (
+    "for p in python3 python3.13 python3.12 python3.11; do "
+    "$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && exec $p \"$@\"; done; "
+    "echo 'there is no Python 3.11 or newer' >&2; exit 3"
+)
+
+T = TypeVar("T")
+
+
+def up(file: str, hosts: str, root: Path, *, timeout: float) -> ExitCode:
+    """Start the deployment in `file` on the machines of `hosts`, an inventory or ssh targets; return when it is ready.
+
+    Raises:
+        CommandError: a machine or the file is not suitable, a step failed, or the deployment was not ready in time.
+    """
+    deployment = read_file(file, detect_hardware=False)
+    known = _records(root).get(deployment.metadata.name)
+    return asyncio.run(_with_client(lambda client: client.up(deployment, hosts, known, root, timeout)))
+
+
+def down(root: Path, record: Record, *, uninstall: bool) -> ExitCode:
+    """End a deployment on all machines, with `uninstall` also remove what `up` installed.
+
+    Raises:
+        CommandError: a machine does not answer, or a step failed there.
+    """
+    return asyncio.run(_with_client(lambda client: client.down(root, record, uninstall=uninstall)))
+
+
+def find(root: Path, name: str | None) -> Record | None:
+    """Return the deployment on other machines that a command is for; None if it is for this machine.
+
+    Raises:
+        CommandError: a record cannot be read.
+    """
+    records = _records(root)
+    if name in records:
+        return records[name]
+    if name is None and len(records) == 1 and not deployments(root):
+        return next(iter(records.values()))
+    return None
+
+
+def is_here(root: Path, record: Record) -> bool:
+    """Return whether the loop runs on this machine, with its files in `root`."""
+    return (root / record.name / INVENTORY).exists()
+
+
+def forward(record: Record, arguments: Sequence[str]) -> int:
+    """Run the command line on the machine of the loop, or `logs` on all machines; return its exit code."""
+    return asyncio.run(_with_client(lambda client: client.forward(record, arguments)))
+
+
+async def _with_client(action: Callable[[_Client], Awaitable[T]]) -> T:
+    # A short path, because ssh has sockets there.
+    with tempfile.TemporaryDirectory(prefix="dsv4-") as sockets:
+        client = _Client(Ssh(Path(sockets)))
+        try:
+            return await action(client)
+        except SshError as error:
+            raise CommandError(str(error)) from None
+        finally:
+            await client.ssh.close()
+
+
+def _records(root: Path) -> dict[str, Record]:
+    found = {}
+    for path in sorted((root / REMOTE).glob("*.json")):
+        try:
+            found[path.stem] = Record.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            raise bad_input(f"{path} cannot be read; remove it, and run `dsv4 up FILE --hosts HOSTS` again") from None
+    return found
+
+
+@dataclass(slots=True)
+class _Client:
+    """Connections to machines with the progress of a command."""
+
+    ssh: Ssh
+    begun: float = field(default_factory=time.monotonic)
+
+    def report(self, machine: str, text: str) -> None:
+        print_line(f"{format_elapsed(time.monotonic() - self.begun):>7}  {machine}  {text}")
+
+    async def up(
+        self, deployment: DSV4Deployment, hosts: str, known: Record | None, root: Path, limit: float
+    ) -> ExitCode:
+        named = _read_inventory(hosts)
+        targets = [host.target for host in named.hosts] if isinstance(named, Inventory) else named
+        given = named.state_dir if isinstance(named, Inventory) else Inventory.model_fields["state_dir"].default
+        checks = await self._all({target: self._check(target, given) for target in targets})
+        if not isinstance(named, Inventory):
+            named = known.inventory if known and _same_targets(known, named) else _discovered(named, checks)
+        inventory, spec = named, deployment.spec
+        needed = spec.topology.nodes_per_group * max(spec.replicas, 1)
+        if needed > len(inventory.hosts):
+            raise bad_input(f"the deployment needs {needed} machines, and {hosts} has {len(inventory.hosts)}; add some")
+        inventory = inventory.model_copy(update={"hosts": inventory.hosts[:needed]})
+        _check_machines(known, inventory)
+        cpu = spec.topology.hardware is Hardware.CPU
+        source = _Source.of(cpu=cpu, python=_minor(checks[inventory.hosts[0].target]["python"]))
+        self._judge(inventory, checks, source)
+        first, found = checks[inventory.hosts[0].target], _secrets(deployment, root)
+        record = Record(
+            name=deployment.metadata.name,
+            inventory=inventory,
+            key=known.key if known and known.key else secrets.token_hex(32),
+            software=f"{inventory.state_dir}/{SOFTWARE}/{source.identity(first['architecture'])}",
+            sudo=first["sudo"],
+            secrets=tuple(found),
+        )
+        await self._install(record, checks, source)
+        # Not before: `down` uses the software of the record.
+        with convert_os_errors("the record of the deployment cannot be written"):
+            save_record(root, record)
+        settings = [
+            Settings(record=record, host=host.name, deployment=deployment, secrets=found, timeout=limit)
+            for host in inventory.hosts
+        ]
+        # The first one refuses if another version runs.
+        await self._machine("apply", settings[0], _STEP_SECONDS)
+        await self._all({each.host: self._machine("apply", each, _STEP_SECONDS) for each in settings[1:]})
+        self.report(inventory.hosts[0].name, f"starting; at most {format_duration(limit)}")
+        return ExitCode(
+            await self._attached(record, inventory.hosts[0], ["dsv4_operator.cli.machine", "wait"], settings[0])
+        )
+
+    async def down(self, root: Path, record: Record, *, uninstall: bool) -> ExitCode:
+        first, *_ = hosts = record.inventory.hosts
+        checks = {host.name: await self._try(self._check(host.target, record.inventory.state_dir)) for host in hosts}
+        failed = [f"{name}: {found}" for name, found in checks.items() if isinstance(found, Exception)]
+        there = [
+            host
+            for host in hosts
+            if not isinstance(facts := checks[host.name], Exception) and Path(record.software).name in facts["software"]
+        ]
+        deployment = _named(record.name)
+        settings = {host.name: Settings(record=record, host=host.name, deployment=deployment) for host in there}
+        steps = [("stop-loop", there[:1] if first in there else []), ("stop-host", there)]
+        if uninstall and not failed:
+            steps.append(("remove", there))
+        for action, machines in steps:
+            for host in machines:
+                outcome = await self._try(self._machine(action, settings[host.name], _STEP_SECONDS * 2))
+                failed += [str(outcome)] if isinstance(outcome, Exception) else []
+        if failed:
+            raise CommandError(*failed, f"{record.name} may run on these machines; repeat the command when they answer")
+        if uninstall:
+            (root / REMOTE / f"{record.name}.json").unlink(missing_ok=True)
+        print_line(f"{record.name} has ended on {len(hosts)} machines{', and is removed there' if uninstall else ''}")
+        return ExitCode.OK
+
+    async def forward(self, record: Record, arguments: Sequence[str]) -> int:
+        first = record.inventory.hosts[0]
+        words = ["dsv4_operator.cli.main", *arguments]
+        if arguments[:1] == ["logs"] and not _about_loop(arguments):
+            folder = str(record.inventory.members(_named(record.name)).root)
+            return await self._logs(record, [*words, "--state-dir", folder])
+        return await self._attached(record, first, words)
+
+    async def _logs(self, record: Record, words: Sequence[str]) -> int:
+        """Print the logs of all machines; success if one of them has some."""
+        results = await self._all(
+            {
+                host.name: asyncio.create_subprocess_exec(
+                    *self.ssh.command(host.target, [*record.program(), *words]),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE,
+                )
+                for host in record.inventory.hosts
+            }
+        )
+        outputs = await asyncio.gather(*(process.communicate() for process in results.values()))
+        codes = [process.returncode or 0 for process in results.values()]
+        if all(codes):
+            for name, (_, errors) in zip(results, outputs, strict=True):
+                print(f"{name}: {errors.decode(errors='replace').strip()}", file=sys.stderr)
+        return min(codes)
+
+    async def _attached(
+        self, record: Record, host: Host, words: Sequence[str], settings: Settings | None = None
+    ) -> int:
+        """Run a program of dsv4 with this terminal, and return its exit code."""
+        terminal = settings is None and sys.stdin.isatty() and sys.stdout.isatty()
+        command = self.ssh.command(host.target, [*record.program(), *words], terminal=terminal)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=None if settings is None else asyncio.subprocess.PIPE
+        )
+        if process.stdin is not None and settings is not None:
+            process.stdin.write(settings.to_json().encode())
+            await process.stdin.drain()
+            process.stdin.close()
+        code = await process.wait()
+        if code == CONNECTION_FAILED:
+            raise CommandError(
+                f"{host.name}: the connection was lost; {record.name} is not affected: see `dsv4 status {record.name}`"
+            )
+        return code
+
+    async def _all(self, work: dict[str, Awaitable[T]]) -> dict[str, T]:
+        """Return the results of all machines; one error with all failures."""
+        results = await asyncio.gather(*work.values(), return_exceptions=True)
+        failed: list[str] = []
+        for result in results:
+            if isinstance(result, (SshError, CommandError)):
+                failed += result.messages if isinstance(result, CommandError) else [str(result)]
+            elif isinstance(result, BaseException):
+                raise result
+        if failed:
+            raise bad_input(*failed)
+        return {
+            name: result for name, result in zip(work, results, strict=True) if not isinstance(result, BaseException)
+        }
+
+    @staticmethod
+    async def _try(work: Awaitable[T]) -> T | SshError | CommandError:
+        try:
+            return await work
+        except (SshError, CommandError) as error:
+            return error
+
+    async def _check(self, target: str, state_dir: str) -> dict[str, Any]:
+        """Return the facts about a machine, as root if that is possible without a password."""
+        words = ["sh", "-c", _FIND_PYTHON, "sh", "-c", _script(), "check", state_dir]
+        done = await self.ssh.run(target, words, seconds=_CHECK_SECONDS)
+        facts: dict[str, Any] = json.loads(_output(target, "the check", done))
+        if not facts["root"]:
+            done = await self.ssh.run(target, ["sudo", "-n", *words], seconds=_CHECK_SECONDS)
+            if done.code == 0:
+                return {**json.loads(done.output), "sudo": True}
+        return {**facts, "sudo": False}
+
+    def _judge(self, inventory: Inventory, checks: dict[str, Any], source: _Source) -> None:
+        """Report the machines.
+
+        Raises:
+            CommandError: some are not suitable; one message for each reason.
+        """
+        first = checks[inventory.hosts[0].target]
+        problems: list[str] = []
+        for host in inventory.hosts:
+            facts = checks[host.target]
+            found = list(_problems(host, facts, first, source, inventory.state_dir))
+            problems += [f"{host.name}: {problem}" for problem in found]
+            if not found:
+                start = "with systemd" if facts["systemd"] else "without systemd, so not started after a reboot"
+                free = facts["free_bytes"] / 1e9
+                self.report(host.name, f"{host.address}, Python {facts['python']}, {free:.0f} GB free, {start}")
+        if problems:
+            raise bad_input(*problems)
+
+    async def _install(self, record: Record, checks: dict[str, Any], source: _Source) -> None:
+        """Install the software on the first machine, and copy it from there to the others."""
+        identity = Path(record.software).name
+        lacking = [host for host in record.inventory.hosts if identity not in checks[host.target]["software"]]
+        first, *_ = record.inventory.hosts
+        if not lacking:
+            self.report("all", "software is there")
+            return
+        if first in lacking:
+            facts = checks[first.target]
+            self.report(first.name, f"installing the software into {record.software}")
+            uv, files = facts["uv"], dict(source.files)
+            folder = f"{record.software}.input"
+            if uv is None:
+                files["uv"], uv = await asyncio.to_thread(_uv, facts["architecture"]), f"{folder}/uv"
+            archive = _archive(files)
+            await self._bootstrap(record, first, ["receive", folder], given=archive)
+            words = ["install", record.software, uv, f"{folder}/requirements.txt", folder]
+            await self._bootstrap(record, first, words, seconds=_INSTALL_SECONDS)
+            self.report(first.name, "software installed")
+        if others := [host for host in lacking if host != first]:
+            await self._copy(record, first, others)
+
+    async def _copy(self, record: Record, first: Host, others: Iterable[Host]) -> None:
+        """Copy the software over the link between the machines, with a token for this copy."""
+        token = secrets.token_hex(32).encode() + b"\n"
+        words = [*_sudo(record), "sh", "-c", _FIND_PYTHON, "sh", "-c", _script()]
+        server = await asyncio.create_subprocess_exec(
+            *self.ssh.command(first.target, [*words, "serve", record.software, first.address]),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        if server.stdin is None or server.stdout is None:
+            raise CommandError("no pipe to ssh")
+        try:
+            server.stdin.write(token)
+            async with asyncio.timeout(_CHECK_SECONDS):
+                port = (await server.stdout.readline()).decode().strip()
+            if not port.isdecimal():
+                raise CommandError(f"{first.name}: the software cannot be served at {first.address}")
+
+            async def copy(host: Host) -> None:
+                self.report(host.name, f"copying the software from {first.name}")
+                fetch = ["fetch", record.software, first.address, port]
+                await self._bootstrap(record, host, fetch, given=token, seconds=_INSTALL_SECONDS)
+                self.report(host.name, "software copied")
+
+            await self._all({host.name: copy(host) for host in others})
+        except TimeoutError:
+            raise CommandError(f"{first.name}: the copy of the software did not start") from None
+        finally:
+            server.stdin.close()
+            try:
+                async with asyncio.timeout(_CHECK_SECONDS):
+                    await server.wait()
+            except TimeoutError:
+                server.kill()
+
+    async def _bootstrap(
+        self, record: Record, host: Host, words: Sequence[str], *, given: bytes = b"", seconds: float = _STEP_SECONDS
+    ) -> None:
+        command = [*_sudo(record), "sh", "-c", _FIND_PYTHON, "sh", "-c", _script(), *words]
+        latest = time.monotonic()
+
+        def progress(line: str) -> None:
+            nonlocal latest
+            if re.match(r"\d", line) and time.monotonic() - latest >= _PROGRESS_SECONDS:
+                latest = time.monotonic()
+                self.report(host.name, line)
+
+        done = await self.ssh.run(host.target, command, seconds=seconds, given=given, progress=progress)
+        _output(host.name, f"`{words[0]}` of the software", done)
+
+    async def _machine(self, action: str, settings: Settings, seconds: float) -> None:
+        """Run an action of `cli.machine` and report its output."""
+        host = next(host for host in settings.record.inventory.hosts if host.name == settings.host)
+        words = [*settings.record.program(), "dsv4_operator.cli.machine", action]
+        done = await self.ssh.run(host.target, words, seconds=seconds, given=settings.to_json().encode())
+        for line in done.output.decode(errors="replace").splitlines():
+            self.report(host.name, line)
+        if done.code:
+            lines = [line.removeprefix("error: ") for line in done.errors.splitlines()] or [f"exit code {done.code}"]
+            shown = [line for line in lines if line][-5:]
+            raise CommandError(*(f"{host.name}: {line}" for line in shown), code=_exit_code(done.code))
+
+
+def _exit_code(code: int) -> ExitCode:
+    return ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
+
+
+def _sudo(record: Record) -> list[str]:
+    return ["sudo", "-n"] if record.sudo else []
+
+
+def _about_loop(arguments: Sequence[str]) -> bool:
+    return re.search(r"(-c|--component)[ =]?loop\b", " ".join(arguments)) is not None
+
+
+def _script() -> str:
+    return Path(bootstrap.__file__).read_text()
+
+
+def _output(machine: str, what: str, done: Completed) -> bytes:
+    if done.code:
+        reason = done.errors.rpartition("\n")[2] or f"exit code {done.code}"
+        raise CommandError(f"{machine}: {what} failed: {reason}")
+    return done.output
+
+
+def _read_inventory(hosts: str) -> Inventory | list[str]:
+    """Return the inventory in a file, or the ssh targets in a list.
+
+    Raises:
+        CommandError: the file or a name is invalid.
+    """
+    if Path(hosts).suffix in (".yaml", ".yml", ".json") or Path(hosts).is_file():
+        try:
+            return load_inventory(Path(hosts).read_text(encoding="utf-8"))
+        except InvalidInventory as error:
+            raise invalid(hosts, error.findings) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise bad_input(
+                f"--hosts {hosts!r}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"
+            ) from None
+    targets = [part.strip() for part in hosts.split(",") if part.strip()]
+    try:
+        # Checks the syntax; the addresses are found on the machines.
+        Inventory(hosts=tuple(_host(target, f"192.0.2.{n}") for n, target in enumerate(targets, 1)))
+    except ValidationError as error:
+        raise bad_input(f"--hosts {hosts!r}: {error.errors()[0]['msg']}") from None
+    return targets
+
+
+def _host(target: str, address: str, interface: str | None = None) -> Host:
+    name = target.rpartition("@")[2].lower()
+    return Host(name=name, ssh=target, address=address, interface=interface)
+
+
+def _check_machines(known: Record | None, inventory: Inventory) -> None:
+    """Check that a deployment stays on its machines: on others, the earlier members would run on.
+
+    Raises:
+        CommandError: it has other machines.
+    """
+    if known is not None and known.inventory != inventory:
+        names = ", ".join(host.name for host in known.inventory.hosts)
+        raise bad_input(
+            f"{known.name} is on {names}, with another inventory than this one; run `dsv4 uninstall {known.name}` first"
+        )
+
+
+def _same_targets(record: Record, targets: Sequence[str]) -> bool:
+    return [host.target for host in record.inventory.hosts] == list(targets)
+
+
+def _discovered(targets: Sequence[str], checks: dict[str, Any]) -> Inventory:
+    """Return an inventory with the addresses of the fastest network that all machines share.
+
+    Raises:
+        CommandError: they share none.
+    """
+    networks: dict[Any, dict[str, dict[str, Any]]] = {}
+    for target in targets:
+        for one in checks[target]["addresses"]:
+            network = IPv4Interface(f"{one['address']}/{one['prefix']}").network
+            networks.setdefault(network, {}).setdefault(target, one)
+    shared = [found for found in networks.values() if len(found) == len(targets)]
+    if not shared:
+        raise bad_input(
+            f"the machines {', '.join(targets)} share no IPv4 network; configure their link, or name the addresses "
+            "in a file: --hosts hosts.yaml"
+        )
+    best = max(shared, key=lambda found: [min(found[target][key] for target in targets) for key in ("rdma", "speed")])
+    hosts = tuple(_host(target, best[target]["address"], best[target]["interface"]) for target in targets)
+    return Inventory(hosts=hosts)
+
+
+def _minor(python: str) -> str:
+    return ".".join(python.split(".")[:2])
+
+
+def _problems(
+    host: Host, facts: dict[str, Any], first: dict[str, Any], source: _Source, state_dir: str
+) -> Iterable[str]:
+    if not (facts["root"] or facts["writable"]):
+        yield (
+            f"the host service needs root for namespaces, units and {state_dir}; connect as root, or allow `sudo` "
+            "without a password"
+        )
+    if facts["sudo"] != first["sudo"]:
+        yield "it allows sudo without a password, and the first machine does not, or vice versa; make them alike"
+    if _minor(facts["python"]) != _minor(first["python"]):
+        yield f"it has Python {facts['python']}, and the first machine {first['python']}; install the same release"
+    if not facts["headers"]:
+        yield f"Python.h is missing; install it: apt-get install python{_minor(facts['python'])}-dev"
+    if missing := [name for name in ("gcc", "g++") if name not in facts["compilers"]]:
+        yield f"{' and '.join(missing)} cannot be found; install: apt-get install {' '.join(missing)}"
+    if facts["architecture"] != first["architecture"]:
+        yield f"it is {facts['architecture']}, and the first machine {first['architecture']}; use machines of one kind"
+    if facts["architecture"] not in _ARCHITECTURES:
+        yield f"its architecture {facts['architecture']} is not supported; use {' or '.join(_ARCHITECTURES)}"
+    addresses = [one["address"] for one in facts["addresses"]]
+    if facts["addresses"] and host.address not in addresses:
+        yield f"it has not the address {host.address} of the inventory; it has {', '.join(addresses)}"
+    needed = source.bytes
+    if source.identity(facts["architecture"]) not in facts["software"] and facts["free_bytes"] < needed:
+        yield f"{facts['free_bytes'] / 1e9:.1f} GB are free at {state_dir}, and the software needs {needed / 1e9:.0f}"
+    if abs(facts["time"] - first["time"]) > _CLOCK_SECONDS:
+        yield f"its clock differs by {facts['time'] - first['time']:.0f} s from the first machine's; set it"
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The software to install."""
+
+    files: dict[str, bytes]
+    """Wheels of dsv4, and `requirements.txt` with everything else."""
+    python: str
+    bytes: int
+
+    @classmethod
+    def of(cls, *, cpu: bool, python: str) -> _Source:
+        """Return the software for engines on CPU or GPU, from this installation of dsv4.
+
+        Raises:
+            CommandError: it is not complete.
+        """
+        names = ["dsv4"] if cpu and not _installed("dsv4-kernels") else ["dsv4", "dsv4-kernels"]
+        wheels = [_wheel(name) for name in names]
+        package = Path(importlib.util.find_spec("dsv4_operator").origin or "").parent  # type: ignore[union-attr]
+        pins = package.parents[1] / ("requirements.txt" if cpu else "requirements-gpu.txt")
+        if not pins.is_file() or not (package.parents[1] / "requirements-build.txt").is_file():
+            raise bad_input(
+                "`dsv4 up --hosts` installs the pinned packages of a checkout of dsv4, and this is none; run it there: "
+                "`make setup`, then .venv/bin/dsv4"
+            )
+        files = {**dict(wheels), "requirements.txt": pins.read_bytes()}
+        return cls(files, python, _CPU_BYTES if cpu else _GPU_BYTES)
+
+    def identity(self, architecture: str) -> str:
+        """Return the name of the directory of the environment; it changes with its content."""
+        digest = hashlib.sha256(f"{self.python} {architecture}".encode())
+        for name, content in sorted(self.files.items()):
+            digest.update(name.encode() + hashlib.sha256(content).digest())
+        return digest.hexdigest()[:12]
+
+
+def _installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+_PACKAGES = {"dsv4": ("dsv4_operator", "dsv4_runtime"), "dsv4-kernels": ("dsv4_kernels",)}
+
+
+def _wheel(name: str) -> tuple[str, bytes]:
+    """Return file name and content of a wheel of an installed package, also of an editable one.
+
+    Raises:
+        CommandError: it is not installed.
+    """
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        raise bad_input(
+            f"the package {name} is not installed beside this dsv4; run `make setup` in its checkout"
+        ) from None
+    stem = f"{name.replace('-', '_')}-{found.version}"
+    files: dict[str, bytes] = {}
+    for package in _PACKAGES[name]:
+        spec = importlib.util.find_spec(package)
+        folder = Path(spec.origin or "").parent if spec else Path()
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                files[f"{package}/{path.relative_to(folder)}"] = path.read_bytes()
+    for part in ("METADATA", "entry_points.txt"):
+        if text := found.read_text(part):
+            files[f"{stem}.dist-info/{part}"] = text.encode()
+    wheel = "Wheel-Version: 1.0\nGenerator: dsv4\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{stem}.dist-info/WHEEL"] = wheel.encode()
+    files[f"{stem}.dist-info/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{stem}.dist-info/RECORD")).encode()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for entry, content in files.items():
+            archive.writestr(zipfile.ZipInfo(entry, _ZIP_TIME), content, zipfile.ZIP_DEFLATED)
+    return f"{stem}-py3-none-any.whl", buffer.getvalue()
+
+
+def _uv(architecture: str) -> bytes:
+    """Return the installer for machines of `architecture`, from the package index of this machine.
+
+    Raises:
+        CommandError: it cannot be fetched.
+    """
+    with tempfile.TemporaryDirectory(prefix="dsv4-") as folder:
+        wanted = f"uv=={UV_VERSION}"
+        own = shutil.which("uv") or str(Path(sys.prefix).parent / ".uv" / "bin" / "uv")
+        if Path(own).is_file():
+            command = [own, "pip", "install", "--quiet", "--target", folder, "--no-deps", wanted]
+            command += ["--python-platform", f"{_ARCHITECTURES[architecture]}-unknown-linux-gnu"]
+        else:
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, "--no-deps", wanted]
+            command += ["--only-binary=:all:", "--platform", f"manylinux_2_17_{_ARCHITECTURES[architecture]}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_UV_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CommandError(f"the installer uv cannot be fetched ({error}); install uv on the machines") from None
+        program = Path(folder, "bin", "uv")
+        if done.returncode or not program.is_file():
+            raise CommandError(f"the installer uv cannot be fetched: {done.stderr.strip()}; install uv on the machines")
+        return program.read_bytes()
+
+
+def _archive(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o755 if name == "uv" else 0o644
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def _secrets(deployment: DSV4Deployment, root: Path) -> dict[str, str]:
+    """Return the secrets of the deployment by path.
+
+    Raises:
+        CommandError: one cannot be read.
+    """
+    source, keys = deployment.spec.model.source.secret_key_ref, deployment.spec.gateway.api_keys
+    named = {"spec.model.source": source, "spec.gateway.apiKeys": keys.secret_key_ref if keys else None}
+    try:
+        state = DeploymentState(root, deployment.metadata.name)
+        return {f"{ref.name}/{ref.key}": state.secret(ref, name) for name, ref in named.items() if ref is not None}
+    except StateError as error:
+        raise bad_input(str(error)) from None
+
+
+def _named(name: str) -> DSV4Deployment:
+    """Return a deployment of this name, for actions that need the paths of its files alone."""
+    from dsv4_operator.api import parse
+
+    return parse(
+        {
+            "apiVersion": "dsv4.dev/v1alpha1",
+            "kind": "DSV4Deployment",
+            "metadata": {"name": name},
+            "spec": {"model": {"variant": "Nano", "source": {"nano": {}}}, "topology": {"hardware": "CPU"}},
+        }
+    )

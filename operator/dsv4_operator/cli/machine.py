@@ -1,0 +1,405 @@
+"""Part of `dsv4 up --hosts` that runs on each machine, with the installed software: files, units and processes.
+
+The client starts it over ssh as `python -m dsv4_operator.cli.machine ACTION` with `Settings` on stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, Inventory
+from dsv4_operator.backends.hosts.service import STARTUP_ERROR
+from dsv4_operator.backends.local.state import DeploymentState, StateError
+from dsv4_operator.cli import processes, up
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
+from dsv4_operator.cli.output import note, print_line
+from dsv4_runtime.contract.base import Document
+from dsv4_runtime.util.files import replace_file
+
+REMOTE = "remote"
+"""Directory of a state directory with the records of deployments whose loop runs on another machine."""
+SOFTWARE = "software"
+_APPLIED = "applied"
+"""File with the digest of the settings that a machine's services were started with."""
+_UNITS = Path("/etc/systemd/system")
+_COMMAND = Path("/usr/local/bin/dsv4")
+_SYSTEMCTL_SECONDS = 60.0
+_STOP_SECONDS = 120.0
+_START_SECONDS = 120.0
+"""The first start after a copy reads the packages from the disk."""
+_MISSING_SECONDS = 10.0
+"""Time between two runs of the loop's supervisor after which it counts as ended."""
+
+_UNIT = """\
+# Written by `dsv4 up`; removed by `dsv4 down`.
+[Unit]
+Description=dsv4 {role} of the deployment {name}
+Wants=network-online.target
+After=network-online.target
+RequiresMountsFor={state_dir}
+StartLimitIntervalSec=0
+
+[Service]
+ExecStart={command}
+Restart=always
+RestartSec={pause}
+KillMode={kill}
+TimeoutStopSec={stop:.0f}
+# One process without memory must not end the others.
+OOMPolicy=continue
+LimitNOFILE=1048576
+LimitMEMLOCK=infinity
+TasksMax=infinity
+UMask=0077
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+class Record(Document):
+    """A deployment on several machines, as its clients know it: `remote/NAME.json` in a state directory."""
+
+    name: str
+    inventory: Inventory
+    key: str = ""
+    software: str
+    """Directory of the environment on every machine."""
+    sudo: bool = False
+    """Whether commands on the machines are run with sudo."""
+    secrets: tuple[str, ...] = ()
+    """Paths of its secrets below the directory of secrets."""
+
+    def program(self) -> list[str]:
+        """Return the start of command lines of dsv4 on the machines."""
+        prefix = ["sudo", "-n"] if self.sudo else []
+        variable = f"DSV4_STATE_DIR={self.inventory.state_dir}"
+        return [*prefix, "env", variable, f"{self.software}/bin/python", "-m"]
+
+
+class Settings(Document):
+    """One machine's part of a deployment."""
+
+    record: Record
+    host: str
+    """Name of the machine in the inventory."""
+    deployment: DSV4Deployment
+    secrets: Mapping[str, str] = {}
+    """Contents of secrets by path below the directory of secrets."""
+    timeout: float = 600.0
+    """Limit of `wait`, in seconds."""
+
+    @property
+    def first(self) -> bool:
+        return self.record.inventory.hosts[0].name == self.host
+
+    @property
+    def loop(self) -> DeploymentState:
+        """Return the files of the loop."""
+        return DeploymentState(Path(self.record.inventory.state_dir), self.record.name)
+
+    @property
+    def members(self) -> DeploymentState:
+        return self.record.inventory.members(self.deployment)
+
+    def digest(self) -> str:
+        """Return a digest of everything that a restart of the services is needed for."""
+        return hashlib.sha256(self.model_copy(update={"timeout": 0.0}).to_json().encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A supervisor with its loop: a unit of systemd, or a process in the background."""
+
+    kind: str
+    """`host` or `loop`."""
+    state: DeploymentState
+    arguments: tuple[str, ...] = ()
+    kill: str = "control-group"
+
+    @property
+    def unit(self) -> str:
+        return f"dsv4-{self.kind}@{self.state.name}.service"
+
+    @property
+    def command(self) -> list[str]:
+        words = [sys.executable, "-m", "dsv4_operator.backends.local.supervisor", *self.arguments]
+        return [*words, f"--state-dir={self.state.root}", f"--name={self.state.name}"]
+
+    def running(self) -> bool:
+        return self.state.directory.exists() and self.state.holder() is not None
+
+    def start(self) -> None:
+        """Start it anew, also after every start of the machine where systemd runs.
+
+        Raises:
+            CommandError: systemd refused it.
+        """
+        if not has_systemd():
+            processes.start_loop(self.state, self.command)
+            return
+        role = "host service" if self.kind == "host" else "control loop"
+        text = _UNIT.format(
+            role=role,
+            name=self.state.name,
+            state_dir=self.state.root,
+            command=shlex.join(self.command),
+            kill=self.kill,
+            pause=1 if self.kind == "host" else 3,
+            stop=_STOP_SECONDS,
+        )
+        with convert_os_errors("the unit cannot be written"):
+            replace_file(_UNITS / self.unit, text, mode=0o644)
+        _systemctl("daemon-reload")
+        _systemctl("enable", self.unit)
+        _systemctl("restart", self.unit, seconds=_STOP_SECONDS + _SYSTEMCTL_SECONDS)
+
+    def stop(self) -> None:
+        """End it, and do not start it with the machine any more.
+
+        Raises:
+            CommandError: systemd refused that.
+        """
+        if has_systemd() and (_UNITS / self.unit).exists():
+            _systemctl("disable", "--now", self.unit, seconds=_STOP_SECONDS + _SYSTEMCTL_SECONDS)
+            (_UNITS / self.unit).unlink(missing_ok=True)
+            _systemctl("daemon-reload")
+        if self.running():
+            up.end_loop(self.state, grace=_STOP_SECONDS)
+
+
+def has_systemd() -> bool:
+    """Return whether this process may manage units."""
+    return Path("/run/systemd/system").is_dir() and os.geteuid() == 0
+
+
+def _systemctl(*words: str, seconds: float = _SYSTEMCTL_SECONDS) -> None:
+    try:
+        done = subprocess.run(["systemctl", *words], capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"`systemctl {' '.join(words)}` did not end within {seconds:.0f} s") from None
+    if done.returncode:
+        raise CommandError(f"`systemctl {' '.join(words)}` failed: {done.stderr.strip() or done.returncode}")
+
+
+def loop_service(state: DeploymentState) -> Service:
+    """Return the service of the loop; only its main process gets SIGTERM, and ends the rest in its order."""
+    return Service("loop", state, kill="mixed")
+
+
+def host_service(settings: Settings) -> Service:
+    """Return the host service of this machine."""
+    inventory, members = settings.record.inventory, settings.members
+    address = next(host.address for host in inventory.hosts if host.name == settings.host)
+    arguments = (
+        "--loop=dsv4_operator.backends.hosts.service",
+        f"--host={settings.host}",
+        f"--listen={address}:{inventory.service_port}",
+        f"--key-file={members.directory / HOST_KEY}",
+    )
+    return Service("host", members, arguments)
+
+
+def apply(settings: Settings) -> ExitCode:
+    """Write the files of this machine and start its services, unless they run with the same settings.
+
+    Raises:
+        CommandError: another version of the deployment runs, or a service does not start.
+    """
+    host, loop, digest = host_service(settings), loop_service(settings.loop), settings.digest()
+    applied = settings.members.directory / _APPLIED
+    same = applied.exists() and applied.read_text() == digest
+    if settings.first and loop.running() and not same:
+        name = settings.record.name
+        other = f"; it runs with other machines, software or secrets; to use these, run `dsv4 down {name}` first"
+        raise bad_input(f"{name} is already running{up.difference(settings.loop, settings.deployment) or other}")
+    if not (same and host.running()):
+        _write_files(settings)
+        host.start()
+        _await_listener(host)
+        replace_file(applied, digest)
+        print_line("host service started")
+    if settings.first:
+        # Of an earlier attempt.
+        processes.startup_error_file(settings.loop).unlink(missing_ok=True)
+    if settings.first and not loop.running():
+        (settings.loop.directory / DOWN).unlink(missing_ok=True)
+        loop.start()
+        print_line("control loop started")
+    return ExitCode.OK
+
+
+def _write_files(settings: Settings) -> None:
+    record, members = settings.record, settings.members
+    try:
+        with convert_os_errors("the files of the deployment cannot be written"):
+            members.root.mkdir(parents=True, exist_ok=True)
+            members.prepare(settings.deployment.spec.replicas)
+            (members.directory / STARTUP_ERROR).unlink(missing_ok=True)
+            replace_file(members.directory / HOST_KEY, record.key + "\n")
+            members.save_manifest(settings.deployment)
+            for path, text in settings.secrets.items():
+                file = settings.loop.secrets / path
+                file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                replace_file(file, text)
+            if settings.first:
+                settings.loop.prepare(settings.deployment.spec.replicas)
+                replace_file(settings.loop.directory / HOST_KEY, record.key + "\n")
+                replace_file(settings.loop.directory / INVENTORY, record.inventory.to_json())
+                settings.loop.save_manifest(settings.deployment)
+            else:
+                save_record(settings.loop.root, record.model_copy(update={"key": ""}))
+            if os.geteuid() == 0 and (not _COMMAND.exists() or _is_ours(_COMMAND)):
+                default = f"${{DSV4_STATE_DIR:-{record.inventory.state_dir}}}"
+                script = f'#!/bin/sh\nexec env DSV4_STATE_DIR="{default}" {record.software}/bin/dsv4 "$@"\n'
+                _COMMAND.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(_COMMAND, script, mode=0o755)
+    except StateError as error:
+        raise bad_input(str(error)) from None
+
+
+def _is_ours(command: Path) -> bool:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return "DSV4_STATE_DIR" in command.read_text()
+    return False
+
+
+def save_record(root: Path, record: Record) -> None:
+    """Save a record in the state directory `root`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    (root / REMOTE).mkdir(parents=True, exist_ok=True, mode=0o700)
+    replace_file(root / REMOTE / f"{record.name}.json", record.to_json(indent=2) + "\n")
+
+
+def _await_listener(host: Service) -> None:
+    """Wait until the host service has its lock, which it takes before it listens."""
+    deadline = time.monotonic() + _START_SECONDS
+    while not host.running():
+        with contextlib.suppress(OSError):
+            raise bad_input((host.state.directory / STARTUP_ERROR).read_text().strip())
+        if time.monotonic() > deadline:
+            raise CommandError(f"the host service did not start within {_START_SECONDS:.0f} s; log: {host.state.log}")
+        time.sleep(0.1)
+
+
+@dataclass(slots=True)
+class _LoopProcess:
+    """The loop of a service, as `up` sees the one that it started."""
+
+    state: DeploymentState
+    pid: int = 0
+    returncode: int | None = None
+    seen: float = field(default_factory=time.monotonic)
+
+    def poll(self) -> int | None:
+        """Return the exit code after the end; a restart by systemd is no end."""
+        now = time.monotonic()
+        if processes.startup_error(self.state):
+            self.returncode = 2
+        elif self.state.holder() is not None:
+            self.seen = now
+        elif now - self.seen > _MISSING_SECONDS:
+            self.returncode = 1
+        return self.returncode
+
+    def wait(self) -> int:
+        """Return the exit code; the service runs on."""
+        return self.returncode or 0
+
+
+def wait(settings: Settings) -> ExitCode:
+    """Show the progress until the deployment is ready.
+
+    Raises:
+        CommandError: the start failed or timed out; the deployment runs on.
+    """
+    with processes.SignalCounter() as signals:
+        process = _LoopProcess(settings.loop)
+        started = up.StartedDeployment(settings.loop, process, signals, None, detach=True, timeout=settings.timeout)
+        return started.wait_until_ready()
+
+
+def stop_loop(settings: Settings) -> ExitCode:
+    """End the members on all machines, then the loop."""
+    end_members(settings.loop)
+    return ExitCode.OK
+
+
+def end_members(state: DeploymentState) -> bool:
+    """End the members of `state` on all machines, then the loop; return whether it ran."""
+    service = loop_service(state)
+    ran = service.running()
+    if state.directory.exists():
+        (state.directory / DOWN).touch()
+    service.stop()
+    (state.directory / DOWN).unlink(missing_ok=True)
+    return ran
+
+
+def stop_host(settings: Settings) -> ExitCode:
+    """End the host service with all members of this machine."""
+    host_service(settings).stop()
+    if settings.members.directory.exists():
+        processes.remove_runtime_files(settings.members)
+    (settings.members.directory / _APPLIED).unlink(missing_ok=True)
+    return ExitCode.OK
+
+
+def remove(settings: Settings) -> ExitCode:
+    """Remove the files of a deployment that was stopped; without others also software, caches and command."""
+    root = settings.loop.root
+    shutil.rmtree(settings.members.directory, ignore_errors=True)
+    if settings.first:
+        shutil.rmtree(settings.loop.directory, ignore_errors=True)
+    (root / REMOTE / f"{settings.record.name}.json").unlink(missing_ok=True)
+    for secret in settings.record.secrets:
+        (settings.loop.secrets / secret).unlink(missing_ok=True)
+    if not [path for path in settings.members.root.glob("*") if path != settings.members.weights]:
+        if _is_ours(_COMMAND):
+            _COMMAND.unlink()
+        for name in (settings.members.root.name, REMOTE, "cache", SOFTWARE):
+            shutil.rmtree(root / name, ignore_errors=True)
+    if any((weights := settings.loop.weights).glob("*")):
+        size = sum(file.lstat().st_size for file in weights.rglob("*") if file.is_file())
+        print_line(f"kept {weights} ({size / 1e9:.1f} GB)")
+    return ExitCode.OK
+
+
+_ACTIONS: dict[str, Callable[[Settings], ExitCode]] = {
+    "apply": apply,
+    "wait": wait,
+    "stop-loop": stop_loop,
+    "stop-host": stop_host,
+    "remove": remove,
+}
+
+
+def main() -> int:
+    """Run one action; errors are printed as by `dsv4`."""
+    try:
+        settings = Settings.model_validate_json(sys.stdin.buffer.read())
+        return _ACTIONS[sys.argv[1]](settings)
+    except (CommandError, StateError, ValidationError) as error:
+        for message in getattr(error, "messages", (str(error),)):
+            note(f"error: {message}")
+        return getattr(error, "code", ExitCode.FAILED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""`dsv4 up --hosts` on two machines with systemd: start, chat, death, restart, power cut, loss of ssh, removal."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_testkit.nspawn import World, lacks, until
+
+LACKS = lacks()
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(7200),
+    pytest.mark.skipif(LACKS is not None, reason=str(LACKS)),
+]
+
+CACHE = Path(os.environ.get("DSV4_TEST_MACHINES", "/var/tmp/dsv4-machines"))
+START_SECONDS = 1800.0
+"""Only a bound."""
+MANIFEST = """\
+apiVersion: dsv4.dev/v1alpha1
+kind: DSV4Deployment
+metadata: {name: nano}
+spec:
+  model: {variant: Nano, source: {nano: {seed: 0, precision: bf16}}}
+  topology: {hardware: CPU, nodesPerGroup: 2}
+  engine: {maxModelLen: 1024, maxNumSeqs: 4, maxNumBatchedTokens: 512}
+  recovery: {maxRestarts: 9, window: 1h, backoff: {base: 1s, max: 30s}}
+"""
+PROGRAM = (sys.executable, "-m", "dsv4_operator.cli.main")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    found = World(CACHE)
+    try:
+        found.start()
+        yield found
+    finally:
+        found.close()
+
+
+def dsv4(world: World, *words: str, code: int = 0, seconds: float = 300.0) -> str:
+    done = world.dsv4(*words, program=PROGRAM, seconds=seconds)
+    assert done.returncode == code, f"{words}: {done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def up(world: World) -> str:
+    (world.folder / "nano.yaml").write_text(MANIFEST)
+    targets = ",".join(machine.address for machine in world.machines)
+    return dsv4(world, "up", f"{world.folder}/nano.yaml", "--hosts", targets, "--timeout", "30m", seconds=START_SECONDS)
+
+
+def group(world: World) -> dict[str, Any]:
+    """Return the status of the group; empty while it cannot be read."""
+    done = world.dsv4("status", "nano", "-o", "json", program=PROGRAM, seconds=120)
+    groups = json.loads(done.stdout)["status"].get("groups", []) if done.returncode == 0 else []
+    return dict(groups[0]) if groups else {}
+
+
+def serves(world: World, after: int) -> bool:
+    found = group(world)
+    return found.get("phase") == "Serving" and found.get("incarnation", 0) > after
+
+
+def chat(world: World) -> None:
+    assert dsv4(world, "chat", "nano", "hello", "--max-tokens", "4", "--no-thinking").strip()
+
+
+def test_the_life_of_a_deployment(world: World) -> None:
+    up(world)
+    chat(world)
+    again = up(world)
+    assert "software is there" in again
+    assert "service started" not in again, "nothing is started twice"
+    first = group(world)["incarnation"]
+
+    # The engine dies: it is restarted in place or in a new incarnation.
+    restarts = group(world).get("totalRestarts", 0)
+    assert world.machines[0].run("pkill", "-KILL", "-f", "VLLM::EngineCore").returncode == 0
+    until(lambda: group(world).get("totalRestarts", 0) > restarts, "the death is detected", 300)
+    until(lambda: serves(world, first - 1), "it serves after the death of the engine", START_SECONDS)
+    chat(world)
+
+    # Without ssh, the deployment does not change.
+    before = group(world)
+    for machine in world.machines:
+        assert machine.run("systemd-run", "--on-active=60", "systemctl", "start", "ssh.service").returncode == 0
+        machine.run("systemctl", "stop", "ssh.service")
+    dsv4(world, "status", "nano", code=1)
+    for machine in world.machines:
+        until(lambda machine=machine: machine.run("true").returncode == 0, "ssh is back", 300)
+    after = group(world)
+    assert (after["incarnation"], after["engineGeneration"]) == (before["incarnation"], before["engineGeneration"])
+
+    # One machine restarts, then both lose power.
+    world.machines[1].cut()
+    world.machines[1].boot()
+    seconds = until(lambda: serves(world, before["incarnation"]), "it serves after a restart", START_SECONDS)
+    print(f"serving {seconds:.0f} s after the restart of one machine")
+    latest = group(world)["incarnation"]
+    for machine in world.machines:
+        machine.cut()
+    for machine in world.machines:
+        machine.boot()
+    seconds = until(lambda: serves(world, latest), "it serves after a power cut", START_SECONDS)
+    print(f"serving {seconds:.0f} s after a power cut of both")
+    chat(world)
+
+    assert "has ended on 2 machines" in dsv4(world, "down", "nano")
+    for machine in world.machines:
+        assert machine.run("pgrep", "-f", "dsv4_").returncode == 1, "no process is left"
+        assert machine.run("ls", "/etc/systemd/system/dsv4-host@nano.service").returncode != 0
+    assert "is removed there" in dsv4(world, "uninstall", "nano")
+    for machine in world.machines:
+        assert machine.run("ls", "/var/lib/dsv4").stdout.split() in ([], ["weights"])
+        assert machine.run("ls", "/usr/local/bin/dsv4").returncode != 0

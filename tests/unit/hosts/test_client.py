@@ -1,0 +1,283 @@
+"""The client of several machines: inventory, software, its copy, and the files of a machine."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4_operator.backends.hosts import bootstrap
+from dsv4_operator.backends.hosts.documents import INVENTORY, Host, Inventory
+from dsv4_operator.cli import hosts, sources
+from dsv4_operator.cli.errors import CommandError
+from dsv4_operator.cli.machine import Record, Settings, save_record
+
+TOKEN = b"a" * 64
+UV = Path(sys.prefix).parent / ".uv" / "bin" / "uv"
+NAMES = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
+TREES = st.dictionaries(NAMES, st.binary(max_size=200), max_size=6)
+
+
+def start(*words: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, bootstrap.__file__, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def copy(source: Path, target: Path, token: bytes = TOKEN) -> tuple[int, str]:
+    """Serve one directory and fetch it; return exit code and standard error of the fetch."""
+    with start("serve", str(source), "127.0.0.1") as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            server.stdin.write(TOKEN + b"\n")
+            server.stdin.flush()
+            port = server.stdout.readline().decode().strip()
+            with start("fetch", str(target), "127.0.0.1", port) as client:
+                _, errors = client.communicate(token + b"\n", timeout=60)
+        finally:
+            server.stdin.close()
+            assert server.wait(20) == 0, "the end of stdin ends it"
+    return client.returncode, errors.decode()
+
+
+def content(folder: Path) -> dict[str, bytes | str]:
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if (path.is_symlink() or path.is_file()) and path.name != bootstrap.COMPLETE
+    }
+
+
+def fill(folder: Path, tree: dict[str, bytes], modified: float | None = None) -> None:
+    for number, (name, data) in enumerate(sorted(tree.items())):
+        path = folder / f"{number}-{name}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        if modified is not None:
+            os.utime(path, (modified, modified))
+
+
+def test_a_copy_is_exact_and_continues_an_interrupted_one(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    fill(source, {"bin/python": b"x" * 5000, "lib/a/b": b"", "big": os.urandom(1 << 20)})
+    (source / "lib64").symlink_to("lib")
+    target.mkdir()
+    # Left by an interrupted copy, and by an earlier content.
+    (target / "0-big").write_bytes(b"part")
+    (target / "old").write_bytes(b"old")
+    (target / "lib64").symlink_to("/etc")
+    code, errors = copy(source, target)
+    assert code == 0, errors
+    assert content(target) == content(source)
+    assert (target / bootstrap.COMPLETE).exists()
+
+
+@settings(max_examples=5)
+@given(TREES, TREES)
+def test_a_copy_of_any_tree_over_any_other(wanted: dict[str, bytes], present: dict[str, bytes]) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        source, target = Path(root, "source"), Path(root, "target")
+        source.mkdir()
+        fill(source, wanted)
+        target.mkdir()
+        # Files of the same size and time count as the same.
+        fill(target, present, modified=1e9)
+        code, errors = copy(source, target)
+        assert code == 0, errors
+        assert content(target) == content(source)
+
+
+def test_a_second_copy_transfers_no_file(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    fill(source, {"a": b"1", "b": b"2"})
+    assert copy(source, target)[0] == 0
+    numbers = {path: path.stat().st_ino for path in target.iterdir() if path.name != bootstrap.COMPLETE}
+    assert copy(source, target)[0] == 0
+    assert {path: path.stat().st_ino for path in numbers} == numbers
+
+
+def test_an_environment_starts_from_an_earlier_one(tmp_path: Path) -> None:
+    """Real environments and a real installer: only changes are installed, and the earlier environment still works."""
+    software = tmp_path / "software"
+    earlier, later = software / "one", software / "two"
+
+    def wheel(name: str, version: str) -> Path:
+        folder = tmp_path / f"{name}-{version}"
+        folder.mkdir()
+        with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+            info = f"{name}-{version}.dist-info"
+            archive.writestr(f"{name}.py", f"def main(): print({version!r})\n")
+            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            archive.writestr(f"{info}/entry_points.txt", f"[console_scripts]\n{name} = {name}:main\n")
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{info}/RECORD", "")
+        return folder
+
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text(f"base @ file://{wheel('base', '3.0')}/base-3.0-py3-none-any.whl\n")
+    for directory, version in ((earlier, "1.0"), (later, "2.0")):
+        bootstrap.install(str(directory), str(UV), str(requirements), str(wheel("thing", version)))
+    for directory, version in ((earlier, "1.0"), (later, "2.0")):
+        for name, shown in (("thing", version), ("base", "3.0")):
+            program = directory / "bin" / name
+            assert program.read_text().startswith(f"#!{directory}/bin/python")
+            assert subprocess.check_output([program], text=True, timeout=60).strip() == shown
+    site = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    assert (earlier / site / "base.py").samefile(later / site / "base.py")
+    assert not (earlier / site / "thing.py").samefile(later / site / "thing.py")
+    assert (later / bootstrap.COMPLETE).exists()
+    assert not list(software.glob("*.part"))
+
+
+def test_without_links_an_environment_starts_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier, later = tmp_path / "one", tmp_path / "two"
+    (earlier / "lib").mkdir(parents=True)
+    (earlier / "lib" / "file").write_text("x")
+    (earlier / bootstrap.COMPLETE).touch()
+    (earlier / "pyvenv.cfg").write_text("version = " + ".".join(map(str, sys.version_info[:3])))
+
+    def refused(source: str, target: str) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", source)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", refused)
+        bootstrap._start_from_earlier(str(later))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one"]
+    bootstrap._start_from_earlier(str(later))
+    assert content(later) == content(earlier)
+
+
+def test_a_copy_with_another_token_gets_nothing(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    fill(source, {"a": b"1"})
+    code, errors = copy(source, target, b"b" * 64)
+    assert code == 3
+    assert "the other machine ended the connection" in errors
+    assert content(target) == {}
+    assert not (target / bootstrap.COMPLETE).exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/dsv4-x", "a/../../x"])
+def test_an_archive_cannot_write_elsewhere(name: str, tmp_path: Path) -> None:
+    with start("receive", str(tmp_path / "target")) as process:
+        _, errors = process.communicate(hosts._archive({"good": b"1", name: b"1"}), timeout=60)
+    assert process.returncode == 3
+    assert b"invalid entry" in errors
+    assert list(content(tmp_path)) == ["target/good"]
+
+
+def test_the_facts_of_this_machine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", hosts._script(), "check", "/var/lib/dsv4"], capture_output=True, timeout=60, check=True
+    )
+    facts = json.loads(done.stdout)
+    assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert facts["free_bytes"] > 0
+
+
+def test_a_wheel_of_the_code_with_its_entry_points() -> None:
+    name, data = hosts._wheel("dsv4")
+    with zipfile.ZipFile(BytesIO(data)) as archive:
+        names = archive.namelist()
+        assert "dsv4_operator/cli/hosts.py" in names
+        assert "dsv4_runtime/agent/main.py" in names
+        folder = name.removesuffix("-py3-none-any.whl")
+        assert b"vllm.general_plugins" in archive.read(f"{folder}.dist-info/entry_points.txt")
+    assert hosts._wheel("dsv4") == (name, data), "the same content gives the same file"
+
+
+def facts(*networks: tuple[str, str, int, bool]) -> dict[str, object]:
+    addresses = [
+        {"interface": name, "address": at, "prefix": 24, "speed": speed, "rdma": rdma}
+        for name, at, speed, rdma in networks
+    ]
+    return {"addresses": addresses}
+
+
+def test_the_fastest_shared_network_is_chosen() -> None:
+    checks = {
+        "me@A": facts(
+            ("eth0", "10.0.0.1", 10_000, False), ("roce", "10.1.0.1", 1000, True), ("x", "10.2.0.1", 9, True)
+        ),
+        "b": facts(("eth0", "10.0.0.2", 10_000, False), ("roce1", "10.1.0.2", 1000, True), ("y", "10.3.0.2", 9, True)),
+    }
+    found = hosts._discovered(["me@A", "b"], checks)
+    assert [(one.name, one.target, one.address, one.interface) for one in found.hosts] == [
+        ("a", "me@A", "10.1.0.1", "roce"),
+        ("b", "b", "10.1.0.2", "roce1"),
+    ]
+
+
+def test_machines_without_a_shared_network() -> None:
+    checks = {"a": facts(("eth0", "10.0.0.1", 1, False)), "b": facts(("eth0", "10.1.0.1", 1, False))}
+    with pytest.raises(CommandError, match=r"a, b share no IPv4 network.*--hosts hosts\.yaml"):
+        hosts._discovered(["a", "b"], checks)
+
+
+@pytest.mark.parametrize("text", ["", ",", "-oProxyCommand=x,b", "a,a", "a b"])
+def test_invalid_names_of_machines(text: str) -> None:
+    with pytest.raises(CommandError, match="--hosts"):
+        hosts._read_inventory(text)
+
+
+def record(name: str = "nano") -> Record:
+    inventory = Inventory(hosts=(Host(name="spark-1", address="10.0.0.1"), Host(name="spark-2", address="10.0.0.2")))
+    return Record(name=name, inventory=inventory, key="k" * 64, software="/var/lib/dsv4/software/abc")
+
+
+def test_the_deployment_that_a_command_is_for(tmp_path: Path) -> None:
+    assert hosts.find(tmp_path, None) is None
+    save_record(tmp_path, record())
+    file = tmp_path / "remote" / "nano.json"
+    assert file.stat().st_mode & 0o777 == 0o600, "it contains the host key"
+    assert hosts.find(tmp_path, None) == hosts.find(tmp_path, "nano") == record()
+    assert hosts.find(tmp_path, "other") is None
+    save_record(tmp_path, record("two"))
+    assert hosts.find(tmp_path, None) is None
+    file.write_text("{")
+    with pytest.raises(CommandError, match=r"nano\.json cannot be read; remove it"):
+        hosts.find(tmp_path, "two")
+
+
+def test_a_deployment_stays_on_its_machines() -> None:
+    known = record()
+    hosts._check_machines(None, known.inventory)
+    hosts._check_machines(known, known.inventory)
+    other = known.inventory.model_copy(update={"hosts": known.inventory.hosts[:1]})
+    with pytest.raises(CommandError, match=r"nano is on spark-1, spark-2.*`dsv4 uninstall nano` first"):
+        hosts._check_machines(known, other)
+
+
+def test_the_machine_of_the_loop_forwards_nothing(tmp_path: Path) -> None:
+    assert not hosts.is_here(tmp_path, record())
+    (tmp_path / "nano").mkdir()
+    (tmp_path / "nano" / INVENTORY).touch()
+    assert hosts.is_here(tmp_path, record())
+
+
+def test_the_state_directory_of_the_client_is_not_forwarded() -> None:
+    words = ["status", "--state-dir", "/a", "nano", "--state-dir=/b", "-o", "json"]
+    assert sources._without_state_dir(words) == ["status", "nano", "-o", "json"]
+
+
+def test_settings_survive_the_way_to_a_machine() -> None:
+    sent = Settings(record=record(), host="spark-2", deployment=hosts._named("nano"), secrets={"keys/api": "x"})
+    again = Settings.model_validate_json(sent.to_json())
+    assert again == sent
+    assert not again.first
+    assert again.digest() == sent.model_copy(update={"timeout": 9.0}).digest()
+    assert again.digest() != sent.model_copy(update={"secrets": {}}).digest()

@@ -1,0 +1,104 @@
+"""`hosts.yaml`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4_operator.backends.hosts.documents import InvalidInventory, Inventory, load_inventory
+
+TWO = """
+hosts:
+- name: spark-1
+  address: 192.168.100.1
+- name: spark-2
+  ssh: me@spark-2.local
+  address: 192.168.100.2
+  interface: enp1s0f0np0
+"""
+
+
+def test_two_machines() -> None:
+    found = load_inventory(TWO)
+    assert [host.target for host in found.hosts] == ["spark-1", "me@spark-2.local"]
+    assert [found.url(host) for host in found.hosts] == ["http://192.168.100.1:8970", "http://192.168.100.2:8970"]
+    assert found.state_dir == "/var/lib/dsv4"
+    assert load_inventory(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "reason"),
+    [
+        ({"hosts": []}, "hosts", "WrongCount"),
+        ({"hosts": "spark-1"}, "hosts", "WrongType"),
+        ({"hosts": [{"name": "a"}]}, "hosts[0].address", "Required"),
+        ({"hosts": [{"address": "10.0.0.1"}]}, "hosts[0].name", "Required"),
+        ({"hosts": [{"name": "a", "address": "spark-1"}]}, "hosts[0].address", "InvalidValue"),
+        ({"hosts": [{"name": "a", "address": "fe80::1"}]}, "hosts[0].address", "InvalidValue"),
+        ({"hosts": [{"name": "a", "address": "0.0.0.0"}]}, "hosts[0].address", "InvalidValue"),
+        ({"hosts": [{"name": "a", "address": "10.0.0.1", "adress": 1}]}, "hosts[0].adress", "UnknownField"),
+        ({"hosts": [{"name": "a b", "address": "10.0.0.1"}]}, "hosts[0].name", "InvalidValue"),
+        ({"hosts": [{"name": "a", "ssh": "-oX", "address": "10.0.0.1"}]}, "hosts[0].ssh", "InvalidValue"),
+        ({"hosts": [{"name": "a", "address": "10.0.0.1", "interface": "a b"}]}, "hosts[0].interface", "InvalidValue"),
+        ({"hosts": [{"name": "a", "address": "10.0.0.1"}] * 2}, "hosts[1].name", "Duplicate"),
+        (
+            {"hosts": [{"name": "a", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.1"}]},
+            "hosts[1].address",
+            "Duplicate",
+        ),
+        ({"stateDir": "var"}, "stateDir", "InvalidValue"),
+        ({"stateDir": "/var/../etc"}, "stateDir", "InvalidValue"),
+        ({"servicePort": 80}, "servicePort", "OutOfRange"),
+        ({"servicePort": "8970"}, "servicePort", "WrongType"),
+        ({"machines": []}, "machines", "UnknownField"),
+    ],
+)
+def test_mistakes(change: dict[str, Any], field: str, reason: str) -> None:
+    document = {"hosts": [{"name": "spark-1", "address": "10.0.0.1"}], **change}
+    with pytest.raises(InvalidInventory) as caught:
+        load_inventory(json.dumps(document))
+    found = caught.value.findings[0]
+    assert (found.field, found.reason) == (field, reason)
+    assert found.remedy
+
+
+@pytest.mark.parametrize("text", ["", "- a", "hosts: [", "a: 1\n---\nb: 2", "hosts: 1\nhosts: 2"])
+def test_what_is_no_inventory(text: str) -> None:
+    with pytest.raises(InvalidInventory):
+        load_inventory(text)
+
+
+# YAML refuses DEL in a document.
+TEXT = st.text(st.characters(exclude_characters="\x7f", exclude_categories=["Cs"]), max_size=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    st.sampled_from(["name", "ssh", "address", "interface", "stateDir", "servicePort", "hosts"]),
+    JSON | st.text(alphabet="/.-ab@: \n'\"$`\\;0", max_size=20),
+)
+def test_any_value_is_accepted_or_refused_with_its_field(field: str, value: object) -> None:
+    host: dict[str, object] = {"name": "a", "address": "10.0.0.1"}
+    document: dict[str, object] = {"hosts": [host]}
+    (document if field in ("stateDir", "servicePort", "hosts") else host)[field] = value
+    fields: list[str] | None = None
+    try:
+        found = load_inventory(json.dumps(document))
+    except InvalidInventory as error:
+        fields = [finding.field for finding in error.findings]
+    if fields is not None:
+        assert any(field in name for name in fields)
+        return
+    assert isinstance(found, Inventory)
+    for text in (found.state_dir, *(host.target for host in found.hosts), *(host.name for host in found.hosts)):
+        # Safe as an argument of ssh and in a unit file.
+        assert not text.startswith("-")
+        assert not set(text) & set(" \n'\"$`\\;")

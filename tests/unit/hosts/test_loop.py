@@ -1,0 +1,84 @@
+"""The start of the loop over the machines of an inventory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsv4_operator.api import DeploymentPhase, DeploymentStatus, Hardware, load
+from dsv4_operator.backends.hosts.documents import HOST_KEY, INVENTORY
+from dsv4_operator.backends.local.software import Software
+from dsv4_operator.backends.local.state import DeploymentState, StateError
+from dsv4_operator.controller import standalone
+from dsv4_testkit.supervised import Supervised
+
+NANO = (Path(__file__).parents[3] / "examples" / "nano.yaml").read_text()
+HOSTS = "hosts: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}]"
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> DeploymentState:
+    found = DeploymentState(tmp_path, "nano")
+    found.directory.mkdir()
+    found.save_manifest(load(NANO))
+    return found
+
+
+def write(state: DeploymentState, inventory: str, key: str, mode: int = 0o600) -> None:
+    (state.directory / INVENTORY).write_text(inventory)
+    (state.directory / HOST_KEY).write_text(key)
+    (state.directory / HOST_KEY).chmod(mode)
+
+
+@pytest.mark.parametrize(
+    ("inventory", "key", "mode", "text"),
+    [
+        ("hosts: []", "k" * 32, 0o600, r"hosts\.json: hosts: has 0 entries"),
+        ("hosts: [", "k" * 32, 0o600, r"hosts\.json: invalid YAML"),
+        (HOSTS, "short", 0o600, "has fewer than 32 printable characters"),
+        (HOSTS, "k" * 32, 0o644, "others may read the host key"),
+    ],
+)
+def test_what_keeps_the_loop_from_starting(
+    state: DeploymentState, supervised: Supervised, inventory: str, key: str, mode: int, text: str
+) -> None:
+    write(state, inventory, key, mode)
+    with pytest.raises(StateError, match=text):
+        standalone._run(state, supervised.again())
+
+
+def test_without_its_key(state: DeploymentState, supervised: Supervised) -> None:
+    (state.directory / INVENTORY).write_text(HOSTS)
+    with pytest.raises(StateError, match=r"the host key .* cannot be read"):
+        standalone._run(state, supervised.again())
+
+
+def test_the_saved_status_is_continued(state: DeploymentState) -> None:
+    assert standalone._saved(state).status == DeploymentStatus()
+    earlier = DeploymentStatus(phase=DeploymentPhase.SERVING)
+    state.save_object(load(NANO).model_copy(update={"status": earlier}))
+    changed = load(NANO.replace("maxNumSeqs: 4", "maxNumSeqs: 8"))
+    state.save_manifest(changed)
+    found = standalone._saved(state)
+    assert (found.spec, found.status) == (changed.spec, earlier)
+
+
+@pytest.mark.parametrize(
+    ("home", "refused"),
+    [(lambda _: "/usr/local/cuda", False), (lambda _: "", False), (lambda root: str(root / "cache" / "cuda"), True)],
+)
+def test_a_toolkit_of_this_machine_alone_is_refused(
+    state: DeploymentState, monkeypatch: pytest.MonkeyPatch, home: Callable[[Path], str], refused: bool
+) -> None:
+    software = Software(cuda_home=home(state.root))
+    monkeypatch.setattr(standalone, "cuda_software", lambda *_: software)
+    nano = load(NANO)
+    topology = nano.spec.topology.model_copy(update={"hardware": Hardware.GB10})
+    deployment = nano.model_copy(update={"spec": nano.spec.model_copy(update={"topology": topology})})
+    if refused:
+        with pytest.raises(StateError, match="install NVIDIA's toolkit at the same path"):
+            standalone._same_software(deployment, state)
+    else:
+        assert standalone._same_software(deployment, state) == software

@@ -1,0 +1,129 @@
+"""Commands over the real ssh; with a real sshd where one is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4_operator.backends.hosts.ssh import Ssh, SshError
+
+pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")
+
+WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), max_size=4)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # Short, because ssh has sockets there.
+    with tempfile.TemporaryDirectory(prefix="s") as path:
+        yield Path(path)
+
+
+@given(WORDS)
+def test_the_shell_of_the_machine_gets_every_word_unchanged(words: list[str]) -> None:
+    # As sshd runs it: the last argument is a command of the user's shell.
+    text = Ssh(Path("/tmp/s")).command("spark-1", ["printf", "%s\\0", "-", *words])[-1]
+    output = subprocess.run(["sh", "-c", text], capture_output=True, check=True, timeout=10).stdout
+    assert output.decode().split("\0")[:-1] == ["-", *words]
+
+
+def test_ssh_accepts_the_options(folder: Path) -> None:
+    (folder / "config").write_text("Host spark-1\n  HostName 192.0.2.7\n  User me\n  ProxyJump gate\n")
+    ssh = Ssh(folder, options=("-F", str(folder / "config")))
+    program, *arguments = ssh.command("spark-1", ["true"])
+    found = subprocess.run([program, "-G", *arguments], capture_output=True, text=True, check=True, timeout=10).stdout
+    lines = set(found.splitlines())
+    assert {"hostname 192.0.2.7", "user me", "proxyjump gate"} <= lines, "the user's configuration applies"
+    assert {"batchmode yes", "connecttimeout 10", "controlmaster auto", "serveraliveinterval 5"} <= lines
+
+
+def test_a_path_that_is_too_long_for_sockets(folder: Path) -> None:
+    with pytest.raises(SshError, match="61 characters too long"):
+        Ssh(Path("/" + "x" * 109))
+    Ssh(Path("/" + "x" * 48))
+
+
+async def test_a_refused_connection(folder: Path, unused_tcp_port: int) -> None:
+    ssh = Ssh(folder, options=("-F", "none", "-p", str(unused_tcp_port)))
+    with pytest.raises(SshError, match=r"127\.0\.0\.1: .*Connection refused; `ssh 127\.0\.0\.1 true` must work"):
+        await ssh.run("127.0.0.1", ["true"], seconds=20)
+    await ssh.close()
+
+
+async def test_a_machine_that_accepts_and_never_answers(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ssh = Ssh(folder, options=("-F", "none", "-p", str(silent.getsockname()[1])))
+        begun = time.monotonic()
+        with pytest.raises(SshError, match="`true` did not end within 1 s"):
+            await ssh.run("127.0.0.1", ["true"], seconds=1)
+        assert time.monotonic() - begun < 8
+        await ssh.close()
+
+
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+
+
+@pytest.fixture
+def served(folder: Path, unused_tcp_port_factory: Callable[[], int]) -> Iterator[Ssh]:
+    """A real sshd of this user."""
+    if SSHD is None or os.getuid() != 0:
+        pytest.skip("sshd is not installed, or this is not root")
+    for name in ("host", "mine"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True, timeout=20
+        )
+    port = unused_tcp_port_factory()
+    (folder / "sshd").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/mine.pub\n"
+        "StrictModes no\nPidFile none\nPasswordAuthentication no\n"
+    )
+    (folder / "config").write_text(
+        f"Host *\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {folder}/mine\n  IdentitiesOnly yes\n"
+        f"  UserKnownHostsFile {folder}/known\n  StrictHostKeyChecking accept-new\n"
+    )
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(folder / "sshd")], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield Ssh(folder, options=("-F", str(folder / "config")))
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+async def test_commands_share_a_connection(served: Ssh, folder: Path) -> None:
+    found = await served.run("spark-1", ["sh", "-c", "cat; echo no >&2; exit 3"], seconds=30, given=b"a\0b" * 100_000)
+    assert (found.code, found.output) == (3, b"a\0b" * 100_000)
+    assert found.errors.endswith("no")
+    (folder / "mine").unlink()
+    # Without its key, only the existing connection can be used.
+    both = await asyncio.gather(*(served.run("spark-1", ["echo", word], seconds=30) for word in ("a b", "$HOME")))
+    assert [one.output for one in both] == [b"a b\n", b"$HOME\n"]
+    await served.close()
+    with pytest.raises(SshError, match="Permission denied"):
+        await served.run("spark-1", ["true"], seconds=30)
+    await served.close()
+
+
+async def test_a_command_that_does_not_end(served: Ssh) -> None:
+    with pytest.raises(SshError, match="did not end within"):
+        await served.run("spark-1", ["sleep", "600"], seconds=1.5)
+    assert (await served.run("spark-1", ["true"], seconds=30)).code == 0
+    await served.close()
