@@ -11,12 +11,14 @@ Protocol: https://kubernetes.io/docs/reference/access-authn-authz/extensible-adm
 from __future__ import annotations
 
 import asyncio
+import base64
 import concurrent.futures
 import logging
 import ssl
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ _log = logging.getLogger("dsv4")
 _DEFAULT_POLICY = ClusterPolicy()
 _API_VERSION = "admission.k8s.io/v1"
 _MADE_LETTERS = 5
+_DER_VERSION, _DER_GENERALIZED_TIME = 0xA0, 0x18
 _ANY_MEMORY = 2**50
 """Assumed memory of a machine without an accelerator, which the catalog does not list."""
 
@@ -155,6 +158,41 @@ class _Server(web.Server):
             transport.abort()
 
 
+def certificate_end(file: Path) -> float | None:
+    """Return the Unix time at which the first certificate in a PEM file expires; None if it cannot be decoded.
+
+    RFC 5280: a certificate begins with `[0]` version, serial number, algorithm, issuer and validity. `ssl` decodes only
+    certificates of peers.
+    """
+    try:
+        _, _, rest = file.read_text().partition("-----BEGIN CERTIFICATE-----")
+        body, _, _ = rest.partition("-----END CERTIFICATE-----")
+        data = base64.b64decode("".join(body.split()))
+        fields = _der(_der(_der(data)[0][1])[0][1])
+        validity = _der([content for tag, content in fields if tag != _DER_VERSION][3])
+        tag, text = validity[1]
+        # UTCTime has two digits of the year, from 1950 on.
+        century = "" if tag == _DER_GENERALIZED_TIME else "19" if text >= b"50" else "20"
+        return datetime.strptime(century + text.decode(), "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
+    except (IndexError, ValueError):
+        return None
+
+
+def _der(data: bytes) -> list[tuple[int, bytes]]:
+    """Return tag and content of each value in a sequence of DER values."""
+    found, at = [], 0
+    while at < len(data):
+        tag, size = data[at], data[at + 1]
+        at += 2
+        if size & 0x80:
+            more = size & 0x7F
+            size = int.from_bytes(data[at : at + more])
+            at += more
+        found.append((tag, data[at : at + size]))
+        at += size
+    return found
+
+
 class AdmissionServer:
     """Answers AdmissionReviews over TLS. A certificate that is renewed in place is loaded within half a minute."""
 
@@ -171,8 +209,10 @@ class AdmissionServer:
         self._port, self._policy, self._runtime_image = port, policy, runtime_image
         self._files = certificates / "tls.crt", certificates / "tls.key"
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.certificate_end: float | None = None
+        """Unix time at which the loaded certificate expires."""
         self._stamp = self._look()
-        self._context.load_cert_chain(*self._files)
+        self._load()
         self.open = 0
         self._reviewers = concurrent.futures.ThreadPoolExecutor(_REVIEWS, "review")
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -198,11 +238,15 @@ class AdmissionServer:
         try:
             stamp = self._look()
             if stamp != self._stamp:
-                self._context.load_cert_chain(*self._files)
+                self._load()
                 self._stamp = stamp
                 _log.info("the webhook's certificate was renewed")
         except (OSError, ssl.SSLError) as error:
             _log.warning("the webhook's certificate cannot be read, the last one stays: %s", error)
+
+    def _load(self) -> None:
+        self._context.load_cert_chain(*self._files)
+        self.certificate_end = certificate_end(self._files[0])
 
     def _look(self) -> tuple[int, ...]:
         return tuple(file.stat().st_mtime_ns for file in self._files)

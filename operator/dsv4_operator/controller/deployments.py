@@ -78,11 +78,11 @@ class Deployments:
         """Return whether the watch has reported such a deployment."""
         return key in self._cached
 
-    def statuses(self) -> Iterator[DeploymentStatus]:
-        """Yield the status of every deployment that was reconciled."""
+    def observed(self) -> Iterator[DSV4Deployment]:
+        """Yield every deployment that was reconciled, with its status."""
         for state in self._states.values():
-            if state.status is not None:
-                yield state.status
+            if (found := state.observed) is not None:
+                yield found
 
     async def close(self) -> None:
         """Close all connections; objects on the cluster are not changed."""
@@ -194,6 +194,14 @@ class _DeploymentController:
     @property
     def status(self) -> DeploymentStatus | None:
         return self._reconciler.status if self._reconciler is not None else None
+
+    @property
+    def observed(self) -> DSV4Deployment | None:
+        """Return the deployment with its present status; None before its first reconcile."""
+        deployment = self._read[1].deployment if self._read is not None else None
+        if deployment is None or self.status is None:
+            return None
+        return deployment.model_copy(update={"status": self.status})
 
     def is_own_write(self, cached: Manifest) -> bool:
         """Return whether this is the version that this process wrote last."""

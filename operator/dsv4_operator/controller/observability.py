@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from dsv4_operator.api import DeploymentPhase, DeploymentStatus
+from dsv4_operator.api import DeploymentPhase, DSV4Deployment, GroupPhase, GroupStatus
 from dsv4_operator.controller.lease import micro_time
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, EVENTS, AlreadyExists, Client, KubeError, Manifest, NotFound
 from dsv4_operator.lifecycle import Event
+from dsv4_runtime.contract.recovery import within
+from dsv4_runtime.contract.status import RECENT_SECONDS
+from dsv4_runtime.util.clock import unix_time
 
 _log = logging.getLogger("dsv4")
 
@@ -59,38 +62,48 @@ class OperatorMetrics:
 
     def observe(
         self,
-        statuses: Callable[[], Iterable[DeploymentStatus]],
+        deployments: Callable[[], Iterable[DSV4Deployment]],
         leading: Callable[[], bool],
         waiting: Callable[[], int],
+        certificate_end: Callable[[], float | None] = lambda: None,
     ) -> None:
         """Compute the gauges at every scrape.
 
         Args:
-            statuses: of all deployments.
+            deployments: all of them, with their status.
             leading: whether this process acts.
             waiting: deployments in the work queue.
+            certificate_end: Unix time at which the webhook's certificate expires; None without a webhook.
         """
-        self._registry.register(_StatusCollector(statuses, leading, waiting))
+        self._registry.register(_StatusCollector(deployments, leading, waiting, certificate_end))
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
+_IDENTITY = ("namespace", "deployment", "group")
+
+
 @dataclass(frozen=True, slots=True)
 class _StatusCollector:
-    statuses: Callable[[], Iterable[DeploymentStatus]]
+    deployments: Callable[[], Iterable[DSV4Deployment]]
     leading: Callable[[], bool]
     waiting: Callable[[], int]
+    certificate_end: Callable[[], float | None]
 
     def collect(self) -> Iterable[Metric]:
         phases: Tally[DeploymentPhase] = Tally()
         ready = groups = restarts = 0
-        for status in self.statuses():
+        families = _GroupFamilies(unix_time())
+        for deployment in self.deployments():
+            status = deployment.status
             phases[status.phase] += 1
             ready += status.ready_replicas
             groups += status.replicas
-            restarts += sum(group.total_restarts for group in status.groups)
+            for group in status.groups:
+                restarts += group.total_restarts
+                families.add(deployment, group)
         family = GaugeMetricFamily("dsv4_deployments", "Deployments by phase", labels=["phase"])
         for phase in DeploymentPhase:
             family.add_metric([phase.value], phases[phase])
@@ -98,8 +111,68 @@ class _StatusCollector:
         yield GaugeMetricFamily("dsv4_groups", "Groups that exist", groups)
         yield GaugeMetricFamily("dsv4_groups_ready", "Groups that answer", ready)
         yield GaugeMetricFamily("dsv4_restarts", "Restarts of any level of the groups that exist", restarts)
+        yield from families.all
         yield GaugeMetricFamily("dsv4_operator_leading", "1 while this process holds the lease", int(self.leading()))
         yield GaugeMetricFamily("dsv4_operator_queue", "Deployments in the work queue", self.waiting())
+        certificate = GaugeMetricFamily(
+            "dsv4_operator_certificate_expiry_timestamp_seconds", "Unix time at which the webhook's certificate expires"
+        )
+        if (end := self.certificate_end()) is not None:
+            certificate.add_metric([], end)
+        yield certificate
+
+
+class _GroupFamilies:
+    """Metrics of each group, from its status."""
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+        self.phase = _group_gauge("phase", "1 for the group's present phase", "phase")
+        self.restarts = CounterMetricFamily(
+            "dsv4_group_restarts", "Restarts of any level since the deployment was created", labels=_IDENTITY
+        )
+        self.allowed = _group_gauge("restarts_allowed", "Restarts that spec.recovery allows in its window")
+        self.left = _group_gauge("restarts_left", "Restarts left in the present window of spec.recovery")
+        self.failures = _group_gauge(
+            "recent_failures", "Deaths in the last hour by cause, of the latest 10 in the status", "cause"
+        )
+        self.recovery = _group_gauge("recovery_seconds", "Time from the latest death to the next checked completion")
+        self.slow = _group_gauge("slow_members", "Members with a GPU that is throttled or hot")
+        self.tokens = _group_gauge("kv_cache_tokens", "Size of the KV cache in tokens, as the engine reported it")
+        self.planned = _group_gauge("kv_cache_planned_tokens", "Size of the KV cache in tokens in the memory plan")
+        self.memory = _group_gauge(
+            "memory_over_plan_bytes", "Measured minus planned bytes of an item of the memory plan", "item"
+        )
+
+    def add(self, deployment: DSV4Deployment, group: GroupStatus) -> None:
+        labels = [deployment.metadata.namespace, deployment.metadata.name, str(group.index)]
+        for phase in GroupPhase:
+            self.phase.add_metric([*labels, phase.value], float(group.phase is phase))
+        policy = deployment.spec.recovery.policy()
+        spent = len(within(policy.window_seconds, group.restarts, self._now))
+        self.restarts.add_metric(labels, group.total_restarts)
+        self.allowed.add_metric(labels, policy.max_restarts)
+        self.left.add_metric(labels, max(0, policy.max_restarts - spent))
+        recent = Tally(one.cause for one in group.history if abs(self._now - one.time) < RECENT_SECONDS)
+        for cause, number in recent.items():
+            self.failures.add_metric([*labels, cause.value], number)
+        if group.last_failure is not None and group.last_failure.recover_seconds is not None:
+            self.recovery.add_metric(labels, group.last_failure.recover_seconds)
+        self.slow.add_metric(labels, sum(bool(member.warnings) for member in group.members))
+        if group.kv_cache is not None:
+            self.tokens.add_metric(labels, group.kv_cache.tokens)
+            if group.kv_cache.planned_tokens is not None:
+                self.planned.add_metric(labels, group.kv_cache.planned_tokens)
+        for item in group.measured.items if group.measured is not None else ():
+            self.memory.add_metric([*labels, item.item], item.difference)
+
+    @property
+    def all(self) -> Iterable[Metric]:
+        return [found for found in vars(self).values() if isinstance(found, Metric)]
+
+
+def _group_gauge(name: str, documentation: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"dsv4_group_{name}", documentation, labels=[*_IDENTITY, *labels])
 
 
 _CONTROLLER = "dsv4.dev/operator"

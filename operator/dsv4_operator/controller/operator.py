@@ -168,7 +168,13 @@ class Operator:
         self._deployments = Deployments(
             Dependencies(self._kube, self._backends.of, endpoints, self._record, failed=self._part_failed)
         )
-        self._metrics.observe(self._deployments.statuses, lambda: self._lease.holds, lambda: len(self._queue))
+        self._admission: AdmissionServer | None = None
+        self._metrics.observe(
+            self._deployments.observed,
+            lambda: self._lease.holds,
+            lambda: len(self._queue),
+            lambda: self._admission.certificate_end if self._admission is not None else None,
+        )
         self._waits_for: str | None = "starting"
         self._stop = asyncio.Event()
         self._watch_ended = asyncio.Event()
@@ -222,6 +228,7 @@ class Operator:
             await admission.start()
         except OSError as error:
             raise CannotServe(f"--webhook-port {webhook}: {error.strerror or error}") from error
+        self._admission = admission
         return [probes, admission]
 
     async def _work(self) -> None:

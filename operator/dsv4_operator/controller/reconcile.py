@@ -35,7 +35,7 @@ from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.lifecycle.watch import ALIVE, FRESH_SECONDS
 from dsv4_operator.planning import PlanRefused, plan_group, revision
 from dsv4_operator.planning.facts import Facts
-from dsv4_operator.planning.memory.runs import measured_of
+from dsv4_operator.planning.setup import measured_of
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.util.clock import unix_time
 

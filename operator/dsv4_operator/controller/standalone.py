@@ -1,4 +1,6 @@
-"""Process of `dsv4 up`: the reconcile loop over one file, a child of the supervisor."""
+"""The reconcile loop over one file, a child of the supervisor: members are on this machine (`dsv4 up`), or on those of
+the inventory in the deployment's directory.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,25 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, Hardware, Reason
-from dsv4_operator.backends.base import BackendError
+from dsv4_operator.backends.base import Backend, BackendError
+from dsv4_operator.backends.hosts.backend import HostsBackend
+from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, InvalidInventory, load_inventory
+from dsv4_operator.backends.hosts.members import machine_id
+from dsv4_operator.backends.hosts.service import read_key
 from dsv4_operator.backends.local import gpus, network
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.gateway import (
-    LOOPBACK,
     LocalGateways,
     Publisher,
     bind_loopback,
+    bind_ports,
     check_keyless,
     check_secrets,
+    endpoint,
 )
 from dsv4_operator.backends.local.gpus import Card, claim_card, claimed
 from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software
@@ -77,6 +85,9 @@ def main() -> None:
 
 def _run(state: DeploymentState, processes: Processes) -> None:
     text = processes.kept_text(STATUS)
+    if (state.directory / INVENTORY).exists():
+        _prepare_hosts(state, _saved(state) if text is None else DSV4Deployment.model_validate_json(text), processes)
+        return
     if text is not None:
         # An earlier loop ended without request; everything that it started runs on.
         _log.warning("the loop %s; this process continues its work", processes.restarts[-1][1])
@@ -144,13 +155,87 @@ def _enter(
     backend = LocalBackend(
         state, processes, isolated=isolated, changed=wake.set, cards=cards, software=software, gateways=gateways
     )
-    asyncio.run(_loop(state, deployment, processes, isolated, backend, gateways, wake))
+    front = _Front(gateways, network.address(0), deployment, started=isolated)
+    asyncio.run(_loop(state, deployment, processes, backend, front, wake, adopt=backend.adopt))
+
+
+def _saved(state: DeploymentState) -> DSV4Deployment:
+    """Return the manifest with the status that an earlier loop saved: its numbers of incarnations were used.
+
+    Raises:
+        StateError: there is no manifest.
+    """
+    deployment, earlier = state.manifest(), state.object()
+    if deployment is None:
+        raise StateError(f"{state.name!r} has no manifest; start it with `dsv4 up FILE`")
+    return deployment if earlier is None else deployment.model_copy(update={"status": earlier.status})
+
+
+def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes: Processes) -> None:
+    """Run the loop over the machines of the inventory; the gateways run on this one.
+
+    Raises:
+        StateError: the inventory, the host key or a secret cannot be read, or a port is in use.
+    """
+    try:
+        inventory = load_inventory((state.directory / INVENTORY).read_text())
+    except (OSError, UnicodeDecodeError, InvalidInventory) as error:
+        raise StateError(f"{state.directory / INVENTORY}: {error}") from error
+    key = read_key(state.directory / HOST_KEY)
+    check_secrets(deployment, state)
+    software = _same_software(deployment, state)
+    if "api" not in processes.kept:
+        for name, listener in bind_ports(deployment).items():
+            with listener:
+                processes.keep(name, listener.fileno())
+    head, size = head_ports(deployment, isolated=True), deployment.spec.topology.nodes_per_group
+    addresses = [host.address for host in inventory.hosts[::size]][: max(deployment.spec.replicas, 1)]
+    heads = [
+        GroupRoute(group=group, agent=f"http://{address}:{head.agent}", api=f"http://{address}:{head.api}")
+        for group, address in enumerate(addresses)
+    ]
+    gateways = LocalGateways(deployment, state, heads, processes)
+    gateways.keep_sockets()
+    if STATUS not in processes.kept:
+        state.save_object(deployment)
+        processes.keep_text(STATUS, deployment.to_json())
+    wake = asyncio.Event()
+    backend = HostsBackend(
+        state,
+        inventory,
+        deployment,
+        key=key,
+        holder=f"{machine_id()}:{state.directory}",
+        changed=wake.set,
+        software=software,
+        gateways=gateways,
+    )
+    front = _Front(gateways, addresses[0], deployment)
+    asyncio.run(_loop(state, deployment, processes, backend, front, wake, deletes=(state.directory / DOWN).exists))
+
+
+def _same_software(deployment: DSV4Deployment, state: DeploymentState) -> Software:
+    """Return the software for engines, which must have the same paths on all machines.
+
+    Raises:
+        StateError: something is missing on this machine, or a path exists on it alone.
+    """
+    if deployment.spec.topology.hardware is Hardware.CPU:
+        check_compilers(cpu=True)
+        return Software()
+    software = cuda_software(deployment, state, gpus.find().cards)
+    if Path(software.cuda_home).is_relative_to(state.root):
+        raise StateError(
+            "several machines cannot use the CUDA toolkit of Python packages; install NVIDIA's toolkit at the same "
+            "path on all of them (/usr/local/cuda)"
+        )
+    return software
 
 
 def _enter_network(deployment: DSV4Deployment, processes: Processes) -> tuple[bool, str]:
     """Open the listening sockets and enter a private network; return whether that is possible, and a note for users."""
     ports = deployment.spec.network.ports
-    listeners = bind_loopback({"api": ports.api, "dashboard": ports.dashboard})
+    listeners = bind_ports(deployment)
     try:
         network.enter_private_network()
     except network.NoNamespacesError as error:
@@ -168,15 +253,56 @@ def _enter_network(deployment: DSV4Deployment, processes: Processes) -> tuple[bo
     return True, "private: each member has an address of its own"
 
 
+class _Front:
+    """The front end on this machine: gateways, and the published dashboard of the first group."""
+
+    def __init__(
+        self, gateways: LocalGateways, address: str, deployment: DSV4Deployment, *, started: bool = True
+    ) -> None:
+        """`address` is the first head's. If not `started`, users connect to the engine directly."""
+        self._gateways = gateways
+        port = head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT
+        self._publisher = Publisher(address, port)
+        self._started = started
+
+    async def start(self, processes: Processes) -> None:
+        """Start to serve on the kept sockets."""
+        if self._started:
+            await self._gateways.start("api")
+            await self._publisher.start(processes.socket("dashboard"))
+
+    async def stop(self) -> None:
+        """Drain and end the gateways."""
+        await self._gateways.stop()
+
+    def close(self) -> None:
+        """Stop listening for the dashboard."""
+        self._publisher.close()
+
+
 async def _loop(
     state: DeploymentState,
     deployment: DSV4Deployment,
     processes: Processes,
-    isolated: bool,
-    backend: LocalBackend,
-    gateways: LocalGateways,
+    backend: Backend,
+    front: _Front,
     event: asyncio.Event,
+    *,
+    adopt: Callable[[], None] = lambda: None,
+    deletes: Callable[[], bool] = lambda: True,
 ) -> None:
+    """Reconcile until SIGTERM.
+
+    Args:
+        state: files of the deployment.
+        deployment: the deployment with its latest status.
+        processes: the connection to the supervisor.
+        backend: runs the members.
+        front: the front end.
+        event: starts the next turn at once.
+        adopt: called before the first turn, in the event loop.
+        deletes: returns after SIGTERM whether the members end with the loop.
+    """
     stop = asyncio.Event()
 
     def end() -> None:
@@ -188,12 +314,8 @@ async def _loop(
     processes.listen()
     if processes.ending:
         end()
-    backend.adopt()
-    ports = deployment.spec.network.ports
-    publisher = Publisher(network.address(0), head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT)
-    if isolated:
-        await gateways.start("api")
-        await publisher.start(processes.socket("dashboard"))
+    adopt()
+    await front.start(processes)
     unsaved: DSV4Deployment | None = deployment
 
     async def save(changed: DSV4Deployment) -> None:
@@ -216,7 +338,7 @@ async def _loop(
 
     reconciler = Reconciler(
         backend,
-        Endpoints(f"http://{LOOPBACK}:{ports.api}/v1", f"http://{LOOPBACK}:{ports.dashboard}"),
+        Endpoints(endpoint(deployment), f"http://{network.LOOPBACK}:{deployment.spec.network.ports.dashboard}"),
         save=save,
     )
     try:
@@ -230,8 +352,10 @@ async def _loop(
                 stop.set()
             if stop.is_set() and not drained:
                 # Before the members and the engine end.
-                await gateways.stop()
+                await front.stop()
                 drained = True
+                if not deletes():
+                    break
             try:
                 pause = await reconciler.reconcile(deployment, deleting=stop.is_set())
                 failures = 0
@@ -246,8 +370,8 @@ async def _loop(
                 pause = min(pause, _WRITE_SECONDS)
             await wait_for(event, pause)
     finally:
-        await gateways.stop()
-        publisher.close()
+        await front.stop()
+        front.close()
         await reconciler.close()
         await backend.close()
         await processes.close()

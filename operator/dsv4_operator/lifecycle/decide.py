@@ -31,11 +31,11 @@ from dataclasses import dataclass, replace
 
 from dsv4_operator.api import DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
 from dsv4_operator.api.deployment import is_paused
-from dsv4_operator.lifecycle.diagnosis import diagnose
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.lifecycle.watch import (
     ALIVE,
     agent_status,
+    diagnose,
     failure_status,
     same_death,
     watch,
@@ -274,6 +274,9 @@ class _Step:
             at = permit(self.policy, group.restarts, self.now).at
         exhausted = at is None or _twice(group.history, failure)
         group = without_queue_time(group, self.now)
+        # Several members report one cause for themselves, such as a file that all of them read: one end, one entry.
+        others = tuple(known for known in group.history if not _is_same_end(known, failure))
+        group = group.model_copy(update={"history": others})
         group = with_failure(group, failure.model_copy(update={"level": 3 if exhausted else 2}))
         actions: tuple[Action, ...] = (
             CollectEvidence(self.key, group.incarnation),
@@ -438,6 +441,12 @@ class _Step:
 def _lost_placement(group: GroupStatus) -> bool:
     """Return whether the last incarnation ended because its scheduler gave it no nodes, or took them away."""
     return any(one.incarnation == group.incarnation and one.cause is Cause.PLACEMENT_LOST for one in group.history)
+
+
+def _is_same_end(known: FailureStatus, failure: FailureStatus) -> bool:
+    """Return whether `known`, which nothing repaired, is another report of the end of the incarnation by `failure`."""
+    same = (known.incarnation, known.cause) == (failure.incarnation, failure.cause)
+    return same and known.level is None and not same_death(known, failure)
 
 
 def _twice(history: Iterable[FailureStatus], failure: FailureStatus) -> bool:

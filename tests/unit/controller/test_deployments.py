@@ -169,7 +169,7 @@ def test_the_deployment_that_exists_is_known_whatever_the_order_of_events(
         if final is not None:
             assert deployments._states[KEY].uid == final["metadata"]["uid"]
         else:
-            assert not list(deployments.statuses())
+            assert not list(deployments.observed())
         await deployments.close()
 
     asyncio.run(run())
@@ -185,7 +185,7 @@ async def test_a_deployment_whose_end_the_watch_missed_is_dropped(monkeypatch: p
     monkeypatch.setattr("dsv4_operator.controller.deployments.RESYNC_SECONDS", 0.0)
     assert await deployments.reconcile(KEY) is None
     assert not deployments.knows(KEY)
-    assert list(deployments.statuses()) == []
+    assert list(deployments.observed()) == []
 
 
 async def test_a_status_that_cannot_be_written_because_the_deployment_is_gone_drops_it() -> None:

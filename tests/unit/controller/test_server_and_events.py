@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
-from dsv4_operator.api import DeploymentPhase, DeploymentStatus, Reason
+from dsv4_operator.api import (
+    DeploymentPhase,
+    DeploymentStatus,
+    DSV4Deployment,
+    FailureStatus,
+    GroupPhase,
+    GroupStatus,
+    KvCacheStatus,
+    MemberStatus,
+    Reason,
+)
+from dsv4_operator.api.deployment import parse
+from dsv4_operator.api.status import MeasuredItem, MeasuredStatus
+from dsv4_operator.controller import observability
 from dsv4_operator.controller.observability import OperatorMetrics, ProbeServer, Recorder, event_manifest
 from dsv4_operator.kube import AlreadyExists, Manifest, NotFound, Resource
 from dsv4_operator.lifecycle import Event, EventType
+from dsv4_runtime.contract import Cause
 from dsv4_testkit.waiting import free_port
 
 ABOUT = {"metadata": {"name": "flash", "namespace": "models", "uid": "1-2-3"}}
@@ -23,7 +40,9 @@ async def test_probes_say_what_is_wrong_and_metrics_are_there() -> None:
     metrics = OperatorMetrics()
     wrong: list[str] = []
     metrics.observe(
-        lambda: [DeploymentStatus(phase=DeploymentPhase.SERVING, ready_replicas=2)], lambda: True, lambda: 3
+        lambda: [deployment(status=DeploymentStatus(phase=DeploymentPhase.SERVING, ready_replicas=2))],
+        lambda: True,
+        lambda: 3,
     )
     metrics.count_request("PUT", 200)
     port = free_port()
@@ -49,6 +68,59 @@ async def test_probes_say_what_is_wrong_and_metrics_are_there() -> None:
         'dsv4_operator_looks_total{result="error"} 0.0',
     ):
         assert line in text
+    # Without a webhook there is no certificate.
+    assert not re.search("^dsv4_operator_certificate_expiry_timestamp_seconds", text, re.MULTILINE)
+
+
+def deployment(**changes: Any) -> DSV4Deployment:
+    manifest = yaml.safe_load((Path(__file__).parents[3] / "examples" / "nano.yaml").read_text())
+    manifest["metadata"] |= {"namespace": "models", "name": "flash"}
+    manifest["spec"]["recovery"] = {"maxRestarts": 4, "window": "10m"}
+    return parse(manifest).model_copy(update=changes)
+
+
+def test_metrics_of_a_group_are_those_of_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000_000.0
+    monkeypatch.setattr(observability, "unix_time", lambda: now)
+    history = (
+        FailureStatus(time=now - 3601, cause=Cause.ENGINE_HUNG),
+        FailureStatus(time=now - 3599, cause=Cause.ENGINE_HUNG),
+        FailureStatus(time=now - 60, cause=Cause.ENGINE_HUNG),
+        FailureStatus(time=now - 10, cause=Cause.NODE_LOST, recover_seconds=12.5),
+    )
+    group = GroupStatus(
+        index=1,
+        phase=GroupPhase.SERVING,
+        members=(MemberStatus(rank=0, warnings=("hot", "slow")), MemberStatus(rank=1)),
+        # One is older than the window.
+        restarts=(now - 601, now - 60, now - 10),
+        total_restarts=7,
+        kv_cache=KvCacheStatus(tokens=900, planned_tokens=1000),
+        measured=MeasuredStatus(of="x", incarnation=1, items=(MeasuredItem(item="weights", difference=-5),)),
+        last_failure=history[-1],
+        history=history,
+    )
+    metrics = OperatorMetrics()
+    metrics.observe(
+        lambda: [deployment(status=DeploymentStatus(groups=(group,)))], lambda: True, lambda: 0, lambda: 5.0
+    )
+    lines = [line for line in metrics.text().decode().splitlines() if re.match("dsv4_(group_|operator_cert)", line)]
+    labels = 'deployment="flash",group="1"'
+    assert [line for line in lines if not line.startswith("dsv4_group_phase") or not line.endswith(" 0.0")] == [
+        f'dsv4_group_phase{{{labels},namespace="models",phase="Serving"}} 1.0',
+        f'dsv4_group_restarts_total{{{labels},namespace="models"}} 7.0',
+        f'dsv4_group_restarts_allowed{{{labels},namespace="models"}} 4.0',
+        f'dsv4_group_restarts_left{{{labels},namespace="models"}} 2.0',
+        f'dsv4_group_recent_failures{{cause="EngineHung",{labels},namespace="models"}} 2.0',
+        f'dsv4_group_recent_failures{{cause="NodeLost",{labels},namespace="models"}} 1.0',
+        f'dsv4_group_recovery_seconds{{{labels},namespace="models"}} 12.5',
+        f'dsv4_group_slow_members{{{labels},namespace="models"}} 1.0',
+        f'dsv4_group_kv_cache_tokens{{{labels},namespace="models"}} 900.0',
+        f'dsv4_group_kv_cache_planned_tokens{{{labels},namespace="models"}} 1000.0',
+        f'dsv4_group_memory_over_plan_bytes{{{labels},item="weights",namespace="models"}} -5.0',
+        "dsv4_operator_certificate_expiry_timestamp_seconds 5.0",
+    ]
+    assert len([line for line in lines if line.startswith("dsv4_group_phase")]) == len(GroupPhase)
 
 
 def test_the_same_event_has_the_same_name_and_another_one_has_not() -> None:

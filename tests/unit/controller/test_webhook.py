@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import http.client
 import io
@@ -12,16 +13,22 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dsv4_operator.api import ClusterPolicy
 from dsv4_operator.controller import admission
-from dsv4_operator.controller.admission import PATH, AdmissionServer
+from dsv4_operator.controller.admission import PATH, AdmissionServer, certificate_end
 from dsv4_testkit.certificates import certificate
 from dsv4_testkit.waiting import free_port, until
 
@@ -65,12 +72,14 @@ async def test_it_answers_over_tls_and_takes_a_renewed_certificate_over(tmp_path
         assert (await post(url, first, b"{}"))[0] == 400
         assert (await post(url, first, b"no JSON"))[0] == 400
 
-        second = certificate(tmp_path, "second").read_text()
+        second = certificate(tmp_path, "second", hours=2).read_text()
         os.utime(tmp_path / "tls.key", ns=(1, 1))
         server.renew()
         assert (await post(url, second, body))[0] == 200
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await post(url, first, body)
+
+        assert server.certificate_end == x509.load_pem_x509_certificate(second.encode()).not_valid_after_utc.timestamp()
 
         # Half a renewal changes nothing.
         (tmp_path / "tls.crt").write_text("")
@@ -219,3 +228,30 @@ async def test_connections_beyond_a_number_are_closed(tmp_path: Path, monkeypatc
             writer.close()
         await asyncio.sleep(0.2)
         assert (await post(url, trusted, asked()))[0] == 200
+
+
+KEY = ec.generate_private_key(ec.SECP256R1())
+TIMES = st.datetimes(datetime(1951, 1, 1), datetime(2400, 1, 1), timezones=st.just(UTC))
+
+
+@settings(max_examples=50, deadline=None)
+@given(end=TIMES, serial=st.integers(1, 2**150), name=st.text("abc", min_size=1, max_size=64), junk=st.binary())
+def test_the_end_of_any_certificate_is_decoded_and_of_anything_else_is_none(
+    tmp_path_factory: pytest.TempPathFactory, end: datetime, serial: int, name: str, junk: bytes
+) -> None:
+    end = end.replace(microsecond=0)
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    made = (
+        x509.CertificateBuilder(subject, subject, KEY.public_key(), serial)
+        .not_valid_before(end - timedelta(days=1))
+        .not_valid_after(end)
+        .sign(KEY, hashes.SHA256())
+        .public_bytes(serialization.Encoding.PEM)
+    )
+    file = tmp_path_factory.getbasetemp() / "end.crt"
+    file.write_bytes(b"a comment\n" + made + made[:100])
+    assert certificate_end(file) == end.timestamp()
+    head = b"-----BEGIN CERTIFICATE-----\n"
+    for text in (junk, head + junk, made[:90], head + base64.b64encode(junk)):
+        file.write_bytes(text)
+        assert certificate_end(file) is None

@@ -238,6 +238,8 @@ def test_two_members_that_cannot_go_on_are_one_death(new_scene: Any) -> None:
     ]
     scene.look(2.0)
     assert scene.phase is GroupPhase.RECOVERING
+    assert [(found.level, found.culprit_rank) for found in scene.status.history] == [(2, 1)]
+    assert scene.status.last_failure == scene.status.history[-1]
 
 
 def test_a_deterministic_cause_with_service_in_between_is_no_repetition(new_scene: Any) -> None:

@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsv4_operator.api import FailureStatus, GroupPhase
-from dsv4_operator.lifecycle.diagnosis import BOOT_SECONDS, GONE_SECONDS, SILENT_SECONDS
-from dsv4_operator.lifecycle.watch import FRESH_SECONDS
+from dsv4_operator.lifecycle.watch import BOOT_SECONDS, FRESH_SECONDS, GONE_SECONDS, SILENT_SECONDS
 from dsv4_runtime.contract import Cause, Phase, Signals
 from dsv4_runtime.contract.recovery import HEARD_SECONDS
 
