@@ -1,0 +1,418 @@
+"""`dsv4 verify`: run the checks of `dsv4_operator.verify` against an endpoint and report their results."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from dsv4_operator.api import Variant
+from dsv4_operator.cli.chat import check_serving
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
+from dsv4_operator.cli.output import DocumentFormat, format_seconds, note, one_line, print_line, render_document
+from dsv4_operator.cli.sources.base import DeploymentSource, first_key
+from dsv4_operator.verify import checks, content, oracle
+from dsv4_operator.verify.checks import Check, Facts, Result, Session, Status
+from dsv4_operator.verify.endpoint import INCOMPLETE, Address, Client, Defect, Reason, Skip
+
+QUICK_SECONDS = 60.0
+_LOST_CHECKS = 3
+"""Consecutive checks without an answer after which the endpoint counts as lost."""
+
+_LOGS = "see `dsv4 why` and `dsv4 logs -c vllm`"
+_NUMERICS = (
+    "compare with --reference or --against; `dsv4 kernels` names the providers, pin another one to find the wrong one"
+)
+_CACHE = "compare with --no-enable-prefix-caching; check the KV cache type and the kernels of attention"
+_GRAMMAR = "check the backend of structured outputs and the reasoning parser"
+
+CHECKS: tuple[Check, ...] = (
+    Check("smoke.models", "the endpoint lists the model", checks.models, "check the served names", quick=True),
+    Check(
+        "smoke.capability",
+        "the model answers simple questions",
+        checks.capability,
+        "check weights, chat template and kernels; for a test model add --weak",
+        quick=True,
+    ),
+    Check("smoke.chat", "a chat request", checks.chat, _LOGS, quick=True),
+    Check("smoke.completions", "greedy tokens, max_tokens", checks.completions, _NUMERICS, quick=True),
+    Check("smoke.stream", "streams are complete and equal", checks.stream, f"check proxies; {_LOGS}", quick=True),
+    Check("smoke.usage", "counts of tokens", checks.usage, "check proxies that change responses", quick=True),
+    Check("smoke.stop", "stop strings", checks.stop, "check detokenization and proxies", quick=True),
+    Check("smoke.seed", "seeds", checks.seed, "check sampling kernels and proxies that drop `seed`", quick=True),
+    Check("smoke.errors", "invalid requests are rejected", checks.errors, _LOGS, quick=True),
+    Check(
+        "smoke.template",
+        "the chat template",
+        checks.template,
+        "check --tokenizer-mode deepseek_v4 and --chat-template",
+        quick=True,
+    ),
+    Check("smoke.thinking", "reasoning on and off", checks.thinking, "check --reasoning-parser", quick=True),
+    Check("smoke.messages", "Anthropic's API", checks.messages, _LOGS, quick=True),
+    Check("smoke.long-prompt", "a long prompt", checks.long_prompt, "check --max-model-len and memory", quick=True),
+    Check("smoke.parallel", "requests at the same time", checks.parallel, _NUMERICS, quick=True),
+    Check("oracle.self", "decoding agrees with prefill", oracle.self_check, _NUMERICS, quick=True),
+    Check("oracle.repetition", "repetitions agree", oracle.repetition, _NUMERICS),
+    Check("oracle.reference", "agreement with a reference", oracle.against_reference, _NUMERICS, quick=True),
+    Check("context.prefix-cache", "prefix cache", checks.prefix_cache, _CACHE, quick=True),
+    Check("context.reach", "every depth affects the output", checks.reach, _CACHE),
+    Check("context.needles", "facts at ten depths are found", checks.needles, _CACHE, content=True),
+    Check("structured.choice", "one of several choices", content.choice, _GRAMMAR, quick=True),
+    Check("structured.regex", "a regular expression", content.regex, _GRAMMAR),
+    Check("structured.json", "a JSON schema", content.json_schema(streamed=False), _GRAMMAR),
+    Check("structured.json-streamed", "a JSON schema in a stream", content.json_schema(streamed=True), _GRAMMAR),
+    Check(
+        "speculative.acceptance",
+        "drafts are accepted",
+        checks.acceptance,
+        "check the weights of the draft and the method of speculative decoding",
+    ),
+    Check("speculative.tokens", "tokens with and without drafts", checks.draft_tokens, _NUMERICS),
+    *content.content_checks(),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """Options of `dsv4 verify`."""
+
+    quick: bool = False
+    weak: bool = False
+    only: tuple[str, ...] = ()
+    """Names of groups or checks; empty: all."""
+    export: Path | None = None
+    reference: Path | None = None
+    against: Address | None = None
+    tolerance: float = 0.05
+    resume: Path | None = None
+    junit: Path | None = None
+    form: DocumentFormat | None = None
+    request_seconds: float = 300.0
+    total_seconds: float | None = None
+    """None: `QUICK_SECONDS`, or an hour."""
+
+    @property
+    def limit(self) -> float:
+        return self.total_seconds or (QUICK_SECONDS if self.quick else 3600.0)
+
+
+@dataclass(slots=True)
+class Report:
+    """Results of a run; its document is both the output and the file of `--resume`."""
+
+    url: str
+    quick: bool
+    facts: Facts
+    results: dict[str, Result] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def code(self) -> ExitCode:
+        """Return the exit code."""
+        found = self.results.values()
+        if any(result.status is Status.FAILED for result in found):
+            return ExitCode.FAILED
+        return ExitCode.UNCERTAIN if any(result.reason in INCOMPLETE for result in found) else ExitCode.OK
+
+    def summary(self) -> dict[str, int]:
+        """Return the number of results for each status."""
+        counts = Counter(result.status for result in self.results.values())
+        return {str(status): counts[status] for status in Status}
+
+    def document(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {
+            "url": self.url,
+            "quick": self.quick,
+            "facts": asdict(self.facts),
+            "seconds": round(self.seconds, 1),
+            "exitCode": int(self.code),
+            "summary": self.summary(),
+            "results": [result.to_dict() for result in self.results.values()],
+        }
+
+
+def run(source: DeploymentSource, name: str | None, options: VerifyOptions) -> ExitCode:
+    """Verify the endpoint of a deployment; a nano model counts as a test model."""
+    item = source.get(name)
+    check_serving(item)
+    with source.api(item) as api:
+        weak = options.weak or item.object.spec.model.variant is Variant.NANO
+        address = Address(api.url().rstrip("/"), item.object.served_names[0], api.token)
+        return verify(address, options, weak=weak)
+
+
+def read_key(path: Path | None) -> str:
+    """Return the first key of a key file; empty without a file."""
+    if path is None:
+        return ""
+    with convert_os_errors("cannot read the key file"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    key = first_key(text) or text.strip()
+    if not key or any(char.isspace() for char in key):
+        raise bad_input(f"--key-file {str(path)!r} has no key; write the key of the endpoint into it")
+    return key
+
+
+def base_url(option: str, url: str) -> str:
+    """Return the base URL of an endpoint, ending in `/v1`."""
+    if not re.match(r"https?://[^\s/?#]+", url) or any(each in url for each in "?# "):
+        raise bad_input(f"{option} {url!r} is no URL of an endpoint; write for example http://127.0.0.1:8000/v1")
+    url = url.rstrip("/")
+    return url if url.endswith("/v1") else f"{url}/v1"
+
+
+def selected(only: Sequence[str], *, quick: bool) -> list[Check]:
+    """Return the checks of a run; an explicitly named check is also part of a quick run."""
+    known = {check.group for check in CHECKS} | {check.name for check in CHECKS}
+    for name in only:
+        if name not in known:
+            groups = ", ".join(dict.fromkeys(check.group for check in CHECKS))
+            raise bad_input(f"--only {name!r} is no check; use a group ({groups}) or a check such as smoke.chat")
+    if not only:
+        return [check for check in CHECKS if check.quick or not quick]
+    return [check for check in CHECKS if check.name in only or (check.group in only and (check.quick or not quick))]
+
+
+def verify(address: Address, options: VerifyOptions, *, weak: bool) -> ExitCode:
+    """Run the checks, print the report and return the exit code."""
+    chosen = selected(options.only, quick=options.quick)
+    reference = None if options.reference is None else _read_reference(options.reference)
+    earlier = None if options.resume is None else _read_earlier(options.resume, address.url, quick=options.quick)
+    for path in (options.export, options.junit, options.resume):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise bad_input(f"{str(path.parent)!r} is no directory; create it, or name another file")
+    began = time.monotonic()
+
+    def show(result: Result) -> None:
+        if options.form is None:
+            print_line(line(result))
+
+    def save(report: Report) -> None:
+        report.seconds = time.monotonic() - began
+        if options.resume is not None:
+            _write(options.resume, json.dumps(report.document(), indent=1, ensure_ascii=False))
+
+    report = asyncio.run(_verify(address, options, weak, chosen, reference, earlier or {}, show, save))
+    save(report)
+    if options.junit is not None:
+        _write(options.junit, junit(report))
+    if options.form is not None:
+        print_line(render_document(report.document(), options.form))
+    else:
+        print_line("\n" + summary_line(report))
+    return report.code
+
+
+async def _verify(
+    address: Address,
+    options: VerifyOptions,
+    weak: bool,
+    chosen: Sequence[Check],
+    reference: Mapping[str, Any] | None,
+    earlier: Mapping[str, Result],
+    show: Callable[[Result], None],
+    save: Callable[[Report], None],
+) -> Report:
+    deadline = time.monotonic() + options.limit
+    async with aiohttp.ClientSession(trust_env=False) as http:
+        client = Client(http, address, seconds=options.request_seconds)
+        facts = await _probe(client, deadline, options.limit)
+        against = None
+        if options.against is not None:
+            against = Client(http, options.against, seconds=options.request_seconds)
+            # An endpoint for comparison that does not answer is a wrong option, before any check.
+            await _probe(against, deadline, options.limit)
+        session = Session(
+            client=client,
+            facts=facts,
+            quick=options.quick,
+            weak=weak,
+            against=against,
+            reference=reference,
+            tolerance=options.tolerance,
+        )
+        report = Report(address.url, options.quick, facts)
+        lost = 0
+        for check in chosen:
+            result = earlier.get(check.name)
+            if result is None:
+                result = await perform(check, session, deadline - time.monotonic(), lost >= _LOST_CHECKS)
+            lost = lost + 1 if result.reason is Reason.UNREACHABLE else 0
+            report.results[check.name] = result
+            show(result)
+            save(report)
+        if options.export is not None:
+            await _export(session, options.export, deadline)
+    return report
+
+
+async def _probe(client: Client, deadline: float, limit: float) -> Facts:
+    try:
+        async with asyncio.timeout(max(deadline - time.monotonic(), 0.1)):
+            return await checks.probe(client)
+    except Skip as error:
+        raise CommandError(str(error), code=ExitCode.UNCERTAIN) from None
+    except Defect as error:
+        raise CommandError(f"{client.address.url}: {error}") from None
+    except TimeoutError:
+        raise CommandError(
+            f"{client.address.url} did not answer the first requests within {limit:.0f} s; raise --limit",
+            code=ExitCode.UNCERTAIN,
+        ) from None
+
+
+async def perform(check: Check, session: Session, seconds: float, lost: bool) -> Result:
+    """Run one check within the rest of the time."""
+    began = time.monotonic()
+
+    def result(status: Status, text: str = "", **more: Any) -> Result:
+        remedy = check.remedy if status is Status.FAILED else ""
+        return Result(check.name, status, text, remedy=remedy, seconds=round(time.monotonic() - began, 2), **more)
+
+    if lost:
+        return result(Status.SKIPPED, "the endpoint does not answer", reason=Reason.UNREACHABLE)
+    if seconds <= 0:
+        return result(Status.SKIPPED, "the time limit is reached; raise --limit", reason=Reason.TIME_LIMIT)
+    if check.content and not session.facts.capable:
+        return result(Status.SKIPPED, "the model does not answer simple questions", reason=Reason.TOO_WEAK)
+    try:
+        async with asyncio.timeout(seconds):
+            figures = await check.run(session)
+    except Defect as error:
+        return result(Status.FAILED, str(error), evidence=error.evidence)
+    except Skip as error:
+        return result(Status.SKIPPED, str(error), reason=error.reason)
+    except TimeoutError:
+        return result(Status.SKIPPED, "the time limit was reached; raise --limit", reason=Reason.TIME_LIMIT)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        return result(Status.FAILED, f"a response has an unexpected format: {error!r}")
+    return result(Status.OK, figures=figures)
+
+
+async def _export(session: Session, path: Path, deadline: float) -> None:
+    """Write the log-probabilities of the endpoint.
+
+    Raises:
+        CommandError: the endpoint does not offer them, or not in time.
+    """
+    try:
+        async with asyncio.timeout(max(deadline - time.monotonic(), 0.1)):
+            document = await oracle.collect(session, session.client)
+    except Skip as error:
+        code = ExitCode.UNCERTAIN if error.reason in INCOMPLETE else ExitCode.FAILED
+        raise CommandError(f"--export: {error}", code=code) from None
+    except Defect as error:
+        raise CommandError(f"--export: {error}") from None
+    except TimeoutError:
+        raise CommandError("--export: the time limit was reached; raise --limit", code=ExitCode.UNCERTAIN) from None
+    _write(path, document.model_dump_json(indent=1))
+    note(f"{path}: log-probabilities of {len(document.cases)} prompts, noise {document.noise:.4f} nats")
+
+
+def _read_reference(path: Path) -> dict[str, Any]:
+    with convert_os_errors("cannot read the reference"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return oracle.parse(text).model_dump()
+    except ValueError as error:
+        raise bad_input(f"--reference {str(path)!r} is no reference: {error}; make one with --export") from None
+
+
+def _read_earlier(path: Path, url: str, *, quick: bool) -> dict[str, Result]:
+    """Return the results of an earlier run that need no repetition; none if there is no file."""
+    if not path.exists():
+        return {}
+    with convert_os_errors("cannot read"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        document = json.loads(text)
+        same = document["url"] == url and document["quick"] == quick
+        results = [
+            Result(
+                **{
+                    **each,
+                    "status": Status(each["status"]),
+                    "reason": Reason(each["reason"]) if "reason" in each else None,
+                }
+            )
+            for each in document["results"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise bad_input(f"--resume {str(path)!r} is no file of dsv4 verify ({error!r}); remove it") from None
+    if not same:
+        raise bad_input(f"--resume {str(path)!r} is of another endpoint, or with another --quick; name another file")
+    return {result.name: result for result in results if result.reason not in INCOMPLETE}
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file as a whole."""
+    with convert_os_errors("cannot write"):
+        partial = path.with_name(f".{path.name}.part")
+        try:
+            partial.write_text(text + "\n", encoding="utf-8", errors="replace")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def line(result: Result) -> str:
+    """Return a result as text: one line, for a failed check also remedy and evidence."""
+    text = result.text or ", ".join(f"{key} {_figure(value)}" for key, value in result.figures.items())
+    rows = [f"{result.name:<26}   {result.status:<7}   {one_line(text, 300)}".rstrip()]
+    rows += [f"{'':<39}{one_line(each, 300)}" for each in result.evidence]
+    if result.remedy:
+        rows.append(f"{'':<39}remedy: {result.remedy}")
+    return "\n".join(rows)
+
+
+def _figure(value: object) -> str:
+    return "/".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def summary_line(report: Report) -> str:
+    """Return `21 ok, 1 failed, 3 skipped in 41 s`, with the model."""
+    counts = ", ".join(f"{count} {status}" for status, count in report.summary().items())
+    facts = report.facts
+    engine = f" (vLLM {facts.engine})" if facts.engine and facts.vllm else ""
+    return f"{facts.model}{engine} at {report.url}: {counts} in {format_seconds(report.seconds)}"
+
+
+_NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit(report: Report) -> str:
+    """Return the report as JUnit XML."""
+    counts = report.summary()
+    suite = ET.Element(
+        "testsuite",
+        name="dsv4 verify",
+        tests=str(len(report.results)),
+        failures=str(counts["failed"]),
+        errors="0",
+        skipped=str(counts["skipped"]),
+        time=f"{report.seconds:.1f}",
+    )
+    for result in report.results.values():
+        group, _, name = result.name.partition(".")
+        case = ET.SubElement(suite, "testcase", classname=group, name=name, time=f"{result.seconds:.2f}")
+        text = _NO_XML.sub("\ufffd", result.text)
+        if result.status is Status.FAILED:
+            details = "\n".join([*result.evidence, f"remedy: {result.remedy}"])
+            ET.SubElement(case, "failure", message=text).text = _NO_XML.sub("\ufffd", details)
+        elif result.status is Status.SKIPPED:
+            ET.SubElement(case, "skipped", message=f"{result.reason}: {text}")
+        elif result.figures:
+            ET.SubElement(case, "system-out").text = _NO_XML.sub("\ufffd", json.dumps(result.figures, default=str))
+    return ET.tostring(suite, encoding="unicode", xml_declaration=True)

@@ -1,0 +1,317 @@
+"""Log-probabilities as an oracle: a document of them, its collection from an endpoint, and the comparison of two.
+
+Every case has a prompt, its greedy continuation, and the log-probabilities of both as the endpoint scores them in one
+prefill. The candidate scores the tokens of the reference, so that every position is comparable also after the first
+different token of its own continuation. The format is in docs/verify.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dsv4_operator.verify.checks import SHIFT_NATS, Figures, Session, decoded_as_scored, filler
+from dsv4_operator.verify.endpoint import TIE_NATS, Client, Defect, Divergence, Reason, Skip, Token, divergence
+
+FORMAT = "dsv4-logprobs/1"
+PROMPTS: tuple[tuple[str, str], ...] = (
+    ("english", "The history of the lighthouse begins with a storm. In the winter of that year, the village"),
+    ("chinese", "春天来了，河边的柳树长出了新的叶子。孩子们在草地上"),
+    ("code", "def is_prime(n: int) -> bool:\n    if n < 2:\n        return False\n    for d in range(2,"),
+    ("list", "Planets by distance from the sun:\n1. Mercury\n2. Venus\n3."),
+    ("numbers", "2, 4, 8, 16, 32, 64, 128,"),
+    ("mixed", 'JSON: {"name": "Zoë", "tags": ["a", "β", "日本"], "size":'),
+    ("dialogue", "Customer: My parcel has not arrived.\nAgent: I am sorry. Could you tell me"),
+    ("long", " ".join(filler(16, seed=7))),
+)
+"""Fixed prompts; their names are part of the format."""
+SCALE_BOUND = 0.005
+"""Deviation of the scale of logits from 1 that rounding explains."""
+DECISIVE_NATS = 1.0
+"""Margin of the reference from which on another first choice is a decisive difference."""
+DECISIVE_SHARE = 0.005
+
+
+class Case(BaseModel):
+    """Log-probabilities of one prompt."""
+
+    model_config = ConfigDict(extra="ignore")
+    name: str
+    prompt: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    """Greedy continuation."""
+    scored: list[dict[str, float] | None]
+    """For each token of prompt and continuation, the log-probabilities of the most likely tokens and of itself, keyed
+    `token_id:N`, its own first; null for the first token."""
+    decoded: list[dict[str, float]] = Field(default_factory=list)
+    """The same of the continuation, from its generation."""
+
+
+class Document(BaseModel):
+    """A reference."""
+
+    model_config = ConfigDict(extra="ignore")
+    format: str
+    model: str
+    engine: str = ""
+    created: str = ""
+    top: int
+    noise: float = Field(ge=0.0)
+    """Mean difference between repetitions, in nats."""
+    cases: list[Case] = Field(min_length=1)
+
+
+def parse(text: str) -> Document:
+    """Return the reference in `text`.
+
+    Raises:
+        ValueError: it is no reference of this format.
+    """
+    try:
+        document = Document.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'document'}: {first['msg']}") from None
+    if document.format != FORMAT:
+        raise ValueError(f"format: {document.format!r} is not {FORMAT!r}")
+    for case in document.cases:
+        if len(case.scored) != len(case.prompt_token_ids) + len(case.token_ids):
+            raise ValueError(f"cases.{case.name}: scored has not one entry for each token")
+    return document
+
+
+async def score(client: Client, ids: Sequence[int], top: int) -> list[Token | None]:
+    """Return the log-probabilities of a sequence of tokens, computed in one prefill."""
+    reply = await client.complete(list(ids), max_tokens=1, prompt_logprobs=top, optional=True)
+    if len(reply.prompt) != len(ids):
+        raise Skip(Reason.NOT_OFFERED, "the response has no log-probabilities of the prompt")
+    return reply.prompt
+
+
+async def _generate(
+    client: Client, prompt: str | Sequence[int], tokens: int, top: int
+) -> tuple[list[int], list[int], list[Token]]:
+    """Return token ids of prompt and continuation, and log-probabilities of the continuation."""
+    reply = await client.complete(
+        prompt,
+        max_tokens=tokens,
+        logprobs=top,
+        return_tokens_as_token_ids=True,
+        return_token_ids=True,
+        ignore_eos=True,
+        optional=True,
+    )
+    if not reply.prompt_ids or not reply.token_ids or not reply.tokens:
+        raise Skip(Reason.NOT_OFFERED, "the response has no token ids or log-probabilities (parameters of vLLM)")
+    return reply.prompt_ids, reply.token_ids, reply.tokens
+
+
+async def collect(session: Session, client: Client) -> Document:
+    """Return the log-probabilities of all prompts at an endpoint, with the noise of repetitions."""
+    prompts = PROMPTS[:3] if session.quick else PROMPTS
+    tokens = 12 if session.quick else 32
+    cases, noises = [], []
+    for name, prompt in prompts:
+        prompt_ids, ids, decoded = await _generate(client, prompt, tokens, session.top)
+        scored = await score(client, [*prompt_ids, *ids], session.top)
+        # Beside another request, so that the repetition meets another batch.
+        again, _ = await asyncio.gather(
+            score(client, [*prompt_ids, *ids], session.top), score(client, prompt_ids, session.top)
+        )
+        noises.append(_mean_difference(scored, again))
+        rows = [None if each is None else dict(_own_first(each)) for each in scored]
+        own = [dict(_own_first(each)) for each in decoded]
+        cases.append(
+            Case(name=name, prompt=prompt, prompt_token_ids=prompt_ids, token_ids=ids, scored=rows, decoded=own)
+        )
+    return Document(
+        format=FORMAT,
+        model=client.model,
+        engine=session.facts.engine,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        top=session.top,
+        noise=round(statistics.mean(noises), 6),
+        cases=cases,
+    )
+
+
+def _own_first(token: Token) -> list[tuple[str, float]]:
+    return [(token.text, token.logprob), *((text, value) for text, value in token.top.items() if text != token.text)]
+
+
+def _mean_difference(one: Sequence[Token | None], other: Sequence[Token | None]) -> float:
+    differences = [
+        abs(a.top[key] - b.top[key])
+        for a, b in zip(one, other, strict=True)
+        if a is not None and b is not None
+        for key in a.top.keys() & b.top.keys()
+    ]
+    return statistics.mean(differences) if differences else 0.0
+
+
+def as_token(row: Mapping[str, float]) -> Token:
+    """Return an entry of a document as a token; its first key is the token itself."""
+    own = next(iter(row))
+    return Token(own, row[own], row)
+
+
+class Comparison:
+    """Sums over the positions of a reference and of a candidate that scored the same tokens."""
+
+    def __init__(self) -> None:
+        self.differences: list[float] = []
+        self.margins: list[float] = []
+        self.positions = self.agreements = self.decisive = 0
+        self.overlap = 0.0
+        self._pairs: list[tuple[float, float]] = []
+
+    def add(self, reference: Mapping[str, float], candidate: Mapping[str, float]) -> None:
+        """Add one position."""
+        common = reference.keys() & candidate.keys()
+        self.positions += 1
+        self.overlap += len(common) / max(len(reference), 1)
+        self.differences += [abs(reference[key] - candidate[key]) for key in common]
+        first, second = (max(each.items(), key=lambda item: item[1])[0] for each in (reference, candidate))
+        ordered = sorted(reference.values(), reverse=True)
+        margin = ordered[0] - ordered[1] if len(ordered) > 1 else math.inf
+        self.margins.append(margin)
+        self.agreements += first == second
+        self.decisive += first != second and margin >= DECISIVE_NATS
+        if len(common) > 2:
+            means = [statistics.fmean(each[key] for key in common) for each in (reference, candidate)]
+            self._pairs += [(reference[key] - means[0], candidate[key] - means[1]) for key in common]
+
+    def scale(self) -> tuple[float, float]:
+        """Return the ratio of the spreads of candidate and reference within positions, and its standard error.
+
+        Rounding adds to both spreads alike, so the ratio is 1 for logits that are correct in the mean.
+        """
+        square = sum(x * x for x, _ in self._pairs)
+        if square == 0 or len(self._pairs) < 30:
+            return 1.0, math.inf
+        ratio = math.sqrt(sum(y * y for _, y in self._pairs) / square)
+        rest = sum((y - ratio * x) ** 2 for x, y in self._pairs) / (len(self._pairs) - 2)
+        return ratio, math.sqrt(rest / square)
+
+    def figures(self) -> Figures:
+        """Return the figures of all positions."""
+        ordered = sorted(self.differences) or [0.0]
+        scale, error = self.scale()
+        margins = sorted(self.margins)
+        return {
+            "positions": self.positions,
+            "top1_agreement": round(self.agreements / max(self.positions, 1), 4),
+            "topk_overlap": round(self.overlap / max(self.positions, 1), 4),
+            "mean_difference": round(statistics.fmean(ordered), 5),
+            "p99_difference": round(ordered[min(len(ordered) * 99 // 100, len(ordered) - 1)], 4),
+            "largest_difference": round(ordered[-1], 4),
+            "decisive_differences": self.decisive,
+            "scale": round(scale, 5),
+            "scale_error": round(error, 5) if math.isfinite(error) else None,
+            "median_margin": round(margins[len(margins) // 2], 3) if margins else None,
+        }
+
+
+async def compare(session: Session, reference: Document) -> Figures:
+    """Compare the session's endpoint with a reference.
+
+    Raises:
+        Defect: they differ by more than noise and tolerance.
+    """
+    client, sums, noises = session.client, Comparison(), [reference.noise]
+    parted: list[str] = []
+    first: Divergence | None = None
+    equal = 0
+    for case in reference.cases:
+        prompt_ids, _, decoded = await _generate(client, case.prompt, len(case.token_ids), reference.top)
+        if prompt_ids != case.prompt_token_ids:
+            at = next(
+                (at for at, (a, b) in enumerate(zip(prompt_ids, case.prompt_token_ids, strict=False)) if a != b),
+                min(len(prompt_ids), len(case.prompt_token_ids)),
+            )
+            raise Defect(
+                f"{case.name}: the tokens of the prompt differ from position {at} on: another tokenizer",
+                [case.prompt_token_ids[at : at + 8], prompt_ids[at : at + 8]],
+            )
+        sequence = [*case.prompt_token_ids, *case.token_ids]
+        scored = await score(client, sequence, reference.top)
+        noises.append(_mean_difference(scored, await score(client, sequence, reference.top)))
+        for expected, found in zip(case.scored, scored, strict=True):
+            if expected and found is not None:
+                sums.add(expected, found.top)
+        wanted = [as_token(row) for row in case.decoded]
+        found_divergence = divergence(wanted, decoded[: len(wanted)])
+        equal += found_divergence is None
+        if found_divergence is not None:
+            if first is None or found_divergence.position < first.position:
+                first = found_divergence
+            if not found_divergence.tie:
+                parted.append(f"{case.name}: {found_divergence}")
+    noise = statistics.mean(noises)
+    figures = {
+        **sums.figures(),
+        "noise": round(noise, 5),
+        "equal_continuations": equal,
+        "continuations": len(reference.cases),
+        "first_divergence": None if first is None else str(first),
+        "reference": f"{reference.model} {reference.engine} {reference.created}".strip(),
+    }
+    limit = max(session.tolerance, 3 * noise)
+    scale, error = sums.scale()
+    problems = []
+    if figures["mean_difference"] > limit:
+        problems.append(
+            f"log-probabilities differ by {figures['mean_difference']:.3f} nats in the mean (limit {limit:.3f})"
+        )
+    if abs(scale - 1) > max(SCALE_BOUND, 4 * error):
+        problems.append(f"logits are scaled by {scale:.4f} (standard error {error:.4f})")
+    if sums.decisive > max(DECISIVE_SHARE * sums.positions, 1):
+        problems.append(f"{sums.decisive} of {sums.positions} positions have decisively another first choice")
+    if len(parted) > len(reference.cases) // 4:
+        problems.append(f"continuations part without a tie: {'; '.join(parted[:3])}")
+    if problems:
+        raise Defect("; ".join(problems), figures)
+    return figures
+
+
+# Checks.
+
+
+async def self_check(session: Session) -> Figures:
+    """Check that decoding gives each token the log-probability that a prefill of the same tokens gives it."""
+    if not session.facts.vllm:
+        raise Skip(Reason.NOT_OFFERED, "log-probabilities of prompts are only offered by vLLM")
+    tokens = 16 if session.quick else 64
+    prompt = " ".join(filler(3, seed=3))
+    prompt_ids, ids, decoded = await _generate(session.client, prompt, tokens, session.top)
+    scored = await score(session.client, [*prompt_ids, *ids], session.top)
+    return decoded_as_scored(decoded, scored[len(prompt_ids) :])
+
+
+async def repetition(session: Session) -> Figures:
+    """Repetitions of a prefill, alone and beside other requests, agree within rounding."""
+    if not session.facts.vllm:
+        raise Skip(Reason.NOT_OFFERED, "log-probabilities of prompts are only offered by vLLM")
+    reply = await session.client.complete(PROMPTS[-1][1], max_tokens=1, return_token_ids=True)
+    ids = reply.prompt_ids or []
+    one = await score(session.client, ids, session.top)
+    others = await asyncio.gather(*(score(session.client, ids[: len(ids) - cut], session.top) for cut in (0, 3, 7, 11)))
+    noises = [_mean_difference(one[: len(each)], each) for each in others]
+    if max(noises) > SHIFT_NATS:
+        raise Defect(f"repetitions differ by {max(noises):.3f} nats in the mean", noises)
+    return {"noise": round(statistics.mean(noises), 5), "positions": len(one) - 1, "tie": TIE_NATS}
+
+
+async def against_reference(session: Session) -> Figures:
+    """Log-probabilities are those of a stored reference or of another endpoint."""
+    if session.reference is not None:
+        return await compare(session, Document.model_validate(session.reference))
+    if session.against is not None:
+        return await compare(session, await collect(session, session.against))
+    raise Skip(Reason.NO_REFERENCE, "neither --reference nor --against is given")

@@ -1,0 +1,205 @@
+"""`dsv4 verify`: exit codes, limits, resumption, reports, references, and messages for wrong options."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_operator.cli.main import run
+from dsv4_testkit.openai_server import Engine, serving
+from dsv4_testkit.waiting import free_ports
+
+FEW = ("--only", "smoke.chat", "--only", "smoke.usage", "--only", "structured.choice")
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def statuses(found: dict[str, Any]) -> dict[str, str]:
+    return {each["name"]: each["status"] for each in found["results"]}
+
+
+def test_a_quick_run_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Engine()) as url:
+        assert run(["verify", "--url", url.removesuffix("/v1"), "--quick", "--limit", "5m"]) == 0
+    out = capsys.readouterr().out
+    assert "smoke.template" in out
+    assert "0 failed" in out.splitlines()[-1]
+    assert "generation.chinese-max" not in out
+
+
+def test_text_names_finding_evidence_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Engine("ignored stop")) as url:
+        assert run(["verify", "--url", url, "--only", "smoke.stop"]) == 1
+    out = capsys.readouterr().out
+    assert "smoke.stop" in out
+    assert "failed" in out
+    assert "remedy: " in out
+
+
+def test_an_endpoint_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_ports(1)[0]
+    assert run(["verify", "--url", f"http://127.0.0.1:{port}"]) == 3
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("requests", [8, 12, 20])
+def test_an_endpoint_that_dies_makes_the_run_incomplete_and_resumable(
+    requests: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, engine = tmp_path / "state.json", Engine()
+    command = ["verify", "--quick", "--limit", "5m", "-o", "json", "--resume", str(file), "--url"]
+    with serving(engine) as url:
+        engine.fail_after = requests
+        assert run([*command, url]) == 3
+        first = document(capsys)
+        assert json.loads(file.read_text())["results"] == first["results"]
+        reasons = {each.get("reason") for each in first["results"] if each["status"] == "skipped"}
+        assert "Unreachable" in reasons
+        done = {name for name, status in statuses(first).items() if status == "ok"}
+        engine.fail_after = None
+        assert run([*command, url]) == 0
+    second = document(capsys)
+    assert set(statuses(second)) == set(statuses(first))
+    # A finished check is not repeated: its times are those of the first run.
+    seconds = [{each["name"]: each.get("seconds") for each in found["results"]} for found in (first, second)]
+    assert all(seconds[0][name] == seconds[1][name] for name in done)
+
+
+def test_a_failed_check_is_not_forgotten_by_a_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "state.json"
+    engine = Engine("wrong usage")
+    with serving(engine) as url:
+        command = ["verify", "--url", url, "--resume", str(file), *FEW]
+        assert run(command) == 1
+        engine.defect = ""
+        assert run(command) == 1
+    capsys.readouterr()
+
+
+def test_the_time_limit_makes_the_run_incomplete(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Engine(delay=1.0)) as url:
+        assert run(["verify", "--url", url, "--limit", "8s", "-o", "json"]) == 3
+    found = document(capsys)
+    assert {each.get("reason") for each in found["results"] if each["status"] == "skipped"} >= {"TimeLimit"}
+    assert found["seconds"] < 20
+
+
+def test_junit_has_every_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "junit.xml"
+    with serving(Engine("replacement characters")) as url:
+        only = ("--only", "generation.code-off", "--only", "oracle.reference", *FEW)
+        assert run(["verify", "--url", url, "--junit", str(file), *only]) == 1
+    suite = ET.parse(file).getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("5", "1", "1")
+    kinds = {case.get("name"): [part.tag for part in case] for case in suite}
+    assert kinds["code-off"] == ["failure"]
+    assert kinds["reference"] == ["skipped"]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("weak", [False, True])
+def test_a_reference_of_one_endpoint_fits_the_same_and_not_another(
+    weak: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "reference.json"
+    with serving(Engine(weak=weak, noise=0.005)) as url:
+        assert run(["verify", "--url", url, "--export", str(file), "--only", "smoke.chat"]) == 0
+        reference = json.loads(file.read_text())
+        assert reference["format"] == "dsv4-logprobs/1"
+        assert 0 < reference["noise"] < 0.02
+        assert run(["verify", "--url", url, "--reference", str(file), "--only", "oracle"]) == 0
+    capsys.readouterr()
+    with serving(Engine("swapped expert", weak=weak)) as url:
+        assert run(["verify", "--url", url, "--reference", str(file), "--only", "oracle.reference", "-o", "json"]) == 1
+    with serving(Engine(weak=not weak)) as url:
+        command = ["verify", "--url", url, "--reference", str(file), "--only", "oracle.reference"]
+        assert run(command) == 1
+    assert "another tokenizer" in capsys.readouterr().out
+
+
+def test_a_capable_vocabulary_with_useless_answers_is_a_defect(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Engine("broken weights")) as url:
+        assert run(["verify", "--url", url, "--only", "smoke.capability"]) == 1
+        assert run(["verify", "--url", url, "--only", "smoke.capability", "--weak"]) == 0
+    capsys.readouterr()
+
+
+def test_the_key_reaches_the_endpoint_and_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key, state = tmp_path / "key", tmp_path / "state.json"
+    key.write_text("canary-key-1234\n")
+    engine = Engine(key="canary-key-1234")
+    with serving(engine) as url:
+        assert run(["verify", "--url", url, *FEW]) == 3
+        assert "--key-file" in capsys.readouterr().err
+        reports = ["--resume", str(state), "--junit", str(tmp_path / "junit.xml"), "--export", str(tmp_path / "e.json")]
+        assert run(["verify", "--url", url, "--key-file", str(key), *FEW, *reports]) == 0
+    captured = capsys.readouterr()
+    written = "".join(path.read_text() for path in tmp_path.iterdir() if path != key)
+    assert "canary" not in captured.out + captured.err + written
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["name", "--url", "http://h"], "--url"),
+        (["--model", "m"], "--model"),
+        (["--key-file", "k"], "--key-file"),
+        (["--url", "h:8000"], "--url"),
+        (["--url", "http://h/?a=b"], "--url"),
+        (["--url", "http://h", "--only", "smok"], "--only"),
+        (["--url", "http://h", "--limit", "0s"], "--limit"),
+        (["--url", "http://h", "--timeout", "soon"], "--timeout"),
+        (["--url", "http://h", "--reference", "r", "--against", "http://g"], "--against"),
+        (["--url", "http://h", "--against-key-file", "k"], "--against"),
+        (["--url", "http://h", "--key-file", "/none/k"], "/none/k"),
+        (["--url", "http://h", "--reference", "/none/r"], "/none/r"),
+        (["--url", "http://h", "--junit", "/none/j.xml"], "/none"),
+    ],
+)
+def test_wrong_options_are_bad_input(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", *options]) == 2
+    assert named in capsys.readouterr().err
+
+
+JUNK = ["", "[]", "{}", "{", '{"format": "dsv4-logprobs/9"}', '{"results": 1}', "null", '{"url": "x", "quick": 1}']
+
+
+@pytest.mark.parametrize("junk", JUNK)
+@pytest.mark.parametrize("option", ["--reference", "--resume"])
+def test_a_file_of_another_kind_is_refused_and_kept(
+    option: str, junk: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(junk)
+    assert run(["verify", "--url", "http://127.0.0.1:9", option, str(file)]) == 2
+    assert option in capsys.readouterr().err
+    assert file.read_text() == junk
+
+
+def cut(reference: dict[str, Any], number: int) -> dict[str, Any]:
+    """The reference without one value, in a different place for each number."""
+    case = dict(reference["cases"][0])
+    changed = {**reference, "cases": [case]}
+    paths: list[tuple[dict[str, Any], str]] = [(changed, key) for key in ("format", "model", "top", "noise", "cases")]
+    paths += [(case, key) for key in ("name", "prompt", "prompt_token_ids", "token_ids", "scored")]
+    holder, key = paths[number]
+    del holder[key]
+    return changed
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_a_damaged_reference_is_refused(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"token_id:5": -0.1}
+    case = {"name": "a", "prompt": "b", "prompt_token_ids": [1], "token_ids": [5], "scored": [None, row]}
+    reference = {"format": "dsv4-logprobs/1", "model": "m", "top": 8, "noise": 0.0, "cases": [case]}
+    file = tmp_path / "reference.json"
+    file.write_text(json.dumps(cut(reference, number)))
+    assert run(["verify", "--url", "http://127.0.0.1:9", "--reference", str(file)]) == 2
+    assert "--reference" in capsys.readouterr().err
