@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -14,12 +15,17 @@ from charts import CHART, ROOT, HelmError, helm, one, program, rendered, setting
 from cryptography import x509
 
 from dsv4_operator.api import ClusterPolicy
+from dsv4_operator.builders import names
 
+MONITORS = {"serviceMonitor": "ServiceMonitor", "podMonitors": "PodMonitor", "prometheusRule": "PrometheusRule"}
 MODES = {
     "default": (),
     "two namespaces": ("watchNamespaces={team-a,team-b}",),
     "two operators": ("replicas=2",),
-    "monitored": ("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.renderMode=alwaysRender"),
+    "monitored": (
+        *(f"metrics.{name}.{value}" for name in MONITORS for value in ("enabled=true", "renderMode=alwaysRender")),
+        "metrics.dashboards.enabled=true",
+    ),
     "bare": (
         "crds.enabled=false",
         "rbac.create=false",
@@ -203,15 +209,68 @@ def test_every_selector_finds_the_pod_and_no_member(values: tuple[str, ...]) -> 
         assert "app.kubernetes.io/managed-by" not in this["metadata"].get("labels", {})
 
 
-def test_who_is_monitored_by_a_prometheus_that_is_not_there() -> None:
-    asked = "metrics.serviceMonitor.enabled=true"
-    assert not [this for this in rendered(asked) if this["kind"] == "ServiceMonitor"]
-    with pytest.raises(HelmError, match="no ServiceMonitor; install the Prometheus Operator first"):
-        rendered(asked, "metrics.serviceMonitor.renderMode=failIfMissing")
-    monitor = one(rendered(asked, "metrics.serviceMonitor.renderMode=alwaysRender"), "ServiceMonitor")
-    service = one(rendered(), "Service")
+@pytest.mark.parametrize(("name", "kind"), MONITORS.items())
+def test_who_is_monitored_by_a_prometheus_that_is_not_there(name: str, kind: str) -> None:
+    asked = f"metrics.{name}.enabled=true"
+    assert not [this for this in rendered(asked) if this["kind"] == kind]
+    assert not [this for this in rendered(f"metrics.{name}.renderMode=alwaysRender") if this["kind"] == kind]
+    with pytest.raises(HelmError, match=f"metrics.{name}.enabled: .* no {kind}; install the Prometheus Operator first"):
+        rendered(asked, f"metrics.{name}.renderMode=failIfMissing")
+    for values in ((f"metrics.{name}.renderMode=alwaysRender",), ()):
+        known = () if values else (f"--api-versions=monitoring.coreos.com/v1/{kind}",)
+        text = helm("template", "dsv4", CHART, *settings(asked, f"metrics.{name}.labels.release=p", *values), *known)
+        found = [this for this in yaml.safe_load_all(text) if this and this["kind"] == kind]
+        assert found
+        assert all(this["metadata"]["labels"]["release"] == "p" for this in found)
+
+
+def test_the_monitors_find_the_service_and_the_pods() -> None:
+    objects = rendered(*MODES["monitored"])
+    monitor, service = one(objects, "ServiceMonitor"), one(objects, "Service")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] == service["spec"]["ports"][0]["name"]
+    # Else the operator's namespace would replace that of the deployment.
+    assert endpoint["honorLabels"] is True
+    for component, port, scraped in (
+        ("member", "agent", {"deployment", "group", "rank"}),
+        ("gateway", "http", {"deployment", "gateway_group"}),
+    ):
+        pods = one(objects, "PodMonitor", f"dsv4-operator-{component}s")["spec"]
+        made = names.labels("flash", component=component, group=0, rank=0)
+        assert pods["selector"]["matchLabels"].items() <= made.items()
+        assert pods["namespaceSelector"] == {"any": True}
+        (endpoint,) = pods["podMetricsEndpoints"]
+        assert endpoint["port"] == port
+        assert {relabeling["targetLabel"] for relabeling in endpoint["relabelings"]} == scraped
+        for relabeling in endpoint["relabelings"]:
+            (source,) = relabeling["sourceLabels"]
+            assert source.removeprefix("__meta_kubernetes_pod_label_") in {re.sub(r"\W", "_", label) for label in made}
+    only = one(rendered(*MODES["monitored"], "watchNamespaces={a,b}"), "PodMonitor", "dsv4-operator-gateways")
+    assert only["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
+
+
+def test_the_rule_has_the_alerts_of_the_file_and_the_addresses_of_their_pages() -> None:
+    groups = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"]
+    assert one(rendered(*MODES["monitored"]), "PrometheusRule")["spec"] == {"groups": groups}
+    base = "metrics.prometheusRule.runbooks=https://example.com/docs/"
+    moved = one(rendered(*MODES["monitored"], base), "PrometheusRule")["spec"]["groups"]
+    for group in moved:
+        for rule in group["rules"]:
+            page = rule["annotations"]["runbook_url"]
+            assert page.startswith("https://example.com/docs/alerts.md#")
+            rule["annotations"]["runbook_url"] = page.removeprefix("https://example.com/")
+    assert moved == groups
+
+
+def test_the_dashboards_are_those_of_the_files() -> None:
+    assert not [this for this in rendered() if "grafana_dashboard" in this["metadata"]["labels"]]
+    objects = rendered(*MODES["monitored"], "metrics.dashboards.labels.team=a")
+    found = [this for this in objects if this["metadata"]["labels"].get("grafana_dashboard") == "1"]
+    assert all(this["metadata"]["labels"]["team"] == "a" for this in found)
+    made = {name: json.loads(text) for this in found for name, text in this["data"].items()}
+    files = (CHART / "files" / "dashboards").glob("*.json")
+    assert made == {f"dsv4-{file.name}": json.loads(file.read_text()) for file in files}
 
 
 def test_the_webhook_is_asked_for_and_never_in_the_way() -> None:
@@ -226,8 +285,8 @@ def test_the_webhook_is_asked_for_and_never_in_the_way() -> None:
     secret = one(objects, "Secret")
     host = f"{service['metadata']['name']}.dsv4-system.svc"
     made = x509.load_pem_x509_certificate(base64.b64decode(secret["data"]["tls.crt"]))
-    names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == [host]
+    valid_for = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert valid_for.get_values_for_type(x509.DNSName) == [host]
     authority = x509.load_pem_x509_certificate(base64.b64decode(hook["clientConfig"]["caBundle"]))
     made.verify_directly_issued_by(authority)
 
@@ -267,6 +326,9 @@ def test_a_certificate_of_the_users_own_for_the_webhook() -> None:
         ("replica=2", "additional properties 'replica' not allowed"),
         ("image.digest=sha256:12", "at '/image/digest'"),
         ("metrics.port=80", "at '/metrics/port'"),
+        ("metrics.podMonitors.renderMode=never", "at '/metrics/podMonitors/renderMode'"),
+        ("metrics.prometheusRule.runbooks=docs", "at '/metrics/prometheusRule/runbooks'"),
+        ("metrics.dashboards.interval=1s", "additional properties 'interval' not allowed"),
         ("policy.storageRoots={/a/../b}", "at '/policy/storageRoots/0'"),
         ("policy.modelRoots={/}", "at '/policy/modelRoots/0'"),
         ("policy.schedulers={KAI}", "at '/policy/schedulers/0'"),

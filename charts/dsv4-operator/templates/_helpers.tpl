@@ -53,3 +53,20 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- define "operator.webhookSecret" -}}
 {{- .Values.webhook.certSecret | default (printf "%s-webhook" (include "operator.name" .)) -}}
 {{- end -}}
+
+{{- /* Whether to render an object of the Prometheus Operator: (list $ kind value settings). Empty means no. */ -}}
+{{- define "operator.monitoring" -}}
+{{- $kind := index . 1 -}}
+{{- $value := index . 2 -}}
+{{- with index . 3 -}}
+{{- if .enabled -}}
+{{- if (index $ 0).Capabilities.APIVersions.Has (printf "monitoring.coreos.com/v1/%s" $kind) -}}
+true
+{{- else if eq .renderMode "failIfMissing" -}}
+{{- fail (printf "metrics.%s.enabled: this cluster has no %s; install the Prometheus Operator first, or set metrics.%s.renderMode to skipIfMissing" $value $kind $value) -}}
+{{- else if eq .renderMode "alwaysRender" -}}
+true
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -30,14 +30,12 @@ def _loaded(name: str) -> ModuleType:
     return module
 
 
-packages = _loaded("packages")
+steps = _loaded("image")
 
 
 def pins(text: str) -> dict[str, str]:
     """Version of every package in a requirements file, by its one spelling."""
-    return {
-        packages.normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s;\\]+)", text, re.MULTILINE)
-    }
+    return {steps.normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s;\\]+)", text, re.MULTILINE)}
 
 
 REQUIREMENTS = {
@@ -62,7 +60,7 @@ def test_an_image_has_what_the_tests_ran_with(image: str) -> None:
 def test_an_image_has_all_that_its_program_needs(image: str) -> None:
     project = PROJECT["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"][image]]
-    names = {packages.normal(re.match(r"[\w.-]+", line)[0]) for line in needed}  # type: ignore[index]
+    names = {steps.normal(re.match(r"[\w.-]+", line)[0]) for line in needed}  # type: ignore[index]
     assert names - set(pins(REQUIREMENTS[image])) == set(), "make lock"
 
 
@@ -70,7 +68,7 @@ def test_the_gpu_environment_is_pinned_with_what_the_tests_ran_with() -> None:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
     ours = [*project["dependencies"], *extras["operator"], *extras["runtime"], *extras["test"]]
-    names = {packages.normal(re.match(r"[\w.-]+", line)[0]) for line in ours} - {"torch"}  # type: ignore[index]
+    names = {steps.normal(re.match(r"[\w.-]+", line)[0]) for line in ours} - {"torch"}  # type: ignore[index]
     pinned, tested = pins((ROOT / "requirements-gpu.txt").read_text()), pins((ROOT / "requirements.txt").read_text())
     assert {name: pinned.get(name) for name in names} == {name: tested[name] for name in names}, "make lock"
     assert {f"{name}=={pinned[name]}" for name in ("ray", "vllm")} <= {
@@ -152,16 +150,11 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root takes another identity")
 def test_only_what_the_launcher_starts_may_lock_memory() -> None:
-    _spec = importlib.util.spec_from_file_location("lock_memory", ROOT / "runtime" / "lock_memory.py")
-    assert _spec
-    assert _spec.loader
-    maker = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(maker)
     # Not below pytest's directory, which is root's alone.
     with tempfile.TemporaryDirectory(dir="/usr/local") as folder:
         Path(folder).chmod(0o755)
         launcher = Path(folder) / LOCK_MEMORY[0]
-        maker.make(launcher)
+        steps.make_launcher(launcher)
 
         def effective(*begin: str) -> str:
             command = [sys.executable, "-c", _AS_A_RUNTIME, *begin, "/bin/cat", "/proc/self/status"]
@@ -181,16 +174,16 @@ def test_the_image_of_vllm_keeps_its_packages() -> None:
         "Torch==2.13.0 \\\n    --hash=sha256:3\n"
         "ray==2.60.0 ; sys_platform == 'linux' \\\n    --hash=sha256:4\n"
     )
-    assert packages.additions({"torch", "numpy"}, requirements) == (
+    assert steps.additions({"torch", "numpy"}, requirements) == (
         "aiohttp==3.14.5 \\\n    --hash=sha256:1 \\\n    --hash=sha256:2\n"
         "ray==2.60.0 ; sys_platform == 'linux' \\\n    --hash=sha256:4\n"
     )
-    assert packages.additions({"torch", "aiohttp", "ray"}, requirements) == ""
+    assert steps.additions({"torch", "aiohttp", "ray"}, requirements) == ""
 
 
 def test_names_are_compared_in_one_spelling() -> None:
-    assert packages.normal("Huggingface_Hub") == packages.normal("huggingface-hub")
-    assert packages.additions({"huggingface-hub"}, "Huggingface_Hub==2.0\n") == ""
+    assert steps.normal("Huggingface_Hub") == steps.normal("huggingface-hub")
+    assert steps.additions({"huggingface-hub"}, "Huggingface_Hub==2.0\n") == ""
 
 
 def test_the_list_of_an_images_packages_is_cyclonedx_and_the_same_each_time() -> None:
@@ -200,8 +193,8 @@ def test_the_list_of_an_images_packages_is_cyclonedx_and_the_same_each_time() ->
         {"name": "Typing_Extensions", "version": "4.16.0", "license": "PSF-2.0"},
         {"name": "ray", "version": "2.60.0", "license": None},
     ]
-    found = packages.document("dsv4-runtime", installed)
-    assert found == packages.document("dsv4-runtime", reversed(installed))
+    found = steps.document("dsv4-runtime", installed)
+    assert found == steps.document("dsv4-runtime", reversed(installed))
     assert (found["bomFormat"], found["specVersion"], found["version"]) == ("CycloneDX", "1.6", 1)
     assert re.fullmatch(r"urn:uuid:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", found["serialNumber"])
     assert found["metadata"]["component"] == {
