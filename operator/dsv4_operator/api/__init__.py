@@ -15,6 +15,7 @@ from dsv4_operator.api.deployment import API_VERSION, KIND, DSV4Deployment, Meta
 from dsv4_operator.api.findings import Finding, InvalidDeployment, Severity
 from dsv4_operator.api.policy import ClusterPolicy
 from dsv4_operator.api.spec import (
+    BuildSpec,
     CudagraphMode,
     Executor,
     Hardware,

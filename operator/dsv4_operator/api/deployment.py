@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from dsv4_operator.api.cluster import AnnotationKey, LabelKey, LabelValue, Namespace
@@ -84,8 +84,6 @@ class Metadata(SpecPart):
 class DSV4Deployment(Document):
     """One DeepSeek-V4 model on one or more groups of machines, kept running."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
     api_version: Literal["dsv4.dev/v1alpha1"] = API_VERSION
     """`dsv4.dev/v1alpha1`."""
     kind: Literal["DSV4Deployment"] = KIND
@@ -159,7 +157,7 @@ def load(text: str, hardware: Callable[[], str] | None = None) -> DSV4Deployment
     Raises:
         InvalidDeployment: `text` is not one document of this kind, or breaks a rule. Contains all findings.
     """
-    document = _document(text)
+    document = read_document(text)
     spec = document.get("spec") if isinstance(document, dict) else None
     topology = spec.setdefault("topology", {}) if hardware and isinstance(spec, dict) else None
     if hardware and isinstance(topology, dict) and "hardware" not in topology:
@@ -216,7 +214,14 @@ def _bound(data: dict[str, Any]) -> None:
         rest += [value for value in values if isinstance(value, dict | list)]
 
 
-def _document(text: str) -> object:
+def read_document(text: str, kind: str = KIND, begin: str = f"apiVersion: {API_VERSION}") -> object:
+    """Return the only document in `text`, YAML or JSON, as parsed by Kubernetes.
+
+    `kind` and `begin` are its kind and its first line, for messages.
+
+    Raises:
+        InvalidDeployment: `text` is not one document.
+    """
     try:
         documents = [document for document in yaml.load_all(text, Loader=_ManifestLoader) if document is not None]
     except yaml.MarkedYAMLError as error:
@@ -229,10 +234,10 @@ def _document(text: str) -> object:
     except RecursionError:
         raise _unreadable("TooDeep", "mappings and lists are nested too deeply", "remove brackets") from None
     if not documents:
-        raise _unreadable("Empty", "the document is empty", f"begin with apiVersion: {API_VERSION}")
+        raise _unreadable("Empty", "the document is empty", f"begin with {begin}")
     if len(documents) > 1:
         problem = f"the text has {len(documents)} documents"
-        raise _unreadable("SeveralDocuments", problem, f"write one {KIND} per file, without further --- lines")
+        raise _unreadable("SeveralDocuments", problem, f"write one {kind} per file, without further --- lines")
     return documents[0]
 
 

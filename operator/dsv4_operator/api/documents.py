@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from dsv4_operator.api import values
+from dsv4_operator.api.crd import attribute_texts
 from dsv4_operator.api.deployment import DSV4Deployment
 from dsv4_operator.api.findings import model_in
 from dsv4_operator.api.policy import validations
@@ -47,11 +48,14 @@ _NAMES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 def reference() -> str:
     """Return the reference as Markdown."""
+    texts = attribute_texts(DSV4Deployment)
     sections = [
         _INTRODUCTION,
-        *_tables("metadata", DSV4Deployment.model_fields["metadata"]),
-        *_tables("spec", DSV4Deployment.model_fields["spec"]),
-        *_tables("status", DSV4Deployment.model_fields["status"]),
+        *(
+            line
+            for name in ("metadata", "spec", "status")
+            for line in _tables(name, DSV4Deployment.model_fields[name], texts[name])
+        ),
         _vocabulary("Conditions", ConditionType),
         _vocabulary("Reasons of conditions and events", Reason),
         _vocabulary("Phases of a deployment (`status.phase`)", DeploymentPhase),
@@ -62,22 +66,22 @@ def reference() -> str:
     return "\n".join(sections)
 
 
-def _tables(path: str, field: FieldInfo) -> Iterator[str]:
+def _tables(path: str, field: FieldInfo, text: str) -> Iterator[str]:
     """Yield the table of `field`'s model, then those of nested models."""
     model = model_in(field.annotation)
     if model is None:
         return
-    rows = [_row(part) for part in model.model_fields.items()]
-    text = " ".join((field.description or model.__doc__ or "").split())
+    texts = attribute_texts(model)
+    rows = [_row(name, part, texts.get(name, "")) for name, part in model.model_fields.items()]
+    text = " ".join((text or model.__doc__ or "").split())
     yield f"## {path}\n\n{text}\n\n| field | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
     for name, part in model.model_fields.items():
         suffix = "[]" if _is_list(part.annotation) else ""
-        yield from _tables(f"{path}.{part.alias or name}{suffix}", part)
+        yield from _tables(f"{path}.{part.alias or name}{suffix}", part, texts.get(name, ""))
 
 
-def _row(part: tuple[str, FieldInfo]) -> str:
-    name, field = part
-    text = " ".join((field.description or "").split()).replace("|", "\\|")
+def _row(name: str, field: FieldInfo, text: str) -> str:
+    text = " ".join(text.split()).replace("|", "\\|")
     return f"| `{field.alias or name}` | {_type(field)} | {_default(field)} | {text} |"
 
 

@@ -31,10 +31,12 @@ from dsv4_operator.api.security import (
 )
 from dsv4_operator.api.spec import (
     DEFAULT_BACKEND,
+    LOOPBACK,
     BackoffSpec,
     DeploymentSpec,
     EngineSpec,
     EnvVar,
+    GatewaySpec,
     Hardware,
     ModelSource,
     ModelSpec,
@@ -250,12 +252,21 @@ def _divides_layers(variant: Variant, sizes: tuple[int, ...]) -> None:
             or spec.topology.tensor_parallel in sizes
             # Some builds pad heads and groups for other sizes; the planner knows them.
             or spec.engine.profile is not None
+            or spec.engine.build is not None
             or spec.engine.image is not None
         )
 
 
 for _variant, _sizes in TENSOR_PARALLEL_SIZES.items():
     _divides_layers(_variant, _sizes)
+
+
+@rule(
+    "gateway", "listen", "KeyRequired",
+    "is not allowed without apiKeys, because everyone in its network could use the API; set apiKeys or write 127.0.0.1",
+)  # fmt: skip
+def _keys_beyond_loopback(gateway: GatewaySpec) -> bool:
+    return gateway.listen == LOOPBACK or gateway.api_keys is not None
 
 
 @rule("topology", "nodes", "MutuallyExclusive", "is not allowed with scheduler, which chooses them; use nodeSelector")
@@ -293,6 +304,11 @@ def _exists_has_no_value(toleration: Toleration) -> bool:
 )  # fmt: skip
 def _share_of_accelerators(spec: DeploymentSpec) -> bool:
     return spec.topology.hardware != Hardware.CPU or spec.engine.gpu_memory_utilization is None
+
+
+@rule("engine", "profile", "MutuallyExclusive", "is not allowed with build, whose base is a profile; remove it")
+def _one_description_of_the_image(engine: EngineSpec) -> bool:
+    return engine.profile is None or engine.build is None
 
 
 @rule("engine", "gpuMemoryUtilization", "MutuallyExclusive", "is not allowed with kvCacheMemory; remove one of them")

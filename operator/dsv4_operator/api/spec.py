@@ -54,9 +54,11 @@ _PAIR = "|".join(f"{op}=({'|'.join(providers)})" for op, providers in PROVIDERS.
 _KERNELS = Matches(
     rf"|off|auto|({_PAIR})( *, *({_PAIR}))*",
     "is not a choice of kernels; write off, auto, or OPERATION=PROVIDER with commas, for example "
-    f"{Op.MOE}={PROVIDERS[Op.MOE][-1]}; operations: {', '.join(Op)}",
+    f"{Op.MOE}={PROVIDERS[Op.MOE][1]}; operations: {', '.join(Op)}",
     512,
 )
+_FLAG = Matches(r"--[a-z0-9][a-z0-9-]*", "is not a flag; write for example --engram-config", 128)
+_FORMAT = Matches(r"[a-z0-9_]+", "is not a load format; write for example instanttensor", 64)
 _Word = Annotated[str, Matches(rf"[^{CONTROL}]*", "has a control character; remove it", 8192, shown=r"")]
 """Text for the engine, which may contain line breaks. It may be a secret, so messages omit it."""
 
@@ -146,6 +148,33 @@ class EngineTimeouts(SpecPart):
     its processes."""
 
 
+class BuildSpec(SpecPart):
+    """A build of vLLM that no image profile describes, by its differences from one. `dsv4 plan --from-log LOG
+    --write-build FILE` writes it."""
+
+    base: Annotated[str, Matches(TEXT, "has a control character; remove it", 64)]
+    """Image profile of the most similar build, for example `vllm-0.33`."""
+    flags: Annotated[tuple[Annotated[str, _FLAG], ...], Field(max_length=64)] = ()
+    """Further flags of the build, with any values."""
+    variables: Annotated[tuple[Annotated[str, _ENV_NAME], ...], Field(max_length=64)] = ()
+    """Further environment variables that the build reads, with any values."""
+    load_formats: Annotated[tuple[Annotated[str, _FORMAT], ...], Field(max_length=16)] = ()
+    """Load formats, the fastest first. Default: those of `base`."""
+    kv_cache_dtypes: Annotated[tuple[KvCacheDtype, ...], Field(max_length=8)] = ()
+    """Number formats of the KV cache. Default: those of `base`."""
+    speculative: Annotated[tuple[SpeculativeMethod, ...], Field(max_length=4)] = ()
+    """Draft methods. Default: those of `base`."""
+    least_draft_tokens: Annotated[Count, Field(ge=1, le=16)] | None = None
+    """Shortest draft that the build accepts for `DSpark`. Default: that of `base`."""
+    tensor_parallel_sizes: Annotated[tuple[Annotated[Count, Field(ge=1, le=16)], ...], Field(max_length=16)] = ()
+    """Further tensor-parallel sizes, for which the build pads heads and groups."""
+    weights_factor: Annotated[float, Field(ge=0.5, le=2, strict=True)] | None = None
+    """Memory of the loaded weights over the bytes of their tensors. Default: that of `base`."""
+    non_torch_gib: Annotated[float, Field(ge=-64, le=64, strict=True)] | None = None
+    """Non-torch memory in vLLM's profile in GiB, which is negative if memory is released during it. Default: that of
+    `base`."""
+
+
 class EngineSpec(SpecPart):
     """vLLM: image, sizes, limits and further settings."""
 
@@ -158,8 +187,10 @@ class EngineSpec(SpecPart):
     """On a cluster: Secrets for pulling the image."""
     profile: Annotated[str, Matches(TEXT, "has a control character; remove it", 64)] | None = None
     """Name of the image profile, for example `vllm-0.33`. Default: from `image` and hardware."""
+    build: BuildSpec | None = None
+    """A build that no image profile describes. Not with `profile`."""
     executor: Executor = Executor.RAY_V2
-    """`RayV2`, `RayLegacy` (images up to vLLM 0.32) or `MP` (groups of one machine)."""
+    """`RayV2`, `RayLegacy` (images up to vLLM 0.32) or `MP` (vLLM's own processes, without Ray)."""
     max_model_len: Annotated[Count, Field(ge=128, le=1_048_576)] | None = None
     """Maximum tokens of a request, prompt and completion together. Default: from the model and the machines."""
     max_num_seqs: Annotated[Count, Field(ge=1, le=512)] = 4
@@ -182,10 +213,10 @@ class EngineSpec(SpecPart):
     """`Auto`, `None`, `Piecewise`, `Full`, `FullDecodeOnly` or `FullAndPiecewise`."""
     speculative: SpeculativeSpec = SpeculativeSpec()
     """Speculative decoding."""
-    kernels: Annotated[str, _KERNELS] = "off"
+    kernels: Annotated[str, _KERNELS] | None = None
     """Provider of the operations of a layer on accelerators: `off`, vLLM's own kernels; `auto`, selected by
     measurements on this card; or `moe=bundled,mla_decode=stock,…`, with `auto` for all operations that are not listed.
-    """
+    Default: `auto` on GB10 and RTXPRO6000 with the released vLLM 0.32 or 0.33, `off` otherwise."""
     extra_args: Annotated[tuple[_Word, ...], Field(max_length=64)] = ()
     """Further arguments for vLLM. Flags that dsv4 sets itself, and flags unknown to the image, are refused."""
     env: Annotated[tuple[EnvVar, ...], Field(max_length=128)] = ()
@@ -310,6 +341,13 @@ class ApiKeysSource(SpecPart):
     """API keys, one per line."""
 
 
+LOOPBACK = "127.0.0.1"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4 = Matches(
+    rf"({_OCTET}[.]){{3}}{_OCTET}", "is not an IPv4 address; write that of the machine, such as 192.168.1.20", 15
+)
+
+
 class GatewaySpec(SpecPart):
     """Gateway of every group, which holds requests while the engine is unavailable."""
 
@@ -325,6 +363,9 @@ class GatewaySpec(SpecPart):
     """Maximum size of a request body."""
     api_keys: ApiKeysSource | None = None
     """Accepted API keys. Default: no key is required."""
+    listen: Annotated[str, _IPV4] = LOOPBACK
+    """With `dsv4 up`: address at which the machine serves the API, of several machines the first one; `0.0.0.0`: all
+    its addresses. Requires `apiKeys` unless it is `127.0.0.1`. On a cluster, a Service has the address."""
     drain: Duration = 300.0
     """Longest time for open requests after the termination of a gateway starts, also for those that wait for an engine.
     15 s with `dsv4 up`, and where no other gateway of the deployment answers."""

@@ -11,7 +11,7 @@ from copy import deepcopy
 from enum import StrEnum
 from typing import Any
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from dsv4_operator.api.values import Time
 from dsv4_runtime.contract import Cause, KernelStatus, Phase, Process, Report, Role
@@ -124,8 +124,6 @@ _LARGEST_REPAIR = 100
 
 class StatusPart(Report):
     """A part of the status."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 class GroupPhase(StrEnum):

@@ -23,7 +23,6 @@ from typing import Annotated, Any
 
 from pydantic import (
     BeforeValidator,
-    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -391,8 +390,6 @@ PortNumber = Annotated[Count, Field(ge=1024, le=65535)]
 
 class SpecPart(Document):
     """A part of the specification."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod

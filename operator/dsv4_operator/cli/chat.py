@@ -1,23 +1,45 @@
-"""`dsv4 chat`: one streamed answer, or a conversation on a terminal."""
+"""Clients of a deployment: `dsv4 chat`, one streamed answer or a conversation on a terminal, and `dsv4 connect`,
+settings of other clients, printed or written with a backup.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from dsv4_operator.api import DeploymentPhase
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
-from dsv4_operator.cli.output import note, plural
+from dsv4_operator.api.spec import LOOPBACK
+from dsv4_operator.backends.local.gateway import endpoint
+from dsv4_operator.backends.local.state import DeploymentState, StateError
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
+from dsv4_operator.cli.output import note, plural, print_line
 from dsv4_operator.cli.render import not_ready_reason
-from dsv4_operator.cli.sources.base import STOPPED, DeploymentSource, DeploymentView, not_serving
+from dsv4_operator.cli.sources.base import (
+    STOPPED,
+    DeploymentSource,
+    DeploymentView,
+    first_key,
+    not_serving,
+    read_file,
+)
 from dsv4_runtime.util import sse
+from dsv4_runtime.util.files import replace_file
 
 ChatMessage = dict[str, str]
+ENVIRONMENT = "dsv4.env"
+"""File with the variables of OpenAI's clients and Open WebUI, as for `docker run --env-file`."""
+_NO_KEY = "none"
+"""Key for deployments without keys: clients refuse an empty one."""
 
 
 class ChatError(CommandError):
@@ -292,3 +314,162 @@ def _print_stream(pieces: Iterator[str]) -> None:
     finally:
         if not ended:
             print(flush=True)
+
+
+class Client(StrEnum):
+    """Clients with settings."""
+
+    ALL = "all"
+    CLAUDE = "claude"
+    OPENAI = "openai"
+    WEBUI = "webui"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Access of clients to a deployment."""
+
+    url: str
+    """Ends in `/v1`."""
+    key: str
+    model: str
+
+    def variables(self, client: Client) -> dict[str, str]:
+        """Return the environment of a client."""
+        key = self.key or _NO_KEY
+        match client:
+            case Client.CLAUDE:
+                # Claude Code appends /v1/messages. It uses the small model for titles and summaries.
+                return {
+                    "ANTHROPIC_BASE_URL": self.url.removesuffix("/v1"),
+                    "ANTHROPIC_AUTH_TOKEN": key,
+                    "ANTHROPIC_MODEL": self.model,
+                    "ANTHROPIC_SMALL_FAST_MODEL": self.model,
+                }
+            case Client.OPENAI:
+                return {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": key, "OPENAI_MODEL": self.model}
+            case Client.WEBUI:
+                return {"OPENAI_API_BASE_URL": self.url, "OPENAI_API_KEY": key}
+        return self.variables(Client.OPENAI) | self.variables(Client.WEBUI)
+
+
+_TITLES = {Client.CLAUDE: "Claude Code", Client.OPENAI: "OpenAI clients", Client.WEBUI: "Open WebUI"}
+
+
+def connect(source: DeploymentSource, name: str | None, client: Client, root: Path, *, write: bool) -> ExitCode:
+    """Print the settings, or write them.
+
+    Args:
+        source: of the deployment.
+        name: a deployment, or its file, from which the address is known on every machine.
+        client: selects the settings.
+        root: state directory of this machine, with the secrets of a file.
+        write: change files instead of printing.
+
+    Raises:
+        CommandError: the deployment does not serve, or a file cannot be changed.
+    """
+    access = _access_of_file(name, root) if name and Path(name).is_file() else _access(source, name)
+    selected = [each for each in _TITLES if client in (each, Client.ALL)]
+    if not write:
+        for number, each in enumerate(selected):
+            print_line(f"{'' if number == 0 else chr(10)}# {_TITLES[each]}")
+            for variable, value in access.variables(each).items():
+                print_line(f"export {variable}={shlex.quote(value)}")
+        return ExitCode.OK
+    if Client.CLAUDE in selected:
+        folder = Path(os.environ.get("CLAUDE_CONFIG_DIR") or Path.home() / ".claude")
+        write_settings(folder / "settings.json", access.variables(Client.CLAUDE))
+    if others := [each for each in selected if each is not Client.CLAUDE]:
+        found: dict[str, str] = {}
+        for each in others:
+            found |= access.variables(each)
+        write_environment(Path(ENVIRONMENT), found)
+    return ExitCode.OK
+
+
+def _access_of_file(file: str, root: Path) -> Access:
+    deployment = read_file(file, detect_hardware=True)
+    keys, key = deployment.spec.gateway.api_keys, ""
+    if keys is not None:
+        try:
+            state = DeploymentState(root, deployment.metadata.name)
+            key = first_key(state.secret(keys.secret_key_ref, "spec.gateway.apiKeys"))
+        except StateError as error:
+            raise bad_input(str(error)) from None
+    url = endpoint(deployment)
+    if urlsplit(url).hostname == LOOPBACK:
+        port = deployment.spec.network.ports.api
+        note(f"{url} is of the machine that serves it; elsewhere: `ssh -L {port}:{LOOPBACK}:{port} MACHINE`")
+    return Access(url, key, deployment.served_names[0])
+
+
+def _access(source: DeploymentSource, name: str | None) -> Access:
+    item = source.get(name)
+    with source.api(item) as api:
+        if not api.permanent:
+            raise bad_input(
+                f"{item.name}: the address {api.url()} ends with this command; on a cluster, publish the Service of "
+                "the gateway, and use its address with the variables of `dsv4 connect FILE`"
+            )
+        access = Access(api.url(), api.token, item.object.served_names[0])
+    if item.object.spec.gateway.api_keys is not None and not access.key:
+        raise CommandError(f"{item.name}: the API key cannot be read; see spec.gateway.apiKeys")
+    return access
+
+
+def write_settings(file: Path, variables: Mapping[str, str]) -> None:
+    """Set `variables` in `env` of Claude Code's settings; other settings stay.
+
+    Raises:
+        CommandError: the file contains no settings, or cannot be written. It is unchanged then.
+    """
+    before = _read(file)
+    document: Any = {}
+    if before is not None and before.strip():
+        try:
+            document = json.loads(before)
+        except ValueError as error:
+            raise bad_input(f"{file} is not JSON ({error}); correct it, or move it away") from None
+    environment = document.get("env", {}) if isinstance(document, dict) else None
+    if not isinstance(environment, dict):
+        raise bad_input(f"{file} has no object of settings with an object `env`; correct it, or move it away")
+    document["env"] = {**environment, **variables}
+    _write(file, before, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_environment(file: Path, variables: Mapping[str, str]) -> None:
+    """Set `variables` in a file of lines `NAME=VALUE`; other lines stay.
+
+    Raises:
+        CommandError: the file cannot be read or written.
+    """
+    before = _read(file)
+    lines = [line for line in (before or "").splitlines() if line.partition("=")[0].strip() not in variables]
+    lines += [f"{name}={value}" for name, value in variables.items()]
+    _write(file, before, "\n".join(lines) + "\n")
+
+
+def _read(file: Path) -> str | None:
+    try:
+        with convert_os_errors("cannot read"):
+            return file.read_text(encoding="utf-8") if file.exists() else None
+    except UnicodeDecodeError:
+        raise bad_input(f"{file} is not UTF-8 text; correct it, or move it away") from None
+
+
+def _write(file: Path, before: str | None, after: str) -> None:
+    """Replace a file that differs, after a copy of it. Links stay."""
+    if before == after:
+        note(f"{file}: unchanged")
+        return
+    with convert_os_errors("cannot write"):
+        target = file.resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if before is not None:
+            backup = target.with_name(f"{target.name}.{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**9}.bak")
+            replace_file(backup, before)
+            note(f"{file}: the earlier file is {backup}")
+        # It contains a key.
+        replace_file(target, after)
+    note(f"{file}: written")

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from dsv4_operator.cli.errors import KUBECTL_PLUGIN, CommandError, ExitCode, bad_input, program_name
-from dsv4_operator.cli.output import DocumentFormat, TableFormat, print_line, render_document
-
-if TYPE_CHECKING:
-    from dsv4_operator.cli.sources.base import DeploymentSource
-
-_COMPLETION_SECONDS = 3.0
+from dsv4_operator.cli.errors import KUBECTL_PLUGIN, ExitCode, bad_input
+from dsv4_operator.cli.output import TableFormat, print_line, render_document
+from dsv4_operator.cli.sources import (
+    CommandTarget,
+    FileArgument,
+    FormatOption,
+    NameArgument,
+    deployment_names,
+    name_argument,
+    with_state_dir_option,
+    with_target_options,
+)
 
 app = typer.Typer(
     name="dsv4",
     help="Run DeepSeek-V4 and keep it running.",
     epilog="Exit codes: 0 all went well; 1 it failed; 2 the input or the machine's state is not right for it; "
-    "3 a plan is uncertain; 130 interrupted. Colours only on a terminal, and not with NO_COLOR set.",
+    "3 a plan is uncertain, or a verification or measurement incomplete; 130 interrupted. "
+    "Colours only on a terminal, and not with NO_COLOR set.",
     # Completion of `kubectl dsv4` is configured in kubectl.
     add_completion=Path(sys.argv[0]).name != KUBECTL_PLUGIN,
     pretty_exceptions_enable=False,
@@ -33,131 +36,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-@dataclass(frozen=True, slots=True)
-class CommandTarget:
-    """Options that select the deployments of this machine or of a cluster."""
-
-    state_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--state-dir",
-            metavar="DIR",
-            help="State directory of this machine [default: $DSV4_STATE_DIR, else ~/.dsv4].",
-        ),
-    ] = None
-    cluster: Annotated[
-        bool,
-        typer.Option(
-            "--cluster", help="Use the deployments of a cluster; implied by the next three options and kubectl dsv4."
-        ),
-    ] = False
-    context: Annotated[
-        str | None, typer.Option("--context", metavar="NAME", help="Context of the kubeconfig file.")
-    ] = None
-    kubeconfig: Annotated[
-        Path | None, typer.Option("--kubeconfig", metavar="FILE", help="Path of the kubeconfig file.")
-    ] = None
-    namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", metavar="NAME", help="[default: the context's]")
-    ] = None
-
-    @property
-    def is_cluster(self) -> bool:
-        """Return whether a cluster is selected: always for `kubectl dsv4`, for `dsv4` by any cluster option."""
-        return program_name() != "dsv4" or self._cluster_option is not None
-
-    @property
-    def _cluster_option(self) -> str | None:
-        names = ("cluster", "context", "kubeconfig", "namespace")
-        return next((f"--{name}" for name in names if getattr(self, name)), None)
-
-    def source(self) -> DeploymentSource:
-        """Return the source of deployments.
-
-        Raises:
-            CommandError: the options contradict each other.
-        """
-        if not self.is_cluster:
-            from dsv4_operator.cli.sources.local import LocalSource
-
-            return LocalSource(self.state_root())
-        if self.state_dir is not None:
-            raise bad_input(
-                f"--state-dir selects this machine and {self._cluster_option or program_name()} selects a cluster; "
-                "use one of them"
-            )
-        from dsv4_operator.cli.sources.cluster import ClusterSource
-
-        return ClusterSource(self.context, self.kubeconfig, self.namespace)
-
-    def state_root(self) -> Path:
-        """Return the state directory of this machine.
-
-        The path is absolute, because the reconcile loop runs in another working directory.
-        """
-        from dsv4_operator.backends.local.state import default_root
-
-        return Path((self.state_dir or default_root()).expanduser()).absolute()
-
-    def local_root(self, action: str, alternative: str) -> Path:
-        """Return the state directory, for a command that is not available for clusters.
-
-        Raises:
-            CommandError: a cluster is selected.
-        """
-        if self.is_cluster:
-            raise bad_input(f"this command {action} on this machine; on a cluster: {alternative}")
-        return self.state_root()
-
-
-_TARGET_OPTIONS = inspect.signature(CommandTarget, eval_str=True).parameters
-
-
-def with_target_options(
-    command: Callable[..., int], names: Sequence[str] = tuple(_TARGET_OPTIONS)
-) -> Callable[..., int]:
-    """Append the target options to `command` and pass them as its first argument, a `CommandTarget`."""
-
-    @functools.wraps(command)
-    def wrapper(**given: Any) -> int:
-        target = CommandTarget(**{name: given.pop(name) for name in names})
-        return command(target, **given)
-
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    parameters = [each.replace(kind=keyword) for each in (*own, *(_TARGET_OPTIONS[name] for name in names))]
-    wrapper.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
-    return wrapper
-
-
-with_state_dir_option = functools.partial(with_target_options, names=("state_dir",))
-"""Append the option `--state-dir` alone, for a command that is not available for clusters."""
-
-
-def deployment_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the completions of a deployment name for the target options given so far; none on errors."""
-    given = {name: value for name, value in ctx.params.items() if name in _TARGET_OPTIONS}
-    try:
-        names = CommandTarget(**given).source().names(seconds=_COMPLETION_SECONDS)
-    except CommandError:
-        return []
-    return [name for name in names if name.startswith(incomplete)]
-
-
-def _name_argument(remark: str = "") -> Any:
-    text = f"The deployment; may be left out when there is only one.{remark}"
-    return typer.Argument(metavar="NAME", help=text, autocompletion=deployment_names)
-
-
-NameArgument = Annotated[str | None, _name_argument()]
-FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="A DSV4Deployment as YAML or JSON; - is stdin.")]
-FormatOption = Annotated[
-    DocumentFormat | None,
-    typer.Option("--output", "-o", metavar="json|yaml", help="Print a document instead of text."),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -183,12 +61,59 @@ def up(
     timeout: Annotated[
         str, typer.Option(metavar="DURATION", help="Timeout of the start, for example 90s or 10m.")
     ] = "10m",
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            "--hosts",
+            metavar="FILE|NAME,NAME",
+            help="Start it on other machines: an inventory, or ssh names. It keeps running.",
+        ),
+    ] = None,
 ) -> int:
     """Start a deployment on this machine and keep it running. Ctrl-C ends it."""
     root = target.local_root("starts a deployment", "kubectl apply -f FILE")
+    if hosts is not None:
+        from dsv4_operator.cli import hosts as several
+
+        return several.up(file, hosts, root, timeout=_duration("--timeout", timeout))
     from dsv4_operator.cli import up as command
 
     return command.run(file, root, detach=detach, timeout=_duration("--timeout", timeout))
+
+
+@app.command()
+@with_state_dir_option
+def init(
+    target: CommandTarget,
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,NAME", help="Machines, as in `ssh NAME`; empty: this machine. Default: ask."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the deployment.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="CHECKPOINT", help="Such as V4-Flash-0731.")] = None,
+    build: Annotated[str | None, typer.Option(metavar="PROFILE", help="Build of vLLM, such as vllm-0.33.")] = None,
+    users: Annotated[int | None, typer.Option(min=1, max=512, metavar="N", help="Concurrent requests.")] = None,
+    context: Annotated[int | None, typer.Option(min=128, metavar="TOKENS", help="Tokens of a request.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="hub|DIR", help="Source: the hub, or a directory that every machine has.")
+    ] = None,
+    listen: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address of the API.")] = None,
+    directory: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the files.")] = Path(),
+    measure: Annotated[bool, typer.Option(help="Measure the bandwidth between the machines.")] = True,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Accept all defaults.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+) -> int:
+    """Discover machines over ssh, and write dsv4.yaml and hosts.yaml. Changes no machine."""
+    from dsv4_operator.cli import init as command
+
+    root = target.local_root("discovers machines", "kubectl apply -f FILE")
+    given = None if hosts is None else command.split_hosts(hosts)
+    if given is None and yes:
+        given = ()
+    options = command.InitOptions(
+        given, name, model, build, users, context, weights, listen, yes=yes, force=force, measure=measure
+    )
+    return command.run(options, directory, root)
 
 
 @app.command()
@@ -207,7 +132,29 @@ def down(
 
     if all_deployments and name:
         raise bad_input(f"--all and the name {name!r} are mutually exclusive; use one of them")
+    if not all_deployments and (root / "remote").is_dir():
+        from dsv4_operator.cli import hosts
+
+        if record := hosts.find(root, name):
+            if purge:
+                raise bad_input(
+                    f"--purge: {record.name} is on other machines; `dsv4 uninstall {record.name}` removes it"
+                )
+            return hosts.down(root, record, uninstall=False)
     return command.down(root, name, all_deployments=all_deployments, purge=purge)
+
+
+@app.command()
+@with_state_dir_option
+def uninstall(target: CommandTarget, name: NameArgument = None) -> int:
+    """Stop a deployment on other machines, and remove what `up --hosts` installed there (never the weights)."""
+    from dsv4_operator.cli import hosts
+
+    root = target.state_root()
+    if (record := hosts.find(root, name)) is None:
+        remedy = "for one of this machine, run `dsv4 down NAME --purge`"
+        raise bad_input(f"no deployment {name or ''} on other machines is known under {root}; {remedy}")
+    return hosts.down(root, record, uninstall=True)
 
 
 @app.command()
@@ -224,19 +171,19 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Watch for changes after the first output.")] = False,
 ) -> int:
     """Show a deployment with its members, or all deployments."""
-    from dsv4_operator.cli import status as command
+    from dsv4_operator.cli import diagnostics
 
     if all_namespaces and name:
         raise bad_input(f"--all-namespaces and the name {name!r} are mutually exclusive; use one of them")
     source = replace(target, cluster=target.cluster or all_namespaces).source()
-    return command.show(source, name, output, watch=watch, all_namespaces=all_namespaces)
+    return diagnostics.show(source, name, output, watch=watch, all_namespaces=all_namespaces)
 
 
 @app.command()
 @with_target_options
 def chat(
     target: CommandTarget,
-    name: Annotated[str | None, _name_argument(" Then the prompt comes first.")] = None,
+    name: Annotated[str | None, name_argument(" Then the prompt comes first.")] = None,
     prompt: Annotated[
         str | None,
         typer.Argument(metavar="PROMPT", help="Message; default: stdin, or an interactive conversation on a terminal."),
@@ -259,6 +206,177 @@ def chat(
 
 @app.command()
 @with_target_options
+def connect(
+    target: CommandTarget,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME|FILE", help="The deployment, or its file.", autocompletion=deployment_names),
+    ] = None,
+    client: Annotated[str, typer.Option(metavar="all|claude|openai|webui", help="Client.")] = "all",
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write", help="Write ~/.claude/settings.json and ./dsv4.env, with backups, instead of printing."
+        ),
+    ] = False,
+) -> int:
+    """Show the settings of Claude Code, OpenAI clients and Open WebUI, with the API key."""
+    from dsv4_operator.cli import chat
+
+    if client not in list(chat.Client):
+        raise bad_input(f"--client {client!r} is unknown; use one of {', '.join(chat.Client)}")
+    return chat.connect(target.source(), name, chat.Client(client), target.state_root(), write=write)
+
+
+@app.command()
+@with_target_options
+def verify(
+    target: CommandTarget,
+    name: NameArgument = None,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Verify this OpenAI-compatible endpoint instead of a deployment."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model of --url [default: the first that it lists].")
+    ] = None,
+    key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File with the API key of --url.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only the most important checks, within 60 s.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="CHECK", help="A group or a check, such as tools; may be repeated.")
+    ] = None,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="The model is a test model: skip checks that need answers with a meaning.")
+    ] = False,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the endpoint's log-probabilities as a reference.")
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Compare log-probabilities with a reference.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="URL", help="Compare log-probabilities and tokens with another endpoint.")
+    ] = None,
+    against_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the API key of --against.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, metavar="NATS", help="Mean difference allowed in comparisons.")
+    ] = 0.05,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save results in this file, and skip checks that it has.")
+    ] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a JUnit XML report.")] = None,
+    timeout: Annotated[str, typer.Option(metavar="DURATION", help="Timeout of one request.")] = "5m",
+    limit: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Timeout of the run [default: 1h, with --quick 60s].")
+    ] = None,
+    output: FormatOption = None,
+) -> int:
+    """Check the output of a model: API, content, tool calls, log-probabilities, long context."""
+    from dsv4_operator.cli import verify as command
+    from dsv4_operator.verify.endpoint import Address
+
+    _only_one_endpoint(name, url, model, key_file)
+    if reference is not None and against is not None:
+        raise bad_input("--reference and --against are mutually exclusive; use one of them")
+    if against is None and against_key_file is not None:
+        raise bad_input("--against-key-file needs --against")
+    other = None
+    if against is not None:
+        other = Address(command.base_url("--against", against), "", command.read_key(against_key_file))
+    options = command.VerifyOptions(
+        quick=quick,
+        weak=weak,
+        only=tuple(only or ()),
+        export=export,
+        reference=reference,
+        against=other,
+        tolerance=tolerance,
+        resume=resume,
+        junit=junit,
+        form=output,
+        request_seconds=_duration("--timeout", timeout),
+        total_seconds=None if limit is None else _duration("--limit", limit),
+    )
+    if url is None:
+        return command.run(target.source(), name, options)
+    address = Address(command.base_url("--url", url), model or "", command.read_key(key_file))
+    return command.verify(address, options, weak=weak)
+
+
+@app.command()
+@with_target_options
+def bench(
+    target: CommandTarget,
+    name: NameArgument = None,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Measure this OpenAI-compatible endpoint instead of a deployment."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model of --url [default: the first that it lists].")
+    ] = None,
+    key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File with the API key of --url.")] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="chat, agent, rag, prefill or users; may be repeated [default: all]."),
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="Clients at the same time, such as 1,2,4 [default: the profile's]."),
+    ] = None,
+    input_lengths: Annotated[
+        str | None,
+        typer.Option("--input", metavar="N,N", help="Input tokens, such as 4096,65536 [default: the profile's]."),
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Repetitions of each row.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="One short row of the profile chat.")] = False,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the prompts.")] = 0,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save every row in this file, and skip rows that it has.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Compare with a stored run; fails if this one is slower.")
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(min=0.0, max=10.0, metavar="SHARE", help="Slowdown that fails --against.")
+    ] = 0.05,
+    python: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A Python that has vLLM, for its load generator.")
+    ] = None,
+    timeout: Annotated[str, typer.Option(metavar="DURATION", help="Timeout of one request.")] = "5m",
+    limit: Annotated[str, typer.Option(metavar="DURATION", help="Timeout of the run.")] = "4h",
+    output: FormatOption = None,
+) -> int:
+    """Measure the speed of a model: throughput, latencies, acceptance of drafts."""
+    from dsv4_operator.cli import bench as command
+    from dsv4_operator.cli.verify import base_url, read_key
+    from dsv4_operator.verify.endpoint import Address
+
+    _only_one_endpoint(name, url, model, key_file)
+    options = command.BenchOptions(
+        profiles=tuple(profile or ()),
+        concurrency=command.positive_numbers("--concurrency", concurrency),
+        contexts=command.positive_numbers("--input", input_lengths),
+        repeat=repeat,
+        quick=quick,
+        seed=seed,
+        python=python,
+        resume=resume,
+        against=against,
+        threshold=threshold,
+        form=output,
+        request_seconds=_duration("--timeout", timeout),
+        total_seconds=_duration("--limit", limit),
+    )
+    if url is None:
+        return command.run(target.source(), name, options)
+    return command.bench(Address(base_url("--url", url), model or "", read_key(key_file)), options)
+
+
+@app.command()
+@with_target_options
 def dashboard(
     target: CommandTarget,
     name: NameArgument = None,
@@ -274,7 +392,7 @@ def dashboard(
 @with_target_options
 def logs(
     target: CommandTarget,
-    name_or_rank: Annotated[str | None, _name_argument(" Then the rank comes first.")] = None,
+    name_or_rank: Annotated[str | None, name_argument(" Then the rank comes first.")] = None,
     rank: Annotated[str | None, typer.Argument(metavar="RANK", help="Rank of a member; default: all members.")] = None,
     name: Annotated[str | None, typer.Option("--name", hidden=True)] = None,
     component: Annotated[
@@ -288,7 +406,7 @@ def logs(
     output: FormatOption = None,
 ) -> int:
     """Show the logs of the members, or with `-c loop` those of the control loop."""
-    from dsv4_operator.cli.logs import LogComponent, LogOptions
+    from dsv4_operator.cli.output import LogComponent, LogOptions
 
     if component not in list(LogComponent):
         raise bad_input(f"--component {component!r} is unknown; use one of {', '.join(LogComponent)}")
@@ -318,22 +436,22 @@ def why(
     ] = None,
 ) -> int:
     """Show the last failure, its cause and the recovery."""
-    from dsv4_operator.cli import status as command
+    from dsv4_operator.cli import diagnostics
 
     if log:
         if name is not None:
             raise bad_input(f"{name}: --log analyses files and no deployment; leave the name out")
-        return command.show_why_of_logs(log, output)
-    return command.show_why(target.source(), name, output)
+        return diagnostics.show_why_of_logs(log, output)
+    return diagnostics.show_why(target.source(), name, output)
 
 
 @app.command()
 @with_target_options
 def kernels(target: CommandTarget, name: NameArgument = None, output: FormatOption = None) -> int:
     """Show the provider of each operation of a layer, with the reason."""
-    from dsv4_operator.cli import status as command
+    from dsv4_operator.cli import diagnostics
 
-    return command.show_kernels(target.source(), name, output)
+    return diagnostics.show_kernels(target.source(), name, output)
 
 
 @app.command()
@@ -350,6 +468,38 @@ def evidence(
     from dsv4_operator.cli import diagnostics
 
     return diagnostics.pack_evidence(target.source(), name, output)
+
+
+@app.command()
+@with_target_options
+def report(
+    target: CommandTarget,
+    name: NameArgument = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Further reports, with --merge.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", metavar="FILE.html", help="[default: dsv4-report-TIME.html; not with -o]"),
+    ] = None,
+    verify: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Add the results of `dsv4 verify -o json`.")
+    ] = None,
+    bench: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Add the results of `dsv4 bench -o json`.")
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Compare the reports in the given JSON files; no deployment is read.")
+    ] = False,
+    output: FormatOption = None,
+) -> int:
+    """Write a report to share as HTML and JSON: machine, memory, kernels, results, failures; no names or addresses."""
+    from dsv4_operator.cli import report as command
+
+    options = command.ReportOptions(file, verify, bench, output)
+    if merge:
+        return command.merge([*([name] if name else []), *(more or ())], options)
+    if more:
+        raise bad_input(f"{more[0]!r}: one deployment has one report; add --merge to compare JSON files")
+    return command.run(target.source(), name, options, local=not target.is_cluster)
 
 
 @app.command()
@@ -406,21 +556,39 @@ def plan(
         str | None,
         typer.Option(metavar="LOG", help="Compare the plan with a vLLM log of a start."),
     ] = None,
+    write_build: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="With --from-log: write the build of the log for spec.engine.build."),
+    ] = None,
+    hub: Annotated[
+        bool, typer.Option("--hub", help="Read sizes from the headers of the files in spec.model.source.huggingFace.")
+    ] = False,
     explain: Annotated[
         str | None,
         typer.Option(metavar="TERM", help="Show the logged starts behind a figure, such as kv."),
     ] = None,
     output: FormatOption = None,
 ) -> int:
-    """Show the memory plan of a deployment. Starts and writes nothing."""
+    """Show the memory plan of a deployment. Starts nothing, and writes only the file of --write-build."""
+    if explain is not None:
+        from dsv4_operator.cli import logged
+
+        return logged.explain(explain, output)
     from dsv4_operator.cli import plan as command
 
-    if explain is not None:
-        return command.explain(explain, output)
     if file_or_name is None:
         raise bad_input("FILE is required; add a file, or use --explain TERM")
+    if write_build is not None and from_log is None:
+        raise bad_input(f"--write-build {write_build!r} needs a log; add --from-log LOG")
     return command.show(
-        target.source(), file_or_name, changes=what_if or (), machine_id=machine, form=output, log_file=from_log
+        target.source(),
+        file_or_name,
+        changes=what_if or (),
+        machine_id=machine,
+        form=output,
+        log_file=from_log,
+        build_file=write_build,
+        hub=hub,
     )
 
 
@@ -471,6 +639,14 @@ def version(output: FormatOption = None) -> int:
         number = "unknown"
     print_line(f"dsv4 {number}" if output is None else render_document({"version": number}, output))
     return ExitCode.OK
+
+
+def _only_one_endpoint(name: str | None, url: str | None, model: str | None, key_file: Path | None) -> None:
+    """Check the options of a command that uses a deployment or an endpoint."""
+    if url is not None and name is not None:
+        raise bad_input(f"--url and the name {name!r} are mutually exclusive; use one of them")
+    if url is None and (model is not None or key_file is not None):
+        raise bad_input(f"{'--model' if model is not None else '--key-file'} needs --url; a deployment has its own")
 
 
 def _duration(option: str, text: str) -> float:

@@ -1,4 +1,6 @@
-"""Diagnostics: `dsv4 doctor` (network of this machine), `dsv4 evidence` (archive of failures), `dsv4 dashboard`."""
+"""State and diagnostics: `dsv4 status`, `why` (of a deployment, or of any run's logs), `kernels`, `doctor` (network of
+this machine), `evidence` (archive of failures) and `dashboard`.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,172 @@ import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
+import pydantic
+
+from dsv4_operator.cli import render
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
-from dsv4_operator.cli.output import DocumentFormat, note, print_line, render_document
-from dsv4_operator.cli.sources.base import DeploymentSource, RetryingPoll
+from dsv4_operator.cli.output import DocumentFormat, TableFormat, live_screen, note, print_line, render_document
+from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, RetryingPoll
+from dsv4_runtime.contract import Cause
+from dsv4_runtime.contract.gateway import FatalRequests
+from dsv4_runtime.engine.signatures import REMEDIES, diagnose
 
+_GATEWAY_SECONDS = 2.0
 _CHECKS = "dsv4_runtime.fabric.main"
 # Reading sysfs takes milliseconds, but hangs together with the firmware of a card.
 _CHECK_SECONDS = 30.0
+_COPY_SECONDS = 120.0
 _RESPONSE_SECONDS = 10.0
 _POLL_SECONDS = 1.0
+
+
+def show(
+    source: DeploymentSource,
+    name: str | None,
+    form: TableFormat,
+    *,
+    watch: bool,
+    all_namespaces: bool = False,
+    wait: Callable[[float], None] = time.sleep,
+) -> ExitCode:
+    """Print one deployment, or all if `name` is None; with `watch` repeatedly, after every change."""
+
+    def read() -> list[DeploymentView]:
+        return [source.get(name)] if name is not None else source.get_all(all_namespaces=all_namespaces)
+
+    def text(items: list[DeploymentView]) -> str:
+        return _render(items, form, time.time(), namespaces=all_namespaces)
+
+    tables = form in (TableFormat.TABLE, TableFormat.WIDE)
+    location = "in any namespace" if all_namespaces else source.location
+    items = read()
+    if not watch:
+        if not items and tables:
+            note(f"no deployments {location}")
+        else:
+            print_line(text(items))
+        return ExitCode.OK
+    # Documents are for programs, even on a terminal.
+    with live_screen() if tables else nullcontext() as screen:
+        shown: list[dict[str, Any]] | None = None
+        poll = RetryingPoll()
+        while True:
+            documents = [item.document() for item in items]
+            if screen is not None:
+                screen(text(items) if items else f"no deployments {location}")
+            elif documents != shown:
+                # Compare documents, not the text: ages change every second.
+                print_line(text(items))
+            shown = documents
+            wait(source.poll_seconds)
+            found = poll(read)
+            items = items if found is None else found
+
+
+def _render(items: list[DeploymentView], form: TableFormat, now: float, *, namespaces: bool) -> str:
+    if form in (TableFormat.JSON, TableFormat.YAML):
+        documents = [item.document() for item in items]
+        # Several objects become a List, like those of kubectl.
+        many = {"apiVersion": "v1", "kind": "List", "metadata": {"resourceVersion": ""}, "items": documents}
+        return render_document(documents[0] if len(documents) == 1 else many, DocumentFormat(form))
+    wide = form is TableFormat.WIDE
+    if len(items) == 1 and not namespaces:
+        return render.deployment_text(items[0], now, wide=wide)
+    return render.deployments_table(items, now, wide=wide, namespaces=namespaces)
+
+
+def show_why(source: DeploymentSource, name: str | None, form: DocumentFormat | None) -> ExitCode:
+    """Print the latest failure, its cause and its repair."""
+    item = source.get(name)
+    now = time.time()
+    fatal = fatal_requests(source, item) if item.running else FatalRequests()
+    text = render.why_text(item, now, fatal)
+    print_line(text if form is None else render_document(render.why_document(item, now, fatal), form))
+    return ExitCode.OK
+
+
+def show_why_of_logs(files: Sequence[str], form: DocumentFormat | None) -> ExitCode:
+    """Print the cause that log files of vLLM, Ray or NCCL prove, of any run; in order of the files.
+
+    Raises:
+        CommandError: a file cannot be read.
+    """
+    lines, places = list[str](), list[str]()
+    for name in files:
+        try:
+            text = _log_text(name)
+        except OSError as error:
+            raise bad_input(f"--log: {name} cannot be read: {error.strerror or error}") from None
+        for number, line in enumerate(text.splitlines(), 1):
+            lines.append(line)
+            places.append(f"{name}:{number}")
+    found = diagnose(lines)
+    if found is None:
+        print_line("no error in the log" if form is None else render_document({"cause": None, "evidence": []}, form))
+        return ExitCode.FAILED
+    cause = found.cause or (Cause.ENGINE_CORE_DIED if found.core_died else Cause.UNKNOWN)
+    document = {
+        "cause": str(cause),
+        "deterministic": cause.deterministic,
+        "message": found.message,
+        "evidence": [{"line": places[number - 1], "text": text} for number, text in found.evidence],
+        "remedy": REMEDIES.get(cause, ""),
+        "page": f"docs/failures/{_kebab(cause)}.md",
+    }
+    print_line(render.log_cause_text(document) if form is None else render_document(document, form))
+    return ExitCode.OK
+
+
+_MOST_LOG_BYTES = 64 * 2**20
+"""About 20 s of analysis."""
+
+
+def _log_text(name: str) -> str:
+    """Return the last 64 MiB of a log."""
+    with Path(name).open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size > _MOST_LOG_BYTES:
+            note(f"{name}: only the last 64 MiB of {size / 2**20:.0f} MiB are read; line numbers start there")
+        file.seek(max(0, size - _MOST_LOG_BYTES))
+        return file.read(_MOST_LOG_BYTES).decode(errors="replace")
+
+
+def _kebab(cause: Cause) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cause).lower()
+
+
+def fatal_requests(source: DeploymentSource, item: DeploymentView) -> FatalRequests:
+    """Return what the gateway refuses because engines died of it; nothing if the gateway does not respond."""
+    from dsv4_operator.cli import http
+
+    try:
+        with source.api(item) as api:
+            url = api.url().removesuffix("/v1") + "/dsv4/fatal-requests"
+            with http.open_url("GET", url, token=api.token, total_seconds=_GATEWAY_SECONDS) as response:
+                if response.status == HTTPStatus.OK:
+                    return FatalRequests.model_validate_json(response.read())
+    except (CommandError, *http.ERRORS, pydantic.ValidationError):
+        pass
+    return FatalRequests()
+
+
+def show_kernels(source: DeploymentSource, name: str | None, form: DocumentFormat | None) -> ExitCode:
+    """Print the providers of a layer's operations in each group's engine, and the alternatives."""
+    item = source.get(name)
+    text = render.kernels_text(item)
+    print_line(text if form is None else render_document(render.kernels_document(item), form))
+    return ExitCode.OK
 
 
 def check_machine(
@@ -32,26 +184,53 @@ def check_machine(
     Raises:
         CommandError: the checks could not be performed, or did not finish.
     """
+    words = ["--wait", str(wait)]
+    words += ["--require-rdma"] if require_rdma else []
+    words += ["--mtu", str(mtu)] if mtu is not None else []
+    for peer in peers:
+        words += ["--peer", peer]
+    words += ["-o", "json"] if form else []
+    limit = _CHECK_SECONDS + (2 * wait + 30 if peers else 0)
+    done = _run_checks(words, capture=form is not None, limit=limit)
+    if form:
+        print_line(render_document(json.loads(done.stdout), form))
+    return ExitCode.OK if done.returncode == 0 else ExitCode.FAILED
+
+
+def check_copy(root: Path) -> dict[str, Any]:
+    """Return the document of the checks for a copy of another machine's /sys, /proc and /dev.
+
+    Raises:
+        CommandError: the checks could not be performed.
+    """
+    done = _run_checks(["--root", str(root), "-o", "json"], capture=True, limit=_COPY_SECONDS)
+    return dict(json.loads(done.stdout))
+
+
+def check_here(seconds: float) -> dict[str, Any]:
+    """Return the document of the checks of this machine.
+
+    Raises:
+        CommandError: the checks could not be performed within `seconds`.
+    """
+    return dict(json.loads(_run_checks(["-o", "json"], capture=True, limit=seconds).stdout))
+
+
+def _run_checks(words: Sequence[str], *, capture: bool, limit: float) -> subprocess.CompletedProcess[str]:
     if importlib.util.find_spec("psutil") is None:
         raise bad_input("the checks require the runtime, which is not installed; install dsv4[runtime]")
-    command = [sys.executable, "-m", _CHECKS, "--wait", str(wait)]
-    command += ["--require-rdma"] if require_rdma else []
-    command += ["--mtu", str(mtu)] if mtu is not None else []
-    for peer in peers:
-        command += ["--peer", peer]
-    command += ["-o", "json"] if form else []
-    limit = _CHECK_SECONDS + (2 * wait + 30 if peers else 0)
+    command = [sys.executable, "-m", _CHECKS, *words]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE if form else None, text=True, timeout=limit, check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE if capture else None, text=True, timeout=limit, check=False
+        )
     except subprocess.TimeoutExpired:
         raise CommandError(
             f"the checks did not end within {limit:.0f} s, probably because a network card hangs; check `dmesg`"
         ) from None
     if done.returncode not in (0, 1):
         raise CommandError(f"the checks failed with exit code {done.returncode}; see the message above")
-    if form:
-        print_line(render_document(json.loads(done.stdout), form))
-    return ExitCode.OK if done.returncode == 0 else ExitCode.FAILED
+    return done
 
 
 def pack_evidence(source: DeploymentSource, name: str | None, output: Path | None) -> ExitCode:

@@ -30,7 +30,8 @@ class ExitCode(IntEnum):
     FAILED = 1
     BAD_INPUT = 2
     UNCERTAIN = 3
-    """`dsv4 plan`: the plan expects too little memory by less than its uncertainty."""
+    """`dsv4 plan`: the plan expects too little memory by less than its uncertainty. `dsv4 verify` and
+    `dsv4 bench`: the endpoint does not answer, or checks or rows are missing."""
     INTERRUPTED = 130
 
 

@@ -9,19 +9,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from dsv4_operator.api import DSV4Deployment, Finding, Hardware, InvalidDeployment, Reason, Severity
 from dsv4_operator.api.values import split_remedy
-from dsv4_operator.backends.local.facts import model_here
+from dsv4_operator.backends.local.facts import hub_model, model_here
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, invalid
 from dsv4_operator.cli.output import DocumentFormat, note, print_line, render_document, render_table, wrap
 from dsv4_operator.cli.sources.base import DeploymentSource
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
-from dsv4_operator.planning.catalog import GIB, Machine, UnknownCheckpoint, machine, machine_named, model_for
+from dsv4_operator.planning.catalog import (
+    GIB,
+    Machine,
+    Model,
+    UnknownCheckpoint,
+    checkpoint_named,
+    machine,
+    machine_named,
+    model_for,
+)
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
 from dsv4_operator.planning.facts import NodeFacts
 from dsv4_operator.planning.memory import (
@@ -34,12 +42,10 @@ from dsv4_operator.planning.memory import (
     gib,
 )
 from dsv4_operator.planning.memory.plan import Change, largest_uncertainty, load_formats, longest_context
-from dsv4_operator.planning.memory.runs import TERMS, Comparison, comparisons, largest_deviation, terms
 from dsv4_operator.planning.planner import accepted_advice, with_accepted_division
 from dsv4_operator.planning.rules import findings
 from dsv4_operator.planning.setup import image_profile, measured_here, setup, with_settings
 from dsv4_runtime.contract import GroupPlan
-from dsv4_runtime.util.memory_log import MemoryLog, read_memory_log
 
 _COLUMNS = 80
 _AROUND_BAR = len("  ││ 123.45 GiB of 123.45 GiB")
@@ -54,19 +60,6 @@ _FILLS = (
 """Name, character and colour of the parts of a bar, in order; the characters are legible without colours."""
 
 
-def explain(term: str, form: DocumentFormat | None) -> ExitCode:
-    """Print the logged starts behind a term of the memory plan, with the plan's prediction for each.
-
-    Raises:
-        CommandError: there is no such term.
-    """
-    if term not in TERMS:
-        raise bad_input(f'--explain: "{term}" is not a term of the memory plan; use one of {", ".join(TERMS)}')
-    found = list(comparisons(term))
-    print_line(_explanation(term, found) if form is None else render_document(_explanation_document(term, found), form))
-    return ExitCode.OK
-
-
 def show(
     source: DeploymentSource,
     file_or_name: str,
@@ -75,6 +68,8 @@ def show(
     machine_id: str | None,
     form: DocumentFormat | None,
     log_file: str | None,
+    build_file: str | None = None,
+    hub: bool = False,
 ) -> ExitCode:
     """Print the plan of the first incarnation of every group, its memory, and changes that would make it fit.
 
@@ -85,22 +80,27 @@ def show(
         machine_id: a machine of the catalog instead of the default of the hardware.
         form: print a document instead of text; errors of the input are then a document too.
         log_file: a vLLM log to compare with the plan.
+        build_file: the file for the build of that log.
+        hub: whether the sizes are those of the files on the hub.
 
     Raises:
         CommandError: the file or an option is invalid.
     """
+    if log_file:
+        # The patterns of logs take 20 ms to compile.
+        from dsv4_operator.cli import logged
     with _errors_as_document(form):
-        log = _read_log(log_file) if log_file else None
+        log = logged.read_log(log_file) if log_file else None
         deployment = apply_changes(source.load(file_or_name), changes)
         kind = _machine(deployment, machine_id)
         facts = source.facts(deployment, kind, chosen=machine_id is not None)
         kind = _smallest_variant(kind, facts.of_group(0, deployment.spec.topology.nodes_per_group))
         name = deployment.metadata.name
         try:
-            model = model_here(deployment.spec.model)
+            model = _model_of_hub(deployment) if hub else model_here(deployment.spec.model)
             profile = image_profile(deployment)
             chosen = model or model_for(deployment.spec.model)
-            facts = replace(facts, measured=source.measured(name))
+            facts = replace(facts, measured=source.measured(name), model=model)
             measured = measured_here(deployment, facts, chosen, kind)
             memory = deployment_plan(deployment, chosen, kind, profile, measured)
         except UnknownCheckpoint as error:
@@ -115,7 +115,10 @@ def show(
             raise bad_input(f"{name}: {error}") from None
         except PlanRefused as refused:
             raise bad_input(refused.message, findings=refused.findings) from None
-        plans, refusal = _plans(deployment, replace(facts, model=model))
+        if build_file is not None and log is not None:
+            plain = deployment_plan(deployment, chosen, kind, profile)
+            logged.write_build(build_file, deployment, profile, plain, log)
+        plans, refusal = _plans(deployment, facts)
         suggestions, warnings = _advice(deployment, facts), _warnings(deployment, facts)
         # The text below already covers a lack of memory.
         if refusal and (memory.verdict is FitVerdict.FITS or refusal.reason not in _MEMORY_REASONS):
@@ -125,7 +128,7 @@ def show(
             refusals = refusal.findings if refusal else ()
             document: dict[str, Any] = {"name": name, "memory": memory_document(memory, suggestions, formats)}
             if log is not None:
-                document["log"] = _comparison_document(memory, log)
+                document["log"] = logged.comparison_document(memory, log)
             document["findings"] = [each.to_dict() for each in (*refusals, *warnings)]
             document |= {"refused": refusal.message} if refusal else {"groups": [plan.to_dict() for plan in plans]}
             print_line(render_document(document, form))
@@ -133,16 +136,27 @@ def show(
             by_rule = refusal is not None and refusal.reason not in _MEMORY_REASONS
             _print(memory_text(memory, suggestions, name, formats, refused=by_rule))
             if log is not None:
-                _print("\n" + "\n\n".join(_comparison(memory, log)))
+                _print("\n" + "\n\n".join(logged.comparison(memory, log)))
             elif memory.verdict is not FitVerdict.NO and not refusal:
                 _print("\n" + "\n\n".join(_members_text(plans, local=not kind.sm, placed=facts.placed is not None)))
         for warning in warnings:
             note(f"warning: {warning}")
-        if log is not None and _deviates(memory, log):
+        if log is not None and logged.deviates(memory, log):
             return ExitCode.FAILED
         if memory.verdict is FitVerdict.NO or (refusal and refusal.reason is not Reason.MEMORY_UNCERTAIN):
             return ExitCode.BAD_INPUT
         return ExitCode.UNCERTAIN if memory.verdict is FitVerdict.UNCERTAIN else ExitCode.OK
+
+
+def _model_of_hub(deployment: DSV4Deployment) -> Model:
+    found = hub_model(deployment.spec.model)
+    source = deployment.spec.model.source.hugging_face
+    if source is not None and checkpoint_named(source.repo) is None:
+        note(
+            f"a start does not read the hub: write size: {found.checkpoint_bytes} in spec.model, and the checkpoint "
+            "from which this one was made in spec.model.checkpoint"
+        )
+    return found
 
 
 _MEMORY_REASONS = (Reason.MEMORY_SHORT, Reason.MEMORY_UNCERTAIN)
@@ -279,136 +293,6 @@ def _parse_change(change: str) -> tuple[str, Any]:
         return ".".join(path), yaml.safe_load(text)
     except yaml.YAMLError:
         raise bad_input(f"--what-if: {change!r} has a value that is not valid YAML; correct it") from None
-
-
-def _explanation(term: str, found: list[Comparison]) -> str:
-    """Return a table of logged and planned figures per start, and the sources."""
-    unit = "requests" if term == "concurrency" else "GiB"
-    rows = [
-        [
-            each.run.date,
-            each.run.name,
-            f"{each.logged:.2f}",
-            f"{each.planned:.2f}",
-            f"{each.least:.2f} to {each.most:.2f}",
-            f"{100 * each.error:+.1f} %",
-        ]
-        for each in found
-    ]
-    sources = dict.fromkeys(each.run.source for each in found)
-    head = ["DATE", "START", f"LOGGED, {unit}", "PLANNED", "RANGE", "ERROR"]
-    return "\n".join([render_table(head, rows), "", "Sources:", *(f"  {source}" for source in sources)])
-
-
-def _explanation_document(term: str, found: list[Comparison]) -> dict[str, Any]:
-    """Return the figures of `_explanation` as a document, in GiB or requests."""
-    runs = [
-        {
-            "date": each.run.date,
-            "start": each.run.name,
-            "source": each.run.source,
-            "logged": each.logged,
-            "planned": round(each.planned, 3),
-            "least": round(each.least, 3),
-            "most": round(each.most, 3),
-        }
-        for each in found
-    ]
-    return {"term": term, "runs": runs}
-
-
-def _read_log(file: str) -> MemoryLog:
-    """Return the memory figures of the last start in a vLLM log.
-
-    Raises:
-        CommandError: the file cannot be read, or has no such figures.
-    """
-    try:
-        with Path(file).open(encoding="utf-8", errors="replace") as lines:
-            log = read_memory_log(lines)
-    except OSError as error:
-        raise bad_input(f"--from-log: {file}: {error.strerror or error}; use a file with a vLLM log") from None
-    if log == MemoryLog():
-        raise bad_input(
-            f"--from-log: {file} contains no memory figures; use the complete log of a start of vLLM, up to "
-            "`Application startup complete`"
-        )
-    return log
-
-
-def _deviates(plan: MemoryPlan, log: MemoryLog) -> bool:
-    """Return whether a figure of `log` is outside of the range of the plan."""
-    return not all(term.within for term in terms(plan, log)) or not _concurrency_within(plan, log)
-
-
-def _concurrency_within(plan: MemoryPlan, log: MemoryLog) -> bool:
-    kv = plan.kv
-    return kv is None or log.concurrency is None or kv.concurrency_least <= log.concurrency <= kv.concurrency_most
-
-
-def _comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
-    """Yield paragraphs that compare `log` with `plan`: differences in settings, then a table of the terms."""
-    yield from _setting_differences(plan, log)
-    found = list(terms(plan, log))
-    rows = [
-        [
-            term.name,
-            gib(term.logged),
-            gib(term.planned),
-            f"{gib(term.least)} to {gib(term.most)}",
-            f"{term.difference / GIB:+.2f} GiB",
-            "yes" if term.within else "NO",
-        ]
-        for term in found
-    ]
-    if log.concurrency is not None and plan.kv is not None:
-        kv = plan.kv
-        rows.append(
-            [
-                "concurrent requests",
-                f"{log.concurrency:.2f}",
-                f"{kv.concurrency:.2f}",
-                f"{kv.concurrency_least:.2f} to {kv.concurrency_most:.2f}",
-                f"{100 * (log.concurrency / kv.concurrency - 1):+.1f} %" if kv.concurrency else "",
-                "yes" if _concurrency_within(plan, log) else "NO",
-            ]
-        )
-    yield render_table(["TERM", "LOGGED", "PLANNED", "RANGE", "LOGGED IS", "WITHIN"], rows)
-    if largest := largest_deviation(found):
-        yield (
-            f"Largest deviation: {largest.name}, {largest.difference / GIB:+.2f} GiB (logged {gib(largest.logged)}, "
-            f"planned {gib(largest.planned)})."
-        )
-    yield "If a term is outside its range, the plan does not match this build: report this table with the log."
-
-
-def _comparison_document(plan: MemoryPlan, log: MemoryLog) -> list[dict[str, Any]]:
-    """Return the terms of `_comparison` as a document, in bytes."""
-    return [
-        {
-            "term": term.name,
-            "loggedBytes": term.logged,
-            "plannedBytes": term.planned,
-            "leastBytes": term.least,
-            "mostBytes": term.most,
-            "within": term.within,
-        }
-        for term in terms(plan, log)
-    ]
-
-
-def _setting_differences(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
-    length, share = plan.engine.max_model_len, plan.engine.gpu_memory_utilization or plan.machine.utilization
-    if log.max_model_len is not None and log.max_model_len != length:
-        yield (
-            f"The log is for {log.max_model_len:,.0f} tokens per request, and the plan is for {length:,}; "
-            f"add --what-if engine.maxModelLen={log.max_model_len:.0f}"
-        )
-    if log.utilization is not None and abs(log.utilization - share) > 1e-6:
-        yield (
-            f"The log is for gpuMemoryUtilization {log.utilization:g}, and the plan is for {share:g}; "
-            f"add --what-if engine.gpuMemoryUtilization={log.utilization:g}"
-        )
 
 
 _RankRange = tuple[str, RankPlan]

@@ -15,6 +15,7 @@ from dsv4_operator.api import (
     FailureStatus,
     GroupPhase,
     GroupStatus,
+    Hardware,
     MemberStatus,
     Reason,
 )
@@ -414,7 +415,7 @@ def kernels_document(item: DeploymentView) -> dict[str, Any]:
     return {
         "name": item.name,
         "phase": item.phase,
-        "kernels": item.object.spec.engine.kernels,
+        "kernels": item.object.spec.engine.kernels or "default",
         "groups": [
             {
                 "group": group.index,
@@ -438,7 +439,7 @@ def kernels_text(item: DeploymentView) -> str:
 
     The speed of a provider is relative to the fastest correct alternative.
     """
-    setting = item.object.spec.engine.kernels
+    setting = item.object.spec.engine.kernels or "default"
     head = f"{item.name} ({item.phase}), spec.engine.kernels: {setting}"
     groups = [group for group in item.status.groups if group.kernels]
     if not groups:
@@ -450,7 +451,7 @@ def kernels_text(item: DeploymentView) -> str:
             row = [str(group.index)] * len(index) + [found.op]
             compared = found.against_next()
             speed = f"{compared[1]:.2f} x {compared[0]}" if compared else ""
-            chosen.append([*row, found.provider, speed, found.note or ""])
+            chosen.append([*row, found.provider, speed, "; ".join(filter(None, (found.note, _on_request(found))))])
             excluded += [[*row, each.provider, each.excluded] for each in found.standings if each.excluded is not None]
     tables = [render_table([*index, "OPERATION", "PROVIDER", "SPEED", "NOTE"], chosen)]
     if excluded:
@@ -458,9 +459,16 @@ def kernels_text(item: DeploymentView) -> str:
     return "\n\n".join([head, *tables])
 
 
+def _on_request(found: KernelStatus) -> str:
+    """Return the setting that selects a faster kernel which vLLM uses on request only; empty if there is none."""
+    faster = found.faster_on_request()
+    return f"kernels: {found.op}={faster[0]} is {faster[1]:.2f} x as fast" if faster else ""
+
+
 def _no_kernels(item: DeploymentView, setting: str) -> str:
-    if setting == "off":
-        return "vLLM's own kernels compute every operation; kernels: auto picks the fastest right ones."
-    if str(item.object.spec.topology.hardware) == "CPU":
+    hardware = item.object.spec.topology.hardware
+    if hardware is Hardware.CPU:
         return "vLLM's CPU kernels compute every operation; others need a GPU."
+    if setting == "off" or (setting == "default" and hardware in (Hardware.H100, Hardware.H200)):
+        return "vLLM's own kernels compute every operation; kernels: auto picks the fastest right ones."
     return "No engine has reported its kernel providers yet; it reports them when it creates its first layer."

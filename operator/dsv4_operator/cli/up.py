@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -23,6 +23,7 @@ from dsv4_operator.api import (
     GroupStatus,
 )
 from dsv4_operator.api.values import format_duration
+from dsv4_operator.backends.hosts.documents import INVENTORY
 from dsv4_operator.backends.local.state import AlreadyRunning, DeploymentState, StateError, deployments
 from dsv4_operator.cli import processes
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
@@ -58,7 +59,7 @@ def run(
     with processes.SignalCounter() as signals:
         previous = state.object_text()
         process = processes.start_loop(state, command(state, attached=not detach))
-        started = _StartedDeployment(state, process, signals, previous, detach, timeout)
+        started = StartedDeployment(state, process, signals, previous, detach, timeout)
         leave = False
         try:
             code = started.wait_until_ready()
@@ -84,7 +85,7 @@ def _claim(state: DeploymentState, deployment: DSV4Deployment) -> None:
                 processes.startup_error_file(state).unlink(missing_ok=True)
                 state.save_manifest(deployment)
     except AlreadyRunning as error:
-        raise bad_input(f"{error}{_difference(state, deployment)}") from None
+        raise bad_input(f"{error}{difference(state, deployment)}") from None
     except StateError as error:
         raise bad_input(str(error)) from None
 
@@ -92,7 +93,7 @@ def _claim(state: DeploymentState, deployment: DSV4Deployment) -> None:
 _MOST_DIFFERENCES = 5
 
 
-def _difference(state: DeploymentState, wanted: DSV4Deployment) -> str:
+def difference(state: DeploymentState, wanted: DSV4Deployment) -> str:
     """Return the fields in which a file differs from the running deployment; empty if in none."""
     with contextlib.suppress(OSError, ValueError):
         if (running := state.manifest()) is not None:
@@ -115,12 +116,26 @@ def _different(path: str, running: object, wanted: object) -> Iterator[str]:
         yield f"{path} ({shown}, in the file {given})"
 
 
+class LoopProcess(Protocol):
+    """The process of a loop, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
 @dataclass(slots=True)
-class _StartedDeployment:
+class StartedDeployment:
     """A deployment started by `dsv4 up`, from the start of the loop to its end."""
 
     state: DeploymentState
-    process: subprocess.Popen[bytes]
+    process: LoopProcess
     signals: processes.SignalCounter
     text: str | None
     """The object as it was read last; before the first report, that of the previous run."""
@@ -192,7 +207,7 @@ class _StartedDeployment:
             self.process.wait()
             if self.signals.count:
                 note(f"{self.state.name} has ended")
-        if self.process.returncode < 0:
+        if (self.process.returncode or 0) < 0:
             # A killed loop could not stop its members.
             processes.stop_processes(self.state)
 
@@ -259,7 +274,7 @@ class _StartedDeployment:
         )
 
     def _exit_text(self) -> str:
-        code = self.process.returncode
+        code = self.process.returncode or 0
         return f"was killed (signal {-code})" if code < 0 else f"ended with exit code {code}"
 
     def _references(self) -> str:
@@ -431,6 +446,8 @@ def down(root: Path, name: str | None, *, all_deployments: bool, purge: bool) ->
 
 def _end(state: DeploymentState, *, purge: bool) -> str | None:
     """End one deployment; return the error message if that failed."""
+    if (state.directory / INVENTORY).exists():
+        return _end_members(state)
     try:
         ran = end_loop(state)
         with convert_os_errors(f"{state.name}: cannot tidy up"), state.lock():
@@ -444,6 +461,19 @@ def _end(state: DeploymentState, *, purge: bool) -> str | None:
         # StateError: started again meanwhile, a loop that survived SIGKILL, or a foreign directory.
         return str(error)
     print_line(f"{state.name} {'has ended' if ran else 'is not running'}{'; its files are removed' if purge else ''}")
+    return None
+
+
+def _end_members(state: DeploymentState) -> str | None:
+    """End the members of a deployment on several machines; return the error message if that failed."""
+    from dsv4_operator.cli import machine
+
+    try:
+        ran = machine.end_members(state)
+    except (StateError, CommandError, PermissionError) as error:
+        return str(error)
+    print_line(f"{state.name} {'has ended' if ran else 'is not running'}")
+    note("The host services run on without members; `dsv4 down` on the machine with hosts.yaml ends them too.")
     return None
 
 

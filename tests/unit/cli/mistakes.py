@@ -136,7 +136,7 @@ MISTAKES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("spec.engine.cudagraphMode", "none", ("spec.engine.cudagraphMode", "none", "NotSupported")),
     ("spec.engine.executor", "ray", ("spec.engine.executor", "ray", "NotSupported")),
     ("spec.engine.executor", "RayLegacy", ("spec.engine.executor", "RayLegacy", "Executor")),
-    ("spec.engine.executor", "MP", ("spec.engine.executor", "MP", "MPMachines")),
+    ("spec.engine.executor", "mp", ("spec.engine.executor", "mp", "NotSupported")),
     ("spec.engine.image", "My vLLM", ("spec.engine.image", "My vLLM", "InvalidValue")),
     (
         "spec.engine.image",

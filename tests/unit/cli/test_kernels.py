@@ -53,6 +53,19 @@ def test_who_computes_and_what_was_excluded(make: Any) -> None:
     )
 
 
+def test_a_faster_kernel_on_request_is_named(make: Any) -> None:
+    def text(provider: str, **slowness: float) -> str:
+        standings = tuple(ProviderStatus(provider=name, slowness=value) for name, value in slowness.items())
+        found = KernelStatus(op="moe", provider=provider, standings=standings)
+        return render.kernels_text(shown(make, make.group(kernels=(found,))))
+
+    named = "kernels: moe=b12x is 1.25 x as fast"
+    assert named in text("bundled", bundled=1.25, marlin=1.5, b12x=1.0)
+    assert named in text("stock", bundled=1.5, marlin=1.25, b12x=1.0)
+    assert "as fast" not in text("bundled", bundled=1.0, marlin=1.5, b12x=1.25)
+    assert "as fast" not in text("b12x", bundled=1.25, b12x=1.0)
+
+
 def test_several_groups(make: Any) -> None:
     groups = [make.group(index=index, kernels=(found,)) for index, found in enumerate((MOE, INDEXER))]
     lines = render.kernels_text(shown(make, *groups)).splitlines()
@@ -73,6 +86,8 @@ def test_several_groups(make: Any) -> None:
         ("'off'", "H100", "vLLM's own kernels compute every operation; kernels: auto picks"),
         ("auto", "CPU", "vLLM's CPU kernels compute every operation"),
         ("auto", "H100", "No engine has reported its kernel providers yet"),
+        ("null", "H100", "vLLM's own kernels compute every operation; kernels: auto picks"),
+        ("null", "GB10", "No engine has reported its kernel providers yet"),
     ],
 )
 def test_nothing_to_tell_is_said(make: Any, asked: str, hardware: str, said: str) -> None:
@@ -95,7 +110,7 @@ def test_as_json(
     assert main.run(["kernels", "nano", "-o", "json", "--state-dir", str(root)]) == 0
     document = json.loads(capsys.readouterr().out)
     (operation,) = document["groups"][0]["operations"]
-    assert (document["name"], document["phase"], document["kernels"]) == ("nano", "Serving", "off")
+    assert (document["name"], document["phase"], document["kernels"]) == ("nano", "Serving", "default")
     assert operation["next"] == {"provider": "marlin", "speedup": 1.28}
     assert operation["standings"][2] == {"provider": "deep_gemm", "excluded": "t1: not done after 20 s"}
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from dsv4_operator.cli import status
+from dsv4_operator.cli import diagnostics
 from dsv4_operator.cli.errors import CommandError
 from dsv4_operator.cli.output import TableFormat
 from dsv4_operator.cli.sources.local import LocalSource, read_deployment, select_state
+from dsv4_testkit.errors import raises_naming
 
 
 def test_choosing(root: Path, saved: Callable[..., Any], held: Callable[..., int]) -> None:
@@ -20,7 +21,7 @@ def test_choosing(root: Path, saved: Callable[..., Any], held: Callable[..., int
     first = saved()
     assert select_state(root, None) == first
     second = saved(name="other")
-    with pytest.raises(CommandError, match="which deployment\\? Give its name; there is nano, other"):
+    with raises_naming(CommandError, "Give its name", "nano, other"):
         select_state(root, None)
     held(second)
     assert select_state(root, None) == second, "the only one that runs"
@@ -33,7 +34,7 @@ def test_a_running_deployment_as_json(
     root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held(saved(make.status()))
-    status.show(LocalSource(root), None, TableFormat.JSON, watch=False)
+    diagnostics.show(LocalSource(root), None, TableFormat.JSON, watch=False)
     document = json.loads(capsys.readouterr().out)
     assert (document["apiVersion"], document["kind"]) == ("dsv4.dev/v1alpha1", "DSV4Deployment")
     assert document["metadata"]["name"] == "nano"
@@ -63,19 +64,19 @@ def test_a_loop_that_is_gone_promises_nothing(root: Path, saved: Callable[..., A
 def test_several(root: Path, saved: Callable[..., Any], make: Any, capsys: pytest.CaptureFixture[str]) -> None:
     saved(make.status())
     saved(name="other")
-    status.show(LocalSource(root), None, TableFormat.TABLE, watch=False)
+    diagnostics.show(LocalSource(root), None, TableFormat.TABLE, watch=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [["nano", "0/1", "Stopped"], ["other", "0/1", "Stopped"]]
-    status.show(LocalSource(root), None, TableFormat.YAML, watch=False)
+    diagnostics.show(LocalSource(root), None, TableFormat.YAML, watch=False)
     document = yaml.safe_load(capsys.readouterr().out)
     assert document["kind"] == "List"
     assert [item["metadata"]["name"] for item in document["items"]] == ["nano", "other"]
 
 
 def test_none(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status.show(LocalSource(root), None, TableFormat.TABLE, watch=False)
+    diagnostics.show(LocalSource(root), None, TableFormat.TABLE, watch=False)
     assert capsys.readouterr() == ("", f"no deployments under {root}\n")
-    status.show(LocalSource(root), None, TableFormat.JSON, watch=False)
+    diagnostics.show(LocalSource(root), None, TableFormat.JSON, watch=False)
     assert json.loads(capsys.readouterr().out)["items"] == []
 
 
@@ -94,7 +95,7 @@ def test_watching_a_pipe_prints_changes_only(
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        status.show(LocalSource(root), "nano", TableFormat.TABLE, watch=True, wait=wait)
+        diagnostics.show(LocalSource(root), "nano", TableFormat.TABLE, watch=True, wait=wait)
     rows = [line.split()[2] for line in capsys.readouterr().out.splitlines() if line.startswith("nano")]
     assert rows == ["Starting", "Serving"]
 
@@ -107,13 +108,13 @@ def test_one_deployment_that_cannot_be_read_does_not_hide_the_others(
     (root / "old").mkdir()
     (root / "old" / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
     for _ in range(2):
-        status.show(LocalSource(root), None, TableFormat.TABLE, watch=False)
+        diagnostics.show(LocalSource(root), None, TableFormat.TABLE, watch=False)
         shown = capsys.readouterr()
         assert "nano" in shown.out
         assert shown.err.count("warning: the files of 'old' in") == 1
     (root / "old" / "manifest.json").unlink()
     (root / "old" / "manifest.json").mkdir()
-    status.show(LocalSource(root), None, TableFormat.TABLE, watch=False)
+    diagnostics.show(LocalSource(root), None, TableFormat.TABLE, watch=False)
     assert "warning: the files of 'old' in" in capsys.readouterr().err
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_operator.cli import main, status
+from dsv4_operator.cli import diagnostics, main
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.engine.signatures import REMEDIES, SIGNATURES
 
@@ -74,7 +74,7 @@ def test_bytes_that_are_no_text_are_read(tmp_path: Path) -> None:
 def test_of_a_long_log_the_end_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(status, "_MOST_LOG_BYTES", 100)
+    monkeypatch.setattr(diagnostics, "_MOST_LOG_BYTES", 100)
     file = log(tmp_path, "MemoryError", *["x" * 50] * 9, f"{CORE}EngineCore failed to start.")
     assert main.run(["why", "--log", file, "-o", "json"]) == 0
     found = capsys.readouterr()
@@ -85,4 +85,4 @@ def test_of_a_long_log_the_end_is_read(
 @pytest.mark.parametrize("cause", sorted({row.cause for row in SIGNATURES if row.cause} | {Cause.ENGINE_CORE_DIED}))
 def test_each_cause_has_a_remedy_and_a_page(cause: Cause) -> None:
     assert REMEDIES[cause]
-    assert (PAGES / "failures" / f"{status._kebab(cause)}.md").is_file()
+    assert (PAGES / "failures" / f"{diagnostics._kebab(cause)}.md").is_file()

@@ -10,6 +10,7 @@ from dsv4_operator.api import Hardware, load
 from dsv4_operator.backends.local import software
 from dsv4_operator.backends.local.software import check_weights, cuda_profile
 from dsv4_operator.backends.local.state import StateError
+from dsv4_testkit.errors import raises_naming
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "nano-gpu.yaml"
 
@@ -71,7 +72,7 @@ def test_a_loader_that_is_not_installed_is_not_asked_for(site: Site) -> None:
 
 def test_a_version_that_nobody_describes(site: Site) -> None:
     site.whole("0.41.0")
-    with pytest.raises(StateError, match=r"vLLM 0\.41\.0 is installed, and dsv4 knows vllm-0\.33, vllm-0\.32"):
+    with raises_naming(StateError, "vLLM 0.41.0", "vllm-0.33, vllm-0.32"):
         cuda_profile()
     assert cuda_profile("vllm-0.33") is None, "the specification says what it is like"
 

@@ -24,6 +24,7 @@ from dsv4_operator.backends.local.state import (
 from dsv4_operator.cli import processes
 from dsv4_operator.planning import plan_group
 from dsv4_operator.planning.catalog import GIB
+from dsv4_testkit.errors import raises_naming
 
 NANO = (Path(__file__).parents[3] / "examples" / "nano.yaml").read_text()
 
@@ -77,7 +78,7 @@ def test_only_one_loop_at_a_time_and_the_second_learns_who_it_is(root: Path) -> 
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         assert state.holder() == other.pid
-        with pytest.raises(AlreadyRunning, match=rf"'nano' is already running \(process {other.pid}\)"), state.lock():
+        with raises_naming(AlreadyRunning, "'nano'", f"process {other.pid})"), state.lock():
             pass
         # However it ends, the lock is free again.
         other.kill()

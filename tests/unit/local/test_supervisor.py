@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dsv4_operator.backends.local import supervisor
 from dsv4_operator.backends.local.supervisor import (
     FROZEN_SECONDS,
     LoopReport,
@@ -195,6 +196,39 @@ def test_a_first_start_that_fails_is_not_repeated_and_a_later_one_is(tmp_path: P
         world.until(lambda: world.report.count >= 3)
         assert world.report.restarts[-1][1] == "ended with exit code 2"
         assert psutil.pid_exists(found["child"])
+        # No loop can end the child now.
+        world.process.send_signal(signal.SIGTERM)
+        assert world.process.wait(SECONDS) == 2
+        world.until(lambda: not psutil.pid_exists(found["child"]))
     finally:
         world.process.kill()
         world.process.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_second", "replaced"),
+    [
+        pytest.param(0.0, 60.0, id="without processor time"),
+        pytest.param(0.02, None, id="on a busy machine"),
+        pytest.param(1.0, 60.0, id="without end"),
+    ],
+)
+def test_a_start_may_use_a_minute_of_processor_time(
+    monkeypatch: pytest.MonkeyPatch, seconds_per_second: float, replaced: float | None
+) -> None:
+    clock = 0.0
+    ticks = os.sysconf("SC_CLK_TCK") * seconds_per_second
+    monkeypatch.setattr(supervisor, "_activity", lambda pid: ("S", 1000 + int(clock * ticks)))
+    liveness = supervisor.Liveness(1, clock)
+    while clock < 600.0:
+        clock += 0.25
+        if liveness.hangs(clock):
+            break
+    assert clock == (600.0 if replaced is None else replaced)
+    # After its first response it has less.
+    liveness = supervisor.Liveness(1, clock)
+    liveness.respond(clock)
+    begun = clock
+    while not liveness.hangs(clock):
+        clock += 0.25
+    assert clock - begun == (supervisor.HUNG_SECONDS if seconds_per_second else FROZEN_SECONDS)

@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Finding, Hardware, InvalidDeployment, load
 from dsv4_operator.api.values import ValueReason
-from dsv4_operator.backends.local.gpus import hardware_here
-from dsv4_operator.backends.local.supervisor import LoopReport
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, invalid
-from dsv4_operator.cli.logs import LogOptions
-from dsv4_operator.cli.output import note
+from dsv4_operator.cli.output import LogOptions, note
 from dsv4_operator.planning import Facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
 from dsv4_runtime.contract.gateway import api_keys
+
+if TYPE_CHECKING:
+    from dsv4_operator.backends.local.supervisor import LoopReport
 
 _T = TypeVar("_T")
 
@@ -228,6 +228,9 @@ def read_file(file: str, *, detect_hardware: bool = False) -> DSV4Deployment:
     missing: list[str] = []
 
     def hardware() -> str:
+        # Imports the library of the driver.
+        from dsv4_operator.backends.local.gpus import hardware_here
+
         try:
             found, reason = hardware_here()
         except LookupError as error:

@@ -33,8 +33,15 @@ from dsv4_operator.builders.names import (
     selector,
 )
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, program_name
-from dsv4_operator.cli.logs import LogComponent, LogOptions, LogOrigin, decode_line, print_log_line
-from dsv4_operator.cli.output import local_datetime, note
+from dsv4_operator.cli.output import (
+    LogComponent,
+    LogOptions,
+    LogOrigin,
+    decode_line,
+    local_datetime,
+    note,
+    print_log_line,
+)
 from dsv4_operator.cli.sources.base import (
     EVIDENCE_TAIL_BYTES,
     DeploymentSource,
@@ -51,7 +58,7 @@ from dsv4_operator.cli.sources.kubectl import CALL_SECONDS, Kubectl, KubectlErro
 from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
-from dsv4_operator.planning.memory.runs import measured_of
+from dsv4_operator.planning.setup import measured_of
 
 RESOURCE = "dsv4deployments.dsv4.dev"
 _RUNNING_PODS = "status.phase!=Succeeded,status.phase!=Failed"

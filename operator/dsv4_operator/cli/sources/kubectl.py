@@ -34,6 +34,7 @@ _NOISE = re.compile(r"[EIWF]\d{4} |Warning: |Defaulted container ")
 # Causes that the messages of kubectl leave open.
 _HINTS = {
     "doesn't have a resource type": "is dsv4 installed in this cluster?",
+    "no answer within": "is the cluster reachable?",
     "current-context must exist": "there is no present context; give --context, or `kubectl config use-context`",
 }
 
@@ -83,7 +84,7 @@ class Kubectl:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise KubectlError(verb, f"no answer within {seconds:.0f} s; is the cluster reachable?") from None
+            raise KubectlError(verb, f"no answer within {seconds:.0f} s") from None
         except OSError as error:
             raise _start_error(error) from None
         if done.returncode:

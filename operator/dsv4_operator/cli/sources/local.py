@@ -5,10 +5,8 @@ from __future__ import annotations
 import heapq
 import os
 import time
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -17,12 +15,17 @@ from pydantic import ValidationError
 
 from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, Reason
 from dsv4_operator.backends.local.facts import available_memory, local_facts, resident_memory
-from dsv4_operator.backends.local.network import enter
 from dsv4_operator.backends.local.state import RESERVED, DeploymentState, StateError, default_root, deployments
-from dsv4_operator.backends.local.supervisor import NETWORK, LoopReport, read_report
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
-from dsv4_operator.cli.logs import LogComponent, LogOptions, LogOrigin, decode_line, log_time, print_log_line
-from dsv4_operator.cli.output import local_datetime
+from dsv4_operator.cli.output import (
+    LogComponent,
+    LogOptions,
+    LogOrigin,
+    decode_line,
+    local_datetime,
+    log_time,
+    print_log_line,
+)
 from dsv4_operator.cli.processes import deployment_processes
 from dsv4_operator.cli.sources.base import (
     EVIDENCE_TAIL_BYTES,
@@ -36,14 +39,10 @@ from dsv4_operator.cli.sources.base import (
     read_all,
     read_file,
 )
-from dsv4_operator.lifecycle import compute_status
-from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
-from dsv4_operator.lifecycle.watch import watch
 from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
-from dsv4_operator.planning.memory.runs import measured_of
-from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
+from dsv4_operator.planning.setup import measured_of
 
 LOG_POLL_SECONDS = 0.25
 _GROUP_EVIDENCE = ("evidence/**/*", "i*/plan.json", "i*/m*/*.log")
@@ -220,8 +219,13 @@ def read_deployment(state: DeploymentState) -> DeploymentView:
         created = (state.directory / "manifest.json").stat().st_mtime
     if supervisor is None:
         return DeploymentView(_stopped(found), False, created, lost=_lost(state, found))
+    from dsv4_operator.backends.local.supervisor import read_report
+
     report, queried = read_report(supervisor), False
     if report is not None and report.beat is not None and time.time() - report.beat >= LOOP_SILENCE_SECONDS:
+        # With modules of the network and of the loop, which no other command needs.
+        from dsv4_operator.backends.local.backend import query_members
+
         found, queried = query_members(state, found, report)
     return DeploymentView(found, True, created, loop=report, queried=queried)
 
@@ -238,61 +242,6 @@ def _lost(state: DeploymentState, found: DSV4Deployment) -> str:
             f"({latest}); `dsv4 up FILE` starts it again"
         )
     return ""
-
-
-_QUERY_SECONDS = 2.0
-_MOST_ANSWER_BYTES = 1 << 20
-
-
-def query_members(state: DeploymentState, found: DSV4Deployment, report: LoopReport) -> tuple[DSV4Deployment, bool]:
-    """Return the deployment with the present reports of its members, and whether any of them responded.
-
-    For a loop that does not respond. Members are reached through their private network, which the supervisor keeps.
-    """
-    now, groups, heard = time.time(), [], False
-    for group in found.status.groups:
-        try:
-            plan_file = state.incarnation(group.incarnation, group.index) / "plan.json"
-            plan = GroupPlan.model_validate_json(plan_file.read_bytes())
-            token = state.token(group.index).read_text().strip()
-        except (OSError, ValueError):
-            groups.append(group)
-            continue
-        with ThreadPoolExecutor(len(plan.members)) as pool:
-            reports = list(pool.map(lambda member, token=token: _query(report, member, token), plan.members))
-        members = tuple(
-            ObservedMember(
-                plan.incarnation,
-                member.rank,
-                member.node or "",
-                member.address,
-                now,
-                status=status,
-                heard=now if status is not None else None,
-            )
-            for member, status in zip(plan.members, reports, strict=True)
-        )
-        heard = heard or any(status is not None for status in reports)
-        observed = Observed(GroupKey.of(found, group.index), members)
-        groups.append(watch(group, observed, generation=found.metadata.generation, now=now))
-    status = found.status
-    status = compute_status(found, groups, None, status.endpoint, status.ray_dashboard, status, now)
-    return found.model_copy(update={"status": status}), heard
-
-
-def _query(report: LoopReport, member: MemberPlan, token: str) -> AgentStatus | None:
-    """Return the report of a member's agent; None if it does not respond. Must run in a thread of its own."""
-    with suppress(OSError, ValueError):
-        if NETWORK in report.kept:
-            with open(f"/proc/{report.supervisor}/fd/{report.kept[NETWORK]}", "rb") as namespace:
-                enter(namespace.fileno())
-        request = urllib.request.Request(
-            f"http://{member.address}:{member.ports.agent}/v1/status", headers={"Authorization": f"Bearer {token}"}
-        )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_QUERY_SECONDS) as answer:
-            return AgentStatus.model_validate_json(answer.read(_MOST_ANSWER_BYTES))
-    return None
 
 
 def _stopped(found: DSV4Deployment) -> DSV4Deployment:
