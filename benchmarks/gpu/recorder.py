@@ -15,8 +15,7 @@ import torch
 from benchmarks.gpu.samples import Sample, sample
 
 from dsv4_kernels.plan import Plan
-from dsv4_kernels.registry import Operation, Tolerance, as_outputs, operation, operations
-from dsv4_kernels.testing.harness import Errors, judge, measure
+from dsv4_kernels.registry import Errors, Operation, Tolerance, as_outputs, judge, measure, operation, operations
 
 
 def limits(tolerance: Tolerance) -> dict[str, float]:

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.registry import Operation
-from dsv4_kernels.testing.harness import fresh
+from dsv4_kernels.registry import Operation, fresh
 
 Tensors = tuple[torch.Tensor, ...]
 

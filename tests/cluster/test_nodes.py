@@ -51,6 +51,19 @@ def test_a_kubelet_may_only_what_its_node_needs(cluster: Cluster, namespace: str
         cluster.kubectl("--kubeconfig", own, "label", "node", "spark2", "stolen=yes")
 
 
+def test_an_image_that_is_nowhere_fails_at_once(cluster: Cluster, namespace: str) -> None:
+    """The resolver of this machine takes no part: a kubelet ends a pod only after the pull of its image returned."""
+    pod = pod_on_fake(namespace, "p")
+    pod["spec"] = {"containers": [{"name": "c", "image": "dsv4.test/none:1"}]}
+    cluster.apply(pod)
+    waiting = "jsonpath={.status.containerStatuses[0].state.waiting.reason}"
+    until(
+        "the failed pull",
+        lambda: "ImagePull" in cluster.kubectl("get", "pod", "p", "-n", namespace, "-o", waiting),
+        seconds=5,
+    )
+
+
 def pod_on_fake(namespace: str, name: str) -> dict[str, Any]:
     return {
         "apiVersion": "v1",

@@ -71,6 +71,20 @@ def without_loop(deployment: Deployment) -> Iterator[None]:
             os.kill(process, signal.SIGCONT)
 
 
+def test_verify_finds_no_defect(deployment: Deployment) -> None:
+    # The time of a quick run is for a machine of its own; this one runs other tests.
+    done = deployment.run("verify", deployment.name, "--quick", "--limit", "5m", "-o", "json", timeout=330)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    print(f"\n{found['summary']} in {found['seconds']:.0f} s")
+    results = {each["name"]: each for each in found["results"]}
+    for name in ("smoke.stream", "smoke.stop", "smoke.template", "smoke.seed", "oracle.self", "context.prefix-cache"):
+        assert results[name]["status"] == "ok", results[name]
+    assert results["smoke.capability"]["reason"] == "ModelTooWeak"
+    skipped = {each["reason"] for each in results.values() if each["status"] == "skipped"}
+    assert skipped <= {"ModelTooWeak", "NoReference", "Inconclusive"}
+
+
 def test_greedy_streams_go_on_to_the_letter(deployment: Deployment) -> None:
     more = {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}
     whole = {path: Asked(deployment, path, ask | more | LOGPROBS[path]) for path, ask in STREAMED.items()}

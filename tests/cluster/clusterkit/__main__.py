@@ -54,7 +54,8 @@ def main() -> int:
             print(build.built(said.module))
         case "prepare":
             lifetime.prepare(Settings(nodes=1, fake=1))
-            build.built("helm")
+            for module in ("helm", "prometheus"):
+                build.built(module)
             images.base()
         case "load":
             if not (found := lifetime.running(said.name)):

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterkit.layout import alone
@@ -44,6 +44,9 @@ class Module:
     """Further names of a program, by name."""
     copies: tuple[str, ...] = ()
     """Folders of `versioned` that are kept beside the programs."""
+    # Not in `repr`, which names the folder: with tags, `folder` adds them.
+    tags: tuple[str, ...] = field(default=(), repr=False)
+    """Build tags."""
 
 
 def _kubernetes_stamp(package: str) -> dict[str, str]:
@@ -55,6 +58,7 @@ def _kubernetes_stamp(package: str) -> dict[str, str]:
     }
 
 
+_PROMETHEUS_STAMP = {"github.com/prometheus/common/version.Version": "{version}"}
 _ALL = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-proxy", "kube-scheduler", "kubectl", "kubelet")
 MODULES = {
     module.name: module
@@ -83,6 +87,17 @@ MODULES = {
             (Program("helm", "helm.sh/helm/v4/cmd/helm", {"helm.sh/helm/v4/internal/version.version": "{version}"}),),
             {},
         ),
+        Module(
+            "prometheus",
+            "github.com/prometheus/prometheus",
+            tuple(
+                Program(name, f"github.com/prometheus/prometheus/cmd/{name}", _PROMETHEUS_STAMP)
+                for name in ("prometheus", "promtool")
+            ),
+            {},
+            # Without the service discovery of clouds, most of its dependencies.
+            tags=("remove_all_sd",),
+        ),
     )
 }
 
@@ -106,6 +121,8 @@ def go() -> str:
 def folder(module: Module) -> Path:
     """Where the module's programs are, or will be: another source or other flags make another folder."""
     digest = hashlib.sha256(repr((module, os.uname().machine)).encode())
+    for tag in module.tags:
+        digest.update(tag.encode() + b"\0")
     for file in sorted((SOURCES / module.name).rglob("*")):
         if file.suffix in {".go", ".mod", ".sum"}:
             digest.update(file.relative_to(SOURCES).as_posix().encode() + b"\0" + file.read_bytes())
@@ -132,10 +149,11 @@ def _build(module: Module, done: Path) -> None:
     source = SOURCES / module.name
     env = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false", "GOWORK": "off"}
 
-    def ask(field: str) -> str:
-        return run(tool, "-C", source, "list", "-m", "-f", field, module.versioned, seconds=600, env=env).strip()
+    def ask(template: str) -> str:
+        return run(tool, "-C", source, "list", "-m", "-f", template, module.versioned, seconds=600, env=env).strip()
 
     say(f"building {module.name} (once; Kubernetes takes minutes)")
+    tags = ("-tags", ",".join(module.tags)) if module.tags else ()
     version = ask("{{.Version}}")
     major, minor, *_ = version.removeprefix("v").split(".")
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -146,7 +164,7 @@ def _build(module: Module, done: Path) -> None:
             values = (f"{key}={value}" for key, value in program.stamp.items())
             stamps = " ".join(f"-X {value.format(version=version, major=major, minor=minor)}" for value in values)
             run(
-                tool, "-C", source, "build", "-trimpath", "-ldflags", f"-s -w {stamps}",
+                tool, "-C", source, "build", "-trimpath", *tags, "-ldflags", f"-s -w {stamps}",
                 "-o", draft / program.file, program.package,
                 seconds=BUILD_SECONDS,
                 env=env,

@@ -52,6 +52,11 @@ def make_places(directory: Path) -> None:
     sh("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
     sh("mount", "--bind", str(directory / "lib"), "/var/lib")
     sh("mount", "--bind", str(directory / "log"), "/var/log")
+    # Registries cannot be reached. A resolver of the machine that does not answer would keep the kubelet's pull of a
+    # missing image, and with it the end of that pod, waiting for as long as the machine's resolv.conf says.
+    resolver = directory / "resolv.conf"
+    resolver.write_text("")
+    sh("mount", "--bind", str(resolver), os.path.realpath("/etc/resolv.conf"))
     # What vLLM compiles is the same on every node of one machine, whose processors take half a minute for it each time.
     compiled = directory.parent / "compiled"
     compiled.mkdir(exist_ok=True)
@@ -90,6 +95,8 @@ def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
     directory = Path(plan["directory"])
     os.environ["PATH"] = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    for variable in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        del os.environ[variable]
     make_places(directory)
     sh("hostname", plan["name"])
     make_network(plan)

@@ -39,14 +39,18 @@ def grow(mebibytes: int) -> tuple[int, str]:
     process = subprocess.Popen(
         [sys.executable, "-c", GROW, str(mebibytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    limit = groups.confine([process.pid], 64 * MIB)
-    try:
-        output, _ = process.communicate("go\n", timeout=60)
-        if process.returncode:
-            limit.wait()
-    finally:
-        process.kill()
-        limit.end()
+    with process:
+        try:
+            limit = groups.confine([process.pid], 64 * MIB)
+            try:
+                output, _ = process.communicate("go\n", timeout=60)
+                if process.returncode:
+                    limit.wait()
+            finally:
+                process.kill()
+                limit.end()
+        finally:
+            process.kill()
     return process.returncode, output
 
 

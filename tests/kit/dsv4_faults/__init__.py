@@ -3,7 +3,8 @@
 A hang, an exception or invalid logits inside a step cannot be caused from outside. Each worker checks for the file
 before each step. The file contains one order, a JSON object with `kind`, `rank` and, depending on it, `seconds` or
 `mebibytes`; the worker of that rank removes it and executes it once. An order with `prompt`, a list of token ids, stays
-and is executed at the start of each request with exactly this prompt:
+and is executed at the start of each request with exactly this prompt. So does an order with `"structured": true`, in
+each step with a request for structured output:
 
 | kind | effect in the worker |
 |---|---|
@@ -39,7 +40,7 @@ class InjectedError(RuntimeError):
 
 
 def take(file: Path, rank: int, scheduled: Any) -> dict[str, Any] | None:
-    """Return the order in `file` for this worker and step, or None; removes the file unless the order has a prompt.
+    """Return the order in `file` for this worker and step, or None; removes the file unless the order names requests.
 
     Args:
         file: may be missing.
@@ -56,6 +57,8 @@ def take(file: Path, rank: int, scheduled: Any) -> dict[str, Any] | None:
     order = json.loads(text)
     if not isinstance(order, dict) or order.get("rank") != rank:
         return None
+    if order.get("structured"):
+        return order if scheduled.has_structured_output_requests else None
     if "prompt" in order:
         begun = [request.prompt_token_ids for request in scheduled.scheduled_new_reqs]
         return order if order["prompt"] in begun else None

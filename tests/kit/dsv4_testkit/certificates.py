@@ -15,13 +15,14 @@ HOST = "webhook"
 LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
 
 
-def certificate(folder: Path, name: str, *, loopback: bool = False) -> Path:
+def certificate(folder: Path, name: str, *, loopback: bool = False, hours: int = 1) -> Path:
     """Write `tls.crt`, which signs itself and is valid for `HOST`, and `tls.key`; return the first.
 
     Args:
         folder: is there.
         name: the subject's; two of them have different keys.
         loopback: whether it is valid for `LOOPBACK` too.
+        hours: time until it expires.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -34,7 +35,7 @@ def certificate(folder: Path, name: str, *, loopback: bool = False) -> Path:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(minutes=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=hours))
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())

@@ -16,6 +16,7 @@ from dsv4_operator.backends.base import CALL_SECONDS, Backend
 from dsv4_operator.lifecycle.observed import Observed, ObservedMember
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import GroupPlan
+from dsv4_testkit.waiting import pauses
 
 HEARD_SECONDS = 60.0
 """An interpreter that starts beside others' work takes its time."""
@@ -40,7 +41,9 @@ class World(Protocol):
 
 
 class Bounded:
-    """A backend whose every method must answer within `CALL_SECONDS`, but for the one that may take 15 s."""
+    """A backend whose every method must answer within `CALL_SECONDS`, but for the one that may take 15 s. Pauses of the
+    whole process do not count.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -49,13 +52,14 @@ class Bounded:
         method = getattr(self._backend, name)
         if not inspect.iscoroutinefunction(method) or name == "close":
             return method
+        ran = pauses().ran
         bound = 15.0 if name == "collect_evidence" else CALL_SECONDS
 
         @wraps(method)
         async def bounded(*arguments: Any) -> Any:
             begun = time.monotonic()
             answer = await method(*arguments)
-            assert time.monotonic() - begun < bound, f"{name} took {time.monotonic() - begun:.1f} s"
+            assert (seconds := ran(begun)) < bound, f"{name} took {seconds:.1f} s"
             return answer
 
         return bounded

@@ -29,7 +29,7 @@ _OTHERS = MemberPorts(agent=18090)
 def member_plan(rank: int = 0, address: str = "127.0.0.1", **changes: Any) -> MemberPlan:
     """A member with one device; rank 0 is the head."""
     role, ports = (Role.WORKER, _OTHERS) if rank else (Role.HEAD, _HEAD)
-    fields = {"role": role, "address": address, "devices": 1, "ports": ports, "ray_args": ()}
+    fields = {"role": role, "address": address, "devices": 1, "ports": ports, "ray_args": ("start",)}
     return MemberPlan(rank=rank, **{**fields, **changes})
 
 

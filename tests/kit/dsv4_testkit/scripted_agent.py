@@ -12,6 +12,7 @@ import base64
 import contextlib
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -259,17 +260,25 @@ class ScriptedAgents:
     async def _follow(self) -> None:
         while True:
             self._news.clear()
-            members = {pod["metadata"]["uid"]: pod for pod in self._pods.all() if is_member(pod) and _runs(pod)}
-            for uid in self._running.keys() - members.keys():
-                await self._end(uid)
-            for uid in members.keys() - self._running.keys():
-                await self._start(uid, members[uid])
-            for one in list(self._running.values()):
-                await self._listen(one)
+            try:
+                await self._catch_up()
+            except Exception as error:
+                # Without this task no agent answers any more, and nothing says why.
+                print(f"scripted agents: {type(error).__name__}: {error}; tried again", file=sys.stderr, flush=True)
             # Not `wait_for`: before Python 3.12 it can swallow a cancellation.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_SECONDS):
                     await self._news.wait()
+
+    async def _catch_up(self) -> None:
+        """Start, end and open the agents of the pods that there are now."""
+        members = {pod["metadata"]["uid"]: pod for pod in self._pods.all() if is_member(pod) and _runs(pod)}
+        for uid in self._running.keys() - members.keys():
+            await self._end(uid)
+        for uid in members.keys() - self._running.keys():
+            await self._start(uid, members[uid])
+        for one in list(self._running.values()):
+            await self._listen(one)
 
     async def _start(self, uid: str, pod: Manifest) -> None:
         labels, namespace = pod["metadata"]["labels"], pod["metadata"]["namespace"]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable
+from functools import cache
 
 _STEP_SECONDS = 0.01
+_TICK_SECONDS = 0.02
+_PAUSE_SECONDS = 0.2
 
 
 def free_ports(count: int) -> tuple[int, ...]:
@@ -54,3 +58,34 @@ async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(_STEP_SECONDS)
+
+
+class Pauses:
+    """Times in which this process did not run, because the machine was busy or paused, as a thread of its own sees
+    them. Code that blocks only its own thread makes no pause.
+    """
+
+    def __init__(self) -> None:
+        self._pauses: list[tuple[float, float]] = []
+        self._latest = time.monotonic()
+        threading.Thread(target=self._tick, daemon=True).start()
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(_TICK_SECONDS)
+            now = time.monotonic()
+            if now - self._latest >= _PAUSE_SECONDS:
+                self._pauses.append((self._latest, now))
+            self._latest = now
+
+    def ran(self, begun: float) -> float:
+        """Return the seconds from the monotonic time `begun` until now without the pauses."""
+        now = time.monotonic()
+        found = [*self._pauses, (self._latest, now)] if now - self._latest >= _PAUSE_SECONDS else list(self._pauses)
+        return now - begun - sum(end - max(first, begun) for first, end in found if end > begun)
+
+
+@cache
+def pauses() -> Pauses:
+    """Return the pauses of this process since the first call."""
+    return Pauses()

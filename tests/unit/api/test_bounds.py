@@ -41,7 +41,7 @@ def numbers() -> Iterator[tuple[str, int, int]]:
 def test_every_kind_of_bound_is_there() -> None:
     found = {path for path, _, _ in ranges()}
     assert {"gateway.drain", "gateway.maxHeldBytes", "engine.gpuMemoryUtilization", "recovery.nodeLoss.after"} <= found
-    assert len(found) == 21
+    assert len(found) == 23
 
 
 @pytest.mark.parametrize(("path", "least", "most"), list(ranges()))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dsv4_runtime.contract import Cause, Health, HealthPolicy
 from dsv4_runtime.health.rules import HEALTHY, Judgement, judge, stall_bound
 from dsv4_runtime.health.samples import ProcessView, RankView, Sample
+from dsv4_testkit.errors import raises_naming
 
 POLICY = HealthPolicy()
 TICK = 0.5
@@ -308,7 +309,7 @@ def test_a_head_that_stood_still_itself_starts_anew(series: Series) -> None:
 
 
 def test_a_policy_that_contradicts_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"stall_min 100\.0 is more than stall_max 60\.0; lower it"):
+    with raises_naming(ValueError, "stall_min 100.0", "stall_max 60.0", "lower it"):
         HealthPolicy(stall_min=100.0)
 
 

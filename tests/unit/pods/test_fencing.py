@@ -13,6 +13,7 @@ from dsv4_operator.backends.pods.fencing import FenceError, Fencer
 from dsv4_operator.builders import names
 from dsv4_operator.kube import CONFIG_MAPS
 from dsv4_operator.lifecycle.observed import GroupKey
+from dsv4_testkit.errors import raises_naming
 from dsv4_testkit.fake_kube import FakeKube
 from dsv4_testkit.pod_objects import node, owners
 
@@ -155,7 +156,7 @@ async def test_a_pod_that_does_not_end_is_told_with_its_node_and_not_removed(
     for _ in range(2):
         assert not await fencer.fence(KEY, 1, asked)
         clock.seconds += 10.0
-    with pytest.raises(FenceError, match=r"d-0-i1-r0 on a, pod team/d-0-i1-r1 on a; if a node is gone"):
+    with raises_naming(FenceError, "team/d-0-i1-r0 on a", "team/d-0-i1-r1 on a", "if a node is gone"):
         await fencer.fence(KEY, 1, asked)
     assert 0 not in [one["grace_seconds"] for one in deleted(kube)]
 

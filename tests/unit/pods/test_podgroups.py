@@ -13,8 +13,8 @@ from dsv4_operator.api import InvalidDeployment, SchedulerType
 from dsv4_operator.backends.pods.fencing import Fencer
 from dsv4_operator.backends.pods.observe import is_finalizing
 from dsv4_operator.backends.pods.scheduling import unplaced_facts
-from dsv4_operator.builders import names, podgroup
-from dsv4_operator.builders.member import Host, member_pod
+from dsv4_operator.builders import names
+from dsv4_operator.builders.member import Host, is_queued, member_pod
 from dsv4_operator.kube import COSCHEDULING_POD_GROUPS, PODS, VOLCANO_POD_GROUPS, NotFound
 from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_operator.planning import plan_group
@@ -274,7 +274,7 @@ def test_a_plan_without_nodes_has_names_for_addresses(kind: SchedulerType, file:
         assert "--address=$(DSV4_POD_IP)" in agent["args"]
         assert (pod["spec"]["hostname"], pod["spec"]["subdomain"]) == (f"{name}-0-i4-r{rank}", f"{name}-0-i4")
         assert bool(pod["spec"]["affinity"].get("podAntiAffinity")) is wanted.spec.topology.exclusive
-        assert podgroup.is_queued(pod)
+        assert is_queued(pod)
 
 
 @pytest.mark.parametrize(

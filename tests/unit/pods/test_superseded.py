@@ -13,6 +13,7 @@ from dsv4_operator.backends.pods.frontend import Superseded
 from dsv4_operator.kube import Conflict
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import GroupPlan
+from dsv4_testkit.errors import raises_naming
 from dsv4_testkit.fake_kube import FakeKube
 from dsv4_testkit.pod_objects import ALLOWED, deployment, sparks
 
@@ -49,7 +50,7 @@ async def test_a_deposed_operator_cannot_bring_an_older_incarnation_back(kube: F
     late = await planned(deposed, wanted, 1)
     await leader.ensure(wanted, await planned(leader, wanted, 2))
     head = kube.objects["Service", "team", f"{wanted.metadata.name}-0-head"]
-    with pytest.raises(Superseded, match="incarnation 1 is not formed, because incarnation 2 was formed meanwhile"):
+    with raises_naming(Superseded, "group 0", "incarnation 1", "incarnation 2"):
         await deposed.ensure(wanted, late)
     assert of(kube, 1) == []
     assert len(of(kube, 2)) == 5

@@ -73,6 +73,9 @@ def lacks() -> str | None:
             Group(root / f"dsv4-try-{os.getpid()}", root).end()
         except OSError as error:
             return f"no control group can be made in {root}: {error.strerror}"
+    controllers = _ROOT / "cgroup.controllers"
+    if controllers.exists() and "memory" not in controllers.read_text().split():
+        return f"the control groups in {_ROOT} cannot limit memory"
     return None
 
 

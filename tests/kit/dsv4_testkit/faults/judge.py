@@ -115,7 +115,7 @@ def _watch(system: System, fault: Fault, load: Load | None) -> tuple[float, list
     """
     begun = time.time()
     undo = fault.action.strike(system)
-    struck, replaced = time.time(), None
+    struck, replaced = getattr(fault.action, "struck", time.time()), None
     try:
         if (repaired := getattr(fault.action, "repaired", None)) is not None:
             waited = _until(lambda: repaired(system), system.patience, _SHORT_TICK)

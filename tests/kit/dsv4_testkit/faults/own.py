@@ -24,6 +24,7 @@ _THERE_SECONDS = 120.0
 _GATEWAY = "dsv4_runtime.gateway.main"
 _DASHBOARD = "dashboard/dashboard.py"
 _IDLE_WORKER = "ray::IDLE"
+_STANDBY_LOG = "standby.log"
 _GATEWAYS = 2
 
 
@@ -47,9 +48,10 @@ class Own(StrEnum):
                     report = read_report(scene.network)
                     return [report.loop] if report is not None and report.loop is not None else []
                 case Own.STANDBY:
-                    return _below(
-                        scene, lambda words: "dsv4_runtime.vllm_plugin.warm_pool" in words and "server" in words
-                    )
+                    server = "dsv4_runtime.vllm_plugin.warm_pool"
+                    found = _below(scene, lambda words: server in words and "server" in words)
+                    # One that has become the API server writes to vLLM's log.
+                    return [pid for pid in found if Path(f"/proc/{pid}/fd/1").readlink().name == _STANDBY_LOG]
                 case Own.WORKER:
                     # The library is mapped once it has imported vLLM.
                     found = _below(scene, lambda words: words[0] == _IDLE_WORKER)
@@ -124,6 +126,8 @@ class Together:
     actions: tuple[Action, ...]
     pause: float = 0.0
     seconds: float = 0.0
+    struck: float = 0.0
+    """Unix time of the first action."""
 
     def strike(self, scene: Scene) -> Undo:
         undos: list[Undo] = []
@@ -132,6 +136,8 @@ class Together:
                 if number and self.pause:
                     time.sleep(self.pause)
                 undos.append(action.strike(scene))
+                if number == 0:
+                    self.struck = time.time()
         except BaseException:
             for undo in reversed(undos):
                 undo()

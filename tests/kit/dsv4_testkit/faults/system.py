@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from dsv4_operator.cli.logs import log_time
+from dsv4_operator.cli.output import log_time
 from dsv4_testkit.faults.actions import Scene
 from dsv4_testkit.faults.table import Fault
 from dsv4_testkit.harness import Deployment, pid_in, unix

@@ -50,7 +50,7 @@ _LIFE = (
      "health/test_samplers.py"),
     ("a lost link is a lost node", "runtime/dsv4_runtime/contract/recovery.py",
      "return hearing > 0 and", "return False and", "contract/test_links.py"),
-    ("a node without an answer has lost a link", "operator/dsv4_operator/lifecycle/diagnosis.py",
+    ("a node without an answer has lost a link", "operator/dsv4_operator/lifecycle/watch.py",
      "if not {lost, first.rank} <= silences.keys():", "if False:", "lifecycle/test_diagnosis.py"),
     ("a member is to blame for a shared directory", f"{_DECIDE}/member.py",
      "if found.cause is not Cause.WEIGHTS_CORRUPT or not same:", "if True:", "agent/test_weights_doubted.py"),
@@ -58,6 +58,13 @@ _LIFE = (
 
 MEMBER = (
     *(Mutant(name, file, old, new, (f"tests/unit/{test}",)) for name, file, old, new, test in _LIFE),
+    Mutant(
+        "bridges that redirect copies are not seen",
+        "runtime/dsv4_runtime/util/system_tree.py",
+        "_REDIRECT = 0b1100\n",
+        "_REDIRECT = 0\n",
+        ("tests/unit/fabric/test_machine_checks.py",),
+    ),
     Mutant(
         "a file that is replaced while it is copied is taken",
         "runtime/dsv4_runtime/weights/origins.py",
@@ -469,6 +476,27 @@ MEMBER = (
         ("tests/unit/agent/test_clear.py",),
     ),
     Mutant(
+        "without Ray a member starts its part of the first generation only",
+        "runtime/dsv4_runtime/agent/decide/member.py",
+        "and running != state.generation:",
+        "and not running:",
+        ("tests/unit/agent/test_without_ray.py",),
+    ),
+    Mutant(
+        "the end of a worker's executor is a second death",
+        "runtime/dsv4_runtime/agent/decide/member.py",
+        "    if not explained and any(known.generation == state.generation for known in state.failures):\n",
+        "    if False:\n",
+        ("tests/unit/agent/test_without_ray.py",),
+    ),
+    Mutant(
+        "an EngineCore that lost a worker of its own is the cause",
+        "runtime/dsv4_runtime/agent/decide/death.py",
+        "    by_itself = any(_all(signs, WorkerLost))\n",
+        "    by_itself = False\n",
+        ("tests/unit/agent/test_without_ray.py",),
+    ),
+    Mutant(
         "what a member said before the old engine's end proves its end",
         "runtime/dsv4_runtime/agent/cleanup.py",
         "peer.heard is None or peer.heard <= since:",
@@ -645,7 +673,7 @@ MEMBER = (
     ),
     Mutant(
         "launches with the constants 1 and True share a kernel",
-        "kernels/dsv4_kernels/launch.py",
+        "kernels/dsv4_kernels/plan.py",
         "[device, names, constants, classes, signs]",
         "[device, names, constants]",
         ("tests/kernels/test_launch.py",),
@@ -719,5 +747,33 @@ MEMBER = (
         "logged[1] in _PROVEN_BY_LOG and",
         "logged[1] is not None and",
         ("tests/unit/health/test_causes.py",),
+    ),
+    Mutant(
+        "a link connects machines with equal addresses",
+        "operator/dsv4_operator/backends/hosts/survey.py",
+        "        if len(ends) == len(machines) == len({end.address.ip for end in ends.values()}):\n",
+        "        if len(ends) == len(machines):\n",
+        ("tests/unit/fabric/test_survey.py",),
+    ),
+    Mutant(
+        "a surveyed machine writes outside its copy",
+        "operator/dsv4_operator/backends/hosts/survey.py",
+        'and not {".", ".."} & set(path.split("/")) ',
+        "",
+        ("tests/unit/fabric/test_survey.py",),
+    ),
+    Mutant(
+        "opposite machines of a ring need a common network",
+        "runtime/dsv4_runtime/contract/plan.py",
+        " and (not self.neighbours_only or abs(one - other) in (1, members - 1))",
+        "",
+        ("tests/unit/fabric/test_proof.py",),
+    ),
+    Mutant(
+        "two devices behind one bond are used",
+        "runtime/dsv4_runtime/fabric/checks.py",
+        "        if len(ports) > 1:\n",
+        "        if False:\n",
+        ("tests/unit/fabric/test_discover.py",),
     ),
 )

@@ -1,0 +1,194 @@
+"""Time from the death of an EngineCore to the next completion: with a standby server, and by a start without one.
+
+    python -m benchmarks.gpu.restart MODEL --runs 3 --out restart.json [--logs DIR] [-- further arguments of vLLM]
+
+Both ways alternate on one machine with equal arguments and caches. A restart begins with SIGKILL of the EngineCore and
+includes the end of the old processes. The standby server (`dsv4_runtime.vllm_plugin.warm_pool`) has finished its
+imports before, as it has in a group that served for a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dsv4_runtime.vllm_plugin.warm_pool import WAITS
+
+WAYS = ("standby", "cold")
+_READY_SECONDS = 400.0
+_IMPORT_SECONDS = 180.0
+_END_SECONDS = 30.0
+_TICK = 0.05
+_POOL = "dsv4_runtime.vllm_plugin.warm_pool"
+ENGINE = "VLLM::EngineCor"
+
+
+def arguments(model: str, port: int, further: list[str]) -> list[str]:
+    """Return vLLM's arguments, those of `dsv4 up` that matter for a start."""
+    return [
+        *("--model", model, "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)),
+        *("--max-model-len", "8192", "--max-num-seqs", "64", "--max-num-batched-tokens", "8192"),
+        *("--kv-cache-dtype", "fp8", "--block-size", "256", "--kv-cache-memory-bytes", str(4 << 30)),
+        *("--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching"),
+        *("--cudagraph-capture-sizes", "1", "2", "4", "8", "16", "32", "64"),
+        *further,
+    ]
+
+
+def free_port() -> int:
+    """Return a port that no process uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Standby:
+    """A standby server that has finished its imports."""
+
+    def __init__(self, model: str, log: Path) -> None:
+        self._own, theirs = socket.socketpair()
+        with log.open("ab") as output:
+            command = [sys.executable, "-m", _POOL, "server", model, "worker"]
+            self.process = subprocess.Popen(
+                command, stdin=theirs, stdout=output, stderr=output, env=dict(os.environ), start_new_session=True
+            )
+        theirs.close()
+        begun = time.monotonic()
+        while WAITS not in log.read_text():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the standby server ended with {self.process.returncode}: see {log}")
+            if time.monotonic() - begun > _IMPORT_SECONDS:
+                raise TimeoutError(f"imports take more than {_IMPORT_SECONDS:.0f} s")
+            time.sleep(0.5)
+        self.seconds = time.monotonic() - begun
+        self.memory = psutil.Process(self.process.pid).memory_full_info().uss
+
+    def become(self, args: list[str], log: Path) -> subprocess.Popen[bytes]:
+        """Send the order to become the server."""
+        order = {"args": args, "env": dict(os.environ), "log": str(log)}
+        self._own.sendall(f"{json.dumps(order)}\n".encode())
+        return self.process
+
+
+def cold(args: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start the server in a new interpreter."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *args]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=dict(os.environ),
+            start_new_session=True,
+        )
+
+
+def completion(port: int) -> str | None:
+    """Return a greedy completion; None while there is no answer."""
+    body = {"model": "m", "prompt": [5, 6, 7, 8], "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60.0) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+    except OSError:
+        return None
+
+
+def until_completion(server: subprocess.Popen[bytes], port: int, log: Path) -> str:
+    """Wait for the first completion and return it."""
+    begun = time.monotonic()
+    while (text := completion(port)) is None:
+        if server.poll() is not None or time.monotonic() - begun > _READY_SECONDS:
+            raise RuntimeError(f"the server does not serve (exit code {server.poll()}): see {log}")
+        time.sleep(_TICK)
+    return text
+
+
+def end(server: subprocess.Popen[bytes]) -> None:
+    """Kill the EngineCore of a server, and wait for the end of all its processes."""
+    own = psutil.Process(server.pid)
+    tree = own.children(recursive=True)
+    cores = [process for process in tree if process.name().startswith(ENGINE)]
+    if not cores:
+        raise RuntimeError(f"no EngineCore below process {server.pid}: {[process.name() for process in tree]}")
+    for process in cores:
+        process.kill()
+    for process in [*tree, own]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    server.wait(_END_SECONDS)
+    psutil.wait_procs(tree, _END_SECONDS)
+
+
+def main() -> None:
+    """Read the options, measure and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--runs", type=int, default=3, help="restarts of each way (default: %(default)s)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, default=Path("restart-logs"))
+    parser.add_argument("further", nargs="*", help="further arguments of vLLM, after --")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(DSV4_KERNELS=options.kernels, VLLM_WORKER_MULTIPROC_METHOD="fork")
+    options.logs.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"model": options.model, "restarts": {way: [] for way in options.ways}, "texts": []}
+
+    def start(way: str, number: int, waiting: Standby | None) -> tuple[subprocess.Popen[bytes], int]:
+        port, log = free_port(), options.logs / f"{number}-{way}.log"
+        args = arguments(options.model, port, options.further)
+        begun = time.time()
+        server = waiting.become(args, log) if waiting is not None else cold(args, log)
+        try:
+            text = until_completion(server, port, log)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            raise
+        found["texts"].append(text)
+        print(f"{number} {way}: first completion {time.time() - begun:.1f} s after the start", flush=True)
+        return server, port
+
+    server, _ = start("first", 0, None)
+    try:
+        for number in range(1, len(options.ways) * options.runs + 1):
+            way = options.ways[(number - 1) % len(options.ways)]
+            waiting = Standby(options.model, options.logs / f"{number}-waiting.log") if way == "standby" else None
+            if waiting is not None:
+                found["standby"] = {"imports_s": waiting.seconds, "uss_mib": waiting.memory >> 20}
+            begun = time.monotonic()
+            end(server)
+            server, _ = start(way, number, waiting)
+            found["restarts"][way].append(time.monotonic() - begun)
+            print(f"{number} {way}: {found['restarts'][way][-1]:.1f} s from SIGKILL to the completion", flush=True)
+            options.out.write_text(json.dumps(found))
+    finally:
+        if server.poll() is None:
+            end(server)
+    medians = {way: statistics.median(found["restarts"][way]) for way in options.ways}
+    found.update(medians=medians, same=len(set(found["texts"])) == 1)
+    options.out.write_text(json.dumps(found))
+    print(f"medians in seconds {medians}, tokens equal: {found['same']}, {found.get('standby')}")
+
+
+if __name__ == "__main__":
+    main()
