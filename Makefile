@@ -101,7 +101,8 @@ dist: $(VENV)/.ready ## Build wheels, the packed chart and the build contexts of
 	@rm -f dist/.gitignore; (cd dist && sha256sum *.whl *.tgz *.tar.gz) >dist/SHA256SUMS; cat dist/SHA256SUMS
 
 .PHONY: manifests
-manifests: $(VENV)/.ready ## Make the CustomResourceDefinition and manifests/install.yaml again
+manifests: $(VENV)/.ready ## Make the CustomResourceDefinition, manifests/install.yaml and the dashboards again
+	@$(BIN)/python manifests/dashboards.py
 	@$(BIN)/python manifests/generate.py --helm "$$(PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit build helm | tail -n 1)/helm"
 
 .PHONY: lock
