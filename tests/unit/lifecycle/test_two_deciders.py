@@ -2,7 +2,8 @@
 
 A request that was sent before the lease was lost may be done at any time after. Everything later is refused by the
 guard of writes. So of the list of actions that an operator is deposed in, one request is still under way: of a
-formation it is the head's Service, the plan, or the pods.
+formation it is the head's Service, the plan, the token, or the pods. Pods mount the plan and the token, both of which
+fencing removes: to start pods of a fenced incarnation, one late request for each of the three would have to arrive.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.group_world import SCHEDULES, BackendError, World, deployment_of, kept_status, plan_of
 
 ENDED = (GroupPhase.SUSPENDED, GroupPhase.STOPPED)
-STAGES = ("head", "plan", "pods")
+STAGES = ("head", "plan", "token", "pods")
 SKEWS = st.sampled_from([-86_400.0, -20.0, 0.0, 0.4, 86_400.0])
 """How far an operator's clock is ahead of the others, in seconds: a day too."""
 QUIET_LOOKS = 12
@@ -40,6 +41,7 @@ class Server(World):
     head: int = 0
     """The incarnation that the Service of the head names."""
     plans: set[int] = field(default_factory=set)
+    tokens: set[int] = field(default_factory=set)
 
     def execute(self, action: Action, halfway: bool) -> bool:
         if isinstance(action, Form):
@@ -49,6 +51,7 @@ class Server(World):
         waits = super().execute(action, halfway)
         if isinstance(action, Fence):
             self.plans.discard(action.incarnation)
+            self.tokens.discard(action.incarnation)
         return waits
 
     def stage(self, plan: GroupPlan, stage: str, *, halfway: bool = False) -> None:
@@ -59,8 +62,10 @@ class Server(World):
             self.head = plan.incarnation
         elif stage == "plan":
             self.plans.add(plan.incarnation)
-        elif plan.incarnation in self.plans:
-            # Pods without their plan are made, and never start.
+        elif stage == "token":
+            self.tokens.add(plan.incarnation)
+        elif plan.incarnation in self.plans & self.tokens:
+            # Pods without their plan or token are created, and never start.
             self.form(plan, halfway=halfway)
 
     def form(self, plan: GroupPlan, *, halfway: bool) -> None:
