@@ -2,9 +2,11 @@
 
     python -m benchmarks.gpu.restart MODEL --runs 3 --out restart.json [--logs DIR] [-- further arguments of vLLM]
 
-Both ways alternate on one machine with equal arguments and caches. A restart begins with SIGKILL of the EngineCore and
-includes the end of the old processes. The standby server (`dsv4_runtime.vllm_plugin.warm_pool`) has finished its
-imports before, as it has in a group that served for a minute.
+With `--ways retained …` also by a standby server that maps the weights of the engine before. `--drop-cache` removes
+the files of the checkpoint from the page cache before each restart. The ways alternate on one machine with equal
+arguments and caches. A restart begins with SIGKILL of the EngineCore and includes the end of the old processes. The
+standby server (`dsv4_runtime.vllm_plugin.warm_pool`) has finished its imports before, as it has in a group that served
+for a minute.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from typing import Any
 
 import psutil
 
+from dsv4_runtime.util.keeper import VARIABLE, Keeper
 from dsv4_runtime.vllm_plugin.warm_pool import WAITS
 
-WAYS = ("standby", "cold")
+WAYS = ("standby", "cold", "retained")
 _READY_SECONDS = 400.0
 _IMPORT_SECONDS = 180.0
 _END_SECONDS = 30.0
@@ -136,12 +139,26 @@ def end(server: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(tree, _END_SECONDS)
 
 
+def device_memory() -> list[int]:
+    """Return MiB in use on each GPU."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.check_output(command, text=True, timeout=30.0).split()]
+
+
+def drop_cache(model: Path) -> None:
+    """Remove the files of a checkpoint from the page cache."""
+    for file in model.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def main() -> None:
     """Read the options, measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--runs", type=int, default=3, help="restarts of each way (default: %(default)s)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:2]))
+    parser.add_argument("--drop-cache", action="store_true", help="remove the checkpoint from the page cache before")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, default=Path("restart-logs"))
@@ -151,7 +168,15 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(DSV4_KERNELS=options.kernels, VLLM_WORKER_MULTIPROC_METHOD="fork")
     options.logs.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"model": options.model, "restarts": {way: [] for way in options.ways}, "texts": []}
+    keeper = Keeper(options.logs / "keeper.sock") if "retained" in options.ways else None
+    if keeper is not None:
+        os.environ[VARIABLE] = str(keeper.path.absolute())
+    found: dict[str, Any] = {
+        "model": options.model,
+        "restarts": {way: [] for way in options.ways},
+        "texts": [],
+        "gpu_mib": [],
+    }
 
     def start(way: str, number: int, waiting: Standby | None) -> tuple[subprocess.Popen[bytes], int]:
         port, log = free_port(), options.logs / f"{number}-{way}.log"
@@ -171,15 +196,21 @@ def main() -> None:
     server, _ = start("first", 0, None)
     try:
         for number in range(1, len(options.ways) * options.runs + 1):
-            way = options.ways[(number - 1) % len(options.ways)]
-            waiting = Standby(options.model, options.logs / f"{number}-waiting.log") if way == "standby" else None
+            way = options.ways[(number - 1) % len(options.ways)]  # one that is named twice has twice as many
+            waiting = Standby(options.model, options.logs / f"{number}-waiting.log") if way != "cold" else None
             if waiting is not None:
                 found["standby"] = {"imports_s": waiting.seconds, "uss_mib": waiting.memory >> 20}
+            if options.drop_cache:
+                drop_cache(Path(options.model))
             begun = time.monotonic()
             end(server)
+            if keeper is not None and way != "retained":
+                keeper.drop(f"for a restart of the way {way}")
             server, _ = start(way, number, waiting)
             found["restarts"][way].append(time.monotonic() - begun)
-            print(f"{number} {way}: {found['restarts'][way][-1]:.1f} s from SIGKILL to the completion", flush=True)
+            found["gpu_mib"].append(device_memory())
+            figures = f"{found['restarts'][way][-1]:.1f} s from SIGKILL to the completion, {found['gpu_mib'][-1]} MiB"
+            print(f"{number} {way}: {figures}", flush=True)
             options.out.write_text(json.dumps(found))
     finally:
         if server.poll() is None:

@@ -217,6 +217,8 @@ class EngineSpec(SpecPart):
     """Provider of the operations of a layer on accelerators: `off`, vLLM's own kernels; `auto`, selected by
     measurements on this card; or `moe=bundled,mla_decode=stock,…`, with `auto` for all operations that are not listed.
     Default: `auto` on GB10 and RTXPRO6000 with the released vLLM 0.32 or 0.33, `off` otherwise."""
+    retain_weights: StrictBool = False
+    """Whether the weights stay in the devices' memory when an engine ends, for the next one on the same agents."""
     extra_args: Annotated[tuple[_Word, ...], Field(max_length=64)] = ()
     """Further arguments for vLLM. Flags that dsv4 sets itself, and flags unknown to the image, are refused."""
     env: Annotated[tuple[EnvVar, ...], Field(max_length=128)] = ()

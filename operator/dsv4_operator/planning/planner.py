@@ -112,6 +112,7 @@ def plan_group(
             args=engine_args(chosen, head, weights.path),
             served_name=deployment.served_names[0],
             image=deployment.spec.engine.image,
+            retain_weights=deployment.spec.engine.retain_weights,
         ),
         weights=weights,
         timeouts=limits,

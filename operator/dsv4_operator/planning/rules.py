@@ -459,6 +459,8 @@ def _cpu_fields(chosen: Setup) -> Iterator[Broken]:
         yield Broken("spec.engine.asyncScheduling", False, "has no effect on CPU")
     if topology.expert_parallel:
         yield Broken("spec.topology.expertParallel", True, "is not supported on CPU")
+    if engine.retain_weights:
+        yield Broken("spec.engine.retainWeights", True, "has no effect on CPU")
     fabric = chosen.spec.network.fabric
     if fabric != type(fabric)():
         yield Broken("spec.network.fabric", None, "has no effect on CPU")

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.contract import Cause, GpuProcess, GpuSignals, MemberPlan, Signals
 from dsv4_runtime.health.samples import GPU_FRESH_SECONDS
+from dsv4_runtime.util.keeper import Keeper
 
 ENGINE_ROLES = frozenset({"engine-core", "executor", "worker"})
 SHM = Path("/dev/shm")  # noqa: S108  (shared memory of Ray and vLLM, not temporary files)
@@ -96,15 +97,30 @@ def _on_gpus(rank: int, latest: Signals, idle: int | None, needed: int | None) -
 
 
 def gpu_memory(signals: Signals | None) -> int | None:
-    """Return the bytes in use on a member's GPUs, except those of known other programs; None if they are unknown."""
+    """Return the bytes in use on a member's GPUs; None if they are unknown.
+
+    Without those of known other programs, and of retained weights.
+    """
     if signals is None:
         return None
     used = [
-        gpu.memory_used - sum(process.memory for process in gpu.processes if not process.own)
+        gpu.memory_used
+        - (gpu.memory_retained or 0)
+        - sum(process.memory for process in gpu.processes if not process.own)
         for gpu in signals.gpus
         if gpu.memory_used is not None
     ]
     return sum(used) if used else None
+
+
+def with_retained(signals: Signals, keeper: Keeper | None) -> Signals:
+    """Return `signals` with the memory of the weights that `keeper` holds, in equal parts on the GPUs."""
+    held = keeper.held() if keeper is not None and signals.gpus else 0
+    if not held:
+        return signals
+    share = held // len(signals.gpus)
+    gpus = tuple(gpu.model_copy(update={"memory_retained": share}) for gpu in signals.gpus)
+    return signals.model_copy(update={"gpus": gpus})
 
 
 def short_of_memory(gpus: Iterable[GpuSignals], needed: int | None) -> str | None:
@@ -115,7 +131,8 @@ def short_of_memory(gpus: Iterable[GpuSignals], needed: int | None) -> str | Non
     for gpu in gpus:
         if needed is None or gpu.memory_used is None or gpu.memory_total is None:
             continue
-        free = gpu.memory_total - gpu.memory_used
+        # The engine maps retained weights in place of its own.
+        free = gpu.memory_total - gpu.memory_used + (gpu.memory_retained or 0)
         if free < needed:
             return (
                 f"GPU {gpu.index} has {free / 2**30:.1f} GiB of free memory, and the engine needs "

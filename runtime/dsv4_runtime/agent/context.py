@@ -23,6 +23,7 @@ from dsv4_runtime.contract import AgentStatus, GroupPlan, Signals
 from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.fabric.member import MemberFabric
 from dsv4_runtime.health.vitals import ExitCauses, Vitals, memory_usage
+from dsv4_runtime.util import keeper
 from dsv4_runtime.util.secrets import is_secret_name
 
 BRAKE = "DSV4_IMPORT_BRAKE"
@@ -79,6 +80,9 @@ class AgentContext:
         # The credentials for the weights are not passed on: the engine needs only the files.
         inherited = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
         self.env = {**inherited, **own, **plan.environment(rank)}
+        self.keeper = _keeper(directory) if plan.engine.retain_weights else None
+        if self.keeper is not None:
+            self.env[keeper.VARIABLE] = str(self.keeper.path)
         self._created = time.time()
         self._needed: tuple[Path, ...] = ()
         """Files that were there when the Ray node had joined, and that the next engine needs."""
@@ -161,6 +165,15 @@ class AgentContext:
             _log.info("removed %s unused files of shared memory", len(removed))
         if sockets := await asyncio.to_thread(sweep_sockets, self.temporary):
             _log.info("removed %s unused sockets", len(sockets))
+
+
+def _keeper(directory: Path) -> keeper.Keeper | None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return keeper.Keeper(directory.absolute() / "weights.sock")
+    except OSError as error:
+        _log.warning("no weights are retained between engines: %s: %s", directory, error)
+        return None
 
 
 class Tasks:

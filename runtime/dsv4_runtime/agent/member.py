@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.cleanup import ENGINE_ROLES
+from dsv4_runtime.agent.cleanup import ENGINE_ROLES, with_retained
 from dsv4_runtime.agent.context import AgentContext, run_in_daemon_thread, start_background
 from dsv4_runtime.agent.decide import actions as act
 from dsv4_runtime.agent.decide.events import (
@@ -309,7 +309,7 @@ class Member:
             silences = {rank: context.peers.silence(rank, now) for rank in context.peers.all}
             silent = {rank: silence for rank, silence in silences.items() if silence is not None}
             try:
-                context.record.signals = context.vitals.sample(context.roles(), silent)
+                context.record.signals = with_retained(context.vitals.sample(context.roles(), silent), context.keeper)
                 context.record.warn(context.vitals.warnings)
             except OSError:
                 _log.exception("the signals could not be sampled, which is tried again")
@@ -340,6 +340,8 @@ class Member:
         if not await end_everything(deadline):
             _log.error("some processes could not be killed")
         await context.sweep()
+        if context.keeper is not None:
+            context.keeper.close()
         context.vitals.close()
         context.exit_causes.close()
         if self.engine is not None:

@@ -135,6 +135,8 @@ class EnginePlan(Document):
     """The model name in checked completions."""
     image: str | None = None
     """The container image that the specification names; None: it leaves it open."""
+    retain_weights: bool = False
+    """Whether every agent keeps the weights in the devices' memory between two engines."""
 
 
 class WeightsSource(StrEnum):

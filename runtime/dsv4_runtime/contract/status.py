@@ -223,6 +223,8 @@ class GpuSignals(Report):
     """Bytes."""
     memory_total: int | None = None
     """Bytes."""
+    memory_retained: int | None = None
+    """Bytes of weights that the agent keeps for the next engine, in an equal part for each of its GPUs."""
     processes: tuple[GpuProcess, ...] = ()
     """Processes with memory on it, as far as the driver reports them to this member."""
     xid: int | None = None

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from dsv4_runtime.contract.kernels import VARIABLE, Op, parse_kernel_choice
-from dsv4_runtime.vllm_plugin import patch
+from dsv4_runtime.vllm_plugin import patch, retained
 from dsv4_runtime.vllm_plugin.kernels.v033 import FLASHINFER_SPARSE, FLASHMLA, MODEL_LOADER, MODEL_RUNNER
 from dsv4_runtime.vllm_plugin.patch import after_import, expect_parameters, refuse
 
@@ -62,6 +62,8 @@ def attach() -> None:
         expect_parameters("get_all_weights", default.get_all_weights, ["self", "model_config", "model"])
         known = module._LOAD_FORMAT_TO_MODEL_LOADER
         loader, shared = telling(default), known.get(SHARED)
+        if not patch.is_cpu_build():
+            loader = retained.retaining(loader)
         replaced = dict.fromkeys((name for name in FORMATS if known.get(name) is default), loader)
     except Exception as error:
         LOGGER.warning("dsv4 weights: no rate is logged (%s: %s)", type(error).__name__, error)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from dataclasses import replace
@@ -8,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent.cleanup import Obstacle, find_obstacle, gpu_memory, port_free, short_of_memory
+from dsv4_runtime.agent.cleanup import Obstacle, find_obstacle, gpu_memory, port_free, short_of_memory, with_retained
 from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import Cause, GpuProcess, GpuSignals, Health, Phase, Process, Signals, Verdict
+from dsv4_runtime.util.keeper import VARIABLE, Client
 from dsv4_testkit.documents import agent_status
 
 
@@ -126,6 +128,35 @@ def test_a_driver_that_does_not_answer_proves_nothing(left: Any) -> None:
 def card(used: int, *processes: GpuProcess, total: int = 80 * 2**30) -> Signals:
     gpu = GpuSignals(index=3, memory_used=used, memory_total=total, processes=processes)
     return Signals(time=0.0, gpus=(gpu,))
+
+
+def test_retained_weights_are_no_memory_of_the_ended_engine(left: Any, make_plan: Any, tmp_path: Path) -> None:
+    """The next engine maps them in place of its own; without them the same card would be an obstacle."""
+    plan = make_plan()
+    plan = plan.model_copy(update={"engine": plan.engine.model_copy(update={"retain_weights": True})})
+    member = Member(plan, 0, tmp_path, "token")
+    keeper = member.context.keeper
+    assert keeper is not None
+    file = os.memfd_create("weights")
+    try:
+        Client(Path(member.context.env[VARIABLE])).offer("0.0-0", {"bytes": 60 * GIB}, [file])
+        before = card(61 * GIB)
+        after = with_retained(before, keeper)
+        assert after.gpus[0].memory_retained == 60 * GIB
+        assert left(signals=before, idle=GIB, needed=70 * GIB) is not None
+        assert left(signals=after, idle=GIB, needed=70 * GIB) is None
+        assert left(signals=after, idle=GIB, needed=80 * GIB) is not None
+        keeper.drop("a test")
+        assert with_retained(before, keeper) == before
+    finally:
+        os.close(file)
+        keeper.close()
+
+
+def test_without_the_setting_nothing_is_retained(make_plan: Any, tmp_path: Path) -> None:
+    member = Member(make_plan(), 0, tmp_path, "token")
+    assert member.context.keeper is None
+    assert VARIABLE not in member.context.env
 
 
 GIB = 2**30

@@ -57,6 +57,11 @@ def shared_plan(key: Hashable, make: Callable[[], T]) -> T:
     return found
 
 
+def shared_plans() -> dict[Hashable, Any]:
+    """Return all shared plans by key."""
+    return dict(_PLANS)
+
+
 @contextlib.contextmanager
 def without_keeping_plans() -> Iterator[None]:
     """Discard the plans made within this context."""

@@ -1,0 +1,288 @@
+"""Keeper of the weights of an ended engine: it holds descriptors of device memory until the next engine maps it.
+
+Memory that a worker allocates through CUDA's virtual memory management and exports as a file descriptor
+(`cuMemExportToShareableHandle`) stays allocated as long as any process holds the descriptor or a mapping, also after
+the exporting process was killed (NVIDIA, CUDA driver API, "Virtual Memory Management"). The keeper needs neither CUDA
+nor a copy: it holds descriptors and one JSON document per set. A set belongs to one loaded model of one worker; a
+later offer for the same slot replaces it. When the agent ends, the kernel closes the descriptors, and the memory is
+free.
+
+Protocol over a Unix stream socket, one request per connection: a line of JSON in each direction. An offer is followed
+by its descriptors, an answer with a set too, in messages of at most 200 with one byte each.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import logging
+import os
+import resource
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+VARIABLE = "DSV4_WEIGHTS_KEEPER"
+"""Environment variable with the path of the keeper's socket, for workers."""
+_BATCH = 200
+"""Descriptors per message; Linux allows 253 (`unix(7)`)."""
+_MOST = 16_384
+"""Descriptors of one set."""
+_LINE = 64 << 20
+_SECONDS = 20.0
+_BACKLOG = 16
+_UCRED = struct.Struct("3i")
+
+
+class KeeperError(Exception):
+    """The keeper cannot be reached, or answered with an error; the text is the reason."""
+
+
+@dataclass
+class Kept:
+    """One set: the memory of one loaded model of one worker."""
+
+    about: dict[str, Any]
+    """Document of the worker (`dsv4_runtime.vllm_plugin.retained`); `key` identifies the content, `bytes` is the
+    size of the memory."""
+    descriptors: list[int]
+    taken: bool = False
+    """Whether a worker mapped it and has not offered it again: that worker's start failed."""
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for descriptor in self.descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self.descriptors = []
+
+
+class Keeper:
+    """Server that holds sets of one member's workers, in a thread of the agent."""
+
+    def __init__(self, path: Path) -> None:
+        """Listen at `path`.
+
+        Raises:
+            OSError: the socket cannot be created.
+        """
+        self.path = path
+        self._sets: dict[str, Kept] = {}
+        self._lock = threading.Lock()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            with _short(path) as name:
+                self._listener.bind(name)
+            path.chmod(0o600)
+            self._listener.listen(_BACKLOG)
+        except OSError:
+            self._listener.close()
+            raise
+        threading.Thread(target=self._serve, name="weights-keeper", daemon=True).start()
+
+    def held(self) -> int:
+        """Return the bytes of all sets."""
+        with self._lock:
+            return sum(int(kept.about.get("bytes", 0)) for kept in self._sets.values())
+
+    def drop(self, reason: str) -> int:
+        """Release all sets; return their bytes."""
+        with self._lock:
+            sets, self._sets = self._sets, {}
+        for kept in sets.values():
+            kept.close()
+        freed = sum(int(kept.about.get("bytes", 0)) for kept in sets.values())
+        if sets:
+            _log.info("released %.1f GiB of retained weights: %s", freed / 2**30, reason)
+        return freed
+
+    def close(self) -> None:
+        """Stop listening and release everything."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+        self.drop("the agent ends")
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(_SECONDS)
+                try:
+                    self._answer(connection)
+                except (OSError, ValueError, KeyError, TypeError) as error:
+                    _log.warning("retained weights: a request failed: %s: %s", type(error).__name__, error)
+
+    def _answer(self, connection: socket.socket) -> None:
+        _, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if user != os.getuid():
+            raise ValueError(f"a process of user {user} asked")
+        request = _receive_line(connection)
+        slot = str(request["slot"])
+        match request["do"]:
+            case "offer":
+                count = int(request["descriptors"])
+                if not 0 < count <= _MOST:
+                    raise ValueError(f"{count} descriptors")
+                kept = Kept(dict(request["about"]), _receive(connection, count))
+                with self._lock:
+                    before, self._sets[slot] = self._sets.get(slot), kept
+                if before is not None:
+                    before.close()
+                _send_line(connection, {"ok": True})
+                _log.info("retains %.1f GiB of weights (%s)", kept.about.get("bytes", 0) / 2**30, slot)
+            case "take":
+                with self._lock:
+                    found = self._sets.get(slot)
+                if found is not None and found.taken:
+                    self.drop("the engine that mapped them last did not load its model")
+                with self._lock:
+                    found = self._sets.get(slot)
+                    if found is not None:
+                        found.taken = True
+                    # Copies: a drop in another thread closes the originals.
+                    copies = [os.dup(one) for one in found.descriptors] if found else []
+                try:
+                    _send_line(connection, {"about": found.about if found else None, "descriptors": len(copies)})
+                    _send(connection, copies)
+                finally:
+                    for one in copies:
+                        os.close(one)
+            case "sizes":
+                with self._lock:
+                    sizes = {name: one.about.get("bytes", 0) for name, one in self._sets.items()}
+                _send_line(connection, {"sizes": sizes})
+            case "drop":
+                self.drop(str(request.get("reason", "")))
+                _send_line(connection, {"ok": True})
+            case other:
+                raise ValueError(f"unknown request {other!r}")
+
+
+class Client:
+    """The keeper as a worker sees it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def here(cls) -> Client | None:
+        """Return the client for this process' keeper; None if there is none."""
+        path = os.environ.get(VARIABLE)
+        return cls(Path(path)) if path else None
+
+    def offer(self, slot: str, about: dict[str, Any], descriptors: Sequence[int]) -> None:
+        """Hand over memory for the next engine.
+
+        Raises:
+            KeeperError: it was not accepted.
+        """
+        request = {"do": "offer", "slot": slot, "about": about, "descriptors": len(descriptors)}
+        self._ask(request, give=descriptors)
+
+    def take(self, slot: str) -> Kept | None:
+        """Return the set of a slot with descriptors of this process, None if there is none; the keeper retains its own.
+
+        Raises:
+            KeeperError: the keeper did not answer.
+        """
+        answer, descriptors = self._ask({"do": "take", "slot": slot})
+        return None if answer.get("about") is None else Kept(dict(answer["about"]), descriptors)
+
+    def sizes(self) -> dict[str, int]:
+        """Return slot to bytes of every set.
+
+        Raises:
+            KeeperError: the keeper did not answer.
+        """
+        answer, _ = self._ask({"do": "sizes", "slot": ""})
+        return {str(slot): int(size) for slot, size in answer["sizes"].items()}
+
+    def drop(self, reason: str) -> None:
+        """Have all sets released.
+
+        Raises:
+            KeeperError: the keeper did not answer.
+        """
+        self._ask({"do": "drop", "slot": "", "reason": reason})
+
+    def _ask(self, request: dict[str, Any], give: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(_SECONDS)
+                with _short(self._path) as name:
+                    connection.connect(name)
+                _send_line(connection, request)
+                _send(connection, give)
+                answer = _receive_line(connection)
+                return answer, _receive(connection, int(answer.get("descriptors", 0)))
+        except (OSError, ValueError) as error:
+            raise KeeperError(f"{self._path}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Yield a name of `path` within the 107 bytes of a Unix socket's address."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def _send_line(connection: socket.socket, document: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(document).encode() + b"\n")
+
+
+def _receive_line(connection: socket.socket) -> dict[str, Any]:
+    """Read up to the end of a line; descriptors follow in messages of their own, so nothing after it is read."""
+    found = bytearray()
+    while not found.endswith(b"\n"):
+        # `MSG_PEEK` first: a message with descriptors may follow at once.
+        waiting = connection.recv(1 << 16, socket.MSG_PEEK)
+        if not waiting or len(found) > _LINE:
+            raise ValueError("no complete line arrived")
+        end = waiting.find(b"\n")
+        found += connection.recv(len(waiting) if end < 0 else end + 1)
+    return dict(json.loads(found))
+
+
+def _send(connection: socket.socket, descriptors: Sequence[int]) -> None:
+    for start in range(0, len(descriptors), _BATCH):
+        batch = array.array("i", descriptors[start : start + _BATCH])
+        connection.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, batch)])
+
+
+def _receive(connection: socket.socket, count: int) -> list[int]:
+    found: list[int] = []
+    try:
+        while len(found) < count:
+            size = socket.CMSG_LEN(_BATCH * array.array("i").itemsize)
+            data, control, _, _ = connection.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
+            received = array.array("i")
+            for level, kind, payload in control:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+            found += received
+            if not data or not received:
+                raise ValueError(f"{len(found)} of {count} descriptors arrived")  # noqa: TRY301  (they are closed)
+    except BaseException:
+        for one in found:
+            os.close(one)
+        raise
+    return found
