@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from dsv4_runtime.util.keeper import Client, KeeperError, Kept
+from dsv4_runtime.vllm_plugin.kernels.v033 import LAYERS
 
 LOGGER = logging.getLogger("vllm.dsv4")
 LARGE = 20 << 20
@@ -46,7 +47,8 @@ _ROW = 1024
 _CHUNK = 64 << 20
 _DEPTH = 6
 _PLAIN = (bool, int, float, str, type(None))
-_OURS = ("vllm.model", "vllm.v1.attention", "dsv4_")
+_COMMON = frozenset(vars(torch.nn.Module()))
+"""Attributes of every module."""
 _FORMAT = 1
 
 
@@ -411,7 +413,7 @@ class _Walk:
             inside = [(f"[{name!r}]", value) for name, value in found.items()]
         elif isinstance(found, (list, tuple)):
             inside = [(f"[{number}]", value) for number, value in enumerate(found)]
-        elif type(found).__module__.startswith(_OURS):
+        elif type(found).__module__.startswith((*LAYERS, "dsv4_")):
             slots = [name for kind in type(found).__mro__ for name in getattr(kind, "__slots__", ())]
             own = {**getattr(found, "__dict__", {}), **{name: getattr(found, name, None) for name in slots}}
             inside = [(f".{name}", value) for name, value in own.items()]
@@ -431,14 +433,13 @@ def inventory(model: torch.nn.Module, pool: Pool) -> Inventory:
     walk = _Walk(pool.memory.kind)
     values: dict[str, Any] = {}
     for name, module in model.named_modules():
-        own = vars(module)
-        for key, tensor in [*own["_parameters"].items(), *own["_buffers"].items()]:
-            if tensor is not None:
-                walk.tensor(f"{name}.{key}", tensor, weight=True)
-        for key, value in own.items():
+        options = {"recurse": False, "remove_duplicate": False}
+        for key, tensor in [*module.named_parameters(**options), *module.named_buffers(**options)]:
+            walk.tensor(f"{name}.{key}", tensor, weight=True)
+        for key, value in vars(module).items():
             if isinstance(value, _PLAIN):
                 values[f"{name}.{key}"] = value
-            elif key not in ("_parameters", "_buffers", "_modules"):
+            elif key not in _COMMON:
                 walk.object(f"{name}.{key}", value)
     shared = _Walk(pool.memory.kind)
     shared.object("plans", shared_plans())

@@ -62,6 +62,8 @@ WORKER_MODULES = (
 COLLECTIVES = ("_all_reduce_out_place", "_all_gather_out_place", "_reduce_scatter_out_place", "gather", "broadcast")
 """Methods of `GroupCoordinator` that all ranks of a group call in the same order. Compiled graphs call the `_out_place`
 methods too."""
+LAYERS = ("vllm.model_executor", "vllm.models", "vllm.v1.attention")
+"""Packages of the classes whose objects, beside modules, may have tensors of a model."""
 PRIVATE: Mapping[str, tuple[str, ...]] = {
     "B12xExperts": ("_supports_current_device",),
     "DeepseekCompressor": ("_prepare_and_attn", "_prepare_and_attn_fn", "_static_forward_context"),
