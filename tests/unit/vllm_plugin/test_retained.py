@@ -216,7 +216,8 @@ def test_one_changed_bit_of_a_weight_is_noticed(data: st.DataObject, sizes: list
     memory, _, model, kept = first_engine(sizes, False, scratch)
     weights = [*model.parameters(), *model.buffers()]
     raw = weights[data.draw(st.integers(0, len(weights) - 1))].data.view(torch.uint8)
-    raw[data.draw(st.integers(0, raw.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    last = raw.numel() - 1
+    raw[data.draw(st.one_of(st.just(last), st.integers(0, last)))] ^= 1 << data.draw(st.integers(0, 7))
     second = Allocator(memory, hollow=True)
     changed = build(second.empty, sizes, False, scratch)
     with pytest.raises(RetainedError, match="changed since it was loaded"):
@@ -225,10 +226,11 @@ def test_one_changed_bit_of_a_weight_is_noticed(data: st.DataObject, sizes: list
 
 
 def restored(change: Callable[[torch.nn.Module, Allocator], None], closed: list[Kept]) -> None:
-    memory, _, _, kept = first_engine([100, 2 * LARGE], True, [200])
+    sizes = [100, 2 * LARGE, 100]
+    memory, _, _, kept = first_engine(sizes, True, [200])
     closed.append(kept)
     second = Allocator(memory, hollow=True)
-    model = build(second.empty, [100, 2 * LARGE], True, [200])
+    model = build(second.empty, sizes, True, [200])
     change(model, second)
     restore(model, second.pool, kept, second.active)
 
@@ -236,6 +238,9 @@ def restored(change: Callable[[torch.nn.Module, Allocator], None], closed: list[
 def test_another_model_is_refused(closed: list[Kept]) -> None:
     def untied(model: torch.nn.Module, allocator: Allocator) -> None:
         model.head.weight = torch.nn.Parameter(allocator.empty(100), requires_grad=False)
+
+    def tied_otherwise(model: torch.nn.Module, _: Allocator) -> None:
+        model.head.weight = model.layer2.weight
 
     def added(model: torch.nn.Module, allocator: Allocator) -> None:
         model.layer0.bias = torch.nn.Parameter(allocator.empty(4), requires_grad=False)
@@ -251,6 +256,7 @@ def test_another_model_is_refused(closed: list[Kept]) -> None:
 
     for change, reason in (
         (untied, "shares its storage|more tensors|share their"),
+        (tied_otherwise, r"head\.weight shares its storage"),
         (added, "layer0.bias"),
         (transposed, "layer1.weight differs"),
         (value, r"layer0.width is 5, after the load it was 100"),

@@ -5,9 +5,34 @@ from __future__ import annotations
 from dsv4_testkit.mutants.common import Mutant
 
 _DECIDE = "runtime/dsv4_runtime/agent/decide"
+_RETAINED = "runtime/dsv4_runtime/vllm_plugin/retained.py"
 _KERNELS = "runtime/dsv4_runtime/vllm_plugin/kernels"
 
 _LIFE = (
+    ("retained weights are not verified", _RETAINED,
+     "if not same and index in weights:", "if False:", "vllm_plugin/test_retained.py"),
+    ("a checksum ignores the order", _RETAINED,
+     "(columns * weights).sum()", "columns.sum()", "vllm_plugin/test_retained.py"),
+    ("the last bytes are not in the checksum", _RETAINED,
+     "range(0, content.numel(), _CHUNK)", "range(0, content.numel() // _CHUNK * _CHUNK or 1, _CHUNK)",
+     "vllm_plugin/test_retained.py"),
+    ("buffers that were written are copied", _RETAINED,
+     "own.copy_(content) if same else own.fill_(fill or 0)", "own.copy_(content)", "vllm_plugin/test_retained.py"),
+    ("kept memory is copied and not mapped", _RETAINED,
+     "if same and whole:", "if False:", "vllm_plugin/test_retained.py"),
+    ("memory that no path leads to is left without memory", _RETAINED,
+     "if segment is not None and not segment.own:", "if False:", "vllm_plugin/test_retained.py"),
+    ("tied tensors may be untied", _RETAINED,
+     "pairs.setdefault(earlier.storage, place.storage) != place.storage:",
+     "pairs.setdefault(earlier.storage, place.storage) is None:", "vllm_plugin/test_retained.py"),
+    ("an engine that failed to map weights maps them again", "runtime/dsv4_runtime/util/keeper.py",
+     "found.taken = True", "found.taken = False", "util/test_keeper.py"),
+    ("a replaced set leaves its descriptors", "runtime/dsv4_runtime/util/keeper.py",
+     "if before is not None:\n                    before.close()", "if before is not None:\n                    pass",
+     "util/test_keeper.py"),
+    ("retained weights count as memory of the ended engine", "runtime/dsv4_runtime/agent/cleanup.py",
+     "        free = gpu.memory_total - gpu.memory_used + (gpu.memory_retained or 0)",
+     "        free = gpu.memory_total - gpu.memory_used", "agent/test_clear.py"),
     ("a slow GPU is a warning at once", "runtime/dsv4_runtime/health/gpu.py",
      "if now - held.since >= SUSTAINED_SECONDS:", "if True:", "health/test_gpu.py"),
     ("the clock of an idle GPU is low", "runtime/dsv4_runtime/health/gpu.py",
