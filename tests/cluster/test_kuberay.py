@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -14,10 +13,8 @@ from typing import Any
 
 import charts
 import pytest
-import yaml
-from clusterkit import build, processes
 from clusterkit.client import Cluster as ControlPlane
-from clusterkit.layout import free_port
+from kuberay_parts import DEFINITION, NEEDED, RIGHTS, define, defined, definitions, operating
 from operator_process import OperatorProcess
 from pods_world import NAME, PodsWorld, manifest
 
@@ -41,18 +38,7 @@ from dsv4_operator.kube.resources import CUSTOM_RESOURCE_DEFINITIONS
 from dsv4_testkit.conformance import Conformance, fenced, formed, live, of, planned, until
 from dsv4_testkit.scripted_agent import ScriptedAgents, routed
 
-pytestmark = [
-    pytest.mark.usefixtures("definition"),
-    pytest.mark.skipif(
-        not {"all", "cluster"} & set(os.environ.get("DSV4_TEST_REQUIRE", "").split(","))
-        and not build.folder(build.MODULES["kuberay"]).is_dir(),
-        reason="KubeRay is not built yet (`make cluster-build`)",
-    ),
-]
-DEFINITION = "rayclusters.ray.io"
-RIGHTS = "policy.backends={KubeRay}"
-_YOUNG_SECONDS = 2.1
-"""API servers delay the creation of objects by 2 s while their kind is younger than that."""
+pytestmark = [pytest.mark.usefixtures("definition"), NEEDED]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,43 +48,18 @@ def addresses(cluster: ControlPlane) -> Iterator[None]:
         yield
 
 
-def read_definitions() -> dict[str, dict[str, Any]]:
-    """KubeRay's definitions, by name."""
-    folder = build.built("kuberay") / "config" / "crd" / "bases"
-    found = [yaml.safe_load(file.read_text()) for file in sorted(folder.glob("*.yaml"))]
-    return {one["metadata"]["name"]: one for one in found}
-
-
-def define(cluster: ControlPlane, *definitions: dict[str, Any]) -> None:
-    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=list(definitions))
-    for one in definitions:
-        cluster.kubectl("wait", "--for=condition=Established", f"crd/{one['metadata']['name']}", "--timeout=30s")
-    time.sleep(_YOUNG_SECONDS)
-
-
 @pytest.fixture(scope="module")
-def definitions(cluster: ControlPlane) -> Iterator[None]:
+def served(cluster: ControlPlane) -> Iterator[None]:
     """KubeRay's definitions, without its operator."""
-    found = read_definitions()
-    define(cluster, *found.values())
-    yield
-    cluster.kubectl("delete", "crd", *found, "--ignore-not-found", "--timeout=60s")
+    with defined(cluster):
+        yield
 
 
 @pytest.fixture(scope="module")
-def kuberay(cluster: ControlPlane, definitions: None) -> Iterator[None]:
-    """KubeRay's operator, with its default settings."""
-    command = [
-        build.built("kuberay") / "kuberay",
-        f"--kubeconfig={cluster.kubeconfig}",
-        f"--metrics-addr=127.0.0.1:{free_port()}",
-        f"--health-probe-bind-address=127.0.0.1:{free_port()}",
-        "--enable-leader-election=false",
-    ]
-    process = processes.start("kuberay", command, log=cluster.state.settings.directory / "logs" / "kuberay.log")
-    yield
-    process.check()
-    process.stop()
+def kuberay(cluster: ControlPlane, served: None) -> Iterator[None]:
+    """KubeRay's operator."""
+    with operating(cluster):
+        yield
 
 
 def of_kuberay(namespace: str) -> dict[str, Any]:
@@ -180,7 +141,7 @@ async def test_without_its_definition_kuberay_is_named_and_nothing_is_made(bare:
 
 
 async def test_a_definition_without_tokens_is_too_old(cluster: ControlPlane, bare: PodsWorld) -> None:
-    old = copy.deepcopy(read_definitions()[DEFINITION])
+    old = copy.deepcopy(definitions()[DEFINITION])
     for version in old["spec"]["versions"]:
         version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"].pop("authOptions", None)
     define(cluster, old)
@@ -194,7 +155,7 @@ async def test_a_definition_without_tokens_is_too_old(cluster: ControlPlane, bar
 
 
 async def test_without_its_operator_the_command_that_shows_more_is_named(
-    bare: PodsWorld, definitions: None, monkeypatch: pytest.MonkeyPatch
+    bare: PodsWorld, served: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "_MADE_BY_KUBERAY_SECONDS", 1.0)
     plan = await planned(bare, 1)
