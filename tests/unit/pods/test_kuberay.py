@@ -11,7 +11,6 @@ import yaml
 
 from dsv4_operator.api import DSV4Deployment, InvalidDeployment, NodeLossSpec, parse
 from dsv4_operator.api.policy import ClusterPolicy, violations
-from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import Cluster, KubeRayBackend
 from dsv4_operator.backends.pods import backend as backends
 from dsv4_operator.backends.pods.backend import KubeRayUnavailable
@@ -362,14 +361,12 @@ async def test_a_missing_or_old_kuberay_is_named(error: Exception, words: str, m
     await ours.close()
 
 
-async def test_a_name_that_kuberay_would_shorten_is_refused_with_the_longest(kube: Kube) -> None:
-    ours, long = backend(kube), "a" * 45
-    with pytest.raises(BackendError, match=r"metadata.name: a+ is too long .* a name of 42 characters at most"):
-        await ours.ensure(deployed(long), planned(deployed(long)))
-    # The longest: KubeRay's own limits hold.
-    cluster = ray_cluster(deployed("a" * 42))
-    assert len(f"{cluster['metadata']['name']}-r1") == 50
-    await ours.close()
+def test_a_name_that_kuberay_would_shorten_is_refused_with_the_longest() -> None:
+    with pytest.raises(InvalidDeployment, match=r"metadata.name: .* is too long for the backend KubeRay; .* 36 char"):
+        deployed("a" * 37)
+    assert deployed("a" * 37, backend="Pods")
+    # Its pods, of the last group and rank and of a late incarnation, are named in full.
+    assert len(names.member_name(deployed("a" * 36).metadata.name, 31, 99_999, 15)) == 50
 
 
 # The specification.

@@ -54,14 +54,10 @@ _COMPLETE_SECONDS = 300.0
 """Maximum age for groups with all their members: only a changed specification needs new nodes."""
 _SHOW_SECONDS = 2.0
 """Time until the cache contains new members; within it they are not created again."""
-
-
 _MADE_BY_KUBERAY_SECONDS = 15.0
 """Time in which KubeRay makes the pods of a RayCluster, normally less than a second."""
 _UNKNOWN_FIELD = "unknown field"
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-_LONGEST_PREFIX = 50
-"""KubeRay shortens longer names of pods, and of its Secret, so that they no longer identify a member (`PodName`)."""
 
 
 class KubeRayUnavailable(BackendError):
@@ -485,16 +481,10 @@ class KubeRayBackend(PodsBackend):
 
         Raises:
             KubeRayUnavailable: KubeRay is not in the cluster, is too old, or has not made the pods in time.
-            BackendError: the name of the deployment is too long for KubeRay; and as `PodsBackend.ensure`.
+            BackendError: as `PodsBackend.ensure`.
         """
         group, incarnation = plan.group, plan.incarnation
         name, namespace = member.ray_cluster_name(plan), deployment.metadata.namespace
-        if (excess := len(f"{name}-r{len(plan.members) - 1}") - _LONGEST_PREFIX) > 0:
-            allowed = len(deployment.metadata.name) - excess
-            raise BackendError(
-                f"metadata.name: {deployment.metadata.name} is too long for the pods that KubeRay names after it; "
-                f"create the deployment with a name of {allowed} characters at most, or with the backend Pods"
-            )
         ranks = {one.rank for one in self._members(deployment, group) if one.incarnation == incarnation}
         if len(ranks) == len(plan.members):
             return
