@@ -55,8 +55,11 @@ def test_kuberays_ray_serves_recovers_and_leaves_nothing(
         assert len({pod["spec"]["nodeName"] for pod in nano.members().values()}) == 2
 
         # KubeRay's view: both pods are ready, and the dashboard needs the token of `kubectl ray get token`.
-        state = cluster.get("raycluster", "nano-0-i1", "-n", NAMESPACE)["status"]
-        assert (state["state"], state["readyWorkerReplicas"]) == ("ready", 1)
+        def ready() -> bool:
+            status = cluster.get("raycluster", "nano-0-i1", "-n", NAMESPACE).get("status", {})
+            return (status.get("state"), status.get("readyWorkerReplicas")) == ("ready", 1)
+
+        until("KubeRay's status", ready, seconds=60, every=0.5)
         secret = cluster.get("secret", "nano-0-i1", "-n", NAMESPACE)["data"]["auth_token"]
         token = {"Authorization": f"Bearer {base64.b64decode(secret).decode()}"}
         with forwarded(cluster, NAMESPACE, "svc/nano-0-i1-head-svc", 8265) as dashboard:

@@ -268,12 +268,8 @@ async def test_finalizers_of_others_stay(kube: Kube) -> None:
 
 async def test_a_pod_without_a_deployment_is_let_go_once_kuberay_would_not_replace_it(kube: Kube) -> None:
     ends = fencer(kube)
-    pod = await kube.get(PODS, "team", "d-0-i1-head-x7k2p")
-    assert pod is not None
     await kube.delete(PODS, "team", "d-0-i1-head-x7k2p", grace_seconds=30)
-    kube.confirm()
-    pod = kube.objects["Pod", "team", "d-0-i1-head-x7k2p"]
-    await ends.let_go_orphan(pod)
+    await ends.let_go_orphan(kube.objects["Pod", "team", "d-0-i1-head-x7k2p"])
     assert "d-0-i1-head-x7k2p" in kube.names("Pod")
     kube.objects["RayCluster", "team", "d-0-i1"]["metadata"]["deletionTimestamp"] = "2026-11-23T00:00:00Z"
     await ends.let_go_orphan(kube.objects["Pod", "team", "d-0-i1-head-x7k2p"])

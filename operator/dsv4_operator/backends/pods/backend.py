@@ -505,7 +505,7 @@ class KubeRayBackend(PodsBackend):
             )
 
     def orphaned(self, key: PodKey) -> None:
-        """Remove the finalizers of ended pods of an unknown deployment, in the background."""
+        """Remove the finalizers of deleted pods of an unknown deployment, in the background."""
         if key not in self._orphans and any(map(is_held, self._cluster.pods.pods(*key))):
             self._orphans[key] = asyncio.create_task(self._let_go_orphans(key))
 

@@ -233,7 +233,10 @@ class RayClusterFencer(Fencer):
         await self._let_go(key, incarnation, seen)
 
     async def let_go_orphan(self, pod: Manifest) -> None:
-        """Remove the finalizer from an ended pod whose deployment no longer exists, unless KubeRay would replace it."""
+        """Remove the finalizer from a deleted pod whose deployment no longer exists, unless KubeRay would replace it.
+
+        Also before it has ended: nothing waits for its end, and the operator may be removed soon.
+        """
         controller = names.controller_of(pod) or {}
         cluster = await self._kube.get(RAY_CLUSTERS, pod["metadata"]["namespace"], str(controller.get("name")))
         same = cluster is not None and cluster["metadata"]["uid"] == controller.get("uid")
@@ -241,7 +244,7 @@ class RayClusterFencer(Fencer):
             await self._release(pod, names.owner_uid(pod) or "")
 
     async def _let_go(self, key: GroupKey, incarnation: int, seen: Iterable[str]) -> None:
-        held = [pod for pod in await self.live(key, incarnation, seen) if is_held(pod)]
+        held = [pod for pod in await self.live(key, incarnation, seen) if is_held(pod) and is_finalizing(pod)]
         await gather_all(*(self._release(pod, key.uid) for pod in held))
 
     async def _release(self, pod: Manifest, owner_uid: str) -> None:
@@ -257,8 +260,9 @@ def makes_pods(cluster: Manifest) -> bool:
 
 
 def is_held(pod: Manifest) -> bool:
-    """Return whether `pod` has ended for good and dsv4 holds its object."""
-    return is_finalizing(pod) and names.HELD in pod["metadata"]["finalizers"]
+    """Return whether `pod` was deleted and dsv4 holds its object."""
+    metadata = names.part(pod, "metadata")
+    return bool(metadata.get("deletionTimestamp")) and names.HELD in (metadata.get("finalizers") or ())
 
 
 def _name(pod: Manifest) -> str:
