@@ -50,7 +50,7 @@ def test_kuberays_ray_serves_recovers_and_leaves_nothing(
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     with defined(cluster), operating(cluster), operated(cluster, NAMESPACE, operator_image, runtime_image, RIGHTS):
         recovery = {"backoff": {"base": "0s", "max": "0s"}}
-        print(f"\nready after {nano.start(backend='KubeRay', recovery=recovery):.1f} s; {nano.phases()}")
+        print(f"\nready after {nano.start(backend='KubeRay', recovery=recovery):.1f} s")
         said, before = nano.answer(), nano.uids()
         assert len({pod["spec"]["nodeName"] for pod in nano.members().values()}) == 2
 
