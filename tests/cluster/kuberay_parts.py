@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import yaml
 from clusterkit import build, processes
 from clusterkit.client import Cluster
 from clusterkit.layout import free_port
+from clusterkit.waiting import until
 
 DEFINITION = "rayclusters.ray.io"
 RIGHTS = "policy.backends={KubeRay}"
@@ -37,8 +39,14 @@ def definitions() -> dict[str, dict[str, Any]]:
 def define(cluster: Cluster, *wanted: dict[str, Any]) -> None:
     """Have definitions served."""
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=list(wanted))
+
+    def served(name: str) -> bool:
+        # Not `kubectl wait`, which fails while there are no conditions at all.
+        conditions = cluster.get("crd", name).get("status", {}).get("conditions") or []
+        return any((one["type"], one["status"]) == ("Established", "True") for one in conditions)
+
     for one in wanted:
-        cluster.kubectl("wait", "--for=condition=Established", f"crd/{one['metadata']['name']}", "--timeout=30s")
+        until("a definition of KubeRay", functools.partial(served, one["metadata"]["name"]), seconds=30, every=0.2)
     time.sleep(_YOUNG_SECONDS)
 
 
