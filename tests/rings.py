@@ -66,8 +66,8 @@ def cluster() -> str | None:
     if "cluster" in required():
         # Built before its first test.
         return None
-    # Without Prometheus its tests alone are left out.
-    needed = {name: module for name, module in build.MODULES.items() if name != "prometheus"}
+    # Without Prometheus or KubeRay their tests alone are left out.
+    needed = {name: module for name, module in build.MODULES.items() if name not in ("kuberay", "prometheus")}
     if missing := [name for name, module in needed.items() if not build.folder(module).is_dir()]:
         return f"not built yet: {', '.join(missing)} (`make cluster-build`, ten minutes and more)"
     return None

@@ -60,13 +60,17 @@ def one(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> di
 
 
 @contextlib.contextmanager
-def account(cluster: Cluster, namespace: str, file: Path) -> Iterator[Path]:
-    """A kubeconfig with the rights that the chart gives an operator of this one namespace, and no others."""
+def account(cluster: Cluster, namespace: str, file: Path, *values: str) -> Iterator[Path]:
+    """A kubeconfig with exactly the rights that the chart with `values` gives an operator of this one namespace."""
     release = f"rights-{namespace}"
     made = [
         this
         for this in rendered(
-            f"watchNamespaces={{{namespace}}}", "rbac.aggregate=false", release=release, namespace=namespace
+            f"watchNamespaces={{{namespace}}}",
+            "rbac.aggregate=false",
+            *values,
+            release=release,
+            namespace=namespace,
         )
         if this["kind"] == "ServiceAccount" or "Role" in this["kind"]
     ]

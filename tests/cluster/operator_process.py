@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -37,6 +37,7 @@ class OperatorProcess:
         *,
         identity: str | None = None,
         profile: Path | None = None,
+        backends: Sequence[str] = (),
     ) -> None:
         """Args:
         kubeconfig: whose account it uses.
@@ -44,11 +45,12 @@ class OperatorProcess:
         log: what it says is appended here.
         identity: None: another one each time.
         profile: where it writes what cProfile saw of it, when it is asked to end.
+        backends: that its policy allows besides Pods.
         """
         self.log = log
         self._port = free_port()
         policy = log.with_suffix(".policy")
-        policy.write_text(json.dumps(POLICY))
+        policy.write_text(json.dumps({**POLICY, "backends": backends}))
         profiled = ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
         self._command = [sys.executable, *profiled, "-m", "dsv4_operator.controller.operator"]
         self._command += [f"--kubeconfig={kubeconfig}", f"--namespace={namespace}", f"--lease-namespace={namespace}"]

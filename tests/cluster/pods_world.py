@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, GroupPhase, GroupStatus, SchedulerType, parse
+from dsv4_operator.api.spec import KUBERAY_BACKEND
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods import Cluster, PodsBackend
+from dsv4_operator.backends.pods import Cluster, KubeRayBackend, PodsBackend
 from dsv4_operator.builders import names
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, PODS, Client, PodCache, Resource
@@ -18,7 +19,9 @@ from dsv4_testkit.conformance import Bounded
 from dsv4_testkit.scripted_agent import Script, ScriptedAgents
 
 NAME = "conform"
-POLICY = ClusterPolicy(toleration_keys=("kwok.x-k8s.io/node",), schedulers=(SchedulerType.VOLCANO,))
+POLICY = ClusterPolicy(
+    toleration_keys=("kwok.x-k8s.io/node",), backends=(KUBERAY_BACKEND,), schedulers=(SchedulerType.VOLCANO,)
+)
 
 
 def manifest(namespace: str, **topology: object) -> dict[str, Any]:
@@ -54,6 +57,7 @@ class PodsWorld:
         agents: ScriptedAgents | None = None,
         image: str = "dsv4.test/none:1",
         writes: list[float] | None = None,
+        operator: Client | None = None,
     ) -> None:
         """Args:
         kube: asks the control plane.
@@ -62,10 +66,12 @@ class PodsWorld:
         agents: answer for its members; None: nobody does.
         image: of members and gateways.
         writes: grows by one with every write of `kube`.
+        operator: asks for the backend; None: `kube`.
         """
         self.kube, self.pods, self.deployment = kube, pods, deployment
         self._agents, self._image = agents, image
         self.writes = writes if writes is not None else []
+        self._operator = operator or kube
         self.news = asyncio.Event()
         self.backend = self._new_backend()
 
@@ -82,7 +88,8 @@ class PodsWorld:
         return self.agents.script(self.namespace, NAME, rank)
 
     async def end(self, incarnation: int, rank: int) -> None:
-        name = names.member_name(NAME, 0, incarnation, rank)
+        wanted = (NAME, 0, incarnation, rank)
+        (name,) = (name for name in await self.all(PODS) if names.parse_member_name(name) == wanted)
         dead = {"terminated": {"exitCode": 137, "reason": "Error", "message": "it was told so"}}
         status = {"phase": "Failed", "containerStatuses": [{"name": "agent", "state": dead, **_STATUS}]}
         await self.kube.patch(PODS, self.namespace, name, {"status": status}, subresource="status")
@@ -108,7 +115,9 @@ class PodsWorld:
         self.backend = self._new_backend()
 
     def _new_backend(self) -> Any:
-        cluster = Cluster(self.kube, self.pods, runtime_image=self._image, policy=POLICY)
+        cluster = Cluster(self._operator, self.pods, runtime_image=self._image, policy=POLICY)
+        if self.deployment.spec.backend == KUBERAY_BACKEND:
+            return Bounded(KubeRayBackend(cluster, changed=lambda *_: self.news.set(), ray_clusters=None))
         return Bounded(PodsBackend(cluster, changed=lambda *_: self.news.set()))
 
 

@@ -175,6 +175,24 @@ def test_the_backend_cannot_change(cluster: Cluster, namespace: str) -> None:
     assert answer.status_code == 200, answer.json()
 
 
+@pytest.mark.parametrize(
+    ("name", "spec", "field"),
+    [
+        ("a" * 36, {}, None),
+        ("a" * 37, {}, "metadata.name"),
+        ("nano", {"engine": {"executor": "MP"}}, "engine.executor"),
+        ("nano", {"topology": {**NANO["spec"]["topology"], "scheduler": {"type": "Volcano"}}}, "topology.scheduler"),
+    ],
+)
+def test_what_kuberay_excludes(cluster: Cluster, name: str, spec: dict[str, Any], field: str | None) -> None:
+    wanted = {**NANO, "metadata": {"name": name, "namespace": "default"}, "spec": {**NANO["spec"], **spec}}
+    assert create(cluster, "default", wanted, dry=True)[0] == 201
+    wanted["spec"]["backend"] = "KubeRay"
+    status, said = create(cluster, "default", wanted, dry=True)
+    assert status == (201 if field is None else 422), said
+    assert field is None or field in said["message"]
+
+
 def test_the_variant_cannot_change(cluster: Cluster, namespace: str) -> None:
     cluster.apply({**NANO, "metadata": {"name": "nano", "namespace": namespace}})
     answer = cluster.http.patch(

@@ -117,6 +117,16 @@ def test_an_allowed_scheduler_gives_the_rights_for_its_objects(
     assert policy["schedulers"] == [scheduler]
 
 
+def test_kuberay_gives_the_rights_for_its_objects_and_for_the_finalizers_of_its_pods() -> None:
+    objects = rendered("policy.backends={KubeRay}")
+    wanted = IN_ITS_NAMESPACES | EVERYWHERE
+    wanted |= {("ray.io", "rayclusters"): {"get", "list", "watch", "create", "patch", "delete"}}
+    wanted |= {("", "pods"): IN_ITS_NAMESPACES["", "pods"] | {"patch"}}
+    assert rights(one(objects, "ClusterRole", "dsv4-operator")) == wanted
+    policy = json.loads(one(objects, "ConfigMap")["data"]["policy.json"])
+    assert ClusterPolicy.model_validate(policy, by_alias=True, by_name=False).backends == ("KubeRay",)
+
+
 def test_the_lease_is_asked_for_by_name() -> None:
     for rule in one(rendered(), "Role")["rules"]:
         assert rule["verbs"] == ["create"] or rule["resourceNames"] == ["dsv4-operator"]
@@ -332,6 +342,7 @@ def test_a_certificate_of_the_users_own_for_the_webhook() -> None:
         ("policy.storageRoots={/a/../b}", "at '/policy/storageRoots/0'"),
         ("policy.modelRoots={/}", "at '/policy/modelRoots/0'"),
         ("policy.schedulers={KAI}", "at '/policy/schedulers/0'"),
+        ("policy.backends={Pods}", "at '/policy/backends/0'"),
     ],
 )
 def test_wrong_values_are_named(value: str, said: str) -> None:

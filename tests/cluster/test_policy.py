@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("definition")
 OWN = "registry.example/dsv4-runtime:1"
 EXAMPLES = charts.ROOT / "examples"
 REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("spec.backend", {"backend": "KubeRay"}),
     ("spec.storage.path", {"storage": {"path": "/"}}),
     ("spec.storage.path", {"storage": {"path": "/var/lib/dsv4/deployments/other/flash"}}),
     ("spec.model.source", {"model": {"source": {"path": "/root/.ssh"}}}),
@@ -80,7 +81,7 @@ def manifest(namespace: str, **spec: Any) -> dict[str, Any]:
     found["metadata"] = {"name": f"t{uuid.uuid4().hex[:8]}", "namespace": namespace}
     found["spec"]["topology"] |= {"nodesPerGroup": 1, "tensorParallelSize": 1}
     for part, fields in spec.items():
-        found["spec"][part] = {**found["spec"].get(part, {}), **fields}
+        found["spec"][part] = fields if isinstance(fields, str) else {**found["spec"].get(part, {}), **fields}
     return found
 
 

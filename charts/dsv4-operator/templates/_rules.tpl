@@ -34,6 +34,14 @@
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch]
+{{- if has "KubeRay" .Values.policy.backends }}
+- apiGroups: [ray.io]
+  resources: [rayclusters] # one for each incarnation; ended before its pods (patch)
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [pods] # the finalizer that keeps KubeRay from replacing an ended pod
+  verbs: [patch]
+{{- end }}
 {{- if has "Volcano" .Values.policy.schedulers }}
 - apiGroups: [scheduling.volcano.sh]
   resources: [podgroups]

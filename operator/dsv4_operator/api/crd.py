@@ -26,10 +26,19 @@ import yaml
 from pydantic import BaseModel
 
 from dsv4_operator.api import cel
-from dsv4_operator.api.deployment import API_VERSION, KIND, LONGEST_NAME, NAME_PATTERN, TAKEN_PATTERN, TAKEN_REFUSAL
+from dsv4_operator.api.deployment import (
+    API_VERSION,
+    KIND,
+    KUBERAY_NAME_REFUSAL,
+    LONGEST_KUBERAY_NAME,
+    LONGEST_NAME,
+    NAME_PATTERN,
+    TAKEN_PATTERN,
+    TAKEN_REFUSAL,
+)
 from dsv4_operator.api.findings import model_in
 from dsv4_operator.api.rules import RULES, UNIQUE
-from dsv4_operator.api.spec import DeploymentSpec
+from dsv4_operator.api.spec import DEFAULT_BACKEND, KUBERAY_BACKEND, DeploymentSpec
 from dsv4_operator.api.status import DeploymentStatus
 from dsv4_operator.api.values import (
     DURATION_FORMAT,
@@ -318,6 +327,11 @@ def definition() -> dict[str, Any]:
                 # Objects have no status at their creation. Existing ones from before this rule stay valid.
                 f"has(self.status) || !self.metadata.name.matches({cel.literal(TAKEN_PATTERN)})",
                 f"metadata.name: {TAKEN_REFUSAL}",
+            ),
+            rule(
+                f"self.spec.?backend.orValue('{DEFAULT_BACKEND}') != '{KUBERAY_BACKEND}' "
+                f"|| size(self.metadata.name) <= {LONGEST_KUBERAY_NAME}",
+                f"metadata.name: {KUBERAY_NAME_REFUSAL}",
             ),
         ],
     }

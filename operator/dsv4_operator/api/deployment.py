@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from dsv4_operator.api.cluster import AnnotationKey, LabelKey, LabelValue, Namespace
 from dsv4_operator.api.findings import RULES_ERROR, Finding, InvalidDeployment, joined, translate
 from dsv4_operator.api.rules import check_spec
-from dsv4_operator.api.spec import DeploymentSpec
+from dsv4_operator.api.spec import KUBERAY_BACKEND, DeploymentSpec
 from dsv4_operator.api.status import DeploymentStatus, read_status
 from dsv4_operator.api.values import Count, InvalidValue, Matches, SpecPart, ValueReason, split_remedy
 from dsv4_runtime.contract import Document
@@ -23,6 +23,14 @@ KIND: Literal["DSV4Deployment"] = "DSV4Deployment"
 
 LONGEST_NAME = 45
 """Names of members contain the deployment's name, and Kubernetes limits them to 63 characters."""
+
+LONGEST_KUBERAY_NAME = 36
+"""KubeRay shortens names of pods to 50 characters before their own end (`PodName`); those of members have 14 after the
+deployment's, with two digits for the group and for the rank and five for the incarnation."""
+
+KUBERAY_NAME_REFUSAL = (
+    f"is too long for the backend KubeRay; write at most {LONGEST_KUBERAY_NAME} characters, or Pods as backend"
+)
 
 NAME_PATTERN = "[a-z]([a-z0-9-]*[a-z0-9])?"
 """Pattern of the whole name."""
@@ -102,6 +110,11 @@ class DSV4Deployment(Document):
         if re.search(TAKEN_PATTERN, self.metadata.name) and self.status == DeploymentStatus():
             taken = Finding("metadata.name", "ReservedName", *split_remedy(TAKEN_REFUSAL), self.metadata.name)
             findings = (*findings, taken)
+        if self.spec.backend == KUBERAY_BACKEND and len(self.metadata.name) > LONGEST_KUBERAY_NAME:
+            long = Finding(
+                "metadata.name", ValueReason.TOO_LONG, *split_remedy(KUBERAY_NAME_REFUSAL), self.metadata.name
+            )
+            findings = (*findings, long)
         if findings:
             message = joined(findings).replace("{", "{{").replace("}", "}}")
             raise PydanticCustomError(RULES_ERROR, message, {"findings": findings})

@@ -31,7 +31,7 @@ from dsv4_operator.api.security import (
     flag_reason,
     variable_reason,
 )
-from dsv4_operator.api.spec import DeploymentSpec, Hardware
+from dsv4_operator.api.spec import DEFAULT_BACKEND, KUBERAY_BACKEND, DeploymentSpec, Hardware
 from dsv4_operator.api.values import Count, Matches, SpecPart, split_remedy
 
 ANY = "*"
@@ -46,6 +46,7 @@ Root = Annotated[
 ]
 _Namespace = Annotated[str, Matches(r"\*|[a-z0-9]([a-z0-9-]*[a-z0-9])?", "is not a namespace; write a name, or *", 63)]
 _Taint = Annotated[str, Matches(r"\*|[A-Za-z0-9][\w./-]*", "is not the key of a taint; write a key, or *", 317)]
+_Backend = Annotated[str, Matches(KUBERAY_BACKEND, f"is not a backend that has a choice; write {KUBERAY_BACKEND}")]
 _Flag = Annotated[str, Matches(r"--[a-z0-9][a-z0-9-]*", "is not a flag of vLLM; write the full flag, with dashes", 128)]
 _Variable = Annotated[
     str, Matches(r"\*|[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable; write a name, or *", 256)
@@ -80,6 +81,8 @@ class ClusterPolicy(SpecPart):
     """Environment variables allowed in `spec.engine.env` besides those of `security.VARIABLES`."""
     rdma_resources: tuple[ResourceName, ...] = ("rdma/hca_shared_devices_a",)
     """Allowed values of `spec.network.rdmaResource`."""
+    backends: tuple[_Backend, ...] = ()
+    """Allowed values of `spec.backend` besides `Pods`; the chart grants the operator the permissions for these."""
     schedulers: tuple[SchedulerType, ...] = ()
     """Allowed values of `spec.topology.scheduler.type`; the chart grants the operator the permissions for these."""
     device_groups: tuple[Annotated[Count, Field(ge=1, le=2**31 - 1)], ...] = ()
@@ -275,6 +278,17 @@ def _rdma_resource(request: Request) -> bool:
 )  # fmt: skip
 def _scheduler(request: Request) -> bool:
     return request.spec.topology.scheduler is None or request.spec.topology.scheduler.type in request.policy.schedulers
+
+
+@limit(
+    "backend", "Backend", _not_allowed(f"write {DEFAULT_BACKEND}", "backends"),
+    condition=(
+        f"object.spec.?backend.orValue('{DEFAULT_BACKEND}') == '{DEFAULT_BACKEND}' "
+        "|| object.spec.backend in variables.backends"
+    ),
+)  # fmt: skip
+def _backend(request: Request, name: str) -> bool:
+    return name == DEFAULT_BACKEND or name in request.policy.backends
 
 
 _ANY_IMAGE = "'*' in variables.anyImageNamespaces || request.namespace in variables.anyImageNamespaces"

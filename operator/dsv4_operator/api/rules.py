@@ -31,11 +31,13 @@ from dsv4_operator.api.security import (
 )
 from dsv4_operator.api.spec import (
     DEFAULT_BACKEND,
+    KUBERAY_BACKEND,
     LOOPBACK,
     BackoffSpec,
     DeploymentSpec,
     EngineSpec,
     EnvVar,
+    Executor,
     GatewaySpec,
     Hardware,
     ModelSource,
@@ -442,6 +444,21 @@ for _number, _name in enumerate(PortsSpec.model_fields):
 )  # fmt: skip
 def _base_within_max(backoff: BackoffSpec) -> bool:
     return backoff.base <= backoff.max
+
+
+@rule("", "topology.scheduler", "KubeRayScheduler", "is not supported by the backend KubeRay; remove it, or write Pods")
+def _kuberay_without_scheduler(spec: DeploymentSpec) -> bool:
+    return spec.topology.scheduler is None or spec.backend != KUBERAY_BACKEND
+
+
+@rule(
+    "",
+    "engine.executor",
+    "KubeRayExecutor",
+    "does not use Ray, which KubeRay starts; remove it, or write Pods as backend",
+)
+def _kuberay_with_ray(spec: DeploymentSpec) -> bool:
+    return spec.engine.executor != Executor.MP or spec.backend != KUBERAY_BACKEND
 
 
 transition(

@@ -374,6 +374,7 @@ class GatewaySpec(SpecPart):
 
 
 DEFAULT_BACKEND = "Pods"
+KUBERAY_BACKEND = "KubeRay"
 _ServedName = Annotated[
     str,
     Matches(
@@ -554,8 +555,9 @@ class DeploymentSpec(SpecPart):
     backend: Annotated[str, Matches(r"[A-Za-z][A-Za-z0-9]*", "is not a backend; write for example Pods", 63)] = (
         DEFAULT_BACKEND
     )
-    """On a cluster: the operator's backend for the members; `Pods` creates pods directly. Immutable. `dsv4 up` ignores
-    it and runs processes of this machine."""
+    """On a cluster: the operator's backend for the members. `Pods` creates pods directly, `KubeRay` one `RayCluster` of
+    KubeRay per incarnation, if the administrator allows it (`policy.backends`). Immutable. `dsv4 up` ignores it and
+    runs processes of this machine."""
     replicas: Annotated[Count, Field(ge=0, le=32)] = 1
     """Groups, each an independent engine with its own copy of the model."""
     model: ModelSpec

@@ -68,6 +68,8 @@ class Reason(StrEnum):
     """The scheduler of `spec.topology.scheduler` has not placed all members of a group."""
     SCHEDULER_MISSING = "SchedulerMissing"
     """The scheduler of `spec.topology.scheduler`, or its queue, is not in the cluster."""
+    KUBERAY_UNAVAILABLE = "KubeRayUnavailable"
+    """KubeRay, which the specification requires, is not in the cluster, is too old, or makes no pods."""
     GROUP_STARTING = "GroupStarting"
     ENGINE_READY = "EngineReady"
     ALL_GROUPS_READY = "AllGroupsReady"

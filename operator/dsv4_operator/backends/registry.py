@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, InvalidDeployment
 from dsv4_operator.api.findings import Finding
-from dsv4_operator.api.spec import DEFAULT_BACKEND
+from dsv4_operator.api.spec import DEFAULT_BACKEND, KUBERAY_BACKEND
 from dsv4_operator.api.values import ValueReason
 from dsv4_operator.backends.base import Backend
-from dsv4_operator.backends.pods import Cluster, PodsBackend
-from dsv4_operator.kube import Client, OwnedCache, PodCache
+from dsv4_operator.backends.pods import Cluster, KubeRayBackend, PodsBackend
+from dsv4_operator.kube import Client, OwnedCache, PodCache, RayClusterCache
+from dsv4_operator.kube.cache import PodKey
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BackendDependencies:
     """Dependencies of backends."""
 
@@ -29,21 +31,31 @@ class BackendDependencies:
     """Called with namespace and name of a deployment after a change."""
     in_cluster: bool = False
     """Whether this process is a pod of the cluster."""
+    ray_clusters: RayClusterCache | None = None
+    """None: the policy does not allow the backend KubeRay."""
+
+    @functools.cached_property
+    def cluster(self) -> Cluster:
+        """Return the state that the backends on a cluster share, such as reservations of nodes."""
+        return Cluster(
+            self.kube,
+            self.pods,
+            runtime_image=self.runtime_image,
+            policy=self.policy,
+            owned=self.owned,
+            in_cluster=self.in_cluster,
+        )
 
 
 def _pods(given: BackendDependencies) -> Backend:
-    cluster = Cluster(
-        given.kube,
-        given.pods,
-        runtime_image=given.runtime_image,
-        policy=given.policy,
-        owned=given.owned,
-        in_cluster=given.in_cluster,
-    )
-    return PodsBackend(cluster, changed=given.changed)
+    return PodsBackend(given.cluster, changed=given.changed)
 
 
-BACKENDS: dict[str, Callable[[BackendDependencies], Backend]] = {DEFAULT_BACKEND: _pods}
+def _kuberay(given: BackendDependencies) -> Backend:
+    return KubeRayBackend(given.cluster, changed=given.changed, ray_clusters=given.ray_clusters)
+
+
+BACKENDS: dict[str, Callable[[BackendDependencies], Backend]] = {DEFAULT_BACKEND: _pods, KUBERAY_BACKEND: _kuberay}
 """By the values of `spec.backend`."""
 
 
@@ -74,6 +86,12 @@ class Backends:
         """
         check(deployment)
         return self._made[deployment.spec.backend]
+
+    def orphaned(self, key: PodKey) -> None:
+        """Handle a change of a member's pod whose deployment is unknown."""
+        for backend in self._made.values():
+            if isinstance(backend, KubeRayBackend):
+                backend.orphaned(key)
 
     async def close(self) -> None:
         """Close all connections; members are not touched."""

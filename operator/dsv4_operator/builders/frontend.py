@@ -113,7 +113,7 @@ def _gateway_pod(deployment: DSV4Deployment, group: int, image: str, settings: G
     volumes: dict[str, tuple[Manifest, str]] = {
         "gateway": ({"configMap": {"name": gateway_name(name, group)}}, GATEWAY_DIRECTORY),
         "token-key": (
-            secret_volume(token_key_name(name, deployment.metadata.uid), [TOKEN_KEY_ENTRY]),
+            secret_volume(token_key_name(name, deployment.metadata.uid), {TOKEN_KEY_ENTRY: TOKEN_KEY_ENTRY}),
             TOKEN_KEY_DIRECTORY,
         ),
     }

@@ -8,7 +8,7 @@ or none. Sources of the names: Kueue v0.20 (`pkg/controller/jobs/pod/constants`)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -22,6 +22,7 @@ from dsv4_operator.api import (
     StorageType,
 )
 from dsv4_operator.api.policy import root_of
+from dsv4_operator.api.spec import KUBERAY_BACKEND
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import (
     COMPONENT,
@@ -46,6 +47,7 @@ from dsv4_operator.builders.names import (
 )
 from dsv4_operator.planning.facts import SECRETS_ROOT
 from dsv4_runtime.contract import GroupPlan, MemberPlan
+from dsv4_runtime.contract.plan import RAY_COMMAND
 
 GPU = "nvidia.com/gpu"
 
@@ -286,7 +288,8 @@ def _volumes(
     config = mounted_name(plan.deployment, deployment.metadata.uid, plan.group, plan.incarnation)
     memory = {"medium": "Memory", "sizeLimit": str(plan.expectations.shm_bytes)}
     yield "plan", ({"configMap": {"name": config}}, {"mountPath": PLAN_DIRECTORY, "readOnly": True})
-    token = secret_volume(config, [TOKEN_ENTRY])
+    secret, entry = _token_place(deployment, plan.group, plan.incarnation)
+    token = secret_volume(secret, {entry: TOKEN_ENTRY})
     yield "token", (token, {"mountPath": TOKEN_DIRECTORY, "readOnly": True})
     yield "state", ({"emptyDir": {}}, {"mountPath": STATE_DIRECTORY})
     yield "shm", ({"emptyDir": memory}, {"mountPath": "/dev/shm"})  # noqa: S108
@@ -319,7 +322,88 @@ def plan_config(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
     name = mounted_name(plan.deployment, deployment.metadata.uid, plan.group, plan.incarnation)
     about = metadata(deployment, name, group=plan.group, incarnation=plan.incarnation)
     data = {PLAN_FILE: plan.to_json(indent=2) + "\n"}
+    if deployment.spec.backend == KUBERAY_BACKEND:
+        data[_NO_WAIT] = _NO_WAIT_SCRIPT
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data, "immutable": True}
+
+
+KUBERAY_API = "ray.io/v1"
+LEAST_KUBERAY = "1.5"
+"""The first with `authOptions`, without which Ray's dashboard would need no token."""
+_RAY_VERSION = "2.60.0"
+"""KubeRay compares it with 2.52, from which on Ray has tokens, and 2.53 for probes, which the template has itself."""
+_OWN_COMMAND = "ray.io/overwrite-container-cmd"
+"""Annotation: KubeRay leaves the command of the container and passes its `ray start` in the environment."""
+_KUBERAY_TOKEN = "auth_token"  # noqa: S105  (a name)
+_NO_WAIT = "no-wait.sh"
+"""Entry of the plan's ConfigMap, and the `BASH_ENV` of the pods: it ends KubeRay's init container, a bash script that
+waits for the GCS of rank 0. That one starts after the weights are staged and the network is verified, which the agents
+of all ranks do at the same time; they wait for the GCS themselves."""
+_NO_WAIT_SCRIPT = f'[ -n "${RAY_COMMAND}" ] || exit 0\n'
+"""The variable exists in the container of the agent only, where the file changes nothing."""
+_ADDED_BY_KUBERAY = frozenset({"head", "block"})
+
+
+def ray_cluster(deployment: DSV4Deployment, plan: GroupPlan, pods: Sequence[Manifest]) -> Manifest:
+    """Return the RayCluster of one incarnation.
+
+    Every member is a group of one pod: members differ in node and rank. Autoscaler and fault tolerance of the GCS are
+    off; the finalizer of the pods keeps KubeRay from replacing an ended one.
+
+    Args:
+        deployment: the specification of `plan`; owns the object.
+        plan: plan of the incarnation.
+        pods: the pods of all ranks in order, as `member_pod` returns them.
+
+    Source: KubeRay 1.6.2, `ray-operator/controllers/ray/common/pod.go`.
+    """
+    head, *workers = (
+        {"rayStartParams": ray_start_params(member.ray_args), "template": _ray_template(pod, deployment)}
+        for member, pod in zip(plan.members, pods, strict=True)
+    )
+    one = {"replicas": 1, "minReplicas": 1, "maxReplicas": 1, "numOfHosts": 1}
+    identity = ray_cluster_identity(deployment, plan)
+    return {
+        **identity,
+        "metadata": identity["metadata"] | {"annotations": {_OWN_COMMAND: "true"}},
+        "spec": {
+            "rayVersion": _RAY_VERSION,
+            "enableInTreeAutoscaling": False,
+            "authOptions": {"mode": "token"},
+            "headGroupSpec": head,
+            "workerGroupSpecs": [{"groupName": f"r{rank}", **one, **group} for rank, group in enumerate(workers, 1)],
+        },
+    }
+
+
+def ray_cluster_name(plan: GroupPlan) -> str:
+    """Return the name of the RayCluster of the plan's incarnation."""
+    return incarnation_name(plan.deployment, plan.group, plan.incarnation)
+
+
+def ray_cluster_identity(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
+    """Return kind, metadata and owner of the RayCluster of the plan's incarnation."""
+    about = metadata(deployment, ray_cluster_name(plan), group=plan.group, incarnation=plan.incarnation)
+    return {"apiVersion": KUBERAY_API, "kind": names.RAY_CLUSTER, "metadata": about}
+
+
+def ray_start_params(args: Sequence[str]) -> dict[str, str]:
+    """Return the arguments of `ray start` as KubeRay's `rayStartParams`.
+
+    KubeRay adds `--head` and `--block`, writes `true` as a flag without a value, and drops `false`.
+    """
+    pairs = (arg.removeprefix("--").partition("=") for arg in args if arg.startswith("--"))
+    return {
+        name: "no" if value == "false" else value or "true" for name, _, value in pairs if name not in _ADDED_BY_KUBERAY
+    }
+
+
+def _ray_template(pod: Manifest, deployment: DSV4Deployment) -> Manifest:
+    agent, *others = pod["spec"]["containers"]
+    environment = [*agent["env"], {"name": "BASH_ENV", "value": f"{PLAN_DIRECTORY}/{_NO_WAIT}"}]
+    annotations = {**names.part(pod, "metadata", "annotations"), names.OWNER_UID: str(deployment.metadata.uid)}
+    about = {"labels": pod["metadata"]["labels"], "annotations": annotations, "finalizers": [names.HELD]}
+    return {"metadata": about, "spec": {**pod["spec"], "containers": [{**agent, "env": environment}, *others]}}
 
 
 def incarnation_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Manifest:
@@ -357,10 +441,21 @@ def token_key_secret(deployment: DSV4Deployment, key: str) -> Manifest:
 
 
 def token_secret(deployment: DSV4Deployment, group: int, incarnation: int, token: str) -> Manifest:
-    """Return the Secret with the token that Ray, agents and dashboard of one incarnation require; immutable."""
-    name = mounted_name(deployment.metadata.name, deployment.metadata.uid, group, incarnation)
+    """Return the Secret with the token that Ray, agents and dashboard of one incarnation require.
+
+    Immutable, except where KubeRay and `kubectl ray get token` determine the name, which a later deployment may use.
+    """
+    name, entry = _token_place(deployment, group, incarnation)
     about = metadata(deployment, name, group=group, incarnation=incarnation)
-    return _secret(about, TOKEN_ENTRY, token) | {"immutable": True}
+    return _secret(about, entry, token) | ({} if deployment.spec.backend == KUBERAY_BACKEND else {"immutable": True})
+
+
+def _token_place(deployment: DSV4Deployment, group: int, incarnation: int) -> tuple[str, str]:
+    """Return name and entry of the Secret with the token of one incarnation."""
+    name = deployment.metadata.name
+    if deployment.spec.backend == KUBERAY_BACKEND:
+        return incarnation_name(name, group, incarnation), _KUBERAY_TOKEN
+    return mounted_name(name, deployment.metadata.uid, group, incarnation), TOKEN_ENTRY
 
 
 def _secret(about: Manifest, entry: str, text: str) -> Manifest:
@@ -384,15 +479,15 @@ def pod_security(groups: tuple[int, ...] = ()) -> Manifest:
     return found | ({"supplementalGroups": list(groups)} if groups else {})
 
 
-def secret_volume(name: str, keys: list[str]) -> Manifest:
-    """Return the source of a volume with the entries `keys` of the Secret `name`."""
-    items = [{"key": key, "path": key} for key in keys]
+def secret_volume(name: str, files: Mapping[str, str]) -> Manifest:
+    """Return the source of a volume with entries of the Secret `name` as files, whose names `files` has by entry."""
+    items = [{"key": key, "path": path} for key, path in files.items()]
     return {"secret": {"secretName": name, "items": items, "defaultMode": _READABLE}}
 
 
 def referenced(ref: SecretKeyRef) -> tuple[Manifest, str]:
     """Return the volume source of the referenced Secret and its mount path, which the plan contains."""
-    return secret_volume(ref.name, [ref.key]), f"{SECRETS_ROOT}/{ref.name}"
+    return secret_volume(ref.name, {ref.key: ref.key}), f"{SECRETS_ROOT}/{ref.name}"
 
 
 SCHEDULER = f"{names.DOMAIN}/scheduler"

@@ -21,7 +21,15 @@ MANAGER = "dsv4-operator"
 MEMBER, GATEWAY, EVIDENCE = "member", "gateway", "evidence"
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
-_MEMBER_NAME = re.compile(rf"(.+)-{_NUMBER}-i{_NUMBER}-r{_NUMBER}")
+_RANDOM = "[a-z0-9]{5}"
+_MEMBER_NAME = re.compile(rf"(.+)-{_NUMBER}-i{_NUMBER}-(?:r{_NUMBER}(?:-worker-{_RANDOM})?|head(?:-{_RANDOM})?)")
+
+RAY_CLUSTER = "RayCluster"
+OWNER_UID = f"{DOMAIN}/owner-uid"
+"""Annotation of pods that KubeRay makes: UID of their deployment. Their controller is the RayCluster, and KubeRay
+accepts no owners in templates."""
+HELD = f"{DOMAIN}/held"
+"""Finalizer of pods that KubeRay makes: it makes no other pod of a rank while the ended one exists."""
 
 Manifest = dict[str, Any]
 """A Kubernetes object, or a part of one, as JSON."""
@@ -87,10 +95,19 @@ def controller_of(manifest: Manifest) -> dict[str, Any] | None:
     return next((dict(one) for one in references if one.get("controller")), None)
 
 
+def owner_uid(manifest: Manifest) -> str | None:
+    """Return the UID of the deployment to which an object of the API server belongs; None if it belongs to none."""
+    controller = controller_of(manifest)
+    if controller is None:
+        return None
+    if controller.get("kind") == RAY_CLUSTER:
+        return part(manifest, "metadata", "annotations").get(OWNER_UID)
+    return controller.get("uid")
+
+
 def belongs(manifest: Manifest, uid: str | None) -> bool:
     """Return whether an object of the API server belongs to the deployment with `uid`; its name is no proof."""
-    controller = controller_of(manifest)
-    return controller is not None and bool(uid) and controller.get("uid") == uid
+    return bool(uid) and owner_uid(manifest) == uid
 
 
 def number(manifest: Manifest, label: str) -> int | None:
@@ -119,9 +136,18 @@ def member_name(deployment: str, group: int, incarnation: int, rank: int) -> str
 
 
 def parse_member_name(name: str) -> tuple[str, int, int, int] | None:
-    """Return deployment, group, incarnation and rank in a name of `member_name`; None if it is another name."""
+    """Return deployment, group, incarnation and rank in the name of a member's pod; None if it is another name.
+
+    KubeRay adds the type of the Ray node and a random end, `-head-x7k2p` for rank 0 and `-r1-worker-x7k2p`.
+    """
     found = _MEMBER_NAME.fullmatch(name)
-    return (found[1], int(found[2]), int(found[3]), int(found[4])) if found is not None else None
+    return (found[1], int(found[2]), int(found[3]), int(found[4] or 0)) if found is not None else None
+
+
+def planned_name(name: str) -> str:
+    """Return the name of `member_name` for the name of a member's pod; other names are unchanged."""
+    found = parse_member_name(name)
+    return member_name(*found) if found is not None else name
 
 
 def member_address(namespace: str, deployment: str, group: int, incarnation: int | str, rank: int) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment
 from dsv4_operator.api.policy import PolicyError, parse_policy
+from dsv4_operator.api.spec import KUBERAY_BACKEND
 from dsv4_operator.backends import registry
 from dsv4_operator.builders import names
 from dsv4_operator.controller.admission import AdmissionServer
@@ -34,6 +35,7 @@ from dsv4_operator.kube import (
     Manifest,
     OwnedCache,
     PodCache,
+    RayClusterCache,
     find_access,
 )
 from dsv4_operator.kube.access import SERVICE_ACCOUNT
@@ -155,6 +157,11 @@ class Operator:
         )
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
         self._owned = OwnedCache(self._kube, namespaces=options.namespaces, changed=self._changed)
+        self._ray_clusters = (
+            RayClusterCache(self._kube, namespaces=options.namespaces, changed=self._changed)
+            if KUBERAY_BACKEND in options.policy.backends
+            else None
+        )
         given = registry.BackendDependencies(
             self._kube,
             self._pods,
@@ -163,6 +170,7 @@ class Operator:
             options.policy,
             self._agents_changed,
             access.in_cluster,
+            self._ray_clusters,
         )
         self._backends = registry.Backends(given)
         self._deployments = Deployments(
@@ -248,6 +256,8 @@ class Operator:
             asyncio.create_task(self._owned.run()): "the watch of owned objects",
             asyncio.create_task(self._recorder.run()): "the events",
         }
+        if self._ray_clusters is not None:
+            ends[asyncio.create_task(self._ray_clusters.run())] = "the watch of the RayClusters"
         try:
             synced = asyncio.create_task(self._pods.synced.wait())
             await asyncio.wait((synced, *ends), return_when=asyncio.FIRST_COMPLETED)
@@ -288,6 +298,8 @@ class Operator:
 
     def _pod_changed(self, key: PodKey) -> None:
         self._changed(key[:2])
+        if self._ray_clusters is not None and not self._deployments.knows(key[:2]):
+            self._backends.orphaned(key)
 
     def _changed(self, key: DeploymentKey) -> None:
         if self._deployments.knows(key):

@@ -20,6 +20,7 @@ from dsv4_operator.kube.resources import (
     NETWORK_POLICIES,
     POD_DISRUPTION_BUDGETS,
     PODS,
+    RAY_CLUSTERS,
     SERVICES,
     Gone,
     KubeError,
@@ -223,7 +224,8 @@ def _pod_key(pod: Manifest) -> PodKey:
     """Return the group of a member pod: by owner and name, which are immutable, else by its labels."""
     owners = names.parts(pod, "metadata", "ownerReferences")
     member = names.parse_member_name(str(pod["metadata"].get("name")))
-    if member is not None and any(one.get("kind") == KIND and one.get("name") == member[0] for one in owners):
+    makers = {(KIND, member[0]), (names.RAY_CLUSTER, names.incarnation_name(*member[:3]))} if member is not None else ()
+    if member is not None and any((one.get("kind"), one.get("name")) in makers for one in owners):
         return pod["metadata"].get("namespace", ""), member[0], member[1]
     labels = names.part(pod, "metadata", "labels")
     if labels.get(names.MANAGED_BY) != names.MANAGER:
@@ -301,6 +303,23 @@ class OwnedCache:
             for kind, cache in self._caches.items()
             for one in cache.objects((namespace, deployment))
         )
+
+
+class RayClusterCache(Cache[DeploymentKey]):
+    """RayClusters of all deployments with their labels and conditions."""
+
+    def __init__(
+        self, kube: Client, *, namespaces: Sequence[str] = (), changed: Callable[[DeploymentKey], None] | None = None
+    ) -> None:
+        """See `Cache`."""
+        chosen = f"{names.MANAGED_BY}={names.MANAGER}"
+        super().__init__(
+            kube, RAY_CLUSTERS, _key, namespaces=namespaces, labels=chosen, changed=changed, keep=_without_template
+        )
+
+
+def _without_template(item: Manifest) -> Manifest:
+    return {**_without_content(item), "status": {"conditions": names.parts(item, "status", "conditions")}}
 
 
 def _key(item: Manifest) -> DeploymentKey:

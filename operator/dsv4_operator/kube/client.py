@@ -255,10 +255,11 @@ class Client(KubeReader):
             "application/apply-patch+yaml",
         )
 
-    async def create(self, manifest: Manifest) -> Manifest:
-        """Create the object; `AlreadyExists` if there is one."""
+    async def create(self, manifest: Manifest, *, strict: bool = False) -> Manifest:
+        """Create the object; `AlreadyExists` if there is one, with `strict` `Invalid` if it has an unknown field."""
         path = resource_of(manifest).path(manifest["metadata"].get("namespace"))
-        return await self._request("POST", path, manifest, {"fieldManager": MANAGER})
+        query = {"fieldManager": MANAGER} | ({"fieldValidation": "Strict"} if strict else {})
+        return await self._request("POST", path, manifest, query)
 
     async def patch(
         self,

@@ -41,6 +41,7 @@ VOLCANO_POD_GROUPS = Resource("scheduling.volcano.sh/v1beta1", "PodGroup", "podg
 COSCHEDULING_POD_GROUPS = Resource("scheduling.x-k8s.io/v1alpha1", "PodGroup", "podgroups")
 POD_DISRUPTION_BUDGETS = Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 PODS = Resource("v1", "Pod", "pods")
+RAY_CLUSTERS = Resource("ray.io/v1", "RayCluster", "rayclusters")
 SECRETS = Resource("v1", "Secret", "secrets")
 SERVICES = Resource("v1", "Service", "services")
 NETWORK_POLICIES = Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
@@ -58,6 +59,7 @@ _KNOWN = {
         NODES,
         POD_DISRUPTION_BUDGETS,
         PODS,
+        RAY_CLUSTERS,
         SECRETS,
         SERVICES,
         NETWORK_POLICIES,

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import signal
 import socket
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 
 from dsv4_runtime.agent.echo import LogEcho, exit_message
 from dsv4_runtime.agent.member import Member
+from dsv4_runtime.agent.ray import with_command
 from dsv4_runtime.contract import GroupPlan
+from dsv4_runtime.contract.plan import RAY_COMMAND
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +114,8 @@ def _run_member(options: argparse.Namespace) -> None:
         plan = GroupPlan.model_validate_json(options.plan.read_text())
         token = Path(plan.ray_token_file).read_text().strip()
         plan.members[options.rank]
+        if command := os.environ.get(RAY_COMMAND):
+            plan = with_command(plan, options.rank, command)
         options.directory.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError, IndexError) as error:
         sys.exit(f"dsv4-agent: --plan {options.plan} --rank {options.rank}: {error}")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 import time
+from collections.abc import Iterable
 
 from dsv4_runtime.agent.context import AgentContext, start_background
 from dsv4_runtime.agent.decide.death import describe_exit
 from dsv4_runtime.agent.decide.events import RayLost
 from dsv4_runtime.agent.processes import Child
-from dsv4_runtime.contract import Cause, Role
+from dsv4_runtime.contract import Cause, GroupPlan, Role
+from dsv4_runtime.contract.plan import RAY_COMMAND
 from dsv4_runtime.engine.logs import RAY_STARTED
 from dsv4_runtime.util.clock import tick
 from dsv4_runtime.util.procfs import Work, entry
@@ -88,6 +91,37 @@ class RayNode:
             elif pids and before is not None and work.beyond(before) and time.monotonic() - truly < _SLOW_SECONDS:
                 context.gcs_answered = time.monotonic()
             await tick(_PROBE_SECONDS)
+
+
+def with_command(plan: GroupPlan, rank: int, command: str) -> GroupPlan:
+    """Return `plan` with the `ray start` of `rank` that KubeRay generated from it, so that its additions take effect.
+
+    Args:
+        plan: plan with the arguments that the member needs.
+        rank: rank of the member.
+        command: `ray start --head --port=6379 --block …`, without quotes and expansions.
+
+    Raises:
+        ValueError: the command lacks an argument of the plan or has another value.
+    """
+    program, *words = shlex.split(command)
+    wanted, given = plan.members[rank].ray_args, _arguments(words)
+    wrong = [word for word in wanted if word.startswith("--") and not _arguments([word]).items() <= given.items()]
+    if program != "ray" or words[:1] != ["start"] or wrong:
+        what = f"lacks {' '.join(wrong)}" if wrong else "is no `ray start`"
+        raise ValueError(
+            f"{RAY_COMMAND}: the command of KubeRay {what}: {command!r}; remove the webhook or the setting of KubeRay "
+            "that changes rayStartParams"
+        )
+    members = list(plan.members)
+    members[rank] = members[rank].model_copy(update={"ray_args": tuple(words)})
+    return plan.model_copy(update={"members": tuple(members)})
+
+
+def _arguments(words: Iterable[str]) -> dict[str, str]:
+    """Return flags and their values; those of Ray that are false may also be `no`."""
+    pairs = (word.partition("=") for word in words if word.startswith("--"))
+    return {name: "no" if value == "false" else value for name, _, value in pairs}
 
 
 async def grpc_answers(address: str, port: int, method: str, token: str, seconds: float) -> bool:

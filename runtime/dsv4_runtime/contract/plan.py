@@ -88,6 +88,10 @@ class Role(StrEnum):
     WORKER = "Worker"
 
 
+RAY_COMMAND = "KUBERAY_GEN_RAY_START_CMD"
+"""Environment variable in which KubeRay passes the `ray start` of a member, made from the plan's."""
+
+
 class MemberPorts(Document):
     """The ports that a member listens on, all at its own address. Those of the head only are set on rank 0."""
 

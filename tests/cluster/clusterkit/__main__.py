@@ -54,7 +54,7 @@ def main() -> int:
             print(build.built(said.module))
         case "prepare":
             lifetime.prepare(Settings(nodes=1, fake=1))
-            for module in ("helm", "prometheus"):
+            for module in ("helm", "kuberay", "prometheus"):
                 build.built(module)
             images.base()
         case "load":

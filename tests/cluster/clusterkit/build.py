@@ -98,6 +98,13 @@ MODULES = {
             # Without the service discovery of clouds, most of its dependencies.
             tags=("remove_all_sd",),
         ),
+        Module(
+            "kuberay",
+            "github.com/ray-project/kuberay/ray-operator",
+            (Program("kuberay", "github.com/ray-project/kuberay/ray-operator", {}),),
+            {},
+            ("config/crd/bases", "config/rbac"),
+        ),
     )
 }
 

@@ -69,7 +69,7 @@ class FakeKube:
                 found.append(copy.deepcopy(one))
         return found
 
-    async def create(self, manifest: Manifest) -> Manifest:
+    async def create(self, manifest: Manifest, *, strict: bool = False) -> Manifest:
         name = _name(manifest)
         self._asked("create", name)
         if name in self.objects:

@@ -289,7 +289,8 @@ class ScriptedAgents:
         secret = await self._kube.get(SECRETS, namespace, volumes["token"]["secret"]["secretName"])
         if config is None or secret is None:
             return
-        token = base64.b64decode(secret["data"][names.TOKEN_ENTRY]).decode()
+        (entry,) = volumes["token"]["secret"]["items"]
+        token = base64.b64decode(secret["data"][entry["key"]]).decode()
         plan = GroupPlan.model_validate_json(config["data"][names.PLAN_FILE])
         script = self.script(namespace, deployment, rank, group)
         agent = ScriptedAgent(plan, rank, script, lambda: self._siblings(plan))

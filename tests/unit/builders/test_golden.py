@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, parse
-from dsv4_operator.api.spec import ApiKeysSource
+from dsv4_operator.api.spec import KUBERAY_BACKEND, ApiKeysSource
 from dsv4_operator.backends.pods.scheduling import Snapshot, facts
 from dsv4_operator.builders import frontend, member
 from dsv4_operator.planning import plan_group
@@ -23,7 +23,11 @@ from dsv4_testkit.pod_objects import node, sparks
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GOLDEN = Path(__file__).parent / "golden"
-NODES = {"nano": [node("node-a"), node("node-b")], "flash-2x-spark": sparks()}
+NODES = {
+    "nano": [node("node-a"), node("node-b")],
+    "kuberay": [node("node-a"), node("node-b")],
+    "flash-2x-spark": sparks(),
+}
 IMAGE = "registry.example/dsv4-runtime@sha256:" + "0" * 64
 HOST = member.Host(ClusterPolicy(), IMAGE)
 
@@ -40,13 +44,14 @@ def read(name: str) -> DSV4Deployment:
 def objects(name: str) -> list[dict[str, Any]]:
     wanted = read(name)
     plan = plan_group(wanted, facts(wanted, Snapshot.of_pods(tuple(NODES[name]), ())), group=0, incarnation=3)
+    pods = [member.member_pod(wanted, plan, rank, host=HOST) for rank in range(len(plan.members))]
     return [
         member.token_key_secret(wanted, "secret"),
         member.token_secret(wanted, plan.group, plan.incarnation, "secret"),
         member.plan_config(wanted, plan),
         member.incarnation_service(wanted, plan.group, plan.incarnation),
         member.head_service(wanted, plan.group, plan.incarnation),
-        *(member.member_pod(wanted, plan, rank, host=HOST) for rank in range(len(plan.members))),
+        *([member.ray_cluster(wanted, plan, pods)] if wanted.spec.backend == KUBERAY_BACKEND else pods),
         frontend.gateway_config(wanted, 0, [None]),
         frontend.gateway_deployment(wanted, 0, image=IMAGE),
         frontend.public_service(wanted),

@@ -323,6 +323,6 @@ def test_the_page_shows_what_is_printed(file: str, shown: str, root: Path, capsy
 
 def test_the_page_shows_every_accelerator_example() -> None:
     # Of Flash on one RTX machine, the one with the fewest cards.
-    others = {"nano", "nano-gpu", "flash-4x-rtx-pro-6000", "flash-8x-rtx-pro-6000"}
+    others = {"nano", "nano-gpu", "kuberay", "flash-4x-rtx-pro-6000", "flash-8x-rtx-pro-6000"}
     wanted = {f"examples/{path.name}" for path in EXAMPLES.glob("*.yaml") if path.stem not in others}
     assert wanted == dict(SAMPLES).keys()

@@ -18,7 +18,7 @@ from dsv4_operator.planning.facts import catalog_facts
 from dsv4_testkit import specifications
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-SPARKS = ClusterPolicy(host_network_namespaces=("default",))
+SPARKS = ClusterPolicy(backends=("KubeRay",), host_network_namespaces=("default",))
 """Of a cluster whose sparks may be used from the namespace `default`."""
 
 

@@ -268,14 +268,14 @@ async def test_a_third_backend_is_one_line_in_the_table(machine: LocalBackend) -
 
 
 async def test_a_backend_that_the_operator_does_not_have_is_refused_with_those_that_it_has() -> None:
-    server, told = server_of(backend="KubeRay"), list[Event]()
+    server, told = server_of(backend="Elsewhere"), list[Event]()
     deployments = deployments_of(server, told)
     deployments.handle_event(live(server), gone=False)
     await deployments.reconcile(KEY)
     (accepted,) = [one for one in live(server)["status"]["conditions"] if one["type"] == "Accepted"]
     assert (accepted["status"], accepted["reason"]) == ("False", "SpecInvalid")
-    assert accepted["message"].startswith('spec.backend: "KubeRay" is not supported')
-    assert "use one of Pods" in accepted["message"]
+    assert accepted["message"].startswith('spec.backend: "Elsewhere" is not supported')
+    assert "use one of Pods, KubeRay" in accepted["message"]
     assert not live(server)["status"]["groups"]
     assert judge(live(server)).refusal == accepted["message"]
     await deployments.close()

@@ -185,10 +185,10 @@ async def test_one_group_that_cannot_be_formed_delays_no_other(world: World) -> 
     await world.until(lambda: world.formed(1) and world.formed(1, 1), 10.0)
     real = world.kube.create
 
-    async def create(manifest: Any) -> Any:
+    async def create(manifest: Any, **options: Any) -> Any:
         if manifest["kind"] == "Pod" and manifest["metadata"]["name"].startswith("nano-1-"):
             raise REFUSED
-        return await real(manifest)
+        return await real(manifest, **options)
 
     world.kube.create = create  # type: ignore[method-assign]
     world.end(1, 0, group=1)
@@ -394,10 +394,10 @@ async def test_a_group_whose_requests_hang_delays_no_other(world: World, monkeyp
     await world.until(lambda: world.status.get("readyReplicas") == 2, 10.0)
     real, answered = world.kube.create, asyncio.Event()
 
-    async def create(manifest: Any) -> Any:
+    async def create(manifest: Any, **options: Any) -> Any:
         if manifest["kind"] == "Pod" and manifest["metadata"]["name"].startswith("nano-1-"):
             await answered.wait()
-        return await real(manifest)
+        return await real(manifest, **options)
 
     monkeypatch.setattr(world.kube, "create", create)
     world.end(1, 0, group=1)

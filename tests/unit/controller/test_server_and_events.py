@@ -147,7 +147,7 @@ class Events:
         self.objects: dict[str, Manifest] = {}
         self.errors: list[Exception] = []
 
-    async def create(self, manifest: Manifest) -> Manifest:
+    async def create(self, manifest: Manifest, *, strict: bool = False) -> Manifest:
         if self.errors:
             raise self.errors.pop()
         name = manifest["metadata"]["name"]

@@ -491,10 +491,10 @@ class Refusing(FakeKube):
 
     error: Exception = Forbidden("quota")
 
-    async def create(self, manifest: Manifest) -> Manifest:
+    async def create(self, manifest: Manifest, *, strict: bool = False) -> Manifest:
         if manifest["kind"] == "Pod" and manifest["metadata"]["name"].endswith("r1"):
             raise self.error
-        return await super().create(manifest)
+        return await super().create(manifest, strict=strict)
 
 
 class Blind(View):

@@ -1,6 +1,6 @@
-"""The Pods backend: the members of a group are pods that the operator owns directly."""
+"""Backends with members as pods: pods that the operator owns directly, or pods of a RayCluster that it owns."""
 
-from dsv4_operator.backends.pods.backend import PodsBackend
+from dsv4_operator.backends.pods.backend import KubeRayBackend, PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster
 
-__all__ = ["Cluster", "PodsBackend"]
+__all__ = ["Cluster", "KubeRayBackend", "PodsBackend"]

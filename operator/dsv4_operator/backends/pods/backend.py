@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Finding, GroupStatus
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Finding, GroupStatus, Reason
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import scheduling
 from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.backends.pods.fencing import Fencer
+from dsv4_operator.backends.pods.fencing import Fencer, RayClusterFencer, is_held
 from dsv4_operator.backends.pods.frontend import Frontends, TokenKeys, move_head, require_secrets
 from dsv4_operator.backends.pods.gateways import Balance, Canaries
 from dsv4_operator.backends.pods.observe import (
@@ -36,8 +37,8 @@ from dsv4_operator.backends.pods.podgroups import PodGroups
 from dsv4_operator.backends.pods.scheduling import Owner, Snapshot
 from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import CONFIG_MAPS, Forbidden, Unavailable
-from dsv4_operator.kube.cache import GATEWAYS
+from dsv4_operator.kube import CONFIG_MAPS, Forbidden, Invalid, KubeError, NotFound, Unavailable
+from dsv4_operator.kube.cache import GATEWAYS, PodKey, RayClusterCache
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision
 from dsv4_operator.planning.facts import Facts
@@ -45,12 +46,24 @@ from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.util.clock import unix_time
 
+_log = logging.getLogger("dsv4")
+
 _FRESH_SECONDS = 2.0
 """Maximum age of the node data for a group that is being formed."""
 _COMPLETE_SECONDS = 300.0
 """Maximum age for groups with all their members: only a changed specification needs new nodes."""
 _SHOW_SECONDS = 2.0
 """Time until the cache contains new members; within it they are not created again."""
+_MADE_BY_KUBERAY_SECONDS = 15.0
+"""Time in which KubeRay makes the pods of a RayCluster, normally less than a second."""
+_UNKNOWN_FIELD = "unknown field"
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+
+
+class KubeRayUnavailable(BackendError):
+    """KubeRay is not in the cluster, is too old, or makes no pods; the text contains the remedy."""
+
+    reason = Reason.KUBERAY_UNAVAILABLE
 
 
 class NodesTaken(BackendError):
@@ -208,7 +221,7 @@ class PodsBackend:
             self._cluster.release(_owner(key))
             raise
         self._cluster.reserve_made(pods)
-        made = await asyncio.gather(*(self._objects.create(pod) for pod in pods), return_exceptions=True)
+        made = await self._create(deployment, plan, pods)
         problems = [one for one in made if isinstance(one, BaseException)]
         if problems:
             self._cluster.release(_owner(key))
@@ -380,6 +393,12 @@ class PodsBackend:
 
     # Creation.
 
+    async def _create(
+        self, deployment: DSV4Deployment, plan: GroupPlan, pods: Sequence[Manifest]
+    ) -> list[bool | BaseException]:
+        """Create `pods`, the missing ones of the plan; return the result or the error for each."""
+        return await asyncio.gather(*(self._objects.create(pod) for pod in pods), return_exceptions=True)
+
     async def _prepare(
         self, deployment: DSV4Deployment, plan: GroupPlan, host: member.Host, present: frozenset[int]
     ) -> list[Manifest]:
@@ -427,6 +446,134 @@ class PodsBackend:
             await self._objects.delete(CONFIG_MAPS, kept, deployment.metadata.uid or "")
         await self._objects.create(wanted)
         return plan
+
+
+class KubeRayBackend(PodsBackend):
+    """Members as the pods of a RayCluster; see `Backend`.
+
+    Only the objects that are created and the order of their end differ from those of pods.
+    """
+
+    def __init__(
+        self, cluster: Cluster, *, changed: Callable[[str, str], None], ray_clusters: RayClusterCache | None
+    ) -> None:
+        """Args:
+        cluster: shared state of the cluster.
+        changed: called with namespace and name of a deployment after a new report of its agents.
+        ray_clusters: cache of the RayClusters, for messages; None: the administrator allows none.
+        """
+        super().__init__(cluster, changed=changed)
+        self._ray_fencer = RayClusterFencer(cluster.client)
+        self._fencer = self._ray_fencer
+        self._ray_clusters = ray_clusters
+        self._orphans: dict[PodKey, asyncio.Task[None]] = {}
+
+    async def close(self) -> None:
+        """See `Backend`."""
+        tasks = list(self._orphans.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await super().close()
+
+    async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
+        """See `PodsBackend.ensure`.
+
+        Raises:
+            KubeRayUnavailable: KubeRay is not in the cluster, is too old, or has not made the pods in time.
+            BackendError: as `PodsBackend.ensure`.
+        """
+        group, incarnation = plan.group, plan.incarnation
+        name, namespace = member.ray_cluster_name(plan), deployment.metadata.namespace
+        ranks = {one.rank for one in self._members(deployment, group) if one.incarnation == incarnation}
+        if len(ranks) == len(plan.members):
+            return
+        live = await self._objects.find(member.ray_cluster_identity(deployment, plan))
+        if live is None:
+            # With members, another client has deleted it: they end, and the next incarnation replaces them.
+            if not ranks:
+                await super().ensure(deployment, plan)
+            return
+        known, now = self._group(GroupKey.of(deployment, group)), time.monotonic()
+        if known.made[0] != incarnation:
+            known.made = incarnation, now
+        if now - known.made[1] > _MADE_BY_KUBERAY_SECONDS:
+            missing = ", ".join(str(rank) for rank in range(len(plan.members)) if rank not in ranks)
+            raise KubeRayUnavailable(
+                f"KubeRay has not made the pods of ranks {missing} of RayCluster {namespace}/{name} within "
+                f"{_MADE_BY_KUBERAY_SECONDS:.0f} s: {_kuberay_problem(live)}"
+            )
+
+    def orphaned(self, key: PodKey) -> None:
+        """Remove the finalizers of deleted pods of an unknown deployment, in the background."""
+        if key not in self._orphans and any(map(is_held, self._cluster.pods.pods(*key))):
+            self._orphans[key] = asyncio.create_task(self._let_go_orphans(key))
+
+    async def _let_go_orphans(self, key: PodKey) -> None:
+        pause = _FIRST_PAUSE
+        try:
+            while held := [pod for pod in self._cluster.pods.pods(*key) if is_held(pod)]:
+                for pod in held:
+                    try:
+                        await self._ray_fencer.let_go_orphan(pod)
+                    except KubeError as error:
+                        _log.warning("%s/%s: %s", key[0], key[1], error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        finally:
+            del self._orphans[key]
+
+    async def _create(
+        self, deployment: DSV4Deployment, plan: GroupPlan, pods: Sequence[Manifest]
+    ) -> list[bool | BaseException]:
+        try:
+            made: bool | BaseException = await self._objects.create(
+                member.ray_cluster(deployment, plan, pods), strict=True
+            )
+        except NotFound as error:
+            made = KubeRayUnavailable(
+                f"spec.backend: the cluster has no RayCluster ({member.KUBERAY_API}); install KubeRay "
+                f"{member.LEAST_KUBERAY} or later with its definitions, or use the backend Pods: {error}"
+            )
+        except Invalid as error:
+            made = error
+            if _UNKNOWN_FIELD in str(error):
+                made = KubeRayUnavailable(
+                    f"spec.backend: the definition of RayCluster in the cluster is too old; install KubeRay "
+                    f"{member.LEAST_KUBERAY} or later with its definitions, or use the backend Pods: {error}"
+                )
+        except (KubeError, BackendError) as error:
+            made = error
+        return [made] * len(pods)
+
+    def _anomalies(self, deployment: DSV4Deployment, group: int, members: Iterable[Member]) -> tuple[str, ...]:
+        found = super()._anomalies(deployment, group, members)
+        metadata = deployment.metadata
+        if self._ray_clusters is None:
+            return found
+        clusters = self._ray_clusters.objects((metadata.namespace, metadata.name))
+        problems = (
+            f"RayCluster {one['metadata']['name']}: {problem}"
+            for one in clusters
+            if names.number(one, names.GROUP) == group and (problem := _failed_condition(one))
+        )
+        return tuple(sorted((*found, *problems)))
+
+
+def _failed_condition(cluster: Manifest) -> str:
+    """Return the message of a failure that KubeRay reports; empty: none."""
+    for one in names.parts(cluster, "status", "conditions"):
+        if (one.get("type"), one.get("status")) == ("ReplicaFailure", "True"):
+            return f"{one.get('reason')}: {one.get('message')}"[:500]
+    return ""
+
+
+def _kuberay_problem(cluster: Manifest) -> str:
+    if found := _failed_condition(cluster):
+        return found
+    command = f"kubectl describe raycluster -n {cluster['metadata']['namespace']} {cluster['metadata']['name']}"
+    silent = "" if names.part(cluster, "status") else "check that its operator runs and watches this namespace, and "
+    return f"{silent}see `{command}`"
 
 
 def _no_machines(forbidden: tuple[Finding, ...] = ()) -> Facts:

@@ -14,7 +14,7 @@ from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.ownership import OwnedObjects
 from dsv4_operator.backends.pods.podgroups import POD_GROUPS
 from dsv4_operator.backends.pods.scheduling import Owner, PodRequests, Snapshot, owner_of, pod_requests, readable
-from dsv4_operator.builders import member
+from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import NODES, Client, KubeReader, OwnedCache, PodCache, Resource
 
@@ -144,7 +144,8 @@ class Cluster:
         now = time.monotonic()
         reserved = self._reserved | dict(more)
         self._reserved = {owner: one for owner, one in reserved.items() if one.until > now}
-        seen = {(one.owner, one.pod["metadata"]["name"]) for one in self._snapshot.requests if one.owner}
+        found = ((one.owner, str(one.pod["metadata"]["name"])) for one in self._snapshot.requests if one.owner)
+        seen = {(owner, names.planned_name(name)) for owner, name in found}
         self._snapshot = self._snapshot.expecting(
             pod for owner, one in self._reserved.items() for name, pod in one.pods.items() if (owner, name) not in seen
         )

@@ -19,7 +19,18 @@ from dsv4_operator.backends.pods.ownership import OwnedObjects, gather_all
 from dsv4_operator.backends.pods.scheduling import node_of
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, Client, KubeReader, NotFound, Resource
+from dsv4_operator.kube import (
+    CONFIG_MAPS,
+    NODES,
+    PODS,
+    RAY_CLUSTERS,
+    SECRETS,
+    SERVICES,
+    Client,
+    KubeReader,
+    NotFound,
+    Resource,
+)
 from dsv4_operator.lifecycle.observed import GroupKey
 
 _log = logging.getLogger("dsv4")
@@ -187,9 +198,71 @@ class Fencer:
             if number is None or number >= incarnation or not names.belongs(one, key.uid):
                 continue
             await self._objects.delete(resource, one, key.uid)
-            if resource is CONFIG_MAPS:
-                # Secrets are not listed; the token has the plan's name.
+            if resource in (CONFIG_MAPS, SERVICES):
+                # Secrets are not listed; the token has the plan's name, or with KubeRay the Service's.
                 await self._objects.delete_named(SECRETS, key.namespace, one["metadata"]["name"], key.uid)
+
+
+class RayClusterFencer(Fencer):
+    """Ends incarnations whose pods KubeRay makes from a RayCluster.
+
+    The RayCluster is suspended before the pods are ended, and deleted after them: KubeRay makes no pods while it is
+    suspended. Each ended pod is held by a finalizer until then.
+    """
+
+    def __init__(self, kube: Client, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """See `Fencer`."""
+        super().__init__(kube, monotonic, (RAY_CLUSTERS,))
+
+    async def fence(self, key: GroupKey, incarnation: int, policy: NodeLossSpec, seen: Iterable[str] = ()) -> bool:
+        """See `Fencer.fence`."""
+        seen = tuple(seen)
+        name = names.incarnation_name(key.deployment, key.group, incarnation)
+        cluster = await self._kube.get(RAY_CLUSTERS, key.namespace, name)
+        if cluster is not None and makes_pods(cluster):
+            await self._objects.change(RAY_CLUSTERS, cluster, key.uid, {"spec": {"suspend": True}})
+        over = await super().fence(key, incarnation, policy, seen)
+        if over:
+            await self._let_go(key, incarnation, seen)
+        return over
+
+    async def forget(self, key: GroupKey, incarnation: int, seen: Iterable[str] = ()) -> None:
+        """See `Fencer.forget`."""
+        seen = tuple(seen)
+        await super().forget(key, incarnation, seen)
+        await self._let_go(key, incarnation, seen)
+
+    async def let_go_orphan(self, pod: Manifest) -> None:
+        """Remove the finalizer from a deleted pod whose deployment no longer exists, unless KubeRay would replace it.
+
+        Also before it has ended: nothing waits for its end, and the operator may be removed soon.
+        """
+        controller = names.controller_of(pod) or {}
+        cluster = await self._kube.get(RAY_CLUSTERS, pod["metadata"]["namespace"], str(controller.get("name")))
+        same = cluster is not None and cluster["metadata"]["uid"] == controller.get("uid")
+        if cluster is None or not same or not makes_pods(cluster):
+            await self._release(pod, names.owner_uid(pod) or "")
+
+    async def _let_go(self, key: GroupKey, incarnation: int, seen: Iterable[str]) -> None:
+        held = [pod for pod in await self.live(key, incarnation, seen) if is_held(pod) and is_finalizing(pod)]
+        await gather_all(*(self._release(pod, key.uid) for pod in held))
+
+    async def _release(self, pod: Manifest, owner_uid: str) -> None:
+        metadata = pod["metadata"]
+        others = [one for one in metadata["finalizers"] if one != names.HELD]
+        about = {"finalizers": others, "resourceVersion": metadata["resourceVersion"]}
+        await self._objects.change(PODS, pod, owner_uid, {"metadata": about})
+
+
+def makes_pods(cluster: Manifest) -> bool:
+    """Return whether KubeRay makes pods of a RayCluster."""
+    return not cluster["metadata"].get("deletionTimestamp") and not names.part(cluster, "spec").get("suspend")
+
+
+def is_held(pod: Manifest) -> bool:
+    """Return whether `pod` was deleted and dsv4 holds its object."""
+    metadata = names.part(pod, "metadata")
+    return bool(metadata.get("deletionTimestamp")) and names.HELD in (metadata.get("finalizers") or ())
 
 
 def _name(pod: Manifest) -> str:

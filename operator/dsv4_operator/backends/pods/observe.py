@@ -248,7 +248,8 @@ def member_of(pod: Manifest, deployment: str, group: int, owner: str | None) -> 
 def owners_of(pod: Manifest) -> frozenset[str]:
     """Return the uids of the deployments that own `pod`."""
     owners = names.parts(pod, "metadata", "ownerReferences")
-    return frozenset(str(one.get("uid")) for one in owners if one.get("kind") == KIND)
+    direct = (str(one.get("uid")) for one in owners if one.get("kind") == KIND)
+    return frozenset(filter(None, (*direct, names.owner_uid(pod))))
 
 
 def wrong_labels(member: Member, deployment: str, group: int) -> str | None:
@@ -322,7 +323,7 @@ def observed(
 
 
 def is_finalizing(pod: Manifest) -> bool:
-    """Return whether `pod` has ended for good and only finalizers of other controllers keep its object.
+    """Return whether `pod` has ended for good and only finalizers keep its object.
 
     The kubelet deletes with a grace period of 0 once all containers have ended, and so do forced deletions.
     """

@@ -54,8 +54,10 @@ class OwnedObjects:
             check(found, manifest)
         return found
 
-    async def create(self, manifest: Manifest) -> bool:
+    async def create(self, manifest: Manifest, *, strict: bool = False) -> bool:
         """Create the object; return False if the deployment already has one of that name, which is not changed.
+
+        With `strict`, the API server refuses fields that its definition of the kind lacks, instead of dropping them.
 
         Raises:
             ForeignObject: an object of that name belongs to another owner.
@@ -64,7 +66,7 @@ class OwnedObjects:
         """
         for _ in range(_TRIES):
             try:
-                await self._kube.create(manifest)
+                await self._kube.create(manifest, strict=strict)
             except AlreadyExists:
                 if await self.find(manifest) is not None:
                     return False
@@ -129,6 +131,25 @@ class OwnedObjects:
             )
         except Conflict:
             return
+
+    async def change(self, resource: Resource, live: Manifest, owner_uid: str, changes: Manifest) -> None:
+        """Patch the object `live`, as the API server returned it, if its owner has `owner_uid`.
+
+        Does nothing otherwise, or if another object has its name, or, with `resourceVersion` in the changes, if it was
+        changed since.
+        """
+        if not names.belongs(live, owner_uid):
+            return
+        metadata = live["metadata"]
+        patch = {**changes, "metadata": {"uid": metadata["uid"], **changes.get("metadata", {})}}
+        try:
+            await self._kube.patch(resource, metadata["namespace"], metadata["name"], patch)
+        except (NotFound, Conflict):
+            return
+        except Invalid:
+            found = await self._kube.get(resource, metadata["namespace"], metadata["name"])
+            if found is not None and found["metadata"]["uid"] == metadata["uid"]:
+                raise
 
     async def delete_named(self, resource: Resource, namespace: str, name: str, owner_uid: str) -> None:
         """Delete the object of that name, if there is one and its owner has `owner_uid`."""

@@ -211,7 +211,7 @@ def owner_of(pod: Manifest) -> Owner:
     """Return the owner of the member `pod`."""
     metadata = pod["metadata"]
     deployment, group = (str(metadata["labels"].get(key, "")) for key in _GROUP_KEY)
-    return str(metadata["namespace"]), deployment, group, str((names.controller_of(pod) or {}).get("uid") or "")
+    return str(metadata["namespace"]), deployment, group, str(names.owner_uid(pod) or "")
 
 
 def _with_reserved(nodes: dict[str, NodeCapacity], pods: Iterable[PodRequests]) -> dict[str, NodeCapacity]:

@@ -6,8 +6,58 @@ from dsv4_testkit.mutants.common import Mutant
 
 _OPERATOR = "operator/dsv4_operator"
 _OWNERSHIP = ("tests/unit/pods/test_ownership.py",)
+_KUBERAY = ("tests/unit/pods/test_kuberay.py",)
 
 BACKENDS = (
+    Mutant(
+        "KubeRay replaces the pods of an incarnation while it is fenced",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        '            await self._objects.change(RAY_CLUSTERS, cluster, key.uid, {"spec": {"suspend": True}})\n',
+        "            pass\n",
+        _KUBERAY,
+    ),
+    Mutant(
+        "KubeRay replaces a pod that ended",
+        f"{_OPERATOR}/builders/member.py",
+        '"annotations": annotations, "finalizers": [names.HELD]}',
+        '"annotations": annotations}',
+        ("tests/unit/builders/test_golden.py",),
+    ),
+    Mutant(
+        "a pod is let go while KubeRay would replace it",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "if cluster is None or not same or not makes_pods(cluster):",
+        "if True:",
+        _KUBERAY,
+    ),
+    Mutant(
+        "ended pods of a fenced RayCluster stay for ever",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "        if over:\n            await self._let_go(key, incarnation, seen)\n",
+        "",
+        _KUBERAY,
+    ),
+    Mutant(
+        "any RayCluster's pods belong to the deployment that an annotation names",
+        f"{_OPERATOR}/builders/names.py",
+        '    if controller.get("kind") == RAY_CLUSTER:\n',
+        "    if True:\n",
+        _KUBERAY,
+    ),
+    Mutant(
+        "a command of KubeRay that lacks a part of the plan is run",
+        "runtime/dsv4_runtime/agent/ray.py",
+        'if program != "ray" or words[:1] != ["start"] or wrong:',
+        'if program != "ray" or words[:1] != ["start"]:',
+        _KUBERAY,
+    ),
+    Mutant(
+        "a RayCluster is made again beside its remaining pods",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "            if not ranks:\n                await super().ensure(deployment, plan)\n",
+        "            await super().ensure(deployment, plan)\n",
+        _KUBERAY,
+    ),
     Mutant(
         "a queued member fails after the time of the default scheduler",
         f"{_OPERATOR}/backends/pods/backend.py",

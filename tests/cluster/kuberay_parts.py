@@ -1,0 +1,79 @@
+"""KubeRay on the test cluster: its definitions, and its operator as a process of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from clusterkit import build, processes
+from clusterkit.client import Cluster
+from clusterkit.layout import free_port
+from clusterkit.waiting import until
+
+DEFINITION = "rayclusters.ray.io"
+RIGHTS = "policy.backends={KubeRay}"
+"""Setting of the chart."""
+_YOUNG_SECONDS = 2.1
+"""API servers delay the creation of objects by 2 s while their kind is younger than that."""
+
+NEEDED = pytest.mark.skipif(
+    not {"all", "cluster"} & set(os.environ.get("DSV4_TEST_REQUIRE", "").split(","))
+    and not build.folder(build.MODULES["kuberay"]).is_dir(),
+    reason="KubeRay is not built yet (`make cluster-build`)",
+)
+
+
+def definitions() -> dict[str, dict[str, Any]]:
+    """KubeRay's definitions, by name."""
+    folder = build.built("kuberay") / "config" / "crd" / "bases"
+    found = [yaml.safe_load(file.read_text()) for file in sorted(folder.glob("*.yaml"))]
+    return {one["metadata"]["name"]: one for one in found}
+
+
+def define(cluster: Cluster, *wanted: dict[str, Any]) -> None:
+    """Have definitions served."""
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=list(wanted))
+
+    def served(name: str) -> bool:
+        # Not `kubectl wait`, which fails while there are no conditions at all.
+        conditions = cluster.get("crd", name).get("status", {}).get("conditions") or []
+        return any((one["type"], one["status"]) == ("Established", "True") for one in conditions)
+
+    for one in wanted:
+        until("a definition of KubeRay", functools.partial(served, one["metadata"]["name"]), seconds=30, every=0.2)
+    time.sleep(_YOUNG_SECONDS)
+
+
+@contextlib.contextmanager
+def defined(cluster: Cluster) -> Iterator[None]:
+    """KubeRay's definitions, without its operator."""
+    found = definitions()
+    define(cluster, *found.values())
+    try:
+        yield
+    finally:
+        cluster.kubectl("delete", "crd", *found, "--ignore-not-found", "--timeout=60s", seconds=70)
+
+
+@contextlib.contextmanager
+def operating(cluster: Cluster) -> Iterator[None]:
+    """KubeRay's operator with its default settings; its definitions have to be there."""
+    command = [
+        build.built("kuberay") / "kuberay",
+        f"--kubeconfig={cluster.kubeconfig}",
+        f"--metrics-addr=127.0.0.1:{free_port()}",
+        f"--health-probe-bind-address=127.0.0.1:{free_port()}",
+        "--enable-leader-election=false",
+    ]
+    process = processes.start("kuberay", command, log=cluster.state.settings.directory / "logs" / "kuberay.log")
+    try:
+        yield
+        process.check()
+    finally:
+        process.stop()
