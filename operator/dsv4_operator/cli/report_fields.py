@@ -172,7 +172,7 @@ FABRIC_REASONS = (
     "UnusedTwin", "SharedInterface", "SharedNetwork",
     "MtuBelowPlan", "SmallMtu", "WrongGidIndex", "StaleGids", "LockedMemoryLimit",
     "OpenFilesLimit", "DuplicateAddress", "NoCommonNetwork", "PortInUse", "NoReply", "OneWay", "PathMtu", "TcpBroken",
-    "NothingReceived",
+    "NothingReceived", "RedirectedCopies", "BrokenCopies",
 )  # fmt: skip
 """Reasons of `dsv4 doctor`, whose package only agents import."""
 SIGNALS = (

@@ -98,11 +98,11 @@ def test_copies_between_cards_that_may_hang_are_disabled(
     given = {} if variable is None else {"engine": {"env": [{"name": "NCCL_P2P_DISABLE", "value": variable}]}}
     made = deployment(hardware, **given)
     facts = facts_for(made)
-    facts = replace(facts, nodes=tuple(replace(node, redirected=reason) for node in facts.nodes))
+    facts = replace(facts, nodes=tuple(replace(node, unsafe_copies=reason) for node in facts.nodes))
     found = plan(made, facts)
     assert ("--disable-custom-all-reduce" in found.engine.args) is disabled
     assert found.env.get("NCCL_P2P_DISABLE") == ("1" if disabled else variable)
-    warned = [one for one in findings(made, facts) if one.reason == "RedirectedCopies"]
+    warned = [one for one in findings(made, facts) if one.reason == "UnsafeCopies"]
     assert len(warned) == disabled
     assert all(reason in one.message and one.severity is Severity.WARN for one in warned)
 
