@@ -150,7 +150,8 @@ def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
         yield "--long-prefill-token-threshold", str(threshold)
     if engine.cudagraph_mode is not CudagraphMode.NONE:
         # vLLM refuses a largest size that differs from the largest of the listed sizes.
-        if not chosen.gives("--cudagraph-capture-sizes"):
+        listed = chosen.json("--compilation-config").keys() & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+        if not listed and not chosen.gives("--cudagraph-capture-sizes"):
             yield "--max-cudagraph-capture-size", str(engine.max_num_seqs * (1 + chosen.draft_tokens))
         if compilation := _compilation(chosen):
             yield "--compilation-config", compilation

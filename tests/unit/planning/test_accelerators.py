@@ -276,6 +276,30 @@ def test_sizes_of_graphs_that_the_user_gives_are_the_only_ones() -> None:
     assert graph_sizes(["--cudagraph-capture-sizes", "many"]) == graph_sizes([]) == 3
 
 
+@pytest.mark.parametrize(
+    ("args", "count"),
+    [
+        (['--compilation-config={"cudagraph_capture_sizes":[5,6,10,12,48]}'], 5),
+        (["--compilation-config", '{"cudagraph_capture_sizes":[5,6]}'], 2),
+        (["--compilation_config.cudagraph_capture_sizes=[1,2,4,8,16,24]"], 6),
+        (['-cc={"cudagraph_mode":"FULL","cudagraph_capture_sizes":[1]}'], 1),
+        (['--compilation-config={"max_cudagraph_capture_size":16}'], 5),
+    ],
+)
+def test_sizes_of_graphs_in_the_compilation_config(args: list[str], count: int) -> None:
+    """Published recipes write them there."""
+    made = plan(deployment(engine={"extraArgs": args}))
+    assert not any(arg.startswith("--max-cudagraph-capture-size") for arg in made.engine.args)
+    assert graph_sizes(args) == count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "[]", "null", '{"cudagraph_capture_sizes":null}', '{"cudagraph_capture_sizes":["a"]}', "{"]
+)
+def test_invalid_compilation_configs_have_the_default_sizes(text: str) -> None:
+    assert graph_sizes([f"--compilation-config={text}"]) == 3
+
+
 def graph_sizes(args: list[str]) -> int:
     """How many graphs the memory plan counts with `extraArgs`."""
     made = deployment(engine={"extraArgs": args})
