@@ -307,10 +307,10 @@ def _profiled(
     if engine.attention_profiled:
         heads = -(-model.heads // parallel.tensor)
         profiled = (_SPLIT_ROWS * heads * (2 * model.head_dim + 4) + tokens * _INDEXER_ROW) / GIB
-        note = "VLLM_MEMORY_PROFILE_INCLUDE_ATTN: of attention and indexer"
+        note = "workspaces of attention and indexer"
         yield ranged("attention in the profile", _times(_PROFILED, profiled), MemoryPool.BUDGET, note)
     if model.kv_sources and engine.images:
-        yield ranged("images in the profile", _VISION, MemoryPool.BUDGET, "--language-model-only leaves them out")
+        yield ranged("images in the profile", _VISION, MemoryPool.BUDGET, "of the vision tower")
     states = engine.max_model_len // (1 if model.kv_sources else _CONTEXT_RATIO)
     workspace = states * _KEYS * _KEY_BYTES
     factor = build.indexer_factor or (_FACTOR_LONG if engine.max_model_len > _LONG else _FACTOR)

@@ -392,6 +392,7 @@ _MEASUREMENTS = {
     "weights": "read `Model loading took … GiB` in vLLM's log",
     "CUDA graphs": "read `Estimated CUDA graph memory` in vLLM's log",
     "load format": "compare `Available KV cache memory` with a start with --load-format=safetensors",
+    "images in the profile": "compare `Available KV cache memory` with a start with --language-model-only",
     "NCCL in the profile": "compare `Available KV cache memory` with a start with NCCL_BUFFSIZE=1048576",
 }
 
