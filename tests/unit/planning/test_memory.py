@@ -64,6 +64,12 @@ def test_requests_of_patched_v41_at_other_contexts_are_as_logged(context: int, b
     assert round(kv.tokens / 1e6, 2) == millions
 
 
+def test_negative_non_torch_memory_is_explained() -> None:
+    for run in runs():
+        item = next(item for item in run.plan.ranks[0].items if item.name == "non-torch memory")
+        assert item.note.startswith("negative: ") is (item.bytes < 0)
+
+
 @pytest.mark.parametrize("profile", ["spark-dsv41", "spark-b12x", "vllm-0.33"])
 @pytest.mark.parametrize("name", ["V4.1-Flash", "V4-Flash-0731"])
 def test_images_take_memory_of_the_profile_where_there_is_a_vision_tower(profile: str, name: str) -> None:

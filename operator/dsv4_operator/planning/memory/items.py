@@ -321,7 +321,9 @@ def _profiled(
         sizes = (gathered * each for each in (build.workspace.least, build.workspace.expected, build.workspace.most))
         yield ranged("attention workspace", Range(*sizes), MemoryPool.BUDGET, "where a prefill gathers its context")
     other = build.other or (_OTHER_UNIFIED if machine.unified_memory else _OTHER)
-    yield ranged("non-torch memory", other, MemoryPool.BUDGET, "libraries, NCCL's channels, workspaces")
+    released = "negative: the profile releases memory that was in use before"
+    note = "libraries, NCCL's channels, workspaces" if other.expected >= 0 else released
+    yield ranged("non-torch memory", other, MemoryPool.BUDGET, note)
     if machine.unified_memory:
         if loader := load_format_item(parallel, engine):
             yield loader

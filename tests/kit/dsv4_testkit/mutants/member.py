@@ -73,6 +73,13 @@ MEMBER = (
         ("tests/unit/fabric/test_peer_copies.py",),
     ),
     Mutant(
+        "an engine starts in a pod whose GPUs cannot copy",
+        "runtime/dsv4_runtime/agent/start.py",
+        "    if found.problem:\n        command",
+        "    if False:\n        command",
+        ("tests/unit/agent/test_preflight.py",),
+    ),
+    Mutant(
         "a hung copy between GPUs is no problem",
         "runtime/dsv4_runtime/util/peer_copies.py",
         "in (Outcome.HUNG, Outcome.WRONG, Outcome.FAILED)",
