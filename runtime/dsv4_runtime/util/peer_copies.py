@@ -493,6 +493,11 @@ def _copy_pair(one: _Gpu, other: _Gpu, pattern: bytes, rates: list[float]) -> tu
             return Outcome.WRONG, f"{step} arrives with wrong bytes ({wrong} of {_BYTES // _PAGE} pages)"
         if way == "copy engine":
             rates.append(_BYTES / seconds / 1e9)
+    # A context can map the memory of 8 others over PCIe.
+    with suppress(_CudaError):
+        for gpu, peer in ((one, other), (other, one)):
+            gpu.enter()
+            cuda.call("cuCtxDisablePeerAccess", peer.context)
     return None
 
 

@@ -3,6 +3,7 @@
  * FAKE_GPUS      number of GPUs (default 2)
  * FAKE_PEERS     0: the driver offers no copies between them
  * FAKE_ATOMICS   1: they are connected by NVLink
+ * FAKE_LIMIT     contexts that one may map (default 8)
  * FAKE_FREE      free share of the memory of each GPU in percent (default 99)
  * FAKE_FAULT     FUNCTION:CALL:KIND, a fault of one call of a function, the first is 1. KIND: hang, crash, the number of
  *                an error, or for copies lost (nothing arrives) or bit (one bit is wrong)
@@ -94,9 +95,15 @@ int cuCtxEnablePeerAccess(void *context, unsigned flags) {
   int other = (int)(uintptr_t)context;
   if (mapped[current][other])
     return 704;
+  long count = 1;
+  for (int each = 1; each <= GPUS; each++)
+    count += mapped[current][each];
+  if (count > setting("FAKE_LIMIT", 8))
+    return 711; /* CUDA_ERROR_TOO_MANY_PEERS */
   mapped[current][other] = 1;
   return flags;
 }
+int cuCtxDisablePeerAccess(void *context) { mapped[current][(int)(uintptr_t)context] = 0; return 0; }
 int cuMemcpyPeer(uint64_t into, void *into_context, uint64_t from, void *from_context, size_t size) {
   MAY_FAIL;
   if (into_context == from_context)

@@ -24,7 +24,9 @@ from dsv4_testkit.fake_cuda import FUNCTIONS_OF_COPIES, build_cuda
 from dsv4_testkit.waiting import wait_until
 
 SOURCE = (Path(__file__).parents[2] / "kit/dsv4_testkit/fake_cuda.c").read_text()
-FUNCTIONS = sorted(set(re.findall(r"^int (cu[A-Za-z0-9_]+)\(", SOURCE, re.MULTILINE)) - {"cuGetErrorName"})
+FUNCTIONS = sorted(
+    set(re.findall(r"^int (cu[A-Za-z0-9_]+)\(", SOURCE, re.MULTILINE)) - {"cuGetErrorName", "cuCtxDisablePeerAccess"}
+)
 UUIDS = ("GPU-a", "GPU-b")
 
 
@@ -44,6 +46,8 @@ def cuda(library: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_copies_in_every_direction_and_way(cuda: pytest.MonkeyPatch) -> None:
     cuda.setenv("FAKE_GPUS", "3")
+    # With 16 GPUs the limit of the driver counts.
+    cuda.setenv("FAKE_LIMIT", "1")
     found = try_copies()
     assert (found.outcome, found.problem) == (Outcome.PASSED, "")
     assert re.fullmatch(
