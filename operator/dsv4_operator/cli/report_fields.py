@@ -157,6 +157,7 @@ FIGURES = frozenset({
 })  # fmt: skip
 TERMS = (
     KV_CACHE, "weights", "activations", "rotary tables, top-k buffer", "MoE scratch", "attention in the profile",
+    "images in the profile",
     "attention workspace", "indexer workspace", "non-torch memory", "load format", "NCCL in the profile",
     "NCCL buffers", "CUDA graphs", "CUDA context", "host and Ray", "engine processes", "worker and Ray processes",
     "prefill peak", "reserve",
