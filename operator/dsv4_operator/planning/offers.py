@@ -103,7 +103,7 @@ class Offer:
     @property
     def published(self) -> Published | None:
         """Return the published setup whose settings `document` writes."""
-        return published(self.machine.hardware, self.profile.name) if self.machine.sm else None
+        return published(Hardware(self.machine.hardware), self.profile.name) if self.machine.sm else None
 
     @property
     def engine(self) -> dict[str, Any]:
