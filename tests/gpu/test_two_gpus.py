@@ -14,6 +14,7 @@ from page import Page
 from served import DEATH_SECONDS, HANG_SECONDS, MANIFEST, SERVES_SECONDS, recovered
 
 from dsv4_operator.backends.local.gpus import find
+from dsv4_runtime.util.peer_copies import Outcome, try_copies
 from dsv4_testkit.harness import Deployment
 
 if reason := needs.gpu() or needs.engine():
@@ -31,6 +32,13 @@ def deployment(page: Page) -> Iterator[Deployment]:
         yield found
     finally:
         found.destroy()
+
+
+def test_copies_between_them(page: Page) -> None:
+    found = try_copies(nvlink=True)
+    page.row("Engine", ("what", "here"), "two GPUs: copies between them", found.found)
+    assert found.outcome is Outcome.PASSED, found.found
+    assert "by copy engine, loads and stores" in found.found
 
 
 def workers(deployment: Deployment) -> list[int]:

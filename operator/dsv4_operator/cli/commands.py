@@ -609,9 +609,12 @@ def doctor(
     require_rdma: Annotated[
         bool, typer.Option("--require-rdma", help="Fail without RDMA, also without a connected cable.")
     ] = False,
+    copies: Annotated[
+        bool, typer.Option("--copies/--no-copies", help="Test copies between the GPUs of this machine over PCIe.")
+    ] = True,
     output: FormatOption = None,
 ) -> int:
-    """Check the network of this machine and show remedies."""
+    """Check the network of this machine, and copies between its GPUs, and show remedies."""
     from ipaddress import AddressValueError, IPv4Address
 
     from dsv4_operator.cli import diagnostics
@@ -624,7 +627,9 @@ def doctor(
                 f"--peer {address!r} is not an IPv4 address ({error}); use the address of the other machine"
             ) from None
     seconds = _duration("--wait", wait)
-    return diagnostics.check_machine(peer or (), seconds, mtu=mtu, require_rdma=require_rdma, form=output)
+    return diagnostics.check_machine(
+        peer or (), seconds, mtu=mtu, require_rdma=require_rdma, copies=copies, form=output
+    )
 
 
 @app.command()

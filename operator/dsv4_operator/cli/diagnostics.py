@@ -33,6 +33,8 @@ _GATEWAY_SECONDS = 2.0
 _CHECKS = "dsv4_runtime.fabric.main"
 # Reading sysfs takes milliseconds, but hangs together with the firmware of a card.
 _CHECK_SECONDS = 30.0
+_COPIES_SECONDS = 130.0
+"""Limit of the test of copies between GPUs, which ends a hung one after 20 s."""
 _COPY_SECONDS = 120.0
 _RESPONSE_SECONDS = 10.0
 _POLL_SECONDS = 1.0
@@ -177,7 +179,13 @@ def show_kernels(source: DeploymentSource, name: str | None, form: DocumentForma
 
 
 def check_machine(
-    peers: Sequence[str], wait: float, *, mtu: int | None, require_rdma: bool, form: DocumentFormat | None
+    peers: Sequence[str],
+    wait: float,
+    *,
+    mtu: int | None,
+    require_rdma: bool,
+    copies: bool,
+    form: DocumentFormat | None,
 ) -> ExitCode:
     """Print the checks, including paths to `peers` that respond within `wait` seconds; `FAILED` if any check failed.
 
@@ -186,11 +194,12 @@ def check_machine(
     """
     words = ["--wait", str(wait)]
     words += ["--require-rdma"] if require_rdma else []
+    words += [] if copies else ["--no-copies"]
     words += ["--mtu", str(mtu)] if mtu is not None else []
     for peer in peers:
         words += ["--peer", peer]
     words += ["-o", "json"] if form else []
-    limit = _CHECK_SECONDS + (2 * wait + 30 if peers else 0)
+    limit = _CHECK_SECONDS + (2 * wait + 30 if peers else 0) + (_COPIES_SECONDS if copies else 0)
     done = _run_checks(words, capture=form is not None, limit=limit)
     if form:
         print_line(render_document(json.loads(done.stdout), form))
@@ -213,7 +222,7 @@ def check_here(seconds: float) -> dict[str, Any]:
     Raises:
         CommandError: the checks could not be performed within `seconds`.
     """
-    return dict(json.loads(_run_checks(["-o", "json"], capture=True, limit=seconds).stdout))
+    return dict(json.loads(_run_checks(["--no-copies", "-o", "json"], capture=True, limit=seconds).stdout))
 
 
 def _run_checks(words: Sequence[str], *, capture: bool, limit: float) -> subprocess.CompletedProcess[str]:

@@ -468,14 +468,21 @@ def _offer(options: InitOptions, prompts: _Prompts, found: Sequence[_Found]) -> 
         build = _option("--build", _one_of(titles), options.build)
     elif len(builds) > 1:
         print_line("\nBuilds of vLLM for it:")
-        contexts = [[each.profile.title, *(f"{tokens:,}" for tokens in each.contexts.values())] for each in builds]
+        contexts = [
+            [each.profile.name, *(f"{tokens:,}" for tokens in each.contexts.values()), _speed(each)] for each in builds
+        ]
         rows = [[str(number), *row] for number, row in enumerate(contexts, start=1)]
-        if not options.yes:
-            print_line(render_table(["", "BUILD", *(f"{users} AT ONCE" for users in USERS)], rows))
+        print_line(render_table(["", "BUILD", *(f"{users} AT ONCE" for users in USERS), "PUBLISHED"], rows))
         build = prompts.ask("Build; `dsv4 up` installs the first", titles[0], _one_of(titles))
     else:
         build = titles[0]
     return next(offer for offer in builds if offer.profile.name == build)
+
+
+def _speed(offer: Offer) -> str:
+    """Return the published speed of a build on this kind of machine."""
+    row = offer.published
+    return row.speed if row else ""
 
 
 def _common_checkpoint(found: Sequence[_Found], offer: Offer) -> str | None:
@@ -580,7 +587,7 @@ def _print_summary(
     folder: Path,
     several: bool,
 ) -> None:
-    division = offer.division
+    division, row = offer.division, offer.published
     layout = [f"tensor parallel {division.tensor}"] if division.tensor > 1 else []
     layout += [f"{division.stages} pipeline stages"] if division.stages > 1 else []
     concurrency = offer.concurrency(users, context)
@@ -593,6 +600,7 @@ def _print_summary(
         ("deployment", name),
         ("model", f"{offer.model.name} on {', '.join(one.name for one in found)}, {', '.join(layout) or 'one GPU'}"),
         ("build", offer.profile.title),
+        *([("settings", f"as published by {row.source}, {row.date}: {_words(offer.engine)}")] if row else []),
         ("weights", weights),
         ("requests", f"up to {users} at once, {context:,} tokens each at most{room}"),
         ("API", f"http://{listen}:8000/v1 of {found[0].name}, {'with a key' if key else 'without a key'}"),
@@ -603,6 +611,23 @@ def _print_summary(
         print_line(f"{label:<12}{text}")
     if not offer.usual:
         note(f"warning: `dsv4 up` does not install {offer.profile.title}; install its vLLM on every machine before")
+
+
+def _words(engine: Mapping[str, Any]) -> str:
+    """Return the published settings in one line."""
+    drafts = engine.get("speculative", {})
+    words = [f"{key} {value}" for key, value in engine.items() if not isinstance(value, dict | list)]
+    words += (
+        [
+            " ".join(
+                ["drafts of", drafts["method"], *([f"with {drafts['tokens']} tokens"] if "tokens" in drafts else [])]
+            )
+        ]
+        if drafts
+        else []
+    )
+    words += [f"{one['name']}={one['value']}" for one in engine.get("env", ())]
+    return ", ".join(words)
 
 
 def _state(root: Path, name: str) -> DeploymentState:

@@ -157,6 +157,7 @@ FIGURES = frozenset({
 })  # fmt: skip
 TERMS = (
     KV_CACHE, "weights", "activations", "rotary tables, top-k buffer", "MoE scratch", "attention in the profile",
+    "images in the profile",
     "attention workspace", "indexer workspace", "non-torch memory", "load format", "NCCL in the profile",
     "NCCL buffers", "CUDA graphs", "CUDA context", "host and Ray", "engine processes", "worker and Ray processes",
     "prefill peak", "reserve",
@@ -172,7 +173,7 @@ FABRIC_REASONS = (
     "UnusedTwin", "SharedInterface", "SharedNetwork",
     "MtuBelowPlan", "SmallMtu", "WrongGidIndex", "StaleGids", "LockedMemoryLimit",
     "OpenFilesLimit", "DuplicateAddress", "NoCommonNetwork", "PortInUse", "NoReply", "OneWay", "PathMtu", "TcpBroken",
-    "NothingReceived",
+    "NothingReceived", "RedirectedCopies", "BrokenCopies",
 )  # fmt: skip
 """Reasons of `dsv4 doctor`, whose package only agents import."""
 SIGNALS = (

@@ -51,8 +51,8 @@ class NodeFacts:
     """Its id in the catalog (`gb10-64gb`), `cpu` without an accelerator; None: unknown, so the requested hardware."""
     gpus: tuple[GpuFacts, ...] = ()
     """Accelerators of a member; empty: unknown, and a member uses all visible ones."""
-    redirected: str = ""
-    """Why copies between its accelerators over PCIe may hang (`fabric.node.Node.redirected`); empty: no reason is
+    unsafe_copies: str = ""
+    """Why copies between its accelerators over PCIe may hang or arrive wrong (`util.peer_copies`); empty: no reason is
     known."""
     lost_bytes: int = 0
     """Memory that drivers kept over the ends of all members since the start of the machine."""

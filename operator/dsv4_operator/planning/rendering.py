@@ -140,7 +140,7 @@ def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
     yield "--tool-call-parser", model.tool_call_parser
     yield "--enable-auto-tool-choice", None if model.tool_call_parser else ""
     yield "--enable-prefix-caching", None
-    yield "--disable-custom-all-reduce", None if any(chosen.redirected) else ""
+    yield "--disable-custom-all-reduce", None if any(chosen.unsafe_copies) else ""
     yield from ((flag, B12X if chosen.provider(op) == B12X else "") for op, flag in B12X_FLAGS.items())
     yield "--load-format", chosen.memory.engine.load_format
     if chosen.memory.engine.load_format in _SAFETENSORS:
@@ -150,7 +150,8 @@ def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
         yield "--long-prefill-token-threshold", str(threshold)
     if engine.cudagraph_mode is not CudagraphMode.NONE:
         # vLLM refuses a largest size that differs from the largest of the listed sizes.
-        if not chosen.gives("--cudagraph-capture-sizes"):
+        listed = chosen.json("--compilation-config").keys() & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+        if not listed and not chosen.gives("--cudagraph-capture-sizes"):
             yield "--max-cudagraph-capture-size", str(engine.max_num_seqs * (1 + chosen.draft_tokens))
         if compilation := _compilation(chosen):
             yield "--compilation-config", compilation
@@ -302,7 +303,7 @@ def _accelerator_env(chosen: Setup, load_seconds: float, step_seconds: str) -> I
         yield "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
     if not chosen.several_machines:
         yield "NCCL_IB_DISABLE", "1"
-    if any(chosen.redirected):
+    if any(chosen.unsafe_copies):
         yield "NCCL_P2P_DISABLE", "1"
     if engine.executor is Executor.RAY_LEGACY:
         yield "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0"

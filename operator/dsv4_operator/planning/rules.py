@@ -407,10 +407,12 @@ def _all_reduce(chosen: Setup) -> Iterator[Broken]:
         yield Broken("spec.engine.env", None, problem)
 
 
-def _redirected_copies(chosen: Setup) -> Iterator[Broken]:
-    name, reason = chosen.redirected
+def _unsafe_copies(chosen: Setup) -> Iterator[Broken]:
+    name, reason = chosen.unsafe_copies
     if reason:
-        problem = f"on {name} {reason}: copies between them over PCIe may hang, and are disabled (NCCL_P2P_DISABLE=1)"
+        problem = (
+            f"on {name} {reason}; copies between its GPUs over PCIe may hang, and are disabled (NCCL_P2P_DISABLE=1)"
+        )
         yield Broken("", None, problem)
 
 
@@ -636,8 +638,8 @@ RULES = (
         "https://github.com/vllm-project/vllm/issues/42609",
     ),
     Rule(
-        "RedirectedCopies", Severity.WARN, "several devices of one machine whose copies IOMMU or ACS redirect",
-        _redirected_copies,
+        "UnsafeCopies", Severity.WARN, "several devices of one machine whose copies IOMMU or ACS redirect, or fail",
+        _unsafe_copies,
         "add iommu=pt to the kernel's command line and disable ACS in the firmware; or set NCCL_P2P_DISABLE to 0 in "
         "spec.engine.env",
         "https://github.com/vllm-project/vllm/issues/51513: the first collective hangs",

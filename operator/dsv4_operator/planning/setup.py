@@ -208,12 +208,12 @@ class Setup:
         return self.spec.topology.nodes_per_group > 1 and not self.facts.one_machine
 
     @property
-    def redirected(self) -> tuple[str, str]:
+    def unsafe_copies(self) -> tuple[str, str]:
         """Return a machine and the reason why copies between the accelerators of one member are not used over PCIe;
         empty if they are, or if the user decides with NCCL_P2P_DISABLE."""
         if self.on_cpu or self.spec.topology.devices_per_node == 1 or self.variable("NCCL_P2P_DISABLE") is not None:
             return "", ""
-        return next(((node.name, node.redirected) for node in self.nodes if node.redirected), ("", ""))
+        return next(((node.name, node.unsafe_copies) for node in self.nodes if node.unsafe_copies), ("", ""))
 
     def provider(self, op: Op) -> str:
         """Return the provider that `spec.engine.kernels` names for `op`; `stock` if it names none."""

@@ -10,6 +10,8 @@ import contextlib
 import functools
 import importlib.util
 import logging
+import os
+import shlex
 import shutil
 import socket
 import time
@@ -28,6 +30,7 @@ from dsv4_runtime.agent.standby import Standby
 from dsv4_runtime.contract import Cause, FabricStatus, GpuSignals, GroupPlan, Progress
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
 from dsv4_runtime.health.gpu import DriverSilentError, Gpus, within_seconds
+from dsv4_runtime.util.peer_copies import UNSAFE_COPIES, try_copies
 from dsv4_runtime.weights import store
 from dsv4_runtime.weights.members import StagingReport, WeightsServer
 
@@ -36,6 +39,7 @@ _log = logging.getLogger(__name__)
 # A driver needs seconds to wake up its GPUs.
 _DRIVER_SECONDS = 10.0
 # Until the driver has released the memory of an engine that ended before.
+_NO_COPIES = "NCCL_P2P_DISABLE"
 _GPU_SECONDS, _GPU_PAUSE_SECONDS = 10.0, 0.5
 
 
@@ -180,6 +184,7 @@ async def preflight(plan: GroupPlan, rank: int, fabric: MemberFabric | None = No
     check_software()
     if plan.health.gpus:
         await check_gpus(plan, rank)
+        await check_copies(plan, rank)
     if fabric is not None:
         try:
             await fabric.open()
@@ -289,6 +294,22 @@ async def check_gpus(plan: GroupPlan, rank: int) -> None:
         if time.monotonic() > deadline:
             raise PreflightError(f"{short}; end that program, or lower gpuMemoryUtilization", Cause.OUT_OF_MEMORY_GPU)
         await asyncio.sleep(_GPU_PAUSE_SECONDS)
+
+
+async def check_copies(plan: GroupPlan, rank: int) -> None:
+    """Test copies between the GPUs of a pod. Elsewhere the control side tests them before it plans.
+
+    Raises:
+        PreflightError: a copy hangs, fails or arrives with wrong bytes, and the plan does not disable these copies.
+    """
+    member = plan.members[rank]
+    if member.gpus is not None or member.devices < 2 or _NO_COPIES in {**os.environ, **plan.environment(rank)}:
+        return
+    found = await run_in_daemon_thread(try_copies)
+    _log.info("copies between the GPUs: %s: %s", found.outcome, found.found)
+    if found.problem:
+        command = f"kubectl annotate node {member.node or 'NODE'} {UNSAFE_COPIES}={shlex.quote(found.problem)}"
+        raise PreflightError(f"{found.problem}; to disable these copies: {command}", Cause.PEER_TO_PEER_HANG)
 
 
 def _sample_or_error(plan: GroupPlan, rank: int) -> tuple[GpuSignals, ...] | PreflightError:

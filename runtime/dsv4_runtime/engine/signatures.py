@@ -369,7 +369,8 @@ REMEDIES: dict[Cause, str] = {
     Cause.NODE_LOST: "check the machine and its links",
     Cause.OUT_OF_MEMORY_GPU: "end other programs on the GPU, drop the page cache, or lower gpuMemoryUtilization",
     Cause.OUT_OF_MEMORY_HOST: "end other programs on the machine, or raise the memory limit of the container",
-    Cause.PEER_TO_PEER_HANG: "set NCCL_P2P_DISABLE=1 and --disable-custom-all-reduce, or disable IOMMU and ACS",
+    Cause.PEER_TO_PEER_HANG: "set NCCL_P2P_DISABLE=1 and --disable-custom-all-reduce, or disable IOMMU and ACS; "
+    "`sudo dsv4 doctor` tests the copies",
     Cause.PREFLIGHT_FAILED: "check `nvidia-smi` in the container, the driver's version, and CUDA_VISIBLE_DEVICES",
     Cause.PORT_CONFLICT: "end the program that has the port, or choose another port",
     Cause.RAY_HEAD_LOST: "check the log of Ray's head, and the link to its machine",

@@ -4,6 +4,7 @@ Pure.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -11,6 +12,7 @@ from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 
 from dsv4_runtime.contract import FabricPlan, FabricSetting, Rail
 from dsv4_runtime.fabric.node import ROCE_V2, Gid, Interface, Node, Port, roce_mtu
+from dsv4_runtime.util.peer_copies import UNSAFE_COPIES, CopyTest, Outcome
 
 
 class CheckStatus(StrEnum):
@@ -57,6 +59,8 @@ class CheckReason(StrEnum):
     PATH_MTU = "PathMtu"
     TCP_BROKEN = "TcpBroken"
     NOTHING_RECEIVED = "NothingReceived"
+    REDIRECTED_COPIES = "RedirectedCopies"
+    BROKEN_COPIES = "BrokenCopies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,14 +325,16 @@ _OPEN_FILES = 65_536
 _KHO_KERNEL = "7.0.0"
 
 
-def run_checks(node: Node, choice: FabricChoice, plan: FabricPlan, rank: int = 0) -> tuple[Check, ...]:
-    """Return all checks in the recommended order of repair."""
+def run_checks(
+    node: Node, choice: FabricChoice, plan: FabricPlan, rank: int = 0, copies: CopyTest | None = None
+) -> tuple[Check, ...]:
+    """Return all checks in the recommended order of repair. `copies`: the test of copies between GPUs, if made."""
     return (
         _kernel(node),
         *_devices(node, choice, plan),
         *_links(choice),
         _pcie(node),
-        *_peer_to_peer(node),
+        *_peer_to_peer(node, copies),
         _twins(node, choice),
         _networks(choice),
         _mtu(choice, plan),
@@ -449,23 +455,29 @@ def _pcie(node: Node) -> Check:
     return Check("pcie", CheckStatus.OK, "; ".join(f"{address} at {link}" for address, link in known.items()))
 
 
-def _peer_to_peer(node: Node) -> Iterator[Check]:
-    """Yield a warning if IOMMU or ACS redirect copies between several GPUs (vllm-project/vllm#51513)."""
-    if causes := node.redirected:
-        yield Check(
-            "peer to peer",
-            CheckStatus.WARN,
-            f"{causes}: copies between them over PCIe may hang in the first collective",
-            "add iommu=pt to the kernel's command line and disable ACS in the firmware; until then `dsv4 up` disables "
-            "these copies; on a cluster set NCCL_P2P_DISABLE to 1 in spec.engine.env and add "
-            "--disable-custom-all-reduce to spec.engine.extraArgs",
-        )
+def _peer_to_peer(node: Node, copies: CopyTest | None) -> Iterator[Check]:
+    """Yield the state of copies between several GPUs over PCIe: their path (vllm-project/vllm#51513), and the test."""
+    tested = f"; {copies.found}" if copies is not None and copies.outcome is not Outcome.SKIPPED else ""
+    path = "add iommu=pt to the kernel's command line and disable ACS in the firmware"
+    plain = (copies.problem if copies is not None else "") or node.redirected
+    until = (
+        "until then `dsv4 up` disables these copies (NCCL_P2P_DISABLE=1); so does the operator after "
+        f"kubectl annotate node NODE {UNSAFE_COPIES}={shlex.quote(plain)}"
+    )
+    if copies is not None and copies.problem:
+        found = f"{node.redirected}; {copies.found}" if node.redirected else copies.found
+        yield Check("peer to peer", CheckStatus.WARN, found, f"{path}; {until}", CheckReason.BROKEN_COPIES)
+    elif causes := node.redirected:
+        found = f"{causes}: copies between them over PCIe may hang in the first collective{tested}"
+        yield Check("peer to peer", CheckStatus.WARN, found, f"{path}; {until}", CheckReason.REDIRECTED_COPIES)
+    elif tested and copies is not None:
+        yield Check("peer to peer", CheckStatus.OK, copies.found)
     elif unknown := [bridge.address for bridge in node.bridges if bridge.redirects is None]:
-        yield Check(
-            "peer to peer",
-            CheckStatus.SKIPPED,
-            f"ACS of the PCIe bridges {', '.join(unknown)} is readable for root only; use `sudo dsv4 doctor`",
-        )
+        skipped = f"; no copy was tried: {copies.found}" if copies is not None else ""
+        found = f"ACS of the PCIe bridges {', '.join(unknown)} is readable for root only; use `sudo dsv4 doctor`"
+        yield Check("peer to peer", CheckStatus.SKIPPED, found + skipped)
+    elif copies is not None and len(node.gpus) > 1:
+        yield Check("peer to peer", CheckStatus.SKIPPED, f"no copy was tried: {copies.found}")
 
 
 def _twins(node: Node, choice: FabricChoice) -> Check:

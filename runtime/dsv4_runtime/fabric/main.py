@@ -29,6 +29,7 @@ from dsv4_runtime.fabric.checks import (
 )
 from dsv4_runtime.fabric.node import Node, discover_node
 from dsv4_runtime.fabric.probes import ProbeOutcome, Responder, group_key, path_problem, probe
+from dsv4_runtime.util.peer_copies import try_copies
 
 PEER_PORT = 7471
 # Not secret: senders only learn that their packet arrived.
@@ -121,7 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     required = given.require_rdma or any(port.active for port in node.ports)
     plan = FabricPlan(require_rdma=required, mtu=given.mtu)
     choice = choose_fabric(node)
-    checks = [*run_checks(node, choice, plan), _gpu(node), _bandwidth(node)]
+    here = given.root == Path("/")
+    copies = try_copies() if here and len(node.gpus) > 1 and not given.no_copies else None
+    checks = [*run_checks(node, choice, plan, copies=copies), _gpu(node), _bandwidth(node)]
     if given.peer:
         checks += asyncio.run(check_peers(node, given.peer, given.wait, given.mtu))
     environment = variables(choice, plan, 0) if node.ports else ()
@@ -141,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mtu", type=int)
     parser.add_argument("--peer", type=IPv4Address, action="append")
     parser.add_argument("--wait", type=float, default=30.0)
+    parser.add_argument("--no-copies", action="store_true")
     parser.add_argument("--root", type=Path, default=Path("/"))
     return parser
 

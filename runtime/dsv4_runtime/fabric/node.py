@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from dsv4_runtime.util.system_tree import Bridge, SystemTree, between_gpus, first_number, pci_gpus, redirected
+from dsv4_runtime.util.files import SystemTree, first_number
+from dsv4_runtime.util.peer_copies import Bridge, between_gpus, pci_gpus, redirected
 
 ROCE_V2 = "RoCE v2"
 # Bytes of a RoCE v2 packet besides its payload, as computed by the kernel (`iboe_get_mtu`): GRH 40, UDP 8, BTH 12,
@@ -150,6 +151,8 @@ class Node:
     """PCI addresses of the GPUs whose DMA the IOMMU translates, of a machine with several GPUs."""
     bridges: tuple[Bridge, ...] = ()
     """PCIe bridges between the GPUs of a machine with several."""
+    gpus: tuple[str, ...] = ()
+    """PCI addresses of the NVIDIA GPUs."""
 
     @property
     def redirected(self) -> str:
@@ -254,6 +257,7 @@ def discover(root: Path, links: Links) -> Node:
         gpu,
         translated,
         bridges,
+        tuple(gpus),
     )
 
 

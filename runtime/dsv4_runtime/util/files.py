@@ -1,10 +1,11 @@
-"""Files: atomic replacement, safe opening, and the bounded log of a process."""
+"""Files: atomic replacement, safe opening, the bounded log of a process, and files below /sys, /proc and /dev."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import re
 import stat
 import sys
 import time
@@ -111,3 +112,80 @@ def log_to(file: Path | None, form: str = "%(asctime)s %(message)s", limit: int 
         else _Bounded(file, maxBytes=limit, backupCount=1, encoding="utf-8", errors="backslashreplace")
     )
     logging.basicConfig(level=logging.INFO, format=form, handlers=[handler], force=True)
+
+
+_LIMIT = 1 << 20
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+class SystemTree:
+    """A machine's /sys, /proc and /dev, or a copy of them. Unreadable files count as missing; nothing raises."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def text(self, path: str) -> str | None:
+        """Return the stripped content of a file; None if there is none.
+
+        Reading fails with EINVAL for empty slots of a GID table and for the speed of a link that is down.
+        """
+        file = self._root / path
+        try:
+            # Only regular files: opening a FIFO would block.
+            if not file.is_file():
+                return None
+            with file.open("rb") as stream:
+                return stream.read(_LIMIT).decode(errors="replace").strip("\0 \t\r\n")
+        except (OSError, ValueError):
+            return None
+
+    def data(self, path: str) -> bytes:
+        """Return the content of a regular file; empty if it cannot be read."""
+        try:
+            with (self._root / path).open("rb") as stream:
+                return stream.read(_LIMIT)
+        except (OSError, ValueError):
+            return b""
+
+    def parents(self, path: str) -> list[str]:
+        """Return the names of the directories above the target of a link, the nearest first; empty if it is none."""
+        try:
+            return [parent.name for parent in (self._root / path).resolve(strict=True).parents]
+        except (OSError, ValueError, RuntimeError):
+            return []
+
+    def number(self, path: str) -> float | None:
+        """Return the first number of a file; None if there is none. `200 Gb/sec (4X HDR)` is 200."""
+        return first_number(self.text(path))
+
+    def names(self, path: str) -> list[str]:
+        """Return the entries of a directory, numbers in numeric order; empty if there is none."""
+        try:
+            found = os.listdir(self._root / path)
+        except (OSError, ValueError):
+            return []
+        return sorted(found, key=lambda name: (0, int(name), name) if _plain(name) else (1, 0, name))
+
+    def target(self, path: str) -> str | None:
+        """Return the last component of a link's target; None if it is no valid link."""
+        try:
+            return (self._root / path).resolve(strict=True).name
+        except (OSError, ValueError, RuntimeError):
+            return None
+
+    def exists(self, path: str) -> bool:
+        """Return whether the path exists."""
+        try:
+            return (self._root / path).exists()
+        except (OSError, ValueError):
+            return False
+
+
+def first_number(text: str | None) -> float | None:
+    """Return the first number of a text, within the range of sysfs values; None if there is none."""
+    match = _NUMBER.search(text) if text else None
+    return float(match[0]) if match and len(match[0]) <= 18 else None
+
+
+def _plain(name: str) -> bool:
+    return name.isascii() and name.isdigit() and len(name) < 10

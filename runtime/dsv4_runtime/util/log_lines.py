@@ -354,7 +354,7 @@ def read_memory_log(lines: Iterable[str]) -> MemoryLog:
 _TABLES = "rotary tables, top-k buffer"
 _WORKSPACES = ("indexer workspace", "attention workspace", "attention in the profile")
 _NON_TORCH = ("non-torch memory", "engine processes", "load format", "NCCL in the profile")
-_ACTIVATIONS = ("activations", "MoE scratch")
+_ACTIVATIONS = ("activations", "MoE scratch", "images in the profile")
 
 
 def logged_terms(log: MemoryLog) -> Iterator[tuple[int, tuple[str, ...]]]:

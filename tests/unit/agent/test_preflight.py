@@ -2,14 +2,23 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsv4_runtime.agent import start
-from dsv4_runtime.agent.start import PreflightError, check_gpus, check_ports, check_resources, wait_for_address
+from dsv4_runtime.agent.start import (
+    PreflightError,
+    check_copies,
+    check_gpus,
+    check_ports,
+    check_resources,
+    wait_for_address,
+)
 from dsv4_runtime.contract import Cause, Expectations, GroupPlan
 from dsv4_runtime.health import gpu
+from dsv4_testkit.fake_cuda import build_cuda
 from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu
 
 
@@ -65,6 +74,35 @@ async def test_gpus_that_are_there_and_free(make_plan: Any, driver: FakeNvml) ->
     await check_gpus(on_gpus(make_plan, "GPU-a", "GPU-b"), 0)
     driver.gpus[1].processes = {2**22 + 1: 70 * GIB}
     await check_gpus(on_gpus(make_plan, "GPU-a"), 0)
+
+
+@pytest.mark.parametrize("fault", ["cuMemcpyPeer:1:lost", "cuInit:9:1"])
+async def test_copies_between_the_gpus_of_a_pod(
+    make_plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Elsewhere the plan names the GPUs, and their copies were tested before it was made."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(build_cuda(tmp_path)))
+    monkeypatch.setenv("FAKE_FAULT", fault)
+    plan = on_gpus(make_plan)
+    head = plan.head.model_copy(update={"devices": 2, "node": "rtx-1"})
+
+    async def refused(**values: object) -> PreflightError | None:
+        changed = plan.model_copy(update={"members": (head.model_copy(update=values), *plan.members[1:])})
+        try:
+            await check_copies(changed, 0)
+        except PreflightError as error:
+            return error
+        return None
+
+    found = await refused()
+    assert (found is not None) is ("lost" in fault)
+    if found is not None:
+        assert found.cause is Cause.PEER_TO_PEER_HANG
+        assert "wrong bytes" in str(found)
+        assert "kubectl annotate node rtx-1 dsv4.dev/unsafe-peer-copies='a copy by" in str(found)
+    assert await refused(devices=1) is None
+    assert await refused(gpus=("GPU-a", "GPU-b")) is None
+    assert await refused(env={"NCCL_P2P_DISABLE": "1"}) is None
 
 
 async def test_what_an_engine_had_that_has_just_ended_is_waited_for(make_plan: Any, driver: FakeNvml) -> None:

@@ -14,6 +14,9 @@ import pytest
 import yaml
 
 from dsv4_operator.cli import main
+from dsv4_operator.cli.output import wrap
+from dsv4_operator.cli.plan import memory_text
+from dsv4_operator.planning.memory.runs import LoggedStart, runs
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -300,7 +303,7 @@ def test_groups_that_are_elsewhere(root: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("nodes", "code", "verdict"),
     [
-        (2, 2, ("does not fit", 141.48, "rank 0: the weights need 233.63 GiB, and the machine has 121.69 GiB")),
+        (2, 2, ("does not fit", 142.38, "rank 0: the weights need 233.63 GiB, and the machine has 121.69 GiB")),
         (8, 0, ("fits", 0, None)),
     ],
 )
@@ -326,3 +329,10 @@ def test_the_page_shows_every_accelerator_example() -> None:
     others = {"nano", "nano-gpu", "kuberay", "flash-4x-rtx-pro-6000", "flash-8x-rtx-pro-6000"}
     wanted = {f"examples/{path.name}" for path in EXAMPLES.glob("*.yaml") if path.stem not in others}
     assert wanted == dict(SAMPLES).keys()
+
+
+@pytest.mark.parametrize("start", runs(), ids=lambda start: start.name)
+def test_the_memory_of_every_logged_start_fits_a_terminal_of_80_columns(start: LoggedStart) -> None:
+    """Together they have every item of a plan."""
+    text = wrap(memory_text(start.plan, (), "flash", ("safetensors", "instanttensor")), 80)
+    assert [line for line in text.split("\n") if len(line) > 80] == []

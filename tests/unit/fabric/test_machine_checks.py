@@ -10,7 +10,7 @@ from machines import RDMA, Machine, check, outcome, seen, spark
 from dsv4_runtime.contract import FabricPlan
 from dsv4_runtime.fabric.checks import Check, CheckReason, CheckStatus, choose_fabric, failures, run_checks
 from dsv4_runtime.fabric.node import discover_node, roce_mtu
-from dsv4_runtime.util.system_tree import redirected_copies
+from dsv4_runtime.util.peer_copies import redirected_copies
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_operator.api import DSV4Deployment, Hardware, load
+from dsv4_operator.backends.hosts.service import HostService
 from dsv4_operator.backends.local import gpus
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.facts import local_facts
@@ -22,6 +23,7 @@ from dsv4_operator.cli.sources.base import read_file
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
 from dsv4_operator.planning.images import profile_named
 from dsv4_testkit.errors import raises_naming
+from dsv4_testkit.fake_cuda import build_cuda
 from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu
 from dsv4_testkit.supervised import Supervised
 
@@ -141,6 +143,7 @@ def test_cards_are_held_by_one_deployment_at_a_time_and_it_is_named(driver: Fake
     found = gpus.find()
     code = f"""
 import sys, time
+from dsv4_testkit.fake_cuda import build_cuda
 from dsv4_testkit.fake_nvml import FakeNvml, Gpu
 from dsv4_operator.api import Hardware, TopologySpec
 from dsv4_operator.backends.local import gpus
@@ -282,6 +285,29 @@ async def test_what_is_free_is_asked_again_while_no_member_runs(driver: FakeNvml
             (gpu,) = node.gpus
             assert gpu.free_bytes == found.cards[0].memory_bytes - 600 * 2**20 - taken
         await backend.close()
+
+
+@pytest.mark.parametrize(("fault", "text"), [("cuMemcpyPeer:2:lost", "arrives with wrong bytes"), ("cuInit:9:1", "")])
+async def test_copies_between_the_gpus_are_tested_once(
+    driver: FakeNvml, supervised: Supervised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, text: str
+) -> None:
+    """By `dsv4 up` here, and by the service of a machine of `--hosts`."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(build_cuda(tmp_path)))
+    monkeypatch.setenv("FAKE_FAULT", fault)
+    with tempfile.TemporaryDirectory(prefix="d4-") as root:
+        state = DeploymentState(Path(root), "nano-gpu")
+        state.prepare()
+        cards, software, processes = gpus.find().cards, Software(profile_named("vllm-0.33")), supervised.again()
+        backend = LocalBackend(state, processes, isolated=False, changed=lambda: None, cards=cards, software=software)
+        facts = await backend.facts(nano(devices_per_node=2))
+        assert all(text in node.unsafe_copies and bool(node.unsafe_copies) == bool(text) for node in facts.nodes)
+        await backend.close()
+        # The driver would fail now.
+        monkeypatch.setenv("FAKE_FAULT", "cuInit:1:999")
+        service = HostService("a", "k" * 32, state, processes)
+        await service.start()
+        assert service.report().unsafe_copies == facts.nodes[0].unsafe_copies
+        await service.close()
 
 
 def test_gpus_that_cannot_be_asked_are_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

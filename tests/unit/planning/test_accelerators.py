@@ -98,11 +98,11 @@ def test_copies_between_cards_that_may_hang_are_disabled(
     given = {} if variable is None else {"engine": {"env": [{"name": "NCCL_P2P_DISABLE", "value": variable}]}}
     made = deployment(hardware, **given)
     facts = facts_for(made)
-    facts = replace(facts, nodes=tuple(replace(node, redirected=reason) for node in facts.nodes))
+    facts = replace(facts, nodes=tuple(replace(node, unsafe_copies=reason) for node in facts.nodes))
     found = plan(made, facts)
     assert ("--disable-custom-all-reduce" in found.engine.args) is disabled
     assert found.env.get("NCCL_P2P_DISABLE") == ("1" if disabled else variable)
-    warned = [one for one in findings(made, facts) if one.reason == "RedirectedCopies"]
+    warned = [one for one in findings(made, facts) if one.reason == "UnsafeCopies"]
     assert len(warned) == disabled
     assert all(reason in one.message and one.severity is Severity.WARN for one in warned)
 
@@ -274,6 +274,30 @@ def test_sizes_of_graphs_that_the_user_gives_are_the_only_ones() -> None:
     assert graph_sizes(sizes) == 4
     assert graph_sizes(["--max-cudagraph-capture-size=16"]) == 5
     assert graph_sizes(["--cudagraph-capture-sizes", "many"]) == graph_sizes([]) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "count"),
+    [
+        (['--compilation-config={"cudagraph_capture_sizes":[5,6,10,12,48]}'], 5),
+        (["--compilation-config", '{"cudagraph_capture_sizes":[5,6]}'], 2),
+        (["--compilation_config.cudagraph_capture_sizes=[1,2,4,8,16,24]"], 6),
+        (['-cc={"cudagraph_mode":"FULL","cudagraph_capture_sizes":[1]}'], 1),
+        (['--compilation-config={"max_cudagraph_capture_size":16}'], 5),
+    ],
+)
+def test_sizes_of_graphs_in_the_compilation_config(args: list[str], count: int) -> None:
+    """Published recipes write them there."""
+    made = plan(deployment(engine={"extraArgs": args}))
+    assert not any(arg.startswith("--max-cudagraph-capture-size") for arg in made.engine.args)
+    assert graph_sizes(args) == count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "[]", "null", '{"cudagraph_capture_sizes":null}', '{"cudagraph_capture_sizes":["a"]}', "{"]
+)
+def test_invalid_compilation_configs_have_the_default_sizes(text: str) -> None:
+    assert graph_sizes([f"--compilation-config={text}"]) == 3
 
 
 def graph_sizes(args: list[str]) -> int:

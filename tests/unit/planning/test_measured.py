@@ -10,10 +10,11 @@ from dsv4_operator.api import DeploymentStatus, GroupStatus, MeasuredItem, Measu
 from dsv4_operator.planning import catalog_facts
 from dsv4_operator.planning.catalog import GIB, machine
 from dsv4_operator.planning.memory import Measured, MemoryPlan, memory_plan
+from dsv4_operator.planning.memory.records import MemoryPool
 from dsv4_operator.planning.memory.runs import TERMS, comparisons, largest_deviation, runs, terms
 from dsv4_operator.planning.setup import measured_of, memory_of, setup
 from dsv4_runtime.contract import KV_CACHE
-from dsv4_runtime.util.log_lines import memory_differences, read_memory_log
+from dsv4_runtime.util.log_lines import MemoryLog, logged_terms, memory_differences, read_memory_log
 
 NEW = """\
 (EngineCore pid=1) INFO [core.py:123] Initializing a V1 LLM engine (v0.26.1) with config: model='/models/ds4'
@@ -152,3 +153,15 @@ def test_every_term_has_starts_with_a_source_and_a_date() -> None:
         assert found, f"{term} rests on nothing"
         assert all(each.run.source and each.run.date > "2026-04" for each in found)
         assert all(each.least <= each.planned <= each.most for each in found)
+
+
+@pytest.mark.parametrize(
+    "log",
+    [MemoryLog(weights=1, consumed=2, peak=3, graphs=1), MemoryLog(weights=1, non_torch=1, activations=1, graphs=1)],
+    ids=["since 0.27", "to 0.26"],
+)
+def test_every_item_of_the_budget_is_part_of_a_logged_figure(log: MemoryLog) -> None:
+    """Else a measured start attributes its memory to another item."""
+    known = {name for _, names in logged_terms(log) for name in names}
+    items = {item for run in runs() for rank in run.plan.ranks for item in rank.items}
+    assert {item.name for item in items if item.where is MemoryPool.BUDGET} <= known

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan import broken, followed_advice, random_case
 
+from dsv4_operator.api import parse
 from dsv4_operator.planning.catalog import GIB, Machine, machine_named, model
 from dsv4_operator.planning.catalog.records import Part
 from dsv4_operator.planning.images import profile_named
 from dsv4_operator.planning.memory import EngineSettings, FitVerdict, MemoryPlan, Parallel, advice, memory_plan
 from dsv4_operator.planning.memory.items import stages
 from dsv4_operator.planning.memory.kv import layout
-from dsv4_operator.planning.memory.plan import longest_context
+from dsv4_operator.planning.memory.plan import deployment_plan, longest_context
 from dsv4_operator.planning.memory.runs import runs
 from dsv4_testkit.errors import raises_naming
 from dsv4_testkit.planfixtures import Case, Row, accuracy, rows, verdicts
@@ -49,6 +50,44 @@ def test_a_request_of_patched_v41_is_as_logged() -> None:
     kv = memory_plan(model("V4.1-Flash"), SPARK, Parallel(4), engine).kv
     assert kv is not None
     assert kv.tokens == pytest.approx(1_032_963, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("context", "batched", "millions"), [(300_000, 8192, 2.56), (1_000_000, 8192, 3.41), (1_000_000, 16_384, 2.99)]
+)
+def test_requests_of_patched_v41_at_other_contexts_are_as_logged(context: int, batched: int, millions: float) -> None:
+    """bot-lab-21/DeepSeek-V4.1-Flash-EXL3-3.5bpw-Pollard, README: tokens in 12 GiB, other weights, the same cache."""
+    engine = EngineSettings(context, 8, batched, speculative_tokens=5, kv_cache_memory=12 * GIB)
+    engine = replace(engine, build=profile_named("spark-dsv41").build)
+    kv = memory_plan(model("V4.1-Flash"), SPARK, Parallel(4), engine).kv
+    assert kv is not None
+    assert round(kv.tokens / 1e6, 2) == millions
+
+
+def test_negative_non_torch_memory_is_explained() -> None:
+    for run in runs():
+        item = next(item for item in run.plan.ranks[0].items if item.name == "non-torch memory")
+        assert item.note.startswith("negative: ") is (item.bytes < 0)
+
+
+@pytest.mark.parametrize("profile", ["spark-dsv41", "spark-b12x", "vllm-0.33"])
+@pytest.mark.parametrize("name", ["V4.1-Flash", "V4-Flash-0731"])
+def test_images_take_memory_of_the_profile_where_there_is_a_vision_tower(profile: str, name: str) -> None:
+    def items(*args: str) -> dict[str, int]:
+        spec = {
+            "model": {"variant": "Flash", "source": {"path": f"/models/{name}"}, "servedNames": ["m"]},
+            "topology": {"hardware": "GB10", "nodesPerGroup": 4, "tensorParallelSize": 4},
+            "engine": {"profile": profile, "extraArgs": list(args), "maxModelLen": 32_768},
+        }
+        made = parse(
+            {"apiVersion": "dsv4.dev/v1alpha1", "kind": "DSV4Deployment", "metadata": {"name": "a"}, "spec": spec}
+        )
+        plan = deployment_plan(made, model(name), SPARK, profile_named(profile))
+        return {item.name: item.bytes for item in plan.ranks[0].items}
+
+    both, text = items(), items("--language-model-only")
+    assert both.pop("images in the profile", 0) == (int(0.9 * GIB) if name == "V4.1-Flash" else 0)
+    assert both == text
 
 
 def test_a_request_of_b12x_builds_for_spark_is_as_logged() -> None:

@@ -240,7 +240,7 @@ ABOUT_FACTS = {
     "HeadPlacement",
     "SameAddress",
     "LegacyInterfaces",
-    "RedirectedCopies",
+    "UnsafeCopies",
     "LostMemory",
 }
 
@@ -282,8 +282,8 @@ def test_rules_about_the_machines_at_hand() -> None:
     assert "LegacyInterfaces" not in broken(legacy, facts)
     cards = deployment(RTX)
     facts = facts_for(cards)
-    assert "the reason" in broken(cards, changed(0, redirected="the reason"))["RedirectedCopies"].message
-    assert "RedirectedCopies" not in broken(cards, facts)
+    assert "the reason" in broken(cards, changed(0, unsafe_copies="the reason"))["UnsafeCopies"].message
+    assert "UnsafeCopies" not in broken(cards, facts)
 
 
 def test_every_rule_is_tried_and_none_is_there_twice() -> None:

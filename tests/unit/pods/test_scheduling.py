@@ -14,6 +14,7 @@ from dsv4_operator.backends.pods.scheduling import Snapshot, facts, shortage
 from dsv4_operator.kube.cache import _kept_of_pod
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
+from dsv4_runtime.util.peer_copies import UNSAFE_COPIES
 from dsv4_testkit.pod_objects import (
     PLAIN_ROOM,
     SPARK,
@@ -106,6 +107,18 @@ def test_a_node_that_does_not_fit_is_named_with_its_reason(second: dict[str, Any
         assert nodes_of(planned(deployment(), Snapshot.of_pods((*sparks(1), other), ()))) == ["spark-1", "spark-2"]
     else:
         assert refused(deployment(), *sparks(1), other) == reason
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(None, ""), ("the copies hang\n\x1b", "the copies hang  "), ("x" * 4000, "x" * 300), (7, ""), ("", "")],
+)
+def test_an_annotation_of_a_node_disables_copies_between_its_gpus(value: object, reason: str) -> None:
+    second = node("spark-2", address="192.168.0.2", labels=SPARK, room=SPARK_ROOM)
+    second["metadata"]["annotations"] = {} if value is None else {UNSAFE_COPIES: value}
+    placed = facts(deployment(), Snapshot.of_pods((*sparks(1), second), ())).placed
+    assert placed is not None
+    assert [one.unsafe_copies for one in placed[0]] == ["", reason]
 
 
 def test_what_is_not_there_at_all_is_said_too() -> None:

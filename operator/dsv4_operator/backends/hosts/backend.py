@@ -586,7 +586,7 @@ def _node(deployment: DSV4Deployment, host: Host, report: HostReport) -> NodeFac
         gpus=tuple(
             GpuFacts(card.uuid, card.title, card.memory_bytes, card.free_bytes, card.taken_by) for card in cards
         ),
-        redirected=report.redirected if cards else "",
+        unsafe_copies=report.unsafe_copies if cards else "",
         lost_bytes=report.lost_bytes,
     )
 

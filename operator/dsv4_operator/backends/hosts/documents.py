@@ -232,8 +232,8 @@ class HostReport(Report):
     memory_bytes: int
     """Available memory when last no member ran."""
     gpus: tuple[GpuReport, ...] = ()
-    redirected: str = ""
-    """Why copies between the GPUs over PCIe may hang; empty: no reason is known."""
+    unsafe_copies: str = ""
+    """Why copies between the GPUs over PCIe may hang or arrive wrong; empty: no reason is known."""
     lost_bytes: int = 0
     """Memory that drivers kept over the ends of all members since the start of the machine."""
 

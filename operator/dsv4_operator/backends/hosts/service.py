@@ -42,11 +42,11 @@ from dsv4_operator.backends.hosts.documents import (
 from dsv4_operator.backends.hosts.members import HostMembers, StartRefused
 from dsv4_operator.backends.local import gpus, network
 from dsv4_operator.backends.local.facts import available_memory, unowned_memory
-from dsv4_operator.backends.local.state import DeploymentState, StateError, read_logs
+from dsv4_operator.backends.local.state import PEER_COPIES, DeploymentState, StateError, read_logs
 from dsv4_operator.backends.local.supervisor import LOCK, Processes
 from dsv4_runtime.contract.base import Report
 from dsv4_runtime.util.files import log_to, replace_file
-from dsv4_runtime.util.system_tree import redirected_copies
+from dsv4_runtime.util.peer_copies import unsafe_copies
 
 _log = logging.getLogger("dsv4")
 
@@ -99,7 +99,7 @@ class HostService:
         self._lease = self._read_lease()
         self._memory = available_memory()
         self._gpus: tuple[GpuReport, ...] = ()
-        self._redirected = ""
+        self._unsafe_copies = ""
         self._lost = 0
 
     async def start(self) -> None:
@@ -107,8 +107,8 @@ class HostService:
         self._members.adopt()
         self._memory = self._members.memory or available_memory()
         self._gpus = await asyncio.to_thread(_gpus)
-        if len(self._gpus) > 1:
-            self._redirected = await asyncio.to_thread(redirected_copies)
+        uuids, record = [gpu.uuid for gpu in self._gpus], self._state.directory / PEER_COPIES
+        self._unsafe_copies = await asyncio.to_thread(unsafe_copies, uuids, record)
         if self._members.running:
             # The members hold memory that is free for their successors.
             self._gpus = tuple(gpu.model_copy(update={"free_bytes": None, "taken_by": ""}) for gpu in self._gpus)
@@ -168,7 +168,7 @@ class HostService:
             cpus=len(os.sched_getaffinity(0)),
             memory_bytes=self._memory,
             gpus=self._gpus,
-            redirected=self._redirected,
+            unsafe_copies=self._unsafe_copies,
             lost_bytes=self._lost,
         )
 

@@ -23,7 +23,7 @@ from dsv4_operator.backends.local.gateway import LocalGateways
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.network import children, outside_ids
 from dsv4_operator.backends.local.software import Software
-from dsv4_operator.backends.local.state import DeploymentState, collect_evidence
+from dsv4_operator.backends.local.state import PEER_COPIES, DeploymentState, collect_evidence
 from dsv4_operator.backends.local.supervisor import NETWORK, Child, LoopReport, Processes
 from dsv4_operator.lifecycle import compute_status, given_up
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
@@ -34,6 +34,7 @@ from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
 from dsv4_runtime.contract.token import new_key, new_token
 from dsv4_runtime.util.clock import unix_time
 from dsv4_runtime.util.files import replace_file
+from dsv4_runtime.util.peer_copies import unsafe_copies
 
 _log = logging.getLogger("dsv4")
 
@@ -118,6 +119,7 @@ class LocalBackend:
         self._members: dict[tuple[int, int, int], _RunningMember] = {}
         self._free: int | None = None
         """Free memory when last no member ran."""
+        self._unsafe_copies: str | None = None
         self._token_key = self._earlier_token_key() or new_key()
         self._agents = AgentClient()
 
@@ -176,6 +178,10 @@ class LocalBackend:
         if self._free is None or all(running.ended is not None for running in self._members.values()):
             self._free = available_memory()
             self._cards = await asyncio.to_thread(gpus.refresh, self._cards)
+        if self._unsafe_copies is None:
+            # At most once after a start of the machine it takes longer than 2 s.
+            record = self._state.directory / PEER_COPIES
+            self._unsafe_copies = await asyncio.to_thread(unsafe_copies, [card.uuid for card in self._cards], record)
         # Memory of running members is free for their successors: a group is planned again while it runs.
         return local_facts(
             deployment,
@@ -184,6 +190,7 @@ class LocalBackend:
             memory=self._free,
             cards=self._cards,
             software=self._software,
+            unsafe_copies=self._unsafe_copies,
         )
 
     def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:

@@ -21,7 +21,6 @@ from dsv4_operator.backends.local import network
 from dsv4_operator.planning.catalog import Model, checkpoint_named
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint, model_from_files, model_of_config
 from dsv4_operator.planning.facts import Facts, GpuFacts, NodeFacts
-from dsv4_runtime.util.system_tree import redirected_copies
 
 if TYPE_CHECKING:
     from dsv4_operator.backends.local.gpus import Card
@@ -45,6 +44,7 @@ def local_facts(
     memory: int | None = None,
     cards: Sequence[Card] = (),
     software: Software | None = None,
+    unsafe_copies: str = "",
 ) -> Facts:
     """Return the stand-in nodes of all groups, which share this machine's processors and memory equally.
 
@@ -56,11 +56,11 @@ def local_facts(
             their successors, so the caller passes the amount that was free without them.
         cards: the GPUs of the deployment, divided among the nodes; none on CPU.
         software: installed software for engines on them; none on CPU.
+        unsafe_copies: as in `NodeFacts`.
     """
     count = deployment.spec.topology.nodes_per_group * max(deployment.spec.replicas, 1) if isolated else 1
     memory = (available_memory() if memory is None else memory) // count
     cpus = len(os.sched_getaffinity(0))
-    redirected = redirected_copies() if cards else ""
     nodes = tuple(
         NodeFacts(
             name=f"local-{place}",
@@ -71,7 +71,7 @@ def local_facts(
             # Without cards, members run vLLM's CPU build, regardless of GPUs in the machine.
             machine=cards[0].machine if cards else "cpu",
             gpus=tuple(map(_gpu, cards[place * len(cards) // count : (place + 1) * len(cards) // count])),
-            redirected=redirected,
+            unsafe_copies=unsafe_copies,
         )
         for place in range(count)
     )

@@ -11,6 +11,7 @@
     manifest.json           the deployment as the user gave it
     object.json             the same with its status, as `kubectl get -o json` would print it
     loop.log                log and events of the loop
+    peer-copies.json        result of the test of copies between GPUs
     token                   token of the present incarnation for Ray, the agents and vLLM's port (mode 0600)
     token-key               key from which the tokens of all incarnations are derived, for the gateway (mode 0600)
     i<incarnation>/plan.json
@@ -48,6 +49,8 @@ _LOCK_TRIES, _LOCK_PAUSE = 10, 0.05
 
 RESERVED = frozenset({"weights", "secrets", "remote", "software", "cache"})
 """Directories that all deployments of a state directory share."""
+
+PEER_COPIES = "peer-copies.json"
 
 NETWORK_ANNOTATION = "dsv4.dev/local-network"
 """Annotation with the network mode of the members, and its reason."""

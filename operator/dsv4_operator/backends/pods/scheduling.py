@@ -21,8 +21,12 @@ from dsv4_operator.builders.names import Manifest
 from dsv4_operator.planning.catalog import GIB, machine, machine_named, product_machine
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_runtime.contract import GroupPlan
+from dsv4_runtime.util.peer_copies import UNSAFE_COPIES
 
 _GROUP_KEY = (names.DEPLOYMENT, names.GROUP)
+
+_REASON = 300
+"""Characters of an annotation that are shown."""
 
 PODS = "pods"
 """Resource of which each pod uses one; nodes allow 110 by default."""
@@ -516,6 +520,7 @@ def _node_facts(
         cpus=max(1, cpus // beside),
         memory_bytes=max(0, node.free.get("memory", 0)) // shared,
         machine="cpu" if spec.topology.hardware is Hardware.CPU else _machine(node.manifest),
+        unsafe_copies=_unsafe_copies(node.manifest),
     )
 
 
@@ -539,6 +544,13 @@ def _machine(node: Manifest) -> str | None:
     product = product_machine(str((node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product", "")))
     memory = quantity((node.get("status") or {}).get("capacity", {}).get("memory", "0"))
     return "gb10-64gb" if product == "gb10" and 0 < memory < _SPARK_64GB else product
+
+
+def _unsafe_copies(node: Manifest) -> str:
+    """Return the reason in the node's annotation, on one line; empty without one. `dsv4 doctor` prints the command that
+    sets it: a pod may not read the configuration of bridges."""
+    text = names.part(node, "metadata", "annotations").get(UNSAFE_COPIES)
+    return "".join(each if each.isprintable() else " " for each in text[:_REASON]) if isinstance(text, str) else ""
 
 
 def _internal_address(node: Manifest) -> str:

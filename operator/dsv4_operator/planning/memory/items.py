@@ -228,6 +228,9 @@ _INDEXER_ROW = 144_000
 """Bytes of b12x's indexer workspace for a token of a step: 1124 MiB for 8192."""
 _SPLIT_ROWS = 16_384
 """Rows times splits for which b12x's attention has partial results."""
+_VISION = Range(0.4, 0.9, 1.4)
+"""GiB of the vision tower in vLLM's profile: 1.30 less KV cache than the same engine without images, with 0.36 more
+weights (four images a request, 8192 batched tokens; tonyd2wild, docs/EXL3-TP3.md, starts 7 and 9)."""
 _SCRATCH, _PROFILED = Range(0.5, 1.0, 1.5), Range(0.5, 1.0, 1.3)
 
 
@@ -304,8 +307,10 @@ def _profiled(
     if engine.attention_profiled:
         heads = -(-model.heads // parallel.tensor)
         profiled = (_SPLIT_ROWS * heads * (2 * model.head_dim + 4) + tokens * _INDEXER_ROW) / GIB
-        note = "VLLM_MEMORY_PROFILE_INCLUDE_ATTN: of attention and indexer"
+        note = "workspaces of attention and indexer"
         yield ranged("attention in the profile", _times(_PROFILED, profiled), MemoryPool.BUDGET, note)
+    if model.kv_sources and engine.images:
+        yield ranged("images in the profile", _VISION, MemoryPool.BUDGET, "of the vision tower")
     states = engine.max_model_len // (1 if model.kv_sources else _CONTEXT_RATIO)
     workspace = states * _KEYS * _KEY_BYTES
     factor = build.indexer_factor or (_FACTOR_LONG if engine.max_model_len > _LONG else _FACTOR)
@@ -316,7 +321,9 @@ def _profiled(
         sizes = (gathered * each for each in (build.workspace.least, build.workspace.expected, build.workspace.most))
         yield ranged("attention workspace", Range(*sizes), MemoryPool.BUDGET, "where a prefill gathers its context")
     other = build.other or (_OTHER_UNIFIED if machine.unified_memory else _OTHER)
-    yield ranged("non-torch memory", other, MemoryPool.BUDGET, "libraries, NCCL's channels, workspaces")
+    released = "negative: the profile releases memory that was in use before"
+    note = "libraries, NCCL's channels, workspaces" if other.expected >= 0 else released
+    yield ranged("non-torch memory", other, MemoryPool.BUDGET, note)
     if machine.unified_memory:
         if loader := load_format_item(parallel, engine):
             yield loader

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from dsv4_operator.api import (
     CudagraphMode,
@@ -390,6 +392,7 @@ _MEASUREMENTS = {
     "weights": "read `Model loading took … GiB` in vLLM's log",
     "CUDA graphs": "read `Estimated CUDA graph memory` in vLLM's log",
     "load format": "compare `Available KV cache memory` with a start with --load-format=safetensors",
+    "images in the profile": "compare `Available KV cache memory` with a start with --language-model-only",
     "NCCL in the profile": "compare `Available KV cache memory` with a start with NCCL_BUFFSIZE=1048576",
 }
 
@@ -649,6 +652,7 @@ def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profil
         loader_ring=_number(env, "INSTANTTENSOR_BUFFER_SIZE", 0),
         loader_windows=_number(env, "INSTANTTENSOR_IO_DEPTH", 0) * _number(env, "INSTANTTENSOR_CHUNK_SIZE", _CHUNK),
         attention_profiled=_ATTENTION in profile.extra_env and env.get(_ATTENTION) == "1",
+        images=not any(one.name == "--language-model-only" for one in read_arguments(engine.extra_args)),
         nccl_share=_nccl_share(env),
     )
 
@@ -692,7 +696,30 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
 def _sizes(args: Sequence[str], flag: str) -> tuple[int, ...]:
     """Return the numbers that the user gives to `flag`; none if one of them is invalid."""
     given = [value for argument in read_arguments(args) if argument.name == flag for value in argument.values]
+    given = given or _compiled(args, _COMPILED[flag])
     return tuple(map(int, given)) if all(value.isdecimal() for value in given) else ()
+
+
+_COMPILED = {
+    "--cudagraph-capture-sizes": "cudagraph_capture_sizes",
+    "--max-cudagraph-capture-size": "max_cudagraph_capture_size",
+}
+"""Keys of `--compilation-config` for flags of captured sizes."""
+
+
+def _compiled(args: Sequence[str], key: str) -> list[str]:
+    """Return the numbers of `key` in the `--compilation-config` of the user, as text."""
+    found: Any = []
+    given = (one for one in read_arguments(args) if one.name in ("--compilation-config", "-cc"))
+    for argument, text in ((one, text) for one in given for text in one.values):
+        # The rule `UnknownArgument` reports other text.
+        with suppress(ValueError):
+            value = json.loads(text)
+            if argument.key == key:
+                found = value
+            elif not argument.key and isinstance(value, dict):
+                found = value.get(key, found)
+    return [str(each) for each in (found if isinstance(found, list) else [found])]
 
 
 def _nccl_share(env: Mapping[str, str]) -> float:

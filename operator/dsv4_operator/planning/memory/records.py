@@ -64,6 +64,8 @@ class EngineSettings:
     """Bytes of InstantTensor's pinned windows on a rank, if variables set them."""
     attention_profiled: bool = False
     """Whether vLLM's memory profile contains the workspaces of attention (`VLLM_MEMORY_PROFILE_INCLUDE_ATTN`)."""
+    images: bool = True
+    """Whether requests may have images, if the model has a vision tower (V4.1)."""
     nccl_share: float = 1.0
     """Bytes of NCCL's buffers relative to its defaults, if their size or number was set."""
 

@@ -19,7 +19,7 @@ from dsv4_runtime.util.log_lines import MemoryLog, logged_terms
 
 TERMS = {
     "weights": ("weights", "rotary tables, top-k buffer"),
-    "activations": ("activations", "MoE scratch"),
+    "activations": ("activations", "MoE scratch", "images in the profile"),
     "graphs": ("CUDA graphs",),
     "kv": (),
     "concurrency": (),
