@@ -220,12 +220,8 @@ def bench(address: Address, options: BenchOptions) -> ExitCode:
 
 
 def _document(state: Run) -> Document:
-    try:
-        own = importlib.metadata.version("dsv4")
-    except importlib.metadata.PackageNotFoundError:
-        own = "unknown"
     return Document(
-        dsv4=own,
+        dsv4=own_version(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         model=state.facts.model,
         engine=state.facts.engine,
@@ -233,6 +229,14 @@ def _document(state: Run) -> Document:
         quick=state.options.quick,
         runs=[],
     )
+
+
+def own_version() -> str:
+    """Return the version of dsv4."""
+    try:
+        return importlib.metadata.version("dsv4")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _skipped(case: Case, reason: str) -> Skipped:
@@ -367,7 +371,7 @@ def _generate(state: Run, case: Case, number: int, texts: Sequence[str]) -> Repe
         result = Path(folder, speed.RESULT_FILE)
         if status or not result.is_file():
             raise CommandError(
-                f"the load generator of {state.python} ended with status {status}: {_last_line(log)}; "
+                f"the load generator of {state.python} ended with status {status}: {last_line(log)}; "
                 "check with --python that it has vLLM 0.32 or later"
             )
         try:
@@ -427,7 +431,8 @@ def _log_lines(log: Path) -> list[str]:
         return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """Return the last line of a program's output, shortened."""
     return one_line(next(reversed(_log_lines(log)), "no output"), 300)
 
 
@@ -436,7 +441,7 @@ def _first_error(log: Path) -> str:
     lines = _log_lines(log)
     at = next((number for number, line in enumerate(lines) if line.startswith("Error 0:")), None)
     if at is None:
-        return _last_line(log)
+        return last_line(log)
     end = next(
         (number for number in range(at + 1, len(lines)) if lines[number].startswith(("Error 1:", "tip:", "==="))),
         at + 1,

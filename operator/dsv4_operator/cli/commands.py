@@ -6,9 +6,10 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from dsv4_operator.cli.errors import KUBECTL_PLUGIN, ExitCode, bad_input
 from dsv4_operator.cli.output import TableFormat, print_line, render_document
@@ -23,8 +24,20 @@ from dsv4_operator.cli.sources import (
     with_target_options,
 )
 
+
+class _Commands(TyperGroup):
+    """Commands, of which some have names of two words."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return name, command and the rest of the command line."""
+        if (command := self.get_command(ctx, " ".join(args[:2]))) is not None and len(args) > 1:
+            return command.name, command, args[2:]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="dsv4",
+    cls=_Commands,
     help="Run DeepSeek-V4 and keep it running.",
     epilog="Exit codes: 0 all went well; 1 it failed; 2 the input or the machine's state is not right for it; "
     "3 a plan is uncertain, or a verification or measurement incomplete; 130 interrupted. "
@@ -375,6 +388,47 @@ def bench(
     return command.bench(Address(base_url("--url", url), model or "", read_key(key_file)), options)
 
 
+@app.command("bench recovery")
+@with_target_options
+def bench_recovery(
+    target: CommandTarget,
+    name: NameArgument = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="kill-engine, stop-engine, kill-worker, stop-worker or kill-api; may be repeated "
+            "[default: the first two].",
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, max=50, metavar="N", help="Repetitions of each fault.")] = 2,
+    clients: Annotated[int, typer.Option(min=1, max=256, metavar="N", help="Clients at the same time.")] = 4,
+    group: Annotated[int, typer.Option(min=0, metavar="N", help="Group number.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of prompts and moments.")] = 0,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: the engine breaks while it serves.")] = False,
+    timeout: Annotated[str, typer.Option(metavar="DURATION", help="Timeout of one request.")] = "15m",
+    recovery: Annotated[str, typer.Option(metavar="DURATION", help="Timeout of one recovery.")] = "30m",
+    limit: Annotated[str, typer.Option(metavar="DURATION", help="Timeout of the run.")] = "4h",
+    output: FormatOption = None,
+) -> int:
+    """Kill and stop the engine of a running deployment under load: detection, recovery, lost requests."""
+    from dsv4_operator.cli import recovery as command
+
+    options = command.RecoveryOptions(
+        faults=tuple(fault or ()),
+        repeat=repeat,
+        clients=clients,
+        group=group,
+        seed=seed,
+        yes=yes,
+        form=output,
+        request_seconds=_duration("--timeout", timeout),
+        recovery_seconds=_duration("--recovery", recovery),
+        total_seconds=_duration("--limit", limit),
+    )
+    return command.run(target.source(), name, options)
+
+
 @app.command()
 @with_target_options
 def dashboard(
@@ -486,6 +540,9 @@ def report(
     bench: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Add the results of `dsv4 bench -o json`.")
     ] = None,
+    recovery: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Add the results of `dsv4 bench recovery -o json`.")
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Compare the reports in the given JSON files; no deployment is read.")
     ] = False,
@@ -494,7 +551,7 @@ def report(
     """Write a report to share as HTML and JSON: machine, memory, kernels, results, failures; no names or addresses."""
     from dsv4_operator.cli import report as command
 
-    options = command.ReportOptions(file, verify, bench, output)
+    options = command.ReportOptions(file, verify, bench, recovery, output)
     if merge:
         return command.merge([*([name] if name else []), *(more or ())], options)
     if more:

@@ -155,7 +155,7 @@ def _kebab(cause: Cause) -> str:
 
 def fatal_requests(source: DeploymentSource, item: DeploymentView) -> FatalRequests:
     """Return what the gateway refuses because engines died of it; nothing if the gateway does not respond."""
-    from dsv4_operator.cli import http
+    from dsv4_operator.verify import endpoint as http
 
     try:
         with source.api(item) as api:
@@ -284,7 +284,7 @@ def show_dashboard(
 
 
 def _check_dashboard(url: str, token: str) -> None:
-    from dsv4_operator.cli import http
+    from dsv4_operator.verify import endpoint as http
 
     try:
         with http.open_url("GET", url, token=token, total_seconds=_RESPONSE_SECONDS):

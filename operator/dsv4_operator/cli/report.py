@@ -48,6 +48,8 @@ from dsv4_operator.cli.report_fields import (
     MemoryTerm,
     ModelPart,
     Operation,
+    RecoveryPart,
+    RecoveryRow,
     SettingPart,
     SetupReport,
     Standing,
@@ -67,6 +69,7 @@ from dsv4_runtime.contract import KV_CACHE, KernelStatus
 
 _INPUT_BYTES = 16 * 2**20
 _DRIVER_SECONDS, _FABRIC_SECONDS = 2.0, 4.0
+_COMMANDS = {"--verify": "verify", "--bench": "bench", "--recovery": "bench recovery", "--merge": "report"}
 _LEAST_MERGED, _MOST_MERGED = 2, 32
 
 
@@ -87,6 +90,7 @@ class ReportOptions:
     file: Path | None = None
     verify: Path | None = None
     bench: Path | None = None
+    recovery: Path | None = None
     form: DocumentFormat | None = None
 
 
@@ -101,13 +105,14 @@ def run(source: DeploymentSource, name: str | None, options: ReportOptions, *, l
     """
     verify = None if options.verify is None else _read("--verify", options.verify, "results")
     bench = None if options.bench is None else _read("--bench", options.bench, "runs")
+    recovery = None if options.recovery is None else _read("--recovery", options.recovery, "runs")
     page = options.file
     if page is None and options.form is None:
         page = Path(f"dsv4-report-{time.strftime('%Y%m%dT%H%M%S')}.html")
     data = None if page is None else _data_file(page, options)
     item = source.get(name)
     memory = _plan(source, item)
-    report = setup_report(item, time.time(), memory, _here() if local else Here(), verify, bench)
+    report = setup_report(item, time.time(), memory, _here() if local else Here(), verify, bench, recovery)
     document = report.to_dict()
     if page is not None and data is not None:
         text = json.dumps(document, indent=1)
@@ -126,7 +131,7 @@ def merge(files: Sequence[str], options: ReportOptions) -> ExitCode:
         raise bad_input(
             f"--merge compares {_LEAST_MERGED} to {_MOST_MERGED} reports, and {len(files)} are given; name JSON files"
         )
-    for option in ("verify", "bench"):
+    for option in ("verify", "bench", "recovery"):
         if getattr(options, option) is not None:
             raise bad_input(f"--{option} and --merge are mutually exclusive; give --{option} where the report is made")
     if options.file is None and options.form is None:
@@ -156,7 +161,7 @@ def _read(option: str, path: Path, key: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise bad_input(f"{option} {str(path)!r} is not JSON ({error}); write it with -o json") from None
     if not isinstance(document, dict) or (key and not isinstance(document.get(key), list)):
-        raise bad_input(f"{option} {str(path)!r} has no list {key!r}; write it with `dsv4 {option[2:]} -o json`")
+        raise bad_input(f"{option} {str(path)!r} has no list {key!r}; write it with `dsv4 {_COMMANDS[option]} -o json`")
     return document
 
 
@@ -186,7 +191,7 @@ def _check_page(page: Path, inputs: Sequence[Path]) -> None:
 
 def _data_file(page: Path, options: ReportOptions) -> Path:
     """Return the JSON file beside the page; an existing file must be a report."""
-    inputs = [path for path in (options.verify, options.bench) if path is not None]
+    inputs = [path for path in (options.verify, options.bench, options.recovery) if path is not None]
     _check_page(page, inputs)
     data = page.with_suffix(".json")
     if data.exists() or any(data.resolve() == each.resolve() for each in inputs):
@@ -251,6 +256,7 @@ def setup_report(
     here: Here = Here(),
     verify: Mapping[str, Any] | None = None,
     bench: Mapping[str, Any] | None = None,
+    recovery: Mapping[str, Any] | None = None,
 ) -> SetupReport:
     """Return the report of a deployment at the Unix time `now`. Pure.
 
@@ -261,6 +267,7 @@ def setup_report(
         here: the machine of the command.
         verify: the document of `dsv4 verify`.
         bench: the document of `dsv4 bench`.
+        recovery: the document of `dsv4 bench recovery`.
     """
     groups = item.status.groups[:MOST_GROUPS]
     failures = [(group.index, failure) for group in groups for failure in group.history]
@@ -279,6 +286,7 @@ def setup_report(
         kernels=_kernels(item),
         verify=None if verify is None else _verify(verify),
         bench=None if bench is None else _bench(bench),
+        recovery=None if recovery is None else _recovery(recovery),
         groups=tuple(
             GroupPart(
                 index=group.index,
@@ -525,6 +533,11 @@ def _verify(document: Mapping[str, Any]) -> VerifyPart:
 
 def _bench(document: Mapping[str, Any]) -> BenchPart:
     return BenchPart(runs=tuple(BenchRun.model_validate(run) for run in _rows(document, "runs")[:MOST_ROWS]))
+
+
+def _recovery(document: Mapping[str, Any]) -> RecoveryPart:
+    runs = [{**run, "samples": _rows(run, "samples")[:MOST_ROWS]} for run in _rows(document, "runs")[:MOST_ROWS]]
+    return RecoveryPart(clients=document.get("clients"), runs=tuple(map(RecoveryRow.model_validate, runs)))
 
 
 def _warnings(item: DeploymentView) -> Iterator[WarningPart]:

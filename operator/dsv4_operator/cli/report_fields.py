@@ -128,6 +128,12 @@ def _check_names() -> Iterator[str]:
     return (check.name for check in CHECKS)
 
 
+def _fault_names() -> Iterator[str]:
+    from dsv4_operator.cli.recovery import FAULTS
+
+    return (fault.name for fault in FAULTS)
+
+
 def _skip_reasons() -> Iterator[str]:
     from dsv4_operator.verify import endpoint
 
@@ -398,6 +404,41 @@ class BenchPart(Report):
     runs: tuple[BenchRun, ...] = Field(default=(), max_length=MOST_ROWS)
 
 
+class RecoveryStrike(Report):
+    """One fault of `dsv4 bench recovery`. Seconds count from the signal."""
+
+    cause: CauseWord = OTHER
+    level: Number = None
+    rank: Number = None
+    detect_seconds: Number = None
+    recover_seconds: Number = None
+    outage_seconds: Number = None
+    requests: Number = None
+    lost: Number = None
+
+
+class RecoveryRow(Report):
+    """The repetitions of one fault."""
+
+    fault: Annotated[str, _known(of=lambda: _fault_names())] = OTHER
+    repetitions: Number = None
+    requests: Number = None
+    lost: Number = None
+    detect_seconds: Number = None
+    recover_seconds: Number = None
+    outage_seconds: Number = None
+    samples: Annotated[
+        tuple[RecoveryStrike, ...], BeforeValidator(lambda value: value if isinstance(value, list | tuple) else ())
+    ] = Field(default=(), max_length=MOST_ROWS)
+
+
+class RecoveryPart(Report):
+    """Results of `dsv4 bench recovery`."""
+
+    clients: Number = None
+    runs: tuple[RecoveryRow, ...] = Field(default=(), max_length=MOST_ROWS)
+
+
 class GroupPart(Report):
     """State of a group."""
 
@@ -466,6 +507,7 @@ class SetupReport(Report):
     kernels: tuple[KernelSet, ...] = Field(default=(), max_length=MOST_KERNEL_SETS)
     verify: VerifyPart | None = None
     bench: BenchPart | None = None
+    recovery: RecoveryPart | None = None
     groups: tuple[GroupPart, ...] = Field(default=(), max_length=MOST_GROUPS)
     failures: tuple[FailurePart, ...] = Field(default=(), max_length=MOST_FAILURES)
     conditions: tuple[ConditionPart, ...] = Field(default=(), max_length=32)

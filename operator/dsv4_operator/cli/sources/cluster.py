@@ -6,6 +6,7 @@ import base64
 import binascii
 import json
 import re
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
 from dsv4_operator.planning.setup import measured_of
+from dsv4_runtime.contract import Process
 
 RESOURCE = "dsv4deployments.dsv4.dev"
 _RUNNING_PODS = "status.phase!=Succeeded,status.phase!=Failed"
@@ -167,6 +169,22 @@ class ClusterSource:
         """Return the object, its events, pods, plans and logs, and the evidence of earlier failures."""
         item = self.get(name)
         return item.name, EvidenceCollector(self._kubectl, item).files()
+
+    def strike(
+        self, item: DeploymentView, group: GroupStatus, rank: int, process: Process, number: signal.Signals
+    ) -> float:
+        """Send a signal with `kubectl exec`; the user needs the right to use it.
+
+        Raises:
+            CommandError: there is no such pod or process.
+        """
+        wanted = (group.index, group.incarnation, rank)
+        for pod in filter(None, map(parse_pod, list_pods(self._kubectl, item.name))):
+            if (pod.group, pod.incarnation, pod.rank) == wanted and pod.running:
+                script = f"date +%s.%N && kill -{int(number)} {int(process.pid)}"
+                command = ("exec", pod.name, f"--container={pod.container}", "--", "sh", "-c", script)
+                return float(self._kubectl.run(*command))
+        raise CommandError(f"rank {rank} of {item.name} has no running pod")
 
     def restart(self, item: DeploymentView) -> str:
         """Set the annotation that requests new incarnations."""
