@@ -276,6 +276,22 @@ def verify(
     tolerance: Annotated[
         float, typer.Option(min=0.0, metavar="NATS", help="Mean difference allowed in comparisons.")
     ] = 0.05,
+    accuracy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASK[:METRIC]=MINIMUM",
+            help="Evaluate a task with lm-eval, such as gsm8k=0.9 or dsv4_arithmetic=0.9; may be repeated.",
+        ),
+    ] = None,
+    questions: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Questions of each task of --accuracy, at most.")
+    ] = 200,
+    tasks: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory with further task files of lm-eval.")
+    ] = None,
+    python: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A Python that has lm-eval, for --accuracy.")
+    ] = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save results in this file, and skip checks that it has.")
     ] = None,
@@ -295,6 +311,8 @@ def verify(
         raise bad_input("--reference and --against are mutually exclusive; use one of them")
     if against is None and against_key_file is not None:
         raise bad_input("--against-key-file needs --against")
+    if not accuracy and (tasks is not None or python is not None):
+        raise bad_input(f"{'--tasks' if tasks is not None else '--python'} needs --accuracy")
     other = None
     if against is not None:
         other = Address(command.base_url("--against", against), "", command.read_key(against_key_file))
@@ -306,6 +324,10 @@ def verify(
         reference=reference,
         against=other,
         tolerance=tolerance,
+        accuracy=tuple(command.parse_accuracy(each) for each in accuracy or ()),
+        questions=questions,
+        tasks=tasks,
+        python=python,
         resume=resume,
         junit=junit,
         form=output,

@@ -123,9 +123,10 @@ def _surface_words() -> frozenset[str]:
 
 
 def _check_names() -> Iterator[str]:
-    from dsv4_operator.cli.verify import CHECKS
+    from dsv4_operator.cli.verify import ACCURACY, CHECKS
 
-    return (check.name for check in CHECKS)
+    yield from (check.name for check in CHECKS)
+    yield from (f"{ACCURACY}.{task}" for task in TASKS)
 
 
 def _fault_names() -> Iterator[str]:
@@ -153,7 +154,13 @@ SETTINGS = (
     "rollout.strategy", "gateway.holdTimeout",
 )  # fmt: skip
 """Fields below `spec` in a report: numbers, booleans and words of the API."""
+TASKS = (
+    "dsv4_arithmetic", "gsm8k", "gsm8k_cot", "gsm8k_cot_zeroshot", "ifeval", "mgsm_direct_zh", "mmlu_pro",
+    "bbh_cot_fewshot", "drop", "triviaqa", "humaneval", "mbpp", "minerva_math",
+)  # fmt: skip
+"""Tasks of lm-eval in a report; others become `other`."""
 FIGURES = frozenset({
+    "accuracy", "minimum", "standard_error",
     "attempts", "characters", "chars_per_token", "chunks", "common_prefix_other_seed", "common_prefix_same_seed",
     "continuations", "correct", "decisive_differences", "depths", "drafts", "equal", "equal_continuations", "events",
     "found", "largest_difference", "max_model_len", "mean_difference", "median_margin", "noise", "p99_difference",
