@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from dsv4_runtime.util.files import LOG_FIELDS
 from dsv4_testkit.harness import Deployment
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_kills_and_stops_under_load(tmp_path: Path) -> None:
-    deployment = Deployment("recov", restarts=6)
+    deployment = Deployment("recov", restarts=6, environment={"DSV4_LOG_FORMAT": "json"})
     try:
         print(f"up {deployment.up():.1f} s")
         began = time.monotonic()
@@ -46,6 +47,7 @@ def test_kills_and_stops_under_load(tmp_path: Path) -> None:
         assert refused.returncode == 2
         assert "has 3 left" in refused.stderr
         assert deployment.run("bench", "recovery", *words).returncode == 2, "no --yes and no terminal"
+        check_json_logs(deployment)
         file = tmp_path / "recovery.json"
         file.write_text(done.stdout)
         report = deployment.run("report", "--recovery", str(file), "-o", "json")
@@ -54,3 +56,26 @@ def test_kills_and_stops_under_load(tmp_path: Path) -> None:
         assert [each["fault"] for each in runs] == list(rows)
     finally:
         deployment.destroy()
+
+
+def check_json_logs(deployment: Deployment) -> None:
+    """Check that every line of agents, loop and gateways is JSON with its fields."""
+    agents = sorted(deployment.directory.glob("i*/m*/agent.log"))
+    gateways = sorted(deployment.directory.glob("gateway*.log"))
+    assert len(agents) == 2
+    assert len(gateways) >= 2
+    generations = set()
+    for file in (*agents, *gateways, deployment.directory / "loop.log"):
+        found = [json.loads(line) for line in file.read_text().splitlines()]
+        assert found
+        assert all(set(LOG_FIELDS) <= set(each) for each in found)
+        assert {each["deployment"] for each in found[1:]} == {"recov"}
+        if file in agents:
+            # The first line may be from before the plan is read.
+            assert {(each["group"], each["incarnation"], each["rank"]) for each in found[1:]} == {
+                (0, 1, agents.index(file))
+            }
+            generations |= {each["generation"] for each in found[1:]}
+    assert {1, 2, 3, 4} <= generations
+    lines = deployment.run("logs", deployment.name, "--tail", "20").stdout
+    assert '"deployment": "recov"' in lines

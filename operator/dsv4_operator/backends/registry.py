@@ -29,6 +29,8 @@ class BackendDependencies:
     """Called with namespace and name of a deployment after a change."""
     in_cluster: bool = False
     """Whether this process is a pod of the cluster."""
+    json_logs: bool = False
+    """Whether agents and gateways write their logs as JSON."""
 
 
 def _pods(given: BackendDependencies) -> Backend:
@@ -39,6 +41,7 @@ def _pods(given: BackendDependencies) -> Backend:
         policy=given.policy,
         owned=given.owned,
         in_cluster=given.in_cluster,
+        json_logs=given.json_logs,
     )
     return PodsBackend(cluster, changed=given.changed)
 

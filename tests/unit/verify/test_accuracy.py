@@ -159,7 +159,7 @@ def test_a_limit_ends_it_and_a_later_run_asks_only_the_rest(tmp_path: Path, caps
         engine.delay = 0.0
         assert run([*command, "--limit", "5m"]) == 0
         second = results(capsys)[f"accuracy.{ARITHMETIC}"]
-        probes = 4
+        probes = 8
         # At least 24 requests, less the probes and those that were not answered yet.
         assert engine.requests - asked <= 64 + probes - (24 - probes - 8), "answers of the first run are kept"
         assert second["figures"]["questions"] == 64
