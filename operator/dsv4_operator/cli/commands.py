@@ -372,7 +372,14 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="Save every row in this file, and skip rows that it has.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Compare with a stored run; fails if this one is slower.")
+        str | None,
+        typer.Option(
+            metavar="FILE|URL",
+            help="Compare with a stored run, or with another endpoint in alternation; fails if this one is slower.",
+        ),
+    ] = None,
+    against_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the API key of --against URL.")
     ] = None,
     threshold: Annotated[
         float, typer.Option(min=0.0, max=10.0, metavar="SHARE", help="Slowdown that fails --against.")
@@ -390,6 +397,12 @@ def bench(
     from dsv4_operator.verify.endpoint import Address
 
     _only_one_endpoint(name, url, model, key_file)
+    is_url = against is not None and against.startswith(("http://", "https://"))
+    if against_key_file is not None and not is_url:
+        raise bad_input("--against-key-file needs --against URL")
+    compared: Path | Address | None = None if against is None else Path(against)
+    if against is not None and is_url:
+        compared = Address(base_url("--against", against), "", read_key(against_key_file))
     options = command.BenchOptions(
         profiles=tuple(profile or ()),
         concurrency=command.positive_numbers("--concurrency", concurrency),
@@ -399,7 +412,7 @@ def bench(
         seed=seed,
         python=python,
         resume=resume,
-        against=against,
+        against=compared,
         threshold=threshold,
         form=output,
         request_seconds=_duration("--timeout", timeout),
@@ -565,6 +578,13 @@ def report(
     recovery: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Add the results of `dsv4 bench recovery -o json`.")
     ] = None,
+    must_gather: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.tar.gz",
+            help="Write the report with objects, events, agent status, logs and evidence; has names and addresses.",
+        ),
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Compare the reports in the given JSON files; no deployment is read.")
     ] = False,
@@ -573,7 +593,7 @@ def report(
     """Write a report to share as HTML and JSON: machine, memory, kernels, results, failures; no names or addresses."""
     from dsv4_operator.cli import report as command
 
-    options = command.ReportOptions(file, verify, bench, recovery, output)
+    options = command.ReportOptions(file, verify, bench, recovery, must_gather, output)
     if merge:
         return command.merge([*([name] if name else []), *(more or ())], options)
     if more:

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ from dsv4_operator.cli.report_fields import (
     WarningPart,
 )
 from dsv4_operator.cli.report_page import compared, render_comparison, render_page, setup_title
-from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView
+from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, EvidenceFile
 from dsv4_operator.planning.catalog import checkpoint_named, machine, machine_named, models
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
 from dsv4_operator.planning.images import ImageProfile, profile_for, profile_named
@@ -91,6 +92,8 @@ class ReportOptions:
     verify: Path | None = None
     bench: Path | None = None
     recovery: Path | None = None
+    gather: Path | None = None
+    """Archive with the report and the evidence."""
     form: DocumentFormat | None = None
 
 
@@ -107,7 +110,11 @@ def run(source: DeploymentSource, name: str | None, options: ReportOptions, *, l
     bench = None if options.bench is None else _read("--bench", options.bench, "runs")
     recovery = None if options.recovery is None else _read("--recovery", options.recovery, "runs")
     page = options.file
-    if page is None and options.form is None:
+    if options.gather is not None and (options.gather.is_dir() or not options.gather.absolute().parent.is_dir()):
+        raise bad_input(
+            f"--must-gather {str(options.gather)!r} is a directory, or its directory does not exist; name a file"
+        )
+    if page is None and options.form is None and options.gather is None:
         page = Path(f"dsv4-report-{time.strftime('%Y%m%dT%H%M%S')}.html")
     data = None if page is None else _data_file(page, options)
     item = source.get(name)
@@ -120,6 +127,14 @@ def run(source: DeploymentSource, name: str | None, options: ReportOptions, *, l
         _write(data, text)
         size = (page.stat().st_size + data.stat().st_size) / 1024
         note(f"{page}, {data}: {size:.0f} KiB; no prompts, keys, names or addresses")
+    if options.gather is not None:
+        own = [
+            EvidenceFile("report.html", render_page(report).encode()),
+            EvidenceFile("report.json", json.dumps(document, indent=1).encode()),
+        ]
+        deployment, files = source.evidence(item.name, complete=True)
+        diagnostics.write_archive(options.gather, deployment, chain(own, files))
+        note("the archive has names of hosts and addresses: give it to people you trust; share report.html in public")
     if options.form is not None:
         print_line(render_document(document, options.form))
     return ExitCode.OK
@@ -134,6 +149,8 @@ def merge(files: Sequence[str], options: ReportOptions) -> ExitCode:
     for option in ("verify", "bench", "recovery"):
         if getattr(options, option) is not None:
             raise bad_input(f"--{option} and --merge are mutually exclusive; give --{option} where the report is made")
+    if options.gather is not None:
+        raise bad_input("--must-gather and --merge are mutually exclusive; a comparison has no deployment")
     if options.file is None and options.form is None:
         raise bad_input("--merge needs an output; add -f FILE.html or -o json")
     if options.file is not None:

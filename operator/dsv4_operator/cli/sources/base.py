@@ -136,8 +136,11 @@ class DeploymentSource(Protocol):
     def logs(self, name: str | None, options: LogOptions) -> ExitCode:
         """Print the members' logs."""
 
-    def evidence(self, name: str | None) -> tuple[str, Iterator[EvidenceFile]]:
-        """Return the deployment's name and the files that explain its failures."""
+    def evidence(self, name: str | None, *, complete: bool = False) -> tuple[str, Iterator[EvidenceFile]]:
+        """Return the deployment's name and the files that explain its failures.
+
+        With `complete` also all other objects of the deployment, its nodes, and the present status of its agents.
+        """
 
     def strike(
         self, item: DeploymentView, group: GroupStatus, rank: int, process: Process, number: signal.Signals

@@ -130,7 +130,7 @@ class LocalSource:
     def logs(self, name: str | None, options: LogOptions) -> ExitCode:
         return print_logs(select_state(self.root, name), options)
 
-    def evidence(self, name: str | None) -> tuple[str, Iterator[EvidenceFile]]:
+    def evidence(self, name: str | None, *, complete: bool = False) -> tuple[str, Iterator[EvidenceFile]]:
         state = select_state(self.root, name)
         return state.name, _evidence_files(state)
 
