@@ -250,7 +250,7 @@ def test_a_must_gather_archive(
     everything = "".join(found.values())
     assert KEY not in everything
     assert base64.b64encode(KEY.encode()).decode() not in everything
-    assert "zqCanary" not in everything
+    assert CANARY not in everything
     assert "download with" not in everything, "the whole value is hidden"
     report = json.loads(found["nano/report.json"])
     assert node not in found["nano/report.html"] + json.dumps(report), "the report itself is anonymous"
