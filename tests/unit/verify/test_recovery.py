@@ -51,7 +51,7 @@ metadata: {name: m}
 spec:
   model: {variant: Nano, source: {nano: {seed: 0}}}
   topology: {hardware: CPU, nodesPerGroup: 2}
-  recovery: {maxRestarts: 6, backoff: {base: 0s, max: 0s}}
+  recovery: {maxRestarts: 7, backoff: {base: 0s, max: 0s}}
 """
 REPAIR_SECONDS = 1.0
 
@@ -114,6 +114,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def options(**fields: Any) -> RecoveryOptions:
+    fields = {"recovery_seconds": 20.0, **fields}
     return RecoveryOptions(yes=True, form=DocumentFormat.JSON, clients=2, **fields)
 
 
@@ -170,8 +171,8 @@ def test_the_results_before_an_error_are_printed(capsys: pytest.CaptureFixture[s
 def test_a_run_leaves_a_restart_of_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(engine := Engine()) as url:
         source = Scripted(engine, url)
-        with pytest.raises(CommandError, match=r"has 6 left .* choose at most 5 faults") as caught:
-            recovery.run(source, "nano", options(repeat=3))  # type: ignore[arg-type]
+        with pytest.raises(CommandError, match=r"has 7 left .* choose at most 6 faults") as caught:
+            recovery.run(source, "nano", options(repeat=4))  # type: ignore[arg-type]
         assert caught.value.code is ExitCode.BAD_INPUT
         assert source.struck == []
         # Failures of its own during the run leave less than planned.
@@ -184,7 +185,7 @@ def test_a_run_leaves_a_restart_of_the_budget(capsys: pytest.CaptureFixture[str]
 
         source.strike = twice  # type: ignore[method-assign]
         found = measured(source, capsys, ExitCode.UNCERTAIN, repeat=5, faults=("kill-engine",))
-    assert found["runs"][0]["repetitions"] == 3, "with 6 restarts, two for each fault: the last one is not used"
+    assert found["runs"][0]["repetitions"] == 3, "with 7 restarts, two for each fault: the last one is not used"
 
 
 def test_it_is_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
