@@ -30,6 +30,7 @@ from dsv4_operator.backends.local.supervisor import read_report
 from dsv4_operator.controller.observability import OperatorMetrics
 from dsv4_testkit import monitoring
 from dsv4_testkit.faults.load import Load, Shape
+from dsv4_testkit.faults.own import Own
 from dsv4_testkit.faults.system import DSV4, HOOK
 from dsv4_testkit.faults.table import BY_NAME
 from dsv4_testkit.harness import MANIFEST, Deployment
@@ -150,8 +151,16 @@ def exporter(deployment: Deployment) -> Iterator[int]:
 
 @contextlib.contextmanager
 def world(
-    folder: Path, name: str, *, nodes: int = 1, restarts: int = 50, manifest: str = MANIFEST, **more: Any
+    folder: Path,
+    name: str,
+    *,
+    nodes: int = 1,
+    restarts: int = 50,
+    manifest: str = MANIFEST,
+    operator: bool = True,
+    **more: Any,
 ) -> Iterator[World]:
+    """Start a deployment and Prometheus, with the operator's exporter or as on a machine without Kubernetes."""
     rules = folder / "alerts.yaml"
     rules.write_text(faster(monitoring.ALERTS.read_text()))
     system = DSV4()
@@ -161,7 +170,7 @@ def world(
     try:
         print(f"{name}: up {system.deployment.up():.0f} s", flush=True)
         with exporter(system.deployment) as port:
-            ports = {"operator": port, "gateway": system.deployment.api}
+            ports = {"gateway": system.deployment.api, **({"operator": port} if operator else {})}
             with prometheus.running(folder, ports, {"operator": {}, "gateway": labels}, rules) as url:
                 found = World(system, url)
                 found.wait(lambda: _scraped(url, len(ports)), 60, lambda: (folder / "log").read_text())
@@ -237,10 +246,14 @@ def test_a_budget_that_ends(tmp_path: Path) -> None:
 def test_requests_and_credentials(tmp_path: Path) -> None:
     # The cache has room for about two requests of the longest length.
     manifest = MANIFEST.replace("maxNumBatchedTokens: 512", "maxNumBatchedTokens: 512, kvCacheMemory: {kv}")
-    with world(tmp_path, "requests", manifest=manifest.replace("{kv}", KV_CACHE), seqs=8) as found:
+    manifest = manifest.replace("{kv}", KV_CACHE)
+    with world(tmp_path, "requests", manifest=manifest, operator=False, seqs=8) as found:
         key = found.deployment.directory / "token-key"
         right = key.read_text()
         key.write_text("0" * len(right))
+        # Running gateways have tokens of the right key.
+        for pid in Own.GATEWAY.find(found.system):
+            os.kill(pid, signal.SIGKILL)
         found.fires("DSV4CredentialsRejected", 60)
         key.write_text(right)
         found.wait(lambda: not prometheus.firing(found.url), 60)
@@ -249,24 +262,16 @@ def test_requests_and_credentials(tmp_path: Path) -> None:
             found.fires("DSV4KvCacheFull", 150)
         found.wait(lambda: not prometheus.firing(found.url), 240)
         # Nothing may repair the silence: neither the supervisor nor the loop.
-        lock = int((found.deployment.directory / "lock").read_text())
-        for pid in (lock, *_children(lock)):
-            if "supervisor" in _command(pid) or "standalone" in _command(pid):
-                os.kill(pid, signal.SIGSTOP)
-        os.kill(found.system.pid(0, "agent"), signal.SIGSTOP)
+        supervisor = found.system.network
+        stopped = [supervisor, *Own.LOOP.find(found.system), found.system.pid(0, "agent")]
+        assert len(stopped) == 3
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
         try:
             found.fires("DSV4AgentSilent", 150)
         finally:
-            for pid in (lock, *_children(lock)):
+            for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
 
 
 KV_CACHE = "32Mi"
-
-
-def _children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
