@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import signal
 import threading
 import time
 import urllib.request
@@ -30,7 +28,6 @@ from dsv4_operator.backends.local.supervisor import read_report
 from dsv4_operator.controller.observability import OperatorMetrics
 from dsv4_testkit import monitoring
 from dsv4_testkit.faults.load import Load, Shape
-from dsv4_testkit.faults.own import Own
 from dsv4_testkit.faults.system import DSV4, HOOK
 from dsv4_testkit.faults.table import BY_NAME
 from dsv4_testkit.harness import MANIFEST, Deployment
@@ -157,20 +154,18 @@ def world(
     nodes: int = 1,
     restarts: int = 50,
     manifest: str = MANIFEST,
-    operator: bool = True,
-    **more: Any,
 ) -> Iterator[World]:
-    """Start a deployment and Prometheus, with the operator's exporter or as on a machine without Kubernetes."""
+    """Start a deployment and Prometheus."""
     rules = folder / "alerts.yaml"
     rules.write_text(faster(monitoring.ALERTS.read_text()))
     system = DSV4()
-    system.deployment = Deployment(name, nodes=nodes, restarts=restarts, manifest=manifest, **more)
+    system.deployment = Deployment(name, nodes=nodes, restarts=restarts, manifest=manifest)
     system.deployment.environment[HOOK] = str(system.deployment.root / "order")
     labels = {"namespace": "default", "deployment": name}
     try:
         print(f"{name}: up {system.deployment.up():.0f} s", flush=True)
         with exporter(system.deployment) as port:
-            ports = {"gateway": system.deployment.api, **({"operator": port} if operator else {})}
+            ports = {"gateway": system.deployment.api, "operator": port}
             with prometheus.running(folder, ports, {"operator": {}, "gateway": labels}, rules) as url:
                 found = World(system, url)
                 found.wait(lambda: _scraped(url, len(ports)), 60, lambda: (folder / "log").read_text())
@@ -241,37 +236,3 @@ def test_a_budget_that_ends(tmp_path: Path) -> None:
         found.fires("DSV4RecoveryExhausted", 60)
         assert found.ask() == 503
         found.fires("DSV4RequestsLost", 30)
-
-
-def test_requests_and_credentials(tmp_path: Path) -> None:
-    # The cache has room for about two requests of the longest length.
-    manifest = MANIFEST.replace("maxNumBatchedTokens: 512", "maxNumBatchedTokens: 512, kvCacheMemory: {kv}")
-    manifest = manifest.replace("{kv}", KV_CACHE)
-    with world(tmp_path, "requests", manifest=manifest, operator=False, seqs=8) as found:
-        key = found.deployment.directory / "token-key"
-        right = key.read_text()
-        key.write_text("0" * len(right))
-        # Running gateways have tokens of the right key.
-        for pid in Own.GATEWAY.find(found.system):
-            os.kill(pid, signal.SIGKILL)
-        found.fires("DSV4CredentialsRejected", 60)
-        key.write_text(right)
-        found.wait(lambda: not prometheus.firing(found.url), 60)
-        assert found.ask() == 200
-        with Load(found.deployment.api, "requests", Shape(clients=16, prompt_words=(20, 40), tokens=(700, 800)), "1"):
-            found.fires("DSV4KvCacheFull", 150)
-        found.wait(lambda: not prometheus.firing(found.url), 240)
-        # Nothing may repair the silence: neither the supervisor nor the loop.
-        supervisor = found.system.network
-        stopped = [supervisor, *Own.LOOP.find(found.system), found.system.pid(0, "agent")]
-        assert len(stopped) == 3
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            found.fires("DSV4AgentSilent", 150)
-        finally:
-            for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
-
-
-KV_CACHE = "32Mi"
