@@ -185,6 +185,15 @@ def test_the_image_by_tag_or_by_digest() -> None:
     assert container(named)["image"] == f"example.com:5000/a/b@{digest}"
 
 
+def test_json_logs_are_asked_for() -> None:
+    arguments = [
+        one(rendered(*values), "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+        for values in ((), ("logFormat=text",), ("logFormat=json",))
+    ]
+    assert arguments[0] == arguments[1]
+    assert [each for each in arguments[2] if each not in arguments[0]] == ["--log-format=json"]
+
+
 def test_the_definition_is_kept_unless_told_otherwise() -> None:
     name = "dsv4deployments.dsv4.dev"
     kept = one(rendered(), "CustomResourceDefinition")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import subprocess
 import threading
 import time
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
+import prometheus
 import pytest
 import yaml
 from clusterkit import build
@@ -22,13 +18,8 @@ from clusterkit import build
 from dsv4_operator.api import GroupPhase
 from dsv4_runtime.contract import Cause
 from dsv4_testkit import monitoring
-from dsv4_testkit.waiting import free_port
 
-pytestmark = pytest.mark.skipif(
-    not {"all", "cluster"} & set(os.environ.get("DSV4_TEST_REQUIRE", "").split(","))
-    and not build.folder(build.MODULES["prometheus"]).is_dir(),
-    reason="Prometheus is not built yet (`make cluster-build`)",
-)
+pytestmark = prometheus.needed
 SECONDS = 400
 Series = dict[str, str]
 
@@ -294,72 +285,25 @@ def exporters() -> Iterator[dict[str, int]]:
             server.server_close()
 
 
-@contextlib.contextmanager
-def running(folder: Path, ports: Mapping[str, int]) -> Iterator[str]:
-    """Run Prometheus with the labels that the chart gives; yield its address."""
-    labels = {
-        "operator": {},
-        "agent": {"namespace": "models", "deployment": "flash", "group": "0", "rank": "0"},
-        "gateway": {"namespace": "models", "deployment": "flash", "gateway_group": "0"},
-    }
-    jobs = [
-        {
-            "job_name": name,
-            "honor_labels": True,
-            "static_configs": [{"targets": [f"127.0.0.1:{port}"], "labels": labels[name]}],
-        }
-        for name, port in ports.items()
-    ]
-    config = folder / "prometheus.yaml"
-    config.write_text(
-        yaml.safe_dump(
-            {
-                "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-                "rule_files": [str(monitoring.ALERTS)],
-                "scrape_configs": jobs,
-            }
-        )
-    )
-    port = free_port()
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                build.built("prometheus") / "prometheus",
-                f"--config.file={config}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(20)
-
-
-def ask(url: str, query: str) -> list[Any]:
-    with urllib.request.urlopen(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=20) as answer:
-        found: list[Any] = json.load(answer)["data"]["result"]
-    return found
+LABELS: dict[str, dict[str, str]] = {
+    "operator": {},
+    "agent": {"namespace": "models", "deployment": "flash", "group": "0", "rank": "0"},
+    "gateway": {"namespace": "models", "deployment": "flash", "gateway_group": "0"},
+}
+"""Labels that the chart gives."""
 
 
 def test_a_running_prometheus_has_data_for_every_panel(tmp_path: Path) -> None:
-    with exporters() as ports, running(tmp_path, ports) as url:
+    with exporters() as ports, prometheus.running(tmp_path, ports, LABELS, monitoring.ALERTS) as url:
         deadline = time.monotonic() + 60
         while True:
             with contextlib.suppress(OSError):
-                if len(ask(url, "count_over_time(up[1m]) >= 3 and up == 1")) == len(ports):
+                if len(prometheus.ask(url, "count_over_time(up[1m]) >= 3 and up == 1")) == len(ports):
                     break
             assert time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.5)
-        empty = [where for where, query in monitoring.queries() if not ask(url, query)]
-        firing = [one["metric"]["alertname"] for one in ask(url, 'ALERTS{alertstate="firing"}')]
+        empty = [where for where, query in monitoring.queries() if not prometheus.ask(url, query)]
+        firing = [one["metric"]["alertname"] for one in prometheus.ask(url, 'ALERTS{alertstate="firing"}')]
     assert empty == []
     # The certificate of these metrics expires in a day.
     assert firing == ["DSV4WebhookCertificateExpires"]

@@ -33,6 +33,8 @@ class BackendDependencies:
     """Whether this process is a pod of the cluster."""
     ray_clusters: RayClusterCache | None = None
     """None: the policy does not allow the backend KubeRay."""
+    json_logs: bool = False
+    """Whether agents and gateways write their logs as JSON."""
 
     @functools.cached_property
     def cluster(self) -> Cluster:
@@ -44,6 +46,7 @@ class BackendDependencies:
             policy=self.policy,
             owned=self.owned,
             in_cluster=self.in_cluster,
+            json_logs=self.json_logs,
         )
 
 

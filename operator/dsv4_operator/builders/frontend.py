@@ -28,6 +28,7 @@ from dsv4_operator.builders.names import (
 from dsv4_operator.planning.facts import SECRETS_ROOT
 from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute
+from dsv4_runtime.util.log_lines import LOG_DEPLOYMENT, LOG_FORMAT
 
 SETTINGS_FILE, ROUTE_FILE = "settings.json", "route.json"
 
@@ -85,7 +86,7 @@ def gateways_of(group: int) -> int:
     return 1 if group else 2
 
 
-def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) -> Manifest:
+def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str, json_logs: bool = False) -> Manifest:
     """Return the Deployment of a group's gateways, on different nodes if there are several.
 
     A change of limits or image replaces them, each new one before an old one stops. Routes are not part of the pod
@@ -97,6 +98,12 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
     hashes = {f"{DOMAIN}/settings": _hash(settings.to_json())}
     revision = {_REVISION: _hash(image, settings.to_json())}
     pod = _gateway_pod(deployment, group, image, settings)
+    if json_logs:
+        place = f"{deployment.metadata.namespace}/{name}"
+        pod["containers"][0]["env"] += [
+            {"name": LOG_FORMAT, "value": "json"},
+            {"name": LOG_DEPLOYMENT, "value": place},
+        ]
     about = metadata(deployment, gateway_name(name, group), component=GATEWAY, group=group)
     spec = {
         "replicas": gateways_of(group),

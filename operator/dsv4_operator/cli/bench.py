@@ -62,7 +62,8 @@ class BenchOptions:
     python: Path | None = None
     """Python that has vLLM; None: this one."""
     resume: Path | None = None
-    against: Path | None = None
+    against: Path | Address | None = None
+    """A stored run, or an endpoint that is measured in alternation."""
     threshold: float = speed.THRESHOLD
     form: DocumentFormat | None = None
     request_seconds: float = 300.0
@@ -157,17 +158,23 @@ def bench(address: Address, options: BenchOptions) -> ExitCode:
     """Measure every row, print the result and return the exit code."""
     cases = selected(options)
     python, generator = find_generator(options.python)
-    before = None if options.against is None else _read("--against", options.against)
+    before = _read("--against", options.against) if isinstance(options.against, Path) else None
     stored = None
     if options.resume is not None:
         if not options.resume.absolute().parent.is_dir():
             raise bad_input(f"{str(options.resume.parent)!r} is no directory; create it, or name another file")
         stored = _read("--resume", options.resume) if options.resume.exists() else None
     deadline = time.monotonic() + options.total_seconds
-    facts = asyncio.run(_facts(address, options))
-    state = Run(address, options, python, generator, facts, deadline)
+    state = Run(address, options, python, generator, asyncio.run(_facts(address, options)), deadline)
+    other = None
+    if isinstance(options.against, Address):
+        with _about("--against"):
+            found = asyncio.run(_facts(options.against, options))
+        other = Run(options.against, options, python, generator, found, deadline)
+    context = min((each.facts.context for each in (state, other) if each and each.facts.context), default=0)
     document = _document(state)
     rows: dict[tuple[Any, ...], Row] = {}
+    others: dict[tuple[Any, ...], Row] = {}
     if stored is not None:
         if (stored.model, stored.quick) != (document.model, document.quick):
             raise bad_input(
@@ -176,16 +183,9 @@ def bench(address: Address, options: BenchOptions) -> ExitCode:
         document.started = stored.started
         rows = {each.key: each for each in stored.runs}
         document.runs = stored.runs
-    fitting = []
-    for case in cases:
-        if case.fits(facts.context):
-            fitting.append(case)
-            continue
-        reason = f"{case.input_tokens} + {case.output_tokens} tokens do not fit into the context of {facts.context}"
-        document.skipped.append(_skipped(case, reason))
-        note(f"{_title(case)}: {reason}")
-    if not fitting:
-        raise bad_input(f"no row fits into the context of {facts.context} tokens; write for example --input 256")
+        others = {each.key: each for each in stored.against}
+        document.against = stored.against
+    fitting = _fitting(cases, context, document)
     if before is not None and not {case.key for case in fitting} & {each.key for each in before.runs}:
         raise bad_input(
             f"--against {str(options.against)!r} has none of the rows of this run; "
@@ -194,9 +194,11 @@ def bench(address: Address, options: BenchOptions) -> ExitCode:
     code = ExitCode.OK
     try:
         for case in fitting:
-            if case.key not in rows or rows[case.key].repetitions < options.repeat:
-                rows[case.key] = _measure(state, case)
-                document.runs = list(rows.values())
+            known = [rows, *([others] if other else [])]
+            if any(case.key not in each or each[case.key].repetitions < options.repeat for each in known):
+                rows[case.key], *more = _measure(state, case, other)
+                others |= {each.key: each for each in more}
+                document.runs, document.against = list(rows.values()), list(others.values())
                 _save(options, document)
     except KeyboardInterrupt:
         if not document.runs:
@@ -209,23 +211,42 @@ def bench(address: Address, options: BenchOptions) -> ExitCode:
         for message in error.messages:
             note(f"error: {message}")
         code = error.code
-    if code is ExitCode.OK and any(each.failed for each in document.runs):
+    if code is ExitCode.OK and any(each.failed for each in (*document.runs, *document.against)):
         code = ExitCode.FAILED
-    changes = [] if before is None else speed.compare(before.runs, document.runs, options.threshold)
+    compared = document.against if other is not None else before.runs if before is not None else []
+    changes = speed.compare(compared, document.runs, options.threshold)
     if code is not ExitCode.INTERRUPTED and any(each.verdict is Verdict.SLOWER for each in changes):
         code = ExitCode.FAILED
     _save(options, document)
-    _print(document, changes, before, options)
+    if other is None:
+        # Of an earlier run in alternation.
+        document.against = []
+    _print(document, changes, before, other, options)
     return code
 
 
+def _fitting(cases: Sequence[Case], context: int, document: Document) -> list[Case]:
+    """Return the cases that fit into the context of the endpoint, and add the others to `document`.
+
+    Raises:
+        CommandError: none does.
+    """
+    fitting = []
+    for case in cases:
+        if case.fits(context):
+            fitting.append(case)
+            continue
+        reason = f"{case.input_tokens} + {case.output_tokens} tokens do not fit into the context of {context}"
+        document.skipped.append(_skipped(case, reason))
+        note(f"{_title(case)}: {reason}")
+    if not fitting:
+        raise bad_input(f"no row fits into the context of {context} tokens; write for example --input 256")
+    return fitting
+
+
 def _document(state: Run) -> Document:
-    try:
-        own = importlib.metadata.version("dsv4")
-    except importlib.metadata.PackageNotFoundError:
-        own = "unknown"
     return Document(
-        dsv4=own,
+        dsv4=own_version(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         model=state.facts.model,
         engine=state.facts.engine,
@@ -233,6 +254,14 @@ def _document(state: Run) -> Document:
         quick=state.options.quick,
         runs=[],
     )
+
+
+def own_version() -> str:
+    """Return the version of dsv4."""
+    try:
+        return importlib.metadata.version("dsv4")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _skipped(case: Case, reason: str) -> Skipped:
@@ -243,20 +272,36 @@ def _title(case: Case) -> str:
     return f"{case.profile}, {case.input_tokens} tokens, concurrency {case.concurrency}"
 
 
-def _measure(state: Run, case: Case) -> Row:
-    """Return the row of a case: repetitions with other prompts, each after a warm-up."""
-    found: list[Repetition] = []
+def _measure(state: Run, case: Case, other: Run | None = None) -> list[Row]:
+    """Return the row of a case, and that of the other endpoint: repetitions with other prompts, each after a warm-up.
+
+    The endpoints are measured in turn, and every second repetition begins with the other one, so that a change of the
+    machine's speed affects both.
+    """
+    sides = [state] if other is None else [state, other]
+    found: list[list[Repetition]] = [[] for _ in sides]
     for number in range(state.options.repeat):
-        began = time.monotonic()
-        texts = asyncio.run(_warm_up(state, case, number))
-        repetition = _generate(state, case, number, texts)
-        found.append(repetition)
-        rate = repetition.figures.get("outputTokensPerSecond", 0.0)
-        note(
-            f"{_title(case)}, repetition {number + 1} of {state.options.repeat}: "
-            f"{rate:.4g} output tokens/s, {repetition.failed} failed, {format_seconds(time.monotonic() - began)}"
-        )
-    return speed.row(case, state.options.seed, found)
+        for index in range(len(sides)) if number % 2 == 0 else reversed(range(len(sides))):
+            began = time.monotonic()
+            with contextlib.nullcontext() if index == 0 else _about("--against"):
+                texts = asyncio.run(_warm_up(sides[index], case, number))
+                repetition = _generate(sides[index], case, number, texts)
+            found[index].append(repetition)
+            rate = repetition.figures.get("outputTokensPerSecond", 0.0)
+            note(
+                f"{_title(case)}{', --against' if index else ''}, repetition {number + 1} of {state.options.repeat}: "
+                f"{rate:.4g} output tokens/s, {repetition.failed} failed, {format_seconds(time.monotonic() - began)}"
+            )
+    return [speed.row(case, state.options.seed, each) for each in found]
+
+
+@contextlib.contextmanager
+def _about(option: str) -> Iterator[None]:
+    """Name the option in errors."""
+    try:
+        yield
+    except CommandError as error:
+        raise CommandError(*(f"{option}: {message}" for message in error.messages), code=error.code) from None
 
 
 # Requests of the command itself
@@ -367,7 +412,7 @@ def _generate(state: Run, case: Case, number: int, texts: Sequence[str]) -> Repe
         result = Path(folder, speed.RESULT_FILE)
         if status or not result.is_file():
             raise CommandError(
-                f"the load generator of {state.python} ended with status {status}: {_last_line(log)}; "
+                f"the load generator of {state.python} ended with status {status}: {last_line(log)}; "
                 "check with --python that it has vLLM 0.32 or later"
             )
         try:
@@ -427,7 +472,8 @@ def _log_lines(log: Path) -> list[str]:
         return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """Return the last line of a program's output, shortened."""
     return one_line(next(reversed(_log_lines(log)), "no output"), 300)
 
 
@@ -436,7 +482,7 @@ def _first_error(log: Path) -> str:
     lines = _log_lines(log)
     at = next((number for number, line in enumerate(lines) if line.startswith("Error 0:")), None)
     if at is None:
-        return _last_line(log)
+        return last_line(log)
     end = next(
         (number for number in range(at + 1, len(lines)) if lines[number].startswith(("Error 1:", "tip:", "==="))),
         at + 1,
@@ -480,23 +526,29 @@ def _save(options: BenchOptions, document: Document) -> None:
 def to_dict(document: Document) -> dict[str, Any]:
     """Return the document as JSON values."""
     found: dict[str, Any] = document.model_dump(mode="json", by_alias=True)
-    return found
+    return found if found["against"] else {key: value for key, value in found.items() if key != "against"}
 
 
-def _print(document: Document, changes: Sequence[Change], before: Document | None, options: BenchOptions) -> None:
+def _print(
+    document: Document, changes: Sequence[Change], before: Document | None, other: Run | None, options: BenchOptions
+) -> None:
     if options.form is not None:
         found = to_dict(document)
-        if before is not None:
+        if before is not None or other is not None:
+            origin = {"started": before.started, "dsv4": before.dsv4} if before else {}
+            engine = {"model": other.facts.model, "engine": other.facts.engine} if other else {}
             found["comparison"] = {
-                "started": before.started,
-                "dsv4": before.dsv4,
+                **origin,
+                **engine,
                 "threshold": options.threshold,
                 "changes": [each.to_dict() for each in changes],
             }
         print_line(render_document(found, options.form))
         return
     print_line(table(document.runs))
-    if before is not None:
+    if other is not None:
+        print_line(f"\n--against\n{table(document.against)}")
+    if before is not None or other is not None:
         print_line()
         print_line(comparison_table(changes, options.threshold))
 

@@ -220,7 +220,7 @@ def stream(settings: ChatSettings, messages: Sequence[ChatMessage], answer: Chat
     """
     import aiohttp
 
-    from dsv4_operator.cli import http
+    from dsv4_operator.verify import endpoint as http
 
     done, silence = False, settings.options.silence_seconds
     url, body = f"{settings.endpoint}/chat/completions", settings.body(messages)

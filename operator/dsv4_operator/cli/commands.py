@@ -6,9 +6,10 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from dsv4_operator.cli.errors import KUBECTL_PLUGIN, ExitCode, bad_input
 from dsv4_operator.cli.output import TableFormat, print_line, render_document
@@ -23,8 +24,20 @@ from dsv4_operator.cli.sources import (
     with_target_options,
 )
 
+
+class _Commands(TyperGroup):
+    """Commands, of which some have names of two words."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return name, command and the rest of the command line."""
+        if (command := self.get_command(ctx, " ".join(args[:2]))) is not None and len(args) > 1:
+            return command.name, command, args[2:]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="dsv4",
+    cls=_Commands,
     help="Run DeepSeek-V4 and keep it running.",
     epilog="Exit codes: 0 all went well; 1 it failed; 2 the input or the machine's state is not right for it; "
     "3 a plan is uncertain, or a verification or measurement incomplete; 130 interrupted. "
@@ -263,6 +276,22 @@ def verify(
     tolerance: Annotated[
         float, typer.Option(min=0.0, metavar="NATS", help="Mean difference allowed in comparisons.")
     ] = 0.05,
+    accuracy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASK[:METRIC]=MINIMUM",
+            help="Evaluate a task with lm-eval, such as gsm8k=0.9 or dsv4_arithmetic=0.9; may be repeated.",
+        ),
+    ] = None,
+    questions: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Questions of each task of --accuracy, at most.")
+    ] = 200,
+    tasks: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory with further task files of lm-eval.")
+    ] = None,
+    python: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A Python that has lm-eval, for --accuracy.")
+    ] = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save results in this file, and skip checks that it has.")
     ] = None,
@@ -282,6 +311,8 @@ def verify(
         raise bad_input("--reference and --against are mutually exclusive; use one of them")
     if against is None and against_key_file is not None:
         raise bad_input("--against-key-file needs --against")
+    if not accuracy and (tasks is not None or python is not None):
+        raise bad_input(f"{'--tasks' if tasks is not None else '--python'} needs --accuracy")
     other = None
     if against is not None:
         other = Address(command.base_url("--against", against), "", command.read_key(against_key_file))
@@ -293,6 +324,10 @@ def verify(
         reference=reference,
         against=other,
         tolerance=tolerance,
+        accuracy=tuple(command.parse_accuracy(each) for each in accuracy or ()),
+        questions=questions,
+        tasks=tasks,
+        python=python,
         resume=resume,
         junit=junit,
         form=output,
@@ -337,7 +372,14 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="Save every row in this file, and skip rows that it has.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Compare with a stored run; fails if this one is slower.")
+        str | None,
+        typer.Option(
+            metavar="FILE|URL",
+            help="Compare with a stored run, or with another endpoint in alternation; fails if this one is slower.",
+        ),
+    ] = None,
+    against_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the API key of --against URL.")
     ] = None,
     threshold: Annotated[
         float, typer.Option(min=0.0, max=10.0, metavar="SHARE", help="Slowdown that fails --against.")
@@ -355,6 +397,12 @@ def bench(
     from dsv4_operator.verify.endpoint import Address
 
     _only_one_endpoint(name, url, model, key_file)
+    is_url = against is not None and against.startswith(("http://", "https://"))
+    if against_key_file is not None and not is_url:
+        raise bad_input("--against-key-file needs --against URL")
+    compared: Path | Address | None = None if against is None else Path(against)
+    if against is not None and is_url:
+        compared = Address(base_url("--against", against), "", read_key(against_key_file))
     options = command.BenchOptions(
         profiles=tuple(profile or ()),
         concurrency=command.positive_numbers("--concurrency", concurrency),
@@ -364,7 +412,7 @@ def bench(
         seed=seed,
         python=python,
         resume=resume,
-        against=against,
+        against=compared,
         threshold=threshold,
         form=output,
         request_seconds=_duration("--timeout", timeout),
@@ -373,6 +421,47 @@ def bench(
     if url is None:
         return command.run(target.source(), name, options)
     return command.bench(Address(base_url("--url", url), model or "", read_key(key_file)), options)
+
+
+@app.command("bench recovery")
+@with_target_options
+def bench_recovery(
+    target: CommandTarget,
+    name: NameArgument = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="kill-engine, stop-engine, kill-worker, stop-worker or kill-api; may be repeated "
+            "[default: the first two].",
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, max=50, metavar="N", help="Repetitions of each fault.")] = 2,
+    clients: Annotated[int, typer.Option(min=1, max=256, metavar="N", help="Clients at the same time.")] = 4,
+    group: Annotated[int, typer.Option(min=0, metavar="N", help="Group number.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of prompts and moments.")] = 0,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: the engine breaks while it serves.")] = False,
+    timeout: Annotated[str, typer.Option(metavar="DURATION", help="Timeout of one request.")] = "15m",
+    recovery: Annotated[str, typer.Option(metavar="DURATION", help="Timeout of one recovery.")] = "30m",
+    limit: Annotated[str, typer.Option(metavar="DURATION", help="Timeout of the run.")] = "4h",
+    output: FormatOption = None,
+) -> int:
+    """Kill and stop the engine of a running deployment under load: detection, recovery, lost requests."""
+    from dsv4_operator.cli import recovery as command
+
+    options = command.RecoveryOptions(
+        faults=tuple(fault or ()),
+        repeat=repeat,
+        clients=clients,
+        group=group,
+        seed=seed,
+        yes=yes,
+        form=output,
+        request_seconds=_duration("--timeout", timeout),
+        recovery_seconds=_duration("--recovery", recovery),
+        total_seconds=_duration("--limit", limit),
+    )
+    return command.run(target.source(), name, options)
 
 
 @app.command()
@@ -486,6 +575,16 @@ def report(
     bench: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Add the results of `dsv4 bench -o json`.")
     ] = None,
+    recovery: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Add the results of `dsv4 bench recovery -o json`.")
+    ] = None,
+    must_gather: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.tar.gz",
+            help="Write the report with objects, events, agent status, logs and evidence; has names and addresses.",
+        ),
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Compare the reports in the given JSON files; no deployment is read.")
     ] = False,
@@ -494,7 +593,7 @@ def report(
     """Write a report to share as HTML and JSON: machine, memory, kernels, results, failures; no names or addresses."""
     from dsv4_operator.cli import report as command
 
-    options = command.ReportOptions(file, verify, bench, output)
+    options = command.ReportOptions(file, verify, bench, recovery, must_gather, output)
     if merge:
         return command.merge([*([name] if name else []), *(more or ())], options)
     if more:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from http import HTTPStatus
 from pathlib import Path
@@ -24,10 +24,11 @@ import pydantic
 from dsv4_operator.cli import render
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
 from dsv4_operator.cli.output import DocumentFormat, TableFormat, live_screen, note, print_line, render_document
-from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, RetryingPoll
+from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, EvidenceFile, RetryingPoll
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import FatalRequests
 from dsv4_runtime.engine.signatures import REMEDIES, diagnose
+from dsv4_runtime.util.secrets import has_secret
 
 _GATEWAY_SECONDS = 2.0
 _CHECKS = "dsv4_runtime.fabric.main"
@@ -157,7 +158,7 @@ def _kebab(cause: Cause) -> str:
 
 def fatal_requests(source: DeploymentSource, item: DeploymentView) -> FatalRequests:
     """Return what the gateway refuses because engines died of it; nothing if the gateway does not respond."""
-    from dsv4_operator.cli import http
+    from dsv4_operator.verify import endpoint as http
 
     try:
         with source.api(item) as api:
@@ -248,6 +249,12 @@ def pack_evidence(source: DeploymentSource, name: str | None, output: Path | Non
     target = output or Path(f"{name}-evidence-{time.strftime('%Y%m%dT%H%M%S')}.tar.gz")
     if target.is_dir():
         raise bad_input(f"--output {str(target)!r} is a directory; name a file in it, such as {name}.tar.gz")
+    write_archive(target, name, files)
+    return ExitCode.OK
+
+
+def write_archive(target: Path, name: str, files: Iterable[EvidenceFile]) -> None:
+    """Write files into a .tar.gz file below a directory `name`, without secrets, and print its path."""
     partial = target.with_name(f".{target.name}.part")
     count = 0
     with convert_os_errors("cannot write"):
@@ -257,14 +264,42 @@ def pack_evidence(source: DeploymentSource, name: str | None, output: Path | Non
                 tarfile.open(fileobj=file, mode="w:gz") as archive,
             ):
                 for count, each in enumerate(files, start=1):  # noqa: B007
+                    data = without_secrets(each)
                     entry = tarfile.TarInfo(f"{name}/{each.path}")
-                    entry.size, entry.mtime, entry.mode = len(each.data), int(each.modified), 0o600
-                    archive.addfile(entry, io.BytesIO(each.data))
+                    entry.size, entry.mtime, entry.mode = len(data), int(each.modified), 0o600
+                    archive.addfile(entry, io.BytesIO(data))
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
     note(f"{target}: {count} files, {target.stat().st_size / 1024:.0f} KiB; no prompts, no token")
-    return ExitCode.OK
+
+
+_HIDDEN = "[hidden: it has the form of a secret]"
+
+
+def without_secrets(file: EvidenceFile) -> bytes:
+    """Return the content of a file, without values of JSON and lines of text that have the form of a secret."""
+    text = file.data.decode(errors="surrogateescape")
+    if not has_secret(text):
+        return file.data
+    if file.path.endswith(".json"):
+        try:
+            return (json.dumps(_hidden(json.loads(text)), indent=2) + "\n").encode()
+        except (ValueError, RecursionError):
+            # The end of a longer file.
+            pass
+    lines = (_HIDDEN if has_secret(line) else line for line in text.split("\n"))
+    return "\n".join(lines).encode(errors="surrogateescape")
+
+
+def _hidden(value: Any) -> Any:
+    if isinstance(value, str):
+        return _HIDDEN if has_secret(value) else value
+    if isinstance(value, list):
+        return [_hidden(each) for each in value]
+    if isinstance(value, dict):
+        return {_hidden(key): _hidden(each) for key, each in value.items()}
+    return value
 
 
 def show_dashboard(
@@ -293,7 +328,7 @@ def show_dashboard(
 
 
 def _check_dashboard(url: str, token: str) -> None:
-    from dsv4_operator.cli import http
+    from dsv4_operator.verify import endpoint as http
 
     try:
         with http.open_url("GET", url, token=token, total_seconds=_RESPONSE_SECONDS):

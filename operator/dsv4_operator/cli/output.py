@@ -272,7 +272,7 @@ def decode_line(raw: bytes) -> str:
     return raw.removesuffix(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
-_TIME = re.compile(rb"(?:\d{4}-)?(\d\d)-(\d\d) (\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)")
+_TIME = re.compile(rb"(?:\d{4}-)?(\d\d)-(\d\d)[ T](\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)")
 _TIME_BYTES = 96
 """Length of the part of a line that has its time: vLLM's begins with a process name."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from dsv4_operator.api import GroupStatus
 from dsv4_operator.backends.local.state import DeploymentState
 
 DIRECTORY_VARIABLE = "DSV4_DEPLOYMENT_DIR"
@@ -142,7 +143,7 @@ def belongs_to_deployment(environment: bytes, directory: Path) -> bool:
 def deployment_processes(state: DeploymentState, proc: Path = Path("/proc")) -> list[int]:
     """Return the PIDs of the deployment's processes, without this process and its ancestors."""
     found = []
-    ancestors = _ancestors(proc)
+    ancestors = _ancestors(proc, os.getpid())
     for entry in proc.iterdir():
         if not entry.name.isdigit() or int(entry.name) in ancestors:
             continue
@@ -153,9 +154,45 @@ def deployment_processes(state: DeploymentState, proc: Path = Path("/proc")) -> 
     return sorted(found)
 
 
-def _ancestors(proc: Path) -> set[int]:
+def signal_member(
+    state: DeploymentState,
+    group: GroupStatus,
+    rank: int,
+    pid: int,
+    number: signal.Signals,
+    proc: Path = Path("/proc"),
+) -> float | None:
+    """Send a signal to a process of a member; return the Unix time before it, None if there is no such process.
+
+    The process is below the agent of the member. `pid` is its number here, or in the member's process namespace.
+    """
+    directory = os.fsencode(state.member(group.incarnation, rank, group.index))
+    for entry in sorted(proc.iterdir(), key=lambda each: each.name != str(pid)):
+        # The process has ended meanwhile, or belongs to another user.
+        with contextlib.suppress(OSError):
+            if not entry.name.isdigit() or pid not in (int(entry.name), _number_inside(entry)):
+                continue
+            with open_process(int(entry.name)) as handle:
+                # Checked after the handle was opened, so that both are of the same process.
+                if handle is not None and any(
+                    directory in (proc / str(each) / "cmdline").read_bytes().split(b"\0")
+                    for each in _ancestors(proc, int(entry.name))
+                ):
+                    struck = time.time()
+                    handle.send(number)
+                    return struck
+    return None
+
+
+def _number_inside(entry: Path) -> int:
+    """Return the number of a process in its innermost process namespace."""
+    found = re.search(r"^NSpid:.*?(\d+)$", (entry / "status").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _ancestors(proc: Path, pid: int) -> set[int]:
+    """Return `pid` and the processes above it."""
     found: set[int] = set()
-    pid = os.getpid()
     while pid > 0 and pid not in found:
         found.add(pid)
         try:

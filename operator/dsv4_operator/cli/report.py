@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ from dsv4_operator.cli.report_fields import (
     MemoryTerm,
     ModelPart,
     Operation,
+    RecoveryPart,
+    RecoveryRow,
     SettingPart,
     SetupReport,
     Standing,
@@ -56,7 +59,7 @@ from dsv4_operator.cli.report_fields import (
     WarningPart,
 )
 from dsv4_operator.cli.report_page import compared, render_comparison, render_page, setup_title
-from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView
+from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, EvidenceFile
 from dsv4_operator.planning.catalog import checkpoint_named, machine, machine_named, models
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
 from dsv4_operator.planning.images import ImageProfile, profile_for, profile_named
@@ -67,6 +70,7 @@ from dsv4_runtime.contract import KV_CACHE, KernelStatus
 
 _INPUT_BYTES = 16 * 2**20
 _DRIVER_SECONDS, _FABRIC_SECONDS = 2.0, 4.0
+_COMMANDS = {"--verify": "verify", "--bench": "bench", "--recovery": "bench recovery", "--merge": "report"}
 _LEAST_MERGED, _MOST_MERGED = 2, 32
 
 
@@ -87,6 +91,9 @@ class ReportOptions:
     file: Path | None = None
     verify: Path | None = None
     bench: Path | None = None
+    recovery: Path | None = None
+    gather: Path | None = None
+    """Archive with the report and the evidence."""
     form: DocumentFormat | None = None
 
 
@@ -101,13 +108,18 @@ def run(source: DeploymentSource, name: str | None, options: ReportOptions, *, l
     """
     verify = None if options.verify is None else _read("--verify", options.verify, "results")
     bench = None if options.bench is None else _read("--bench", options.bench, "runs")
+    recovery = None if options.recovery is None else _read("--recovery", options.recovery, "runs")
     page = options.file
-    if page is None and options.form is None:
+    if options.gather is not None and (options.gather.is_dir() or not options.gather.absolute().parent.is_dir()):
+        raise bad_input(
+            f"--must-gather {str(options.gather)!r} is a directory, or its directory does not exist; name a file"
+        )
+    if page is None and options.form is None and options.gather is None:
         page = Path(f"dsv4-report-{time.strftime('%Y%m%dT%H%M%S')}.html")
     data = None if page is None else _data_file(page, options)
     item = source.get(name)
     memory = _plan(source, item)
-    report = setup_report(item, time.time(), memory, _here() if local else Here(), verify, bench)
+    report = setup_report(item, time.time(), memory, _here() if local else Here(), verify, bench, recovery)
     document = report.to_dict()
     if page is not None and data is not None:
         text = json.dumps(document, indent=1)
@@ -115,6 +127,14 @@ def run(source: DeploymentSource, name: str | None, options: ReportOptions, *, l
         _write(data, text)
         size = (page.stat().st_size + data.stat().st_size) / 1024
         note(f"{page}, {data}: {size:.0f} KiB; no prompts, keys, names or addresses")
+    if options.gather is not None:
+        own = [
+            EvidenceFile("report.html", render_page(report).encode()),
+            EvidenceFile("report.json", json.dumps(document, indent=1).encode()),
+        ]
+        deployment, files = source.evidence(item.name, complete=True)
+        diagnostics.write_archive(options.gather, deployment, chain(own, files))
+        note("the archive has names of hosts and addresses: give it to people you trust; share report.html in public")
     if options.form is not None:
         print_line(render_document(document, options.form))
     return ExitCode.OK
@@ -126,9 +146,11 @@ def merge(files: Sequence[str], options: ReportOptions) -> ExitCode:
         raise bad_input(
             f"--merge compares {_LEAST_MERGED} to {_MOST_MERGED} reports, and {len(files)} are given; name JSON files"
         )
-    for option in ("verify", "bench"):
+    for option in ("verify", "bench", "recovery"):
         if getattr(options, option) is not None:
             raise bad_input(f"--{option} and --merge are mutually exclusive; give --{option} where the report is made")
+    if options.gather is not None:
+        raise bad_input("--must-gather and --merge are mutually exclusive; a comparison has no deployment")
     if options.file is None and options.form is None:
         raise bad_input("--merge needs an output; add -f FILE.html or -o json")
     if options.file is not None:
@@ -156,7 +178,7 @@ def _read(option: str, path: Path, key: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise bad_input(f"{option} {str(path)!r} is not JSON ({error}); write it with -o json") from None
     if not isinstance(document, dict) or (key and not isinstance(document.get(key), list)):
-        raise bad_input(f"{option} {str(path)!r} has no list {key!r}; write it with `dsv4 {option[2:]} -o json`")
+        raise bad_input(f"{option} {str(path)!r} has no list {key!r}; write it with `dsv4 {_COMMANDS[option]} -o json`")
     return document
 
 
@@ -186,7 +208,7 @@ def _check_page(page: Path, inputs: Sequence[Path]) -> None:
 
 def _data_file(page: Path, options: ReportOptions) -> Path:
     """Return the JSON file beside the page; an existing file must be a report."""
-    inputs = [path for path in (options.verify, options.bench) if path is not None]
+    inputs = [path for path in (options.verify, options.bench, options.recovery) if path is not None]
     _check_page(page, inputs)
     data = page.with_suffix(".json")
     if data.exists() or any(data.resolve() == each.resolve() for each in inputs):
@@ -251,6 +273,7 @@ def setup_report(
     here: Here = Here(),
     verify: Mapping[str, Any] | None = None,
     bench: Mapping[str, Any] | None = None,
+    recovery: Mapping[str, Any] | None = None,
 ) -> SetupReport:
     """Return the report of a deployment at the Unix time `now`. Pure.
 
@@ -261,6 +284,7 @@ def setup_report(
         here: the machine of the command.
         verify: the document of `dsv4 verify`.
         bench: the document of `dsv4 bench`.
+        recovery: the document of `dsv4 bench recovery`.
     """
     groups = item.status.groups[:MOST_GROUPS]
     failures = [(group.index, failure) for group in groups for failure in group.history]
@@ -279,6 +303,7 @@ def setup_report(
         kernels=_kernels(item),
         verify=None if verify is None else _verify(verify),
         bench=None if bench is None else _bench(bench),
+        recovery=None if recovery is None else _recovery(recovery),
         groups=tuple(
             GroupPart(
                 index=group.index,
@@ -525,6 +550,11 @@ def _verify(document: Mapping[str, Any]) -> VerifyPart:
 
 def _bench(document: Mapping[str, Any]) -> BenchPart:
     return BenchPart(runs=tuple(BenchRun.model_validate(run) for run in _rows(document, "runs")[:MOST_ROWS]))
+
+
+def _recovery(document: Mapping[str, Any]) -> RecoveryPart:
+    runs = [{**run, "samples": _rows(run, "samples")[:MOST_ROWS]} for run in _rows(document, "runs")[:MOST_ROWS]]
+    return RecoveryPart(clients=document.get("clients"), runs=tuple(map(RecoveryRow.model_validate, runs)))
 
 
 def _warnings(item: DeploymentView) -> Iterator[WarningPart]:

@@ -123,9 +123,16 @@ def _surface_words() -> frozenset[str]:
 
 
 def _check_names() -> Iterator[str]:
-    from dsv4_operator.cli.verify import CHECKS
+    from dsv4_operator.cli.verify import ACCURACY, CHECKS
 
-    return (check.name for check in CHECKS)
+    yield from (check.name for check in CHECKS)
+    yield from (f"{ACCURACY}.{task}" for task in TASKS)
+
+
+def _fault_names() -> Iterator[str]:
+    from dsv4_operator.cli.recovery import FAULTS
+
+    return (fault.name for fault in FAULTS)
 
 
 def _skip_reasons() -> Iterator[str]:
@@ -147,7 +154,13 @@ SETTINGS = (
     "rollout.strategy", "gateway.holdTimeout",
 )  # fmt: skip
 """Fields below `spec` in a report: numbers, booleans and words of the API."""
+TASKS = (
+    "dsv4_arithmetic", "gsm8k", "gsm8k_cot", "gsm8k_cot_zeroshot", "ifeval", "mgsm_direct_zh", "mmlu_pro",
+    "bbh_cot_fewshot", "drop", "triviaqa", "humaneval", "mbpp", "minerva_math",
+)  # fmt: skip
+"""Tasks of lm-eval in a report; others become `other`."""
 FIGURES = frozenset({
+    "accuracy", "minimum", "standard_error",
     "attempts", "characters", "chars_per_token", "chunks", "common_prefix_other_seed", "common_prefix_same_seed",
     "continuations", "correct", "decisive_differences", "depths", "drafts", "equal", "equal_continuations", "events",
     "found", "largest_difference", "max_model_len", "mean_difference", "median_margin", "noise", "p99_difference",
@@ -399,6 +412,41 @@ class BenchPart(Report):
     runs: tuple[BenchRun, ...] = Field(default=(), max_length=MOST_ROWS)
 
 
+class RecoveryStrike(Report):
+    """One fault of `dsv4 bench recovery`. Seconds count from the signal."""
+
+    cause: CauseWord = OTHER
+    level: Number = None
+    rank: Number = None
+    detect_seconds: Number = None
+    recover_seconds: Number = None
+    outage_seconds: Number = None
+    requests: Number = None
+    lost: Number = None
+
+
+class RecoveryRow(Report):
+    """The repetitions of one fault."""
+
+    fault: Annotated[str, _known(of=lambda: _fault_names())] = OTHER
+    repetitions: Number = None
+    requests: Number = None
+    lost: Number = None
+    detect_seconds: Number = None
+    recover_seconds: Number = None
+    outage_seconds: Number = None
+    samples: Annotated[
+        tuple[RecoveryStrike, ...], BeforeValidator(lambda value: value if isinstance(value, list | tuple) else ())
+    ] = Field(default=(), max_length=MOST_ROWS)
+
+
+class RecoveryPart(Report):
+    """Results of `dsv4 bench recovery`."""
+
+    clients: Number = None
+    runs: tuple[RecoveryRow, ...] = Field(default=(), max_length=MOST_ROWS)
+
+
 class GroupPart(Report):
     """State of a group."""
 
@@ -467,6 +515,7 @@ class SetupReport(Report):
     kernels: tuple[KernelSet, ...] = Field(default=(), max_length=MOST_KERNEL_SETS)
     verify: VerifyPart | None = None
     bench: BenchPart | None = None
+    recovery: RecoveryPart | None = None
     groups: tuple[GroupPart, ...] = Field(default=(), max_length=MOST_GROUPS)
     failures: tuple[FailurePart, ...] = Field(default=(), max_length=MOST_FAILURES)
     conditions: tuple[ConditionPart, ...] = Field(default=(), max_length=32)

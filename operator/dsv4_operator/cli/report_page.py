@@ -16,6 +16,8 @@ from dsv4_operator.cli.report_fields import (
     KernelSet,
     MemoryPart,
     MemoryTerm,
+    RecoveryPart,
+    RecoveryRow,
     SetupReport,
     VerifyPart,
 )
@@ -147,6 +149,8 @@ def _sections(report: SetupReport) -> Iterator[tuple[str, str]]:
         yield "Verification", _verify_section(report.verify)
     if report.bench is not None:
         yield "Benchmark", _bench_section(report.bench)
+    if report.recovery is not None:
+        yield "Recovery under load", _recovery_section(report.recovery)
     yield "Failures and recoveries", _failure_section(report)
     warnings = [[each.kind, each.group, each.rank, each.gpu, each.value, each.maximum] for each in report.warnings]
     yield "Warnings", _table(["warning", "group", "rank", "GPU", "value", "maximum"], warnings)
@@ -347,6 +351,30 @@ def _run_name(run: BenchRun) -> str:
     return run.profile if run.concurrency is None else f"{run.profile}, {_show(run.concurrency)} concurrent"
 
 
+def _recovery_section(found: RecoveryPart) -> str:
+    rows = [
+        [
+            each.fault,
+            each.repetitions,
+            ", ".join(dict.fromkeys(one.cause for one in each.samples)),
+            ", ".join(dict.fromkeys(_show(one.level) for one in each.samples)),
+            _seconds(each.detect_seconds),
+            _seconds(each.recover_seconds),
+            _seconds(each.outage_seconds),
+            _longest(each),
+            each.requests,
+            each.lost,
+        ]
+        for each in found.runs
+    ]
+    headers = ["fault", "times", "cause", "level", "detected", "recovered", "outage", "longest outage", "requests"]
+    return _list([("clients", found.clients)]) + _table([*headers, "lost requests"], rows)
+
+
+def _longest(row: RecoveryRow) -> str | None:
+    return _seconds(max((one.outage_seconds for one in row.samples if one.outage_seconds is not None), default=None))
+
+
 def _failure_section(report: SetupReport) -> str:
     if not report.failures:
         return "<p>No failure is recorded.</p>"
@@ -409,6 +437,11 @@ def _comparable(report: SetupReport) -> Iterator[tuple[str, Cell]]:
         yield from ((f"checks {status}", report.verify.count(status)) for status in ("ok", "failed", "skipped"))
         failed = [each.name for each in report.verify.results if each.status == "failed"]
         yield "failed checks", ", ".join(failed)
+    for row in report.recovery.runs if report.recovery else ():
+        yield f"{row.fault}: detected", _seconds(row.detect_seconds)
+        yield f"{row.fault}: recovered", _seconds(row.recover_seconds)
+        yield f"{row.fault}: outage", _seconds(row.outage_seconds)
+        yield f"{row.fault}: lost requests", row.lost
     seen = Counter[str]()
     for run in report.bench.runs if report.bench else ():
         seen[name] = number = seen[name := _run_name(run)] + 1

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import math
+import os
 import re
+import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,13 @@ from dsv4_operator.verify.checks import Check, Facts, Result, Session, Status
 from dsv4_operator.verify.endpoint import INCOMPLETE, Address, Client, Defect, Reason, Skip
 
 QUICK_SECONDS = 60.0
+ACCURACY = "accuracy"
+QUESTIONS = 200
 _LOST_CHECKS = 3
 """Consecutive checks without an answer after which the endpoint counts as lost."""
+
+_EVALUATION_CLIENTS = 8
+"""Requests of lm-eval at the same time."""
 
 _LOGS = "see `dsv4 why` and `dsv4 logs -c vllm`"
 _NUMERICS = (
@@ -84,6 +94,21 @@ CHECKS: tuple[Check, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
+class Accuracy:
+    """A task of lm-eval with the lowest acceptable value."""
+
+    task: str
+    metric: str
+    """Empty: the first of the task."""
+    minimum: float
+
+    @property
+    def check(self) -> str:
+        """Return the name of its check."""
+        return f"{ACCURACY}.{self.task}"
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyOptions:
     """Options of `dsv4 verify`."""
 
@@ -95,6 +120,13 @@ class VerifyOptions:
     reference: Path | None = None
     against: Address | None = None
     tolerance: float = 0.05
+    accuracy: tuple[Accuracy, ...] = ()
+    questions: int = QUESTIONS
+    """Of each task, at most."""
+    tasks: Path | None = None
+    """Directory with further tasks."""
+    python: Path | None = None
+    """Python that has lm-eval; None: this one."""
     resume: Path | None = None
     junit: Path | None = None
     form: DocumentFormat | None = None
@@ -175,7 +207,7 @@ def base_url(option: str, url: str) -> str:
 
 def selected(only: Sequence[str], *, quick: bool) -> list[Check]:
     """Return the checks of a run; an explicitly named check is also part of a quick run."""
-    known = {check.group for check in CHECKS} | {check.name for check in CHECKS}
+    known = {check.group for check in CHECKS} | {check.name for check in CHECKS} | {ACCURACY}
     for name in only:
         if name not in known:
             groups = ", ".join(dict.fromkeys(check.group for check in CHECKS))
@@ -188,6 +220,7 @@ def selected(only: Sequence[str], *, quick: bool) -> list[Check]:
 def verify(address: Address, options: VerifyOptions, *, weak: bool) -> ExitCode:
     """Run the checks, print the report and return the exit code."""
     chosen = selected(options.only, quick=options.quick)
+    python = _find_evaluation(options) if options.accuracy else ""
     reference = None if options.reference is None else _read_reference(options.reference)
     earlier = None if options.resume is None else _read_earlier(options.resume, address.url, quick=options.quick)
     for path in (options.export, options.junit, options.resume):
@@ -205,6 +238,15 @@ def verify(address: Address, options: VerifyOptions, *, weak: bool) -> ExitCode:
             _write(options.resume, json.dumps(report.document(), indent=1, ensure_ascii=False))
 
     report = asyncio.run(_verify(address, options, weak, chosen, reference, earlier or {}, show, save))
+    # In this thread, so that Ctrl-C ends the child.
+    for task in options.accuracy:
+        result = (earlier or {}).get(task.check)
+        if result is None:
+            left = options.limit - (time.monotonic() - began)
+            result = _evaluate(replace(address, model=report.facts.model), options, task, python, report.facts, left)
+        report.results[task.check] = result
+        show(result)
+        save(report)
     save(report)
     if options.junit is not None:
         _write(options.junit, junit(report))
@@ -365,6 +407,136 @@ def _write(path: Path, text: str) -> None:
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+# Accuracy, by the program lm-eval
+
+
+def parse_accuracy(text: str) -> Accuracy:
+    """Return the task of `TASK[:METRIC]=MINIMUM`."""
+    name, _, minimum = text.rpartition("=")
+    task, _, metric = name.partition(":")
+    try:
+        value = float(minimum)
+    except ValueError:
+        value = -1.0
+    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", task, re.ASCII) or not 0 <= value <= 1:
+        raise bad_input(
+            f"--accuracy {text!r} is not TASK=MINIMUM with a minimum of 0 to 1; write for example gsm8k=0.9"
+        )
+    return Accuracy(task, metric, value)
+
+
+def _find_evaluation(options: VerifyOptions) -> str:
+    """Return the Python that has lm-eval."""
+    if options.tasks is not None and not options.tasks.is_dir():
+        raise bad_input(f"--tasks {str(options.tasks)!r} is no directory; name one with task files of lm-eval")
+    if options.python is not None:
+        if not os.access(options.python, os.X_OK):
+            raise bad_input(f"--python {str(options.python)!r} is no program; name a Python that has lm-eval")
+        return str(options.python)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise bad_input(
+            f"--accuracy needs lm-eval, which {sys.executable} does not have; install dsv4[accuracy], or name a Python "
+            "that has it with --python"
+        )
+    return sys.executable
+
+
+_EVALUATION = """
+import json, sys
+given = json.load(open(sys.argv[1]))
+import lm_eval
+from lm_eval.tasks import TaskManager
+manager = TaskManager(include_path=given.pop("include"))
+[task] = given["tasks"]
+if task not in manager.all_tasks:
+    sys.exit(f"there is no task {task!r}")
+found = lm_eval.simple_evaluate(**given, task_manager=manager, log_samples=False, bootstrap_iters=0)
+questions = found["n-samples"][task]["effective"]
+json.dump({"figures": found["results"][task], "questions": questions}, open(sys.argv[2], "w"))
+"""
+"""Runs with the Python of lm-eval: arguments in a file, result in another one."""
+
+
+def _evaluate(
+    address: Address, options: VerifyOptions, task: Accuracy, python: str, facts: Facts, left: float
+) -> Result:
+    """Run lm-eval on the endpoint within `left` seconds; return the result of the check."""
+    from dsv4_operator.cli.bench import environment, last_line, run_child
+
+    began = time.monotonic()
+
+    def result(status: Status, text: str = "", **more: Any) -> Result:
+        return Result(task.check, status, text, seconds=round(time.monotonic() - began, 2), **more)
+
+    if left <= 0:
+        return result(Status.SKIPPED, "the time limit is reached; raise --limit", reason=Reason.TIME_LIMIT)
+    with tempfile.TemporaryDirectory(prefix="dsv4-accuracy-") as folder, convert_os_errors("lm-eval"):
+        own, given, output, log = (Path(folder, name) for name in ("tasks", "arguments.json", "result.json", "log"))
+        own.mkdir()
+        for name, text in content.arithmetic_files(str(own)).items():
+            Path(own, name).write_text(text, encoding="utf-8")
+        # Answers of an interrupted run; those of another run are not used.
+        cache = Path(folder, "answers")
+        if options.resume is not None:
+            cache = options.resume.absolute().with_name(f".{options.resume.name}.{task.task}")
+        arguments = {
+            "model": "local-completions",
+            "model_args": {
+                "model": address.model,
+                "base_url": f"{address.url}/completions",
+                # Prompts are text: the endpoint has the tokenizer.
+                "tokenizer_backend": None,
+                "tokenized_requests": False,
+                "num_concurrent": _EVALUATION_CLIENTS,
+                "timeout": math.ceil(options.request_seconds),
+                "max_length": facts.max_model_len or 32768,
+            },
+            "tasks": [task.task],
+            "limit": options.questions,
+            "use_cache": str(cache),
+            "include": [str(own), *([str(options.tasks.absolute())] if options.tasks else [])],
+        }
+        given.write_text(json.dumps(arguments), encoding="utf-8")
+        # The generator's environment forbids downloads; tasks of lm-eval load their questions from a hub.
+        variables = {key: value for key, value in environment(address.key).items() if key != "HF_HUB_OFFLINE"}
+        if task.task == content.ARITHMETIC:
+            variables["HF_DATASETS_CACHE"] = str(Path(folder, "cache"))
+        code = run_child([python, "-c", _EVALUATION, str(given), str(output)], variables, log, left)
+        if code is None:
+            more = "" if options.resume is None else " or continue with --resume"
+            return result(Status.SKIPPED, f"the time limit was reached; raise --limit{more}", reason=Reason.TIME_LIMIT)
+        if code or not output.is_file():
+            raise CommandError(f"--accuracy {task.task}: lm-eval of {python} failed: {last_line(log)}")
+        found = json.loads(output.read_text(encoding="utf-8"))
+        for path in cache.parent.glob(f"{cache.name}_rank*"):
+            path.unlink(missing_ok=True)
+    return judge_accuracy(task, found["figures"], found["questions"], result)
+
+
+def judge_accuracy(task: Accuracy, found: Mapping[str, Any], questions: int, result: Callable[..., Result]) -> Result:
+    """Return the result of a check from lm-eval's figures, which are named `METRIC,FILTER`.
+
+    Raises:
+        CommandError: the task does not have the metric.
+    """
+    values = {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and "_stderr" not in name and "," in name
+    }
+    name = next((each for each in values if task.metric in ("", each, each.partition(",")[0])), None)
+    if name is None:
+        known = ", ".join(values) or "no figures"
+        raise bad_input(f"--accuracy {task.task}: there is no metric {task.metric!r}; the task has {known}")
+    value = values[name]
+    error = math.sqrt(max(value * (1 - value), 0.0) / questions) if questions else 0.0
+    figures = {"accuracy": value, "minimum": task.minimum, "standard_error": round(error, 4), "questions": questions}
+    if value < task.minimum:
+        text = f"{name} is {value:.3f} ± {error:.3f} of {questions} questions, below {task.minimum:g}"
+        return result(Status.FAILED, text, figures=figures, remedy=_NUMERICS)
+    return result(Status.OK, figures=figures)
 
 
 def line(result: Result) -> str:

@@ -21,6 +21,7 @@ from dsv4_operator.lifecycle.decide import RESYNC_SECONDS
 from dsv4_operator.planning import PlanRefused
 from dsv4_operator.planning.revision import last_valid
 from dsv4_runtime.util.clock import unix_time
+from dsv4_runtime.util.files import log_context
 
 _log = logging.getLogger("dsv4")
 
@@ -92,6 +93,7 @@ class Deployments:
 
     async def reconcile(self, key: DeploymentKey) -> float | None:
         """Reconcile once, and return the seconds until the next reconcile, None if the deployment is gone."""
+        log_context.set({"namespace": key[0], "deployment": key[1]})
         cached, state = self._cached.get(key), self._states.get(key)
         if state is not None and (cached is None or cached["metadata"]["uid"] != state.uid):
             del self._states[key]

@@ -41,7 +41,8 @@ from dsv4_operator.kube import (
 from dsv4_operator.kube.access import SERVICE_ACCOUNT
 from dsv4_operator.kube.cache import DeploymentKey, PodKey
 from dsv4_operator.lifecycle import Event
-from dsv4_runtime.util.files import log_to
+from dsv4_runtime.util.files import LOG_FORMATS, format_logs, is_json, log_to
+from dsv4_runtime.util.log_lines import LOG_FORMAT
 
 _log = logging.getLogger("dsv4")
 
@@ -72,6 +73,8 @@ class OperatorOptions:
     """Image of members and gateways whose deployment names none."""
     policy: ClusterPolicy
     """Limits on the use of nodes by deployments."""
+    json_logs: bool = False
+    """Whether agents and gateways write their logs as JSON."""
 
 
 class CannotServe(Exception):
@@ -86,6 +89,7 @@ def main() -> None:
     """Run until SIGTERM. Exit codes: 0 ended as asked, 1 lost the lease or the watch, 2 cannot start."""
     arguments = command_line().parse_args()
     log_to(None)
+    format_logs(arguments.log_format)
     logging.getLogger("kopf").setLevel(logging.WARNING)
     # kopf warns that it ignores signals, which is intended in its thread.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
@@ -108,6 +112,7 @@ def main() -> None:
         arguments.identity or _identity(),
         arguments.runtime_image,
         policy,
+        is_json(arguments.log_format),
     )
     try:
         asyncio.run(Operator(access, options).run())
@@ -132,6 +137,9 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--policy", type=Path, help="limits on the use of nodes (default: that of the chart)")
     parser.add_argument(
         "--kubeconfig", type=Path, help="default: the service account of the pod, or the kubeconfig of kubectl"
+    )
+    parser.add_argument(
+        "--log-format", choices=LOG_FORMATS, help=f"also of members (default: ${LOG_FORMAT}, else text)"
     )
     parser.add_argument("--identity", help="unique identity of this operator (default: the name of the pod, or random)")
     return parser
@@ -171,6 +179,7 @@ class Operator:
             self._agents_changed,
             access.in_cluster,
             self._ray_clusters,
+            options.json_logs,
         )
         self._backends = registry.Backends(given)
         self._deployments = Deployments(

@@ -38,6 +38,7 @@ from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.setup import measured_of
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.util.clock import unix_time
+from dsv4_runtime.util.files import log_context
 
 _log = logging.getLogger("dsv4")
 
@@ -458,6 +459,7 @@ class Reconciler:
             reported: whether the death of a member was saved, which must precede every action that ends it.
         """
         status = decision.status
+        log_context.set({**log_context.get(), "group": index, "incarnation": status.incarnation})
         if not reported and any(isinstance(action, CollectEvidence) for action in decision.actions):
             return _Executed(status, failed=True)
         for action in decision.actions:

@@ -41,7 +41,7 @@ from dsv4_operator.planning.catalog import DASHBOARD_PORT
 from dsv4_operator.planning.setup import head_ports
 from dsv4_runtime.contract.gateway import GroupRoute
 from dsv4_runtime.contract.recovery import backoff
-from dsv4_runtime.util.files import log_to, replace_file
+from dsv4_runtime.util.files import format_logs, log_to, replace_file
 
 _log = logging.getLogger("dsv4")
 
@@ -70,6 +70,7 @@ def main() -> None:
     except StateError as error:
         parser.error(str(error))
     log_to(state.log)
+    format_logs(None, lambda: {"deployment": state.name})
     processes = Processes(socket.socket(fileno=options.supervisor))
     try:
         if LOCK in processes.kept:

@@ -1,10 +1,13 @@
-"""Checks of content: a matrix of languages and reasoning modes, dialogues with tool calls, structured output."""
+"""Checks of content: a matrix of languages and reasoning modes, dialogues with tool calls, structured output; a task of
+lm-eval.
+"""
 
 from __future__ import annotations
 
 import ast
 import itertools
 import json
+import random
 import re
 import unicodedata
 from collections import Counter
@@ -501,3 +504,53 @@ def content_checks() -> Iterator[Check]:
         yield Check(
             f"tools.{item.name}", summary, dialogue(item), _TOOL_REMEDY, quick=item.name == "single", content=True
         )
+
+
+# A task of lm-eval that needs no download.
+
+ARITHMETIC = "dsv4_arithmetic"
+_ARITHMETIC_QUESTIONS = 200
+_EXAMPLES = 3
+_SUMS: tuple[tuple[str, Callable[[int, int, int], int]], ...] = (
+    ("Ada has {a} apples and buys {b} bags of {c} apples. How many apples does she have?", lambda a, b, c: a + b * c),
+    ("A train has {b} wagons of {a} seats, and {c} seats are taken. How many are free?", lambda a, b, c: a * b - c),
+    (
+        "A baker sells {a} loaves before noon and {b} later; {c} come back. How many are sold?",
+        lambda a, b, c: a + b - c,
+    ),
+    ("Wang reads {a} pages a day for {b} days, then {c} more. How many pages are that?", lambda a, b, c: a * b + c),
+)
+
+
+def arithmetic_files(folder: str) -> dict[str, str]:
+    """Return name and content of the files of the task `dsv4_arithmetic` for a folder: 200 sums in words."""
+    source = random.Random(ARITHMETIC)  # noqa: S311  (the same questions everywhere)
+    sums: list[tuple[str, int]] = []
+    while len(sums) < _ARITHMETIC_QUESTIONS + _EXAMPLES:
+        text, solve = source.choice(_SUMS)
+        a, b, c = source.randint(11, 60), source.randint(2, 9), source.randint(2, 12)
+        if (pair := (text.format(a=a, b=b, c=c), solve(a, b, c))) not in sums:
+            sums.append(pair)
+    start = "".join(f"Question: {text}\nAnswer: {answer}\n\n" for text, answer in sums[:_EXAMPLES])
+    rows = [{"prompt": f"{start}Question: {text}\nAnswer:", "answer": str(answer)} for text, answer in sums[_EXAMPLES:]]
+    task = {
+        "task": ARITHMETIC,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": f"{folder}/questions.jsonl"}},
+        "output_type": "generate_until",
+        "test_split": "test",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "do_sample": False, "temperature": 0.0, "max_gen_toks": 32},
+        "filter_list": [
+            {
+                "name": "number",
+                "filter": [{"function": "regex", "regex_pattern": "(-?[0-9]+)"}, {"function": "take_first"}],
+            }
+        ],
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        "num_fewshot": 0,
+        "metadata": {"version": 1.0},
+    }
+    # YAML contains JSON.
+    return {f"{ARITHMETIC}.yaml": json.dumps(task), "questions.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}

@@ -438,6 +438,8 @@ class Document(BaseModel):
     generator: str
     quick: bool
     runs: list[Row]
+    against: list[Row] = []
+    """Of the endpoint that was measured in alternation."""
     skipped: list[Skipped] = []
 
 

@@ -19,6 +19,8 @@ from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.ray import with_command
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.contract.plan import RAY_COMMAND
+from dsv4_runtime.util.files import LOG_FORMATS, format_logs
+from dsv4_runtime.util.log_lines import LOG_FORMAT
 
 _log = logging.getLogger(__name__)
 
@@ -101,15 +103,18 @@ def main() -> None:
     parser.add_argument("--evidence", type=Path, help="where evidence of deaths goes [default: below --directory]")
     parser.add_argument("--echo", action="store_true", help="copy the logs of Ray and vLLM to stdout")
     parser.add_argument("--exit-message", type=Path, metavar="FILE", help="keep the reason of an exit there")
+    parser.add_argument("--log-format", choices=LOG_FORMATS, help=f"of the log [default: ${LOG_FORMAT}, else text]")
     options = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
     )
+    identity: dict[str, object] = {"rank": options.rank}
+    format_logs(options.log_format, lambda: identity)
     with exit_message(options.exit_message):
-        _run_member(options)
+        _run_member(options, identity)
 
 
-def _run_member(options: argparse.Namespace) -> None:
+def _run_member(options: argparse.Namespace, identity: dict[str, object]) -> None:
     try:
         plan = GroupPlan.model_validate_json(options.plan.read_text())
         token = Path(plan.ray_token_file).read_text().strip()
@@ -119,13 +124,15 @@ def _run_member(options: argparse.Namespace) -> None:
         options.directory.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError, IndexError) as error:
         sys.exit(f"dsv4-agent: --plan {options.plan} --rank {options.rank}: {error}")
+    identity |= {"namespace": plan.namespace, "deployment": plan.deployment}
+    identity |= {"group": plan.group, "incarnation": plan.incarnation}
     try:
-        asyncio.run(_run(options, plan, token))
+        asyncio.run(_run(options, plan, token, identity))
     except AddressError as error:
         sys.exit(f"dsv4-agent: {error}")
 
 
-async def _run(options: argparse.Namespace, plan: GroupPlan, token: str) -> None:
+async def _run(options: argparse.Namespace, plan: GroupPlan, token: str, identity: dict[str, object]) -> None:
     # First of all: a signal without a handler does not end process 1 of a container.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -134,6 +141,7 @@ async def _run(options: argparse.Namespace, plan: GroupPlan, token: str) -> None
     if named is None:
         return
     member = Member(named, options.rank, options.directory, token)
+    format_logs(options.log_format, lambda: {**identity, "generation": member.context.record.generation})
     member.context.evidence_root = options.evidence or options.directory / "evidence"
     echo = LogEcho(options.directory, options.rank, lambda: member.context.record.phase)
     with echo if options.echo else contextlib.nullcontext():

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -21,7 +22,8 @@ from dsv4_runtime.gateway.admission import ApiKeys, ApiKeysError
 from dsv4_runtime.gateway.http_server import RESERVED_CONNECTIONS
 from dsv4_runtime.gateway.routing import RouteFile
 from dsv4_runtime.gateway.server import MAX_CONNECTIONS, Gateway
-from dsv4_runtime.util.files import log_to
+from dsv4_runtime.util.files import LOG_FORMATS, format_logs, log_to
+from dsv4_runtime.util.log_lines import LOG_DEPLOYMENT, LOG_FORMAT
 
 _log = logging.getLogger("dsv4.gateway")
 _OWN_FILES = 64 + 2 * RESERVED_CONNECTIONS
@@ -46,8 +48,12 @@ def main() -> None:
     parser.add_argument(
         "--number", type=int, help="index among several gateways at one address, a label of its metrics"
     )
+    parser.add_argument("--log-format", choices=LOG_FORMATS, help=f"of the log [default: ${LOG_FORMAT}, else text]")
     options = parser.parse_args()
     log_to(options.log)
+    namespace, _, deployment = os.environ.get(LOG_DEPLOYMENT, "").rpartition("/")
+    identity = {"namespace": namespace or None, "deployment": deployment or None}
+    format_logs(options.log_format, lambda: identity)
     try:
         settings = GatewaySettings.model_validate_json(options.settings.read_bytes())
         routes = RouteFile(options.route)

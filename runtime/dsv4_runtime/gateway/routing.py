@@ -277,6 +277,7 @@ class EngineView:
             whether the agent reported the death.
         """
         self._changed, self._died = changed, died
+        self._group = group
         self._name = f"group {group}'s engine" if group else "engine"
         self._generation: EngineGeneration | None = None
         self._healthy = False
@@ -384,21 +385,26 @@ class EngineView:
             self._confirmed.clear()
         if state is not self.state:
             self.state = state
-            _log.info("%s %s", self._name, state)
+            _log.info("%s %s", self._name, state, extra=self._fields())
         self._changed()
 
     def _end_generation(self) -> None:
         if self._generation is not None:
-            _log_open_requests(self._generation.name, self._generation.end())
+            _log_open_requests(self._generation.name, self._generation.end(), self._fields())
         self._generation = None
         self.unconfirmed.clear()
 
+    def _fields(self) -> dict[str, object]:
+        """Return the fields of a JSON line about this engine."""
+        incarnation, generation = self._generation.identity if self._generation is not None else (None, None)
+        return {"group": self._group, "incarnation": incarnation, "generation": generation}
 
-def _log_open_requests(name: str, requests: tuple[str, ...]) -> None:
+
+def _log_open_requests(name: str, requests: tuple[str, ...], fields: dict[str, object]) -> None:
     """Log the requests that an engine had open at its end, under the name used in the evidence of its death."""
-    _log.info("%s is over; open requests: %d", name, len(requests))
+    _log.info("%s is over; open requests: %d", name, len(requests), extra=fields)
     for start in range(0, len(requests), _IDS_PER_LINE):
-        _log.info("%s had open: %s", name, " ".join(requests[start : start + _IDS_PER_LINE]))
+        _log.info("%s had open: %s", name, " ".join(requests[start : start + _IDS_PER_LINE]), extra=fields)
 
 
 _RETRY_SECONDS = 0.2
@@ -497,7 +503,8 @@ class RoutedGroup:
         if problem == self._problem and (not problem or now - self._logged < _REPEAT_SECONDS):
             return
         if problem:
-            _log.warning("group %d: agent at %s: %s (%s)", self.index, self._agent, problem, reason)
+            fields = {"group": self.index}
+            _log.warning("group %d: agent at %s: %s (%s)", self.index, self._agent, problem, reason, extra=fields)
         elif self._problem:
             _log.info("group %d: agent at %s: reachable again", self.index, self._agent)
         self._problem, self._logged = problem, now

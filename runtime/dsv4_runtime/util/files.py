@@ -1,17 +1,22 @@
-"""Files: atomic replacement, safe opening, the bounded log of a process, and files below /sys, /proc and /dev."""
+"""Files: atomic replacement, safe opening, logs as text or JSON, and files below /sys, /proc and /dev."""
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
 import stat
 import sys
 import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+
+from dsv4_runtime.util.log_lines import LOG_FORMAT
 
 
 def replace_file(path: Path, text: str, *, mode: int = 0o600) -> None:
@@ -189,3 +194,55 @@ def first_number(text: str | None) -> float | None:
 
 def _plain(name: str) -> bool:
     return name.isascii() and name.isdigit() and len(name) < 10
+
+
+LOG_FORMATS = ("text", "json")
+LOG_FIELDS = ("namespace", "deployment", "group", "incarnation", "generation")
+log_context: ContextVar[Mapping[str, object]] = ContextVar("log_context", default={})  # noqa: B039  (never changed)
+"""Some of `LOG_FIELDS` for the lines of a task."""
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line, with all of `LOG_FIELDS`; null if a line is about none or about several.
+
+    The fields of a record (`extra`) precede those of its task (`log_context`), and these those of the process.
+    """
+
+    def __init__(self, fields: Callable[[], Mapping[str, object]]) -> None:
+        super().__init__()
+        self._fields = fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        seconds, milliseconds = time.gmtime(record.created), int(record.msecs)
+        document: dict[str, object] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', seconds)}.{milliseconds:03}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **dict.fromkeys(LOG_FIELDS),
+            **self._fields(),
+            **log_context.get(),
+            **{name: getattr(record, name) for name in LOG_FIELDS if hasattr(record, name)},
+        }
+        if record.exc_info:
+            document["exception"] = self.formatException(record.exc_info)
+        return json.dumps(document, default=str)
+
+
+def is_json(chosen: str | None) -> bool:
+    """Return whether logs are JSON by `chosen` or the variable `DSV4_LOG_FORMAT`."""
+    return (chosen or os.environ.get(LOG_FORMAT)) == "json"
+
+
+def format_logs(chosen: str | None, fields: Callable[[], Mapping[str, object]] = dict) -> None:
+    """Write the log as JSON if `chosen` or the variable `DSV4_LOG_FORMAT` says so; `fields` are those of the process.
+
+    Call it after the log is set up. A wrong value is no reason to stop: the log is text, and has a warning.
+    """
+    wanted = chosen or os.environ.get(LOG_FORMAT) or "text"
+    if is_json(chosen):
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter(fields))
+    elif wanted != "text":
+        logging.getLogger("dsv4").warning("%s %r is not text or json; the log is text", LOG_FORMAT, wanted)

@@ -16,6 +16,10 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from dsv4_runtime.util.secrets import has_secret
 
+LOG_FORMAT = "DSV4_LOG_FORMAT"
+"""Environment variable with the format of logs: `text` (default) or `json`."""
+LOG_DEPLOYMENT = "DSV4_LOG_DEPLOYMENT"
+"""Environment variable of a gateway with `NAMESPACE/NAME` for its JSON lines; its other settings lack it."""
 FATAL_SECONDS = 300.0
 """A fatal line does not explain a death that follows more than this later."""
 

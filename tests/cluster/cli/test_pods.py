@@ -3,6 +3,7 @@
 The members' pods are stand-ins that answer HTTP, or say one line and end.
 """
 
+import base64
 import json
 import signal
 import tarfile
@@ -160,3 +161,96 @@ def test_a_chat_and_files_in_pods(
     assert found["nano/pods/nano-0-i2-r0.log"] == "born\n[ray rank 0] joined\n[vllm rank 0] one\n[vllm rank 0] two\n"
     assert "nano/pods/nano-0-gateway-x.log" in found
     assert "nano/missing.txt" not in found
+
+
+CANARY, KEY = "hf_" + "zqCanary" * 5, "canary-of-a-secret"
+AGENT = """
+import os
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        known = self.headers.get("Authorization") == "Bearer " + open("/etc/dsv4/token/token").read()
+        self.send_response(200 if known and self.path == "/v1/status" else 401)
+        self.end_headers()
+        self.wfile.write(b'{"phase": "Serving", "rank": 0, "note": "of the agent"}' if known else b"{}")
+
+print("born", flush=True)
+print("a line with hf_" + "zqCanary" * 5, flush=True)
+HTTPServer((os.environ["DSV4_POD_IP"], 8090), Handler).serve_forever()
+"""
+
+
+def test_a_must_gather_archive(
+    cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, Any], operator_image: str, tmp_path: Path
+) -> None:
+    about = {"namespace": namespace, "labels": names.labels("nano", group=0)}
+    plan = {"members": [{"address": "nano-0-i2-r0", "ports": {"agent": 8090}}], "rayTokenFile": names.TOKEN_FILE}
+    head = member(nano, 2)
+    head["metadata"]["annotations"] = {"example.com/note": f"download with {CANARY}"}
+    mounts = {"plan": names.PLAN_DIRECTORY, "token": names.TOKEN_DIRECTORY}
+    head["spec"]["containers"] = [
+        {
+            "name": "agent",
+            "image": operator_image,
+            "imagePullPolicy": "Never",
+            "command": ["python3", "-uc", AGENT],
+            "env": [{"name": "DSV4_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+            "readinessProbe": {"tcpSocket": {"port": 8090}, "periodSeconds": 1},
+            "volumeMounts": [{"name": name, "mountPath": path, "readOnly": True} for name, path in mounts.items()],
+        }
+    ]
+    head["spec"]["volumes"] = [
+        {"name": "plan", "configMap": {"name": "nano-0-i2"}},
+        {"name": "token", "secret": {"secretName": "nano-0-i2"}},
+    ]
+    front = service(nano, "nano", 8000, 2)
+    front["metadata"]["labels"] = about["labels"]
+    cluster.kubectl("create", "-f", "-", input=[
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {**about, "name": "nano-0-i2"},
+            "data": {names.PLAN_FILE: json.dumps(plan)},
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {**about, "name": "nano-0-i2"},
+            "stringData": {names.TOKEN_ENTRY: KEY},
+        },
+    ])  # fmt: skip
+    cluster.apply(head, front)
+    ready(cluster, head)
+    target = tmp_path / "gather.tar.gz"
+    done = dsv4("report", "nano", "--must-gather", str(target))
+    assert done.returncode == 0, done.stderr
+    assert "names of hosts and addresses" in done.stderr
+    with tarfile.open(target) as archive:
+        found = {name: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
+    node = cluster.get("pod", "nano-0-i2-r0", "-n", namespace)["spec"]["nodeName"]
+    assert {
+        "report.html",
+        "report.json",
+        "object.json",
+        "events.json",
+        "pods.json",
+        "configmaps/nano-0-i2/plan.json",
+        "objects/services.json",
+        "objects/networkpolicies.json",
+        f"nodes/{node}.json",
+        "pods/nano-0-i2-r0.log",
+        "agents/nano-0-i2-r0.json",
+    } <= {name.removeprefix("nano/") for name in found}
+    assert json.loads(found["nano/agents/nano-0-i2-r0.json"])["note"] == "of the agent"
+    assert json.loads(found["nano/objects/services.json"])[0]["metadata"]["name"] == "nano"
+    assert found["nano/pods/nano-0-i2-r0.log"].startswith("born\n[hidden: ")
+    # The place of the evidence does not exist in this pod: that is noted, and is no error.
+    assert "evidence/0-2-g1-x.json" in found["nano/missing.txt"]
+    everything = "".join(found.values())
+    assert KEY not in everything
+    assert base64.b64encode(KEY.encode()).decode() not in everything
+    assert CANARY not in everything
+    assert "download with" not in everything, "the whole value is hidden"
+    report = json.loads(found["nano/report.json"])
+    assert node not in found["nano/report.html"] + json.dumps(report), "the report itself is anonymous"

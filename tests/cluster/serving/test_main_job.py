@@ -6,14 +6,19 @@ What it prints can be held against `benchmarks/recovery.py` of the same minutes:
 from __future__ import annotations
 
 import json
+import subprocess
+import tarfile
 import time
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from cli_world import PROGRAMS
 from nano_world import BACK_SECONDS, Nano, forwarded
 
 from dsv4_operator.api.values import parse_time
+from dsv4_runtime.contract import AgentStatus
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -58,6 +63,36 @@ def test_a_chat_a_killed_engine_and_an_answer(nano: Nano) -> None:
     noticed = parse_time(failure["time"]) - struck
     print(f"noticed after {noticed:.1f} s, served {failure['recoverSeconds']:.1f} s later")
     assert (failure["culpritRank"], failure["level"]) == (0, 1)
+
+
+def test_the_commands_that_break_and_gather(nano: Nano, tmp_path: Path) -> None:
+    environment = {**nano.cluster.environment, "PATH": f"{PROGRAMS}:{nano.cluster.environment['PATH']}"}
+
+    def dsv4(*words: str) -> str:
+        command = ["kubectl", "dsv4", *words, "-n", nano.namespace]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
+        print(done.stderr)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    before = nano.uids()
+    faults = ("--fault", "kill-engine", "--fault", "kill-worker", "--repeat", "1", "--yes")
+    runs = json.loads(dsv4("bench", "recovery", "nano", *faults, "--limit", "12m", "-o", "json"))["runs"]
+    assert [(each["fault"], each["lost"], each["levels"]) for each in runs] == [
+        ("kill-engine", 0, {"1": 1}),
+        ("kill-worker", 0, {"1": 1}),
+    ]
+    assert nano.uids() == before, "the engine was restarted in place"
+    target = tmp_path / "gather.tar.gz"
+    dsv4("report", "nano", "--must-gather", str(target))
+    with tarfile.open(target) as archive:
+        found = {name: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
+    agents = [AgentStatus.model_validate_json(text) for name, text in found.items() if "/agents/" in name]
+    assert sorted(each.rank for each in agents) == [0, 1]
+    assert agents[0].engine is None or agents[0].engine.generation >= 3
+    assert any(name.startswith("nano/evidence/") for name in found)
+    assert all(f"nano/pods/{name}.log" in found for name in before)
+    assert "nano/missing.txt" not in found, found["nano/missing.txt"]
 
 
 def test_what_an_engine_has_begun_it_finishes_before_an_update(nano: Nano) -> None:

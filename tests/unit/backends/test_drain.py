@@ -87,7 +87,7 @@ class Secrets:
         about = {"namespace": "team", "name": "d", "ownerReferences": owners("d", "uid-d")}
         return {"metadata": about, "data": {"key": base64.b64encode(b"secret").decode()}}
 
-    async def create(self, *_: object) -> None:
+    async def create(self, *_: object, **_options: object) -> None:
         raise AlreadyExists("the Secret is there")
 
 

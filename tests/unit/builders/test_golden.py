@@ -215,6 +215,26 @@ def test_other_limits_replace_a_gateway_and_another_route_does_not() -> None:
     assert frontend.limits(other).api_keys_file == "/etc/dsv4/secrets/callers/list"
 
 
+def test_json_logs_are_one_variable_of_members_and_gateways() -> None:
+    wanted = read("nano")
+    plan = plan_group(wanted, facts(wanted, Snapshot.of_pods(tuple(NODES["nano"]), ())), group=0, incarnation=3)
+
+    def pods(host: member.Host, **more: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        gateway = frontend.gateway_deployment(wanted, 0, image=IMAGE, **more)["spec"]["template"]
+        return member.member_pod(wanted, plan, 0, host=host), gateway
+
+    found = []
+    for text, json_pod in zip(pods(HOST), pods(replace(HOST, json_logs=True), json_logs=True), strict=True):
+        before, after = (pod["spec"]["containers"][0].pop("env") for pod in (text, json_pod))
+        assert text == json_pod
+        assert after[: len(before)] == before
+        found.append([(each["name"], each["value"]) for each in after[len(before) :]])
+    assert found == [
+        [("DSV4_LOG_FORMAT", "json")],
+        [("DSV4_LOG_FORMAT", "json"), ("DSV4_LOG_DEPLOYMENT", "team/nano")],
+    ]
+
+
 def test_every_gateway_knows_every_group() -> None:
     wanted = read("nano")
     wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"replicas": 3})})

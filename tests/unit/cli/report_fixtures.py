@@ -203,6 +203,27 @@ BENCH: dict[str, Any] = {
 }
 
 
+RECOVERY: dict[str, Any] = {
+    "schema": 1,
+    "model": "ours",
+    "clients": 4,
+    "runs": [
+        {
+            "fault": "stop-engine",
+            "repetitions": 1,
+            "requests": 12,
+            "lost": 0,
+            "detectSeconds": 2.5,
+            "recoverSeconds": 63.5,
+            "outageSeconds": 64.75,
+            "causes": {"EngineHung": 1},
+            "samples": [{"cause": "EngineHung", "level": 1, "rank": 0, "detectSeconds": 2.5, "outageSeconds": 64.75}],
+        },
+        {"fault": "of spark-a", "lost": "many", "samples": "none"},
+    ],
+}
+
+
 def large_status(groups: int, members: int, *, alike: bool) -> DeploymentStatus:
     """Return a status with `groups` groups that all failed ten times; `alike`: with equal kernels."""
     chance = random.Random(7)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import tarfile
 from pathlib import Path
 
@@ -7,7 +8,25 @@ import pytest
 
 from dsv4_operator.cli import diagnostics
 from dsv4_operator.cli.errors import CommandError, ExitCode
+from dsv4_operator.cli.main import run
+from dsv4_operator.cli.sources.base import EvidenceFile
 from dsv4_operator.cli.sources.local import LocalSource
+
+SECRETS = (
+    "hf_" + "aB3" * 10,
+    "AKIA" + "ABCDEFGH" * 2,
+    "sk-" + "aB3" * 12,
+    "https://user:pass@store.example/x",
+    "-----BEGIN RSA PRIVATE KEY-----",
+)
+MANIFEST = json.dumps(
+    {
+        "apiVersion": "dsv4.dev/v1alpha1",
+        "kind": "DSV4Deployment",
+        "metadata": {"name": "nano"},
+        "spec": {"model": {"variant": "Nano", "source": {"nano": {"seed": 0}}}, "topology": {"hardware": "CPU"}},
+    }
+)
 
 
 @pytest.fixture
@@ -45,6 +64,47 @@ def test_all_that_tells_of_deaths_is_in_it_and_no_secret(root: Path, tmp_path: P
     ]
     assert len(data) == 1024 * 1024
     assert data.endswith(b"the end")
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_what_looks_like_a_secret_is_hidden(secret: str) -> None:
+    document = {"env": [{"name": "X", "value": f"use {secret}"}], secret: 1, "kept": ["a", 2, None, True]}
+    cut = json.dumps(document, indent=2)[2:]
+    for name, text in (("a.json", json.dumps(document)), ("a.json", cut), ("a.log", f"one\ntwo {secret} three\nfour")):
+        found = diagnostics.without_secrets(EvidenceFile(name, text.encode())).decode()
+        assert secret not in found
+        assert "[hidden: " in found
+        assert "kept" in found or "one\n[hidden: it has the form of a secret]\nfour" in found
+    hidden = json.loads(diagnostics.without_secrets(EvidenceFile("a.json", json.dumps(document).encode())))
+    assert hidden["kept"] == ["a", 2, None, True]
+
+
+def test_other_bytes_stay() -> None:
+    data = b"\xff\xfe no secret \x00\n"
+    assert diagnostics.without_secrets(EvidenceFile("a.log", data)) == data
+    found = diagnostics.without_secrets(EvidenceFile("a.log", data + f"x {SECRETS[0]}\n".encode()))
+    assert found.startswith(data)
+    assert SECRETS[0].encode() not in found
+
+
+def test_a_must_gather_archive_of_a_machine(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "nano" / "manifest.json").write_text(MANIFEST)
+    (root / "nano" / "object.json").unlink()
+    (root / "nano" / "i2/m0/vllm.log").write_text(f"download with {SECRETS[0]}\n")
+    target = tmp_path / "gather.tar.gz"
+    assert run(["report", "nano", "--must-gather", str(target), "--state-dir", str(root)]) == 0
+    with tarfile.open(target) as archive:
+        files = {name: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
+    assert {"nano/report.html", "nano/report.json", "nano/manifest.json", "nano/evidence/1-g1-x/evidence.json"} <= set(
+        files
+    )
+    assert json.loads(files["nano/report.json"])["phase"] == "Stopped"
+    assert SECRETS[0] not in "".join(files.values())
+    assert "secret-token" not in "".join(files.values())
+    assert "names of hosts and addresses" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.html"))
+    assert run(["report", "nano", "--must-gather", str(tmp_path), "--state-dir", str(root)]) == 2
+    assert "--must-gather" in capsys.readouterr().err
 
 
 def test_a_directory_is_no_file(root: Path, tmp_path: Path) -> None:

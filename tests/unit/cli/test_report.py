@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from report_fixtures import BENCH, NOW, SPARKS, VERIFY, doctor, large_status, sparks
+from report_fixtures import BENCH, NOW, RECOVERY, SPARKS, VERIFY, doctor, large_status, sparks
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, load
 from dsv4_operator.cli import diagnostics, report_fields
@@ -132,7 +132,7 @@ def test_no_text_of_specification_status_or_files_is_in_a_report(seed: int, runn
     items = tuple(dataclasses.replace(each, name=fill.text()) for each in rank.items)
     strange = dataclasses.replace(PLAN, ranks=(dataclasses.replace(rank, items=items),), tightest=0)
     here = Here(fill.text(), (), fill.document(doctor()))
-    assert_private(setup_report(item, NOW, strange, here, fill.document(VERIFY), fill.document(BENCH)))
+    assert_private(setup_report(item, NOW, strange, here, *map(fill.document, (VERIFY, BENCH, RECOVERY))))
 
 
 @given(seed=st.integers(0, 2**32))
@@ -194,6 +194,7 @@ def test_what_is_in_a_report() -> None:
     assert {"provider": "deepgemm", "excluded": True} in moe["standings"]
     assert document["verify"]["results"][0]["name"] == "smoke.chat"
     assert document["bench"]["runs"][0]["outputTokensPerSecond"] == 40.65
+    assert [each["fault"] for each in document["recovery"]["runs"]] == ["stop-engine", "other"]
     [failure] = document["failures"]
     assert (failure["cause"], failure["level"], failure["recoverSeconds"]) == ("EngineHung", 1, 63.5)
     assert "message" not in failure
@@ -212,7 +213,7 @@ def test_a_row_of_bench_has_every_field_of_a_report() -> None:
 
 
 def full() -> SetupReport:
-    return setup_report(sparks(), NOW, PLAN, Here("580.173.02", (), doctor()), VERIFY, BENCH)
+    return setup_report(sparks(), NOW, PLAN, Here("580.173.02", (), doctor()), VERIFY, BENCH, RECOVERY)
 
 
 def test_the_page_has_everything_and_needs_nothing() -> None:
@@ -227,6 +228,8 @@ def test_the_page_has_everything_and_needs_nothing() -> None:
         "smoke.chat",
         "chat, 1 concurrent",
         "40.65",
+        "stop-engine",
+        "64.8 s",
         "prefers-color-scheme: dark",
         'name="viewport"',
     ):

@@ -255,3 +255,69 @@ def test_a_python_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert run(["bench", "--url", "http://127.0.0.1:1"]) == 2
     assert "--python" in capsys.readouterr().err
+
+
+GENERATOR = """#!{python}
+import json, pathlib, sys
+given = dict(word[2:].split("=", 1) for word in sys.argv[3:] if "=" in word)
+with open({record!r}, "a") as file:
+    file.write(given["base-url"] + "\\n")
+number = len(open({record!r}).readlines())
+slow = 1.08 if given["base-url"].endswith(":{slow}") else 1.0
+times = {{f"p{{p}}_{{name}}_ms": 100 * slow * (1 + number % 3 / 1000)
+         for p in (50, 95) for name in ("ttft", "tpot", "itl", "e2el")}}
+result = {{"completed": 8, "failed": 0, "duration": slow, "request_throughput": 8 / slow,
+          "output_throughput": 256 / slow * (1 + number % 3 / 1000), "total_input_tokens": 2048,
+          "total_output_tokens": 256, **times}}
+pathlib.Path(given["result-dir"], given["result-filename"]).write_text(json.dumps(result))
+"""
+
+
+@pytest.mark.parametrize(("slower", "code"), [("this", 1), ("other", 0), ("none", 0)])
+def test_another_endpoint_in_alternation(
+    slower: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The generator of this test writes fixed figures; the one of vLLM is tested above."""
+    record, python, file = tmp_path / "record", tmp_path / "python", tmp_path / "run.json"
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    with serving(Engine()) as url, serving(Engine(key=KEY)) as other:
+        ports = {"this": url, "other": other, "none": ":0/v1"}
+        port = ports[slower].removesuffix("/v1").rpartition(":")[2]
+        python.write_text(GENERATOR.format(python=sys.executable, record=str(record), slow=port))
+        python.chmod(0o755)
+        command = ["bench", "--url", url, "--quick", "--against", other, "--against-key-file", str(key)]
+        command += ["--python", str(python), "--repeat", "4", "--resume", str(file)]
+        assert run([*command, "-o", "json"]) == code
+        document = json.loads(capsys.readouterr().out)
+        one, two = url.removesuffix("/v1"), other.removesuffix("/v1")
+        assert record.read_text().split() == [one, two, two, one] * 2
+        comparison = document["comparison"]
+        assert comparison["engine"] == "0.33.0"
+        judged = {each["verdict"] for each in comparison["changes"] if each["figure"] in speed.JUDGED}
+        assert judged == {{"this": "slower", "other": "faster", "none": "same"}[slower]}
+        assert [each["repetitions"] for each in (*document["runs"], *document["against"])] == [4, 4]
+        # A finished row is not measured again; without --against it is a plain run.
+        assert run([*command, "-o", "json"]) == code
+        again = json.loads(capsys.readouterr().out)
+        assert again == document
+        assert run(["bench", "--url", url, "--quick", "--python", str(python), "--resume", str(file)]) == 0
+        assert "--against" not in capsys.readouterr().out
+    assert len(record.read_text().split()) == 8
+    assert KEY not in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--against-key-file", "key"], "--against-key-file needs --against URL"),
+        (["--against", "http://"], "--against 'http://' is no URL"),
+        (["--against", "http://127.0.0.1:{port}"], "error: --against: http://127.0.0.1:{port}"),
+    ],
+)
+def test_wrong_other_endpoints(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    port = str(free_ports(1)[0])
+    with serving(Engine()) as url:
+        command = ["bench", "--url", url, "--quick", "--python", "/bin/false"]
+        assert run([*command, *(word.replace("{port}", port) for word in words)]) in (2, 3)
+    assert text.replace("{port}", port) in capsys.readouterr().err

@@ -25,7 +25,7 @@ INVENTORY, HOST_KEY, DOWN = "hosts.json", "host-key", "down"
 members end with the loop."""
 SERVICE_PORT = 8970
 STATE_DIRECTORY = "/var/lib/dsv4"
-_MEMBERS = "_m"
+MEMBERS = "_m"
 """Directory below `stateDir` with the members' files, which needs a short path and no valid name of a deployment."""
 _MOST_HOSTS = 64
 
@@ -130,7 +130,7 @@ class Inventory(SpecPart):
         Raises:
             StateError: the name is invalid.
         """
-        return DeploymentState(Path(self.state_dir) / _MEMBERS, deployment.metadata.name)
+        return DeploymentState(Path(self.state_dir) / MEMBERS, deployment.metadata.name)
 
 
 class InvalidInventory(ValueError):

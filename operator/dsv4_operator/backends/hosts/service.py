@@ -45,7 +45,7 @@ from dsv4_operator.backends.local.facts import available_memory, unowned_memory
 from dsv4_operator.backends.local.state import PEER_COPIES, DeploymentState, StateError, read_logs
 from dsv4_operator.backends.local.supervisor import LOCK, Processes
 from dsv4_runtime.contract.base import Report
-from dsv4_runtime.util.files import log_to, replace_file
+from dsv4_runtime.util.files import format_logs, log_to, replace_file
 from dsv4_runtime.util.peer_copies import unsafe_copies
 
 _log = logging.getLogger("dsv4")
@@ -315,6 +315,7 @@ def main() -> None:
     except StateError as error:
         parser.error(str(error))
     log_to(state.log)
+    format_logs(None, lambda: {"deployment": state.name})
     try:
         _serve(options, state)
     except (StateError, network.NoNamespacesError) as error:

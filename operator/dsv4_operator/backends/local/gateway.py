@@ -21,6 +21,7 @@ from dsv4_operator.backends.local.supervisor import Child, Liveness, Processes
 from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute, api_keys
 from dsv4_runtime.util.files import replace_file
+from dsv4_runtime.util.log_lines import LOG_DEPLOYMENT
 from dsv4_runtime.util.secrets import is_secret_name
 
 _log = logging.getLogger("dsv4")
@@ -387,5 +388,5 @@ class _GatewayProcess:
             death=signal.SIGKILL,
             files=self._sockets,
             unset=[name for name in os.environ if is_secret_name(name)],
-            variables=ENVIRONMENT,
+            variables={**ENVIRONMENT, LOG_DEPLOYMENT: self._log_file.parent.name},
         )

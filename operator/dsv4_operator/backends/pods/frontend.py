@@ -165,7 +165,8 @@ class Frontend:
         placed = was_placed(status)
         if self._built is None or self._built[0] is not deployment or self._built[1:3] != (lost, placed):
             image = self._cluster.image(deployment)
-            self._built = deployment, lost, placed, _objects(deployment, lost, image, placed=placed)
+            made = _objects(deployment, lost, image, placed=placed, json_logs=self._cluster.json_logs)
+            self._built = deployment, lost, placed, made
         wanted = self._built[3]
         due = time.monotonic() - self._time > _AGAIN_SECONDS
         if wanted is self._applied and not due:
@@ -211,7 +212,9 @@ def routed_groups(deployment: DSV4Deployment, status: DeploymentStatus) -> int:
     return max((deployment.spec.replicas, *ending))
 
 
-def _objects(deployment: DSV4Deployment, lost: Sequence[str | None], image: str, *, placed: bool) -> list[Manifest]:
+def _objects(
+    deployment: DSV4Deployment, lost: Sequence[str | None], image: str, *, placed: bool, json_logs: bool
+) -> list[Manifest]:
     found: list[Manifest] = [
         frontend.public_service(deployment),
         frontend.network_policy(deployment),
@@ -220,7 +223,7 @@ def _objects(deployment: DSV4Deployment, lost: Sequence[str | None], image: str,
     for group in range(len(lost)):
         found.append(frontend.gateway_config(deployment, group, lost))
         if placed:
-            found.append(frontend.gateway_deployment(deployment, group, image=image))
+            found.append(frontend.gateway_deployment(deployment, group, image=image, json_logs=json_logs))
     return found
 
 

@@ -98,7 +98,9 @@ class CommandTarget:
         return self.state_root()
 
 
-_FORWARDED = frozenset({"status", "chat", "dashboard", "logs", "why", "kernels", "evidence", "report"})
+_FORWARDED = frozenset(
+    {"status", "chat", "dashboard", "logs", "why", "kernels", "evidence", "report", "bench_recovery"}
+)
 """Commands that run on the machine of the loop if the deployment is on other machines."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Finding, Hardware, InvalidDeployment, load
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Finding, GroupStatus, Hardware, InvalidDeployment, load
 from dsv4_operator.api.values import ValueReason
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, invalid
 from dsv4_operator.cli.output import LogOptions, note
 from dsv4_operator.planning import Facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
+from dsv4_runtime.contract import Process
 from dsv4_runtime.contract.gateway import api_keys
 
 if TYPE_CHECKING:
@@ -134,8 +136,16 @@ class DeploymentSource(Protocol):
     def logs(self, name: str | None, options: LogOptions) -> ExitCode:
         """Print the members' logs."""
 
-    def evidence(self, name: str | None) -> tuple[str, Iterator[EvidenceFile]]:
-        """Return the deployment's name and the files that explain its failures."""
+    def evidence(self, name: str | None, *, complete: bool = False) -> tuple[str, Iterator[EvidenceFile]]:
+        """Return the deployment's name and the files that explain its failures.
+
+        With `complete` also all other objects of the deployment, its nodes, and the present status of its agents.
+        """
+
+    def strike(
+        self, item: DeploymentView, group: GroupStatus, rank: int, process: Process, number: signal.Signals
+    ) -> float:
+        """Send a signal to a process of a member, and return the Unix time of its machine just before."""
 
     def restart(self, item: DeploymentView) -> str:
         """Start a new incarnation of every group and return the message for the user."""

@@ -6,12 +6,13 @@ import base64
 import binascii
 import json
 import re
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from dsv4_operator.builders.names import (
     GROUP,
     INCARNATION,
     MEMBER,
+    PLAN_DIRECTORY,
+    PLAN_FILE,
     RANK,
     head_name,
     incarnation_name,
@@ -59,10 +62,24 @@ from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
 from dsv4_operator.planning.setup import measured_of
+from dsv4_runtime.contract import Process
 
 RESOURCE = "dsv4deployments.dsv4.dev"
 _RUNNING_PODS = "status.phase!=Succeeded,status.phase!=Failed"
 _EVIDENCE_LINES = 10_000
+_OTHER_KINDS = ("services", "endpointslices", "deployments.apps", "poddisruptionbudgets", "networkpolicies")
+_AGENT_STATUS = """
+import json, os, sys, urllib.request
+plan = json.load(open(sys.argv[1]))
+member = plan["members"][int(sys.argv[2])]
+address = os.environ.get("DSV4_POD_IP") or member["address"]
+url = f"http://{address}:{member['ports']['agent']}/v1/status"
+token = open(plan["rayTokenFile"]).read().strip()
+request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+answer = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=5)
+print(json.dumps(json.load(answer), indent=1))
+"""
+"""Prints the status of the agent in whose pod it runs; the token does not leave the pod."""
 
 
 class ClusterSource:
@@ -163,10 +180,26 @@ class ClusterSource:
     def logs(self, name: str | None, options: LogOptions) -> ExitCode:
         return print_logs(self._kubectl, self.get(name), options, self)
 
-    def evidence(self, name: str | None) -> tuple[str, Iterator[EvidenceFile]]:
+    def evidence(self, name: str | None, *, complete: bool = False) -> tuple[str, Iterator[EvidenceFile]]:
         """Return the object, its events, pods, plans and logs, and the evidence of earlier failures."""
         item = self.get(name)
-        return item.name, EvidenceCollector(self._kubectl, item).files()
+        return item.name, EvidenceCollector(self._kubectl, item, complete=complete).files()
+
+    def strike(
+        self, item: DeploymentView, group: GroupStatus, rank: int, process: Process, number: signal.Signals
+    ) -> float:
+        """Send a signal with `kubectl exec`; the user needs the right to use it.
+
+        Raises:
+            CommandError: there is no such pod or process.
+        """
+        wanted = (group.index, group.incarnation, rank)
+        for pod in filter(None, map(parse_pod, list_pods(self._kubectl, item.name))):
+            if (pod.group, pod.incarnation, pod.rank) == wanted and pod.running:
+                script = f"date +%s.%N && kill -{int(number)} {int(process.pid)}"
+                command = ("exec", pod.name, f"--container={pod.container}", "--", "sh", "-c", script)
+                return float(self._kubectl.run(*command))
+        raise CommandError(f"rank {rank} of {item.name} has no running pod")
 
     def restart(self, item: DeploymentView) -> str:
         """Set the annotation that requests new incarnations."""
@@ -234,9 +267,10 @@ def _parse_deployment(document: dict[str, Any]) -> DeploymentView:
 class EvidenceCollector:
     """Collects the evidence of one deployment, best effort; missing files are listed in the archive."""
 
-    def __init__(self, kubectl: Kubectl, item: DeploymentView) -> None:
+    def __init__(self, kubectl: Kubectl, item: DeploymentView, *, complete: bool = False) -> None:
         self._kubectl = kubectl
         self._item = item
+        self._complete = complete
         self._missing: list[str] = []
 
     def files(self) -> Iterator[EvidenceFile]:
@@ -251,16 +285,31 @@ class EvidenceCollector:
         for document in self._list("configmaps", lambda: self._kubectl.items("configmaps", deployment_selector(name))):
             for key, text in sorted((document.get("data") or {}).items()):
                 yield EvidenceFile(f"configmaps/{document['metadata']['name']}/{key}", text.encode())
+        if self._complete:
+            yield from self._other_objects(pod_list)
         for document in pod_list:
             yield from self._pod_files(document)
         if self._missing:
             yield EvidenceFile("missing.txt", "\n".join([*self._missing, ""]).encode())
+
+    def _other_objects(self, pod_list: list[dict[str, Any]]) -> Iterator[EvidenceFile]:
+        """Yield the deployment's objects of other kinds, never Secrets, and the nodes of its pods."""
+        for kind in _OTHER_KINDS:
+            read = partial(self._kubectl.items, kind, deployment_selector(self._item.name))
+            yield _json_file(f"objects/{kind}.json", self._list(f"objects/{kind}.json", read))
+        used = {document["spec"].get("nodeName") for document in pod_list} - {None}
+        for node in sorted(used):
+            yield from self._output(f"nodes/{node}.json", "get", "node", node, "--output=json")
 
     def _pod_files(self, document: dict[str, Any]) -> Iterator[EvidenceFile]:
         name, container = document["metadata"]["name"], document["spec"]["containers"][0]["name"]
         log = ("logs", name, f"--container={container}", f"--tail={_EVIDENCE_LINES}")
         yield from self._output(f"pods/{name}.log", *log)
         pod = parse_pod(document)
+        if pod is not None and pod.running and self._complete:
+            command = ("python3", "-c", _AGENT_STATUS, f"{PLAN_DIRECTORY}/{PLAN_FILE}", str(pod.rank))
+            path = f"agents/{name}.json"
+            yield from self._output(path, "exec", name, f"--container={container}", "--", *command)
         if pod is None or pod.rank != 0 or not pod.running:
             return
         group = next((each for each in self._item.status.groups if each.index == pod.group), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from typing import BinaryIO
 
 from pydantic import ValidationError
 
-from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, Reason
+from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, GroupStatus, Reason
+from dsv4_operator.backends.hosts.documents import MEMBERS
 from dsv4_operator.backends.local.facts import available_memory, local_facts, resident_memory
 from dsv4_operator.backends.local.state import RESERVED, DeploymentState, StateError, default_root, deployments
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
@@ -26,7 +28,7 @@ from dsv4_operator.cli.output import (
     log_time,
     print_log_line,
 )
-from dsv4_operator.cli.processes import deployment_processes
+from dsv4_operator.cli.processes import deployment_processes, signal_member
 from dsv4_operator.cli.sources.base import (
     EVIDENCE_TAIL_BYTES,
     LOOP_SILENCE_SECONDS,
@@ -43,6 +45,7 @@ from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
 from dsv4_operator.planning.setup import measured_of
+from dsv4_runtime.contract import Process
 
 LOG_POLL_SECONDS = 0.25
 _GROUP_EVIDENCE = ("evidence/**/*", "i*/plan.json", "i*/m*/*.log")
@@ -127,9 +130,27 @@ class LocalSource:
     def logs(self, name: str | None, options: LogOptions) -> ExitCode:
         return print_logs(select_state(self.root, name), options)
 
-    def evidence(self, name: str | None) -> tuple[str, Iterator[EvidenceFile]]:
+    def evidence(self, name: str | None, *, complete: bool = False) -> tuple[str, Iterator[EvidenceFile]]:
         state = select_state(self.root, name)
         return state.name, _evidence_files(state)
+
+    def strike(
+        self, item: DeploymentView, group: GroupStatus, rank: int, process: Process, number: signal.Signals
+    ) -> float:
+        """Send a signal to a process of the deployment.
+
+        Raises:
+            CommandError: no process of the deployment on this machine has this number.
+        """
+        # Members of several machines have their directories beside those of the loop.
+        for root in (self.root, self.root / MEMBERS):
+            struck = signal_member(DeploymentState(root, item.name), group, rank, process.pid, number)
+            if struck is not None:
+                return struck
+        raise CommandError(
+            f"process {process.pid} ({process.name}) of rank {rank} is not on this machine, or not one of {item.name}; "
+            "use a fault of rank 0"
+        )
 
     def restart(self, item: DeploymentView) -> str:
         """Raise `CommandError`: `dsv4 up` reads its file only once."""

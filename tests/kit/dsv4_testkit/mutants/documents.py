@@ -7,6 +7,7 @@ from dsv4_testkit.mutants.common import Mutant
 _OPERATOR = "operator/dsv4_operator"
 _OWNERSHIP = ("tests/unit/pods/test_ownership.py",)
 _VERIFY = ("tests/unit/verify/test_defects.py",)
+_RECOVERY = ("tests/unit/verify/test_recovery.py",)
 _SPEED = ("tests/unit/verify/test_speed.py",)
 
 DOCUMENTS = (
@@ -296,6 +297,62 @@ DOCUMENTS = (
         "    if measured is not None:\n        change",
         "    if False:\n        change",
         ("tests/unit/planning/test_measured.py",),
+    ),
+    Mutant(
+        "a recovery run may use the last restart",
+        f"{_OPERATOR}/cli/recovery.py",
+        "    if permitted < planned + RESERVE:\n",
+        "    if False:\n",
+        _RECOVERY,
+    ),
+    Mutant(
+        "a recovery run goes on without a reserve",
+        f"{_OPERATOR}/cli/recovery.py",
+        "            if left(self.item, found, now) <= RESERVE:\n",
+        "            if False:\n",
+        _RECOVERY,
+    ),
+    Mutant(
+        "a recovery run that ends leaves a stopped process",
+        f"{_OPERATOR}/cli/recovery.py",
+        "            if fault.number is signal.SIGSTOP:\n",
+        "            if False:\n",
+        _RECOVERY,
+    ),
+    Mutant(
+        "a fault hits a process of another member",
+        f"{_OPERATOR}/cli/processes.py",
+        "                if handle is not None and any(\n",
+        "                if handle is not None or any(\n",
+        _RECOVERY,
+    ),
+    Mutant(
+        "an accuracy below its minimum is no defect",
+        f"{_OPERATOR}/cli/verify.py",
+        "    if value < task.minimum:\n",
+        "    if False:\n",
+        ("tests/unit/verify/test_accuracy.py",),
+    ),
+    Mutant(
+        "an alternation always begins with one side",
+        f"{_OPERATOR}/cli/bench.py",
+        " if number % 2 == 0 else reversed(",
+        " if True else reversed(",
+        ("tests/unit/verify/test_bench.py",),
+    ),
+    Mutant(
+        "an archive keeps texts in the form of a secret",
+        f"{_OPERATOR}/cli/diagnostics.py",
+        "                    data = without_secrets(each)\n",
+        "                    data = each.data\n",
+        ("tests/unit/cli/test_evidence.py",),
+    ),
+    Mutant(
+        "a JSON line lacks the fields that it has no value for",
+        "runtime/dsv4_runtime/util/files.py",
+        "            **dict.fromkeys(LOG_FIELDS),\n",
+        "",
+        ("tests/unit/contract/test_logfile.py",),
     ),
     Mutant(
         "verify accepts a stream without its end",
