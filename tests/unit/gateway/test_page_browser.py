@@ -149,7 +149,9 @@ def fleet_page(now: float, count: int) -> StatusPage:
     for number in range(count):
         key = f"team-{number % 7}/model-{number:03}"
         group = restarting(0, now, key) if number == 3 else serving(0, now, key)
-        groups.append(group.model_copy(update={"load": None}))
+        # The operator does not know the engines' figures.
+        cache = group.cache and group.cache.model_copy(update={"usage": None})
+        groups.append(group.model_copy(update={"load": None, "cache": cache}))
         phase, message = ("Recovering", "group 0 is being restarted in place") if number == 3 else ("Serving", "")
         ready = int(number != 3)
         deployments.append(PageDeployment(key=key, phase=phase, message=message, ready=ready, wanted=1))
