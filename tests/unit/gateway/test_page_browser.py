@@ -403,7 +403,12 @@ async def test_no_text_becomes_markup(site: Site) -> None:
             **{"members": (member,), "kernels": (kernel,), "failures": (failure,)},
         )
         deployment = PageDeployment(
-            key="d", phase=text(), message=text(), models=(text(),), endpoint=text(), dashboard=text()
+            key="d",
+            phase=text(),
+            message=text(),
+            models=(text(),),
+            endpoint=text(),
+            dashboard=source.choice(("javascript:canary()", text())),
         )
         return StatusPage(source="gateway", time=now, deployments=(deployment,), groups=(group,))
 
