@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 import string
 import time
 from collections.abc import AsyncIterator, Callable
@@ -33,14 +32,10 @@ from dsv4_runtime.contract.gateway import (
     page_event,
 )
 from dsv4_runtime.util.sse import Feed
+from dsv4_testkit.browser import CHROMIUM, MISSING, chromium, until
 from dsv4_testkit.waiting import free_port
 
-playwright = pytest.importorskip("playwright.async_api", reason="Playwright is not installed")
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium"))), None)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium: run as root: apt-get install chromium-headless-shell"
-)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 IMAGES = Path(__file__).parents[3] / "docs" / "images"
 KEY = "schlüssel-€"
 FIRST_PAINT_MS = 200
@@ -209,24 +204,12 @@ class Site:
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    options = ["--no-sandbox"] if os.geteuid() == 0 else []
-    async with playwright.async_playwright() as driver:
-        browser = await driver.chromium.launch(
-            executable_path=CHROMIUM, args=[*options, "--enable-precise-memory-info", "--js-flags=--expose-gc"]
-        )
+    async with chromium() as browser:
         found = Site(browser, tmp_path)
         try:
             yield found
         finally:
             await found.stop()
-            await browser.close()
-
-
-async def until(tab: Any, expression: str) -> None:
-    """Wait until an expression is true. The page's policy forbids Playwright's own way, which evaluates text there."""
-    async with asyncio.timeout(10):
-        while not await tab.evaluate(expression):
-            await asyncio.sleep(0.02)
 
 
 async def fits(tab: Any) -> bool:
