@@ -12,6 +12,7 @@ from dsv4_operator.api.values import ValueReason
 from dsv4_operator.backends.base import Backend
 from dsv4_operator.backends.pods import Cluster, PodsBackend
 from dsv4_operator.kube import Client, OwnedCache, PodCache
+from dsv4_runtime.contract.gateway import CanaryReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class BackendDependencies:
     """Called with namespace and name of a deployment after a change."""
     in_cluster: bool = False
     """Whether this process is a pod of the cluster."""
+    reported: Callable[[str, str, CanaryReport], None] = lambda namespace, name, report: None
+    """Called with namespace and name of a deployment and each report of one of its gateways."""
 
 
 def _pods(given: BackendDependencies) -> Backend:
@@ -40,7 +43,7 @@ def _pods(given: BackendDependencies) -> Backend:
         owned=given.owned,
         in_cluster=given.in_cluster,
     )
-    return PodsBackend(cluster, changed=given.changed)
+    return PodsBackend(cluster, changed=given.changed, reported=given.reported)
 
 
 BACKENDS: dict[str, Callable[[BackendDependencies], Backend]] = {DEFAULT_BACKEND: _pods}

@@ -9,7 +9,7 @@ import hmac
 import logging
 from collections import Counter as Tally
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,11 +39,14 @@ from dsv4_runtime.contract.gateway import (
     EVENT_HEADERS,
     VIEW_SECONDS,
     VIEWERS,
+    CanaryReport,
+    Figures,
     PageBudget,
     PageCache,
     PageDeployment,
     PageGroup,
     PageMember,
+    PageRequests,
     PageVerdict,
     StatusPage,
     api_keys,
@@ -451,6 +454,32 @@ def _page_group(
     )
 
 
+def with_figures(
+    entries: tuple[PageDeployment, tuple[PageGroup, ...]], reports: Mapping[str, tuple[float, Figures]], now: float
+) -> tuple[PageDeployment, tuple[PageGroup, ...]]:
+    """Return entries with the fresh figures of the deployment's gateways.
+
+    Requests are the sum over the gateways that reported; the load of a serving group is that of the latest report.
+    """
+    fresh = sorted(
+        ((time, found) for time, found in reports.values() if now - time < _FIGURES_SECONDS), key=lambda one: one[0]
+    )
+    if not fresh:
+        return entries
+    deployment, groups = entries
+    counts = [found.requests.model_dump() for _, found in fresh]
+    requests = PageRequests(**{name: sum(one[name] for one in counts) for name in counts[0]})
+    loads = fresh[-1][1].loads
+    filled = []
+    for group in groups:
+        load = loads.get(group.index) if group.phase == GroupPhase.SERVING else None
+        cache = group.cache
+        if load is not None and cache is not None:
+            cache = cache.model_copy(update={"usage": load.usage})
+        filled.append(group.model_copy(update={"load": load, "cache": cache}))
+    return deployment.model_copy(update={"requests": requests}), tuple(filled)
+
+
 class Fleet:
     """Document of the status page with every deployment."""
 
@@ -459,6 +488,20 @@ class Fleet:
         self._manifests, self._clock = manifests, clock
         self._known: dict[str, tuple[tuple[str, str, int], tuple[PageDeployment, tuple[PageGroup, ...]]]] = {}
         """By key: version of the object and time in steps, and its entries."""
+        self._figures: dict[str, dict[str, tuple[float, Figures]]] = {}
+        """By key and gateway: time of its latest report, and its figures."""
+
+    def take(self, namespace: str, name: str, report: CanaryReport) -> None:
+        """Take a gateway's report on a deployment."""
+        if report.figures is None:
+            return
+        now, key = self._clock(), f"{namespace}/{name}"
+        fresh = {
+            gateway: found for gateway, found in self._figures.pop(key, {}).items() if now - found[0] < _FIGURES_SECONDS
+        }
+        self._figures[key] = {**fresh, report.gateway: (now, report.figures)}
+        if len(self._figures) > _MOST_FIGURES:
+            del self._figures[next(iter(self._figures))]
 
     async def make(self) -> StatusPage:
         """Return the present document; an unchanged object is read again only for its budget, every few seconds."""
@@ -471,7 +514,9 @@ class Fleet:
             before = known.get(key)
             entries = before[1] if before is not None and before[0] == version else page_entries(manifest, now)
             self._known[key] = version, entries
-        found = [entries for _, (_, entries) in sorted(self._known.items())]
+        found = [
+            with_figures(entries, self._figures.get(key, {}), now) for key, (_, entries) in sorted(self._known.items())
+        ]
         return StatusPage(
             source="operator",
             time=round(now, 1),
@@ -481,6 +526,9 @@ class Fleet:
 
 
 _PAGE_STEP_SECONDS = 10.0
+_FIGURES_SECONDS = 120.0
+"""Age up to which a gateway's figures are shown: each deployment is asked every 30 s, through one of its gateways."""
+_MOST_FIGURES = 10_000
 _PAGE_CONNECTIONS = 64
 """Beyond it, requests are refused and their connections closed."""
 _PAGE = "/dsv4/status"

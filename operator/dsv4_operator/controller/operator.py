@@ -170,6 +170,7 @@ class Operator:
         )
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
         self._owned = OwnedCache(self._kube, namespaces=options.namespaces, changed=self._changed)
+        self._fleet = Fleet(self._manifests)
         given = registry.BackendDependencies(
             self._kube,
             self._pods,
@@ -178,6 +179,7 @@ class Operator:
             options.policy,
             self._agents_changed,
             access.in_cluster,
+            self._fleet.take,
         )
         self._backends = registry.Backends(given)
         self._deployments = Deployments(
@@ -254,7 +256,7 @@ class Operator:
     async def _serve_page(self, port: int) -> PageServer:
         keys = self._options.page_keys
         try:
-            page = PageServer(port, keys, Fleet(self._manifests).make)
+            page = PageServer(port, keys, self._fleet.make)
         except ValueError as error:
             raise CannotServe(f"--page-keys {keys}: {error}") from error
         try:

@@ -149,6 +149,45 @@ class GatewayRoute(GroupRoute):
         return (self, *self.others)
 
 
+class PageLoad(Report):
+    """Figures of vLLM's metrics, of all engine cores of a group."""
+
+    running: int
+    waiting: int
+    tokens_per_second: float | None = None
+    """Generated tokens; None: there is one sample only."""
+    prompt_tokens_per_second: float | None = None
+    usage: float | None = None
+    """Used share of the KV cache, 0 to 1."""
+
+
+class PageRequests(Report):
+    """Requests at the gateways of one address, since their start."""
+
+    active: int = 0
+    """In progress, held ones included."""
+    held: int = 0
+    """Waiting for an engine."""
+    held_bytes: int = 0
+    replayed: int = 0
+    """Repeated from their start."""
+    continued: int = 0
+    """Streams continued after a death of the engine."""
+    cut: int = 0
+    """Started responses that ended with an error."""
+    ok: int = 0
+    total: int = 0
+    """Ended requests of every outcome."""
+
+
+class Figures(Report):
+    """Figures of a gateway for the operator's status page."""
+
+    requests: PageRequests
+    loads: dict[int, PageLoad] = Field(default_factory=dict)
+    """By index of the group; groups whose vLLM did not answer are missing. Rates are means since the report before."""
+
+
 class CanaryReport(Report):
     """Response of a gateway to `GET /dsv4/canary`: one token completed on the way that clients' requests take."""
 
@@ -163,6 +202,7 @@ class CanaryReport(Report):
     """Duration of the completion."""
     gateway: str = ""
     """Host name of the gateway, which is the pod's name in a cluster."""
+    figures: Figures | None = None
 
 
 class FatalRequest(Report):
@@ -293,16 +333,6 @@ class PageCache(Document):
     """Used share, 0 to 1; None: not known here."""
 
 
-class PageLoad(Document):
-    """Figures of vLLM's metrics, of all engine cores of a group."""
-
-    running: int
-    waiting: int
-    tokens_per_second: float | None = None
-    """Generated tokens; None: there is one sample only."""
-    prompt_tokens_per_second: float | None = None
-
-
 class PageGroup(Document):
     """One group."""
 
@@ -338,25 +368,6 @@ class PageGroup(Document):
     def key(self) -> str:
         """Identity on the page, in `StatusPage.gone`; no name contains `#`."""
         return f"{self.deployment}#{self.index}"
-
-
-class PageRequests(Document):
-    """Requests at the gateways of one address, since their start."""
-
-    active: int = 0
-    """In progress, held ones included."""
-    held: int = 0
-    """Waiting for an engine."""
-    held_bytes: int = 0
-    replayed: int = 0
-    """Repeated from their start."""
-    continued: int = 0
-    """Streams continued after a death of the engine."""
-    cut: int = 0
-    """Started responses that ended with an error."""
-    ok: int = 0
-    total: int = 0
-    """Ended requests of every outcome."""
 
 
 class PageDeployment(Document):

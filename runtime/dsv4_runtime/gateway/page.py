@@ -17,6 +17,7 @@ from dsv4_runtime.contract import AgentStatus, Health, MemoryUse
 from dsv4_runtime.contract.gateway import (
     PAGE_FAILURES,
     VIEWERS,
+    Figures,
     PageBudget,
     PageCache,
     PageDeployment,
@@ -133,8 +134,6 @@ class EngineFigures:
     """Figures of a group's vLLM, from two successive samples of its metrics."""
 
     load: PageLoad | None = None
-    usage: float | None = None
-    """Used share of the KV cache, 0 to 1."""
     _counters: tuple[float, float, float] | None = None
     """Monotonic time, generated tokens, tokens of prompts."""
 
@@ -142,7 +141,7 @@ class EngineFigures:
         """Take the metrics at `now`, monotonic time; empty text: vLLM does not answer."""
         generated = metric(text, _GENERATED)
         if not generated:
-            self.load, self.usage, self._counters = None, None, None
+            self.load, self._counters = None, None
             return
         made, read = sum(generated), sum(metric(text, _PROMPT))
         rates: tuple[float | None, float | None] = None, None
@@ -157,12 +156,12 @@ class EngineFigures:
         elif self.load is not None:
             rates = self.load.tokens_per_second, self.load.prompt_tokens_per_second
         usage = metric(text, _CACHE)
-        self.usage = round(max(usage), 3) if usage else None
         self.load = PageLoad(
             running=round(sum(metric(text, _RUNNING))),
             waiting=round(sum(metric(text, _WAITING))),
             tokens_per_second=rates[0],
             prompt_tokens_per_second=rates[1],
+            usage=round(max(usage), 3) if usage else None,
         )
 
 
@@ -241,6 +240,8 @@ class Page:
         self._histories: dict[int, History] = {}
         self._watches: dict[int, GroupWatch] = {}
         self._scrapes: dict[int, asyncio.Task[None]] = {}
+        self._reported: dict[int, EngineFigures] = {}
+        """By group, of `figures`."""
         self._closing: set[asyncio.Task[None]] = set()
         self._name = self._models[0]
         groups.reported = self._note
@@ -296,6 +297,25 @@ class Page:
         )
         return StatusPage(source="gateway", time=round(now, 1), deployments=(deployment,), groups=made)
 
+    async def figures(self) -> Figures:
+        """Return the figures for the operator, with rates since the call before."""
+        groups = {index: group for index, group in self._groups.all.items() if group.engine.alive}
+        tasks = {index: asyncio.ensure_future(self._scrape(group)) for index, group in groups.items()}
+        counting = asyncio.ensure_future(self._gateways())
+        _, late = await asyncio.wait({counting, *tasks.values()}, timeout=_WAIT_SECONDS)
+        for task in late:
+            task.cancel()
+        now, before = time.monotonic(), self._reported
+        self._reported = {index: before.get(index, EngineFigures()) for index in groups}
+        for index, task in tasks.items():
+            known = task.done() and not task.cancelled() and task.exception() is None
+            self._reported[index].update(task.result() if known else b"", now)
+        counted = counting.done() and not counting.cancelled() and counting.exception() is None
+        return Figures(
+            requests=requests_of(counting.result() if counted else ()),
+            loads={index: one.load for index, one in self._reported.items() if one.load is not None},
+        )
+
     async def _sample(self, group: RoutedGroup) -> None:
         try:
             text = await self._scrape(group) if group.engine.alive else b""
@@ -342,10 +362,10 @@ class Page:
         )
         if status is None or (status.rank in silent and not group.engine.alive):
             return found
-        return found.model_copy(update=_head(status, watch.figures.usage, now, given_up=group.engine.given_up))
+        return found.model_copy(update=_head(status, watch.figures.load, now, given_up=group.engine.given_up))
 
 
-def _head(status: AgentStatus, usage: float | None, now: float, *, given_up: str | None) -> dict[str, object]:
+def _head(status: AgentStatus, load: PageLoad | None, now: float, *, given_up: str | None) -> dict[str, object]:
     """Return the fields of a group that come from its head's status."""
     engine, failure = status.engine, status.verdict.failure
     update: dict[str, object] = {
@@ -374,7 +394,7 @@ def _head(status: AgentStatus, usage: float | None, now: float, *, given_up: str
             tokens=engine.kv_cache_tokens,
             planned_tokens=engine.kv_planned_tokens,
             concurrency=engine.kv_concurrency or 0.0,
-            usage=usage,
+            usage=load.usage if load is not None else None,
         )
     return update
 

@@ -254,6 +254,7 @@ class Gateway:
         self._canaries = Canary(self._groups, self._proxy.upstream, settings.served_names[0])
         self._canary = SharedResult(self._canaries.check, _CANARY_SHARED_SECONDS)
         self._page = Page(self._groups, settings.served_names, scrape=self._scrape, gateways=self._all_gateway_metrics)
+        self._figures = SharedResult(self._page.figures, _CANARY_SHARED_SECONDS)
 
     async def serve(
         self,
@@ -307,7 +308,7 @@ class Gateway:
             await server.close(FINAL_EVENT_SECONDS)
             if guarding is not None:
                 guarding.cancel()
-            shared = self._engine_metrics, self._peer_metrics, self._canary, self._page
+            shared = self._engine_metrics, self._peer_metrics, self._canary, self._figures, self._page
             await asyncio.gather(*(one.close() for one in shared))
             self._proxy.upstream.close()
             await self._scraper.close()
@@ -432,7 +433,8 @@ class Gateway:
             # HEAD only checks the token.
             await _respond(request, 200, _JSON, b"")
             return
-        report = await self._canary.get()
+        report, figures = await asyncio.gather(self._canary.get(), self._figures.get())
+        report = report.model_copy(update={"figures": figures})
         await _respond(request, 200 if report.ok else 503, _JSON, report.to_json().encode())
 
     async def _respond_page(self, request: Request) -> None:

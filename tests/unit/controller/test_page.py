@@ -26,7 +26,15 @@ from dsv4_operator.controller import observability
 from dsv4_operator.controller.observability import Fleet, PageServer, page_entries
 from dsv4_operator.kube import Manifest
 from dsv4_runtime.contract import Cause, Health, Phase
-from dsv4_runtime.contract.gateway import PageFailure, PageMember, StatusPage
+from dsv4_runtime.contract.gateway import (
+    CanaryReport,
+    Figures,
+    PageFailure,
+    PageLoad,
+    PageMember,
+    PageRequests,
+    StatusPage,
+)
 from dsv4_testkit.waiting import free_port
 
 NOW = 1_000_000.0
@@ -138,6 +146,46 @@ async def test_unchanged_objects_are_read_once_in_ten_seconds(monkeypatch: pytes
     changes = later.since(page)
     assert changes is not None
     assert changes.gone == ("models/a", "models/a#0")
+
+
+def serving() -> DeploymentStatus:
+    groups = [
+        GroupStatus(index=index, phase=phase, kv_cache=KvCacheStatus(tokens=900))
+        for index, phase in enumerate((GroupPhase.SERVING, GroupPhase.RESTARTING))
+    ]
+    return DeploymentStatus(groups=tuple(groups))
+
+
+def report(gateway: str, held: int, rate: float) -> CanaryReport:
+    load = PageLoad(running=2, waiting=1, tokens_per_second=rate, usage=0.5)
+    figures = Figures(requests=PageRequests(held=held, ok=10), loads={0: load, 1: load})
+    return CanaryReport(ok=True, gateway=gateway, figures=figures)
+
+
+async def test_figures_are_those_of_all_gateways_that_reported_lately() -> None:
+    now = [NOW]
+
+    async def listed() -> list[Manifest]:
+        return [manifest(serving())]
+
+    fleet = Fleet(listed, lambda: now[0])
+    fleet.take("models", "flash", report("a", 1, 10.0))
+    now[0] += 30
+    fleet.take("models", "flash", report("b", 2, 20.0))
+    fleet.take("models", "flash", CanaryReport(ok=False, gateway="c"))
+    fleet.take("models", "other", report("a", 5, 99.0))
+    page = await fleet.make()
+    (deployment,), (first, second) = page.deployments, page.groups
+    assert deployment.requests == PageRequests(held=3, ok=20)
+    assert first.load is not None
+    assert (first.load.tokens_per_second, first.cache and first.cache.usage) == (20.0, 0.5)
+    # An engine that is away has no figures.
+    assert (second.load, second.cache and second.cache.usage) == (None, None)
+    now[0] += 100
+    assert (await fleet.make()).deployments[0].requests == PageRequests(held=2, ok=10)
+    now[0] += 100
+    page = await fleet.make()
+    assert (page.deployments[0].requests, page.groups[0].load) == (None, None)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from dsv4_runtime.contract import AgentStatus, Cause, EngineStatus, Failure, Hea
 from dsv4_runtime.contract.gateway import (
     PAGE_FAILURES,
     VIEWERS,
+    CanaryReport,
     PageBudget,
     PageDeployment,
     PageFailure,
@@ -23,6 +24,7 @@ from dsv4_runtime.contract.gateway import (
     page_event,
     page_file,
 )
+from dsv4_runtime.contract.token import canary_token
 from dsv4_runtime.gateway.page import PATHS, EngineFigures, History, metric, requests_of
 from dsv4_runtime.util.sse import HEARTBEAT, Feed, FeedFullError, payload
 
@@ -90,7 +92,7 @@ def test_rates_are_of_two_samples_and_a_new_engine_begins_again() -> None:
     figures = EngineFigures()
     figures.update(text(100), 10.0)
     assert figures.load is not None
-    assert (figures.load.running, figures.load.tokens_per_second, figures.usage) == (2, None, 0.5)
+    assert (figures.load.running, figures.load.tokens_per_second, figures.load.usage) == (2, None, 0.5)
     figures.update(text(300), 12.0)
     assert (figures.load.tokens_per_second, figures.load.prompt_tokens_per_second) == (100.0, 0.0)
     # Too soon for another rate.
@@ -99,7 +101,7 @@ def test_rates_are_of_two_samples_and_a_new_engine_begins_again() -> None:
     figures.update(text(0), 14.0)
     assert figures.load.tokens_per_second == 0.0
     figures.update(b"", 15.0)
-    assert (figures.load, figures.usage) == (None, None)
+    assert figures.load is None
 
 
 def test_counts_are_those_of_all_processes() -> None:
@@ -319,6 +321,22 @@ async def test_a_death_is_on_the_page_with_evidence_and_the_engines_figures(kit:
         (deployment,) = StatusPage.model_validate_json(body).deployments
         assert deployment.requests is not None
         assert (deployment.requests.ok, deployment.phase) == (1, "Recovering")
+
+
+async def test_the_operators_canary_brings_the_figures(kit: Any) -> None:
+    async with kit.Lab() as lab:
+        token = {"Authorization": f"Bearer {canary_token('the key')}"}
+        first = CanaryReport.model_validate_json((await get(lab, "/dsv4/canary", **token))[2])
+        assert first.ok
+        assert first.figures is not None
+        assert (first.figures.loads[0].waiting, first.figures.loads[0].tokens_per_second) == (3, None)
+        await asyncio.sleep(2.1)
+        await lab.post("/v1/completions", {"model": "nano", "prompt": "a", "max_tokens": 2})
+        later = CanaryReport.model_validate_json((await get(lab, "/dsv4/canary", **token))[2])
+        assert later.figures is not None
+        assert (later.figures.requests.ok, later.figures.loads[0].usage) == (1, 0.25)
+        assert later.figures.loads[0].tokens_per_second
+        assert lab.engine.scrapes == 2
 
 
 async def test_viewers_are_bounded_and_end_with_the_gateway(kit: Any) -> None:

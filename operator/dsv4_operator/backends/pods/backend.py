@@ -20,7 +20,7 @@ from dsv4_operator.backends.pods import scheduling
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer
 from dsv4_operator.backends.pods.frontend import Frontends, TokenKeys, move_head, require_secrets
-from dsv4_operator.backends.pods.gateways import Balance, Canaries
+from dsv4_operator.backends.pods.gateways import Balance, Canaries, Reported
 from dsv4_operator.backends.pods.observe import (
     AgentWatch,
     Member,
@@ -81,10 +81,17 @@ class _KnownFacts:
 class PodsBackend:
     """Members as pods; see `Backend`."""
 
-    def __init__(self, cluster: Cluster, *, changed: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        changed: Callable[[str, str], None],
+        reported: Reported = lambda namespace, name, report: None,
+    ) -> None:
         """Args:
         cluster: shared state of the cluster.
         changed: called with namespace and name of a deployment after a new report of its agents.
+        reported: called with each report of a gateway.
         """
         self._cluster = cluster
         self._kube = cluster.kube
@@ -99,7 +106,11 @@ class PodsBackend:
         """By deployment and revision."""
         self._frontends = Frontends(cluster, self._keys)
         self._canaries = Canaries(
-            self._keys.of, self._gateway_pods, through_service=cluster.in_cluster, changed=changed
+            self._keys.of,
+            self._gateway_pods,
+            through_service=cluster.in_cluster,
+            changed=changed,
+            reported=reported,
         )
         self._balance = Balance(cluster, self._gateway_pods)
 
