@@ -144,12 +144,13 @@ def fleet_page(now: float, count: int) -> StatusPage:
     for number in range(count):
         key = f"team-{number % 7}/model-{number:03}"
         group = restarting(0, now, key) if number == 3 else serving(0, now, key)
-        # The operator does not know the engines' figures.
-        cache = group.cache and group.cache.model_copy(update={"usage": None})
-        groups.append(group.model_copy(update={"load": None, "cache": cache}))
+        groups.append(group)
         phase, message = ("Recovering", "group 0 is being restarted in place") if number == 3 else ("Serving", "")
         ready = int(number != 3)
-        deployments.append(PageDeployment(key=key, phase=phase, message=message, ready=ready, wanted=1))
+        requests = PageRequests(held=int(number == 3), ok=2000 + number, total=2000 + number)
+        deployments.append(
+            PageDeployment(key=key, phase=phase, message=message, ready=ready, wanted=1, requests=requests)
+        )
     return StatusPage(source="operator", time=now, deployments=tuple(deployments), groups=tuple(groups))
 
 
@@ -256,6 +257,8 @@ async def test_it_is_painted_at_once_fits_a_phone_and_has_no_serious_finding(sit
     assert min(paints) <= FIRST_PAINT_MS
     await until(tab, "document.querySelectorAll('svg.spark').length > 0")
     await asyncio.sleep(4.0)
+    await tab.locator(".group > summary").first.click()
+    await tab.set_viewport_size({"width": 1100, "height": 1080})
     await picture(tab, f"status-{scheme}.png")
     await tab.set_viewport_size({"width": 360, "height": 740})
     assert await fits(tab)
