@@ -553,7 +553,7 @@ class PageServer:
         application.router.add_get("/", self._redirect)
         application.router.add_get(_PAGE, self._page)
         application.router.add_get(f"{_PAGE}.json", self._document)
-        application.router.add_get(f"{_PAGE}/events", self._stream)
+        application.router.add_get(f"{_PAGE}/events", self._stream, allow_head=False)
         self._runner = web.AppRunner(
             application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=15.0
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,14 +118,16 @@ _CACHE = b"vllm:kv_cache_usage_perc"
 
 
 def metric(text: bytes, name: bytes) -> list[float]:
-    """Return the samples of a metric in Prometheus text format, without parsing the other lines."""
+    """Return the finite samples of a metric in Prometheus text format, without parsing the other lines."""
     values, start = list[float](), 0
     while (start := text.find(name, start)) >= 0:
         end = text.find(b"\n", start)
         line = text[start : end if end >= 0 else len(text)]
         if (start == 0 or text[start - 1 : start] == b"\n") and line[len(name) : len(name) + 1] in (b"{", b" "):
             with contextlib.suppress(ValueError):
-                values.append(float(line.rsplit(b" ", 1)[-1]))
+                value = float(line.rsplit(b" ", 1)[-1])
+                if math.isfinite(value):
+                    values.append(value)
         start += len(name)
     return values
 

@@ -433,8 +433,13 @@ class Gateway:
             # HEAD only checks the token.
             await _respond(request, 200, _JSON, b"")
             return
-        report, figures = await asyncio.gather(self._canary.get(), self._figures.get())
-        report = report.model_copy(update={"figures": figures})
+        figures = asyncio.ensure_future(self._figures.get())
+        report = await self._canary.get()
+        try:
+            report = report.model_copy(update={"figures": await figures})
+        except Exception:
+            # Readiness of the deployment depends on the report, not on its figures.
+            _log.exception("the canary's report has no figures")
         await _respond(request, 200 if report.ok else 503, _JSON, report.to_json().encode())
 
     async def _respond_page(self, request: Request) -> None:

@@ -26,6 +26,7 @@ from dsv4_runtime.contract.gateway import (
 )
 from dsv4_runtime.contract.token import canary_token
 from dsv4_runtime.gateway.page import PATHS, EngineFigures, History, metric, requests_of
+from dsv4_runtime.gateway.server import SharedResult
 from dsv4_runtime.util.sse import HEARTBEAT, Feed, FeedFullError, payload
 
 KEY = {"Authorization": "Bearer secret"}
@@ -79,6 +80,7 @@ def test_deaths_of_the_control_side_are_added_and_all_are_bounded() -> None:
 def test_metrics_are_found_without_parsing_the_rest() -> None:
     text = b'# HELP a x\na{b="}\\n a 7"} 1\na_more 2\na 3.5\nx a 4\na{c=" "} nan\na{broken\n'
     assert metric(text, b"a")[:2] == [1.0, 3.5]
+    assert metric(b"a nan\na{} +Inf\na -Inf\na 2\n", b"a") == [2.0]
     assert metric(b"", b"a") == metric(b"aa 1", b"a") == []
 
 
@@ -337,6 +339,13 @@ async def test_the_operators_canary_brings_the_figures(kit: Any) -> None:
         assert (later.figures.requests.ok, later.figures.loads[0].usage) == (1, 0.25)
         assert later.figures.loads[0].tokens_per_second
         assert lab.engine.scrapes == 2
+
+        async def broken() -> None:
+            raise ValueError("broken")
+
+        lab.gateway._figures = SharedResult(broken, 0.0)
+        alone = CanaryReport.model_validate_json((await get(lab, "/dsv4/canary", **token))[2])
+        assert (alone.ok, alone.figures) == (True, None)
 
 
 async def test_viewers_are_bounded_and_end_with_the_gateway(kit: Any) -> None:
