@@ -3,6 +3,7 @@
     python benchmarks/gateway.py --standin [--seconds 40] [--json FILE]
     python benchmarks/gateway.py --nano [--seconds 40] [--json FILE]
     python benchmarks/gateway.py --processes [--seconds 40] [--json FILE]
+    python benchmarks/gateway.py --page [--seconds 40] [--json FILE]
 
 `--standin`: an upstream that costs next to nothing, so that everything seen is the gateway's. `--nano`: vLLM with the
 nano model, inside its own network. Requests to the engine and through the gateway take turns. What is added to the time
@@ -15,6 +16,8 @@ The engine alone can fill all processors of a small machine, and then the time t
 one. So nano is measured twice: as it is, and with the engine kept off the processor of the client and the gateway.
 To see packets takes root, as the networks of nano do. `--processes`: one gateway process against two on one socket, as
 `dsv4 up` starts them, in front of the stand-in; in turns, and at the end with one of them killed under 16 streams.
+`--page`: one gateway process in front of the stand-in, without and with as many viewers of the status page as it takes,
+in turns.
 """
 
 from __future__ import annotations
@@ -30,18 +33,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import psutil
 import uvloop
 from http_wire import tap
 
-from dsv4_runtime.contract.gateway import ENVIRONMENT
+from dsv4_runtime.contract.gateway import ENVIRONMENT, VIEWERS
 from dsv4_runtime.engine import token_auth
 from dsv4_testkit import standin as upstream
 from dsv4_testkit.harness import Deployment
@@ -298,6 +302,58 @@ def compare_processes(seconds: float) -> dict[str, float]:
     return figures
 
 
+@contextlib.asynccontextmanager
+async def viewers(base: str, count: int) -> AsyncIterator[None]:
+    """So many readers of the status page's stream, which have had the first document."""
+    async with aiohttp.ClientSession() as session:
+        streams = [await session.get(f"{base}/dsv4/status/events") for _ in range(count)]
+        reading = [asyncio.ensure_future(stream.read()) for stream in streams]
+        await asyncio.sleep(1.5)
+        try:
+            yield
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+
+
+async def compare_viewers(base: str, seconds: float, process: psutil.Process) -> dict[str, float]:
+    """Time to the first byte, rate, and processor time at rest, without and with viewers, in turns."""
+    url = f"{base}/v1/completions"
+    first: dict[int, list[float]] = {0: [], VIEWERS: []}
+    rates: dict[int, list[float]] = {0: [], VIEWERS: []}
+    rest: dict[int, list[float]] = {0: [], VIEWERS: []}
+    await load(url, {"prompt": "x"}, requests=64, clients=16)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or len(rest[0]) < MIN_ROUNDS:
+        for count in (0, VIEWERS, VIEWERS, 0):
+            async with viewers(base, count):
+                before, begun = sum(process.cpu_times()[:2]), time.monotonic()
+                await asyncio.sleep(3.0)
+                rest[count].append((sum(process.cpu_times()[:2]) - before) / (time.monotonic() - begun))
+                first[count] += (await take_turns((url,), STANDIN.alone, turns=400))[url]
+                rates[count].append((await load(url, {"prompt": "x"}, requests=2000, clients=16)).rate)
+    figures = dict[str, float]()
+    for count, name in ((0, "no viewer"), (VIEWERS, f"{VIEWERS} viewers")):
+        figures[f"{name}: p50 ms"] = quantile(first[count], 0.5) * 1e3
+        figures[f"{name}: p99 ms"] = quantile(first[count], 0.99) * 1e3
+        figures[f"{name}: answers/s"] = statistics.median(rates[count])
+        figures[f"{name}: processor at rest %"] = statistics.median(rest[count]) * 100
+    return figures
+
+
+def page(seconds: float) -> dict[str, float]:
+    port, front = free_port(), free_port()
+    base = f"http://127.0.0.1:{port}"
+    with tempfile.NamedTemporaryFile("w") as token, running([sys.executable, upstream.__file__, str(port)]):
+        token.write("stand-in")
+        token.flush()
+        wait_for_port(port)
+        with gateway(base, base, token.name, f"127.0.0.1:{front}", []) as process:
+            wait_for_port(front)
+            return uvloop.run(compare_viewers(f"http://127.0.0.1:{front}", seconds, psutil.Process(process.pid)))
+
+
 def confine(pid: int, processors: list[int]) -> None:
     """Keep a process, its threads and its descendants on these processors."""
     for process in (found := psutil.Process(pid), *found.children(recursive=True)):
@@ -348,6 +404,7 @@ def main() -> None:
     parser.add_argument("--standin", action="store_true")
     parser.add_argument("--nano", action="store_true")
     parser.add_argument("--processes", action="store_true")
+    parser.add_argument("--page", action="store_true")
     parser.add_argument("--seconds", type=float, default=40.0, help="of rounds, for each part")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", nargs=2, metavar=("DIRECT", "THROUGH"), help=argparse.SUPPRESS)
@@ -361,12 +418,13 @@ def main() -> None:
     parts = {
         "stand-in": (options.standin, standin),
         "processes": (options.processes, compare_processes),
+        "status page": (options.page, page),
         "nano": (options.nano, nano),
         "nano, engine on other processors": (options.nano, partial(nano, apart=True)),
     }
     wanted = {name: measure for name, (chosen, measure) in parts.items() if chosen}
     if not wanted:
-        parser.error("choose --standin, --processes or --nano")
+        parser.error("choose --standin, --processes, --page or --nano")
     figures: dict[str, dict[str, float]] = {}
     missed = False
     for name, measure in wanted.items():

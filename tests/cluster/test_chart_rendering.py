@@ -328,6 +328,24 @@ def test_what_is_allowed_reaches_the_operator_and_the_api_server() -> None:
     assert stamp(objects) != stamp(rendered("watchNamespaces={models,team-a}"))
 
 
+def test_the_status_page_is_served_with_the_keys_of_a_secret_alone() -> None:
+    assert not [this for this in rendered() if "page-port" in str(this)]
+    peers = "networkPolicy.pageFrom[0].podSelector.matchLabels.app=proxy"
+    objects = rendered("page.enabled=true", "page.keysSecret=mine", "page.keysEntry=open", "page.port=9000", peers)
+    found = container(objects)
+    assert {"--page-port=9000", "--page-keys=/etc/dsv4/page/keys"} <= set(found["args"])
+    (mount,) = [this for this in found["volumeMounts"] if this["name"] == "page"]
+    assert (mount["mountPath"], mount["readOnly"]) == ("/etc/dsv4/page", True)
+    volumes = one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
+    (volume,) = [this for this in volumes if this["name"] == "page"]
+    assert volume["secret"] == {"secretName": "mine", "items": [{"key": "open", "path": "keys"}]}
+    ingress = one(objects, "NetworkPolicy")["spec"]["ingress"]
+    assert ingress[-1] == {
+        "ports": [{"protocol": "TCP", "port": "page"}],
+        "from": [{"podSelector": {"matchLabels": {"app": "proxy"}}}],
+    }
+
+
 def test_a_certificate_of_the_users_own_for_the_webhook() -> None:
     annotation = "webhook.annotations.cert-manager\\.io/inject-ca-from=dsv4-system/webhook"
     objects = rendered("webhook.enabled=true", "webhook.certSecret=mine", annotation)
@@ -390,6 +408,11 @@ def test_a_name_that_looks_like_no_text_is_text(odd: str) -> None:
     ("values", "said"),
     [
         (("webhook.enabled=true", "webhook.port=8080"), "webhook.port: 8080 is also metrics.port; choose another one"),
+        (("page.enabled=true",), "page.keysSecret: name a Secret with the keys that open the status page"),
+        (
+            ("page.enabled=true", "page.keysSecret=k", "webhook.enabled=true", "page.port=9443"),
+            "page.port: 9443 is also metrics.port or webhook.port; choose another one",
+        ),
         (("serviceAccount.create=false",), "serviceAccount"),
         (("fullnameOverride=1x",), "fullnameOverride"),
     ],

@@ -25,6 +25,7 @@ import pytest
 
 from dsv4_operator.backends.local.supervisor import read_report
 from dsv4_runtime.engine import token_auth
+from dsv4_testkit.browser import CHROMIUM, chromium, until
 from dsv4_testkit.gateway_clients import CONTEXT, SECONDS, TOKENS, Asked, Chat, same
 from dsv4_testkit.harness import Deployment, pid_in
 
@@ -326,6 +327,40 @@ def test_a_killed_loop_costs_no_request_and_the_next_one_continues(deployment: D
     log = deployment.log()
     order = [log.rindex(word) for word in ("adopted rank 0", "EngineDead", "EngineRestarting", "GroupRecovered")]
     assert order == sorted(order), log
+
+
+def page_of(deployment: Deployment) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{deployment.api}/dsv4/status.json", timeout=10) as answer:
+        return dict(json.loads(answer.read()))
+
+
+async def test_the_status_page_shows_a_death_and_its_recovery(deployment: Deployment) -> None:
+    (before,) = page_of(deployment)["groups"]
+    assert (before["phase"], before["verdict"]["health"]) == ("Serving", "Healthy")
+    assert (before["budget"]["allowed"], before["cache"]["tokens"] > 0, before["load"]["running"]) == (10, True, 0)
+    assert before["members"][0]["memory"]["available"] > 0
+    known = len(before["failures"])
+    async with contextlib.AsyncExitStack() as stack:
+        if CHROMIUM is not None:
+            tab = await (await stack.enter_async_context(chromium())).new_page()
+            await tab.goto(f"http://127.0.0.1:{deployment.api}/dsv4/status")
+            await until(tab, f"document.querySelectorAll('.timeline > li').length === {known}")
+        killed = kill_engine(deployment)
+        if CHROMIUM is not None:
+            await until(tab, f"document.querySelectorAll('.timeline > li').length === {known + 1}", 15.0)
+            print(f"\nthe page shows the death {time.time() - killed:.1f} s after the kill")
+            shown = await tab.inner_text(".timeline > li:first-child")
+            assert "EngineCoreDied" in shown
+            assert "not recovered yet" in shown
+            await until(tab, "document.querySelector('.timeline > li .badge.ok') !== null", SECONDS)
+            assert await tab.inner_text("#phase") in ("Serving", "Degraded", "Recovering")
+    deployment.wait("Serving", since=killed)
+    (after,) = page_of(deployment)["groups"]
+    failure = after["failures"][-1]
+    assert (failure["cause"], failure["level"], failure["generation"]) == ("EngineCoreDied", 1, before["generation"])
+    assert failure["time"] - killed < 5.0
+    assert failure["evidence"]
+    assert after["budget"]["left"] == before["budget"]["left"] - 1
 
 
 def test_down_finishes_what_was_begun(deployment: Deployment) -> None:

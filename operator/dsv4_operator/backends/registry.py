@@ -14,6 +14,7 @@ from dsv4_operator.backends.base import Backend
 from dsv4_operator.backends.pods import Cluster, KubeRayBackend, PodsBackend
 from dsv4_operator.kube import Client, OwnedCache, PodCache, RayClusterCache
 from dsv4_operator.kube.cache import PodKey
+from dsv4_runtime.contract.gateway import CanaryReport
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class BackendDependencies:
     """None: the policy does not allow the backend KubeRay."""
     json_logs: bool = False
     """Whether agents and gateways write their logs as JSON."""
+    reported: Callable[[str, str, CanaryReport], None] = lambda namespace, name, report: None
+    """Called with namespace and name of a deployment and each report of one of its gateways."""
 
     @functools.cached_property
     def cluster(self) -> Cluster:
@@ -51,11 +54,13 @@ class BackendDependencies:
 
 
 def _pods(given: BackendDependencies) -> Backend:
-    return PodsBackend(given.cluster, changed=given.changed)
+    return PodsBackend(given.cluster, changed=given.changed, reported=given.reported)
 
 
 def _kuberay(given: BackendDependencies) -> Backend:
-    return KubeRayBackend(given.cluster, changed=given.changed, ray_clusters=given.ray_clusters)
+    return KubeRayBackend(
+        given.cluster, changed=given.changed, reported=given.reported, ray_clusters=given.ray_clusters
+    )
 
 
 BACKENDS: dict[str, Callable[[BackendDependencies], Backend]] = {DEFAULT_BACKEND: _pods, KUBERAY_BACKEND: _kuberay}

@@ -66,7 +66,10 @@ def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str
     for index, reason in enumerate(given_up):
         host = f"http://{head_name(deployment.metadata.name, index)}.{deployment.metadata.namespace}.svc"
         routes.append(GroupRoute(group=index, agent=f"{host}:{agent}", api=f"{host}:{api}", given_up=reason))
-    return GatewayRoute.of(group, routes, TOKEN_KEY_FILE)
+    dashboard, _ = HEAD_PORTS["dashboard"]
+    first = head_name(deployment.metadata.name, 0)
+    url = f"http://{first}.{deployment.metadata.namespace}.svc:{dashboard}"
+    return GatewayRoute.of(group, routes, TOKEN_KEY_FILE, url)
 
 
 def gateway_config(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> Manifest:

@@ -79,6 +79,10 @@ class Deployments:
         """Return whether the watch has reported such a deployment."""
         return key in self._cached
 
+    def manifests(self) -> tuple[Manifest, ...]:
+        """Return the latest object of every deployment that the watch has reported."""
+        return tuple(self._cached.values())
+
     def observed(self) -> Iterator[DSV4Deployment]:
         """Yield every deployment that was reconciled, with its status."""
         for state in self._states.values():

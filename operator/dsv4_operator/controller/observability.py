@@ -1,26 +1,62 @@
-"""Metrics, probes and Kubernetes events of the operator."""
+"""Metrics, probes, Kubernetes events and the status page of the operator."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import hmac
 import logging
 from collections import Counter as Tally
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from dsv4_operator.api import DeploymentPhase, DSV4Deployment, GroupPhase, GroupStatus
+from dsv4_operator.api import (
+    ConditionStatus,
+    ConditionType,
+    DeploymentPhase,
+    DeploymentStatus,
+    DSV4Deployment,
+    GroupPhase,
+    GroupStatus,
+    InvalidDeployment,
+)
+from dsv4_operator.api.deployment import parse
+from dsv4_operator.api.status import read_status
 from dsv4_operator.controller.lease import micro_time
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, EVENTS, AlreadyExists, Client, KubeError, Manifest, NotFound
-from dsv4_operator.lifecycle import Event
+from dsv4_operator.lifecycle import Event, given_up
+from dsv4_operator.lifecycle.status import page_failures
+from dsv4_operator.planning.revision import last_valid
+from dsv4_runtime.contract import Health
+from dsv4_runtime.contract.gateway import (
+    EVENT_HEADERS,
+    VIEW_SECONDS,
+    VIEWERS,
+    CanaryReport,
+    Figures,
+    PageBudget,
+    PageCache,
+    PageDeployment,
+    PageGroup,
+    PageMember,
+    PageRequests,
+    PageVerdict,
+    StatusPage,
+    api_keys,
+    page_event,
+    page_file,
+)
 from dsv4_runtime.contract.recovery import within
 from dsv4_runtime.contract.status import RECENT_SECONDS
 from dsv4_runtime.util.clock import unix_time
+from dsv4_runtime.util.sse import Feed, FeedFullError, payload
 
 _log = logging.getLogger("dsv4")
 
@@ -311,3 +347,303 @@ def _probe(problem: Problem) -> Callable[[web.Request], Awaitable[web.StreamResp
         return web.Response(status=503 if wrong else 200, text=(wrong or "ok") + "\n")
 
     return answer
+
+
+_STARTING = frozenset(
+    {
+        GroupPhase.PENDING,
+        GroupPhase.FORMING,
+        GroupPhase.QUEUED,
+        GroupPhase.STARTING,
+        GroupPhase.UPDATING,
+    }
+)
+_DEAD = frozenset({GroupPhase.RESTARTING, GroupPhase.RECOVERING, GroupPhase.FAILED})
+
+
+def page_entries(manifest: Manifest, now: float) -> tuple[PageDeployment, tuple[PageGroup, ...]]:
+    """Return the entries of a DSV4Deployment on the status page; `now` is Unix time.
+
+    A specification that breaks a rule is replaced by the last valid one; without one, only the status is shown.
+    """
+    metadata = manifest["metadata"]
+    key, status = f"{metadata['namespace']}/{metadata['name']}", read_status(manifest.get("status"))
+    deployment = _valid(manifest, status)
+    groups = tuple(_page_group(key, group, deployment, status, now) for group in status.groups)
+    problems = [
+        found.message
+        for kind in (ConditionType.ACCEPTED, ConditionType.READY)
+        if (found := status.condition(kind)) is not None and found.status is not ConditionStatus.TRUE
+    ]
+    return (
+        PageDeployment(
+            key=key,
+            phase=status.phase.value,
+            message="; ".join(dict.fromkeys(filter(None, problems))),
+            ready=status.ready_replicas,
+            wanted=deployment.spec.replicas if deployment is not None else status.replicas,
+            models=deployment.served_names if deployment is not None else (),
+            endpoint=status.endpoint or "",
+            dashboard=status.ray_dashboard or "",
+        ),
+        groups,
+    )
+
+
+def _valid(manifest: Manifest, status: DeploymentStatus) -> DSV4Deployment | None:
+    about = {name: manifest["metadata"].get(name) for name in ("name", "namespace", "uid", "generation")}
+    given = {**manifest, "metadata": about, "status": status}
+    try:
+        return parse(given)
+    except InvalidDeployment:
+        found = last_valid(given, status)
+        return found.deployment if found is not None else None
+
+
+def _page_group(
+    key: str, group: GroupStatus, deployment: DSV4Deployment | None, status: DeploymentStatus, now: float
+) -> PageGroup:
+    serves, failure = group.phase is GroupPhase.SERVING, group.last_failure
+    verdict = None
+    if serves or group.phase in _STARTING:
+        verdict = PageVerdict(health=Health.HEALTHY if serves else Health.STARTING)
+    elif group.phase in _DEAD:
+        verdict = PageVerdict(health=Health.DEAD)
+        if failure is not None:
+            verdict = PageVerdict(health=Health.DEAD, cause=failure.cause, message=failure.message)
+    budget = cache = None
+    if deployment is not None:
+        policy = deployment.spec.recovery.policy()
+        allowed, window = policy.max_restarts, policy.window_seconds
+        budget = PageBudget.of(allowed, window, group.restarts, now, group.next_restart_time)
+    if group.kv_cache is not None:
+        cache = PageCache(
+            tokens=group.kv_cache.tokens,
+            planned_tokens=group.kv_cache.planned_tokens,
+            concurrency=group.kv_cache.concurrency,
+        )
+    return PageGroup(
+        deployment=key,
+        index=group.index,
+        phase=group.phase.value,
+        since=group.phase_time,
+        incarnation=group.incarnation,
+        generation=group.engine_generation,
+        ready_since=group.ready_time if serves else None,
+        expected_ready_seconds=group.expected_ready_seconds,
+        message=(given_up(deployment, status, group.index) or "") if deployment is not None else "",
+        verdict=verdict,
+        members=tuple(
+            PageMember(
+                rank=member.rank,
+                node=member.node,
+                phase=member.phase.value if member.phase is not None else "",
+                since=member.phase_time,
+                message=member.message,
+                warnings=member.warnings,
+                silent_since=member.silent_since,
+            )
+            for member in group.members
+        ),
+        budget=budget,
+        total_restarts=group.total_restarts,
+        cache=cache,
+        memory={item.item: item.difference for item in group.measured.items} if group.measured is not None else {},
+        kernels=group.kernels,
+        failures=page_failures(group),
+    )
+
+
+def with_figures(
+    entries: tuple[PageDeployment, tuple[PageGroup, ...]], reports: Mapping[str, tuple[float, Figures]], now: float
+) -> tuple[PageDeployment, tuple[PageGroup, ...]]:
+    """Return entries with the fresh figures of the deployment's gateways.
+
+    Requests are the sum over the gateways that reported; the load of a serving group is that of the latest report.
+    """
+    fresh = sorted(
+        ((time, found) for time, found in reports.values() if now - time < _FIGURES_SECONDS), key=lambda one: one[0]
+    )
+    if not fresh:
+        return entries
+    deployment, groups = entries
+    counts = [found.requests.model_dump() for _, found in fresh]
+    requests = PageRequests(**{name: sum(one[name] for one in counts) for name in counts[0]})
+    loads = fresh[-1][1].loads
+    filled = []
+    for group in groups:
+        load = loads.get(group.index) if group.phase == GroupPhase.SERVING else None
+        cache = group.cache
+        if load is not None and cache is not None:
+            cache = cache.model_copy(update={"usage": load.usage})
+        filled.append(group.model_copy(update={"load": load, "cache": cache}))
+    return deployment.model_copy(update={"requests": requests}), tuple(filled)
+
+
+class Fleet:
+    """Document of the status page with every deployment."""
+
+    def __init__(self, manifests: Callable[[], Awaitable[Iterable[Manifest]]], clock: Callable[[], float] = unix_time):
+        """`manifests` returns the latest objects."""
+        self._manifests, self._clock = manifests, clock
+        self._known: dict[str, tuple[tuple[str, str, int], tuple[PageDeployment, tuple[PageGroup, ...]]]] = {}
+        """By key: version of the object and time in steps, and its entries."""
+        self._figures: dict[str, dict[str, tuple[float, Figures]]] = {}
+        """By key and gateway: time of its latest report, and its figures."""
+
+    def take(self, namespace: str, name: str, report: CanaryReport) -> None:
+        """Take a gateway's report on a deployment."""
+        if report.figures is None:
+            return
+        now, key = self._clock(), f"{namespace}/{name}"
+        fresh = {
+            gateway: found for gateway, found in self._figures.pop(key, {}).items() if now - found[0] < _FIGURES_SECONDS
+        }
+        self._figures[key] = {**fresh, report.gateway: (now, report.figures)}
+        if len(self._figures) > _MOST_FIGURES:
+            del self._figures[next(iter(self._figures))]
+
+    async def make(self) -> StatusPage:
+        """Return the present document; an unchanged object is read again only for its budget, every few seconds."""
+        now, known = self._clock(), self._known
+        self._known = {}
+        for manifest in await self._manifests():
+            metadata = manifest["metadata"]
+            key = f"{metadata['namespace']}/{metadata['name']}"
+            version = str(metadata["uid"]), str(metadata["resourceVersion"]), int(now / _PAGE_STEP_SECONDS)
+            before = known.get(key)
+            entries = before[1] if before is not None and before[0] == version else page_entries(manifest, now)
+            self._known[key] = version, entries
+        found = [
+            with_figures(entries, self._figures.get(key, {}), now) for key, (_, entries) in sorted(self._known.items())
+        ]
+        return StatusPage(
+            source="operator",
+            time=round(now, 1),
+            deployments=tuple(deployment for deployment, _ in found),
+            groups=tuple(group for _, groups in found for group in groups),
+        )
+
+
+_PAGE_STEP_SECONDS = 10.0
+_FIGURES_SECONDS = 120.0
+"""Age up to which a gateway's figures are shown: each deployment is asked every 30 s, through one of its gateways."""
+_MOST_FIGURES = 10_000
+_PAGE_CONNECTIONS = 64
+"""Beyond it, requests are refused and their connections closed."""
+_PAGE = "/dsv4/status"
+_READ_SECONDS = 10.0
+"""Time for which a request for the document waits for the first one."""
+
+
+class PageServer:
+    """Serves the status page; its data require one of the keys in a file, in the form of the gateway's API keys."""
+
+    def __init__(self, port: int, keys: Path, make: Callable[[], Awaitable[StatusPage]]) -> None:
+        """Serve on `port`, on all addresses.
+
+        Raises:
+            ValueError: the file of keys cannot be read or has no key; the message has the remedy.
+        """
+        self._port, self._keys = port, keys
+        if not self._digests():
+            raise ValueError("it has no key; write one a line")
+        self.feed = Feed(make, page_event, limit=VIEWERS)
+        application = web.Application(middlewares=[self._admit])
+        application.router.add_get("/", self._redirect)
+        application.router.add_get(_PAGE, self._page)
+        application.router.add_get(f"{_PAGE}.json", self._document)
+        application.router.add_get(f"{_PAGE}/events", self._stream, allow_head=False)
+        self._runner = web.AppRunner(
+            application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=15.0
+        )
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        await self._runner.setup()
+        await web.TCPSite(self._runner, None, self._port).start()
+
+    async def close(self) -> None:
+        await self.feed.close()
+        await self._runner.cleanup()
+
+    def _digests(self) -> list[bytes]:
+        try:
+            return [_digest(key.encode()) for key in api_keys(self._keys.read_text(encoding="utf-8"))]
+        except UnicodeDecodeError:
+            raise ValueError("it is not UTF-8; write one key a line in UTF-8") from None
+        except OSError as error:
+            raise ValueError(f"{error.strerror or error}; mount the Secret with the keys") from error
+
+    def _known(self, request: web.Request) -> bool:
+        """Return whether the request has a key, compared with the present file in constant time."""
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = request.headers.get("X-Api-Key", "")
+        digest, found = _digest(given.strip().encode(errors="surrogateescape")), False
+        try:
+            for known in self._digests():
+                found |= hmac.compare_digest(known, digest)
+        except ValueError as error:
+            _log.warning("--page-keys %s: %s; all requests for the status page are refused", self._keys, error)
+        return found
+
+    @web.middleware
+    async def _admit(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        server = self._runner.server
+        if server is not None and len(server.connections) > _PAGE_CONNECTIONS:
+            refused = web.Response(status=503, text="too many connections\n", headers={"Retry-After": "10"})
+            refused.force_close()
+            return refused
+        if request.path not in ("/", _PAGE) and not self._known(request):
+            return web.Response(
+                status=401, text="send a key: Authorization: Bearer <key>\n", headers={"WWW-Authenticate": "Bearer"}
+            )
+        return await handler(request)
+
+    async def _redirect(self, _: web.Request) -> web.StreamResponse:
+        raise web.HTTPFound(_PAGE)
+
+    async def _page(self, _: web.Request) -> web.StreamResponse:
+        body, headers = page_file(key=True)
+        return web.Response(body=body, headers=headers)
+
+    async def _document(self, _: web.Request) -> web.StreamResponse:
+        with self._place(), contextlib.suppress(StopAsyncIteration):
+            async with contextlib.aclosing(self.feed.events(_READ_SECONDS)) as events:
+                body = payload(await anext(events))
+            return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
+        return web.Response(status=503, text="the deployments cannot be read\n")
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        with self._place():
+            response = web.StreamResponse(headers=EVENT_HEADERS)
+            await response.prepare(request)
+            async with contextlib.aclosing(self.feed.events(VIEW_SECONDS)) as events:
+                # The client may leave at any time.
+                with contextlib.suppress(ConnectionResetError):
+                    async for event in events:
+                        async with asyncio.timeout(_READ_SECONDS):
+                            await response.write(event)
+            return response
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        try:
+            with self.feed.place():
+                yield
+        except FeedFullError as error:
+            raise web.HTTPServiceUnavailable(
+                text=f"the status page has {error}\n", headers={"Retry-After": "10"}
+            ) from error
+
+
+def _digest(key: bytes) -> bytes:
+    # Of one length, so that a comparison reveals nothing about the length of a key.
+    return hashlib.sha256(key).digest()

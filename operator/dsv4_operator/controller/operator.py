@@ -9,8 +9,9 @@ import os
 import signal
 import socket
 import sys
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from dsv4_operator.builders import names
 from dsv4_operator.controller.admission import AdmissionServer
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.lease import Lease
-from dsv4_operator.controller.observability import OperatorMetrics, ProbeServer, Recorder
+from dsv4_operator.controller.observability import Fleet, OperatorMetrics, PageServer, ProbeServer, Recorder
 from dsv4_operator.controller.queue import Part, WorkQueue, is_expected
 from dsv4_operator.controller.reconcile import Endpoints, StatusLost
 from dsv4_operator.controller.watching import DeploymentWatch
@@ -52,6 +53,9 @@ _MIN_INTERVAL_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 15.0
 """Longest backoff of a reconcile that failed as a whole. Its parts have their own backoffs."""
 _CERTIFICATES = Path("/etc/dsv4/webhook")
+_PAGE_KEYS = Path("/etc/dsv4/page/keys")
+_STANDBY_LIST_SECONDS = 5.0
+"""Interval at which a process without the lease lists the deployments for viewers of its status page."""
 _DEFINITION_SECONDS = 5.0
 # The longest reconcile ends the members of a group one after the other, each within its grace period.
 _LONGEST_TURN_SECONDS = 900.0
@@ -69,6 +73,10 @@ class OperatorOptions:
     webhook_certificates: Path
     identity: str
     """Unique name of this process."""
+    page_port: int | None
+    """Port of the status page; None: there is none."""
+    page_keys: Path
+    """File with the keys of the status page."""
     runtime_image: str
     """Image of members and gateways whose deployment names none."""
     policy: ClusterPolicy
@@ -110,6 +118,8 @@ def main() -> None:
         arguments.webhook_port,
         arguments.webhook_certificates,
         arguments.identity or _identity(),
+        arguments.page_port,
+        arguments.page_keys,
         arguments.runtime_image,
         policy,
         is_json(arguments.log_format),
@@ -133,6 +143,8 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--metrics-port", type=int, default=8080, help="for /metrics, /livez and /readyz")
     parser.add_argument("--webhook-port", type=int, help="for the admission webhook (default: there is none)")
     parser.add_argument("--webhook-certificates", type=Path, default=_CERTIFICATES, help="tls.crt and tls.key for it")
+    parser.add_argument("--page-port", type=int, help="for the status page (default: there is none)")
+    parser.add_argument("--page-keys", type=Path, default=_PAGE_KEYS, help="file with the keys of the page, one a line")
     parser.add_argument("--runtime-image", default="", help="image of members without spec.engine.image")
     parser.add_argument("--policy", type=Path, help="limits on the use of nodes (default: that of the chart)")
     parser.add_argument(
@@ -143,6 +155,9 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument("--identity", help="unique identity of this operator (default: the name of the pod, or random)")
     return parser
+
+
+_Server = ProbeServer | AdmissionServer | PageServer
 
 
 class Operator:
@@ -170,6 +185,7 @@ class Operator:
             if KUBERAY_BACKEND in options.policy.backends
             else None
         )
+        self._fleet = Fleet(self._manifests)
         given = registry.BackendDependencies(
             self._kube,
             self._pods,
@@ -180,6 +196,7 @@ class Operator:
             access.in_cluster,
             self._ray_clusters,
             options.json_logs,
+            self._fleet.take,
         )
         self._backends = registry.Backends(given)
         self._deployments = Deployments(
@@ -192,6 +209,8 @@ class Operator:
             lambda: len(self._queue),
             lambda: self._admission.certificate_end if self._admission is not None else None,
         )
+        self._listed: tuple[float, list[Manifest]] | None = None
+        """Monotonic time and result of the latest list for the status page."""
         self._waits_for: str | None = "starting"
         self._stop = asyncio.Event()
         self._watch_ended = asyncio.Event()
@@ -224,8 +243,8 @@ class Operator:
             for server in servers:
                 await server.close()
 
-    async def _serve(self) -> list[ProbeServer | AdmissionServer]:
-        """Start the probe and metrics server, and the webhook if there is one, also without the lease."""
+    async def _serve(self) -> list[_Server]:
+        """Start the probe and metrics server, and webhook and status page if there are any, also without the lease."""
         port, webhook = self._options.metrics_port, self._options.webhook_port
         probes = ProbeServer(
             port, live=self._liveness_problem, ready=self._readiness_problem, metrics=self._metrics.text
@@ -234,8 +253,11 @@ class Operator:
             await probes.start()
         except OSError as error:
             raise CannotServe(f"--metrics-port {port}: {error.strerror or error}") from error
+        servers: list[_Server] = [probes]
+        if self._options.page_port is not None:
+            servers.append(await self._serve_page(self._options.page_port))
         if webhook is None:
-            return [probes]
+            return servers
         folder = self._options.webhook_certificates
         try:
             admission = AdmissionServer(webhook, folder, self._options.policy, self._options.runtime_image)
@@ -246,7 +268,29 @@ class Operator:
         except OSError as error:
             raise CannotServe(f"--webhook-port {webhook}: {error.strerror or error}") from error
         self._admission = admission
-        return [probes, admission]
+        return [*servers, admission]
+
+    async def _serve_page(self, port: int) -> PageServer:
+        keys = self._options.page_keys
+        try:
+            page = PageServer(port, keys, self._fleet.make)
+        except ValueError as error:
+            raise CannotServe(f"--page-keys {keys}: {error}") from error
+        try:
+            await page.start()
+        except OSError as error:
+            raise CannotServe(f"--page-port {port}: {error.strerror or error}") from error
+        return page
+
+    async def _manifests(self) -> Iterable[Manifest]:
+        """Return the latest objects of all deployments: those of the watch, or listed while another process leads."""
+        if self._lease.holds:
+            return self._deployments.manifests()
+        now = time.monotonic()
+        if self._listed is None or now - self._listed[0] >= _STANDBY_LIST_SECONDS:
+            where: Sequence[str | None] = self._options.namespaces or (None,)
+            self._listed = now, [one for place in where for one in await self._plain.list(DSV4_DEPLOYMENTS, place)]
+        return self._listed[1]
 
     async def _work(self) -> None:
         """Acquire the lease and run all tasks that need it."""

@@ -27,6 +27,7 @@ from dsv4_operator.lifecycle.canary import UNREACHED, UNTRIED
 from dsv4_operator.lifecycle.watch import ALIVE, same_death
 from dsv4_operator.planning import PlanRefused, revision
 from dsv4_runtime.contract import Phase
+from dsv4_runtime.contract.gateway import PageFailure
 
 _LONGEST = 1000
 
@@ -202,6 +203,26 @@ def given_up(deployment: DSV4Deployment, status: DeploymentStatus, group: int) -
     """Return the reason why `group` will not recover by itself, for its clients; None if it may."""
     known = next((one for one in status.groups if one.index == group), None)
     return exhausted_sentence(deployment, known) if known is not None and known.phase is GroupPhase.FAILED else None
+
+
+def page_failures(group: GroupStatus) -> tuple[PageFailure, ...]:
+    """Return the deaths in the status of a group for the status page, oldest first."""
+    return tuple(
+        PageFailure(
+            time=one.time,
+            cause=one.cause,
+            incarnation=one.incarnation,
+            generation=one.engine_generation,
+            level=one.level,
+            rank=one.culprit_rank,
+            node=one.culprit_node or "",
+            message=one.message,
+            detected_by=one.detected_by,
+            recover_seconds=one.recover_seconds,
+            evidence=one.evidence or "",
+        )
+        for one in group.history
+    )
 
 
 _Fact = tuple[ConditionType, bool | None, Reason, str]

@@ -32,6 +32,7 @@ from dsv4_runtime.contract import (
     GpuSignals,
     GroupReport,
     Health,
+    MemoryUse,
     Phase,
     Signals,
 )
@@ -199,7 +200,20 @@ def group_report(status: AgentStatus, others: Mapping[int, Peer], now: float) ->
     members = [status, *(said for said, _ in heard.values() if said is not None)]
     return GroupReport(
         ages={status.rank: 0.0, **ages},
+        memory={one.rank: memory_use(one.signals) for one in members if one.signals is not None},
         members=tuple(sorted((_lasting(one) for one in members), key=lambda one: one.rank)),
+    )
+
+
+def memory_use(signals: Signals) -> MemoryUse:
+    """Return the memory in a sample; of GPUs only if the driver reports it for all of them."""
+    used = [gpu.memory_used for gpu in signals.gpus if gpu.memory_used is not None]
+    total = [gpu.memory_total for gpu in signals.gpus if gpu.memory_total is not None]
+    known = bool(used) and len(used) == len(total) == len(signals.gpus)
+    return MemoryUse(
+        available=signals.memory_available,
+        gpu_used=sum(used) if known else None,
+        gpu_total=sum(total) if known else None,
     )
 
 

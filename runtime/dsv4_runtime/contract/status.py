@@ -281,6 +281,15 @@ class Progress(Report):
     """While the engine loads them."""
 
 
+class RestartBudget(Report):
+    """Restart budget of a group: at most `max_restarts` of any level within `window_seconds`."""
+
+    max_restarts: int
+    window_seconds: float
+    restarts: tuple[float, ...] = ()
+    """Unix times of the restarts before this incarnation, oldest first."""
+
+
 class EngineStatus(Report):
     """Rank 0 only: the engine's life in this incarnation."""
 
@@ -290,6 +299,8 @@ class EngineStatus(Report):
     """Unix time of this generation's first checked completion; None until then."""
     restarts: tuple[float, ...] = ()
     """Unix times of the level 1 restarts in this incarnation, oldest first."""
+    budget: RestartBudget | None = None
+    """The group's restart budget, from the plan."""
     weights_doubted: str | None = None
     """Reason to read the files of the weights again on every member before the next start; None: there is none."""
     failures: tuple[Failure, ...] = ()
@@ -355,6 +366,8 @@ class AgentStatus(Report):
     group: int
     incarnation: int
     rank: int
+    node: str = ""
+    """Machine of the member, as the plan names it; empty: the backend chose it."""
     phase: Phase
     phase_time: float
     """Unix time at which the phase began."""
@@ -390,15 +403,27 @@ class AgentStatus(Report):
     fabric: FabricStatus | None = None
 
 
+class MemoryUse(Report):
+    """Memory of a member's machine, in bytes; what is not reported stays None."""
+
+    available: int | None = None
+    """Available to programs, from /proc/meminfo."""
+    gpu_used: int | None = None
+    """Of all its GPUs together."""
+    gpu_total: int | None = None
+
+
 class GroupReport(Report):
-    """One line of `GET /v1/watch?group=1`: the age of the head's status of each member, and the statuses if they
+    """One line of `GET /v1/watch?group=1`: age and memory of the head's status of each member, and the statuses if they
     changed.
 
-    Most lines contain ages alone and are cheap to parse.
+    Most lines contain no statuses and are cheap to parse.
     """
 
     ages: dict[int, float]
     """Rank to the seconds since its latest answer to the head; the head's own is 0, ranks without an answer are
     missing."""
+    memory: dict[int, MemoryUse] = Field(default_factory=dict)
+    """Rank to the memory in its latest sample."""
     members: tuple[AgentStatus, ...] | None = None
     """The latest status of every member that has answered, without `signals`; None: as in an earlier line."""

@@ -423,8 +423,23 @@ class RoutedGroup:
     When neither answers, the machine or the network is lost, and no further verdict will arrive.
     """
 
-    def __init__(self, route: GroupRoute, routes: RouteFile, engine: EngineView) -> None:
+    def __init__(
+        self,
+        route: GroupRoute,
+        routes: RouteFile,
+        engine: EngineView,
+        reported: Callable[[RoutedGroup, AgentStatus], None],
+    ) -> None:
+        """Args:
+        route: place of the group.
+        routes: file of the route.
+        engine: the group's engine.
+        reported: called with every status of the head's agent.
+        """
         self.index, self.api, self.engine = route.group, route.api, engine
+        self.failures = route.failures
+        """Deaths in the route."""
+        self._reported = reported
         self.place = route.agent, route.api
         self._agent, self._routes = route.agent, routes
         self._last_status: float | None = None
@@ -489,6 +504,7 @@ class RoutedGroup:
                 self._last_status = time.monotonic()
                 self.connected, self.refusal, self.report = True, None, status
                 self._note("", "")
+                self._reported(self, status)
                 self.engine.report(status)
 
     def _refuse(self, reason: str) -> None:
@@ -556,6 +572,8 @@ class Groups:
         """Set while no request has to wait."""
         self.died: Callable[[EngineGeneration, bool], None] = lambda generation, reported: None
         """See `EngineView`."""
+        self.reported: Callable[[RoutedGroup, AgentStatus], None] = lambda group, status: None
+        """Called with every status of an agent."""
 
     async def run(self) -> None:
         """Watch all groups until cancelled."""
@@ -628,7 +646,11 @@ class Groups:
             if known is not None and known.place == (route.agent, route.api):
                 self.all[route.group] = before.pop(route.group)
             else:
-                self.all[route.group] = RoutedGroup(route, self.routes, self._engine(route.group))
+                engine = self._engine(route.group)
+                self.all[route.group] = RoutedGroup(
+                    route, self.routes, engine, lambda group, status: self.reported(group, status)
+                )
+            self.all[route.group].failures = route.failures
             self.all[route.group].engine.give_up(route.given_up)
         # Before any other task runs: a request that finds no engine and an event that is set would loop forever.
         self._changed()

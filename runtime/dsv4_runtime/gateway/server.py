@@ -15,7 +15,15 @@ from typing import Generic, TypeVar
 
 import aiohttp
 
-from dsv4_runtime.contract.gateway import CanaryReport, FatalRequests, GatewaySettings, KindReport
+from dsv4_runtime.contract.gateway import (
+    EVENT_HEADERS,
+    VIEW_SECONDS,
+    CanaryReport,
+    FatalRequests,
+    GatewaySettings,
+    KindReport,
+    page_file,
+)
 from dsv4_runtime.contract.token import canary_token
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.admission import ApiKeys
@@ -25,9 +33,11 @@ from dsv4_runtime.gateway.handover import Guard, Heir
 from dsv4_runtime.gateway.http_client import BrokenMessageError, Headers, UnreachableError, Upstream, encode_headers
 from dsv4_runtime.gateway.http_server import HttpServer
 from dsv4_runtime.gateway.metrics import GatewayMetrics, merge_metrics
+from dsv4_runtime.gateway.page import PAGE, PATHS, STREAM, Page
 from dsv4_runtime.gateway.proxy import Proxy
 from dsv4_runtime.gateway.request import Account, Request
 from dsv4_runtime.gateway.routing import Availability, EngineWait, Groups, RoutedGroup, RouteFile, TokenKeyError
+from dsv4_runtime.util.sse import FeedFullError, payload
 
 T = TypeVar("T")
 
@@ -160,8 +170,8 @@ REFUSALS_LOGGED = 20
 """Access log lines of refused requests per second."""
 _OWN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics", "/dsv4/process/metrics", "/dsv4/process/kinds"})
 """Served even when connections and memory for clients are exhausted."""
-_WITHOUT_API_KEY = _OWN_PATHS | {"/dsv4/canary"}
-"""The canary has a token of its own."""
+_WITHOUT_API_KEY = _OWN_PATHS | {"/dsv4/canary", PAGE}
+"""The canary has a token of its own. The page has no data; the paths of its data require the key."""
 _ANSWER_SECONDS = 10.0
 """Limit for a client to read a response of the gateway."""
 
@@ -239,10 +249,12 @@ class Gateway:
         self._metrics_text = b""
         self._metrics_times: collections.deque[float] = collections.deque()
         """Times of metric generations within the last second."""
-        self._engine_metrics = SharedResult(self._scrape, _SCRAPE_SHARED_SECONDS)
+        self._engine_metrics = SharedResult(self._scrape_own, _SCRAPE_SHARED_SECONDS)
         self._peer_metrics = SharedResult(self._scrape_peers, 1 / _OWN_METRICS_PER_SECOND)
         self._canaries = Canary(self._groups, self._proxy.upstream, settings.served_names[0])
         self._canary = SharedResult(self._canaries.check, _CANARY_SHARED_SECONDS)
+        self._page = Page(self._groups, settings.served_names, scrape=self._scrape, gateways=self._all_gateway_metrics)
+        self._figures = SharedResult(self._page.figures, _CANARY_SHARED_SECONDS)
 
     async def serve(
         self,
@@ -296,7 +308,8 @@ class Gateway:
             await server.close(FINAL_EVENT_SECONDS)
             if guarding is not None:
                 guarding.cancel()
-            await asyncio.gather(self._engine_metrics.close(), self._peer_metrics.close(), self._canary.close())
+            shared = self._engine_metrics, self._peer_metrics, self._canary, self._figures, self._page
+            await asyncio.gather(*(one.close() for one in shared))
             self._proxy.upstream.close()
             await self._scraper.close()
             self._refusals.flush()
@@ -321,6 +334,7 @@ class Gateway:
         lame_duck = self._settings.lame_duck_seconds
         _log.info("draining: accepting for another %g s, %d requests are open", lame_duck, self._proxy.active)
         await asyncio.sleep(lame_duck)
+        await self._page.close()
         server.retire()
         if not await self._finished():
             _log.warning("draining: %d requests are still open and are ended", self._proxy.active)
@@ -375,7 +389,7 @@ class Gateway:
                 healthy = self._groups.state is Availability.HEALTHY
                 await self._respond_state(request, None if healthy else self._groups.state)
             case "/metrics":
-                text = merge_metrics([self._own_metrics(), *await self._peer_metrics.get()])
+                text = merge_metrics(await self._all_gateway_metrics())
                 await _respond(request, 200, _METRICS, text + await self._engine_metrics.get())
             case "/dsv4/process/metrics":
                 await _respond(request, 200, _METRICS, self._own_metrics())
@@ -387,6 +401,8 @@ class Gateway:
                 await _respond(request, 200, _JSON, self._proxy.suspects.found.to_json().encode())
             case "/dsv4/process/kinds":
                 await _respond(request, 200, _JSON, self._proxy.suspects.kinds.report().to_json().encode())
+            case path if path in PATHS:
+                await self._respond_page(request)
             case _ if self._serves_models(request):
                 await _respond(request, 200, _JSON, self._models())
             case _:
@@ -417,8 +433,44 @@ class Gateway:
             # HEAD only checks the token.
             await _respond(request, 200, _JSON, b"")
             return
+        figures = asyncio.ensure_future(self._figures.get())
         report = await self._canary.get()
+        try:
+            report = report.model_copy(update={"figures": await figures})
+        except Exception:
+            # Readiness of the deployment depends on the report, not on its figures.
+            _log.exception("the canary's report has no figures")
         await _respond(request, 200 if report.ok else 503, _JSON, report.to_json().encode())
+
+    async def _respond_page(self, request: Request) -> None:
+        """Send the status page, its document, or the stream of its changes."""
+        if request.method not in ("GET", "HEAD"):
+            await _respond(request, 405, [*_TEXT, (b"Allow", b"GET, HEAD")], b"the status page can only be read\n")
+            return
+        if request.path == PAGE:
+            html, about = page_file(key=self._keys is not None)
+            await _respond(request, 200, encode_headers(about), html)
+            return
+        try:
+            with self._page.feed.place():
+                if request.path == STREAM and request.method == "GET":
+                    await self._stream_page(request)
+                    return
+                async with contextlib.aclosing(self._page.feed.events(_ANSWER_SECONDS)) as events:
+                    event = await anext(events, b"")
+        except FeedFullError as error:
+            await _respond(request, 503, [*_TEXT, (b"Retry-After", b"10")], f"the status page has {error}\n".encode())
+            return
+        headers = [*_JSON, (b"Cache-Control", b"no-store")]
+        await _respond(request, 200 if event else 503, headers, payload(event) if event else b"{}")
+
+    async def _stream_page(self, request: Request) -> None:
+        """Send events until the client leaves, the time is over, or the gateway ends."""
+        request.begin(200, encode_headers(EVENT_HEADERS))
+        async with contextlib.aclosing(self._page.feed.events(VIEW_SECONDS)) as events:
+            async for event in events:
+                await request.write(event)
+        await request.end()
 
     def _serves_models(self, request: Request) -> bool:
         """Return whether a client requests the models while no engine is available."""
@@ -441,6 +493,10 @@ class Gateway:
             self._metrics_times.append(now)
             self._metrics_text = self._metrics.text()
         return self._metrics_text
+
+    async def _all_gateway_metrics(self) -> list[bytes]:
+        """Return the metrics of each gateway process at this address, the own ones first."""
+        return [self._own_metrics(), *await self._peer_metrics.get()]
 
     async def _scrape_peers(self) -> list[bytes]:
         """Return the metrics of the other processes at this address; those that do not respond are left out."""
@@ -479,16 +535,18 @@ class Gateway:
 
         return await asyncio.gather(*map(ask, self._peers))
 
-    async def _scrape(self) -> bytes:
-        """Return the metrics of the own group's vLLM; empty while it does not answer.
+    async def _scrape_own(self) -> bytes:
+        """Return the metrics of the own group's vLLM.
 
         Always of the same group: counters of several engines under one name would be inconsistent.
         """
         own = next(iter(self._groups.all.values()), None)
-        if own is None:
-            return b""
+        return b"" if own is None else await self._scrape(own)
+
+    async def _scrape(self, group: RoutedGroup) -> bytes:
+        """Return the metrics of a group's vLLM; empty while it does not answer."""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with self._scraper.get(own.api + "/metrics", headers=own.auth) as answer:
+            async with self._scraper.get(group.api + "/metrics", headers=group.auth) as answer:
                 if answer.status != 200:
                     return b""
                 parts, size = list[bytes](), 0

@@ -13,9 +13,9 @@ import psutil
 
 from dsv4_runtime.contract import Cause, GpuSignals, ProcessSignals, Signals
 from dsv4_runtime.engine.logs import LogTail
-from dsv4_runtime.health import ledger
 from dsv4_runtime.health.gpu import GpuWatch, Throttling
 from dsv4_runtime.health.samples import GPU_FRESH_SECONDS
+from dsv4_runtime.util.files import LedgerReader, read_ledger
 from dsv4_runtime.util.procfs import FROZEN, Work, below, command_of, entry, is_frozen, trees
 
 SAMPLE_SECONDS = 0.5
@@ -48,7 +48,7 @@ class Vitals:
         self._treed = 0.0
         self._measured = 0.0
         self._slow: dict[str, int | None] = {}
-        self._ledgers: dict[int, ledger.LedgerReader] = {}
+        self._ledgers: dict[int, LedgerReader] = {}
         self._starting: set[int] = set()
         self._work: tuple[Work, Work, int] | None = None
         self._worked = self._grew = 0.0
@@ -122,7 +122,7 @@ class Vitals:
         for gone in self._ledgers.keys() - workers:
             self._ledgers.pop(gone).close()
         for pid in sorted(workers):
-            if pid not in self._ledgers and (reader := ledger.read(pid)) is not None:
+            if pid not in self._ledgers and (reader := read_ledger(pid)) is not None:
                 self._ledgers[pid] = reader
         counts = [reader.count for reader in self._ledgers.values()]
         return min(counts, default=None)

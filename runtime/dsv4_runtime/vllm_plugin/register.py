@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from dsv4_runtime.health.ledger import Writer
+from dsv4_runtime.util.files import LedgerWriter
 from dsv4_runtime.vllm_plugin import forking, loading
 from dsv4_runtime.vllm_plugin.kernels import choice
 from dsv4_runtime.vllm_plugin.kernels.v033 import COLLECTIVES, MODEL_LOADER, PARALLEL_STATE
@@ -17,8 +17,8 @@ from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, after_import, ap
 
 
 @functools.cache  # the first collective of a process creates the file
-def _ledger() -> Writer:
-    return Writer()
+def _ledger() -> LedgerWriter:
+    return LedgerWriter()
 
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,13 @@ _NDJSON = _HEAD + b"application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
 PAUSE = float(sys.argv[2]) if __name__ == "__main__" and len(sys.argv) > 2 else 0.0
 
 
+_METRICS_HEAD = _HEAD + b"text/plain; version=0.0.4\r\ncontent-length: %d\r\n\r\n"
+_METRICS = b"".join(b'vllm:bucket{engine="0",le="%d",model_name="nano"} 1.0\n' % number for number in range(1200)) + (
+    b'vllm:num_requests_running{engine="0"} 1.0\nvllm:generation_tokens_total{engine="0"} 100.0\n'
+)
+"""As many lines as vLLM's."""
+
+
 def _framed(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
@@ -91,8 +98,10 @@ class Upstream(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         path, body = self._path, self._body
-        if path == b"/v1/watch":
-            self._task = asyncio.ensure_future(self._watch())
+        if path.startswith(b"/v1/watch"):
+            self._task = asyncio.ensure_future(self._watch(group=path.endswith(b"group=1")))
+        elif path == b"/metrics":
+            self._transport.write(_METRICS_HEAD % len(_METRICS) + _METRICS)
         elif not body:
             self._transport.write(_json(status() if path == b"/v1/status" else {}))
         else:
@@ -107,10 +116,11 @@ class Upstream(asyncio.Protocol):
             else:
                 self._transport.write(_json({"id": "cmpl-0", "choices": [{"index": 0, "text": "x" * 200}]}))
 
-    async def _watch(self) -> None:
+    async def _watch(self, *, group: bool) -> None:
         self._transport.write(_NDJSON)
         while True:
-            self._transport.write(_framed(json.dumps(status()).encode() + b"\n"))
+            said = {"ages": {"0": 0.0}, "members": [status()]} if group else status()
+            self._transport.write(_framed(json.dumps(said).encode() + b"\n"))
             await asyncio.sleep(1.0)
 
     async def _stream(self, asked: dict[str, Any]) -> None:

@@ -95,6 +95,11 @@ class Engine:
     pause: float = 0.0
     more_metrics: int = 0
     """Lines of metrics that say nothing."""
+    scrapes: int = 0
+    group_watches: int = 0
+    """Streams of reports on the group that were opened."""
+    text: str = "no step"
+    """What the agent says of each death."""
     script: Any = None
     """Answers instead of the model: an async function of request and parsed body; None from it: the model does."""
 
@@ -123,7 +128,7 @@ class Engine:
                     "generation": self.generation,
                     "restarts": self.deaths,
                     "failures": [
-                        {"time": time, "cause": "EngineHung", "message": "no step", "detectedBy": "steps"}
+                        {"time": time, "cause": "EngineHung", "message": self.text, "detectedBy": "steps"}
                         for time in self.deaths
                     ],
                 },
@@ -155,9 +160,13 @@ class Engine:
     async def watch(self, request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        token = self.token
+        token, group = self.token, request.query.get("group") == "1"
+        self.group_watches += group
         while token == self.token:
-            await response.write(self.status().encode() + b"\n")
+            status = self.status()
+            if group:
+                status = f'{{"ages": {{"0": 0.0}}, "memory": {{"0": {{"available": 12345}}}}, "members": [{status}]}}'
+            await response.write(status.encode() + b"\n")
             async with self.news:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.news.wait(), 1.0)
@@ -178,7 +187,10 @@ class Engine:
             case "/health":
                 return web.Response(status=200 if self.alive else 503)
             case "/metrics":
+                self.scrapes += 1
                 text = 'vllm:num_requests_waiting{model_name="nano"} 3.0\n' + "# more\n" * self.more_metrics
+                text += f'vllm:generation_tokens_total{{model_name="nano"}} {1000.0 * self.scrapes}\n'
+                text += 'vllm:kv_cache_usage_perc{engine="0",model_name="nano"} 0.25\n'
                 return web.Response(text=text, status=200 if self.alive else 503)
         wanted = token_auth.requested_turn(
             request.headers.get(token_auth.TURN_HEADER), gateway=token_auth.REQUEST_ID_HEADER in request.headers

@@ -16,9 +16,10 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.contract import GpuSignals, HealthPolicy
-from dsv4_runtime.health import ledger, vitals
+from dsv4_runtime.health import vitals
 from dsv4_runtime.health.prober import Prober
 from dsv4_runtime.util import procfs
+from dsv4_runtime.util.files import LedgerWriter, read_ledger
 from dsv4_testkit.faults import groups
 from dsv4_testkit.waiting import wait_until
 
@@ -110,11 +111,11 @@ def test_gpus_that_the_engine_does_not_use_are_not_asked(monkeypatch: pytest.Mon
 
 def test_a_ledger_outlives_its_name() -> None:
     pid = 2**22 + os.getpid()
-    assert ledger.read(pid) is None
-    writer = ledger.Writer(pid)
+    assert read_ledger(pid) is None
+    writer = LedgerWriter(pid)
     for _ in range(3):
         writer.begin()
-    reader = ledger.read(pid)
+    reader = read_ledger(pid)
     assert reader is not None
     assert not Path(f"/dev/shm/dsv4-ledger.{pid}").exists()
     assert reader.count == 3

@@ -19,7 +19,7 @@ import pytest
 from gateway import running
 from pydantic import ValidationError
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
 from dsv4_operator.api.spec import GatewaySpec
 from dsv4_operator.backends.local.gateway import (
     MAX_DRAIN_SECONDS,
@@ -35,6 +35,7 @@ from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import FROZEN_SECONDS, Processes
 from dsv4_operator.planning.revision import revision
 from dsv4_operator.planning.setup import with_settings
+from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
 from dsv4_testkit import standin
 from dsv4_testkit.errors import raises_naming
@@ -80,6 +81,13 @@ def deployment(**gateway: object) -> DSV4Deployment:
             },
         }
     )
+
+
+def exhausted(group: int) -> DeploymentStatus:
+    """A status in which one group used up its restarts."""
+    last = FailureStatus(time=1.0, cause=Cause.ENGINE_HUNG)
+    failed = GroupStatus(index=group, phase=GroupPhase.FAILED, restarts=(1.0,) * 5, last_failure=last, history=(last,))
+    return DeploymentStatus(groups=(*(GroupStatus(index=index) for index in range(group)), failed))
 
 
 def test_the_specification_becomes_the_settings() -> None:
@@ -185,9 +193,9 @@ async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path, super
         assert (await _get(url + "/health"))[0] == 503
         models = json.loads((await _get(url + "/v1/models"))[1])
         assert [model["id"] for model in models["data"]] == ["a", "b"]
-        gateway.update_routes(lambda _: "the budget is spent")
+        gateway.update_routes(deployment(), exhausted(0))
         status, body = await _get(url + "/v1/embeddings")
-        assert (status, b"the budget is spent" in body) == (503, True)
+        assert (status, b"used up its 5 restarts" in body) == (503, True)
         both = pids(gateway)
         for killed in both:
             assert killed is not None
@@ -232,9 +240,11 @@ async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path, super
                 assert {await _number(url) for _ in range(5)} == {other}
             finally:
                 os.kill(stopped, signal.SIGCONT)
-        gateways.update_routes(lambda group: "spent" if group else None)
+        gateways.update_routes(deployment(), exhausted(1))
         routes = [GatewayRoute.model_validate_json((state.directory / name).read_bytes()) for name in ROUTES]
-        assert [[group.given_up for group in route.groups] for route in routes] == [[None, "spent"], ["spent", None]]
+        assert [[bool(group.given_up) for group in route.groups] for route in routes] == [[False, True], [True, False]]
+        assert [[len(group.failures) for group in route.groups] for route in routes] == [[0, 1], [1, 0]]
+        assert {route.dashboard for route in routes} == {"http://127.0.0.1:8265"}
         os.kill(second, signal.SIGKILL)
         assert {await _number(url) for _ in range(5)} <= {"0", "1"}
     finally:

@@ -53,6 +53,8 @@ class World:
         self.asked: list[tuple[str, str]] = []
         self.changed: list[tuple[str, str]] = []
         self.answer: str | Exception | None = None
+        self.report: CanaryReport | None = None
+        self.reports: list[tuple[str, str, CanaryReport]] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.deployment: DSV4Deployment = deployment("nano.yaml")
@@ -60,12 +62,12 @@ class World:
         async def token_key(_: DSV4Deployment) -> str | None:
             return key
 
-        async def ask(url: str, token: str) -> str | None:
+        async def ask(url: str, token: str) -> tuple[str | None, CanaryReport | None]:
             self.asked.append((url, token))
             await self.gate.wait()
             if isinstance(self.answer, Exception):
                 raise self.answer
-            return self.answer
+            return self.answer, self.report
 
         self.canaries = Canaries(
             token_key,
@@ -73,6 +75,7 @@ class World:
             through_service=through_service,
             changed=lambda *name: self.changed.append(name),
             ask=None if real else ask,
+            reported=lambda *found: self.reports.append(found),
         )
 
     def problem(self, groups: tuple[GroupStatus, ...] = SERVING) -> str | None:
@@ -331,3 +334,9 @@ async def test_close_ends_requests_that_are_under_way(world: World) -> None:
 
 def test_a_report_of_a_later_version_is_read() -> None:
     assert problem_of(200, b'{"ok": true, "gateway": "g", "more": [1]}') is None
+
+
+async def test_reports_of_gateways_are_passed_on(world: World) -> None:
+    world.report = CanaryReport(ok=True, gateway="a")
+    assert await world.settled() is None
+    assert world.reports == [("team", "nano", world.report)]

@@ -24,9 +24,9 @@ PURE = (
     "dsv4_runtime.health.samples",
 )
 MODULES = frozenset(
-    {"__future__", "annotated_types", "ast", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime",
-     "difflib", "enum", "fractions", "functools", "hashlib", "importlib.resources", "inspect", "itertools", "json",
-     "math",
+    {"__future__", "annotated_types", "ast", "base64", "bisect", "collections", "contextlib", "copy", "dataclasses",
+     "datetime", "difflib", "enum", "fractions", "functools", "hashlib", "importlib.resources", "inspect", "itertools",
+     "json", "math",
      "pathlib", "pydantic", "pydantic_core", "re", "signal", "sys", "textwrap", "tomllib", "types", "typing",
      "urllib.parse", "weakref", "yaml"}
 )  # fmt: skip

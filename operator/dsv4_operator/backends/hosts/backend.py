@@ -35,7 +35,6 @@ from dsv4_operator.backends.hosts.documents import (
 from dsv4_operator.backends.local.gateway import LocalGateways
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, save_evidence
-from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.planning.catalog import machine_named
 from dsv4_operator.planning.facts import Facts, GpuFacts, NodeFacts
@@ -179,7 +178,7 @@ class HostsBackend:
         """
         self._state.save_token_key(self._token_key)
         if self._gateways is not None:
-            self._gateways.update_routes(lambda group: given_up(deployment, status, group))
+            self._gateways.update_routes(deployment, status)
 
     def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
         """See `Backend`. Users connect to the gateways of this machine."""

@@ -25,7 +25,7 @@ from dsv4_operator.backends.local.network import children, outside_ids
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import PEER_COPIES, DeploymentState, collect_evidence
 from dsv4_operator.backends.local.supervisor import NETWORK, Child, LoopReport, Processes
-from dsv4_operator.lifecycle import compute_status, given_up
+from dsv4_operator.lifecycle import compute_status
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.lifecycle.watch import watch
 from dsv4_operator.planning.facts import Facts
@@ -167,7 +167,7 @@ class LocalBackend:
         """
         self._state.save_token_key(self._token_key)
         if self._gateways is not None:
-            self._gateways.update_routes(lambda group: given_up(deployment, status, group))
+            self._gateways.update_routes(deployment, status)
 
     def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
         """See `Backend`. The gateways are children of this process, and users connect to them directly."""

@@ -11,13 +11,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dsv4_operator.api import DSV4Deployment, PortsSpec
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, PortsSpec
 from dsv4_operator.api.spec import LOOPBACK
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import Child, Liveness, Processes
+from dsv4_operator.lifecycle import given_up
+from dsv4_operator.lifecycle.status import page_failures
 from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute, api_keys
 from dsv4_runtime.util.files import replace_file
@@ -192,6 +194,7 @@ class LocalGateways:
         self, deployment: DSV4Deployment, state: DeploymentState, heads: Sequence[GroupRoute], processes: Processes
     ) -> None:
         self._heads, self._token_key_file = tuple(heads), str(state.token_key)
+        self._dashboard = f"http://{LOOPBACK}:{deployment.spec.network.ports.dashboard}"
         self._processes = processes
         limits = settings(deployment, state)
         count = max(len(heads), _LEAST)
@@ -229,13 +232,22 @@ class LocalGateways:
             peers = [other.own_port for other in self._all if other is not gateway]
             await gateway.start(listener, peers, heir.inherit_address)
 
-    def update_routes(self, given_up: Callable[[int], str | None]) -> None:
-        """Update the routes with the reason from `given_up` why each group will not recover; None: it may.
+    def update_routes(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+        """Update the routes with the reasons why groups will not recover, and with their latest deaths.
 
         Raises:
             OSError: a route cannot be written.
         """
-        heads = [head.model_copy(update={"given_up": given_up(head.group)}) for head in self._heads]
+        deaths = {group.index: page_failures(group) for group in status.groups}
+        heads = [
+            head.model_copy(
+                update={
+                    "given_up": given_up(deployment, status, head.group),
+                    "failures": deaths.get(head.group, ()),
+                }
+            )
+            for head in self._heads
+        ]
         for number, gateway in enumerate(self._all):
             gateway.follow(self._route(number, heads))
 
@@ -244,7 +256,7 @@ class LocalGateways:
         await asyncio.gather(*(gateway.stop() for gateway in self._all))
 
     def _route(self, number: int, heads: Sequence[GroupRoute]) -> GatewayRoute:
-        return GatewayRoute.of(number % len(heads), heads, self._token_key_file)
+        return GatewayRoute.of(number % len(heads), heads, self._token_key_file, self._dashboard)
 
 
 class _GatewayProcess:

@@ -21,7 +21,7 @@ from dsv4_operator.backends.pods import scheduling
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer, RayClusterFencer, is_held
 from dsv4_operator.backends.pods.frontend import Frontends, TokenKeys, move_head, require_secrets
-from dsv4_operator.backends.pods.gateways import Balance, Canaries
+from dsv4_operator.backends.pods.gateways import Balance, Canaries, Reported
 from dsv4_operator.backends.pods.observe import (
     AgentWatch,
     Member,
@@ -94,10 +94,17 @@ class _KnownFacts:
 class PodsBackend:
     """Members as pods; see `Backend`."""
 
-    def __init__(self, cluster: Cluster, *, changed: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        changed: Callable[[str, str], None],
+        reported: Reported = lambda namespace, name, report: None,
+    ) -> None:
         """Args:
         cluster: shared state of the cluster.
         changed: called with namespace and name of a deployment after a new report of its agents.
+        reported: called with each report of a gateway.
         """
         self._cluster = cluster
         self._kube = cluster.kube
@@ -112,7 +119,11 @@ class PodsBackend:
         """By deployment and revision."""
         self._frontends = Frontends(cluster, self._keys)
         self._canaries = Canaries(
-            self._keys.of, self._gateway_pods, through_service=cluster.in_cluster, changed=changed
+            self._keys.of,
+            self._gateway_pods,
+            through_service=cluster.in_cluster,
+            changed=changed,
+            reported=reported,
         )
         self._balance = Balance(cluster, self._gateway_pods)
 
@@ -455,14 +466,20 @@ class KubeRayBackend(PodsBackend):
     """
 
     def __init__(
-        self, cluster: Cluster, *, changed: Callable[[str, str], None], ray_clusters: RayClusterCache | None
+        self,
+        cluster: Cluster,
+        *,
+        changed: Callable[[str, str], None],
+        reported: Reported = lambda namespace, name, report: None,
+        ray_clusters: RayClusterCache | None,
     ) -> None:
         """Args:
         cluster: shared state of the cluster.
         changed: called with namespace and name of a deployment after a new report of its agents.
+        reported: called with each report of a gateway.
         ray_clusters: cache of the RayClusters, for messages; None: the administrator allows none.
         """
-        super().__init__(cluster, changed=changed)
+        super().__init__(cluster, changed=changed, reported=reported)
         self._ray_fencer = RayClusterFencer(cluster.client)
         self._fencer = self._ray_fencer
         self._ray_clusters = ray_clusters

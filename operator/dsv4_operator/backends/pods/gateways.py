@@ -6,6 +6,7 @@ The scheduler spreads gateways when they are created, but nothing in Kubernetes 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -39,8 +40,10 @@ _SAME = {"ErrImagePull": "ImagePullBackOff"}
 """Equivalent reasons, between which kubelets alternate."""
 
 TokenKey = Callable[[DSV4Deployment], Awaitable[str | None]]
-Ask = Callable[[str, str], Awaitable[str | None]]
-"""Sends the request to a base URL with a token; returns the failure."""
+Ask = Callable[[str, str], Awaitable[tuple[str | None, CanaryReport | None]]]
+"""Sends the request to a base URL with a token; returns the failure, and the gateway's report if there is one."""
+Reported = Callable[[str, str, CanaryReport], None]
+"""Called with namespace and name of a deployment and each report of a gateway."""
 
 
 @dataclass(slots=True)
@@ -61,6 +64,7 @@ class Canaries:
         through_service: bool,
         changed: Callable[[str, str], None],
         ask: Ask | None = None,
+        reported: Reported = lambda namespace, name, report: None,
     ) -> None:
         """Args:
         token_key: returns the token key of a deployment.
@@ -68,12 +72,13 @@ class Canaries:
         through_service: whether names of Services resolve, as in a pod; otherwise requests go to the gateways directly.
         changed: called with namespace and name of a deployment after a change of its result.
         ask: sends the request.
+        reported: called with each report of a gateway.
         """
         self._token_key = token_key
         self._gateways = gateways
         self._through_service = through_service
         self._changed = changed
-        self._ask = ask or self._get
+        self._send, self._reported = ask or self._get, reported
         self._known: dict[tuple[str, str], _Watched] = {}
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(_AT_ONCE)
@@ -131,18 +136,25 @@ class Canaries:
         if key is None:
             return "the operator has no token key of the deployment"
         token = canary_token(key)
+        name, namespace = deployment.metadata.name, deployment.metadata.namespace
+
+        async def ask(url: str) -> str | None:
+            problem, report = await self._send(url, token)
+            if report is not None:
+                self._reported(namespace, name, report)
+            return problem
+
         ready = [pod for pod in pods if is_ready(pod)]
         if ready and self._through_service:
-            name, namespace = deployment.metadata.name, deployment.metadata.namespace
-            return await self._ask(f"http://{name}.{namespace}.svc:{names.GATEWAY_PORT}", token)
+            return await ask(f"http://{name}.{namespace}.svc:{names.GATEWAY_PORT}")
         if ready:
-            return await self._ask(_url(random.choice(ready)), token)  # noqa: S311
+            return await ask(_url(random.choice(ready)))  # noqa: S311
         running = [pod for pod in pods if _address(pod)]
-        said = await self._ask(_url(running[0]), token) if running else None
+        said = await ask(_url(running[0])) if running else None
         detail = f"{running[0]['metadata']['name']}: {said or 'not ready'}" if running else _waiting(pods)
         return f"no gateway is ready: {detail}"
 
-    async def _get(self, url: str, token: str) -> str | None:
+    async def _get(self, url: str, token: str) -> tuple[str | None, CanaryReport | None]:
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=_SECONDS)
             # A new connection per request, so that the Service selects a gateway each time.
@@ -156,10 +168,13 @@ class Canaries:
                     data += await answer.content.read(_LARGEST_BYTES - len(data))
                 status = answer.status
         except TimeoutError:
-            return f"{url}: no answer within {_SECONDS:.0f} s"
+            return f"{url}: no answer within {_SECONDS:.0f} s", None
         except (aiohttp.ClientError, OSError) as error:
-            return f"{url}: {str(error) or type(error).__name__}"[:_REASON_CHARS]
-        return problem_of(status, data)
+            return f"{url}: {str(error) or type(error).__name__}"[:_REASON_CHARS], None
+        report = None
+        with contextlib.suppress(ValueError):
+            report = CanaryReport.model_validate_json(data)
+        return problem_of(status, data), report
 
 
 def problem_of(status: int, body: bytes) -> str | None:

@@ -1,0 +1,36 @@
+"""Debian's Chromium under Playwright, for tests of the status page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncIterator
+from typing import Any
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium"))), None)
+MISSING = "no Chromium; run as root: apt-get install chromium-headless-shell"
+
+
+@contextlib.asynccontextmanager
+async def chromium() -> AsyncIterator[Any]:
+    """A browser whose tabs report the exact size of their heap."""
+    from playwright.async_api import async_playwright
+
+    # Its sandbox refuses root.
+    options = ["--no-sandbox"] if os.geteuid() == 0 else []
+    options += ["--enable-precise-memory-info", "--js-flags=--expose-gc"]
+    async with async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=CHROMIUM, args=options)
+        try:
+            yield browser
+        finally:
+            await browser.close()
+
+
+async def until(tab: Any, expression: str, seconds: float = 10.0) -> None:
+    """Wait until an expression is true. The page's policy forbids Playwright's own way, which evaluates text there."""
+    async with asyncio.timeout(seconds):
+        while not await tab.evaluate(expression):
+            await asyncio.sleep(0.02)
