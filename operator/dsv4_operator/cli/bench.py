@@ -26,9 +26,12 @@ import aiohttp
 
 from dsv4_operator.backends.local.network import die_with_parent
 from dsv4_operator.cli.chat import check_serving
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
 from dsv4_operator.cli.output import (
+    CommandError,
     DocumentFormat,
+    ExitCode,
+    bad_input,
+    convert_os_errors,
     format_seconds,
     note,
     one_line,

@@ -21,8 +21,7 @@ from dsv4_operator.api import DeploymentPhase
 from dsv4_operator.api.spec import LOOPBACK
 from dsv4_operator.backends.local.gateway import endpoint
 from dsv4_operator.backends.local.state import DeploymentState, StateError
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
-from dsv4_operator.cli.output import note, plural, print_line
+from dsv4_operator.cli.output import CommandError, ExitCode, bad_input, convert_os_errors, note, plural, print_line
 from dsv4_operator.cli.render import not_ready_reason
 from dsv4_operator.cli.sources.base import (
     STOPPED,

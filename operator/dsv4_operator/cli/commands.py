@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dsv4_operator.cli.errors import KUBECTL_PLUGIN, ExitCode, bad_input
-from dsv4_operator.cli.output import TableFormat, print_line, render_document
+from dsv4_operator.cli.output import KUBECTL_PLUGIN, ExitCode, TableFormat, bad_input, print_line, render_document
 from dsv4_operator.cli.sources import (
     CommandTarget,
     FileArgument,

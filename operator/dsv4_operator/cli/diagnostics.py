@@ -22,13 +22,23 @@ from typing import Any
 import pydantic
 
 from dsv4_operator.cli import render
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
-from dsv4_operator.cli.output import DocumentFormat, TableFormat, live_screen, note, print_line, render_document
+from dsv4_operator.cli.output import (
+    CommandError,
+    DocumentFormat,
+    ExitCode,
+    TableFormat,
+    bad_input,
+    convert_os_errors,
+    live_screen,
+    note,
+    print_line,
+    render_document,
+)
 from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, EvidenceFile, RetryingPoll
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import FatalRequests
 from dsv4_runtime.engine.signatures import REMEDIES, diagnose
-from dsv4_runtime.util.secrets import has_secret
+from dsv4_runtime.util.log_lines import has_secret
 
 _GATEWAY_SECONDS = 2.0
 _CHECKS = "dsv4_runtime.fabric.main"

@@ -37,9 +37,16 @@ from dsv4_operator.backends.hosts.documents import (
 )
 from dsv4_operator.backends.hosts.ssh import CONNECTION_FAILED, Completed, Ssh, SshError
 from dsv4_operator.backends.local.state import DeploymentState, StateError, deployments
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors, invalid
 from dsv4_operator.cli.machine import REMOTE, SOFTWARE, Record, Settings, save_record
-from dsv4_operator.cli.output import format_elapsed, print_line
+from dsv4_operator.cli.output import (
+    CommandError,
+    ExitCode,
+    bad_input,
+    convert_os_errors,
+    format_elapsed,
+    invalid,
+    print_line,
+)
 from dsv4_operator.cli.sources.base import read_file
 
 UV_VERSION = "0.13.8"

@@ -56,8 +56,7 @@ from dsv4_operator.backends.hosts.survey import (
 )
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.cli.diagnostics import check_copy
-from dsv4_operator.cli.errors import ExitCode, bad_input, convert_os_errors
-from dsv4_operator.cli.output import note, print_line, render_table
+from dsv4_operator.cli.output import ExitCode, bad_input, convert_os_errors, note, print_line, render_table
 from dsv4_operator.cli.sources.local import state_dir_option
 from dsv4_operator.planning.catalog import GIB, checkpoint_named, machine_named
 from dsv4_operator.planning.offers import NANO_SOURCE, USERS, Offer, document, offers

@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_operator.api import BuildSpec, DSV4Deployment
-from dsv4_operator.cli.errors import ExitCode, bad_input, convert_os_errors
-from dsv4_operator.cli.output import DocumentFormat, note, print_line, render_document, render_table
+from dsv4_operator.cli.output import (
+    DocumentFormat,
+    ExitCode,
+    bad_input,
+    convert_os_errors,
+    note,
+    print_line,
+    render_document,
+    render_table,
+)
 from dsv4_operator.planning.catalog import GIB
 from dsv4_operator.planning.catalog.records import Range
 from dsv4_operator.planning.images import ImageProfile, variable_problem

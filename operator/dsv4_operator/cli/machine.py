@@ -24,8 +24,7 @@ from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, In
 from dsv4_operator.backends.hosts.service import STARTUP_ERROR
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.cli import processes, up
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
-from dsv4_operator.cli.output import note, print_line
+from dsv4_operator.cli.output import CommandError, ExitCode, bad_input, convert_os_errors, note, print_line
 from dsv4_runtime.contract.base import Document
 from dsv4_runtime.util.files import replace_file
 

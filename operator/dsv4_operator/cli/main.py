@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from dsv4_operator.cli.commands import app
-from dsv4_operator.cli.errors import CommandError, ExitCode, program_name
-from dsv4_operator.cli.output import note
+from dsv4_operator.cli.output import CommandError, ExitCode, note, program_name
 
 # Directives of Cobra, which kubectl expects on the last line: whether the shell may also complete file names.
 _COMPLETE_FILES, _NO_FILES = ":0", ":4"

@@ -16,8 +16,18 @@ import yaml
 from dsv4_operator.api import DSV4Deployment, Finding, Hardware, InvalidDeployment, Reason, Severity
 from dsv4_operator.api.values import split_remedy
 from dsv4_operator.backends.local.facts import hub_model, model_here
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, invalid
-from dsv4_operator.cli.output import DocumentFormat, note, print_line, render_document, render_table, wrap
+from dsv4_operator.cli.output import (
+    CommandError,
+    DocumentFormat,
+    ExitCode,
+    bad_input,
+    invalid,
+    note,
+    print_line,
+    render_document,
+    render_table,
+    wrap,
+)
 from dsv4_operator.cli.sources.base import DeploymentSource
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
 from dsv4_operator.planning.catalog import (

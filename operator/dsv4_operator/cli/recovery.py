@@ -26,9 +26,11 @@ from pydantic.alias_generators import to_camel
 from dsv4_operator.api import FailureStatus, GroupPhase, GroupStatus
 from dsv4_operator.cli.bench import own_version
 from dsv4_operator.cli.chat import check_serving
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
 from dsv4_operator.cli.output import (
+    CommandError,
     DocumentFormat,
+    ExitCode,
+    bad_input,
     format_seconds,
     note,
     one_line,

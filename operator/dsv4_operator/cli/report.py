@@ -20,8 +20,16 @@ from dsv4_operator.api import GroupPhase, GroupStatus
 from dsv4_operator.backends.local import gpus
 from dsv4_operator.backends.local.facts import model_here
 from dsv4_operator.cli import diagnostics
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
-from dsv4_operator.cli.output import DocumentFormat, note, print_line, render_document
+from dsv4_operator.cli.output import (
+    CommandError,
+    DocumentFormat,
+    ExitCode,
+    bad_input,
+    convert_os_errors,
+    note,
+    print_line,
+    render_document,
+)
 from dsv4_operator.cli.report_fields import (
     KIND,
     MOST_FAILURES,

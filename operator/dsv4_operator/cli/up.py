@@ -26,8 +26,11 @@ from dsv4_operator.api.values import format_duration
 from dsv4_operator.backends.hosts.documents import INVENTORY
 from dsv4_operator.backends.local.state import AlreadyRunning, DeploymentState, StateError, deployments
 from dsv4_operator.cli import processes
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
 from dsv4_operator.cli.output import (
+    CommandError,
+    ExitCode,
+    bad_input,
+    convert_os_errors,
     countdown,
     format_elapsed,
     format_seconds,

@@ -22,8 +22,18 @@ import aiohttp
 
 from dsv4_operator.api import Variant
 from dsv4_operator.cli.chat import check_serving
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
-from dsv4_operator.cli.output import DocumentFormat, format_seconds, note, one_line, print_line, render_document
+from dsv4_operator.cli.output import (
+    CommandError,
+    DocumentFormat,
+    ExitCode,
+    bad_input,
+    convert_os_errors,
+    format_seconds,
+    note,
+    one_line,
+    print_line,
+    render_document,
+)
 from dsv4_operator.cli.sources.base import DeploymentSource, first_key
 from dsv4_operator.verify import checks, content, oracle
 from dsv4_operator.verify.checks import Check, Facts, Result, Session, Status

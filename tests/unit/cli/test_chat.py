@@ -17,7 +17,7 @@ import pytest
 from dsv4_operator.api import DeploymentPhase
 from dsv4_operator.cli import chat
 from dsv4_operator.cli.chat import AnswerOptions, ChatAnswer, ChatError, ChatSettings
-from dsv4_operator.cli.errors import CommandError, ExitCode
+from dsv4_operator.cli.output import CommandError, ExitCode
 from dsv4_operator.cli.sources.local import LocalSource
 
 

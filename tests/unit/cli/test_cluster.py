@@ -19,8 +19,7 @@ from cluster_world import RESOURCE, Server, World, get, gone, secret, wait_for
 from dsv4_operator.builders import names
 from dsv4_operator.cli import diagnostics, main
 from dsv4_operator.cli.commands import CommandTarget
-from dsv4_operator.cli.errors import KUBECTL_PLUGIN, CommandError
-from dsv4_operator.cli.output import TableFormat
+from dsv4_operator.cli.output import KUBECTL_PLUGIN, CommandError, TableFormat
 from dsv4_operator.cli.sources import kubectl
 from dsv4_operator.cli.sources.cluster import ClusterSource, is_part_of
 from dsv4_operator.cli.sources.kubectl import Kubectl, KubectlError, PortForward, first_error_line

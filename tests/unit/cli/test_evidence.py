@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dsv4_operator.cli import diagnostics
-from dsv4_operator.cli.errors import CommandError, ExitCode
 from dsv4_operator.cli.main import run
+from dsv4_operator.cli.output import CommandError, ExitCode
 from dsv4_operator.cli.sources.base import EvidenceFile
 from dsv4_operator.cli.sources.local import LocalSource
 

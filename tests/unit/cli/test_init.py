@@ -13,9 +13,9 @@ import pytest
 from dsv4_operator.api import load
 from dsv4_operator.backends.hosts.documents import load_inventory
 from dsv4_operator.cli import init
-from dsv4_operator.cli.errors import CommandError, ExitCode
 from dsv4_operator.cli.init import InitOptions, host_names, split_hosts
 from dsv4_operator.cli.main import run
+from dsv4_operator.cli.output import CommandError, ExitCode
 from dsv4_testkit.ssh_machines import NotHere, SshMachines, ssh_machines
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.cli.errors import CommandError
-from dsv4_operator.cli.output import DocumentFormat, LogComponent, LogOptions, log_time
+from dsv4_operator.cli.output import CommandError, DocumentFormat, LogComponent, LogOptions, log_time
 from dsv4_operator.cli.sources import local
 from dsv4_testkit.errors import raises_naming
 

@@ -6,7 +6,7 @@ import pytest
 
 from dsv4_operator.api import ConditionType, GroupPhase
 from dsv4_operator.cli import render, up
-from dsv4_operator.cli.errors import ExitCode
+from dsv4_operator.cli.output import ExitCode
 from dsv4_operator.cli.up import Stage, StartOutcome
 from dsv4_runtime.contract import Cause, Phase
 

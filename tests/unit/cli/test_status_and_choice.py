@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from dsv4_operator.cli import diagnostics
-from dsv4_operator.cli.errors import CommandError
-from dsv4_operator.cli.output import TableFormat
+from dsv4_operator.cli.output import CommandError, TableFormat
 from dsv4_operator.cli.sources.local import LocalSource, read_deployment, select_state
 from dsv4_testkit.errors import raises_naming
 

@@ -16,8 +16,8 @@ import pytest
 from dsv4_operator.api import DeploymentStatus, load
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli.chat import write_environment, write_settings
-from dsv4_operator.cli.errors import CommandError
 from dsv4_operator.cli.main import run
+from dsv4_operator.cli.output import CommandError
 
 MANIFEST = """
 apiVersion: dsv4.dev/v1alpha1

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from dsv4_operator.backends.hosts import bootstrap
 from dsv4_operator.backends.hosts.documents import INVENTORY, Host, Inventory
 from dsv4_operator.cli import hosts, sources
-from dsv4_operator.cli.errors import CommandError
 from dsv4_operator.cli.machine import Record, Settings, save_record
+from dsv4_operator.cli.output import CommandError
 
 TOKEN = b"a" * 64
 UV = Path(sys.prefix).parent / ".uv" / "bin" / "uv"

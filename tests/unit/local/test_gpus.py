@@ -18,7 +18,7 @@ from dsv4_operator.backends.local.facts import local_facts
 from dsv4_operator.backends.local.gpus import GpuInventory, claimed
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, StateError
-from dsv4_operator.cli.errors import CommandError
+from dsv4_operator.cli.output import CommandError
 from dsv4_operator.cli.sources.base import read_file
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
 from dsv4_operator.planning.images import profile_named

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from dsv4_operator.cli.errors import CommandError
 from dsv4_operator.cli.main import run
+from dsv4_operator.cli.output import CommandError
 from dsv4_operator.cli.verify import Accuracy, judge_accuracy, parse_accuracy
 from dsv4_operator.verify.checks import Result, Status
 from dsv4_operator.verify.content import ARITHMETIC, arithmetic_files

@@ -33,9 +33,8 @@ from dsv4_operator.api import (
 )
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli import recovery
-from dsv4_operator.cli.errors import CommandError, ExitCode
 from dsv4_operator.cli.main import run as command_line
-from dsv4_operator.cli.output import DocumentFormat
+from dsv4_operator.cli.output import CommandError, DocumentFormat, ExitCode
 from dsv4_operator.cli.processes import signal_member
 from dsv4_operator.cli.recovery import FAULTS, RecoveryOptions, Strike, outage
 from dsv4_operator.cli.report import setup_report

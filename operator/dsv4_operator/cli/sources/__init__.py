@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsv4_operator.cli.errors import CommandError, bad_input, program_name
-from dsv4_operator.cli.output import DocumentFormat
+from dsv4_operator.cli.output import CommandError, DocumentFormat, bad_input, program_name
 
 if TYPE_CHECKING:
     from dsv4_operator.cli.sources.base import DeploymentSource

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Finding, GroupStatus, Hardware, InvalidDeployment, load
 from dsv4_operator.api.values import ValueReason
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, invalid
-from dsv4_operator.cli.output import LogOptions, note
+from dsv4_operator.cli.output import CommandError, ExitCode, LogOptions, bad_input, invalid, note
 from dsv4_operator.planning import Facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured

@@ -35,15 +35,18 @@ from dsv4_operator.builders.names import (
     parse_member_name,
     selector,
 )
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, program_name
 from dsv4_operator.cli.output import (
+    CommandError,
+    ExitCode,
     LogComponent,
     LogOptions,
     LogOrigin,
+    bad_input,
     decode_line,
     local_datetime,
     note,
     print_log_line,
+    program_name,
 )
 from dsv4_operator.cli.sources.base import (
     EVIDENCE_TAIL_BYTES,

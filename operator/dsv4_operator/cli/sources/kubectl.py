@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from dsv4_operator.backends.local.network import die_with_parent
-from dsv4_operator.cli.errors import CommandError, bad_input
+from dsv4_operator.cli.output import CommandError, bad_input
 
 CALL_SECONDS = 30.0
 """Limit of one `kubectl`. One response of the API server may take a third: a call can need several, and a login."""

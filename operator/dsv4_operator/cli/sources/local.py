@@ -18,11 +18,14 @@ from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, Gr
 from dsv4_operator.backends.hosts.documents import MEMBERS
 from dsv4_operator.backends.local.facts import available_memory, local_facts, resident_memory
 from dsv4_operator.backends.local.state import RESERVED, DeploymentState, StateError, default_root, deployments
-from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, convert_os_errors
 from dsv4_operator.cli.output import (
+    CommandError,
+    ExitCode,
     LogComponent,
     LogOptions,
     LogOrigin,
+    bad_input,
+    convert_os_errors,
     decode_line,
     local_datetime,
     log_time,
