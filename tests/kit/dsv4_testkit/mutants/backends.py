@@ -166,8 +166,9 @@ BACKENDS = (
     Mutant(
         "an object of another owner is deleted",
         f"{_OPERATOR}/backends/pods/ownership.py",
+        'Does nothing otherwise, or if another object has its name: the deployment\'s own is gone.\n        """\n'
         "        if not names.belongs(live, owner_uid):\n            return\n",
-        "",
+        'Does nothing otherwise, or if another object has its name: the deployment\'s own is gone.\n        """\n',
         _OWNERSHIP,
     ),
     Mutant(

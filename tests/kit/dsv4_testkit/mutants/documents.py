@@ -49,8 +49,8 @@ DOCUMENTS = (
     Mutant(
         "an owner is whoever has the deployment's name",
         f"{_OPERATOR}/builders/names.py",
-        'return controller is not None and bool(uid) and controller.get("uid") == uid',
-        "return controller is not None and bool(uid)",
+        "return bool(uid) and owner_uid(manifest) == uid",
+        "return bool(uid) and owner_uid(manifest) is not None",
         _OWNERSHIP,
     ),
     Mutant(
