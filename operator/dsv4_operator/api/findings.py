@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dsv4_operator.api.values import InvalidValue, ValueReason, quoted, split_remedy
-from dsv4_runtime.util.log_lines import has_secret
+from dsv4_runtime.util.secrets import has_secret
 
 RULES_ERROR = "dsv4_rules"
 """Type of a pydantic error whose context contains findings."""

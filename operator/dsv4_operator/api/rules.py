@@ -47,7 +47,7 @@ from dsv4_operator.api.spec import (
     Variant,
 )
 from dsv4_operator.api.values import SpecPart, ValueReason, format_duration, split_remedy
-from dsv4_runtime.util.log_lines import CONFIDENTIAL_NAME, CONFIDENTIAL_VALUES, has_secret, is_secret_name
+from dsv4_runtime.util.secrets import VALUES, VARIABLE, has_secret, is_secret_name
 
 Predicate = TypeVar("Predicate", bound=Callable[[Any], bool])
 
@@ -372,7 +372,7 @@ def _no_owned_variable(name: str) -> bool:
 
 @rule(
     "engine.env[].name", "", "Secret", f"is the name of a secret; {ELSEWHERE}",
-    conditions=[f"!self.upperAscii().matches({literal(CONFIDENTIAL_NAME)})"],
+    conditions=[f"!self.upperAscii().matches({literal(VARIABLE)})"],
 )  # fmt: skip
 def _no_secret_variable(name: str) -> bool:
     return not is_secret_name(name)
@@ -389,7 +389,7 @@ for _part in ("engine.extraArgs[]", "engine.env[].value"):
 
     @rule(
         _part, "", "Secret", f"may contain a secret; {ELSEWHERE}",
-        conditions=[f"!self.matches({literal(pattern)})" for pattern in CONFIDENTIAL_VALUES], value=lambda _: None,
+        conditions=[f"!self.matches({literal(pattern)})" for pattern in VALUES], value=lambda _: None,
     )  # fmt: skip
     def _no_secret(text: str) -> bool:
         return not has_secret(text)

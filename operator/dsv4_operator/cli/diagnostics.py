@@ -38,7 +38,7 @@ from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, Evi
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import FatalRequests
 from dsv4_runtime.engine.signatures import REMEDIES, diagnose
-from dsv4_runtime.util.log_lines import has_secret
+from dsv4_runtime.util.secrets import has_secret
 
 _GATEWAY_SECONDS = 2.0
 _CHECKS = "dsv4_runtime.fabric.main"

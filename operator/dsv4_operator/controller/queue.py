@@ -17,7 +17,7 @@ from dsv4_operator.backends.base import BackendError
 from dsv4_operator.kube.resources import KubeError
 from dsv4_operator.lifecycle.status import Problem
 from dsv4_runtime.contract.recovery import backoff
-from dsv4_runtime.util.log_lines import has_secret
+from dsv4_runtime.util.secrets import has_secret
 
 QueueKeyT = TypeVar("QueueKeyT")
 

@@ -23,7 +23,7 @@ from dsv4_operator.api import (
 )
 from dsv4_operator.api.deployment import PAUSED, is_paused
 from dsv4_operator.api.values import format_duration, format_time
-from dsv4_operator.lifecycle.canary import UNREACHED, UNTRIED
+from dsv4_operator.lifecycle.observed import UNREACHED, UNTRIED
 from dsv4_operator.lifecycle.watch import ALIVE, same_death
 from dsv4_operator.planning import PlanRefused, revision
 from dsv4_runtime.contract import Phase

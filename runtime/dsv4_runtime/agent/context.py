@@ -24,7 +24,7 @@ from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.fabric.member import MemberFabric
 from dsv4_runtime.health.vitals import ExitCauses, Vitals, memory_usage
 from dsv4_runtime.util import keeper
-from dsv4_runtime.util.log_lines import is_secret_name
+from dsv4_runtime.util.secrets import is_secret_name
 
 BRAKE = "DSV4_IMPORT_BRAKE"
 """Environment variable with the path of the file that slows imports down (`vllm_plugin.warm_pool.BRAKE`)."""

@@ -1,4 +1,4 @@
-"""Log lines: provenance (process, file, whether clients control the text), vLLM's figures of memory, secrets. Pure.
+"""Log lines: provenance of a line (process, file, whether clients control its text), vLLM's figures of memory. Pure.
 
 vLLM and uvicorn log text that clients choose: model names, paths, query strings, request ids, sampling parameters. Such
 text is neither evidence nor kept. While an engine starts it receives no requests, so every line counts except those of
@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, TypeVar
 
-LOG_FORMAT = "DSV4_LOG_FORMAT"
-"""Environment variable with the format of logs: `text` (default) or `json`."""
-LOG_DEPLOYMENT = "DSV4_LOG_DEPLOYMENT"
-"""Environment variable of a gateway with `NAMESPACE/NAME` for its JSON lines; its other settings lack it."""
+from dsv4_runtime.util.secrets import has_secret
+
 FATAL_SECONDS = 300.0
 """A fatal line does not explain a death that follows more than this later."""
 
@@ -386,37 +384,3 @@ def memory_differences(planned: Mapping[str, int], log: MemoryLog, cache: str) -
         # The part of the KV cache's difference that no figure explains.
         found[_NON_TORCH[0]] = planned[cache] - log.kv - sum(found.values())
     return found
-
-
-CONFIDENTIAL_NAME = (
-    r"^(?:.*_)?(?:TOKEN|PASSWORD|PASSWD|PASSPHRASE|SECRET|SECRET_KEY|API_KEY|APIKEY|ACCESS_KEY|ACCESS_KEY_ID|"
-    r"PRIVATE_KEY|CREDENTIALS?)$"
-)
-"""Names of environment variables whose values are secrets: `HF_TOKEN`, `AWS_SECRET_ACCESS_KEY`, `VLLM_API_KEY`."""
-_IN_URL = r"://[^/@ ]*:[^/@ ]+@"
-_SIGNED = r"eyJ[A-Za-z0-9_-]{10,}[.]eyJ"
-CONFIDENTIAL_VALUES = (
-    r"hf_[A-Za-z0-9]{30}|(?:AKIA|ASIA)[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{30}",
-    rf"github_pat_[A-Za-z0-9_]{{30}}|(?:nvapi|sk)-[A-Za-z0-9_-]{{30}}|{_IN_URL}",
-    rf"-----BEGIN [A-Z ]*PRIVATE KEY-----|{_SIGNED}",
-)
-"""Patterns of secret values: access tokens of Hugging Face, AWS, GitHub, NVIDIA and OpenAI, passwords in URLs, private
-keys, JSON web tokens. In the common syntax of Python's `re` and RE2; each is short, because API servers bound the cost
-of a rule."""
-# The same for Python's `re`, which would take quadratic time for two of them, because it retries each `eyJ` of a word
-# and each colon. If a word's first `eyJ` begins no token, none does; a user's name ends at the first colon.
-_FOR_PYTHON = (
-    CONFIDENTIAL_VALUES[0],
-    CONFIDENTIAL_VALUES[1].replace(_IN_URL, r"://[^/@ :]*:[^/@ ]+@"),
-    CONFIDENTIAL_VALUES[2].replace(_SIGNED, r"(?<![A-Za-z0-9_-])(?>[A-Za-z0-9_-]*?eyJ)[A-Za-z0-9_-]{10,}[.]eyJ"),
-)
-
-
-def is_secret_name(name: str) -> bool:
-    """Return whether the environment variable `name` contains a secret."""
-    return re.fullmatch(CONFIDENTIAL_NAME, name, re.ASCII | re.IGNORECASE) is not None
-
-
-def has_secret(text: str) -> bool:
-    """Return whether `text` contains a string with the format of a secret."""
-    return any(re.search(value, text, re.ASCII) for value in _FOR_PYTHON)

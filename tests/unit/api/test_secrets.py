@@ -13,7 +13,7 @@ from dsv4_operator.api import InvalidDeployment, parse
 from dsv4_operator.api.crd import definition
 from dsv4_operator.planning.images import profiles
 from dsv4_operator.planning.images.surface import library
-from dsv4_runtime.util.log_lines import has_secret, is_secret_name
+from dsv4_runtime.util.secrets import has_secret, is_secret_name
 
 TOKEN = "hf_" + "aB3" * 12
 SECRETS = [

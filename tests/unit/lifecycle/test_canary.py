@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_operator.lifecycle.canary import AGAIN_SECONDS, PERIOD_SECONDS, UNTRIED, Canary, adopted, answered, seen
+from dsv4_operator.lifecycle.observed import AGAIN_SECONDS, PERIOD_SECONDS, UNTRIED, Canary, adopted, answered, seen
 
 ONE, TWO = frozenset({(0, 1, 1)}), frozenset({(0, 1, 2)})
 GATEWAYS, OTHERS = frozenset({"a", "b"}), frozenset({"b", "c"})

@@ -19,7 +19,7 @@ from dsv4_operator.api import (
 from dsv4_operator.api.deployment import PAUSED
 from dsv4_operator.api.status import read_status
 from dsv4_operator.lifecycle import Event, EventType, compute_status, events, refused_status
-from dsv4_operator.lifecycle.canary import UNTRIED
+from dsv4_operator.lifecycle.observed import UNTRIED
 from dsv4_operator.lifecycle.status import undetermined
 from dsv4_operator.planning import PlanRefused
 from dsv4_runtime.contract import Cause, EngineStatus, KernelStatus, Phase, ProviderStatus

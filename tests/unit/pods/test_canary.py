@@ -24,7 +24,7 @@ from dsv4_operator.backends.pods import gateways
 from dsv4_operator.backends.pods.gateways import CANARY_PATH, Canaries, problem_of
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.lifecycle.canary import UNTRIED
+from dsv4_operator.lifecycle.observed import UNTRIED
 from dsv4_runtime.contract.gateway import CanaryReport
 from dsv4_runtime.contract.token import canary_token
 from dsv4_testkit.pod_objects import deployment
@@ -99,7 +99,7 @@ async def world() -> AsyncIterator[World]:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4_operator.lifecycle.canary.AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("dsv4_operator.lifecycle.observed.AGAIN_SECONDS", 0.0)
 
 
 async def test_nobody_is_asked_while_no_group_serves(world: World) -> None:

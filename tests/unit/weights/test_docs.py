@@ -22,7 +22,7 @@ def test_every_example_is_taken() -> None:
     whole = examples[0]
     sources = set()
     for example in examples:
-        model = {**whole["spec"]["model"], **example["spec"]["model"]}
-        deployment = parse({**whole, "spec": {**whole["spec"], "model": model}})
+        model = {**whole["spec"]["model"], **example["spec"].get("model", {})}
+        deployment = parse({**whole, "spec": {**whole["spec"], **example["spec"], "model": model}})
         sources.add(weights_plan(deployment, "/weights", "/secrets").source)
     assert sources == set(WeightsSource) - {WeightsSource.NANO, WeightsSource.PATH}

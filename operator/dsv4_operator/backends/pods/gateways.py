@@ -24,7 +24,7 @@ from dsv4_operator.builders import names
 from dsv4_operator.builders.frontend import GATEWAY_REQUESTS, gateways_of
 from dsv4_operator.builders.names import GROUP, Manifest, gateway_name
 from dsv4_operator.kube import KubeError
-from dsv4_operator.lifecycle.canary import UNREACHED, Canary, Lives, adopted, answered, lives_of, seen
+from dsv4_operator.lifecycle.observed import UNREACHED, Canary, Lives, adopted, answered, lives_of, seen
 from dsv4_runtime.contract.gateway import CanaryReport
 from dsv4_runtime.contract.token import canary_token
 
