@@ -99,7 +99,7 @@ class Engine:
     group_watches: int = 0
     """Streams of reports on the group that were opened."""
     text: str = "no step"
-    """What the agent says of each death."""
+    """Failures of an agent status, by death."""
     script: Any = None
     """Answers instead of the model: an async function of request and parsed body; None from it: the model does."""
 
