@@ -99,7 +99,7 @@ class Engine:
     group_watches: int = 0
     """Streams of reports on the group that were opened."""
     text: str = "no step"
-    """Failures of an agent status, by death."""
+    """Message of each death in the status of the agent."""
     script: Any = None
     """Answers instead of the model: an async function of request and parsed body; None from it: the model does."""
 
