@@ -28,7 +28,7 @@ from dsv4_operator.builders.names import (
 from dsv4_operator.planning.facts import SECRETS_ROOT
 from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute
-from dsv4_runtime.util.files import LOG_DEPLOYMENT, LOG_FORMAT
+from dsv4_runtime.util import LOG_DEPLOYMENT, LOG_FORMAT
 
 SETTINGS_FILE, ROUTE_FILE = "settings.json", "route.json"
 

@@ -48,7 +48,7 @@ from dsv4_operator.builders.names import (
 from dsv4_operator.planning.facts import SECRETS_ROOT
 from dsv4_runtime.contract import GroupPlan, MemberPlan
 from dsv4_runtime.contract.plan import RAY_COMMAND
-from dsv4_runtime.util.files import LOG_FORMAT
+from dsv4_runtime.util import LOG_FORMAT
 
 GPU = "nvidia.com/gpu"
 

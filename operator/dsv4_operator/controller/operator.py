@@ -42,7 +42,8 @@ from dsv4_operator.kube import (
 from dsv4_operator.kube.access import SERVICE_ACCOUNT
 from dsv4_operator.kube.cache import DeploymentKey, PodKey
 from dsv4_operator.lifecycle import Event
-from dsv4_runtime.util.files import LOG_FORMAT, LOG_FORMATS, format_logs, is_json, log_to
+from dsv4_runtime.util import LOG_FORMAT
+from dsv4_runtime.util.files import LOG_FORMATS, format_logs, is_json, log_to
 
 _log = logging.getLogger("dsv4")
 

@@ -19,7 +19,8 @@ from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.ray import with_command
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.contract.plan import RAY_COMMAND
-from dsv4_runtime.util.files import LOG_FORMAT, LOG_FORMATS, format_logs
+from dsv4_runtime.util import LOG_FORMAT
+from dsv4_runtime.util.files import LOG_FORMATS, format_logs
 
 _log = logging.getLogger(__name__)
 

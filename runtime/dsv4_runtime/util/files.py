@@ -18,6 +18,8 @@ from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from dsv4_runtime.util import LOG_FORMAT
+
 
 def replace_file(path: Path, text: str, *, mode: int = 0o600) -> None:
     """Replace `path` as a whole: readers, and a machine after a power loss, find the old text or the new one. The file
@@ -196,10 +198,6 @@ def _plain(name: str) -> bool:
     return name.isascii() and name.isdigit() and len(name) < 10
 
 
-LOG_FORMAT = "DSV4_LOG_FORMAT"
-"""Environment variable with the format of logs: `text` (default) or `json`."""
-LOG_DEPLOYMENT = "DSV4_LOG_DEPLOYMENT"
-"""Environment variable of a gateway with `NAMESPACE/NAME` for its JSON lines; its other settings lack it."""
 LOG_FORMATS = ("text", "json")
 LOG_FIELDS = ("namespace", "deployment", "group", "incarnation", "generation")
 log_context: ContextVar[Mapping[str, object]] = ContextVar("log_context", default={})  # noqa: B039  (never changed)

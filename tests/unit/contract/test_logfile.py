@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from dsv4_operator.cli.output import log_time
-from dsv4_runtime.util.files import LOG_FIELDS, LOG_FORMAT, format_logs, log_context, log_to
+from dsv4_runtime.util import LOG_FORMAT
+from dsv4_runtime.util.files import LOG_FIELDS, format_logs, log_context, log_to
 
 LIMIT = 4096
 PROGRAM = """
