@@ -1,4 +1,4 @@
-"""Stands in for the loop: `stand_in_loop.py ROOT NAME MODE ATTACHED`, run by the tests of `dsv4 up` and `dsv4 down`."""
+"""Stands in for the loop in tests of `up` and `down`: `stand_in_loop.py ROOT NAME MODE ATTACHED [SEEN]`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,13 @@ def save(state: DeploymentState, found: dict[str, Any]) -> None:
     manifest = state.manifest()
     assert manifest
     state.save_object(DSV4Deployment.model_validate({**manifest.to_dict(), "status": found}))
-    # Longer than one look of the command line.
-    time.sleep(0.25)
+    if len(sys.argv) < 6:
+        time.sleep(0.25)
+        return
+    # Until `dsv4 up` has read it; it may have ended.
+    text, seen, deadline = state.object_text(), Path(sys.argv[5]), time.monotonic() + 10.0
+    while seen.read_text() != text and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def main() -> None:
