@@ -199,6 +199,8 @@ class GroupWatch:
         self.heard: dict[int, float] = {}
         """Rank to the Unix time of its latest answer."""
         self.figures = EngineFigures()
+        self.heard_once = asyncio.Event()
+        """Set by the first report."""
         self._key = key
         self._client = AgentClient()
         self._task = asyncio.create_task(self._run())
@@ -218,6 +220,7 @@ class GroupWatch:
                         self.memory = report.memory
                         if report.members is not None:
                             self.members = report.members
+                        self.heard_once.set()
             await asyncio.sleep(_RETRY_SECONDS)
 
 
@@ -275,15 +278,20 @@ class Page:
             self._histories.setdefault(group.index, History()).note(status)
 
     async def make(self) -> StatusPage:
-        """Return the present document."""
+        """Return the present document.
+
+        The first document after an idle time waits for the first reports of the groups.
+        """
         groups = self._groups.all
-        self._follow(groups)
+        new = [asyncio.ensure_future(watch.heard_once.wait()) for watch in self._follow(groups)]
         now = unix_time()
         for index, group in groups.items():
             if index not in self._scrapes:
                 self._scrapes[index] = asyncio.create_task(self._sample(group))
         counting = asyncio.ensure_future(self._gateways())
-        await asyncio.wait({counting, *self._scrapes.values()}, timeout=_WAIT_SECONDS)
+        await asyncio.wait({counting, *new, *self._scrapes.values()}, timeout=_WAIT_SECONDS)
+        for waiting in new:
+            waiting.cancel()
         requests = requests_of(counting.result()) if counting.done() and counting.exception() is None else None
         counting.cancel()
         made = tuple(self._group(group, now) for _, group in sorted(groups.items()))
@@ -327,17 +335,18 @@ class Page:
         if (watch := self._watches.get(group.index)) is not None:
             watch.figures.update(text, time.monotonic())
 
-    def _follow(self, groups: Mapping[int, RoutedGroup]) -> None:
-        """Follow exactly these groups."""
+    def _follow(self, groups: Mapping[int, RoutedGroup]) -> list[GroupWatch]:
+        """Follow exactly these groups; return the watches that are new."""
         places = {index: group.place[0] for index, group in groups.items()}
         for index, watch in list(self._watches.items()):
             if places.get(index) != watch.agent:
                 self._drop(index)
-        for index, agent in places.items():
-            if index not in self._watches:
-                self._watches[index] = GroupWatch(agent, self._groups.routes.token_key)
+        added = {index: agent for index, agent in places.items() if index not in self._watches}
+        for index, agent in added.items():
+            self._watches[index] = GroupWatch(agent, self._groups.routes.token_key)
         for index in self._histories.keys() - self._groups.all.keys():
             del self._histories[index]
+        return [self._watches[index] for index in added]
 
     def _group(self, group: RoutedGroup, now: float) -> PageGroup:
         watch, status, age = self._watches[group.index], group.report, group.age
