@@ -151,7 +151,8 @@ def model_of_config(path: str, config: Mapping[str, Any]) -> Model:
     ]
     if not body:
         raise BadCheckpoint(
-            f"{path}/config.json describes no supported checkpoint (hidden_size {hidden}); "
+            f"{path}/config.json describes no supported checkpoint "
+            f"({'hidden_size is missing' if hidden is None else f'hidden_size {hidden}'}); "
             "use one of DeepSeek-V4 or V4.1, or put all its files there"
         )
     return max(body, key=lambda found: found.weight_bytes)

@@ -158,8 +158,8 @@ def resized(model: Model, size: int) -> Model:
     factor = 1 + (size - model.checkpoint_bytes) / experts
     if factor <= 0 or size > 2 * model.checkpoint_bytes:
         least, most = -(-(model.checkpoint_bytes - experts) // 2**30), 2 * model.checkpoint_bytes // 2**30
-        message, remedy = f"is not a size of {model.name}", f"write {least}Gi to {most}Gi"
-        raise UnknownCheckpoint(Finding("spec.model.size", "CheckpointSize", message, remedy, size))
+        message, remedy = f"is out of range for {model.name}", f"write {least}Gi to {most}Gi"
+        raise UnknownCheckpoint(Finding("spec.model.size", "CheckpointSize", message, remedy, f"{size / 2**30:.4g}Gi"))
 
     def scaled(parts: Iterable[WeightComponent]) -> tuple[WeightComponent, ...]:
         return tuple(
