@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dsv4_operator.api.values import Time
-from dsv4_runtime.contract import Cause, KernelStatus, Phase, Process, Report, Role
+from dsv4_runtime.contract import Cause, KernelStatus, Phase, Process, Report, Role, StartStep
 
 
 class ConditionType(StrEnum):
@@ -300,6 +300,8 @@ class GroupStatus(StatusPart):
     """Time of the claim of the incarnation."""
     ready_time: Time | None = None
     """Time of the first checked completion of the present engine generation."""
+    start: tuple[StartStep, ...] = ()
+    """Durations of the steps of the latest start that served, on the head."""
     restarts: tuple[Time, ...] = ()
     """Restarts of any level within the recovery window, oldest first."""
     total_restarts: int = 0

@@ -522,6 +522,7 @@ def why(
         list[str] | None,
         typer.Option("--log", metavar="FILE", help="Analyse a log of vLLM, Ray or NCCL of any run; may be repeated."),
     ] = None,
+    start: Annotated[bool, typer.Option("--start", help="Show the duration of each step of the latest start.")] = False,
 ) -> int:
     """Show the last failure, its cause and the recovery."""
     from dsv4_operator.cli import diagnostics
@@ -529,7 +530,11 @@ def why(
     if log:
         if name is not None:
             raise bad_input(f"{name}: --log analyses files and no deployment; leave the name out")
+        if start:
+            raise bad_input("--start is for deployments; leave it out with --log")
         return diagnostics.show_why_of_logs(log, output)
+    if start:
+        return diagnostics.show_start(target.source(), name, output)
     return diagnostics.show_why(target.source(), name, output)
 
 

@@ -116,6 +116,13 @@ def show_why(source: DeploymentSource, name: str | None, form: DocumentFormat | 
     return ExitCode.OK
 
 
+def show_start(source: DeploymentSource, name: str | None, form: DocumentFormat | None) -> ExitCode:
+    """Print the duration of each step of the latest start of every group."""
+    item = source.get(name)
+    print_line(render.start_text(item) if form is None else render_document(render.start_document(item), form))
+    return ExitCode.OK
+
+
 def show_why_of_logs(files: Sequence[str], form: DocumentFormat | None) -> ExitCode:
     """Print the cause that log files of vLLM, Ray or NCCL prove, of any run; in order of the files.
 

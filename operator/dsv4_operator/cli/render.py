@@ -352,6 +352,43 @@ def why_text(item: DeploymentView, now: float, fatal: FatalRequests = _NONE_FATA
     return "\n".join([f"{item.name}{label} ({item.phase})", *[f"  {key.ljust(width)}   {text}" for key, text in rows]])
 
 
+def start_document(item: DeploymentView) -> dict[str, Any]:
+    """Return the steps of the latest start of each group that has served, as a document."""
+    return {
+        "name": item.name,
+        "phase": item.phase,
+        "groups": [
+            {
+                "group": group.index,
+                "incarnation": group.incarnation,
+                "engineGeneration": group.engine_generation,
+                "seconds": round(sum(step.seconds for step in group.start), 3),
+                "steps": [step.to_dict() for step in group.start],
+            }
+            for group in item.status.groups
+            if group.start
+        ],
+    }
+
+
+def start_text(item: DeploymentView) -> str:
+    """Return the steps of the latest start of each group that has served, as one table per group."""
+    parts = []
+    for group in item.status.groups:
+        total = sum(step.seconds for step in group.start)
+        if not group.start:
+            continue
+        label = f" group {group.index}" if len(item.status.groups) > 1 else ""
+        engine = f"incarnation {group.incarnation}, engine generation {group.engine_generation}"
+        rows = [
+            [str(step.phase), step.step, f"{step.seconds:.1f}", f"{100 * step.seconds / total if total else 0:.0f} %"]
+            for step in group.start
+        ]
+        table = render_table(["PHASE", "STEP", "SECONDS", "SHARE"], rows)
+        parts.append(f"{item.name}{label}: started in {format_seconds(total)}, {engine}\n{table}")
+    return "\n\n".join(parts) or f"{item.name}: no group has served yet"
+
+
 def log_cause_text(document: Mapping[str, Any]) -> str:
     """Return the cause that a log proves as text: cause, message, evidence with file and line, remedy, page."""
     restarts = "a restart does not help" if document["deterministic"] else ""

@@ -280,7 +280,8 @@ def _head_phase(group: GroupStatus, head: AgentStatus, now: float) -> GroupStatu
     lives = head.engine.generation if head.engine else 0
     if head.phase is Phase.SERVING and head.verdict.health is not Health.DEAD:
         ready = head.engine.ready_time if head.engine else None
-        return _recovered(group.model_copy(update={"ready_time": ready or group.ready_time or now}), now)
+        update = {"ready_time": ready or group.ready_time or now, "start": head.start}
+        return _recovered(group.model_copy(update=update), now)
     restarting = lives > 1 or head.phase in (Phase.RESTARTING, Phase.SERVING)
     phase = GroupPhase.RESTARTING if restarting else GroupPhase.STARTING
     return group.model_copy(update={"phase": phase, "ready_time": None})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping
 
 from dsv4_runtime.contract import (
@@ -20,6 +21,7 @@ from dsv4_runtime.contract import (
     RestartBudget,
     Role,
     Signals,
+    StartStep,
     Verdict,
 )
 from dsv4_runtime.contract.kernels import STOCK
@@ -76,6 +78,12 @@ _KV_TOLERANCE = 0.09
 _WEIGHTS_TOLERANCE = 0.03
 # A start begins with one of these; the durations of earlier phases belong to another start.
 _FIRST_PHASES = frozenset({Phase.PREFLIGHT, Phase.RESTARTING})
+_START_PHASES = frozenset({*_FIRST_PHASES, Phase.STAGING, Phase.JOINING, Phase.LOADING, Phase.WARMING})
+
+
+def _step(phase: Phase, stage: str | None) -> str:
+    """Return the step of a start with this progress: while vLLM loads, the text before the first number."""
+    return re.split(r" \d", stage, maxsplit=1)[0] if stage and phase is Phase.LOADING else ""
 
 
 class Changes:
@@ -107,7 +115,9 @@ class MemberRecord:
         self._rank = rank
         self.phase = Phase.PREFLIGHT
         self._phase_time = unix_time()
-        self._phase_seconds: dict[str, float] = {}
+        self._steps: dict[tuple[Phase, str], float] = {}
+        """Seconds of each finished step of the present start, in order of their beginnings."""
+        self._step, self._step_time = "", self._phase_time
         self.changes = Changes()
         self.progress: Progress | None = None
         self.failure: Failure | None = None
@@ -149,17 +159,31 @@ class MemberRecord:
             now = unix_time()
             _log.info("%s -> %s%s", self.phase, phase, f": {stage}" if stage else "")
             if phase in _FIRST_PHASES:
-                self._phase_seconds = {}
+                self._steps = {}
             else:
-                spent = self._phase_seconds.get(self.phase, 0.0) + now - self._phase_time
-                self._phase_seconds[self.phase] = round(spent, 3)
+                self._end_step(now)
             self.phase, self._phase_time = phase, now
+            self._step, self._step_time = _step(phase, stage), now
             self.progress = None
             self.suspicion = None
         self.finishing = False
         if stage is not None:
-            self.progress = Progress(stage=stage)
+            self._show(Progress(stage=stage))
         self.changes.notify()
+
+    def _show(self, progress: Progress) -> None:
+        step = "loading weights" if progress.weights is not None else _step(self.phase, progress.stage)
+        if step != self._step:
+            now = unix_time()
+            self._end_step(now)
+            self._step, self._step_time = step, now
+        self.progress = progress
+
+    def _end_step(self, now: float) -> None:
+        """Add the duration of the present step; a step that vLLM logs for several ranks is one."""
+        if self.phase in _START_PHASES:
+            key = (self.phase, self._step)
+            self._steps[key] = self._steps.get(key, 0.0) + max(0.0, now - self._step_time)
 
     def finish(self, stage: str) -> None:
         """Report the drain of open requests: the phase is `Draining`, and the health remains."""
@@ -171,7 +195,7 @@ class MemberRecord:
     def advance(self, progress: Progress) -> None:
         """Report progress of the present phase."""
         if progress != self.progress:
-            self.progress = progress
+            self._show(progress)
             self.changes.notify()
 
     def suspect(self, suspicion: Failure | None) -> None:
@@ -287,7 +311,10 @@ class MemberRecord:
             joined=self.joined,
             signals=self.signals,
             warnings=self.warnings,
-            phase_seconds=self._phase_seconds,
+            start=tuple(
+                StartStep(phase=phase, step=step, seconds=round(seconds, 3))
+                for (phase, step), seconds in self._steps.items()
+            ),
             disk_bytes_per_second=self.disk_rate,
             weights_repaired=self.weights_repaired,
             weights_place=self.weights_place,

@@ -44,6 +44,7 @@ from dsv4_runtime.contract.status import (
     Rail,
     RestartBudget,
     Signals,
+    StartStep,
     Verdict,
     WeightsProgress,
 )

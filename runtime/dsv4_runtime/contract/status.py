@@ -281,6 +281,16 @@ class Progress(Report):
     """While the engine loads them."""
 
 
+class StartStep(Report):
+    """Duration of one step of a start."""
+
+    phase: Phase
+    """Phase of the member."""
+    step: str = ""
+    """Step of the phase, such as `loading weights`; empty: the phase is not divided."""
+    seconds: float
+
+
 class RestartBudget(Report):
     """Restart budget of a group: at most `max_restarts` of any level within `window_seconds`."""
 
@@ -386,8 +396,8 @@ class AgentStatus(Report):
     broken: str | None = None
     """Missing prerequisite of another engine on this Ray node, such as a removed directory; None: there is none."""
     signals: Signals | None = None
-    phase_seconds: dict[str, float] = Field(default_factory=dict)
-    """Time spent in each earlier phase of the present start."""
+    start: tuple[StartStep, ...] = ()
+    """Finished steps of the present start, or of the latest one if the member serves, in order."""
     disk_bytes_per_second: float | None = None
     """Rate at which this member's disk gave the checkpoint when it was read ahead; None until that is known, and where
     all of it was in memory already."""

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from dsv4_runtime.agent import record
 from dsv4_runtime.agent.record import MemberRecord
-from dsv4_runtime.contract import Cause, Failure, Health, KernelStatus, Phase
+from dsv4_runtime.contract import Cause, Failure, Health, KernelStatus, Phase, Progress, WeightsProgress
 
 
 def failure(time: float, generation: int) -> Failure:
@@ -89,14 +90,50 @@ def test_the_logged_weights_are_compared_with_the_plan(make_plan: Any, caplog: p
     ]
 
 
-def test_phase_times_begin_anew_with_a_restart(make_plan: Any) -> None:
+def steps(state: MemberRecord) -> list[tuple[str, str, float]]:
+    return [(step.phase, step.step, step.seconds) for step in state.status().start]
+
+
+def test_a_start_is_divided_into_steps(make_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(record, "unix_time", lambda: now[0])
     state = MemberRecord(make_plan(), 0)
-    state.enter(Phase.LOADING)
+
+    def after(seconds: float, stage: str, weights: WeightsProgress | None = None) -> None:
+        now[0] += seconds
+        state.advance(Progress(stage=stage, weights=weights))
+
+    after(1.0, "checking 3 of 4 addresses")
+    now[0] += 1.0
+    state.enter(Phase.LOADING, "starting vLLM")
+    after(2.0, "loading the model")
+    after(0.5, "loading shards 1/2", WeightsProgress(shards=1, shards_total=2))
+    after(1.0, "loading 1.0/2.0 GB at 1.00 GB/s", WeightsProgress(bytes_done=1, bytes_total=2))
+    # The second rank's line.
+    after(1.0, "loading the model")
+    after(0.25, "prefetching files 1/4")
+    after(0.25, "prefetching files 4/4")
+    now[0] += 0.25
+    state.enter(Phase.WARMING)
+    now[0] += 4.0
     state.enter(Phase.SERVING)
-    assert set(state.status().phase_seconds) == {"Preflight", "Loading"}
+    started = [
+        ("Preflight", "", 2.0),
+        ("Loading", "starting vLLM", 2.0),
+        ("Loading", "loading the model", 0.75),
+        ("Loading", "loading weights", 2.0),
+        ("Loading", "prefetching files", 0.5),
+        ("Warming", "", 4.0),
+    ]
+    assert steps(state) == started
+    # Serving is no step, and the next start begins with none.
+    now[0] += 3600.0
+    state.finish("waiting for open requests")
+    assert steps(state) == started
     state.enter(Phase.RESTARTING)
+    now[0] += 1.0
     state.enter(Phase.LOADING)
-    assert set(state.status().phase_seconds) == {"Restarting"}
+    assert steps(state) == [("Restarting", "", 1.0)]
 
 
 def test_only_the_head_tells_of_the_engine(make_plan: Any) -> None:

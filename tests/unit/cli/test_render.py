@@ -11,7 +11,7 @@ from dsv4_operator.api import ConditionType, GroupPhase, KvCacheStatus, Reason
 from dsv4_operator.backends.local.supervisor import LoopReport
 from dsv4_operator.cli import render
 from dsv4_operator.cli.sources.base import DeploymentView
-from dsv4_runtime.contract import Cause, Phase
+from dsv4_runtime.contract import Cause, Phase, StartStep
 from dsv4_runtime.contract.gateway import FatalKind, FatalRequest, FatalRequests, Kind
 
 
@@ -228,6 +228,31 @@ def test_why_document(make: Any) -> None:
     assert document["lastFailure"]["recoverSeconds"] == 12.34
     assert document["restarts"] == {"total": 1, "spent": 1, "left": 4, "max": 5, "windowSeconds": 3600.0}
     assert json.loads(json.dumps(document)) == document
+
+
+def test_the_steps_of_a_start(make: Any) -> None:
+    group = make.group(
+        start=(
+            StartStep(phase=Phase.PREFLIGHT, seconds=1.0),
+            StartStep(phase=Phase.LOADING, step="loading weights", seconds=3.04),
+        ),
+        incarnation=2,
+        engine_generation=1,
+    )
+    item = shown(make, make.status(group))
+    assert render.start_text(item) == (
+        "nano: started in 4.0 s, incarnation 2, engine generation 1\n"
+        "PHASE       STEP              SECONDS   SHARE\n"
+        "Preflight   -                 1.0       25 %\n"
+        "Loading     loading weights   3.0       75 %"
+    )
+    document = render.start_document(item)
+    assert document["groups"][0]["seconds"] == 4.04
+    assert document["groups"][0]["steps"][1] == {"phase": "Loading", "step": "loading weights", "seconds": 3.04}
+    assert json.loads(json.dumps(document)) == document
+    unserved = shown(make, make.status(make.group(start=())))
+    assert render.start_text(unserved) == "nano: no group has served yet"
+    assert render.start_document(unserved)["groups"] == []
 
 
 def test_why_of_what_never_began(make: Any) -> None:

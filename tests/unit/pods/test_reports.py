@@ -28,6 +28,7 @@ from dsv4_runtime.contract import (
     Process,
     Progress,
     Signals,
+    StartStep,
     WeightsProgress,
 )
 from dsv4_testkit.documents import agent_status
@@ -37,7 +38,7 @@ MOST_CPU_SECONDS = 1.0
 
 WHOLE = agent_status(
     processes=(Process(name="agent", pid=1),),
-    phase_seconds={"Loading": 1.0},
+    start=(StartStep(phase=Phase.LOADING, step="loading weights", seconds=1.0),),
     weights_repaired=("a.safetensors",),
     signals=Signals(time=1.0, silent={1: 0.5}),
     progress=Progress(stage="loading", percent=5.0, weights=WeightsProgress(shards=1)),
