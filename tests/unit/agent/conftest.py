@@ -54,9 +54,7 @@ EPOCH = 1_000_000.0
 
 @dataclass
 class Replay:
-    """Replay of events through `step` with a simulated clock: timers fire when due, members respond before each of
-    them.
-    """
+    """Replay of events through `step` with a simulated clock: timers fire when due, with fresh responses of members."""
 
     state: MemberState
     clock: float = 100.0

@@ -131,9 +131,7 @@ def card(used: int, *processes: GpuProcess, total: int = 80 * 2**30) -> Signals:
 
 
 def test_retained_weights_are_no_memory_of_the_ended_engine(left: Any, make_plan: Any, tmp_path: Path) -> None:
-    """The next engine maps the retained weights instead of loading its own. Without them the same memory is an
-    obstacle.
-    """
+    """The next engine maps the retained weights. The same memory without retained weights is an obstacle."""
     plan = make_plan()
     plan = plan.model_copy(update={"engine": plan.engine.model_copy(update={"retain_weights": True})})
     member = Member(plan, 0, tmp_path, "token")

@@ -1,6 +1,4 @@
-"""Log lines as evidence: arbitrary text for every phase and every reader, and clients' text in the lines of every
-emitter.
-"""
+"""Log lines as evidence: arbitrary text for every phase and reader, and clients' text in the lines of every emitter."""
 
 from __future__ import annotations
 

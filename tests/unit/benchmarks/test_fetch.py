@@ -26,9 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def commands(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    """Replace `subprocess.run` by a function that creates the requested files; commands with `failing` then return an
-    error.
-    """
+    """Replace `subprocess.run` by a function that creates the requested files; commands with `failing` fail."""
 
     def run(command: tuple[str, ...], **_: Any) -> subprocess.CompletedProcess[str]:
         words = list(command)
