@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Settings for all tests."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import tempfile
 
 from hypothesis import settings
 
-# The same examples every time: a change is judged by what it changed. `--hypothesis-profile=default` looks for others.
-# Tests that limit a duration do so themselves: on a busy machine any example may take longer than 200 ms.
+# Examples are the same in every run, so that differences come from changes of the code; `--hypothesis-profile=default`
+# searches for others. Tests limit durations themselves: on a busy machine any example may take longer than 200 ms.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-# A runner that starts the tests in the background has them ignore Ctrl-C, and children inherit that; some tests are
-# about Ctrl-C. A handler of Python's own becomes the default action in children.
+# A runner that starts the tests in the background makes them ignore Ctrl-C, and child processes inherit that; some
+# tests need Ctrl-C. A handler of Python's own becomes the default action in child processes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,9 +1,9 @@
-"""Mutants of the lines that keep dsv4 safe: each is applied to a copy of this checkout, and its tests must fail.
+"""Mutants of the safety-critical lines of dsv4: each is applied to a copy of this checkout, and its tests must fail.
 
 Part of `make release-check`, not of CI:
 
-    .venv/bin/python tests/mutants.py              # all of them; exit code 1 if one lives
-    .venv/bin/python tests/mutants.py lease fence  # those whose name has one of these words
+    .venv/bin/python tests/mutants.py              # all of them; exit code 1 if one survives
+    .venv/bin/python tests/mutants.py lease fence  # those with one of these words in their name
 
 `dsv4_testkit/mutants` has their tables.
 """
@@ -29,11 +29,11 @@ _TEST_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a mutant."""
+    """Result of one mutant."""
 
     mutant: Mutant
     outcome: str
-    """`killed`, `ALIVE`, or why it could not be tried."""
+    """`killed`, `ALIVE`, or the reason why the mutant was not tested."""
     seconds: float
 
 
@@ -48,13 +48,13 @@ def attempt(mutant: Mutant, copy: Path) -> Result:
         code = run(mutant.tests, copy)
     finally:
         file.write_text(original)
-    # 1: tests failed. Anything else is no verdict: nothing was collected, or pytest itself broke.
+    # Exit code 1: tests failed. Other codes are no verdict: pytest collected no tests or failed itself.
     outcome = {0: "ALIVE", 1: "killed"}.get(code, f"NO VERDICT: pytest ended with {code}")
     return Result(mutant, outcome, time.monotonic() - begun)
 
 
 def run(tests: tuple[str, ...], copy: Path) -> int:
-    """Return the exit code of pytest over `tests` in `copy`; 1 if it does not end within its time."""
+    """Return the exit code of pytest for `tests` in `copy`; 1 if it exceeds its time limit."""
     paths = os.pathsep.join(str(copy / folder) for folder in ("operator", "runtime", "kernels"))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -68,7 +68,7 @@ def run(tests: tuple[str, ...], copy: Path) -> int:
 
 
 def copied(folder: Path) -> Path:
-    """Return a copy of the checkout as it is now, without what git ignores."""
+    """Return a copy of the checkout with all files that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=REPOSITORY,
@@ -85,7 +85,7 @@ def copied(folder: Path) -> Path:
 
 
 def by_area(results: list[Result]) -> str:
-    """Return the table of `docs/development.md`: rows and how many were killed, by package."""
+    """Return the table of `docs/development.md`: the numbers of mutants and of killed mutants per package."""
     lines = ["| area | rows | killed |", "| --- | --- | --- |"]
     areas = [(Path(one.mutant.file).with_suffix("").parts[2], one.outcome == "killed") for one in results]
     for area in sorted({area for area, _ in areas}):
@@ -95,7 +95,7 @@ def by_area(results: list[Result]) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Try the mutants whose names have one of `words`, or all; return the exit code."""
+    """Test the mutants with one of `words` in their name, or all; return the exit code."""
     chosen = [one for one in MUTANTS if not words or any(word in one.name for word in words)]
     stale = [one.name for one in chosen if (REPOSITORY / one.file).read_text().count(one.text) != 1]
     if stale:

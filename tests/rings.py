@@ -1,7 +1,7 @@
-"""Runs the test rings (docs/development.md) that this machine can run, and says which ones it left out and why.
+"""Runs the test rings (docs/development.md) that this machine supports, and prints the skipped ones with the reason.
 
-`DSV4_TEST_REQUIRE=unit,engine` (or `all`) makes it a failure that such a ring is left out, and builds what the cluster
-ring needs. Arguments go on to pytest.
+`DSV4_TEST_REQUIRE=unit,engine` (or `all`) makes it a failure to skip such a ring, and builds the components of the
+cluster ring. Arguments are passed on to pytest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ENGINE_BYTES = 8 * 2**30
 KIT = HERE / "cluster"
-"""Where the package `clusterkit` is."""
+"""Folder of the package `clusterkit`."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Ring:
     name: str
     folder: str
     lacks: Callable[[], str | None]
-    """Why this machine cannot run it; None if it can."""
+    """Reason why this machine cannot run it; None if it can."""
     minutes: int
     """Usual duration on two processors (AMD EPYC, 2026-11-26)."""
     options: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ def engine() -> str | None:
         return f"it needs {ENGINE_BYTES / 2**30:.0f} GiB of memory, this machine has {memory / 2**30:.1f}"
     from dsv4_operator.backends.local import network
 
-    # Tried in a process of its own: it changes the process that tries.
+    # In a separate process, because it changes the namespaces of its process.
     code = f"from {network.__name__} import enter_private_network as enter; enter()"
     tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     return tried.stderr.strip().splitlines()[-1] if tried.returncode else None
@@ -66,7 +66,7 @@ def cluster() -> str | None:
     if "cluster" in required():
         # Built before its first test.
         return None
-    # Without Prometheus or KubeRay their tests alone are left out.
+    # Without Prometheus or KubeRay only their tests are skipped.
     needed = {name: module for name, module in build.MODULES.items() if name not in ("kuberay", "prometheus")}
     if missing := [name for name, module in needed.items() if not build.folder(module).is_dir()]:
         return f"not built yet: {', '.join(missing)} (`make cluster-build`, ten minutes and more)"
@@ -80,21 +80,21 @@ def gpu() -> str | None:
 
 
 RINGS = (
-    # Half of its time it waits: for processes, bounds and clocks. Each worker runs whole files, whose fixtures are made
-    # once.
+    # Tests wait half of the time for processes, bounds and clocks. Each worker runs whole files, so that their fixtures
+    # are created once.
     Ring("unit", "unit", nothing, 11, options=("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")),
     Ring("kernels", "kernels", lambda: modules("torch", "triton"), 4, options=("-n", "2")),
-    # `make engine-test` and `make cluster-test` run the long ones too.
+    # `make engine-test` and `make cluster-test` also run the tests marked `long`.
     Ring("engine", "engine", engine, 15, options=("-m", "not long")),
-    # Most of its time it waits for what a control plane does in its own time.
+    # Tests wait most of the time for the control plane.
     Ring("cluster", "cluster", cluster, 9, options=("-n", "2", "-m", "not long")),
-    # It serves the Nano model on this machine's GPUs, with the vLLM that is installed for them.
+    # Serves the Nano model on this machine's GPUs, with the vLLM that is installed for them.
     Ring("gpu", "gpu", gpu, 10, options=("-s",)),
 )
 
 
 def required() -> list[str]:
-    """The names of the rings that must not be left out."""
+    """Return the names of the rings that must not be skipped."""
     named = os.environ.get("DSV4_TEST_REQUIRE", "")
     return [ring.name for ring in RINGS] if named == "all" else named.split(",")
 
@@ -102,7 +102,7 @@ def required() -> list[str]:
 def passes(ring: Ring) -> bool:
     print(f"ring {ring.name}: runs, about {ring.minutes} minutes on two processors", flush=True)
     begun, used = time.monotonic(), _processor_seconds()
-    # A process each: Triton decides for or against its interpreter once for a whole process.
+    # A separate process per ring, because Triton selects its interpreter once per process.
     command = [sys.executable, "-m", "pytest", "-q", *ring.options, *sys.argv[1:], str(HERE / ring.folder)]
     code = subprocess.run(command, check=False).returncode
     times = f"{time.monotonic() - begun:.0f} s, with {_processor_seconds() - used:.0f} s of processor time"
@@ -111,7 +111,7 @@ def passes(ring: Ring) -> bool:
 
 
 def _processor_seconds() -> float:
-    """Return the processor time of ended child processes and those that these waited for."""
+    """Return the processor time of ended child processes, including the child processes that these waited for."""
     times = os.times()
     return times.children_user + times.children_system
 

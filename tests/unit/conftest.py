@@ -27,11 +27,11 @@ _LONG = (
     "lifecycle/test_schedules.py",
     "agent/test_standby.py",
 )
-"""Files that take longest, each of which one process of pytest-xdist runs alone."""
+"""Longest files, each of which one process of pytest-xdist runs alone."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, so that no process of pytest-xdist ends with one while the others are done."""
+    """Start with the longest files, so that the processes of pytest-xdist end at about the same time."""
     own = [item for item in items if item.path.is_relative_to(_HERE)]
     if len(own) == len(items):
         items.sort(key=lambda item: not item.path.relative_to(_HERE).as_posix().startswith(_LONG))

@@ -44,7 +44,7 @@ MakePlan = Callable[..., GroupPlan]
 
 @pytest.fixture
 def make_plan() -> MakePlan:
-    """Two members; its fields can be replaced by name."""
+    """Return the factory of a plan with two members; keyword arguments replace its fields."""
     return group_plan
 
 
@@ -54,27 +54,27 @@ EPOCH = 1_000_000.0
 
 @dataclass
 class Replay:
-    """Events through `step`, by a clock of their own; timers fire when `due` says so, members answer every moment."""
+    """Replay of events through `step` with a simulated clock: timers fire when due, with fresh responses of members."""
 
     state: MemberState
     clock: float = 100.0
     awake: float = 0.0
     verified: bool = False
-    """Whether the weights' files are read again before the start."""
+    """Whether the weight files are read again before the start."""
     silent: set[int] = field(default_factory=set)
-    """Ranks that neither answer nor send heartbeats."""
+    """Ranks without responses and heartbeats."""
     busy: set[int] = field(default_factory=set)
-    """Ranks that send heartbeats, and have not answered yet."""
+    """Ranks that send heartbeats but have not responded yet."""
     done: list[tuple[float, AgentAction]] = field(default_factory=list)
-    """What was decided, and when."""
+    """Actions with the clock's time of each."""
 
     def feed(self, event: AgentEvent, at: float | None = None) -> None:
-        """Let the time pass until `at`, then feed the event; evidence is saved at once."""
+        """Advance the clock to `at`, then feed the event. Evidence is saved immediately."""
         self.pass_to(self.clock if at is None else at)
         self._step(event)
 
     def play(self, events: Iterable[tuple[float, AgentEvent]]) -> None:
-        """Feed events, each after so many seconds from now."""
+        """Feed the events, each after its number of seconds from now."""
         begun = self.clock
         for seconds, event in sorted(events, key=lambda one: one[0]):
             self.feed(event, begun + seconds)
@@ -87,7 +87,7 @@ class Replay:
         self.clock = clock
 
     def answer(self) -> None:
-        """Every member that is not silent answers the same as before."""
+        """Feed a view in which every member that is not silent has repeated its response."""
         answered = {}
         for rank, peer in self.state.view.peers.items():
             if rank in self.silent:
@@ -99,7 +99,7 @@ class Replay:
         self._step(replace(self.state.view, peers=answered))
 
     def tell(self, rank: int, **changes: Any) -> None:
-        """A member answers, with these changes to its status."""
+        """Feed a response of a member with `changes` to its status."""
         peer = self.state.view.peers[rank]
         assert peer.status is not None
         self.busy.discard(rank)
@@ -108,7 +108,7 @@ class Replay:
         self._step(replace(self.state.view, peers={**self.state.view.peers, rank: told}))
 
     def change(self, rank: int, **changes: Any) -> None:
-        """Something of what is known of a member becomes different."""
+        """Change fields of the view of a member."""
         peers = self.state.view.peers
         self._step(replace(self.state.view, peers={**peers, rank: replace(peers[rank], **changes)}))
 
@@ -117,7 +117,7 @@ class Replay:
         self.change(rank, **changes)
 
     def serve(self) -> None:
-        """From the start to a serving engine."""
+        """Replay the events from the start to a serving engine."""
         for task in (Task.PREFLIGHT, Task.LISTEN, Task.STAGE, Task.PROVE, Task.JOIN):
             if task is Task.PREFLIGHT:
                 self.feed(Started())
@@ -129,17 +129,17 @@ class Replay:
         self.done.clear()
 
     def join(self) -> None:
-        """Every other member is there, with its Ray node."""
+        """Feed a view in which every other member has joined, with its Ray node."""
         now = {"heard": self.clock, "asked": self.clock, "beat": self.clock}
         self._step(replace(self.state.view, peers={rank: Peer(joined(rank), **now) for rank in self.state.view.peers}))
 
     def all(self, kind: type[Any]) -> list[Any]:
-        """What was decided of one kind."""
+        """Return the actions of type `kind`."""
         return [action for _, action in self.done if isinstance(action, kind)]
 
     @property
     def phases(self) -> list[Phase]:
-        """Phases that were entered, in turn."""
+        """Phases in the order in which they were entered."""
         return [action.phase for action in self.all(Enter)]
 
     @property
@@ -149,7 +149,7 @@ class Replay:
         return recorded.failure.cause, recorded.failure.culprit_rank, recorded.failure.message
 
     def restart(self) -> None:
-        """The engine dies and comes back."""
+        """Replay the death of the engine and the cleanup before its restart."""
         self.feed(ProcessEnded("engine-core"))
         self.pass_to(self.clock + 4)
         self.feed(Done(Task.CLEAR))
@@ -159,7 +159,7 @@ class Replay:
 
     @property
     def verdict(self) -> tuple[float, Failure]:
-        """When the engine was called dead, and of what at first."""
+        """Time and failure of the first report of a dead engine."""
         return next((clock, action.failure) for clock, action in self.done if isinstance(action, ReportDead))
 
     @property
@@ -198,7 +198,7 @@ MakeReplay = Callable[..., Replay]
 
 @pytest.fixture
 def make_replay(make_plan: MakePlan) -> MakeReplay:
-    """A member of the plan before its start."""
+    """Return the factory of a replay of one member before its start."""
 
     def make(rank: int = 0, **changes: Any) -> Replay:
         return Replay(initial(make_plan(**changes), rank))
@@ -208,7 +208,7 @@ def make_replay(make_plan: MakePlan) -> MakeReplay:
 
 @pytest.fixture
 def fresh(make_replay: MakeReplay) -> MakeReplay:
-    """A member before its start, with bounds that are easy to tell apart."""
+    """Return the factory of a replay of one member before its start, with a different bound for each phase."""
     bounds = Timeouts(preflight=10, staging=20, formation=30, load=40, first_token=50, drain=3)
 
     def make(rank: int = 0, **changes: Any) -> Replay:
@@ -219,7 +219,7 @@ def fresh(make_replay: MakeReplay) -> MakeReplay:
 
 @pytest.fixture
 def serving(fresh: MakeReplay) -> MakeReplay:
-    """A member whose engine serves."""
+    """Return the factory of a replay of one member with a serving engine."""
 
     def make(rank: int = 0, **changes: Any) -> Replay:
         replay = fresh(rank, **changes)

@@ -1,4 +1,4 @@
-"""Names in a plan become addresses, on a real resolver: every machine knows `localhost`."""
+"""Resolution of names in a plan with a real resolver; `localhost` resolves on every machine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_an_own_address_that_is_none_is_refused(make_plan: Any) -> None:
 
 
 def test_the_agent_ends_on_sigterm_while_it_waits_for_a_name(make_plan: Any, tmp_path: Path) -> None:
-    """As process 1 of a container it would not, had it no handler by then."""
+    """A container's process 1 without a handler would ignore SIGTERM."""
     token = tmp_path / "token"
     token.write_text("secret")
     plan = named(make_plan, worker="nobody.invalid", ray_token_file=str(token))

@@ -29,7 +29,7 @@ def gpus(*used: int | None) -> Signals:
 
 @pytest.fixture
 def left(make_plan: Any) -> Any:
-    """What remains, with an API port that nobody has."""
+    """Return a function that finds the obstacle to a restart, for a plan with an unused API port."""
     head = make_plan().head
     with socket.socket() as probe:
         probe.bind((head.address, 0))
@@ -131,7 +131,7 @@ def card(used: int, *processes: GpuProcess, total: int = 80 * 2**30) -> Signals:
 
 
 def test_retained_weights_are_no_memory_of_the_ended_engine(left: Any, make_plan: Any, tmp_path: Path) -> None:
-    """The next engine maps them in place of its own; without them the same card would be an obstacle."""
+    """The next engine maps the retained weights. The same memory without retained weights is an obstacle."""
     plan = make_plan()
     plan = plan.model_copy(update={"engine": plan.engine.model_copy(update={"retain_weights": True})})
     member = Member(plan, 0, tmp_path, "token")
@@ -165,14 +165,14 @@ HOG = GpuProcess(pid=4711, name="python3", memory=60 * GIB)
 
 
 def test_a_process_of_the_engine_that_still_has_memory_of_a_gpu_is_named(left: Any) -> None:
-    """However little it is, and whatever the sum says."""
+    """The amount of memory and the total over all processes do not matter."""
     assert left(signals=card(GIB, WORKER, HOG), idle=GIB) == Obstacle(
         1, "on GPU 3 process 41 (VLLM::Worker) holds 0.5 GiB", Cause.PROCESS_STUCK
     )
 
 
 def test_a_gpu_that_tells_no_memory_of_its_own_still_tells_of_processes(left: Any) -> None:
-    """As GB10 does."""
+    """GB10 reports no memory per GPU, but processes."""
     shared = GpuSignals(index=0, processes=(WORKER,))
     assert left(signals=Signals(time=0.0, gpus=(shared,)), idle=None) == Obstacle(
         1, "on GPU 0 process 41 (VLLM::Worker) holds 0.5 GiB", Cause.PROCESS_STUCK

@@ -59,7 +59,7 @@ def test_an_answer_over_http() -> None:
 
 
 def told(**changes: object) -> bytes:
-    """What vLLM answers to the known question."""
+    """vLLM's response to the known request."""
     tokens = known_request("nano")["max_tokens"]
     assert isinstance(tokens, int)
     logprobs = {
@@ -97,7 +97,7 @@ KNOWN = KnownAnswer(("a", "b", "c"), (-1.0, -2.0, -3.0), (1.0, 0.09, 1.0))
         ("abc", (-1.0 - 0.055, -2.0, -3.0), False),
         ("xbc", (-1.0, -2.0, -3.0), False),
         ("abx", (-1.0, -2.0, -3.0), False),
-        # The second was as likely as another; what follows it is no more the same question.
+        # The second token was as likely as an alternative. Tokens after a difference are not compared.
         ("axx", (-1.0, -2.0, -9.0), True),
     ],
 )

@@ -1,4 +1,4 @@
-"""A member's way from its start to an engine that serves, and what ends it; rank 0 and the others."""
+"""Decisions of rank 0 and of the other ranks from the start to a serving engine, and failures on the way."""
 
 from __future__ import annotations
 

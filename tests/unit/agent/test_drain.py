@@ -1,4 +1,4 @@
-"""The end of an engine that is well: a real head behind its HTTP API, and a vLLM of which only the figures are real."""
+"""Drain of a healthy engine: a real head with its HTTP API, and a stand-in for vLLM that serves only metrics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SECONDS = 20.0
 
 @dataclass
 class Vllm:
-    """Its figures."""
+    """Values of vLLM's metrics."""
 
     running: int = 0
     waiting: int = 0
@@ -106,7 +106,7 @@ async def lab(make_plan: MakePlan, tmp_path: Path) -> AsyncIterator[Lab]:
 
 
 def serves(head: Member) -> None:
-    """As after a start, with an engine that nobody watches."""
+    """Set the state of a head after its start, with an engine that is not watched."""
     engine = EngineState(generation=1, started=0.0, load_seconds=math.inf)
     fields = {"formed": True, "joined": True, "phase": Phase.SERVING, "generation": 1, "engine": engine}
     head.loop.state = dataclasses.replace(head.loop.state, **fields)
@@ -116,7 +116,7 @@ def serves(head: Member) -> None:
 
 
 async def test_open_requests_are_waited_for(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What the stream has comes because it is new.
+    # With this period only changes cause messages on the stream.
     monkeypatch.setattr(http, "_WATCH_SECONDS", 60.0)
     lab.vllm.running, lab.vllm.waiting = 2, 1
     async with lab.client.get("/v1/watch", headers=TOKEN) as stream:

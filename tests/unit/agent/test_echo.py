@@ -28,7 +28,7 @@ CLIENT = 'a prompt that vLLM quotes: "my secret"'
 
 
 class Output:
-    """The reading end of a pipe that is stdout to a `LogEcho`."""
+    """Read end of a pipe that serves a `LogEcho` as stdout."""
 
     def __init__(self) -> None:
         self.read_end, self.write_end = os.pipe()
@@ -57,7 +57,7 @@ def output() -> Iterator[Output]:
 
 
 class Engine:
-    """Logs of a member, and its phase."""
+    """Logs and phase of a member."""
 
     def __init__(self, folder: Path, output: Output) -> None:
         self.folder, self.phase = folder, Phase.LOADING
@@ -102,14 +102,14 @@ def test_text_of_clients_and_secrets_are_left_out(engine: Engine, output: Output
         engine.write(BEGINS, "any text", f"the token {key} of the environment", READY)
         assert output.lines(3) == [f"[vllm rank 0] {line}" for line in (BEGINS, "any text", READY)]
         engine.write(CLIENT, KNOWN, BEGINS, CLIENT)
-        # A client can imitate the start of a server only until the phase has changed.
+        # Until the phase changes, a client's imitation of a server's start exposes the lines after it.
         assert output.lines(1) == [f"[vllm rank 0] {KNOWN}"]
         assert output.lines(2) == [f"[vllm rank 0] {line}" for line in (BEGINS, CLIENT)]
         engine.phase = Phase.SERVING
         engine.write(KNOWN, BEGINS, CLIENT, f"known\r{CLIENT}", KNOWN)
         withheld = f"{BEGINS.partition(']')[0]}] [text withheld]"
         assert output.lines(3) == [f"[vllm rank 0] {line}" for line in (KNOWN, withheld, KNOWN)]
-        # The end of the old engine's log is read after the change of the phase.
+        # The end of the previous engine's log is read after the change of the phase.
         engine.phase = Phase.RESTARTING
         engine.write(CLIENT, KNOWN, BEGINS, "any text")
         assert output.lines(3) == [f"[vllm rank 0] {line}" for line in (KNOWN, BEGINS, "any text")]
@@ -136,7 +136,7 @@ def test_a_slow_reader_costs_lines_and_they_are_counted(
                 skipped += int(text.split()[0])
             else:
                 printed += 1
-    # The line within which the position was is neither.
+    # The line that contained the read position at the skip is in neither count.
     assert total - 3 <= printed + skipped <= total
     assert skipped > total / 2
 

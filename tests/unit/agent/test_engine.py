@@ -1,4 +1,4 @@
-"""What the agent of a real member makes of processes, logs and answers before it decides: the seam to `decide`."""
+"""Evidence from processes, logs and responses of a real member, as input of `decide`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FATAL = "(EngineCore pid=402) ERROR 11-23 07:23:32 [core.py:1512] EngineCore enc
 
 
 def serving(member: Member) -> Member:
-    """As after the start, with an engine that nobody started."""
+    """Set the state of a member after its start, with an engine that is not watched."""
     engine = EngineState(generation=1, started=0.0, load_seconds=math.inf) if member.context.rank == 0 else None
     state = replace(member.loop.state, formed=True, joined=True, phase=Phase.SERVING, generation=1, engine=engine)
     member.loop.state = state
@@ -88,7 +88,7 @@ async def test_an_engine_has_the_time_that_the_slowest_disk_takes(
     assert bound == seconds
     assert head.engine is not None
     head.engine._begin(bound)
-    # vLLM gives up by itself otherwise.
+    # vLLM's own timeout for the start of the engine must not be shorter.
     assert head.context.env.get("VLLM_ENGINE_READY_TIMEOUT_S") == (str(int(seconds)) if seconds > 1300 else None)
 
 
@@ -120,7 +120,7 @@ async def test_of_two_that_end_together_the_engine_core_took_the_worker_along(
 
 
 def raylet_says(directory: Path, kind: int) -> None:
-    """That the worker `PID` left: told to with 1, by itself with 0."""
+    """Write the raylet's log of the exit of worker `PID`: intended with kind 1, unexpected with 0."""
     logs = directory / "ray" / "session_latest" / "logs"
     logs.mkdir(parents=True)
     (logs / f"python-core-worker-00b2_{PID}.log").touch()
@@ -156,7 +156,7 @@ async def test_an_engine_core_that_gave_up_is_dead_before_it_ends(
     assert head.engine is not None
     (tmp_path / "vllm.log").write_text(FATAL)
     if worker:
-        # EngineCore failed of it, and wrote so before the agent heard of the worker's end.
+        # EngineCore failed because of the worker and logged this before the agent noticed the worker's exit.
         head.process_ended("worker", PID)
     else:
         head.engine.read_log()
@@ -167,7 +167,7 @@ async def test_an_engine_core_that_gave_up_is_dead_before_it_ends(
 async def test_an_engine_without_the_plugin_ends_unless_it_serves(
     make_member: Callable[..., Member], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starting: bool
 ) -> None:
-    """Ignore the line once the engine serves: it has loaded the plugin, and the line is somebody's text."""
+    """A serving engine has loaded the plugin, so the line is text of a client and is ignored."""
     head = serving(make_member(0))
     assert head.engine is not None
     fed: list[object] = []
@@ -245,7 +245,7 @@ async def test_an_engine_whose_log_cannot_be_read_is_not_left_to_itself(
 async def test_an_api_process_that_outlives_sigkill_has_a_cause(
     make_member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for a device in the kernel: no signal ends it."""
+    """The process waits for a device in the kernel, where no signal ends it."""
     head = serving(make_member(0))
     assert head.engine is not None
 

@@ -23,7 +23,7 @@ FAILURE = Failure(
 
 
 def _here(plan: GroupPlan, agent: int, dashboard: int, api: int) -> GroupPlan:
-    """The plan with every member at loopback."""
+    """Return the plan with the loopback address for every member."""
     members = []
     for member in plan.members:
         ports = member.ports.model_copy(update={"agent": agent})
@@ -119,7 +119,7 @@ async def test_it_cannot_be_written(make_plan: MakePlan, tmp_path: Path) -> None
 async def test_a_disk_that_does_not_answer_is_not_waited_for(
     make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A pipe that nobody reads: opening it to write waits for ever, as a file on a dead server does.
+    # Opening a pipe without a reader for writing blocks, as does a file on an unreachable file server.
     monkeypatch.setattr(evidence, "BOUND_SECONDS", 2.5)
     monkeypatch.setattr(evidence, "_WRITE_SECONDS", 0.5)
     monkeypatch.setattr(evidence.time, "strftime", lambda *_: "now")

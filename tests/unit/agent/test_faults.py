@@ -1,4 +1,4 @@
-"""What each fault of docs/faults.md looks like to rank 0; neither order nor lateness changes what it is called."""
+"""Faults of docs/faults.md as events at rank 0: order and delay of the events do not change the recorded cause."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def serving(make_replay: MakeReplay) -> MakeReplay:
 
 
 def strike(replay: Any, fault: Fault, times: list[float], ahead: float = 0.0) -> None:
-    """Play a fault whose events come at these times; rank 1's clock is `ahead` of rank 0's."""
+    """Play the events of a fault at these times; rank 1's clock is `ahead` seconds ahead of rank 0's."""
     begun = replay.clock
     signals = [Signals(time=1.0, gpus=(GpuSignals(index=0, xid=xid),)) for xid in fault.xids]
     replay.feed(replace(replay.state.view, signals=signals[0]))
@@ -57,7 +57,7 @@ def strike(replay: Any, fault: Fault, times: list[float], ahead: float = 0.0) ->
     if fault.silent or fault.accepts or any(isinstance(event, Refused) for _, event in fault.events):
         replay.silent.add(1)
     if any(isinstance(event, Told) for _, event in fault.events):
-        # Its next answer says it, and it has not come yet.
+        # Rank 1's next response reports the death and has not arrived yet.
         replay.busy.add(1)
     for at, event in sorted(zip(times, (event for _, event in fault.events), strict=True), key=lambda one: one[0]):
         replay.pass_to(begun + at)
@@ -73,7 +73,7 @@ def strike(replay: Any, fault: Fault, times: list[float], ahead: float = 0.0) ->
 
 
 def rank_one(replay: Any, begun: float, told: Told, ahead: float) -> None:
-    """Rank 1 says what died there and when, by its own clock."""
+    """Feed rank 1's report of a death, with the time by rank 1's clock."""
     generation = None if told.of_member else replay.state.generation
     time = 1_000_000.0 + begun + 0.01 + told.late + ahead
     failure = Failure(
@@ -96,7 +96,7 @@ def test_a_fault_has_one_cause_culprit_and_level(serving: MakeReplay, fault: Fau
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_order_within_the_windows_changes_it(serving: MakeReplay, fault: Fault, data: st.DataObject) -> None:
-    """Events are drawn anywhere in their windows, in any order at the same moment, and rank 1's clock may be wrong."""
+    """Events have any times within their windows and any order at equal times; rank 1's clock may differ."""
     times = [data.draw(st.floats(*span)) for span, _ in fault.events]
     order = data.draw(st.permutations(range(len(times))))
     shuffled = replace(fault, events=tuple(fault.events[i] for i in order))
@@ -120,13 +120,13 @@ def test_every_fault_is_detected_then_explained_then_repaired(serving: MakeRepla
     kinds = (ReportDead, SaveEvidence, RecordFailure)
     order = [next((i for i, one in enumerate(done) if isinstance(one, kind)), None) for kind in kinds]
     found = [at for at in order if at is not None]
-    # The cause is recorded with the evidence for it, and the repair follows.
+    # The evidence is saved before the cause is recorded, and the repair follows.
     assert order[2] is not None
     assert [*found, repair] == sorted([*found, repair])
 
 
 def test_every_fault_of_the_table_is_here() -> None:
-    elsewhere = {"kill -9 agent of rank 0", "SIGSTOP agent of rank 0"}  # rank 1 and the loop see these
+    elsewhere = {"kill -9 agent of rank 0", "SIGSTOP agent of rank 0"}  # detected by rank 1 and by the event loop
     ours = [fault.name for fault in FAULTS]
     for fault in table.FAULTS:
         if fault.kind is not table.Kind.NONE and fault.name not in elsewhere:
@@ -135,7 +135,7 @@ def test_every_fault_of_the_table_is_here() -> None:
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_what_ends_by_itself_costs_nothing(serving: MakeReplay, silent: bool) -> None:
-    """8 s without a packet, or a step that takes 70 s: the rules suspect, and take it back."""
+    """After 8 s without packets or a step of 70 s the rules report a suspicion and withdraw it."""
     replay = serving()
     begun = replay.clock
     if silent:

@@ -19,7 +19,7 @@ def free_ports() -> list[int]:
 
 
 async def exchange(*, token: str = "t", incarnation: int = 1) -> list[tuple[int, float]]:
-    """What rank 0 hears of rank 1 within half a second, in which it asks ten times."""
+    """Return the replies of rank 1 that rank 0 receives within 0.5 s, during which it sends ten heartbeats."""
     ports, heard = free_ports(), []
     one = Heartbeats(0, 1, "t", {1: ("127.0.0.1", ports[1])}, lambda rank, trip: heard.append((rank, trip)))
     other = Heartbeats(1, incarnation, token, {0: ("127.0.0.1", ports[0])}, lambda rank, trip: None)
@@ -45,7 +45,7 @@ async def test_strangers_and_earlier_incarnations_are_not_heard() -> None:
 
 
 class Wire:
-    """A transport that keeps what is sent."""
+    """Transport that records the data sent."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []

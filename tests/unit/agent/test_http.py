@@ -79,7 +79,7 @@ async def test_a_new_incarnation_is_opened_by_the_key_and_not_by_the_token_befor
         before = client._credentials[url].token if answers else "none"
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {before}"}) as session:
             assert (await session.get(f"{url}/v1/status")).status == 401
-        # The client goes on from what it showed to the incarnation before, at the same address.
+        # The client first presents the token of the previous incarnation, at the same address.
         answers.append(await client.status(url, key))
         assert await client.status(url, new_key()), "what is known needs no key"
         stranger = AgentClient()
@@ -131,7 +131,7 @@ async def test_metrics_of_the_machine_the_fabric_and_failures(served: Any) -> No
         memory_available=5000,
         gpus=(
             GpuSignals(index=0, celsius=91, sm_mhz=500, sm_max_mhz=2400, slowed_by=("power cap",), memory_used=7),
-            # Unified memory: the driver reports nothing else.
+            # With unified memory the driver reports no other value.
             GpuSignals(index=1, utilization=0.5),
         ),
     )
@@ -166,7 +166,7 @@ async def test_metrics_of_the_machine_the_fabric_and_failures(served: Any) -> No
         "dsv4_engine_kv_cache_tokens 900.0",
     ):
         assert line in text.splitlines()
-    # A value that is not reported has no sample.
+    # Values that are not reported have no sample.
     assert "dsv4_node_shared_memory_free_bytes" not in text
     assert 'dsv4_gpu_celsius{gpu="1"}' not in text
 
@@ -197,7 +197,7 @@ async def test_watchers_hear_of_every_change_at_once_and_of_nothing_each_second(
             status, heard = await following()
             assert getattr(status, name) == expected
             delays.append(heard - begun)
-        # The others may have waited for a processor.
+        # The minimum, because single messages may be delayed by other processes.
         assert min(delays) < 0.05
         begun = time.monotonic()
         _, heard = await following()
@@ -228,7 +228,7 @@ async def test_the_heads_stream_tells_of_the_group_and_of_nothing_twice(
         assert time.monotonic() - begun > 0.8
         assert second.members is None
         assert second.ages[1] > first.ages[1]
-        # What comes now comes because it is new.
+        # With this period only changes cause messages on the stream.
         monkeypatch.setattr(http, "_WATCH_SECONDS", 60.0)
         worker.enter(Phase.STAGING)
         reporter.state.signals = Signals(time=5.0)

@@ -1,4 +1,4 @@
-"""Evidence in log lines: arbitrary text x every phase x every reader, and clients' text in every emitter's line."""
+"""Log lines as evidence: arbitrary text for every phase and reader, and clients' text in the lines of every emitter."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def serving_filter() -> LineFilter:
 
 
 def patterns() -> dict[str, re.Pattern[str]]:
-    """Every pattern of the modules that read logs."""
+    """Return every pattern of the modules that read logs."""
     found: dict[str, re.Pattern[str]] = {}
 
     def look(name: str, value: object) -> None:
@@ -92,7 +92,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
 
 
 def literals(pattern: str) -> list[str]:
-    """Text that the beginnings of a pattern match: its words, with digits and blanks for classes."""
+    """Return text that the parts of a pattern match: its literals, with digits and blanks for character classes."""
     plain = re.sub(r"\(\?[P<>:=!]*\w*>?|\{[^}]*\}|\[[^\]]*\]\+?|[()^$?*|]", "\x00", pattern)
     plain = plain.replace("\\d", "1").replace("\\s", " ").replace("\\w", "a").replace("\\S", "x").replace("\\", "")
     return [part for part in plain.split("\x00") if part.strip()]
@@ -153,7 +153,7 @@ def best(work: Callable[[], object]) -> float:
 
 
 def assert_linear(work: Callable[[str], object], unit: str) -> None:
-    """Sixteen times the text may take 64 times as long at most; squared it would be 256 times."""
+    """Require less than 64 times the duration for 16 times the text; a quadratic pattern would take 256 times."""
     texts = [(unit * (size // len(unit) + 1))[:size] for size in (4096, 65536)]
     short, long = (best(lambda text=text: work(text)) for text in texts)  # type: ignore[misc]
     assert long < max(64 * short, 0.004), (unit, short, long)
@@ -283,7 +283,7 @@ SAID = [
 
 
 def by_clients(text: str) -> dict[str, str]:
-    """Lines of vLLM 0.32 and uvicorn, with `text` in each place where clients choose it."""
+    """Return lines of vLLM 0.32 and uvicorn with `text` in each place that clients control."""
     path = re.sub(r"[^\w./-]", "%20", text)
     known = "error=ErrorInfo(message='The model `{}` does not exist.', type='NotFoundError', param='model', code=404)"
     dump = (
@@ -340,7 +340,7 @@ async def test_clients_text_is_no_evidence_while_an_engine_serves(
     ("kind", "phase"),
     [
         *((kind, Phase.SERVING) for kind in by_clients("")),
-        # Without a token the server of an engine that starts can be reached too, and a log can have older lines.
+        # Without a token the server of a starting engine is reachable too, and a log can contain older lines.
         *((kind, Phase.LOADING) for kind in ("model", "path", "query", "prompt", "stop", "schema", "bad words")),
     ],
 )
@@ -511,7 +511,7 @@ async def test_facts_that_are_written_just_before_an_engine_serves_count(make_he
 
 @pytest.mark.parametrize("piece", [1000, 4096, 4097, 8192, 100_000])
 def test_what_follows_in_a_long_line_is_no_line_of_its_own(tmp_path: Path, piece: int) -> None:
-    """Writers flush long lines in pieces, and a client can have each piece begin like a line of EngineCore."""
+    """Writers flush long lines in pieces, and a client can make each piece begin like a line of EngineCore."""
     path = tmp_path / "vllm.log"
     tail = LogTail(path)
     tail.survived()

@@ -19,7 +19,7 @@ from dsv4_runtime.engine.logs import (
     worker_lost,
 )
 
-# As vLLM 0.32 writes them.
+# Lines in the format of vLLM 0.32.
 SHARDS = "Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:00<00:00, 10.95it/s]"
 INIT = "(EngineCore pid=581) INFO [core.py:396] init engine (profile, create kv cache, warmup model) took 1.5 s"
 
@@ -195,7 +195,7 @@ def test_enginecore_says_that_a_worker_ended_by_itself(line: str, lost: bool) ->
 
 
 def traced(error: str, place: str = "core.py:1512", said: str = "EngineCore encountered a fatal error.") -> list[str]:
-    """A traceback as vLLM writes it."""
+    """Lines of a traceback in vLLM's format."""
     origin = f"(EngineCore pid=402) ERROR 11-23 07:23:32 [{place}]"
     inner = ["Traceback (most recent call last):", '  File "core.py", line 1496, in run', "    busy_loop_func(self)"]
     return [f"{origin} {text}" for text in (said, *inner, error)]
@@ -221,21 +221,22 @@ BARE = [
             traced("torch.OutOfMemoryError: CUDA out of memory.", said="EngineCore failed to start."),
             (0, "torch.OutOfMemoryError: CUDA out of memory.", Cause.OUT_OF_MEMORY_GPU),
         ),
-        # Of two errors the one that the other came from; and nothing of another process or of another line.
+        # Of two errors the first one caused the other. Lines of other processes and unrelated lines are not part of the
+        # traceback.
         ([*traced("OSError: a"), *traced("ValueError: b")[1:]], (0, "OSError: a", None)),
         ([*traced("OSError: a")[:3], API, *traced("OSError: a")[3:]], (0, "OSError: a", None)),
-        # What names a cause, or is EngineCore's own last word, tells more than an error that came before.
+        # A line with a known cause and EngineCore's own fatal line have priority over earlier errors.
         ([API, *traced("OSError: a")], (1, "OSError: a", None)),
         (
             [SURVIVED, *traced("torch.AcceleratorError: CUDA error: an illegal memory access was encountered")],
             (1, "torch.AcceleratorError: CUDA error: an illegal memory access was encountered", Cause.XID_ERROR),
         ),
-        # An error that says what it is on its next lines, of which the first is enough.
+        # Error whose text follows on the next lines; the first of them is included.
         (
             [*traced("tvm_ffi.DialectError:"), traced("error: cudaErrorIllegalAddress (700)")[-1], traced("more")[-1]],
             (0, "tvm_ffi.DialectError: error: cudaErrorIllegalAddress (700)", None),
         ),
-        # An error of another process, with its traceback below it.
+        # Error of another process, followed by its traceback.
         (
             [
                 *traced("ray.exceptions.RayTaskError(AttributeError): ray::RayWorkerProc.initialize_worker() (pid=9)"),
@@ -249,7 +250,7 @@ BARE = [
                 None,
             ),
         ),
-        # The API server loads plugins before it has set its log up.
+        # The API server loads plugins before it configures logging.
         (
             ["Failed to load plugin dsv4", *BARE, "INFO 11-23 07:20:14 [api_utils.py:339] version 0.33.0"],
             (0, BARE[-1], Cause.PLUGIN_NOT_LOADED),
@@ -273,7 +274,7 @@ def test_the_first_fatal_line_comes_with_the_error_of_its_traceback(
     tail = LogTail(path)
     with path.open("w") as file:
         for line in lines:
-            # Also when they are read one by one.
+            # Lines may also be read one at a time.
             file.write(f"{line}\n")
             file.flush()
             tail.read()

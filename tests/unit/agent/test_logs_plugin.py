@@ -1,4 +1,4 @@
-"""Lines of vLLM's log that are of dsv4's plugin: who computes an operation, and that it could not be loaded."""
+"""Log lines of dsv4's vLLM plugin: the implementation of each operation, and failures to load the plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a member does beside its life."""
+"""Periodic tasks of a member."""
 
 from __future__ import annotations
 

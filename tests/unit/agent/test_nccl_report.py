@@ -1,4 +1,4 @@
-"""NCCL's RAS, as NCCL 2.28.9 answered on two H200 while one rank had begun three operations more than the other."""
+"""Responses of NCCL's RAS service, recorded with NCCL 2.28.9 on two H200; one rank had begun three operations more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NCCL version 2.28.9 compiled with CUDA 13.0
 
 @asynccontextmanager
 async def thread(answer: str, *, ends: bool = True) -> AsyncIterator[tuple[int, list[str]]]:
-    """A RAS thread that answers so: its port, and what it was asked."""
+    """Serve `answer` as NCCL's RAS thread does; yield the port and the list of received commands."""
     asked: list[str] = []
     serving: list[asyncio.Task[None] | None] = []
 

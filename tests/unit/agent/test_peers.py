@@ -1,4 +1,4 @@
-"""When a member counts as silent."""
+"""Detection of silent members."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsv4_testkit.waiting import free_port, until
 
 @pytest.fixture
 async def pair(make_plan: Any) -> AsyncIterator[tuple[Peers, web.AppRunner]]:
-    """Rank 0's view of rank 1, whose agent answers until its runner is cleaned up."""
+    """Yield rank 0's view of rank 1, and the runner of rank 1's agent, which responds until it is cleaned up."""
     plan = make_plan()
     one, other = (
         member.model_copy(
@@ -75,7 +75,7 @@ async def test_a_death_is_dated_by_this_members_clock(pair: Any, monkeypatch: py
     monkeypatch.setattr(Reporter, "status", status)
     await until(lambda: mine.all[1].death is not None)
     found = mine.all[1].death
-    # What cannot be wrong is not corrected; else half of an answer's way is not known.
+    # Without a difference of the clocks the time is not corrected. The error of a correction is half a round trip.
     assert found == failure if ahead == 0.0 else abs(found.time - died) < 0.5
 
 
@@ -95,13 +95,13 @@ async def test_who_stands_still_hears_nobody_and_blames_nobody(pair: Any) -> Non
     mine, runner = pair
     await until(lambda: mine.all[1].reachable)
     await runner.cleanup()
-    time.sleep(3.0)  # the whole process, as when it is stopped
+    time.sleep(3.0)  # blocks the whole process, like SIGSTOP
     await until(lambda: mine.silence(1, time.monotonic()) < 1.0)
 
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_whoever_waits_for_news_ends_when_cancelled_also_just_when_they_come(make_plan: Any, turns: int) -> None:
-    """Else a head that noticed a death waits for ever for its chores to end, and repairs nothing."""
+    """Otherwise a head that has detected a death would wait indefinitely for its tasks to end."""
     mine = Peers(make_plan(), 0, "t")
 
     async def follow() -> None:
@@ -153,7 +153,7 @@ asyncio.run(main())
 
 @pytest.fixture
 async def stoppable(make_plan: Any) -> AsyncIterator[tuple[Peers, asyncio.subprocess.Process]]:
-    """Rank 0's view of rank 1, whose agent is a process of its own."""
+    """Yield rank 0's view of rank 1, and the process of rank 1's agent."""
     plan = make_plan()
     one, other = (
         member.model_copy(
@@ -230,7 +230,7 @@ def silent(accepting: float | None) -> Peer:
 
 
 def test_a_link_that_comes_back_brings_its_agent_along() -> None:
-    """After 8 s without packets the machine takes connections at once, and the agent is heard a moment later."""
+    """After 8 s without packets the machine accepts connections immediately; its agent responds a moment later."""
     assert silent(accepting=108.0).lost(108.3, 0.0, HealthPolicy()) is None
     assert silent(accepting=None).lost(108.9, 0.0, HealthPolicy()) is None
     assert silent(accepting=None).lost(109.0, 0.0, HealthPolicy()) is Cause.NODE_LOST

@@ -48,7 +48,7 @@ def test_too_little_of_something(make_plan: Any, field: str, words: str) -> None
 
 
 def on_gpus(make_plan: Any, *uuids: str) -> GroupPlan:
-    """A plan of which rank 0 has these GPUs and needs 24 GiB on each."""
+    """Return a plan in which rank 0 has these GPUs and needs 24 GiB on each."""
     plan: GroupPlan = make_plan()
     head = plan.head.model_copy(update={"gpus": uuids or None, "devices": max(len(uuids), 1)})
     wants = plan.expectations.model_copy(update={"gpu_bytes": 24 * GIB})
@@ -80,7 +80,7 @@ async def test_gpus_that_are_there_and_free(make_plan: Any, driver: FakeNvml) ->
 async def test_copies_between_the_gpus_of_a_pod(
     make_plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """Elsewhere the plan names the GPUs, and their copies were tested before it was made."""
+    """If the plan names the GPUs, their copies were tested before planning."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(build_cuda(tmp_path)))
     monkeypatch.setenv("FAKE_FAULT", fault)
     plan = on_gpus(make_plan)

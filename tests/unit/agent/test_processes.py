@@ -1,4 +1,4 @@
-"""Real processes: what the agent starts must end with it, however deep it hides."""
+"""Real processes: all processes below the agent end with it, at any depth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsv4_runtime.agent.processes import (
     waited_for,
 )
 
-# Starts a grandchild in a session of its own, orphans it, and ignores SIGTERM.
+# Starts a grandchild in its own session, orphans it, and ignores SIGTERM.
 STUBBORN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -35,7 +35,7 @@ print("up", flush=True)
 time.sleep(300)
 """
 
-# An agent in small: starts something that orphans a process below it, then ends everything.
+# Minimal agent: starts a process that orphans a descendant, then ends all of them.
 AGENT = """
 import asyncio, subprocess, sys, time
 from pathlib import Path
@@ -49,7 +49,7 @@ async def main():
 asyncio.run(main())
 """
 
-# Its first thread ends and leaves another one that holds a port: Linux shows a zombie, which nobody can collect.
+# The first thread exits and another one keeps a port open. Linux shows the process as a zombie that cannot be reaped.
 HEADLESS = """
 import ctypes, socket, threading, time
 port = socket.create_server(("127.0.0.1", 0))
@@ -77,7 +77,7 @@ async def test_a_stubborn_tree_ends_within_its_grace(tmp_path: Path) -> None:
 async def test_an_exit_code_is_left_to_whoever_waits_for_it() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(7)")
     with waited_for(process.pid):
-        # asyncio waits in a thread of its own, which may be the first to see the end.
+        # asyncio waits in its own thread, which may be the first to reap the process.
         with contextlib.suppress(ChildProcessError):
             while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 reap_orphans(frozenset())
@@ -88,7 +88,7 @@ async def test_an_exit_code_is_left_to_whoever_waits_for_it() -> None:
 async def test_what_outlives_its_kill_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(processes, "_KILL_SECONDS", 0.2)
     child = await Child.start("x", ["sleep", "300"], {"PATH": "/usr/bin:/bin"}, tmp_path / "log")
-    monkeypatch.setattr(processes, "kill", lambda _: None)  # As one that waits for a device.
+    monkeypatch.setattr(processes, "kill", lambda _: None)  # like a process that waits for a device
     await asyncio.wait_for(child.end(grace=0.0), 5)
     assert child.running
     os.kill(child.pid, signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_orphans_end_with_the_agent(tmp_path: Path) -> None:
 async def test_a_death_is_noticed_without_looking() -> None:
     ended: list[tuple[str, int]] = []
     watch = ProcessWatch(lambda role, pid: ended.append((role, pid)))
-    # Named as vLLM names its engine.
+    # process title of vLLM's engine
     process = subprocess.Popen(["bash", "-c", "exec -a VLLM::EngineCore sleep 60"])
     try:
         for _ in range(200):
@@ -154,12 +154,12 @@ async def test_a_process_that_was_given_the_id_of_an_ended_one_is_not_killed() -
         role, descriptor = watch._watched.pop(other.pid)
         asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)
-        # The loop has not had its turn since the old one ended, and the other one has its id by now.
+        # The event loop has not run since the old process ended, and the other one has its process ID by now.
         watch._watched[other.pid] = watch._watched.pop(old.pid)
         old.kill()
         old.wait()
         watch.kill({role})
-        with pytest.raises(subprocess.TimeoutExpired):  # a killed process takes a moment to end
+        with pytest.raises(subprocess.TimeoutExpired):  # a killed process needs a moment to exit
             other.wait(0.5)
     finally:
         for process in processes:

@@ -1,4 +1,4 @@
-"""A member whose Ray node ended, or was stopped."""
+"""Members whose Ray node has exited or is stopped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_without_its_ray_node_a_member_fails_at_any_time(fresh: MakeReplay, rank
 
 
 def ray_is(replay: Any, at: float, **states: str) -> None:
-    """A sample of this member's processes of Ray, by name and state."""
+    """Feed a sample of this member's Ray processes, by name and state."""
     processes = tuple(ProcessSignals(name=name, pid=1, state=state, cpu_seconds=0.0) for name, state in states.items())
     replay.pass_to(at)
     replay.feed(dataclasses.replace(replay.state.view, signals=Signals(time=at, processes=processes)))
@@ -82,7 +82,7 @@ def test_an_agent_that_was_stopped_together_with_ray_waits_for_it_to_go_on(servi
 
 
 def gcs_answers(replay: Any, at: float, answered: float) -> None:
-    """A view with the time of the GCS's latest answer; every member answers."""
+    """Feed a view in which every member responds and the GCS last responded at `answered`."""
     replay.pass_to(at)
     replay.answer()
     replay.feed(dataclasses.replace(replay.state.view, gcs_answered=answered))
@@ -117,7 +117,7 @@ def test_a_start_that_waits_for_ray_names_the_gcs(fresh: MakeReplay) -> None:
 
 @pytest.mark.parametrize("silent", [0.0, 8.0])
 def test_another_member_does_not_blame_the_gcs(serving: MakeReplay, silent: float) -> None:
-    """After a lost link its heartbeats arrive before the next answer of the GCS."""
+    """After a lost link, heartbeats of rank 0 arrive before the next response of the GCS."""
     replay = serving(1)
     begun = replay.clock
     if silent:
@@ -137,7 +137,7 @@ def test_an_agent_that_was_stopped_does_not_blame_the_gcs(serving: MakeReplay) -
 
 
 class Served(asyncio.Protocol):
-    """First answer of Ray's GCS: settings, then headers on stream 1."""
+    """First response of Ray's GCS: settings, then headers on stream 1."""
 
     def __init__(self, frames: bytes) -> None:
         self._frames = frames

@@ -11,7 +11,7 @@ SHM = Path("/dev/shm")
 
 
 def leave(name: str) -> Path:
-    """A file as a killed engine leaves it."""
+    """Create a file as a killed engine leaves it."""
     path = SHM / name
     path.write_bytes(b"x")
     return path
@@ -25,10 +25,10 @@ def test_only_what_is_left_behind_goes() -> None:
     opened = leave("psm_0badcafe")
     descriptor = os.open(opened, os.O_RDONLY)
     try:
-        # Too young to judge.
+        # Files this young are kept.
         assert sweep(born) == []
         time.sleep(2.2)
-        # Made before this member was born.
+        # Files older than the member are kept.
         assert sweep(time.time()) == []
         assert sweep(born) == sorted(path.name for path in left)
         assert not any(path.exists() for path in left)

@@ -1,4 +1,4 @@
-"""What an engine leaves behind lies in its member's directory, and goes."""
+"""Sockets of a killed engine lie in the member's directory and are removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan
 
 MakePlan = Callable[..., GroupPlan]
-# What vLLM does for each of its queues (`utils/network_utils.py:get_open_zmq_ipc_path`), before it is killed.
+# Steps of vLLM for each of its queues (`utils/network_utils.py:get_open_zmq_ipc_path`), followed by SIGKILL.
 ENGINE = """
 import os, signal, socket, tempfile, uuid
 bound = socket.socket(socket.AF_UNIX)
@@ -43,7 +43,7 @@ async def test_a_killed_engine_leaves_nothing_outside_its_members_directory(
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    # A socket's path has at most 107 bytes, and pytest's own directories take most of them.
+    # A socket's path has at most 107 bytes, of which pytest's directories use most.
     with tempfile.TemporaryDirectory(prefix="m", dir="/tmp") as short:
         monkeypatch.setenv("TMPDIR", str(elsewhere))
         member = Member(make_plan(), 0, Path(short), "token")
@@ -57,11 +57,11 @@ async def test_a_killed_engine_leaves_nothing_outside_its_members_directory(
 
 
 def test_vllm_makes_its_sockets_where_the_environment_says(tmp_path: Path) -> None:
-    """The whole of its way from `TMPDIR` to the name; a vLLM that chooses otherwise is found here."""
+    """Check vLLM's derivation of the path from `TMPDIR`, to detect versions that use another location."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or vllm.origin is None:
         pytest.skip("vLLM is not installed")
-    # The module alone, without the seconds that vLLM's package takes.
+    # Run this module alone, because an import of the package `vllm` takes seconds.
     code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['__getattr__']('VLLM_RPC_BASE_PATH'))"
     env = {**os.environ, "TMPDIR": str(tmp_path), "VLLM_CONFIGURE_LOGGING": "0"}
     env.pop("VLLM_RPC_BASE_PATH", None)

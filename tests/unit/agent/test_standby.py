@@ -1,4 +1,4 @@
-"""What waits for the next engine: real processes, but for vLLM and Ray, which the engine ring has."""
+"""Standby processes for the next engine: real processes without vLLM and Ray, which tests/engine covers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dsv4_runtime.vllm_plugin import forking, patch, preload, warm_pool
 from dsv4_runtime.vllm_plugin.kernels import v033
 from dsv4_runtime.weights.staging import StagingResult
 
-# Imports a server that says what it was told, in place of vLLM's, and inspects no model, which takes vLLM.
+# Imports a server that reports its order in place of vLLM's, and inspects no model, which would need vLLM.
 WAITING = (
     "import sys; from dsv4_runtime.vllm_plugin import warm_pool as pool; pool.SERVER = 'served'; "
     "pool.inspect_model = lambda model: None; "
@@ -61,7 +61,7 @@ async def wait_for(file: Path, text: str) -> None:
 
 
 def told(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the process import `SERVER`."""
+    """Make the standby process import `SERVER`."""
     start = member.context.start_child
 
     async def other(name: str, command: list[str], *, fed: bool = False, log: str | None = None) -> Any:
@@ -119,7 +119,7 @@ def test_modules_of_a_worker_are_imported_up_to_one_that_takes_a_device(
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_standby_server_has_the_environment_of_a_cold_start(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imports set and replace variables, before the order or, in a cold start, after it."""
+    """Imports set and replace variables: before the order in a standby server, after it in a cold start."""
     draw = random.Random(seed)
     names = [f"DSV4_TEST_{letter}" for letter in "ABCDEF"]
 
@@ -134,7 +134,7 @@ def test_a_standby_server_has_the_environment_of_a_cold_start(seed: int, monkeyp
             environment.setdefault(name, value)
 
     before = {name: value for name, value in some().items() if name not in defaults}
-    # An order may add and change variables, but none that an import replaces: whether it did is known of `before` only.
+    # Orders add and change variables, except those that an import replaces; replacements are known for `before` only.
     order = {name: value for name, value in {**before, **some()}.items() if name not in replaced}
     order |= {name: value for name, value in before.items() if name in replaced}
     cold = dict(order)
@@ -147,7 +147,7 @@ def test_a_standby_server_has_the_environment_of_a_cold_start(seed: int, monkeyp
 
 
 async def counts(port: int, found: list[int | None]) -> web.AppRunner:
-    """A server with vLLM's metrics, that says one number of open requests after the other, and the last one again."""
+    """Serve vLLM's metrics with the numbers of open requests in `found`, one per request; the last one repeats."""
 
     async def metrics(_: web.Request) -> web.Response:
         running = found.pop(0) if len(found) > 1 else found[0]
@@ -219,7 +219,7 @@ def test_imports_pause_while_the_brake_is_on(tmp_path: Path, exists: bool | None
 
 
 def test_a_brake_that_is_released_holds_nobody(tmp_path: Path) -> None:
-    """The engine has died while its processes were still importing."""
+    """The engine died while the standby processes were importing."""
     file = tmp_path / "brake"
     file.touch()
     slow = warm_pool._Brake(file)
@@ -249,7 +249,7 @@ async def test_the_brake_is_on_while_an_engine_serves_and_off_when_the_next_one_
 
 @pytest.mark.parametrize(("told", "code"), [(True, 0), (False, 1)])
 async def test_nothing_waits_with_a_device(tmp_path: Path, told: bool, code: int) -> None:
-    """One that is told already what to be does not wait, and an engine may have its device."""
+    """A process with an initialized GPU exits if it has no order yet, and starts the engine if it has one."""
     (tmp_path / "served.py").write_text(SERVER)
     device = "import sys, types; cuda = types.SimpleNamespace(is_initialized=lambda: True); "
     device += "sys.modules['torch'] = types.SimpleNamespace(cuda=cuda); "
@@ -341,7 +341,7 @@ async def test_a_lost_one_is_replaced_within_seconds_and_a_bounded_number_of_tim
 async def test_a_lost_worker_of_ray_is_requested_again_within_seconds_beside_requests(
     member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, raylet: str
 ) -> None:
-    """The raylet is a real gRPC server; no program is started to call it, unless it refuses."""
+    """The raylet is a real gRPC server. The request needs no subprocess unless the raylet refuses it."""
     code = (
         "import grpc, concurrent.futures as f, sys, time\n"
         "def answer(request, context):\n"
@@ -437,7 +437,7 @@ async def test_nothing_waits_where_memory_is_short(member: Member, monkeypatch: 
 
 
 async def test_a_first_engine_has_one_too(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM is imported while the weights are fetched, and whoever fetches waits for nobody."""
+    """vLLM is imported while the weights are fetched, and fetching does not wait for the import."""
 
     async def fetched(*_: object) -> Any:
         await wait_for(tmp_path / "vllm.log", "imported")
@@ -466,7 +466,7 @@ async def test_without_one_the_weights_are_fetched_all_the_same(
 
 
 class Class:
-    """A class of models in vLLM's registry."""
+    """Model class in vLLM's registry."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.asked, self._error = 0, error
@@ -548,7 +548,7 @@ def test_it_is_prepared_while_an_engine_serves_and_not_while_one_starts(fresh: C
 
 
 def test_the_next_engines_worker_is_not_taken_for_the_last_ones(serving: Callable[..., Any]) -> None:
-    """It has imported vLLM already, so it may be there before this member hears that the head has gone on."""
+    """The worker has imported vLLM already, so it may exist before this member receives the head's next phase."""
     replay = serving(1)
     replay.head_says(1, Phase.SERVING)
     replay.head_says(1, Phase.RESTARTING)

@@ -1,4 +1,4 @@
-"""A start that hangs, one that is only slow, and starts that fail alike."""
+"""Starts that hang, slow starts, and repeated identical failures of starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOAD = 100.0
 
 @pytest.fixture
 def starting(fresh: MakeReplay) -> MakeReplay:
-    """Rank 0 whose engine starts, with a planned bound of `LOAD`."""
+    """Return the factory of a replay of rank 0 with a starting engine and a planned bound of `LOAD`."""
 
     def make(given: bool = False, warming: bool = False, **changes: Any) -> Any:
         reading = None if given else Reading(size=1, bytes_per_second=1e9, slack=1)
@@ -44,7 +44,7 @@ def starting(fresh: MakeReplay) -> MakeReplay:
 
 
 def sampled(replay: Any, idle: float = 0.0, stagnant: float = 0.0, rank: int = 0, **states: str) -> None:
-    """A sample of a member, of which the engine's processes have these states."""
+    """Feed a sample of a member in which the engine's processes have these states."""
     processes = tuple(
         ProcessSignals(name=name.replace("_", "-"), pid=1, state=state, cpu_seconds=0.0)
         for name, state in states.items()
@@ -57,7 +57,7 @@ def sampled(replay: Any, idle: float = 0.0, stagnant: float = 0.0, rank: int = 0
 
 
 def samples(replay: Any, seconds: float, *, idle: tuple[float, float], **states: str) -> None:
-    """Samples of both members every second; `idle` is the idle time of each at the begin, which grows if not 0."""
+    """Feed samples of all members every second; `idle` is the initial idle time of each, which grows unless it is 0."""
     begun = replay.clock
     while replay.clock - begun < seconds and not replay.all(RecordFailure):
         replay.pass_to(replay.clock + 1.0)
@@ -116,7 +116,7 @@ def test_a_process_that_waits_in_the_kernel_is_named(starting: MakeReplay) -> No
 
 def test_files_that_are_read_again_are_no_hang(starting: MakeReplay) -> None:
     replay = starting(warming=True)
-    # A start that is younger than the bound is no hang in any case.
+    # Starts younger than the bound never count as hung.
     samples(replay, 40.0, idle=(0.0, 0.0))
     replay.feed(FirstCompletion("not a number", wrong=True))
     samples(replay, 19.0, idle=(25.0, 25.0))
@@ -134,7 +134,7 @@ def test_a_pause_of_the_agent_is_no_hang(starting: MakeReplay) -> None:
 
 def test_an_active_compiler_lives_beyond_the_bound_and_one_that_spins_does_not(starting: MakeReplay) -> None:
     replay = starting()
-    # 36 minutes of a first start were observed; the bound is 100 s here.
+    # First starts of 36 minutes were observed; the bound is 100 s here.
     samples(replay, 59 * 60, idle=(0.0, 0.0))
     assert replay.all(RecordFailure) == []
     samples(replay, 2 * 60, idle=(0.0, 0.0))

@@ -1,4 +1,4 @@
-"""What casts doubt on the files of the weights, and what does not."""
+"""Failures that make a member verify its weight files, and failures that do not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ANSWER = KnownAnswer(("token_id:5", "token_id:9"), (-1.5, -2.5), (0.5, 1.5))
 
 
 def warm(replay: Any, *, restarted: bool = True) -> None:
-    """From the start to an engine that is asked for its first completion: the second one, or the first."""
+    """Replay the events from the start to the first completion request, of the second engine or of the first."""
     for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Staged(replay.verified), Done(Task.JOIN)):
         replay.feed(event)
     replay.join()

@@ -1,4 +1,4 @@
-"""A group without Ray: the agents of the other ranks start their part of vLLM, report its death, and end it."""
+"""Groups without Ray: the agents of the other ranks start their part of vLLM, report its death, and end it."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_restart_ends_its_part_until_nothing_is_left(serving: MakeReplay) -> N
 def test_a_worker_that_its_executor_did_not_end_is_the_cause(
     serving: MakeReplay, events: list[AgentEvent], cause: Cause
 ) -> None:
-    """Ray's log has this on a worker of Ray; the MP executor logs a line before EngineCore fails."""
+    """For workers of Ray this information is in Ray's log; the MP executor logs a line before EngineCore fails."""
     replay = serving(0, members=MEMBERS)
     for event in events:
         replay.feed(event)

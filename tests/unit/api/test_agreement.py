@@ -1,6 +1,6 @@
-"""The definition and the models take the same specifications, as far as the schema decides without an API server.
+"""The definition and the models accept the same specifications, where the schema decides without an API server.
 
-`tests/cluster/test_api.py` compares the same objects on an API server, which decides all of it.
+`tests/cluster/test_api.py` compares the same objects on an API server, which evaluates all of the schema.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS: dict[str, Any] = {
 
 
 def breaks(schema: dict[str, Any], value: Any) -> bool:
-    """Whether `value` breaks what this evaluator knows of a structural schema and of the simple rules of CEL."""
+    """Return whether `value` violates a structural schema or one of the CEL rules that this evaluator supports."""
     if schema.get("x-kubernetes-int-or-string"):
         return isinstance(value, bool) or not isinstance(value, int | str) or _too_long(schema, value)
     kind = KINDS[schema["type"]]
@@ -71,7 +71,7 @@ def _broken(rule: str, value: Any) -> bool:
     if rule.startswith("self.all(key, ") and (found := MATCHES.fullmatch(rule[14:-1])):
         return any(bool(re.search(json.loads(found[3]), key, re.ASCII)) == bool(found[1]) for key in value)
     if found := MATCHES.fullmatch(rule):
-        # `$` is the end of a text for the API server, and may be that of its last line for Python.
+        # On the API server `$` matches only the end of the text; in Python it also matches before a final line break.
         pattern = re.sub(r"\$(?=\)|\Z)", r"\\Z", json.loads(found[3]))
         return bool(re.search(pattern, value, re.ASCII)) == bool(found[1])
     if found := WORDS.fullmatch(rule):
@@ -80,7 +80,7 @@ def _broken(rule: str, value: Any) -> bool:
 
 
 def refusals(schema: dict[str, Any]) -> list[str]:
-    """The refusals of a field that the evaluator decides."""
+    """Return the refusals of a field that this evaluator supports."""
     known = [one["message"] for one in schema.get("x-kubernetes-validations", ()) if simple(one["rule"])]
     return [
         *known,
@@ -97,7 +97,7 @@ def simple(rule: str) -> bool:
 
 
 def refused(manifest: dict[str, Any]) -> tuple[Finding, ...]:
-    """Return the refusal of an object by `parse`, without any of its secrets."""
+    """Return the findings of `parse` for an object, and assert that they contain none of its secrets."""
     found: tuple[Finding, ...] = ()
     try:
         parse(json.loads(json.dumps(manifest)))
@@ -119,7 +119,7 @@ def test_what_the_schema_refuses_the_models_refuse_and_the_other_way_round(path:
         if breaks(SPEC, manifest["spec"]):
             assert found, f"the definition refuses {value!r:.200}"
         elif schema.get("type") != "number" and not is_link_local(str(value)):
-            # Of link-local addresses in text for the engine the definition knows only the usual ones.
+            # The definition recognizes only the common notations of link-local addresses in text for the engine.
             said = [str(one) for one in found if one.field == here]
             assert not any(word in one for one in said for word in refusals(schema)), (
                 f"the models refuse {value!r:.200}"

@@ -1,4 +1,4 @@
-"""A value out of range is refused with its field, and with the bound that it passed, as a user writes it."""
+"""Findings for values out of range have the field and the violated bound, in the notation of the API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refusal(path: str, value: Any) -> Finding:
 
 
 def ranges() -> Iterator[tuple[str, str, str]]:
-    """Path and bounds of each field that is a duration, a quantity or a fraction, as the definition has them."""
+    """Yield path and bounds of each duration, quantity and fraction in the definition."""
     for path, schema in fields():
         for one in schema.get("x-kubernetes-validations", ()):
             if found := RANGE.fullmatch(one["message"]):
@@ -77,7 +77,7 @@ def test_a_value_out_of_range_is_refused_with_its_bounds(path: str, least: str, 
 
 
 def refuses(manifest: dict[str, Any], path: str) -> bool:
-    """Whether the field's own bounds are the reason for a refusal."""
+    """Return whether the bounds of the field itself are a reason for refusal."""
     try:
         parse(manifest)
     except InvalidDeployment as error:

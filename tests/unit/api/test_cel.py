@@ -1,4 +1,4 @@
-"""CEL from the source of predicates."""
+"""Translation of the source of predicates into CEL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition: fresh, structural, and no laxer than the models where a pattern says what they take."""
+"""The CustomResourceDefinition: up to date, structural, and with patterns that accept no more than the models do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_file_is_fresh() -> None:
 
 
 def test_it_can_be_applied_from_the_client() -> None:
-    # `kubectl apply` keeps it in an annotation, of which API servers take 256 KiB.
+    # `kubectl apply` stores it in an annotation, for which API servers accept 256 KiB.
     assert FILE.stat().st_size < 150_000
 
 
@@ -68,7 +68,7 @@ def test_every_field_of_the_specification_says_what_it_is(path: str) -> None:
 
 @pytest.mark.parametrize("path", [path for path in NODES if path.startswith(".spec")])
 def test_what_a_rule_walks_is_bounded(path: str) -> None:
-    """The API server estimates what a rule costs, and refuses the definition if that is too much."""
+    """The API server estimates the cost of rules, and rejects definitions above its limit."""
     node = NODES[path]
     if node.get("type") == "array":
         assert "maxItems" in node
@@ -78,7 +78,7 @@ def test_what_a_rule_walks_is_bounded(path: str) -> None:
 
 @pytest.mark.parametrize("path", [path for path in NODES if path.startswith(".spec")])
 def test_no_refusal_of_a_text_repeats_it(path: str) -> None:
-    """API servers repeat what breaks a pattern, an enum, or a rule without this reason."""
+    """API servers repeat values that violate a pattern, an enum, or a rule without this reason."""
     node = NODES[path]
     assert not {"pattern", "enum", "format"} & set(node)
     if node.get("type") == "string" or node.get("x-kubernetes-int-or-string"):
@@ -134,7 +134,7 @@ def test_columns_and_scale_lead_to_fields() -> None:
 
 
 class Odd(Document):
-    """Nothing that a structural schema can say."""
+    """A type that a structural schema cannot express."""
 
     either: int | str
 

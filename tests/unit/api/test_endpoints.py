@@ -79,7 +79,7 @@ def test_other_hosts_are_taken(field: str) -> None:
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_what_is_no_url_of_a_host_and_a_path_is_refused(field: str) -> None:
-    """Nor is a number in another notation a host: which address it is depends on the program that reads it."""
+    """Numbers in other notations are not accepted as hosts, because programs interpret them as different addresses."""
     for url in (
         "", "mirror.example", "ftp://mirror.example", "https://user:pass@mirror.example", "https://mirror.example/x?token=y",
         "https://mirror.example/#x", "https:// mirror.example", "https://", "http://a..b", "http://a:0", "http://a:65536",
@@ -90,7 +90,7 @@ def test_what_is_no_url_of_a_host_and_a_path_is_refused(field: str) -> None:
 
 
 def forms(address: int) -> list[str]:
-    """Ways to write an address of IPv4 that programs understand."""
+    """Return notations of an IPv4 address that programs accept."""
     a, b, c, d = address.to_bytes(4, "big")
     return [
         f"{a}.{b}.{c}.{d}", f"{address}", f"0x{address:x}", f"0{address:o}", f"{a}.{address & 0xFFFFFF}",

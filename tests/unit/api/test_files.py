@@ -1,4 +1,4 @@
-"""The files that belong to the API: samples and the field reference."""
+"""Files of the API: samples and field reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading manifests: accepted ones, and the finding for each mistake."""
+"""Manifests: accepted ones, and the finding for each mistake."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def changed(path: str, value: object) -> str:
-    """The Nano manifest with the field at `path` set to `value`; `...` removes it."""
+    """Return the Nano manifest with the field at `path` set to `value`; `...` removes the field."""
     data = yaml.safe_load(NANO)
     *parents, last = path.split(".")
     place = data
@@ -89,7 +89,7 @@ def test_all_findings_come_at_once() -> None:
 
 
 BAD_FIELDS: list[tuple[str, object, Found]] = [
-    # Names and identity.
+    # Names and identity
     ("metadata.name", ..., ("metadata.name", None, "Required")),
     (
         "metadata.name",
@@ -103,7 +103,7 @@ BAD_FIELDS: list[tuple[str, object, Found]] = [
     ("kind", ..., ("kind", None, "Required")),
     ("apiVersion", "dsv4.dev/v1", ("apiVersion", "dsv4.dev/v1", "NotSupported")),
     ("status2", {}, ("status2", None, "UnknownField")),
-    # Shapes.
+    # Shapes
     ("spec", ..., ("spec", None, "Required")),
     ("spec", "nano", ("spec", "nano", "WrongType")),
     ("spec.model", ..., ("spec.model", None, "Required")),
@@ -127,7 +127,7 @@ BAD_FIELDS: list[tuple[str, object, Found]] = [
         1,
         ("spec.banana", None, "UnknownField"),
     ),
-    # The model.
+    # Model
     ("spec.model.variant", "Micro", ("spec.model.variant", "Micro", "NotSupported")),
     (
         "spec.model.source",
@@ -172,7 +172,7 @@ BAD_FIELDS: list[tuple[str, object, Found]] = [
         ["-x"],
         ("spec.model.servedNames[0]", "-x", "InvalidValue"),
     ),
-    # The topology.
+    # Topology
     (
         "spec.topology.hardware",
         "GB10",
@@ -194,7 +194,7 @@ BAD_FIELDS: list[tuple[str, object, Found]] = [
         ("spec.topology.tensorParallelSize", 3, "TensorParallelDivision"),
     ),
     ("spec.topology.gpusPerNode", 1, ("spec.topology.gpusPerNode", None, "UnknownField")),
-    # The engine.
+    # Engine
     ("spec.engine.maxModelLen", 9000, ("spec.engine.maxModelLen", 9000, "NanoLength")),
     ("spec.engine.max_model_len", 512, ("spec.engine.max_model_len", None, "UnknownField")),
     (
@@ -262,7 +262,7 @@ BAD_FIELDS: list[tuple[str, object, Found]] = [
         "0s",
         ("spec.engine.timeouts.firstToken", "0s", "OutOfRange"),
     ),
-    # Where on a cluster.
+    # Placement and storage
     (
         "spec.topology.nodes",
         ["Spark 1"],
@@ -284,7 +284,7 @@ BAD_FIELDS: list[tuple[str, object, Found]] = [
         ("spec.network.rdmaResource", "hca", "InvalidValue"),
     ),
     ("spec.storage.path", "dsv4", ("spec.storage.path", "dsv4", "InvalidValue")),
-    # The network and the recovery.
+    # Network and recovery
     ("spec.network.ports.api", 80, ("spec.network.ports.api", 80, "OutOfRange")),
     ("spec.network.ports.api", 8265, ("spec.network.ports.dashboard", 8265, "Duplicate")),
     (

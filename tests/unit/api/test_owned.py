@@ -1,4 +1,4 @@
-"""Flags and variables that a user may not set, in every way to write them that the engine's parser takes."""
+"""Flags and variables that users may not set, in all notations that the engine's parser accepts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REFUSED = {*owned_flags(), *(spelling for flag in FLAGS for spelling in spelling
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of one vLLM; what is no flag, and what is not clear, is an error."""
+    """Flags of one vLLM version; unknown and ambiguous arguments are errors."""
 
     def __init__(self, version: str) -> None:
         super().__init__(add_help=False, exit_on_error=False)
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(None, message)
 
     def flags(self, arg: str) -> set[str]:
-        """The flags that `arg` sets, read as vLLM's own parser does: `_` for `-`, and a dotted key for JSON."""
+        """Return the flags that `arg` sets by the rules of vLLM's parser: `_` for `-`, and dotted keys for JSON."""
         if arg.startswith("--"):
             name, equals, value = arg.partition("=")
             arg = re.sub(r"(?<=--)[^.]*", lambda found: found[0].replace("_", "-"), name, count=1) + equals + value
@@ -50,7 +50,7 @@ PARSERS = {version: Parser(version) for version in SURFACES}
 
 
 def written(flag: str) -> Iterator[str]:
-    """Ways to write `flag`."""
+    """Yield notations of `flag`."""
     for end in range(2, len(flag) + 1):
         for start in {flag[:end], flag[:end].replace("-", "_").replace("__", "--", 1), flag[:end].replace("-", "_", 3)}:
             yield from (start, f"{start}=1", f"{start}=", f"{start}.key=1", f"{start}.a.b", f"{start}1", f"{start}+")
@@ -58,7 +58,7 @@ def written(flag: str) -> Iterator[str]:
 
 @functools.cache
 def unseen() -> list[str]:
-    """Ways to write a refused flag that are taken for another one."""
+    """Return notations of refused flags that the checks do not recognize."""
     found = {arg for flag in REFUSED for arg in written(flag) if not owned_flag(arg) and not flag_reason(arg, ())}
     return sorted(found)
 

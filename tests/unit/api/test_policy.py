@@ -1,4 +1,4 @@
-"""What the cluster's administrator does not allow is refused, with field, value and remedy."""
+"""Specifications that the cluster's policy does not allow are refused with field, value and remedy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_is_allowed_is_not_refused() -> None:
     assert refused(storage={"type": "EmptyDir", "path": "/anywhere"}) == []
     assert refused(ClusterPolicy(), network={"mode": "PodNetwork"}) == []
     assert refused(ClusterPolicy(), topology={"nodesPerGroup": 1, "tensorParallelSize": 1}) == []
-    # On the pod network nobody asks for the resource.
+    # On the pod network no pod requests the RDMA resource.
     other = {"mode": "PodNetwork", "rdmaResource": "example.com/kvm"}
     assert refused(ClusterPolicy(), network=other) == []
 
@@ -54,7 +54,7 @@ CONTROL_PLANE = "node-role.kubernetes.io/control-plane"
     [
         ({"storage": {"path": "/"}}, "spec.storage.path", "/", "StoragePath"),
         ({"storage": {"path": "/etc"}}, "spec.storage.path", "/etc", "StoragePath"),
-        # Not even below what is allowed: another deployment's folder is there.
+        # Paths below an allowed one are refused too if they belong to another deployment.
         (
             {"storage": {"path": "/var/lib/dsv4/deployments/other/flash"}},
             "spec.storage.path", "/var/lib/dsv4/deployments/other/flash", "StoragePath",
@@ -115,7 +115,7 @@ def test_images_are_allowed_by_name_by_their_beginning_or_by_namespace() -> None
 
     assert told(images=(image,)) == told(images=("registry.example/team/",)) == []
     assert told(any_image_namespaces=("team",)) == told(any_image_namespaces=("*",)) == []
-    # A beginning that does not end with a separator is a whole name: registry.example/te is somebody else.
+    # A prefix without a final separator is a complete name: registry.example/te is another repository.
     assert len(told(images=("registry.example/te",))) == 1
     assert len(told(any_image_namespaces=("other",))) == 1
 

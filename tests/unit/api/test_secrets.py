@@ -1,4 +1,4 @@
-"""What is a secret by its name or its look is refused, and not repeated in the refusal."""
+"""Secrets are recognized by name or format and refused; the refusal does not repeat them."""
 
 from __future__ import annotations
 
@@ -116,12 +116,12 @@ def test_a_long_value_is_looked_through_in_no_time(text: str) -> None:
     began = time.thread_time()
     for _ in range(128):
         assert not has_secret(text)
-    # 0.05 s; one that takes the square of a text's length took 5 s and more.
+    # 0.05 s measured; a quadratic search took 5 s and more.
     assert time.thread_time() - began < 1.0
 
 
 def test_the_definition_refuses_the_names_of_secrets() -> None:
-    """The rule is CEL; its pattern is the one of the models."""
+    """The rule is CEL, with the pattern of the models."""
     spec = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     name = spec["properties"]["engine"]["properties"]["env"]["items"]["properties"]["name"]
     rules = [rule["rule"] for rule in name["x-kubernetes-validations"]]

@@ -1,4 +1,4 @@
-"""Flags and variables that reach beyond their deployment need the administrator's consent on a cluster."""
+"""Flags and variables with effects beyond their deployment need the administrator's consent on a cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REVIEWED = {
     "--mm-encoder-fp8-scale-save-margin", "--ssl-cert-reqs",
     "--ssl-ciphers",
 }  # fmt: skip
-"""Flags with a word like those of `FLAGS` that name nothing to read, to load or to send to."""
+"""Flags with words of `FLAGS` in their name that neither read or load files nor send data."""
 CODE = (
     "PYTHONSTARTUP", "PYTHONBREAKPOINT", "PYTHONINSPECT", "PYTHONUSERBASE", "LD_AUDIT", "LD_LIBRARY_PATH",
     "GCONV_PATH",

@@ -1,4 +1,4 @@
-"""A status that another version wrote is read as far as it can be."""
+"""A status that another version wrote is read as far as possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Durations, quantities and times survive being written and read."""
+"""Durations, quantities and times are the same after formatting and parsing."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""How both backends ask a head's agent to finish what its engine has begun."""
+"""Drain requests of both backends to a head's agent."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ INCARNATION = 3
 
 
 class Agent:
-    """The head's, with the answer to give."""
+    """Head's agent with a configurable response."""
 
     def __init__(self) -> None:
         self.token = new_token("secret")
         self.answer: web.Response | dict[str, object] | None = {"over": False, "open": 2}
-        """None: it takes the question and says nothing."""
+        """With None the agent accepts the request and does not respond."""
         self.asked: list[float] = []
 
     async def drain(self, request: web.Request) -> web.Response:
@@ -55,7 +55,7 @@ class Agent:
 
 
 class Pods:
-    """A cache with one pod."""
+    """Cache with one pod."""
 
     def __init__(self, pod: dict[str, Any]) -> None:
         self._pod = pod
@@ -78,7 +78,7 @@ def pods_backend(port: int) -> PodsBackend:
 
 
 class Secrets:
-    """An API server that has the deployment's token key and nothing else."""
+    """API server that has only the deployment's token key."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(name)

@@ -1,4 +1,4 @@
-"""The backend for several machines with real host services and agents, whose weights are missing."""
+"""Backend for several machines with real host services and agents, without weights."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class HostsWorld:
         self.connect()
 
     def connect(self, changed: Callable[[], None] = lambda: None) -> None:
-        """As a loop does at its start."""
+        """Create the backend, as a loop does at its start."""
         self.hosts = self.machines.backend(self.deployment, changed=changed)
         self.backend: Any = Bounded(self.hosts)
 
     async def answering(self) -> None:
-        """Wait until all host services answer."""
+        """Wait until all host services respond."""
 
         async def complete() -> bool:
             facts = await self.hosts.facts(self.deployment)
@@ -80,7 +80,7 @@ class HostsWorld:
 
 @pytest.fixture
 async def world(unused_tcp_port_factory: Callable[[], int]) -> AsyncIterator[HostsWorld]:
-    # Short, because Ray has sockets below it.
+    # Short path, because Ray creates sockets below it.
     with tempfile.TemporaryDirectory(prefix="d") as root:
         world = HostsWorld(Path(root), unused_tcp_port_factory)
         try:
@@ -92,11 +92,11 @@ async def world(unused_tcp_port_factory: Callable[[], int]) -> AsyncIterator[Hos
 
 
 class TestHosts(Conformance):
-    """See `Conformance`."""
+    """Conformance tests with two machines."""
 
 
 def processes_of(world: HostsWorld) -> list[psutil.Process]:
-    """Return all processes of members: their arguments name the state directory."""
+    """Return all processes of members, which have the state directory in their arguments."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -168,7 +168,7 @@ async def test_memory_that_the_kernel_keeps_is_reported_until_the_machine_restar
         return await lost() > 500 << 20
 
     machine = world.machines.all[0]
-    # Two measurements: pages in flight may raise one of them.
+    # Two measurements, because transient pages may raise one of them.
     await asyncio.sleep(6)
     with kernel_pages(800):
         await over(is_lost, 30.0)
@@ -188,7 +188,7 @@ async def test_memory_that_the_kernel_keeps_is_reported_until_the_machine_restar
 
 @contextmanager
 def kernel_pages(mebibytes: int) -> Iterator[None]:
-    """Hold memory that belongs to no program and no file: full pipes."""
+    """Hold kernel memory that belongs to no process and no file: full pipes."""
     pipes = []
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[1], before[0] + 2 * mebibytes), before[1]))
@@ -218,7 +218,7 @@ async def test_no_end_is_assumed_of_a_machine_that_does_not_answer(world: HostsW
             await world.backend.fence(world.deployment, 0, 1)
         seen = await world.backend.observe(world.deployment, 0)
         assert of(seen, 1)[1].ended is None
-        # The other one was ended all the same.
+        # The other member was ended nevertheless.
         await until(world, "the other one ended", lambda seen: of(seen, 1)[0].ended is not None)
     finally:
         os.kill(supervisor.pid, signal.SIGCONT)
@@ -241,7 +241,7 @@ async def test_a_fenced_incarnation_is_never_started_again(world: HostsWorld) ->
     await world.backend.forget(world.deployment, 0, 1)
     with pytest.raises(BackendError, match="fenced"):
         await world.backend.ensure(world.deployment, plan)
-    # Not after a restart either.
+    # Also after a restart of the machines.
     for machine in world.machines.all:
         machine.cut()
         machine.boot()
@@ -251,7 +251,7 @@ async def test_a_fenced_incarnation_is_never_started_again(world: HostsWorld) ->
     with pytest.raises(BackendError, match="fenced"):
         await world.backend.ensure(world.deployment, plan)
     assert not processes_of(world)
-    # A loop that lost its files begins with a higher number.
+    # A loop without its files continues with a higher number.
     assert (await world.backend.observe(world.deployment, 0)).used_incarnation == 1
 
 
@@ -292,7 +292,7 @@ async def test_another_loop_is_refused_until_the_lease_ends(world: HostsWorld, m
         for _ in range(2):
             with pytest.raises(BackendError, match="'loop' manages the members"):
                 await other.fence(world.deployment, 0, 1)
-        # It may look.
+        # Another loop may observe.
         assert len((await other.observe(world.deployment, 0)).members) == len(plan.members)
         assert len(live(await world.backend.observe(world.deployment, 0))) == len(plan.members)
         begun = time.monotonic()

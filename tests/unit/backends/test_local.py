@@ -1,4 +1,4 @@
-"""The local backend with real agents. Their weights are missing, so they get no further than that and start no Ray."""
+"""Local backend with real agents. Without weights they stop at staging and start no Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsv4_testkit.supervised import Supervised
 
 
 class LocalWorld:
-    """One member on this machine's own loopback."""
+    """One member on this machine's loopback."""
 
     def __init__(self, root: Path, ports: dict[str, int], supervised: Supervised) -> None:
         self.deployment: DSV4Deployment = parse(
@@ -45,7 +45,7 @@ class LocalWorld:
         self.connect()
 
     def connect(self) -> None:
-        """As a loop does at its start."""
+        """Create the backend and adopt running members, as a loop does at its start."""
         self.processes = self.supervised.again()
         self.local = LocalBackend(self.state, self.processes, isolated=False, changed=lambda: None)
         self.processes.listen()
@@ -63,10 +63,10 @@ class LocalWorld:
 
 @pytest.fixture
 async def world(unused_tcp_port_factory: object, supervised: Supervised) -> AsyncIterator[LocalWorld]:
-    # Ports of Ray itself are refused.
+    # Ray's own ports are refused.
     free = (port for _ in range(100) if (port := unused_tcp_port_factory()) not in (10001, 52365))  # type: ignore[operator]
     ports = {name: next(free) for name in ("api", "dashboard", "gcs", "agent")}
-    # Short, because Ray has sockets below it.
+    # Short path, because Ray creates sockets below it.
     with tempfile.TemporaryDirectory(prefix="d") as root:
         world = LocalWorld(Path(root), ports, supervised)
         yield world
@@ -76,7 +76,7 @@ async def world(unused_tcp_port_factory: object, supervised: Supervised) -> Asyn
 
 
 class TestLocal(Conformance):
-    """See `Conformance`."""
+    """Conformance tests with one local member."""
 
 
 async def test_every_incarnation_has_another_token_and_the_one_before_opens_nothing(world: LocalWorld) -> None:
@@ -99,7 +99,7 @@ async def test_every_incarnation_has_another_token_and_the_one_before_opens_noth
 async def test_a_member_whose_network_takes_long_holds_up_no_turn(
     world: LocalWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a machine that is short of processors, where a new process takes seconds to get anywhere."""
+    """On a machine with too few processors the setup of a new process takes seconds."""
     monkeypatch.setattr(network, "member_command", lambda command, _: list(command))
     monkeypatch.setattr(network, "in_own_network", lambda _: False)
     monkeypatch.setattr(network, "unplug", lambda *_: None)
@@ -108,7 +108,7 @@ async def test_a_member_whose_network_takes_long_holds_up_no_turn(
     plan = await planned(world, 1)
     await backend.ensure(world.deployment, plan)
     assert len(local._members) == len(plan.members)
-    # It ends also while it still waits for its network.
+    # The member ends even while it waits for its network.
     await over(lambda: backend.fence(world.deployment, 0, 1), 5.0)
     await backend.close()
 
@@ -146,7 +146,7 @@ async def test_the_next_loop_adopts_the_members(world: LocalWorld) -> None:
     await world.backend.ensure(world.deployment, plan)
     assert world.state.token().read_text() == token
     assert {key: running.agent for key, running in world.local._members.items()} == agents
-    # An end while no loop runs is known afterwards, with its reason.
+    # The exit of an agent while no loop runs is detected later, with its reason.
     await world.close()
     os.kill(agents[0, 1, 0], signal.SIGKILL)
     world.connect()

@@ -1,4 +1,4 @@
-"""Compilers that a benchmark hides are gone for the process and its children, and the rest of PATH is not."""
+"""Compilers that a benchmark hides are missing for the process and its children; the rest of PATH stays available."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches and busy time that the measurement of a whole engine reads off a profile."""
+"""Launches and busy time of a whole engine from a profile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def profile(*names: str) -> list[SimpleNamespace]:
 
 @pytest.mark.parametrize("first", [VLLM, "front_insert_kernel"])
 def test_a_layer_begins_where_the_key_is_stored_whoever_does_it(first: str) -> None:
-    """Two steps of three layers; what follows the last layer of a step is no layer."""
+    """Two steps of three layers; kernels after the last layer of a step belong to no layer."""
     step = [first, "a", "b", first, "a", first, "a", "head", "sample"]
     assert layers_of(profile(*step, *step), 3) == 2 * [[first, "a", "b"], [first, "a"]]
 
@@ -49,6 +49,6 @@ def test_drafts_are_greedy_unless_said_otherwise(text: str, method: str, tokens:
 
 
 def test_graphs_hold_the_drafts_of_as_many_requests() -> None:
-    """vLLM rounds sizes to what a request verifies and leaves out what is then beyond the largest."""
+    """vLLM rounds sizes to multiples of the tokens that one request verifies, and omits sizes beyond the largest."""
     assert graph_sizes([512], None) == [1, 2, 4, 8, 16, 32, 64, 512]
     assert graph_sizes([], drafting("dspark:5")) == [6, 12, 24, 48, 96, 192, 384]

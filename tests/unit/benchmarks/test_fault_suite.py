@@ -1,4 +1,4 @@
-"""What the fault suite concludes from what it saw, and that a client tells all ways to end apart."""
+"""Results of the fault suite from its observations, and the outcomes that its client distinguishes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_death_that_the_action_itself_causes_does_not_count():
     ("ends", "expected"),
     [
         ([990.0, 999.0], None),
-        # One answer was on its way when it happened: the wait ends with the later one.
+        # One response was in flight at the fault: the outage ends with the later one.
         ([999.0, 1000.2, 1020.0, 1021.0], 20.0),
         ([999.0, 1001.0, 1002.0], 1.0),
         ([1007.0], 7.0),

@@ -1,4 +1,4 @@
-"""Peers that the kernels are compared with: one that cannot be fetched costs its own comparisons alone."""
+"""Implementations that the kernels are compared with: a failed download affects only its own comparisons."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def commands(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    """Have commands make what they are asked for, but those with `failing` in them, which end after half of it."""
+    """Replace `subprocess.run` by a function that creates the requested files; commands with `failing` fail."""
 
     def run(command: tuple[str, ...], **_: Any) -> subprocess.CompletedProcess[str]:
         words = list(command)

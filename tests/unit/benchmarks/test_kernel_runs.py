@@ -1,4 +1,4 @@
-"""A peer of the kernels' benchmark never ends a run, and a new results file makes a page by itself."""
+"""Peers in the kernels' benchmark cannot end a run, and a new results file is enough for a new page."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def of_peer(module: Callable[[str], ModuleType], provider: Provider) -> tuple[Any, dict[str, Any]]:
-    """Return the callable and the facts of a peer of `mhc_post`, on the CPU."""
+    """Return the callable and the facts of a peer of `mhc_post` on the CPU."""
     op = operation("mhc_post")
     case = op.cases_with("cpu")[1]
     inputs = op.make_inputs(case.params, torch.device("cpu"), 1)

@@ -1,4 +1,4 @@
-"""What the kernels' benchmark writes is what the page is made from."""
+"""The page reads the result files in the format in which the kernels' benchmark writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mixed load of a GPU's benchmark: the same requests for one seed, all kinds, within the context."""
+"""Mixed load of a GPU's benchmark: the same requests for the same seed, of all kinds, within the context length."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SPEC.loader.exec_module(mixed)
 
 
 class Parameters(SimpleNamespace):
-    """Stands for vLLM's sampling parameters."""
+    """Stand-in for vLLM's sampling parameters."""
 
 
 class Engine:
-    """Stands for `vllm.LLM`: refuses one kind, and answers the others with as many tokens as they may have."""
+    """Stand-in for `vllm.LLM`: refuses one kind of requests, generates the maximum number of tokens for others."""
 
     def __init__(self) -> None:
         self.aborted = 0
@@ -42,7 +42,7 @@ class Engine:
         if any(hasattr(one, "logit_bias") for one in parameters):
             raise ValueError("no logit_bias here")
         self.largest = max(self.largest, *(len(p["prompt_token_ids"]) for p in prompts))
-        # Only the time in here counts as served.
+        # Only time within this call counts as served.
         time.sleep(0.003)
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * one.max_tokens)]) for one in parameters]
 

@@ -1,6 +1,6 @@
-"""The objects of two examples, as they are sent to the API server.
+"""Kubernetes objects of two examples, in the form sent to the API server.
 
-After a wanted change: `DSV4_GOLDEN=write python -m pytest tests/unit/builders`, and read the difference.
+After an intended change: `DSV4_GOLDEN=write python -m pytest tests/unit/builders`, then review the difference.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_of_the_node_a_member_has_its_own_folder_the_shared_weights_and_what_is_
     assert shown(changed("flash-2x-spark")) == {
         own: (own, "", False),
         shared: (shared, "", True),
-        # Below what is allowed, so that the kubelet follows no link out of it.
+        # The mount is a path below the allowed one, so that the kubelet follows no link out of it.
         model: ("/var/lib/dsv4/models", "DeepSeek-V4-Flash", True),
     }
     nano = changed("nano", storage={"type": "EmptyDir"})
@@ -295,7 +295,7 @@ def test_a_lost_node_leaves_a_gateway(groups: int, gateways: list[int]) -> None:
         (key,) = spread["matchLabelKeys"]
         assert pod["metadata"]["labels"][key] == made[0]["spec"]["template"]["metadata"]["labels"][key]
         assert key not in one["spec"]["selector"]["matchLabels"]
-        # Of all gateways of the deployment, and of nothing else.
+        # The selectors match all gateways of the deployment and no other pods.
         for selector in (spread["labelSelector"], budget["spec"]["selector"]):
             assert selector["matchLabels"].items() <= pod["metadata"]["labels"].items()
             assert selector["matchLabels"]["app.kubernetes.io/component"] == "gateway"

@@ -1,4 +1,4 @@
-"""What the images and the GPU environment are made from. That images build and run is for tests/cluster to see."""
+"""Sources of the images and of the GPU environment. tests/cluster builds and runs the images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCKERFILES = [ROOT / "operator" / "Dockerfile", ROOT / "runtime" / "Dockerfile"
 
 
 def _loaded(name: str) -> ModuleType:
-    """A script that runs in images."""
+    """Return the module of a script that runs in images."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "runtime" / f"{name}.py")
     assert spec
     assert spec.loader
@@ -34,7 +34,7 @@ steps = _loaded("image")
 
 
 def pins(text: str) -> dict[str, str]:
-    """Version of every package in a requirements file, by its one spelling."""
+    """Return the version of every package in a requirements file, by normalized name."""
     return {steps.normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s;\\]+)", text, re.MULTILINE)}
 
 
@@ -49,7 +49,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 @pytest.mark.parametrize("image", REQUIREMENTS)
 def test_an_image_has_what_the_tests_ran_with(image: str) -> None:
     tested = (ROOT / "requirements.txt").read_text().lower()
-    # One package may have several versions, for several versions of Python.
+    # A package may have several versions, for several versions of Python.
     pinned = re.findall(r"^([\w.-]+==[^\s;\\]+)", REQUIREMENTS[image], re.MULTILINE)
     assert [one for one in pinned if not re.search(rf"^{re.escape(one.lower())}(\s|$)", tested, re.MULTILINE)] == [], (
         "make lock"
@@ -74,7 +74,7 @@ def test_the_gpu_environment_is_pinned_with_what_the_tests_ran_with() -> None:
     assert {f"{name}=={pinned[name]}" for name in ("ray", "vllm")} <= {
         line.replace("[default]", "") for line in extras["gpu"]
     }
-    # An older one has files of cuda-bindings of its own, and whichever is unpacked last is there.
+    # Older releases contain files of cuda-bindings too; the result would depend on the order of installation.
     releases = {pinned[f"nvidia-{name}"][:5] for name in ("cuda-nvcc", "cuda-crt", "cuda-cccl", "nvvm", "cuda-runtime")}
     assert releases == {"13.0."}, "nvcc refuses headers of another release"
     assert pinned["cuda-python"].split(".")[0] == pinned["cuda-bindings"].split(".")[0]
@@ -124,12 +124,12 @@ def test_what_is_copied_is_there_and_not_ignored(file: Path) -> None:
 def test_no_image_runs_as_root_and_says_so_by_number(file: Path) -> None:
     text = file.read_text()
     assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == [f"{USER}:{USER}"]
-    # Nothing after it is done as root.
+    # No later step runs as root.
     assert "RUN" not in text.partition("\nUSER ")[2]
 
 
-# What a container runtime does for a user that is not root: it takes the identity, leaves IPC_LOCK permitted, forbids
-# to gain privileges, and starts the command.
+# Steps of a container runtime for a user other than root: change the identity, keep IPC_LOCK permitted, forbid new
+# privileges, start the command.
 _AS_A_RUNTIME = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -150,7 +150,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root takes another identity")
 def test_only_what_the_launcher_starts_may_lock_memory() -> None:
-    # Not below pytest's directory, which is root's alone.
+    # Outside pytest's directory, which only root can read.
     with tempfile.TemporaryDirectory(dir="/usr/local") as folder:
         Path(folder).chmod(0o755)
         launcher = Path(folder) / LOCK_MEMORY[0]

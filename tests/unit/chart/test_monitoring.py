@@ -1,4 +1,4 @@
-"""Alerts and dashboards use metrics, labels and values that the code exports. Their syntax: tests/cluster."""
+"""Alerts and dashboards use metrics, labels and values that the code exports. tests/cluster checks their syntax."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LABELS = re.compile(r"\b(by|without|on|ignoring|group_left|group_right) *\(([^)]
 
 
 def metrics_of(query: str) -> set[str]:
-    """The names of the metrics in a query: what is no function, keyword, label, text or number."""
+    """Return the metrics of a query: names other than functions, keywords, labels, texts and numbers."""
     bare = LABELS.sub(" ", re.sub(r"\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"", " ", query))
     return set(re.findall(r"(?<![\w:.])[a-zA-Z_:][\w:]*\b(?! *\()", bare)) - {"and", "or", "unless", "bool"}
 
@@ -94,7 +94,7 @@ def test_an_alert_has_severity_texts_and_a_section_of_the_documentation(rule: di
     for part in ("**Meaning.**", "**First check.**", "**Remedy.**"):
         assert part in section[1]
     assert re.search(r"```sh\n.+?```|`[^`]+`", section[1].split("**First check.**")[1], re.DOTALL)
-    # Neither addresses nor machines: an alert leaves the cluster.
+    # No addresses and machine names, because alerts leave the cluster.
     labels = set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"])))
     assert labels <= {"namespace", "deployment", "group", "part"}
 
@@ -109,7 +109,7 @@ def generator() -> types.ModuleType:
     assert found
     assert found.loader
     module = importlib.util.module_from_spec(found)
-    # Its dataclasses look their module up.
+    # Dataclasses need their module in `sys.modules`.
     sys.modules["dashboards"] = module
     found.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""The chart's values: each is explained, checked by the schema, and used. What helm makes of them: tests/cluster."""
+"""Values of the chart: each is documented, checked by the schema, and used. tests/cluster checks the output of helm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = (CHART / "values.yaml").read_text()
 VALUES = yaml.safe_load(TEXT)
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 TEMPLATES = "\n".join(path.read_text() for path in sorted((CHART / "templates").iterdir()))
-# Objects whose keys are the user's or those of Kubernetes.
+# Objects with keys of the user or of Kubernetes.
 OPEN = {"resources", "nodeSelector", "affinity", "podAnnotations", "podLabels"}
 
 
@@ -30,7 +30,7 @@ def test_the_schema_is_one_and_takes_the_defaults() -> None:
 
 
 def closed(values: dict[str, Any], schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, set[str], set[str]]]:
-    """Path, keys of the values and keys of the schema, for every object whose keys are the chart's own."""
+    """Yield path, keys of the values and keys of the schema, for every object whose keys the chart defines."""
     yield path, set(values), set(schema["properties"]) - {"global"}
     for key, value in values.items():
         if isinstance(value, dict) and key not in OPEN and "properties" in schema["properties"][key]:
@@ -56,7 +56,7 @@ def test_every_key_has_a_comment_above_it() -> None:
     bare = []
     for number, line in enumerate(lines):
         match = re.match(r"( *)([A-Za-z]+):(.*)", line)
-        # Groups of the chart's own keys are explained key by key, and what Kubernetes defines as a whole.
+        # Groups with keys of the chart have a comment per key, objects of Kubernetes one for the whole.
         group = match and not match[3].strip() and match[2] not in OPEN
         inside = match and any(re.match(rf"{name}:", above) for name in OPEN for above in owners(lines, number))
         if match and not group and not inside and not lines[number - 1].strip().startswith("#"):
@@ -65,7 +65,7 @@ def test_every_key_has_a_comment_above_it() -> None:
 
 
 def owners(lines: list[str], number: int) -> Iterator[str]:
-    """The lines that the line belongs to, without their indentation."""
+    """Yield the lines that enclose a line, without their indentation."""
     depth = len(lines[number]) - len(lines[number].lstrip())
     for line in reversed(lines[:number]):
         indent = len(line) - len(line.lstrip())
@@ -87,7 +87,7 @@ def leaves(values: dict[str, Any], path: str = "") -> Iterator[str]:
 def test_every_value_is_used(path: str) -> None:
     parent, _, leaf = path.rpartition(".")
     within = parent and f"with .Values.{parent} " in TEMPLATES and re.search(rf"[ (]\.{leaf}\b", TEMPLATES)
-    # As a whole, for the operator to read.
+    # The operator receives the parent as a whole.
     within = within or f".Values.{parent} | toJson" in TEMPLATES
     assert within or re.search(rf"\.Values\.{re.escape(path)}\b", TEMPLATES)
 
@@ -158,7 +158,7 @@ def test_an_account_of_ones_own_is_named() -> None:
 
 
 def test_every_text_of_the_templates_is_quoted() -> None:
-    """A name like 2024, on or null is no text for YAML otherwise."""
+    """YAML parses unquoted names like 2024, on or null as other types."""
     bare = [
         line.strip()
         for line in TEMPLATES.splitlines()

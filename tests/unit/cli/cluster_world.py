@@ -1,4 +1,4 @@
-"""A cluster as the stand-in for kubectl knows it, and what its tests share."""
+"""Cluster contents for the stand-in for kubectl, with fixtures of its tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS = 30.0
 
 
 class World:
-    """What the stand-in for kubectl knows; changes take effect at once."""
+    """Cluster contents for the stand-in for kubectl; changes take effect immediately."""
 
     def __init__(self, directory: Path) -> None:
         self.file = directory / "world.json"
@@ -42,14 +42,14 @@ class World:
         self.write()
 
     def calls(self, verb: str) -> list[tuple[int, list[str]]]:
-        """Process and words of every call so far."""
+        """Return process ID and words of every call so far."""
         calls = self.file.parent / "calls"
         lines = (line.split() for line in (calls.read_text().splitlines() if calls.exists() else ()))
         return [(int(number), words) for number, *words in lines if words[0] == verb]
 
 
 class Server:
-    """A server of HTTP that answers every request with the same bytes."""
+    """HTTP server that sends the same bytes in response to every request."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, str]] = []
@@ -85,7 +85,7 @@ def pod(rank: int, incarnation: int = 1, state: str = "running") -> dict[str, An
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended with all of its threads; a zombie has."""
+    """Return whether a process has ended with all of its threads, as a zombie has."""
     found = entry(pid)
     return found is None or found.ended
 

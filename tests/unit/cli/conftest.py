@@ -58,7 +58,7 @@ def _utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    # Not tmp_path: its names are longer than the sockets of Ray allow.
+    # Not tmp_path, whose names are too long for Ray's sockets.
     path = Path(tempfile.mkdtemp(prefix="d", dir="/tmp"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
@@ -72,7 +72,7 @@ def manifest(root: Path) -> Path:
 
 
 class Make:
-    """Objects for tests."""
+    """Factory of objects for tests."""
 
     now = NOW
 
@@ -145,7 +145,7 @@ def make() -> Make:
 
 @pytest.fixture
 def saved(root: Path, make: Make) -> Callable[..., DeploymentState]:
-    """Puts a deployment into the state directory."""
+    """Return a function that saves a deployment in the state directory."""
 
     def save(status: DeploymentStatus | None = None, name: str = "nano") -> DeploymentState:
         state = DeploymentState(root, name)
@@ -162,7 +162,7 @@ def saved(root: Path, make: Make) -> Callable[..., DeploymentState]:
 
 @pytest.fixture
 def held() -> Iterator[Callable[[DeploymentState], int]]:
-    """Holds a deployment's lock from another process, as a running loop does."""
+    """Return a function that locks a deployment from another process, as a running loop does."""
     code = """
 import os, sys, time
 from pathlib import Path
@@ -213,7 +213,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def deployed(world: World, make: Any) -> Callable[..., dict[str, Any]]:
-    """Puts a deployment into the cluster."""
+    """Return a function that adds a deployment to the cluster."""
 
     def deploy(status: Any = None, **spec: Any) -> dict[str, Any]:
         document: dict[str, Any] = make.deployment(status or make.status()).to_dict()

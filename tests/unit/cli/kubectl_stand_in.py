@@ -1,8 +1,8 @@
-"""A stand-in for kubectl where a real one needs kubelets: it answers from `$KUBECTL_WORLD`, a JSON file.
+"""Stand-in for kubectl in place of a real cluster with kubelets: its data is `$KUBECTL_WORLD`, a JSON file.
 
 `objects`: kind to objects; `logs`: pod to text; `files`: `pod:path` to text; `forwards`: Service to a port of this
-machine; `errors`: verb to what it says on stderr before it fails; `slow`: verbs that never end. Every call is noted in
-the file's neighbour `calls`, with the number of its process.
+machine; `errors`: verb to the text on stderr before it fails; `slow`: verbs that never end. The file `calls` beside it
+records every call with its process ID.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def get(words, options):
 
 
 def show(text_of, tail, follow):
-    """Print the last lines; with `follow` go on until there is no such text any more."""
+    """Print the last lines; with `follow` continue until the text no longer exists."""
     text = text_of()
     if text is None:
         fail("Error from server (NotFound): it has gone")

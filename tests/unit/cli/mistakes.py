@@ -1,6 +1,6 @@
-"""A hundred mistakes that people make in a manifest, each as one change of a good one, with words of the answer.
+"""A hundred common mistakes in manifests, each as one change of a valid manifest, with words of the message.
 
-`docs/mistakes.md` shows those whose number is in `SHOWN`, with the whole answer.
+`docs/mistakes.md` shows those whose number is in `SHOWN`, with the whole message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GONE = object()
 HUB = {"repo": "deepseek-ai/DeepSeek-V4-Flash-0731", "revision": "9e165c30" * 5}
 PRO = {"variant": "Pro", "source": {"path": "/models/DeepSeek-V4-Pro"}}
 
-# Field, what is written there, and words that the answer has: the value and the remedy.
+# Field, wrong value, and words of the message: the value and the remedy.
 MISTAKES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("apiVersion", "v1", ("apiVersion", "v1", "NotSupported")),
     ("apiVersion", GONE, ("apiVersion", None, "Required")),
@@ -192,7 +192,7 @@ SHOWN = (5, 20, 22, 27, 49, 50, 66, 76, 88, 92)
 
 
 def manifest(field: str, value: Any) -> dict[str, Any]:
-    """Return the good manifest with `value` at `field`; `GONE` takes the field away."""
+    """Return the valid manifest with `value` at `field`; `GONE` removes the field."""
     document = copy.deepcopy(GOOD)
     place = document
     *outer, last = field.split(".")

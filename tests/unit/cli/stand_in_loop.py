@@ -1,4 +1,4 @@
-"""Stands in for the loop in tests of `up` and `down`: `stand_in_loop.py ROOT NAME MODE ATTACHED [SEEN]`."""
+"""Stand-in for the loop in tests of `up` and `down`: `stand_in_loop.py ROOT NAME MODE ATTACHED [SEEN]`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save(state: DeploymentState, found: dict[str, Any]) -> None:
     if len(sys.argv) < 6:
         time.sleep(0.25)
         return
-    # Until `dsv4 up` has read it; it may have ended.
+    # Wait until `dsv4 up` has read the object; bounded, because it may have ended.
     text, seen, deadline = state.object_text(), Path(sys.argv[5]), time.monotonic() + 10.0
     while seen.read_text() != text and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -61,7 +61,7 @@ def main() -> None:
         state.incarnation(1).mkdir(exist_ok=True)
         state.token().write_text("secret")
         if mode == "stubborn":
-            # First the child: it would inherit that the signal is ignored.
+            # Start the child first: it would inherit that the signal is ignored.
             subprocess.Popen(["sleep", "60"])
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if mode == "refused":

@@ -32,7 +32,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Server:
-    """An OpenAI-compatible server that answers with prepared bytes."""
+    """OpenAI-compatible server with prepared responses."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []

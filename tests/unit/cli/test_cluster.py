@@ -1,6 +1,6 @@
-"""Commands against a cluster, where a real one would need kubelets: ways into pods, logs, and how they end.
+"""Commands that need kubelets, with a stand-in for kubectl: port forwards, logs, and how they end.
 
-What needs an API server only is tested with a real one, in tests/cluster/cli.
+tests/cluster/cli tests the commands that need only an API server, with a real one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dsv4_operator.cli.sources.cluster import ClusterSource, is_part_of
 from dsv4_operator.cli.sources.kubectl import Kubectl, KubectlError, PortForward, first_error_line
 from dsv4_testkit.errors import raises_naming
 
-# Which place is meant.
+# Selection of machine or cluster
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_hints_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ClusterSource(None, None, None).command_line("status") == "kubectl dsv4 status"
 
 
-# kubectl itself.
+# kubectl itself
 
 
 def test_there_is_no_kubectl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +116,7 @@ def test_names_are_never_options(world: World, deployed: Callable[..., Any]) -> 
     assert not [words for _, words in world.calls("get") if "--all-namespaces" in words]
 
 
-# Ways into pods.
+# Port forwards
 
 
 def test_a_way_is_opened_again_on_the_same_port(world: World, server: Server) -> None:
@@ -226,7 +226,7 @@ def test_dashboard(
         pid = world.calls("port-forward")[-1][0]
         match next(steps):
             case 0:
-                # The head's pod goes, and with it the way.
+                # The head's pod is deleted, and the connection with it.
                 world.drop("forwards", "service/nano-0-head")
                 os.kill(pid, signal.SIGKILL)
                 wait_for(lambda: gone(pid))

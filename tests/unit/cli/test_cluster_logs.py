@@ -1,4 +1,4 @@
-"""Logs and evidence of a cluster, which come from pods."""
+"""Logs and evidence of a cluster, read from pods."""
 
 from __future__ import annotations
 

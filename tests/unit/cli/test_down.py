@@ -17,7 +17,7 @@ STAND_IN = str(Path(__file__).with_name("stand_in_loop.py"))
 
 @pytest.fixture
 def running(saved: Callable[..., DeploymentState]) -> Iterator[Callable[..., DeploymentState]]:
-    """Starts a loop that this process will not wait for, as after `up --detach`."""
+    """Return a function that starts a loop without waiting for it, as after `up --detach`."""
     states: list[DeploymentState] = []
     started: list[subprocess.Popen[bytes]] = []
 

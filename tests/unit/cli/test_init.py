@@ -1,4 +1,4 @@
-"""`dsv4 init` against real sshds in network namespaces, and on this machine."""
+"""`dsv4 init` with real sshds in network namespaces, and on this machine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_two_machines(machines: SshMachines, tmp_path: Path, capsys: pytest.Capt
     key = file.read_text().strip()
     assert len(key) > 40
     assert key not in shown.out + shown.err + text, "the key is referenced, not printed"
-    # A second run replaces nothing without --force, and keeps the key with it.
+    # A second run requires --force to replace files, and then keeps the key.
     with pytest.raises(CommandError, match=r"dsv4\.yaml exists; add --force"):
         init.run(options, tmp_path, state, ssh_options=machines.options)
     again = replace(options, force=True, measure=False)
@@ -65,7 +65,7 @@ def test_two_machines(machines: SshMachines, tmp_path: Path, capsys: pytest.Capt
 
 def test_all_problems_of_the_link(machines: SshMachines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machines.ip("spark-1", "link set fabric0 mtu 1400")
-    # As with a firewall: spark-2 cannot answer.
+    # Replies of spark-2 are dropped, as by a firewall.
     machines.ip("spark-2", "route add blackhole 10.88.1.1/32")
     with pytest.raises(CommandError) as failed:
         init.run(YES, tmp_path, tmp_path / "state", ssh_options=machines.options)

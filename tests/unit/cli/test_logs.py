@@ -62,7 +62,7 @@ def test_the_lines_of_all_components_come_by_time(
     saved: Callable[..., DeploymentState], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = saved()
-    # A line without a time belongs to the one before it, or to the first one after it.
+    # A line without a time belongs to the previous line with a time, or else to the first one after it.
     write(found, 1, 0, "vllm", f"a warning\n{VLLM}\nTraceback\n  frame\n(APIServer pid=3) INFO 11-25 20:29:01 x\n")
     write(found, 1, 0, "agent", f"{AGENT}\n{DEAD}\n")
     write(found, 1, 1, "ray", f"{RAY}\n{RAYLET}\n")
@@ -121,7 +121,7 @@ def test_the_loop(state: DeploymentState, capsys: pytest.CaptureFixture[str]) ->
 def test_nothing_there(state: DeploymentState, saved: Callable[..., DeploymentState]) -> None:
     with pytest.raises(CommandError, match=r"no logs of rank 7; its ranks are 0, 1"):
         local.print_logs(state, request(rank=7))
-    # Rank 1 exists, and has not started its engine.
+    # Rank 1 exists and has not started its engine.
     with raises_naming(CommandError, "rank 1", "'nano'", "no log", "vllm"):
         local.print_logs(state, request(rank=1, component=LogComponent.VLLM))
     other = saved(name="other")

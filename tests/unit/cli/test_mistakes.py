@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "mistakes.md"
 
 
 def plan(document: Any, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[str, str]:
-    """Return the output of `dsv4 plan` and its messages."""
+    """Return stdout and stderr of `dsv4 plan`."""
     file = folder / "flash.json"
     file.write_text(json.dumps(document))
     code = main.run(["plan", str(file), "--state-dir", str(folder / "state"), *options])

@@ -164,7 +164,7 @@ def test_warnings_are_findings_of_the_document(root: Path, capsys: pytest.Captur
 
 
 def test_an_output_that_cannot_be_written(root: Path) -> None:
-    """As other tools end: a full disk is said in a sentence, and who no longer reads is not told."""
+    """A full disk causes one error message and exit code 1; a closed pipe causes exit code 141 without a message."""
     program = "from dsv4_operator.cli.main import main; main()"
     command = [sys.executable, "-c", program, "plan", str(EXAMPLES / "flash-2x-spark.yaml")]
     with Path("/dev/full").open("w") as full:
@@ -325,7 +325,7 @@ def test_the_page_shows_what_is_printed(file: str, shown: str, root: Path, capsy
 
 
 def test_the_page_shows_every_accelerator_example() -> None:
-    # Of Flash on one RTX machine, the one with the fewest cards.
+    # Of Flash on one RTX machine, the example with the fewest cards.
     others = {"nano", "nano-gpu", "kuberay", "flash-4x-rtx-pro-6000", "flash-8x-rtx-pro-6000"}
     wanted = {f"examples/{path.name}" for path in EXAMPLES.glob("*.yaml") if path.stem not in others}
     assert wanted == dict(SAMPLES).keys()
@@ -333,6 +333,6 @@ def test_the_page_shows_every_accelerator_example() -> None:
 
 @pytest.mark.parametrize("start", runs(), ids=lambda start: start.name)
 def test_the_memory_of_every_logged_start_fits_a_terminal_of_80_columns(start: LoggedStart) -> None:
-    """Together they have every item of a plan."""
+    """Together the starts have every item of a plan."""
     text = wrap(memory_text(start.plan, (), "flash", ("safetensors", "instanttensor")), 80)
     assert [line for line in text.split("\n") if len(line) > 80] == []

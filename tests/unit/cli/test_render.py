@@ -151,7 +151,7 @@ def test_why_says_nothing_twice(make: Any) -> None:
 
 @pytest.mark.parametrize("earlier", [False, True])
 def test_why_before_the_cause_is_determined(make: Any, earlier: bool) -> None:
-    """An agent reports a death at once, and its cause after it has compared the members."""
+    """Agents report a death immediately, and its cause after a comparison of the members."""
     before = [make.failure(make.now - 500, cause=Cause.RAYLET_DIED, recover_seconds=30)] * earlier
     group = make.failed_group(*before, phase=GroupPhase.RESTARTING) if earlier else make.group()
     dead = group.members[0].model_copy(update={"message": "the EngineCore process ended"})

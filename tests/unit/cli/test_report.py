@@ -138,7 +138,7 @@ def test_no_text_of_specification_status_or_files_is_in_a_report(seed: int, runn
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=100)
 def test_a_report_of_others_brings_no_text_either(seed: int) -> None:
-    """Also holds for fields that are added later: the document is made from the models."""
+    """Fields that are added later are covered too, because the document is generated from the models."""
     fill = Filler(seed)
     document = json.loads(json.dumps(fill.model(SetupReport).model_dump(by_alias=True, warnings=False)))
     assert any(canary in json.dumps(document) for canary in CANARIES)
@@ -207,7 +207,7 @@ def test_what_is_in_a_report() -> None:
 
 
 def test_a_row_of_bench_has_every_field_of_a_report() -> None:
-    """A renamed field would be missing without an error: both sides allow unknown ones."""
+    """A renamed field would be missing without an error, because both sides allow unknown ones."""
     written = {field.alias or name for name, field in Row.model_fields.items()}
     assert {field.alias for field in BenchRun.model_fields.values()} <= written
 
@@ -277,7 +277,7 @@ def test_the_latest_failures_are_kept() -> None:
     assert times == every[-len(times) :]
 
 
-# Vocabularies.
+# Vocabularies
 
 
 def test_every_term_of_every_plan_is_known() -> None:
@@ -311,7 +311,7 @@ def test_words_of_other_packages_are_known() -> None:
         assert text in slow
 
 
-# The command.
+# Command
 
 
 def report_file(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def test_of_this_machine(
         assert [
             each for each in ("local-0", "10.88.0", "/state", str(root), "killed by", "zqname") if each in text
         ] == []
-    # Written again without a question: both files are reports.
+    # Written again without confirmation, because both files are reports.
     assert run(["report", "zqname", "-f", str(page), "--state-dir", str(root)]) == 0
     assert sorted(each.name for each in root.glob("*report*")) == ["report.html", "report.json"]
 

@@ -1,4 +1,4 @@
-"""`dsv4 up` as a process of its own, over a stand-in for the loop."""
+"""`dsv4 up` as a separate process with a stand-in for the loop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import pytest
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli import main, processes
 
-# Only a bound; a busy machine may take long.
+# Upper bound for slow machines.
 SECONDS = 60.0
 DRIVER = str(Path(__file__).with_name("up_with_stand_in.py"))
 
 
 class Dsv4:
-    """Runs `dsv4 up` over a stand-in, and ends what a failed test leaves."""
+    """Runs `dsv4 up` with the stand-in, and ends the processes that a failed test leaves."""
 
     def __init__(self, root: Path, manifest: Path, seen: Path) -> None:
         self.seen = seen
@@ -214,7 +214,7 @@ def test_failures(
     code: int,
     message: str,
 ) -> None:
-    # The status of an earlier life, ready, must not count.
+    # The status of an earlier run, which is ready, must not count.
     saved(make.status())
     found, _, err = dsv4.up(mode, *options)
     assert err[-1].startswith("error: " + message.format(log=dsv4.state.log))

@@ -1,4 +1,4 @@
-"""`dsv4 why --log`: the cause that the log of any run proves."""
+"""`dsv4 why --log`: cause of a failure from the log of any run of vLLM."""
 
 from __future__ import annotations
 

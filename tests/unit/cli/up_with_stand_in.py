@@ -18,7 +18,7 @@ read = DeploymentState.object_text
 
 
 def object_text(state: DeploymentState) -> str | None:
-    """Read the object, and show the stand-in that it was read."""
+    """Read the object, and record for the stand-in that it was read."""
     text = read(state)
     new = seen.with_suffix(".new")
     new.write_text(text or "")

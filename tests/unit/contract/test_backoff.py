@@ -1,4 +1,4 @@
-"""The one rule of exponential backoff."""
+"""Rule of exponential backoff."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine's clock is set while a process runs."""
+"""Changes of the machine's clock while a process runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_jump_is_no_silence(jump: float) -> None:
 
 @pytest.mark.parametrize("jump", [DAY, -DAY])
 def test_a_jump_neither_empties_the_budget_nor_keeps_anybody_waiting(jump: float) -> None:
-    """With the machine's own time, five restarts would be forgotten; a sixth would be allowed."""
+    """With the machine's own clock five restarts would be forgotten and a sixth allowed."""
     machine = Machine()
     policy = RecoveryPolicy(max_restarts=5, window_seconds=3600, backoff_base_seconds=10, backoff_max_seconds=60)
     restarts = [machine.after(10.0) for _ in range(5)]

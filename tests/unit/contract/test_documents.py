@@ -1,4 +1,4 @@
-"""The documents between operator and agents."""
+"""Documents exchanged between operator and agents."""
 
 from __future__ import annotations
 

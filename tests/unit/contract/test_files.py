@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, and what is no file."""
+"""Atomic replacement of files; symbolic links and special files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a choice of kernels means."""
+"""Selection of kernels, and their speed relative to vLLM's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lost nodes and lost links, from random reachability."""
+"""Distinction of lost nodes and lost links for random reachability."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOST = 10.0
 
 
 def silences(members: int, broken: set[tuple[int, int]]) -> dict[int, dict[int, float]]:
-    """Observations of each member: a heartbeat needs both directions of a link."""
+    """Return the silences that each member observes; a heartbeat needs both directions of a link."""
 
     def hears(one: int, other: int) -> bool:
         return not {(one, other), (other, one)} & broken
@@ -54,7 +54,7 @@ def test_the_majority_decides(group: tuple[int, int, int], data: st.DataObject) 
     views = silences(members, broken)
     hearing = sum(views[rank][lost] < HEARD_SECONDS for rank in range(members) if rank != lost)
     assert is_link_lost(lost, observer, views) is (hearing > 0 and hearing >= members - 1 - hearing)
-    # Neither what the two observe themselves, nor a member without an observation, changes the result.
+    # Observations of the two members themselves and members without observations do not change the result.
     views[lost] = views[observer] = {}
     assert is_link_lost(lost, observer, views | {members: {}}) <= is_link_lost(lost, observer, views)
 

@@ -1,4 +1,4 @@
-"""The restart budget."""
+"""Restart budget."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NOW = 10_000.0
     ("ago", "wait"),
     [
         ((), 0),
-        ((10,), 20),  # the first was free, the second waits 30 s from the first
+        ((10,), 20),  # the first was immediate; the second waits until 30 s after it
         ((40,), 0),
         ((100, 10), 50),
-        ((500, 100, 10), 90),  # 120 s, but for the limit
+        ((500, 100, 10), 90),  # 120 s without the limit
         ((10, 100, 500), 90),  # in any order
-        ((3600,), 0),  # no longer in the window
+        ((3600,), 0),  # outside the window
         ((4000, 3999, 3998, 3997, 3996), 0),
     ],
 )
@@ -59,7 +59,7 @@ def test_who_obeys_never_exceeds_the_budget(gaps: list[float], budget: int) -> N
 def test_a_clock_that_is_a_day_ahead_keeps_nobody_waiting_for_a_day() -> None:
     day = 86_400.0
     assert permit(POLICY, [NOW + day] * 4, NOW) == Permit(NOW, 0)
-    # Within a window it counts, but nobody waits for its time to come.
+    # A restart in the near future counts towards the budget, but the wait does not start from it.
     assert permit(POLICY, [NOW + 1], NOW) == Permit(NOW, 1)
     both = permit(POLICY, [NOW - 1, NOW + 1], NOW)
     assert both == permit(POLICY, [NOW - 1, NOW - 5], NOW), "the wait counts from the latest that has been"

@@ -1,4 +1,4 @@
-"""Tokens of incarnations, and how whoever has the deployment's key comes by them."""
+"""Tokens of incarnations, and their derivation by clients with the deployment's key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reconciler over a backend that remembers."""
+"""Fixture of a reconciler with an in-memory backend."""
 
 import pytest
 

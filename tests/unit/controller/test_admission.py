@@ -1,4 +1,4 @@
-"""The admission webhook says what the reconciler would say, before anything is stored."""
+"""The admission webhook refuses the same specifications as the reconciler, before they are stored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsv4_testkit import specifications
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SPARKS = ClusterPolicy(backends=("KubeRay",), host_network_namespaces=("default",))
-"""Of a cluster whose sparks may be used from the namespace `default`."""
+"""Policy of a cluster with Sparks for the namespace `default`."""
 
 
 def manifest(name: str, **engine: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def asked(new: dict[str, Any], old: dict[str, Any] | None = None) -> dict[str, A
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
 
 
-# On a cluster `hardware` is required: no machine is there to tell it.
+# On a cluster `hardware` is required, because there is no local machine to derive it from.
 @pytest.mark.parametrize("name", sorted({path.stem for path in EXAMPLES.glob("*.yaml")} - {"nano-gpu"}))
 def test_every_example_is_taken(name: str) -> None:
     assert judge(manifest(name), policy=SPARKS).refusal is None
@@ -87,7 +87,7 @@ def test_a_deployment_that_is_older_than_a_rule_can_be_stopped_and_not_started()
 
 @pytest.mark.parametrize("stopped", [{"suspend": True}, {"replicas": 0}])
 def test_what_is_not_allowed_is_refused_also_of_one_that_is_stopped(stopped: dict[str, Any]) -> None:
-    """`kubectl scale` starts it, and neither webhook nor policy sees the specification then."""
+    """`kubectl scale` starts it without passing the specification to webhook or policy."""
     for part in (
         {"storage": {"path": "/"}},
         {"engine": {"image": "evil.example/x:1"}},

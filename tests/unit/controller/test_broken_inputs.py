@@ -1,4 +1,4 @@
-"""One broken input, then the death of a member: it is handled as fast as ever, whatever was broken."""
+"""Recovery from a member's death takes no longer with one broken input, for every kind of input."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dsv4_runtime.contract import AgentStatus
 from dsv4_testkit.pods_world import UID, World
 
 HANDLED_SECONDS = 6.0
-"""From the death of a member, or from the end of the failure that it needs, to the members of the next incarnation."""
+"""Limit from the death of a member, or from the end of a failing request, to the members of the next incarnation."""
 CASES = 80
-"""Of each object, chosen at random but always the same ones."""
+"""Number of cases for each object, a random selection with a fixed seed."""
 
 MISSING = object()
 JUNK: tuple[Any, ...] = (
@@ -36,7 +36,7 @@ Path = tuple[str | int, ...]
 
 
 def paths(value: Any, at: Path = ()) -> Iterator[Path]:
-    """Every field of `value`, with all its parts."""
+    """Yield the path of every field of `value`, at every depth."""
     if at:
         yield at
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -45,7 +45,7 @@ def paths(value: Any, at: Path = ()) -> Iterator[Path]:
 
 
 def broken(value: Any, path: Path, junk: Any) -> Any:
-    """A copy of `value` with `junk` at `path`."""
+    """Return a copy of `value` with `junk` at `path`."""
     made = copy.deepcopy(value)
     holder = made
     for step in path[:-1]:
@@ -80,7 +80,7 @@ def invalid(manifest: dict[str, Any]) -> bool:
 
 
 async def handled(world: World, what: object, seconds: float = HANDLED_SECONDS) -> None:
-    """A member dies; the next incarnation has its members in time."""
+    """End a member and require the members of the next incarnation within the limit."""
     if world.formed(1):
         world.end(1, 1)
     try:
@@ -90,7 +90,7 @@ async def handled(world: World, what: object, seconds: float = HANDLED_SECONDS) 
 
 
 class Specification:
-    """A specification that a user changed, or that a stricter rule refuses."""
+    """Specification changed by a user, or refused by a stricter rule."""
 
     def __call__(self, world: World) -> Any:
         return {
@@ -112,7 +112,7 @@ class Specification:
 
 
 class Status:
-    """A status that another writer replaced."""
+    """Status replaced by another writer."""
 
     def __call__(self, world: World) -> Any:
         return {"status": world.live()["status"]}
@@ -123,14 +123,14 @@ class Status:
 
 
 class Pod:
-    """A member's pod, of which somebody changed or added something."""
+    """Pod of a member with a changed or additional field."""
 
     def __init__(self, rank: int) -> None:
         self.name = "Pod", "team", f"nano-0-i1-r{rank}"
 
     def __call__(self, world: World) -> Any:
         pod = copy.deepcopy(world.kube.objects[self.name])
-        # Their names and uids are how the API server finds objects.
+        # The API server identifies objects by name and UID.
         for field in ("name", "namespace", "uid", "resourceVersion"):
             pod["metadata"].pop(field)
         return {key: pod[key] for key in ("metadata", "spec", "status")}
@@ -145,7 +145,7 @@ class Pod:
 
 
 class Owned:
-    """An object that the deployment owns."""
+    """Object owned by the deployment."""
 
     def __init__(self, kind: str, name: str) -> None:
         self.name = kind, "team", name
@@ -161,7 +161,7 @@ class Owned:
         if not isinstance(made["metadata"], dict):
             return False
         if not names.belongs(made, UID):
-            # Then it is an object of another owner: never touched, and reported.
+            # Such an object belongs to another owner: it is reported and never changed.
             return False
         made["metadata"] |= {"name": self.name[2], "namespace": "team"}
         world.kube._put(self.name, made)
@@ -169,7 +169,7 @@ class Owned:
 
 
 class Node(Owned):
-    """A node that a member runs on; others are free."""
+    """Node of a member; other nodes are free."""
 
     def __init__(self) -> None:
         self.name = "Node", "", "n0"
@@ -217,7 +217,7 @@ async def test_a_broken_field_does_not_keep_a_death_from_being_handled(
 
 
 def reports(world: World) -> list[tuple[str, AgentStatus]]:
-    """What one agent may report instead of what it did: every value that its type allows."""
+    """Return a sample of agents' reports, each with one field replaced by a value that its type allows."""
     found = []
     for known, report in world.reports.items():
         document = report.model_dump(mode="json", by_alias=True)
@@ -245,7 +245,7 @@ async def test_a_broken_report_does_not_keep_a_death_from_being_handled(monkeypa
             await world.step()
         assert world.condition("Progressing")[1] != "ActionFailed", report
         assert orjson.loads(orjson.dumps(world.status)) == world.status, "as the API server stores it"
-        # A report that asks for a restart of the engine is none of the group.
+        # Restarts of the engine in a report do not restart the group.
         await handled(world, report)
         await world.close()
 
@@ -264,7 +264,7 @@ NEEDED = [
     ("apply", "Service"),
     ("delete", "Service"),
 ]
-"""Requests without which no death can be handled: verb and kind."""
+"""Requests that recovery from a death needs: verb and kind."""
 OTHERS = [
     ("list", "ConfigMap"),
     ("apply", "ConfigMap"),
@@ -288,7 +288,7 @@ async def test_a_death_is_handled_as_soon_as_the_request_that_it_needs_succeeds(
 ) -> None:
     world = World(monkeypatch)
     await world.serve()
-    # Whatever was read before the failure is too old when it is over.
+    # Data read before the failure is outdated when the failure ends.
     world.kube.failing[request_] = error
     world.end(1, 1)
     failed = world.now
@@ -302,7 +302,7 @@ async def test_a_death_is_handled_as_soon_as_the_request_that_it_needs_succeeds(
     if request_[0] != "replace":
         assert world.condition("Progressing")[:2] == ("True", "ActionFailed")
     world.kube.failing.clear()
-    # Creating members has the longest backoff of all that a death needs.
+    # The creation of members has the longest backoff of all requests that recovery needs.
     await handled(world, request_, 1.1 * reconcile._FORM_SECONDS + HANDLED_SECONDS)
     await world.until(lambda: world.condition("Progressing")[1] != "ActionFailed", 5.0)
     assert world.status["groups"][0]["totalRestarts"] == 1

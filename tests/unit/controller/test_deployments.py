@@ -1,4 +1,4 @@
-"""What the watch of the deployments says, and whose turn it is then."""
+"""Events of the watch of deployments, and the reconciliations that they cause."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KEY = ("team", "nano")
 
 
 def server_of(**spec: object) -> FakeKube:
-    """One deployment, as the API server has it."""
+    """Return an API server with one deployment."""
     live: Manifest = yaml.safe_load(NANO.read_text())
     live["metadata"] |= {"name": "nano", "namespace": "team", "generation": 1}
     live["spec"] |= spec
@@ -48,7 +48,7 @@ def live(server: FakeKube) -> Manifest:
 
 
 class NoMachines:
-    """A backend that has no nodes and no members."""
+    """Backend without nodes and members."""
 
     async def facts(self, _: DSV4Deployment) -> Facts:
         return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", placed={})
@@ -83,14 +83,14 @@ async def test_what_was_written_here_is_no_news() -> None:
     assert len(server.writes()) == 1
     echo = live(server)
     assert deployments.handle_event(echo, gone=False) is None
-    # A look that finds all as it was writes nothing.
+    # Reconciliation without changes writes nothing.
     await deployments.reconcile(KEY)
     assert len(server.writes()) == 1
-    # Somebody changed it.
+    # Another writer changed the object.
     changed = live(server)
     changed["metadata"] |= {"resourceVersion": "9", "generation": 2}
     assert deployments.handle_event(changed, gone=False) == KEY
-    # Another one of that name, and the late end of the first.
+    # Another object of that name, and the late deletion event of the first.
     other = copy.deepcopy(echo)
     other["metadata"] |= {"uid": "v", "resourceVersion": "10"}
     assert deployments.handle_event(other, gone=False) == KEY
@@ -110,7 +110,7 @@ def deployments_without_machines(server: Any, told: list[Event] | None = None) -
 
 
 async def settled(deployments: Deployments) -> None:
-    """Reconcile until nothing is due at once."""
+    """Reconcile until no immediate reconciliation is due."""
     async with asyncio.timeout(10):
         while await deployments.reconcile(KEY) == 0.0:
             pass
@@ -118,10 +118,10 @@ async def settled(deployments: Deployments) -> None:
 
 @st.composite
 def lifetimes(draw: st.DrawFn) -> tuple[list[tuple[Manifest, bool]], Manifest | None]:
-    """Watch events of several objects that had one name one after the other, and the object that exists in the end.
+    """Generate watch events of several consecutive objects with one name, and the object that exists in the end.
 
-    Events of one UID are in order; those of different UIDs are in any order, as kopf hands them over. Ends may be
-    missing, as after a watch that was broken.
+    Events of one UID are in order; those of different UIDs are in any order, as kopf delivers them. Deletion events may
+    be missing, as after an interrupted watch.
     """
     version, sequences = 0, []
     final: Manifest | None = None
@@ -181,7 +181,7 @@ async def test_a_deployment_whose_end_the_watch_missed_is_dropped(monkeypatch: p
     deployments.handle_event(live(server), gone=False)
     assert await deployments.reconcile(KEY)
     del server.objects["DSV4Deployment", *KEY]
-    # At rest nothing is written, so the API server is asked now and then.
+    # At rest nothing is written, so the object is read periodically.
     monkeypatch.setattr("dsv4_operator.controller.deployments.RESYNC_SECONDS", 0.0)
     assert await deployments.reconcile(KEY) is None
     assert not deployments.knows(KEY)
@@ -193,7 +193,7 @@ async def test_a_status_that_cannot_be_written_because_the_deployment_is_gone_dr
     deployments = deployments_without_machines(server)
     deployments.handle_event(live(server), gone=False)
     await deployments.reconcile(KEY)
-    # Another generation makes another status.
+    # Another generation causes a write of the status.
     changed = live(server)
     changed["metadata"] |= {"resourceVersion": "9", "generation": 2}
     deployments.handle_event(changed, gone=False)
@@ -221,8 +221,8 @@ async def test_an_object_that_is_still_being_removed_is_waited_for_and_reported(
 
 @pytest.fixture
 async def machine(monkeypatch: pytest.MonkeyPatch, supervised: Supervised) -> AsyncIterator[LocalBackend]:
-    """A third backend: the operator's members as processes of this machine. Nothing else is told of it."""
-    # Short, because Ray has sockets below it.
+    """Yield a third backend, which runs the operator's members as processes of this machine."""
+    # Short path, because Ray creates sockets below it.
     with tempfile.TemporaryDirectory(prefix="d") as root:
         state = DeploymentState(Path(root), "nano")
         state.prepare()
@@ -252,7 +252,7 @@ def deployments_of(server: Any, told: list[Event]) -> Deployments:
 async def test_a_third_backend_is_one_line_in_the_table(machine: LocalBackend) -> None:
     ports = dict(zip(("api", "dashboard", "gcs", "agent"), free_ports(4), strict=True))
     server, told = server_of(backend="Processes", network={"ports": ports}), list[Event]()
-    # Its weights are missing, so the agent gets no further than that.
+    # Without weights the agent stops at staging.
     server.objects["DSV4Deployment", *KEY]["spec"]["model"]["source"] = {"path": "/missing"}
     deployments = deployments_of(server, told)
     deployments.handle_event(live(server), gone=False)

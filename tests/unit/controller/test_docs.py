@@ -1,4 +1,4 @@
-"""docs/operator.md says what there is."""
+"""docs/operator.md lists all flags, metrics, paths and annotations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may act: several candidates for one lease, with clocks of their own, and an API server that comes and goes."""
+"""Leader election: several candidates for one lease, each with its own clock, and an API server with outages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def candidate(kube: FakeKube, name: str, clock: Clock | None = None) -> Lease:
 
 
 async def tries(lease: Lease, seconds: float = 0.05) -> bool:
-    """Whether it has the lease after trying for a moment."""
+    """Return whether the lease was acquired within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await lease.acquire()
@@ -46,7 +46,7 @@ async def test_a_live_holder_is_waited_for_until_its_lease_was_unchanged_for_as_
     assert not await tries(other)
     clock.now += LEASE_SECONDS - 1
     assert not await tries(other)
-    # A renewal, and the time begins anew.
+    # A renewal restarts the waiting time.
     assert await holder._renew()
     clock.now += 2
     assert not await tries(other)

@@ -179,7 +179,7 @@ async def test_figures_are_those_of_all_gateways_that_reported_lately() -> None:
     assert deployment.requests == PageRequests(held=3, ok=20)
     assert first.load is not None
     assert (first.load.tokens_per_second, first.cache and first.cache.usage) == (20.0, 0.5)
-    # An engine that is away has no figures.
+    # Engines that are not serving have no figures.
     assert (second.load, second.cache and second.cache.usage) == (None, None)
     now[0] += 100
     assert (await fleet.make()).deployments[0].requests == PageRequests(held=2, ok=10)

@@ -1,4 +1,4 @@
-"""Whose turn it is, and when."""
+"""Order and times of reconciliations in the work queue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsv4_operator.controller.queue import WorkQueue
 
 
 class Worker:
-    """Counts turns, and finds out if two of one key overlap."""
+    """Records turns, and fails if two turns of one key overlap."""
 
     def __init__(self, pause: float | None = 60.0, seconds: float = 0.0) -> None:
         self.turns: list[str] = []

@@ -1,4 +1,4 @@
-"""The loop around the pure decisions: what it keeps, and what a failing action does to it."""
+"""The loop around the pure decisions: saved status, and consequences of failing actions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def test_a_number_is_kept_before_its_members_are_made(world: tuple) -> Non
     members, reconciler, saved, _ = world
     deployment = load(NANO)
     await until_formed(members, reconciler, deployment, 1)
-    # The last one saved before `ensure` had claimed the number already.
+    # The last status saved before `ensure` contains the number.
     assert saved[0].status.groups[0].incarnation == 1
     assert members.calls[-1] == "ensure 1"
 
@@ -50,7 +50,7 @@ async def test_a_fence_that_fails_is_tried_again_and_nothing_is_formed_meanwhile
     assert "ensure 2" not in members.calls
     progressing = saved[-1].status.condition(ConditionType.PROGRESSING)
     assert (progressing.reason, "fence is broken" in progressing.message) == (Reason.ACTION_FAILED, True)
-    # The status is kept all the same, and says what is going on.
+    # The status is saved nevertheless, with the current phase.
     assert saved[-1].status.groups[0].phase is GroupPhase.RECOVERING
     members.broken = set()
     clock.now += 10
@@ -74,20 +74,20 @@ async def test_a_new_process_listens_before_it_calls_anybody_silent(world: tuple
         saved.clear()
         return Reconciler(members, ENDPOINTS, save=saved.save, clock=clock)
 
-    # It hears them in time: nothing changed, so nothing is written.
+    # The members respond in time: nothing changes, so nothing is written.
     following = successor()
     assert await following.reconcile(served) < 1
     clock.now += 1
     members.speak(clock.now)
     await following.reconcile(served)
     assert saved == []
-    # It does not: then they are silent.
+    # The members do not respond and count as silent.
     following = successor()
     for _ in range(5):
         await following.reconcile(served)
         clock.now += 1
     assert saved[-1].status.groups[0].members[0].silent_since is not None
-    # One is gone: that needs no listening.
+    # An ended member is detected without that delay.
     following = successor()
     members.end(1, 1, clock.now)
     await following.reconcile(served)
@@ -125,12 +125,12 @@ async def test_progress_alone_is_saved_now_and_then(world: tuple) -> None:
     messages = {member.message for one in saved for member in one.status.groups[0].members if member.rank == 0}
     assert len(messages - {""}) in (3, 4, 5)
     assert reconciler.status.groups[0].members[0].message == "95 % of the weights"
-    # What matters is saved at once.
+    # Important changes are saved immediately.
     count = len(saved)
     clock.now += 1
     members.end(1, 1, clock.now)
     await reconciler.reconcile(deployment)
-    # The death before it is acted on, and then where its evidence is.
+    # The death is saved before the action, and the location of its evidence afterwards.
     assert len(saved) == count + 2
 
 
@@ -192,7 +192,7 @@ async def test_nothing_is_decided_on_a_status_that_was_not_saved(world: tuple, e
     for _ in range(3):
         clock.now += 10
         assert 0.9 * POLL_SECONDS <= await reconciler.reconcile(deployment) <= POLL_SECONDS
-        # The claim was not kept, so it is no claim: the next turn makes it again instead of forming on it.
+        # A claim that was not saved is void; the next turn repeats it and forms nothing before.
         assert reconciler.status == deployment.status
     assert members.calls == []
     broken = False
@@ -206,7 +206,7 @@ async def test_nothing_is_decided_on_a_status_that_was_not_saved(world: tuple, e
         clock.now += 1
         await reconciler.reconcile(deployment)
     assert members.calls == [], "what died is told before it is ended"
-    # The backoff of the status is short: a death waits for it.
+    # The backoff for writes of the status is short, because recovery from a death waits for it.
     broken = False
     clock.now += 6
     await until_formed(members, reconciler, deployment, 2)

@@ -1,4 +1,4 @@
-"""How the reconciler ends members: deletion, open requests, fences, evidence."""
+"""End of members by the reconciler: deletion, open requests, fences, evidence."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_a_suspended_group_is_suspended_when_its_members_ended(world: tupl
     await until_formed(members, reconciler, deployment, 1)
     await reconciler.reconcile(deployment)
     suspended = deployment.model_copy(update={"spec": deployment.spec.model_copy(update={"suspend": True})})
-    # The cache shows no member any more, the API server still has them.
+    # The cache has no members any more, and the API server still has them.
     hidden, members.members = members.members, {}
     members.fences = 2
     for _ in range(3):

@@ -59,7 +59,7 @@ async def test_groups_are_supervised_by_the_last_valid_specification(world: Worl
     assert world.condition("Ready")[0] == "False"
     await world.until(lambda: world.formed(2), 6.0)
     assert len(told(world, Reason.SPEC_INVALID)) == 1
-    # The change is repaired.
+    # The specification is valid again.
     world.change(topology={**BAD, "nodeSelector": {}})
     await world.step()
     assert world.condition("Accepted")[:2] == ("True", "PlanAccepted")
@@ -74,7 +74,7 @@ async def test_a_rule_that_became_stricter_takes_supervision_from_nobody(
     await world.serve()
     await world.deployments.close()
     if not kept:
-        # As an operator wrote it that did not store it.
+        # As written by an operator that did not store the specification.
         live = world.live()
         del live["status"]["rollout"]["accepted"]
         world.put(live)
@@ -211,7 +211,7 @@ async def test_the_labels_of_a_member_are_not_its_life(world: World) -> None:
             await world.step()
         assert world.formed(1), label
         assert any(label in message for message in told(world, Reason.OBJECT_IGNORED)), label
-    # It is ended all the same, although no selector finds it.
+    # The member is ended nevertheless, although no selector matches it.
     pod["metadata"]["labels"] = {}
     world.kube._put(("Pod", "team", "nano-0-i1-r1"), pod)
     world.end(1, 0)

@@ -1,4 +1,4 @@
-"""The server of the admission webhook: TLS, its limits, and the loop that it leaves alone."""
+"""Server of the admission webhook: TLS, limits, and no effect on the operator's event loop."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_it_answers_over_tls_and_takes_a_renewed_certificate_over(tmp_path
 
         assert server.certificate_end == x509.load_pem_x509_certificate(second.encode()).not_valid_after_utc.timestamp()
 
-        # Half a renewal changes nothing.
+        # An incomplete renewal changes nothing.
         (tmp_path / "tls.crt").write_text("")
         server.renew()
         assert (await post(url, second, body))[0] == 200
@@ -114,7 +114,7 @@ def port_of(url: str) -> int:
 
 
 def large(values: int) -> bytes:
-    """A review of 2.8 MB with so many unknown fields."""
+    """Return a review of 2.8 MB with this number of unknown fields."""
     width = 2_800_000 // values - 12
     return asked(**{f"k{number:06d}": "" if width < 3 else "x" * (width - 2) for number in range(values)})
 
@@ -126,11 +126,11 @@ async def test_what_is_large_is_answered_in_no_time(tmp_path: Path) -> None:
             body = large(values)
             began = time.process_time()
             status, text = await post(url, trusted, body)
-            # 0.1 s of the processor; 250,000 took 6.4 s.
+            # 0.1 s of processor time; 250,000 fields took 6.4 s without the limit.
             assert time.process_time() - began < 0.5
             assert (status, len(text) < 10_000) == (wanted, True)
             assert wanted == 413 or json.loads(text)["response"]["allowed"] is False
-        # The largest object that etcd takes, and the one that it replaces.
+        # The largest object that etcd accepts, and the object that it replaces.
         status, _ = await post(url, trusted, asked(old={"a": "x" * 3 * 2**19}, new={"a": "x" * 3 * 2**19}))
         assert status == 200
         status, text = await post(url, trusted, asked(new="x" * 2**22))
@@ -142,17 +142,17 @@ async def test_the_operators_loop_goes_on_beside_many_large_ones(tmp_path: Path)
     bodies = [large(45_000), large(250_000)] * 8
     waits = []
     async with serving(tmp_path) as (_, url):
-        # Other processes may have the processors meanwhile. What keeps the loop keeps it every time.
+        # Other processes may delay a single run. Work on the event loop delays every run.
         while len(waits) < 3 and min(waits, default=1.0) >= 0.2:
             work = asyncio.gather(*(asyncio.to_thread(post_elsewhere, url, trusted, body) for body in bodies))
             waits.append(await longest_wait(work))
             assert set(work.result()) <= {200, 413, 503}
-    # 0.03 s; in the operator's own loop four of them took 13 s.
+    # 0.03 s; on the operator's event loop four reviews took 13 s.
     assert min(waits) < 0.2
 
 
 async def longest_wait(work: asyncio.Future[Any]) -> float:
-    """Return the longest time, in seconds, for which the loop did not come back to this until `work` was done."""
+    """Return the longest delay of the event loop until `work` was done, in seconds."""
     longest, last = 0.0, time.perf_counter()
     while not work.done():
         await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Ray's node without its dashboard."""
+"""Restarts of the dashboard of a Ray node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4_runtime.engine.ray_start import Auxiliaries
 
 
 class Node:
-    """A node whose processes are real; counts starts of its dashboard."""
+    """Stand-in for Ray's node with real processes; records the starts of its dashboard."""
 
     def __init__(self) -> None:
         self.made: list[subprocess.Popen[bytes]] = []
@@ -29,7 +29,7 @@ class Node:
 
     def start_api_server(self, *, include_dashboard: bool, raise_on_failure: bool) -> None:
         if self.closed:
-            # Without a dashboard the thread that watches it ends.
+            # The thread that restarts the dashboard ends if there is none.
             return
         assert include_dashboard
         assert not raise_on_failure
@@ -38,7 +38,7 @@ class Node:
         self.all_processes["dashboard"] = [self.process()]
 
     def kill(self, kind: str) -> float:
-        """Kill a process once it is there; return the time."""
+        """Kill a process as soon as it exists; return the time."""
         deadline = time.monotonic() + 5.0
         while kind not in self.all_processes:
             assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Causes that log lines of vLLM, Ray, NCCL and others prove."""
+"""Causes of failures from log lines of vLLM, Ray, NCCL and others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INITIALIZATION = (
 
 
 def dead(error: str) -> list[str]:
-    """A start that ends with `error` in EngineCore."""
+    """Return the log of a start that ends with `error` in EngineCore."""
     return [FAILED, *TRACE, CORE + error, INITIALIZATION]
 
 
@@ -163,7 +163,7 @@ def test_the_cause_of_a_log_is_its_first_proof_and_not_a_consequence(name: str) 
 
 
 MESSAGES = [line.split("\t", 2) for line in (Path(__file__).parent / "messages.tsv").read_text().splitlines()[1:]]
-"""Origin in the library, cause and text; the texts of vLLM are those of 0.30 to 0.33 unless a version is named."""
+"""Origin in the library, cause and text. Texts of vLLM are those of 0.30 to 0.33 unless a version is given."""
 
 
 @pytest.mark.parametrize(("source", "cause", "message"), MESSAGES, ids=[message[:50] for _, _, message in MESSAGES])
@@ -232,7 +232,7 @@ def test_a_long_line_takes_linear_time(row: Signature) -> None:
         return time.process_time() - begun
 
     for piece in (row.example[:20], row.example[-12:], "NCCL", "NET/IB : ", "(", " "):
-        # Quadratic time takes seconds for the longer one.
+        # Quadratic time would be seconds for the longer one.
         assert seconds(piece * (2**14 // len(piece))) < 1.0 + 20 * seconds(piece * (2**11 // len(piece)))
 
 

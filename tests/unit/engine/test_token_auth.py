@@ -1,4 +1,4 @@
-"""Who asks vLLM's own port without the incarnation's token gets nothing, whatever the path."""
+"""vLLM's own port refuses requests without the incarnation's token on every path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request has an engine for itself, over all gateways that send to it."""
+"""A request that needs the engine alone runs without other requests, across all gateways of the engine."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_vllms_port_keeps_turns(tmp_path: Path, monkeypatch: pytest.Monkey
     leaves.set()
     assert await ask((token_auth.REQUEST_ID_HEADER, "id")) == (0, "")
     assert await ask(turn("a", Kind.ALONE)) == (503, "unsettled")
-    # An agent's request has no id, and is never kept out.
+    # Requests of agents have no ID and are always accepted.
     leaves.clear()
     assert await ask() == (200, "")
     assert await ask(turn("b", Kind.PROBE)) == (200, "")

@@ -3,5 +3,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The machines' builder lies beside the tests; with importlib import mode nothing else puts it on the path.
+# Makes `machines` importable: with import mode importlib pytest adds no folder to the path.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -1,4 +1,4 @@
-"""Copies of /sys, /proc and /dev of machines, built from what such machines were seen to have.
+"""Copies of /sys, /proc and /dev of machines, with values observed on such machines.
 
 GB10: two ConnectX-7 PCIe functions for each cage (`ibstat` of a Dell Pro Max with GB10: firmware 28.45.4028, all four
 functions with one system image GUID, the empty cage `Down`/`Disabled` at 40 Gb/s), Gen5 x4 each, 10 GbE management.
@@ -34,14 +34,14 @@ def mapped(address: str) -> str:
 
 @dataclass
 class Card:
-    """One RDMA device with one port, and its network interface."""
+    """RDMA device with one port, and its network interface."""
 
     hca: str
     interface: str
     pci: str
     address: str | None = None
     gids: list[tuple[str, str] | None] | None = None
-    """(kind, value) of each slot; None for an empty one. Default: what the kernel makes of `address`."""
+    """(kind, value) of each slot; None for an empty one. Default: the kernel's entries for `address`."""
     cage: str | None = "p0"
     guid: str = "fc4c:ea03:00f9:4230"
     up: bool = True
@@ -136,7 +136,7 @@ def _card(root: Path, card: Card, number: int) -> None:
     ):
         _write(path, value)
     for index, gid in enumerate(card.table()):
-        # sysfs prints every slot, empty ones as zeroes; the type and interface of those cannot be read.
+        # sysfs shows every slot, empty ones as zeroes; type and interface of empty slots cannot be read.
         value = IPv6Address(gid[1]) if gid else IPv6Address(0)
         _write(port / "gids" / str(index), value.exploded)
         if gid:
@@ -179,7 +179,7 @@ def _write(path: Path, value: object) -> None:
 
 
 def spark(host: int = 10, *, cage: int = 0, **changes: object) -> Machine:
-    """A DGX Spark with one cable, in cage 0 or 1."""
+    """Return a DGX Spark with one cable, in cage 0 or 1."""
     cards = []
     for function in (0, 1):
         for half, (domain, prefix) in enumerate((("0000", "p1s0"), ("0002", "P2p1s0"))):
@@ -198,7 +198,9 @@ def spark(host: int = 10, *, cage: int = 0, **changes: object) -> Machine:
 
 
 def rtx_host(**changes: object) -> Machine:
-    """A host of RTX PRO 6000 cards with one two-port ConnectX-7 on 16 lanes: no twins. One port is the way outside."""
+    """Return a host of RTX PRO 6000 cards with one two-port ConnectX-7 on 16 lanes, without twins; one has the default
+    route.
+    """
     cards = [
         Card("mlx5_0", "ens3f0np0", "0000:41:00.0", "10.20.0.5/24", mtu=1500, width=16, max_width=16, cage="p0"),
         Card("mlx5_1", "ens3f1np1", "0000:41:00.1", "192.168.7.5/24", width=16, max_width=16, cage="p1"),

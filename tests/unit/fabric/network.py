@@ -1,6 +1,6 @@
-"""Run by test_proof in a process of its own, because it changes its network: two namespaces and what is between them.
+"""Program of test_proof in a separate process, whose network it changes: two namespaces and the network between them.
 
-Takes one JSON object, prints a JSON list of what the two sides found out.
+Argument: one JSON object. Output: a JSON list of the results of both sides.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 def both(how: dict[str, object]) -> list[object]:
     routed, mtu, between = bool(how.get("routed")), how["mtu"], how["between"]
     addresses = ["10.88.1.10", "10.88.2.11" if routed else "10.88.1.11"]
-    # This namespace is the switch or the router in the middle.
+    # This namespace is the switch or router between the members.
     if not routed:
         ip("link add switch type bridge")
         ip("link set switch up")
@@ -57,7 +57,7 @@ def both(how: dict[str, object]) -> list[object]:
     members = [namespace(), namespace()]
     for rank, pid in enumerate(members):
         ip(f"link add port{rank} type veth peer name fabric0 netns {pid}")
-        # Its far end keeps the large MTU: only the way between is narrow.
+        # The members' ends keep the large MTU; only the network between them has the small one.
         ip(f"link set port{rank} mtu {between} up")
         ip(f"addr add {addresses[rank]}/24 dev fabric0", pid)
         ip(f"link set fabric0 mtu {mtu} up", pid)
@@ -69,8 +69,8 @@ def both(how: dict[str, object]) -> list[object]:
     block = how.get("block")
     for rank in (0, 1):
         if block in (rank, 2):
-            # What comes in from this member is dropped on its way through; its own answers go the same way.
-            # By number: a minimal system has no /etc/protocols.
+            # Packets from this member, including its replies, are dropped on the way through. The protocol is given by
+            # number, because a minimal system has no /etc/protocols.
             protocol = f"ipproto {how['protocol']}" if how.get("protocol") else ""
             ip(f"rule add iif port{rank} {protocol} blackhole")
     if how.get("doctor"):

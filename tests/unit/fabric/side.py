@@ -1,5 +1,6 @@
-"""One member of test_proof inside its namespace: `MemberFabric` as the agent uses it. The statuses that agents ask of
-each other go through files, because the path between them may be the broken one.
+"""One member of test_proof inside its namespace: `MemberFabric` as the agent uses it.
+
+Requests for statuses go through files, because the path between the members may be the broken one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def plan(addresses: list[str]) -> GroupPlan:
 
 
 async def as_agent(group: GroupPlan, rank: int, directory: Path) -> None:
-    """The agent's own way up to the proof: preflight, its HTTP API, the other agent's status, the proof."""
+    """Run the agent's tasks up to the proof: preflight, its HTTP API, the other agent's status, the proof."""
     member = Member(group, rank, directory, "token")
     runner = web.AppRunner(http.application(member, "token"), access_log=None)
     await runner.setup()
@@ -57,7 +58,7 @@ async def as_agent(group: GroupPlan, rank: int, directory: Path) -> None:
 
 
 async def together(directory: Path, rank: int) -> None:
-    """Until the other side has come here too: it may still be asking."""
+    """Wait until the other side has finished too, because it may still send requests."""
     done = [directory / f"done{one}" for one in (0, 1)]
     done[rank].touch()
     for _ in range(600):

@@ -1,4 +1,4 @@
-"""From copies of /sys to what a member uses, what it is told, and what is wrong."""
+"""Selection of ports, environment variables and findings from copies of /sys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_spark_uses_both_halves_of_the_cage_that_has_a_cable(tmp_path: Path, c
     assert env["GLOO_SOCKET_IFNAME"] == f"enp1s0f{cage}np{cage}"
     assert env["NCCL_IB_DISABLE"] == "0"
     assert env["NCCL_NET"] == "IB"
-    # NCCL takes the right GID by itself: a pinned index fails on the next machine.
+    # NCCL selects the right GID itself; a pinned index would fail on the next machine.
     assert "NCCL_IB_GID_INDEX" not in env
     assert "NCCL_IB_ADDR_RANGE" not in env
     assert "NCCL_CROSS_NIC" not in env
@@ -197,7 +197,7 @@ def test_a_stale_entry_on_one_of_the_two_only(tmp_path: Path) -> None:
     choice, checks = seen(machine, tmp_path / "m")
     assert sorted(fit.gid for fit in choice.fit) == [3, 4]
     env = told(choice)
-    # No one index is right for both; the addresses' common network leaves the stale one out.
+    # No single index fits both; the common network of the addresses excludes the stale entry.
     assert "NCCL_IB_GID_INDEX" not in env
     assert env["NCCL_IB_ADDR_RANGE"] == "192.168.100.0/23"
     assert not failures(checks)
@@ -240,7 +240,7 @@ def test_infiniband_is_said_to_be_none(tmp_path: Path) -> None:
 
 def test_a_card_that_came_up_degraded(tmp_path: Path) -> None:
     machine = spark()
-    # Firmware before 2026-04: the second function has two lanes and says that it can have no more.
+    # Firmware before 2026-04: the second function has two lanes and reports two as its maximum.
     for card in (machine.cards[1], machine.cards[3]):
         card.width = card.max_width = 2
     _, checks = seen(machine, tmp_path / "m")
@@ -255,7 +255,7 @@ def test_a_card_that_came_up_degraded(tmp_path: Path) -> None:
         card.speed = 100_000
     _, checks = seen(machine, tmp_path / "m")
     assert outcome(checks, "speed rocep1s0f0:1") == (CheckStatus.WARN, CheckReason.SLOW_LINK, 100_000)
-    # What is the full speed of any other card, nobody can tell from here.
+    # The full speed of other cards is unknown.
     machine = rtx_host()
     machine.cards[1].speed = 100_000
     assert check(seen(machine, tmp_path / "m")[1], "speed mlx5_1:1").level is CheckStatus.OK
@@ -285,7 +285,7 @@ def test_this_machine() -> None:
         assert not failures(checks)
 
 
-# Discovery never raises, whatever lies in the tree.
+# Discovery never raises, for arbitrary contents of the tree.
 
 _ODD = st.sampled_from(
     ["", "\0\0", "N/A", "-1", "9" * 400, "4: ACTIVE", "fe80::zz", "::ffff:1.2.3.4", "\udcff", "[]", "{}"]
@@ -360,7 +360,7 @@ def test_nothing_at_all(tmp_path: Path) -> None:
 
 
 def test_two_ports_of_one_function(tmp_path: Path) -> None:
-    """A device with two ports has both interfaces at one PCI function; the GIDs tell which is whose."""
+    """A device with two ports has both interfaces at one PCI function; the GIDs assign them to ports."""
     machine = Machine([Card("mlx5_0", "ens1", "0000:05:00.0", "10.1.0.1/24")])
     root = machine.build(tmp_path / "m")
     (root / "sys/class/infiniband/mlx5_0/device/net/ens0").mkdir()

@@ -1,4 +1,4 @@
-"""`dsv4 doctor` as users run it, here and over copies of other machines."""
+"""`dsv4 doctor` on the command line, on this machine and over copies of other machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked of a machine beside its ports: limits, kernel, MTU."""
+"""Checks of a machine besides its ports: limits, kernel, MTU."""
 
 from __future__ import annotations
 

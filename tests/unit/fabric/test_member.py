@@ -1,4 +1,4 @@
-"""What the agent does with the fabric: refuse, tell Ray and vLLM, judge the bandwidth probe."""
+"""The agent's use of the fabric: refusals, environment of Ray and vLLM, result of the bandwidth probe."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def test_sockets_in_the_engine_s_own_log() -> None:
     assert len(said) == 6
     assert "NCCL uses TCP sockets although the plan requires RDMA: (RayWorkerProc pid=9) vm:688:688" in said[0]
     assert found.status.transport == "Socket"
-    # The next generation of the engine may do better, and one member needs no network.
+    # The next generation of the engine may use RDMA, and one member needs no network.
     assert found.engine_said("a:1:2 [0] NCCL INFO Using network IB") is None
     assert found.status.transport == "IB"
     single = MemberFabric(alone(fabric), fabric, 0, "token")

@@ -1,6 +1,6 @@
-"""NCCL's own lines: in `logs/` whole ones of NCCL 2.28.9 with two GPUs, here single ones of other versions.
+"""Log lines of NCCL: complete logs of NCCL 2.28.9 with two GPUs in `logs/`, single lines of other versions here.
 
-The logs: over NVLink, over sockets, and asked for RDMA where there is none.
+The logs: over NVLink, over sockets, and with RDMA required where there is none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_sockets() -> None:
 def test_nvlink_makes_no_connection_over_a_network() -> None:
     log = read((LOGS / "nccl-2.28.9-p2p.log").read_text())
     assert not log.connections
-    # What it would use between machines.
+    # The network that NCCL would use between machines.
     assert log.network == "Socket"
 
 
@@ -93,7 +93,7 @@ def test_rdma_asked_for_where_there_is_none() -> None:
             (),
             False,
         ),
-        (  # what is initialised is not what is used
+        (  # an initialized plugin is not the one in use
             [
                 "n:1:2 [0] NCCL INFO Initialized NET plugin Socket",
                 "n:1:2 [0] NCCL INFO Assigned NET plugin IB to comm",

@@ -1,4 +1,4 @@
-"""Copies between GPUs: real processes and calls over a stand-in of the driver, with a fault in each call."""
+"""Copies between GPUs: real processes and calls with a stand-in for the driver, and a fault in each call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cuda(library: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_copies_in_every_direction_and_way(cuda: pytest.MonkeyPatch) -> None:
     cuda.setenv("FAKE_GPUS", "3")
-    # With 16 GPUs the limit of the driver counts.
+    # With 16 GPUs the driver's limit applies.
     cuda.setenv("FAKE_LIMIT", "1")
     found = try_copies()
     assert (found.outcome, found.problem) == (Outcome.PASSED, "")
@@ -62,7 +62,7 @@ def test_copies_in_every_direction_and_way(cuda: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("kind", ["999", "crash"])
 def test_a_fault_in_any_call(cuda: pytest.MonkeyPatch, function: str, kind: str) -> None:
-    """Before the first copy nothing is known about copies; during one, they fail."""
+    """Faults before the first copy leave the result open; faults during a copy make it fail."""
     cuda.setenv("FAKE_FAULT", f"{function}:1:{kind}")
     found = try_copies()
     copying = function in FUNCTIONS_OF_COPIES or function == "cuCtxSynchronize"
@@ -172,7 +172,7 @@ def test_a_conclusive_test_is_kept_until_the_next_restart(cuda: pytest.MonkeyPat
     assert ("wrong bytes" in first) == ("lost" in fault)
     conclusive = fault != "cuInit:1:999"
     assert record.exists() is conclusive
-    # Another result from now on.
+    # The driver's result is different from here on.
     cuda.setenv("FAKE_FAULT", "cuMemcpyPeer:1:bit")
     if conclusive:
         assert unsafe_copies(UUIDS[::-1], record, root) == first

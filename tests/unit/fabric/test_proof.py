@@ -1,6 +1,6 @@
-"""The proof between two machines: a network of namespaces made by the test, broken in every way that it must notice.
+"""The proof between two machines: a network of namespaces made by the test, with every fault that the proof detects.
 
-Left out of a machine that does not allow namespaces, as the engine ring is.
+Skipped on machines that do not allow namespaces, like the engine ring.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Network = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def network(tmp_path: Path) -> Network:
-    """Two members in namespaces of their own with something between them; returns what each found out."""
+    """Return a function that runs two members in namespaces with a network between them, and returns their results."""
 
     def run(**how: object) -> list[dict[str, Any]]:
         given = json.dumps({"directory": str(tmp_path), "side": str(SIDE), **how})
@@ -81,7 +81,7 @@ def test_two_agents_over_their_own_api(network: Network) -> None:
 
 def test_a_smaller_mtu_in_the_middle_that_drops_in_silence(network: Network) -> None:
     for side, (here, there) in zip(network(mtu=9000, between=1500), ((0, 1), (1, 0)), strict=True):
-        # A device takes a few bytes more than its MTU from another one: room for a VLAN's tag.
+        # A device accepts a few bytes more than its MTU, as room for a VLAN tag.
         assert (
             f"from 10.88.1.1{here} (fabric0) to 10.88.1.1{there} of rank {there} carries packets of 150"
             in side["error"]
@@ -136,7 +136,7 @@ def test_two_doctors(network: Network) -> None:
         assert found["remedy"].startswith("set the MTU")
 
 
-# Without a network: one machine's loopback, and pure rules.
+# Without a network: loopback of one machine, and pure rules
 
 KEY = group_key("token", 1)
 
@@ -149,7 +149,7 @@ def rail(address: str, hca: str | None = None, interface: str = "lo", mtu: int =
 async def test_a_side_that_ends_during_a_search_is_no_limit_of_the_path(
     replies: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path loses packets beyond 1500 bytes; the other side ends after some replies, or answers to the end."""
+    """The path loses packets beyond 1500 bytes; the other side ends after this number of replies, or never."""
     monkeypatch.setattr(probes, "_LONG_WAITS", (0.1,) * 3)
     monkeypatch.setattr(probes, "_SHORT_WAITS", (0.1,) * 2)
 
@@ -180,11 +180,11 @@ async def test_probes_over_loopback() -> None:
         assert responder.received(3, theirs) is not None
         assert responder.received(3, mine) is None
         assert responder.received(4, theirs) is None
-        # Another incarnation's key opens nothing.
+        # The key of another incarnation opens nothing.
         outcome = await probe(group_key("token", 2), 5, mine, theirs, 9000)
         assert (outcome.arrives, outcome.streams, outcome.carries) == (False, False, 0)
         assert responder.received(5, theirs) is None
-        # Larger than any packet can be here: the largest that is possible is found.
+        # Beyond the size of any packet on loopback: the largest possible size is found.
         assert (await probe(KEY, 3, mine, theirs, 65_535)).carries >= 60_000
     finally:
         responder.close()
@@ -203,7 +203,7 @@ def test_strangers_get_no_answer_and_none_is_larger_than_its_question() -> None:
     answer = responder.answer(probe, here)
     assert answer is not None
     assert len(answer) <= len(probe)
-    # An answer is not answered: two answerers never talk to each other for ever.
+    # Responses are never answered, so that two responders cannot answer each other endlessly.
     assert responder.answer(answer, here) is None
     for position in range(len(probe)):
         forged = bytearray(probe)
@@ -219,7 +219,7 @@ MA, MB = rail("10.0.0.1/24"), rail("10.0.0.2/24")
 
 def test_which_paths_there_must_be() -> None:
     assert paths((A0, A1), (B0, B1)) == [(A0, B0), (A1, B1)]
-    # Crossed addresses: the sockets' path, and what shares a network.
+    # Crossed addresses: the path of the sockets, and pairs of rails that share a network.
     assert paths((A0, A1), (B1, B0)) == [(A0, B1), (A0, B0), (A1, B1)]
     assert paths((MA, A0, A1), (MB, C0, C1)) == [(MA, MB), (A1, C0)]
     assert paths((), (B0,)) == []

@@ -41,7 +41,7 @@ RTX = (
 
 
 def surveyed(machine: Machine, folder: Path, gpus: str = GB10) -> Survey:
-    """Run the program over the files of `machine`; `ip` and `nvidia-smi` print what they print there."""
+    """Run the program over the files of `machine`; `ip` and `nvidia-smi` print that machine's output."""
     root, tools = machine.build(folder / "m"), folder / "bin"
     tools.mkdir(exist_ok=True)
     for name, text in (("ip", (root / "ip-addr.json").read_text()), ("nvidia-smi", gpus)):
@@ -76,7 +76,7 @@ def test_the_copy_has_the_network_of_the_machine(machine: Machine, tmp_path: Pat
     copy.mkdir()
     survey.write(copy)
     here, there = discover_node(tmp_path / "m"), discover_node(copy)
-    # Limits are those of a login.
+    # The limits are those of a login.
     assert replace(there, limits=here.limits) == here
 
 
@@ -119,7 +119,7 @@ def test_no_output_raises_another_error(lines: Sequence[str]) -> None:
 
 NAMES = st.sampled_from(["..", ".", "a", "", "device", "etc", "sys", "class", "infiniband", "0000:01:00.0", "a b"])
 
-# Of arbitrary names few begin as a path must and leave the copy.
+# Few arbitrary names begin as required and leave the copy.
 OUTSIDE = st.tuples(st.sampled_from(["sys", "dev"]), st.lists(st.sampled_from(["..", "a"]), min_size=2, max_size=5))
 PATHS = st.lists(NAMES, max_size=6) | OUTSIDE.map(lambda path: [path[0], *path[1]])
 
@@ -141,7 +141,7 @@ def test_a_hostile_machine_writes_only_into_its_copy(
 def test_two_sparks(tmp_path: Path) -> None:
     both = [network(spark(host), tmp_path / f"s{host}", f"spark-{host}") for host in (1, 2)]
     links = common_links(both)
-    # The best is RoCE; management (the same address on both) is no link.
+    # RoCE ranks first; management, with the same address on both, is no link.
     assert [str(link) for link in links] == [
         "192.168.100.0/24, RoCE, 200 Gbit/s, MTU 9000",
         "192.168.101.0/24, RoCE, 200 Gbit/s, MTU 9000",
