@@ -1,16 +1,16 @@
-"""The fault suite: real faults in a group under load, for dsv4 and for bare vLLM, and what became of them.
+"""Fault suite: real faults in a group under load, for dsv4 and for bare vLLM, and their results.
 
     python benchmarks/faults.py --list
     python benchmarks/faults.py --runs 3 --json faults.json --page docs/faults.md   # the whole matrix, dsv4
-    python benchmarks/faults.py --bare --runs 1 --json faults.json      # the peer's column
+    python benchmarks/faults.py --bare --runs 1 --json faults.json      # the peer
     python benchmarks/faults.py --only "hang in a step of rank 1"
-    python benchmarks/faults.py --soak --minutes 60 --json faults.json  # nothing wrong: no verdict, no restart
+    python benchmarks/faults.py --soak --minutes 60 --json faults.json  # no faults: no verdict, no restart
     python benchmarks/faults.py --deaths 20 --json faults.json          # no lost request
-    python benchmarks/faults.py --cost 2 --json faults.json             # what the agents take while nothing is wrong
+    python benchmarks/faults.py --cost 2 --json faults.json             # cost of the agents without faults
     python benchmarks/faults.py --runs 0 --page docs/faults.md --json faults.json   # the page only
 
-Each finished run is in the file at once, and what is there is not run again. A run takes at most ten minutes; one
-without a result is kept as an error and is run again by the next call. Needs root, and a quiet machine.
+Each finished run is written to the file at once; runs in the file are not repeated. A run takes at most ten minutes; a
+run without a result is stored as an error and repeated by the next call. Requires root and an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dsv4_testkit.faults.table import Fault
 _RUN_SECONDS = 600.0
 """Limit of one run."""
 _MOST_ERRORS = 10
-"""Runs without a result, after which the suite ends: something else is wrong."""
+"""Number of runs without a result after which the suite ends, because the failure is not specific to a fault."""
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def main() -> int:
             report.update(options.page.read_text(), Store(None))
         except (OSError, ValueError) as error:
             parser.error(f"--page {options.page}: {error}")
-    # Whatever was started ends with this process, also when it is told to end.
+    # Started processes end with this one, also after SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     unknown = [name for name in options.only or () if name not in BY_NAME]
     if unknown:
@@ -113,7 +113,7 @@ def run_all(
     kept: Path | None,
     latest: float | None,
 ) -> int:
-    """Every chosen fault as often as it still has to be run; all of them once before any of them twice.
+    """Run every chosen fault as often as due; all of them once before any of them twice.
 
     Returns the number of runs without a result.
     """
