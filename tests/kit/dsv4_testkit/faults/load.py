@@ -70,13 +70,15 @@ class Load:
         host: str = "127.0.0.1",
         ended: Callable[[Request], None] | None = None,
     ) -> None:
-        """Args:
-        port: of the API.
-        model: name of the model.
-        shape: of the load.
-        seed: of the random prompts.
-        host: name or address of the API.
-        ended: called with each request once it ended.
+        """Create a load without starting it.
+
+        Args:
+            port: of the API.
+            model: name of the model.
+            shape: of the load.
+            seed: of the random prompts.
+            host: name or address of the API.
+            ended: called with each completed request.
         """
         self._host, self._port, self._model, self._shape = host, port, model, shape
         self._ended = ended
