@@ -2,8 +2,8 @@
 
 `python -m benchmarks.kernels.check --folder NAME ... [--jobs 12] [--csv FILE]`
 
-The processes compile what the benchmark needs, and then what its peers need, so that it finds everything in the caches
-on disk. The exit status is 1 if a case is outside its tolerance, or if the benchmark failed.
+The processes compile the kernels of the benchmark, and then those of its peers, so that they are in the caches on disk.
+The exit status is 1 if a case is outside its tolerance, or if the benchmark failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsv4_kernels.registry import FOLDERS, operations
 
 
 def check(folders: list[str], index: int, count: int) -> int:
-    """Run this process's share of the cases; print one line each; return how many are wrong."""
+    """Run this process's share of the cases; print one line each; return the number of wrong ones."""
     wrong = 0
     cases = [(op, c) for op in operations() if op.folder in folders for c in op.cases if c.tags & {"gpu", "bench"}]
     for op, case in cases[index::count]:
@@ -37,7 +37,7 @@ def check(folders: list[str], index: int, count: int) -> int:
 
 
 def parallel(command: list[str], jobs: int, seconds: float | None = None) -> int:
-    """Run all shares of a command side by side; return how many failed, or were ended because the time was up."""
+    """Run all shares of a command in parallel; return how many failed or were ended by the time limit."""
     children = [subprocess.Popen([sys.executable, "-m", *command, f"{i}/{jobs}"]) for i in range(jobs)]
     until = None if seconds is None else time.monotonic() + seconds
     failed = 0
