@@ -1,8 +1,8 @@
 """Start-up, detection and recovery on this machine: `make bench`, or `python benchmarks/recovery.py --runs 3`.
 
-Every fault is a real signal to a real process of a two-member group that serves; prints a table and the machine.
-`--level1 5` kills EngineCore instead, in the same incarnation, and says where the time goes; `--bare` does so to vLLM
-under Ray that was started by hand.
+Every fault is a real signal to a real process of a serving group with two members; the output is a table and the
+machine. `--level1 5` kills EngineCore in one incarnation instead and prints the time of each phase; `--bare` does the
+same to vLLM under Ray without dsv4.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def level1(runs: int) -> None:
-    """Kill EngineCore again and again; print what a cold start took, and what each restart in place did."""
+    """Kill EngineCore repeatedly; print the times of the cold start and of each restart in place."""
     deployment = Deployment(restarts=runs + 1)
     try:
         cold = deployment.up()
@@ -76,7 +76,7 @@ def level1(runs: int) -> None:
         print(f"memory: {_memory(deployment)} when it began to serve", flush=True)
         taken = []
         for run in range(1, runs + 1):
-            # What waits for the next engine is there by then, also on a machine with two processors.
+            # By then the standby processes for the next engine are ready, also on a machine with two processors.
             time.sleep(_SERVES_SECONDS)
             if run == 1:
                 print(f"memory: {_memory(deployment)} with what waits for the next engine", flush=True)
@@ -95,7 +95,7 @@ def level1(runs: int) -> None:
 
 
 def bare(runs: int) -> None:
-    """Do the same to vLLM under Ray in restart loops: each death ends it, and all of it is started again."""
+    """Kill EngineCore of vLLM under Ray in restart loops: each death ends vLLM, and all of it restarts."""
     system = Bare(None)
     try:
         begun = time.monotonic()
