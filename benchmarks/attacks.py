@@ -84,7 +84,7 @@ async def _probe(url: str, request: bytes, seconds: float) -> tuple[list[float],
                 connection = connection or await connect(url)
                 await connection.ask(request)
         except (OSError, TimeoutError, RuntimeError) as error:
-            print(f"an honest request is lost: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"an honest request was lost: {type(error).__name__}: {error}", file=sys.stderr)
             lost, connection = lost + 1, None
         took = time.monotonic() - begun
         found.append(took * 1e3)
@@ -263,11 +263,11 @@ def _say_machine() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, help="of each attack [5], of all rounds with --together [600]")
-    parser.add_argument("--together", action="store_true", help="a long attack of many kinds, with limits")
-    parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS))
-    parser.add_argument("--runtime", type=Path, help="another version's runtime/")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, help="of each attack [5], with --together of all rounds [600]")
+    parser.add_argument("--together", action="store_true", help="run a long attack of many kinds, with limits")
+    parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS), help="run only these attacks")
+    parser.add_argument("--runtime", type=Path, help="directory runtime/ of another version")
+    parser.add_argument("--json", type=Path, help="file of the figures")
     parser.add_argument("--attack", nargs=2, metavar=("NAME", "PORT"), help=argparse.SUPPRESS)
     parser.add_argument("--key", help=argparse.SUPPRESS)
     options = parser.parse_args()

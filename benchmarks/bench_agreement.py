@@ -35,7 +35,7 @@ _SECONDS = 300.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=6, help="of each (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=6, help="runs of each benchmark (default: %(default)s)")
     options = parser.parse_args()
     deployment = Deployment("agree", nodes=1)
     ours: dict[str, list[float]] = {name: [] for name in FIGURES}

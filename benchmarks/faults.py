@@ -44,25 +44,27 @@ _MOST_ERRORS = 10
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="show the table of faults, and do nothing")
-    parser.add_argument("--runs", type=int, default=1, help="of each fault (default: %(default)s)")
-    parser.add_argument("--within", type=float, metavar="MINUTES", help="begin no run after this time")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this fault; can be given more than once")
-    parser.add_argument("--bare", action="store_true", help="the peer instead: vLLM under Ray with restart loops")
-    parser.add_argument("--clients", type=int, default=4, help="that ask all the time (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and prompts (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="print the table of faults and exit")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each fault (default: %(default)s)")
+    parser.add_argument("--within", type=float, metavar="MINUTES", help="start no run after this time")
+    parser.add_argument("--only", action="append", metavar="NAME", help="run this fault; can be given more than once")
+    parser.add_argument("--bare", action="store_true", help="run the peer instead: vLLM under Ray with restart loops")
+    parser.add_argument("--clients", type=int, default=4, help="concurrent clients (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of moments and prompts (default: %(default)s)")
     parser.add_argument(
         "--soak",
         action="store_true",
         help="bursts, long prompts, busy processors, pauses and short losses; exit code 1 after any restart",
     )
-    parser.add_argument("--minutes", type=float, default=60.0, help="of the soak (default: %(default)s)")
-    parser.add_argument("--deaths", type=int, metavar="N", help="engine deaths under eight clients")
-    parser.add_argument("--cost", type=float, metavar="MINUTES", help="processor time and memory of the agents")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where results are kept, and resumed from")
-    parser.add_argument("--series", type=Path, metavar="DIR", help="keep what the head saw, for the rules' tests")
+    parser.add_argument("--minutes", type=float, default=60.0, help="duration of the soak (default: %(default)s)")
+    parser.add_argument("--deaths", type=int, metavar="N", help="cause N engine deaths under eight clients")
+    parser.add_argument("--cost", type=float, metavar="MINUTES", help="measure processor time and memory of the agents")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results; finished runs in it are skipped")
+    parser.add_argument(
+        "--series", type=Path, metavar="DIR", help="store the head's samples for the tests of the rules"
+    )
     parser.add_argument("--page", type=Path, metavar="FILE", help="replace the tables of this page at the end")
-    parser.add_argument("--weights", type=Path, metavar="DIR", help="made earlier; else they are made anew")
+    parser.add_argument("--weights", type=Path, metavar="DIR", help="existing weights; by default they are made anew")
     options = parser.parse_args()
     if options.list:
         print(report.catalog(MATRIX))
@@ -120,14 +122,14 @@ def run_all(
     due = [
         (fault, run) for run in range(1, runs + 1) for fault in chosen if not store.has(system.name, fault.name, run)
     ]
-    print(f"{len(due)} runs to do, {len(chosen) * runs - len(due)} are there", flush=True)
+    print(f"{len(due)} runs to do, {len(chosen) * runs - len(due)} are done", flush=True)
     errors = 0
     if not due:
         return errors
     system.start()
     for number, (fault, run) in enumerate(due, 1):
         if latest is not None and time.monotonic() > latest:
-            print(f"{len(due) - number + 1} runs are left for the next call", flush=True)
+            print(f"{len(due) - number + 1} runs remain for the next call", flush=True)
             return errors
         print(f"[{number}/{len(due)}] {fault.name}, run {run}, after {moment(seed, fault, run):.1f} s", flush=True)
         struck = time.time()
@@ -140,7 +142,7 @@ def run_all(
             print(f"  no result: {text}", flush=True)
             store.note("errors", {"struck": struck, "fault": fault.name, "run": run, "error": text[:2000]})
             if errors >= _MOST_ERRORS:
-                print(f"{errors} runs had no result; ended", flush=True)
+                print(f"{errors} runs had no result; stopped", flush=True)
                 return errors
             system.close()
             system.start()

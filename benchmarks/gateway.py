@@ -403,11 +403,13 @@ def show(figures: dict[str, float]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--standin", action="store_true")
-    parser.add_argument("--nano", action="store_true")
-    parser.add_argument("--processes", action="store_true")
-    parser.add_argument("--page", action="store_true")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of rounds, for each part")
+    parser.add_argument("--standin", action="store_true", help="measure in front of the stand-in")
+    parser.add_argument("--nano", action="store_true", help="measure in front of vLLM with the nano model")
+    parser.add_argument("--processes", action="store_true", help="compare one gateway process with two")
+    parser.add_argument("--page", action="store_true", help="measure with viewers of the status page")
+    parser.add_argument(
+        "--seconds", type=float, default=40.0, help="duration of the rounds of each part (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", nargs=2, metavar=("DIRECT", "THROUGH"), help=argparse.SUPPRESS)
     parser.add_argument("--token", type=Path, help=argparse.SUPPRESS)

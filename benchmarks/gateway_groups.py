@@ -152,7 +152,7 @@ def nano(seconds: float, clients: int, restarts: int) -> Found:
     """Kill one of two groups of `dsv4 up` under load."""
     deployment = Deployment(nodes=1, replicas=2, seqs=clients, restarts=restarts)
     try:
-        print(f"two groups answer after {deployment.up():.0f} s", flush=True)
+        print(f"two groups serve after {deployment.up():.0f} s", flush=True)
         url = f"http://127.0.0.1:{deployment.api}/v1/completions"
         # The first responses of each engine are slow.
         uvloop.run(work(url, NANO_BODY, clients, WARM_SECONDS, asyncio.Event()))
@@ -167,10 +167,10 @@ def nano(seconds: float, clients: int, restarts: int) -> Found:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--nano", action="store_true", help="two real groups, as `dsv4 up` runs them")
-    parser.add_argument("--restarts", type=int, default=5, help="with --nano: what a group may use")
+    parser.add_argument("--nano", action="store_true", help="use two real groups of `dsv4 up`")
+    parser.add_argument("--restarts", type=int, default=5, help="with --nano: restart budget of a group")
     options = parser.parse_args()
     if options.nano:
         found = nano(options.seconds, options.clients, options.restarts)

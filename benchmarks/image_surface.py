@@ -196,11 +196,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tasks = parser.add_subparsers(dest="task", required=True)
     surface = tasks.add_parser("vllm")
-    surface.add_argument("--base", type=Path, help="file of another vLLM; the output has the differences from it")
+    surface.add_argument("--base", type=Path, help="file of another vLLM; write only the differences")
     listing = tasks.add_parser("names")
     listing.add_argument("prefix")
     listing.add_argument("paths", nargs="+", type=Path)
-    listing.add_argument("--library", default="", help="name and version, kept in the output")
+    listing.add_argument("--library", default="", help="name and version for the output")
     chosen = parser.parse_args()
     if chosen.task == "vllm":
         # vLLM writes its log to standard output, which receives the document.

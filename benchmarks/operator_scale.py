@@ -167,7 +167,7 @@ async def _measure(bench: Bench, count: int, rest: float) -> None:
         end = bench.now()
         _table(bench, count, (before, after), (quiet, end))
         print(f"\noperator: {counts.mebibytes(operator)} MiB at rest, {counts.mebibytes(operator, 'VmHWM')} at most")
-        print(f"all gateways ran {reached:.1f} s after the first deployment was created")
+        print(f"all gateways ran {reached:.1f} s after the creation of the first deployment")
         made = after.requests.since(before.requests)
         print("writes of all while forming, a group: ", end="")
         print(", ".join(f"{verb} {what} {n / count:.1f}" for (verb, what), n in made.writes.most_common()))
@@ -222,7 +222,7 @@ def _cluster(name: str | None) -> Iterator[Cluster]:
         return
     found = lifetime.running(name)
     if found is None:
-        raise SystemExit(f"--cluster {name}: none of that name runs; start it with clusterkit up")
+        raise SystemExit(f"--cluster {name}: no such cluster is running; start it with clusterkit up")
     yield found
 
 
@@ -260,10 +260,12 @@ def _bench(cluster: Cluster, profile: Path | None, *, stays: bool) -> Iterator[B
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", metavar="NAME", help="one that runs (default: one is started, and ended)")
-    parser.add_argument("--deployments", type=int, default=100, help="(default: %(default)s)")
-    parser.add_argument("--rest", type=float, default=60.0, metavar="SECONDS", help="watched (default: %(default)s)")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="of the operator, for pstats")
+    parser.add_argument("--cluster", metavar="NAME", help="a running cluster (default: start and remove one)")
+    parser.add_argument("--deployments", type=int, default=100, help="number of deployments (default: %(default)s)")
+    parser.add_argument(
+        "--rest", type=float, default=60.0, metavar="SECONDS", help="time at rest (default: %(default)s)"
+    )
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="file of the operator's profile, for pstats")
     options = parser.parse_args()
     stays = options.cluster is not None
     with _cluster(options.cluster) as cluster, _bench(cluster, options.profile, stays=stays) as bench:

@@ -221,7 +221,7 @@ def run_random(count: int) -> bool:
             changes = tuple(advice(plan))
             advised += len(changes)
             if not all(change.plan.fits and not broken(change.plan) for change in changes):
-                print(f"advice that does not help: {case}")
+                print(f"advised change does not fit: {case}")
                 return False
             memory_text(plan, changes, "random")
             memory_document(plan, changes)
@@ -253,7 +253,9 @@ def run_speed() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--random", type=int, default=20_000, metavar="N", help="how many random specifications")
+    parser.add_argument(
+        "--random", type=int, default=20_000, metavar="N", help="number of random specifications (default: %(default)s)"
+    )
     wanted = parser.parse_args()
     # As in the gateway: objects left by the imports are excluded from garbage collection during a plan.
     gc.collect()

@@ -44,18 +44,16 @@ _PIECE = 2 << 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="disk to measure")
-    parser.add_argument("--size", type=float, default=2.0, help="GiB to move in each run")
-    parser.add_argument("--runs", type=int, default=5, help="of each side, taking turns")
-    parser.add_argument("--rates", default="2500,10000,0", help="Mbit/s of the link, 0 for as fast as it goes")
+    parser.add_argument("--size", type=float, default=2.0, help="GiB of each run (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=5, help="alternating runs of each side (default: %(default)s)")
+    parser.add_argument(
+        "--rates", default="2500,10000,0", help="Mbit/s of the link, 0 for no limit (default: %(default)s)"
+    )
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--only", choices=("prefetch", "members", "kills"))
-    parser.add_argument(
-        "--hold", type=float, default=0.0, help="GiB of memory that a virtual machine's host may not take"
-    )
-    parser.add_argument(
-        "--json", type=Path, help="figures of finished rows: written after each, and not measured again"
-    )
+    parser.add_argument("--hold", type=float, default=0.0, help="GiB of memory to keep from a virtual machine's host")
+    parser.add_argument("--json", type=Path, help="file of figures; finished rows in it are not measured again")
     options = parser.parse_args()
     free = psutil.virtual_memory().available / GIB
     if not 0 <= options.hold < free:

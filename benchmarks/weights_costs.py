@@ -31,8 +31,8 @@ _DEADLINE = 300.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="disk to write to")
-    parser.add_argument("--size", type=float, default=1.0, help="GiB of each transfer")
-    parser.add_argument("--runs", type=int, default=3, help="of each kind, taking turns")
+    parser.add_argument("--size", type=float, default=1.0, help="GiB of each transfer (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=3, help="alternating runs of each kind (default: %(default)s)")
     options = parser.parse_args()
     print(f"{machine()}, {time.strftime('%Y-%m-%d')}, load {os.getloadavg()[0]:.0f} before\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="d4-costs-", dir=options.directory) as root:

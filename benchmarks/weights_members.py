@@ -54,7 +54,7 @@ def serve(folder: Path) -> None:
 def members(root: Path, options: Any) -> None:
     for program in ("iperf3", "ip", "tc", "openssl"):
         if shutil.which(program) is None:
-            print(f"member to member: left out, {program} is not installed\n")
+            print(f"member to member: skipped, {program} is not installed\n")
             return
     print("| link, Mbit/s | what | MB/s, median (range) | of `iperf3` | processor seconds for a GB: receiver, sender |")
     print("|---|---|---|---|---|", flush=True)
@@ -66,11 +66,10 @@ def members(root: Path, options: Any) -> None:
             seconds = [statistics.median(row[side] for row in found[what]) for side in ("receiver", "sender")]
             shown = ", ".join(f"{value:.2f}" for value in seconds)
             print(f"| {rate or 'not limited'} | {words} | {rates(speeds)} | {ratio:.2f} | {shown} |", flush=True)
-    print(
-        f"\nthe process that served had {found['memory'] >> 20} MiB; one core computes {found['sha256'] / 1e6:.0f} MB/s"
-    )
-    print("of SHA-256, and both sides share this machine's cores; what the kernel's own threads do to bring pages to")
-    print("the disk is not among the processor seconds\n", flush=True)
+    hashing = f"{found['sha256'] / 1e6:.0f} MB/s"
+    print(f"\nmemory of the serving process: {found['memory'] >> 20} MiB; SHA-256 on one core: {hashing}")
+    print("Both sides share the cores of this machine. The processor seconds do not contain those of the kernel's own")
+    print("threads, which write pages to the disk.\n", flush=True)
 
 
 def compare_links(root: Path, options: Any, rate: int) -> dict[str, Any]:

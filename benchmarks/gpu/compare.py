@@ -42,7 +42,7 @@ def main() -> None:
         if key in first and key in second:
             other, wrong, widest = differences(first[key], second[key])
             both = min(len(first[key]), len(second[key]))
-            print(f"{key}: {both} prompts, {other} with other tokens, {wrong} no tie, widest {widest:.3f} nats")
+            print(f"{key}: {both} prompts, {other} with different tokens, {wrong} not ties, widest {widest:.3f} nats")
     print(f"ready: {first['ready_s']:.1f} s, {second['ready_s']:.1f} s; ", end="")
     print(f"first token: {first['first_token_s']:.1f} s, {second['first_token_s']:.1f} s; ", end="")
     print(f"compilations after ready: {first['compilations']}, {second['compilations']}")

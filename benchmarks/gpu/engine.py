@@ -306,13 +306,15 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=3000)
     parser.add_argument("--answers", nargs="*", choices=("batched", "alone"), default=["batched", "alone"])
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
-    parser.add_argument("--no-jit-warmup", action="store_true", help="let vLLM compile its kernels when first used")
-    parser.add_argument("--lock", type=Path, help="measure only while holding this file's lock, beside other engines")
+    parser.add_argument("--no-jit-warmup", action="store_true", help="let vLLM compile its kernels at first use")
+    parser.add_argument("--lock", type=Path, help="measure while holding this file's lock, if several engines run")
     parser.add_argument("--prefills", type=int, nargs="*", default=[2048, 8192])
-    parser.add_argument("--prefill-graphs", type=int, nargs="*", default=[], help="tokens of prefills that get a graph")
-    parser.add_argument("--host-profile", type=Path, metavar="FILE", help="what the host does in the first prefill")
-    parser.add_argument("--without-compilers", action="store_true", help="hide packages that compile, and nvcc")
-    parser.add_argument("--mixed", type=float, default=0.0, metavar="SECONDS", help="then serve a mixed load")
+    parser.add_argument("--prefill-graphs", type=int, nargs="*", default=[], help="tokens of prefills with a graph")
+    parser.add_argument("--host-profile", type=Path, metavar="FILE", help="file of a host profile of the first prefill")
+    parser.add_argument("--without-compilers", action="store_true", help="hide compiler packages and nvcc")
+    parser.add_argument(
+        "--mixed", type=float, default=0.0, metavar="SECONDS", help="serve a mixed load after the measurements"
+    )
     parser.add_argument(
         "--speculative",
         type=drafting,
@@ -360,7 +362,7 @@ def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
     generate(llm, prompts(1, 5), 1)
     if hidden:
         keep(compilers=absent.seen())
-        print("compilers that vLLM sees:", result["compilers"], flush=True)
+        print("compilers available to vLLM:", result["compilers"], flush=True)
     keep(ready_s=ready, first_token_s=time.time() - BEGUN)
     print(f"ready after {ready:.1f} s, first token after {result['first_token_s']:.1f} s", flush=True)
     with locked(options.lock):

@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
     if (directory / "config.json").exists():
-        print(f"{directory} is there already")
+        print(f"{directory} already exists")
         return
     directory.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()

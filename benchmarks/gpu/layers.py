@@ -179,7 +179,9 @@ def main() -> int:
     parser.add_argument("--page", type=Path)
     parser.add_argument("--max-len", type=int, default=9216)
     parser.add_argument("--memory", type=float, default=0.5)
-    parser.add_argument("--seconds", type=float, default=85.0, help="most time for comparisons; the rest is left out")
+    parser.add_argument(
+        "--seconds", type=float, default=85.0, help="time limit of comparisons; later runs are only counted"
+    )
     parser.set_defaults(eager=True, no_jit_warmup=False, prefill_graphs=[])
     options = parser.parse_args()
     from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE

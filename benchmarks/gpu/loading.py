@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("model", help="a directory with the checkpoint")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), metavar="FORMAT[:STRATEGY]")
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="where to write the same as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file of the results")
     parser.add_argument("--one", metavar="FORMAT[:STRATEGY]", help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = Path(options.model)

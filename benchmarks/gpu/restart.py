@@ -158,7 +158,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--runs", type=int, default=3, help="restarts of each way (default: %(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:2]))
-    parser.add_argument("--drop-cache", action="store_true", help="remove the checkpoint from the page cache before")
+    parser.add_argument(
+        "--drop-cache", action="store_true", help="remove the checkpoint from the page cache before restarts"
+    )
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, default=Path("restart-logs"))

@@ -55,8 +55,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", nargs="+", choices=FOLDERS, required=True)
     parser.add_argument("--jobs", type=int, default=12)
-    parser.add_argument("--csv", type=Path, help="write the benchmark's results here, and say which goals they reach")
-    parser.add_argument("--peer-seconds", type=float, default=120, help="for all peers to be compiled, side by side")
+    parser.add_argument("--csv", type=Path, help="file of the benchmark's results; also print reached goals")
+    parser.add_argument(
+        "--peer-seconds", type=float, default=120, help="limit for the parallel compilation of all peers"
+    )
     parser.add_argument("--part", help="i/n: only check this share (used by the command itself)")
     parser.add_argument("--prepare", help="i/n: only compile this share of the peers (used by the command itself)")
     options = parser.parse_args()
@@ -73,8 +75,8 @@ def main() -> int:
     bench = [sys.executable, "-m", "benchmarks.kernels.run", "--folder", *options.folder]
     timed = subprocess.run(bench + (["--csv", str(options.csv)] if options.csv else []), check=False)
     print(
-        f"{failed} of {options.jobs} processes found wrong cases; {late} of those that compiled the peers failed or "
-        f"were not done in time; the benchmark ended with {timed.returncode}"
+        f"{failed} of {options.jobs} processes found wrong cases; {late} processes that compiled the peers failed or "
+        f"exceeded the time; the benchmark exited with {timed.returncode}"
     )
     if options.csv and options.csv.exists():
         print(goals.report([table.read(options.csv)]))

@@ -179,9 +179,11 @@ def main() -> None:
     parser.add_argument("--folder", nargs="*", choices=FOLDERS, help="only the operations of these folders")
     parser.add_argument("--op", nargs="*", help="only these operations")
     parser.add_argument("--case", nargs="*", help="only cases whose name contains one of these")
-    parser.add_argument("--csv", type=Path, help="write the results here")
+    parser.add_argument("--csv", type=Path, help="file of the results")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--peer-seconds", type=float, default=120, help="for a peer to be loaded and compiled, in all")
+    parser.add_argument(
+        "--peer-seconds", type=float, default=120, help="limit for loading and compiling a peer, in total"
+    )
     options = parser.parse_args()
     budget = Budget(options.peer_seconds)
     load_peers()
