@@ -1,22 +1,22 @@
-"""Measure how hostile clients affect a gateway and the clients beside them.
+"""Measure the effects of hostile clients on a gateway and on concurrent honest clients.
 
     python benchmarks/attacks.py [--seconds 5] [--only NAME …] [--runtime DIRECTORY] [--json FILE]
     python benchmarks/attacks.py --together [--seconds 600] [--runtime DIRECTORY] [--json FILE]
 
-A gateway with default limits stands in front of an upstream that answers at once. Each attack runs in a process of its
-own for so many seconds; meanwhile one honest client asks `/healthz` and another one asks for completions, each 50
-times a second on a connection that stays. Printed are, of each attack, the gateway's memory at its peak and after it,
-the slowest `/healthz`, and the honest p99 and losses. `quiet` is the same without an attack. `--runtime` takes the
-gateway from another checkout's `runtime/`, for figures of before. Everything is on loopback, with up to
-5500 connections, and ends by itself.
+A gateway with default limits runs in front of an upstream that responds without delay. Each attack runs in a separate
+process for the given seconds. Meanwhile one honest client requests `/healthz` and another requests completions, each 50
+times a second on a persistent connection. The output for each attack is the gateway's memory at its peak and after the
+attack, the slowest `/healthz`, and the honest p99 and losses. `quiet` is the same without an attack. `--runtime` uses
+the gateway in another checkout's `runtime/`, for comparison with earlier versions. All traffic is on loopback, with up
+to 5500 connections; the command ends by itself.
 
 `--together` is one long attack: partial bodies on more connections than the gateway keeps, a thousand other hostile
-connections, mutated requests and unauthenticated scrapes of `/metrics`, for so many seconds in all, beside four honest
-clients. The gateway has API keys; the attackers show none in one half of the rounds and a good one in the other half.
-Rounds with and without an attack take turns on the same gateway, so that what else disturbs the machine meets both. The
-attackers run with the lowest priority, because a real one has processors of its own. The command fails (exit code 1) if
-the honest p99 under either attack is more than twice the quiet one, if the process's memory exceeds the account by more
-than 100 MiB, or if an honest request is lost.
+connections, mutated requests and unauthenticated scrapes of `/metrics`, for the given seconds in total, concurrently
+with four honest clients. The gateway has API keys; the attackers send no key in one half of the rounds and a valid key
+in the other half. Rounds with and without an attack alternate on the same gateway, so that other disturbances of the
+machine affect both. The attackers run with the lowest priority, because real attackers use their own processors. The
+command fails (exit code 1) if the honest p99 under either attack is more than twice the quiet one, if the process's
+memory exceeds the account by more than 100 MiB, or if an honest request is lost.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ SETTINGS = {
 ACCOUNT = 448 * MIB
 """`maxClientBytes` by default; earlier versions had no such limit."""
 _BESIDE_ACCOUNT_MIB = 100
-"""Most memory that the process may take beside what it keeps for clients."""
+"""Maximum memory of the process in addition to the data kept for clients."""
 PROBES_A_SECOND = 50
 ROUND_SECONDS = 60.0
 RAMP_SECONDS = 5.0
-"""In which `together` makes its connections."""
+"""Time in which `together` opens its connections."""
 _ANSWER_SECONDS = 30.0
 KEYS = {"honest": "a-key-of-honest-clients", "hostile": "a-key-of-hostile-clients"}
 
@@ -75,7 +75,7 @@ class Found:
 
 
 async def _probe(url: str, request: bytes, seconds: float) -> tuple[list[float], int]:
-    """Ask again and again, a late answer late: what the times were, and how many answers were none."""
+    """Send requests continuously; return the times of all in milliseconds and the number of lost requests."""
     found, lost, end = list[float](), 0, time.monotonic() + seconds
     connection: Connection | None = None
     while (begun := time.monotonic()) < end:
@@ -84,7 +84,7 @@ async def _probe(url: str, request: bytes, seconds: float) -> tuple[list[float],
                 connection = connection or await connect(url)
                 await connection.ask(request)
         except (OSError, TimeoutError, RuntimeError) as error:
-            print(f"an honest request is lost: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"an honest request was lost: {type(error).__name__}: {error}", file=sys.stderr)
             lost, connection = lost + 1, None
         took = time.monotonic() - begun
         found.append(took * 1e3)
@@ -93,7 +93,7 @@ async def _probe(url: str, request: bytes, seconds: float) -> tuple[list[float],
 
 
 async def measure(name: str, port: int, process: psutil.Process, seconds: float) -> Found:
-    """One attack, and those beside it."""
+    """Run one attack with concurrent honest clients."""
     url, peak = f"http://127.0.0.1:{port}/v1/completions", 0
     health = f"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
     with running([sys.executable, __file__, "--attack", name, str(port), "--seconds", str(seconds)]):
@@ -117,7 +117,7 @@ async def measure(name: str, port: int, process: psutil.Process, seconds: float)
 
 @contextlib.contextmanager
 def guarded(runtime: Path | None, *, keys: bool = False) -> Iterator[tuple[int, psutil.Process]]:
-    """A fresh gateway in front of a fresh stand-in, with API keys or without: its port and process."""
+    """Yield port and process of a new gateway in front of a new stand-in, with or without API keys."""
     port, front = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"
     environment = {**ENVIRONMENT, **({"PYTHONPATH": str(runtime.resolve())} if runtime else {})}
@@ -146,26 +146,26 @@ def guarded(runtime: Path | None, *, keys: bool = False) -> Iterator[tuple[int, 
 
 
 def attacked(name: str, seconds: float, runtime: Path | None) -> Found:
-    """Measure what `name` costs a fresh gateway."""
+    """Measure the effect of attack `name` on a new gateway."""
     with guarded(runtime) as (port, process):
         return uvloop.run(measure(name, port, process, seconds))
 
 
 @dataclass
 class Beside:
-    """Honest requests of all rounds of one kind: times in milliseconds."""
+    """Honest requests of all rounds of one kind; times in milliseconds."""
 
     times: list[float] = field(default_factory=list)
     lost: int = 0
     answers: Counter[str] = field(default_factory=Counter)
-    """Of mutated requests, by status."""
+    """Responses to mutated requests, by status."""
 
     def at(self, share: float) -> float:
         return quantile(self.times, share)
 
 
 async def honest(port: int, seconds: float, found: Beside) -> None:
-    """Four clients, two of which read streams."""
+    """Run four honest clients, two of which read streams."""
     url = f"http://127.0.0.1:{port}/v1/completions"
     bodies = ({"prompt": "x"}, {"prompt": "x", "stream": True, "tokens": 8})
     requests = [post(url, body, {"x-api-key": KEYS["honest"]}) for body in bodies]
@@ -176,7 +176,7 @@ async def honest(port: int, seconds: float, found: Beside) -> None:
 
 
 async def attacked_round(port: int, process: psutil.Process, seconds: float, key: str | None, found: Beside) -> int:
-    """Four honest clients beside `together`, once its connections are there; how many are open at the end."""
+    """Run four honest clients beside `together`, after its ramp; return the number of open connections at the end."""
     command = [
         sys.executable,
         __file__,
@@ -200,7 +200,7 @@ async def attacked_round(port: int, process: psutil.Process, seconds: float, key
 
 
 async def all_together(port: int, process: psutil.Process, seconds: float) -> tuple[Beside, dict[str, Beside], float]:
-    """Quiet and attacked rounds in turn; what honest clients met in each kind, and the gateway's peak in MiB."""
+    """Run quiet and attacked rounds in turn; return honest clients' results by kind, and the gateway's peak in MiB."""
     rounds, peak = max(2, round(seconds / ROUND_SECONDS)), 0
     quiet_ones = Beside()
     attacked_ones = {"without a key": Beside(), "with a key": Beside()}
@@ -229,7 +229,7 @@ async def all_together(port: int, process: psutil.Process, seconds: float) -> tu
 
 
 def run_together(seconds: float, runtime: Path | None, file: Path | None) -> bool:
-    """Print what `--together` measures; return whether it is within the limits."""
+    """Run and print `--together`; return whether the results are within the limits."""
     with guarded(runtime, keys=True) as (port, process):
         os.nice(-10 if os.geteuid() == 0 else 0)
         calm, hostile, peak = uvloop.run(all_together(port, process, seconds))
@@ -263,11 +263,11 @@ def _say_machine() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, help="of each attack [5], of all rounds with --together [600]")
-    parser.add_argument("--together", action="store_true", help="a long attack of many kinds, with limits")
-    parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS))
-    parser.add_argument("--runtime", type=Path, help="another version's runtime/")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, help="of each attack [5], with --together of all rounds [600]")
+    parser.add_argument("--together", action="store_true", help="run a long attack of many kinds, with limits")
+    parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS), help="run only these attacks")
+    parser.add_argument("--runtime", type=Path, help="directory runtime/ of another version")
+    parser.add_argument("--json", type=Path, help="file of the figures")
     parser.add_argument("--attack", nargs=2, metavar=("NAME", "PORT"), help=argparse.SUPPRESS)
     parser.add_argument("--key", help=argparse.SUPPRESS)
     options = parser.parse_args()

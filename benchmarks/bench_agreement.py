@@ -1,8 +1,8 @@
 """Agreement of `dsv4 bench` with `vllm bench serve` on the same nano engine: `python benchmarks/bench_agreement.py`.
 
-Both are run in turn, N times each: `dsv4 bench` as users do, and vLLM's benchmark with its own flags, warm-up and
-the tokenizer of the checkpoint, on other texts of the same kind and length, because the speed of nano depends on the
-tokens. Prints each run, the ratio of the means, its 95 % interval, and the spread of both.
+Both run in turn, N times each: `dsv4 bench` as users run it, and vLLM's benchmark with its own flags, warm-up and the
+tokenizer of the checkpoint. The texts differ but have the same kind and length, because the speed of nano depends on
+the tokens. The output is each run, the ratio of the means, its 95 % interval, and the spread of both.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 INPUT, OUTPUT, CLIENTS, REQUESTS = 256, 256, 4, 8
-"""Those of the profile `chat` with 256 input tokens."""
+"""Values of the profile `chat` with 256 input tokens."""
 FIGURES = {"outputTokensPerSecond": "output_throughput", "tpotSeconds.p50": "p50_tpot_ms"}
 _SECONDS = 300.0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=6, help="of each (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=6, help="runs of each benchmark (default: %(default)s)")
     options = parser.parse_args()
     deployment = Deployment("agree", nodes=1)
     ours: dict[str, list[float]] = {name: [] for name in FIGURES}
@@ -44,7 +44,7 @@ def main() -> int:
         deployment.up()
         (tokenizer,) = (deployment.root / "weights").glob("nano-*")
         deployment.complete(tokens=64)
-        # The first pair warms the engine up, and does not count.
+        # The first pair is a warm-up of the engine and does not count.
         for number in range(options.runs + 1):
             for side in (dsv4, vllm) if number % 2 == 0 else (vllm, dsv4):
                 found = side(deployment, tokenizer, number)

@@ -1,16 +1,16 @@
-"""The fault suite: real faults in a group under load, for dsv4 and for bare vLLM, and what became of them.
+"""Fault suite: real faults in a group under load, for dsv4 and for bare vLLM, and their results.
 
     python benchmarks/faults.py --list
     python benchmarks/faults.py --runs 3 --json faults.json --page docs/faults.md   # the whole matrix, dsv4
-    python benchmarks/faults.py --bare --runs 1 --json faults.json      # the peer's column
+    python benchmarks/faults.py --bare --runs 1 --json faults.json      # the peer
     python benchmarks/faults.py --only "hang in a step of rank 1"
-    python benchmarks/faults.py --soak --minutes 60 --json faults.json  # nothing wrong: no verdict, no restart
+    python benchmarks/faults.py --soak --minutes 60 --json faults.json  # no faults: no verdict, no restart
     python benchmarks/faults.py --deaths 20 --json faults.json          # no lost request
-    python benchmarks/faults.py --cost 2 --json faults.json             # what the agents take while nothing is wrong
+    python benchmarks/faults.py --cost 2 --json faults.json             # cost of the agents without faults
     python benchmarks/faults.py --runs 0 --page docs/faults.md --json faults.json   # the page only
 
-Each finished run is in the file at once, and what is there is not run again. A run takes at most ten minutes; one
-without a result is kept as an error and is run again by the next call. Needs root, and a quiet machine.
+Each finished run is written to the file at once; runs in the file are not repeated. A run takes at most ten minutes; a
+run without a result is stored as an error and repeated by the next call. Requires root and an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -39,30 +39,32 @@ from dsv4_testkit.faults.table import Fault
 _RUN_SECONDS = 600.0
 """Limit of one run."""
 _MOST_ERRORS = 10
-"""Runs without a result, after which the suite ends: something else is wrong."""
+"""Number of runs without a result after which the suite ends, because the failure is not specific to a fault."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="show the table of faults, and do nothing")
-    parser.add_argument("--runs", type=int, default=1, help="of each fault (default: %(default)s)")
-    parser.add_argument("--within", type=float, metavar="MINUTES", help="begin no run after this time")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this fault; can be given more than once")
-    parser.add_argument("--bare", action="store_true", help="the peer instead: vLLM under Ray with restart loops")
-    parser.add_argument("--clients", type=int, default=4, help="that ask all the time (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and prompts (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="print the table of faults and exit")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each fault (default: %(default)s)")
+    parser.add_argument("--within", type=float, metavar="MINUTES", help="start no run after this time")
+    parser.add_argument("--only", action="append", metavar="NAME", help="run this fault; can be given more than once")
+    parser.add_argument("--bare", action="store_true", help="run the peer instead: vLLM under Ray with restart loops")
+    parser.add_argument("--clients", type=int, default=4, help="concurrent clients (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of moments and prompts (default: %(default)s)")
     parser.add_argument(
         "--soak",
         action="store_true",
         help="bursts, long prompts, busy processors, pauses and short losses; exit code 1 after any restart",
     )
-    parser.add_argument("--minutes", type=float, default=60.0, help="of the soak (default: %(default)s)")
-    parser.add_argument("--deaths", type=int, metavar="N", help="engine deaths under eight clients")
-    parser.add_argument("--cost", type=float, metavar="MINUTES", help="processor time and memory of the agents")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where results are kept, and resumed from")
-    parser.add_argument("--series", type=Path, metavar="DIR", help="keep what the head saw, for the rules' tests")
+    parser.add_argument("--minutes", type=float, default=60.0, help="duration of the soak (default: %(default)s)")
+    parser.add_argument("--deaths", type=int, metavar="N", help="cause N engine deaths under eight clients")
+    parser.add_argument("--cost", type=float, metavar="MINUTES", help="measure processor time and memory of the agents")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of results; finished runs in it are skipped")
+    parser.add_argument(
+        "--series", type=Path, metavar="DIR", help="store the head's samples for the tests of the rules"
+    )
     parser.add_argument("--page", type=Path, metavar="FILE", help="replace the tables of this page at the end")
-    parser.add_argument("--weights", type=Path, metavar="DIR", help="made earlier; else they are made anew")
+    parser.add_argument("--weights", type=Path, metavar="DIR", help="existing weights; by default they are made anew")
     options = parser.parse_args()
     if options.list:
         print(report.catalog(MATRIX))
@@ -72,7 +74,7 @@ def main() -> int:
             report.update(options.page.read_text(), Store(None))
         except (OSError, ValueError) as error:
             parser.error(f"--page {options.page}: {error}")
-    # Whatever was started ends with this process, also when it is told to end.
+    # Started processes end with this one, also after SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     unknown = [name for name in options.only or () if name not in BY_NAME]
     if unknown:
@@ -113,21 +115,21 @@ def run_all(
     kept: Path | None,
     latest: float | None,
 ) -> int:
-    """Every chosen fault as often as it still has to be run; all of them once before any of them twice.
+    """Run every chosen fault as often as due; all of them once before any of them twice.
 
     Returns the number of runs without a result.
     """
     due = [
         (fault, run) for run in range(1, runs + 1) for fault in chosen if not store.has(system.name, fault.name, run)
     ]
-    print(f"{len(due)} runs to do, {len(chosen) * runs - len(due)} are there", flush=True)
+    print(f"{len(due)} runs to do, {len(chosen) * runs - len(due)} are done", flush=True)
     errors = 0
     if not due:
         return errors
     system.start()
     for number, (fault, run) in enumerate(due, 1):
         if latest is not None and time.monotonic() > latest:
-            print(f"{len(due) - number + 1} runs are left for the next call", flush=True)
+            print(f"{len(due) - number + 1} runs remain for the next call", flush=True)
             return errors
         print(f"[{number}/{len(due)}] {fault.name}, run {run}, after {moment(seed, fault, run):.1f} s", flush=True)
         struck = time.time()
@@ -140,7 +142,7 @@ def run_all(
             print(f"  no result: {text}", flush=True)
             store.note("errors", {"struck": struck, "fault": fault.name, "run": run, "error": text[:2000]})
             if errors >= _MOST_ERRORS:
-                print(f"{errors} runs had no result; ended", flush=True)
+                print(f"{errors} runs had no result; stopped", flush=True)
                 return errors
             system.close()
             system.start()

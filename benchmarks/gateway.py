@@ -1,23 +1,25 @@
-"""The gateway against the engine without it, in one run.
+"""Compare the gateway with direct requests to the engine, in one run.
 
     python benchmarks/gateway.py --standin [--seconds 40] [--json FILE]
     python benchmarks/gateway.py --nano [--seconds 40] [--json FILE]
     python benchmarks/gateway.py --processes [--seconds 40] [--json FILE]
     python benchmarks/gateway.py --page [--seconds 40] [--json FILE]
 
-`--standin`: an upstream that costs next to nothing, so that everything seen is the gateway's. `--nano`: vLLM with the
-nano model, inside its own network. Requests to the engine and through the gateway take turns. What is added to the time
-to the first byte is that of waiting outside the engine: of each request, what the client waited less what the packets
-at the engine's port say that the engine took for the same request, by the kernel's clock; the quantiles of the
-requests through the gateway less those of the others, which hold the client's own share. Shown beside them, with the
-engine's noise in: the quantiles of the whole times, and the median of what the two requests of a turn differ by. The
-throughput ratio is the median over the rounds; each round has fresh connections.
-The engine alone can fill all processors of a small machine, and then the time to the first byte is that of waiting for
-one. So nano is measured twice: as it is, and with the engine kept off the processor of the client and the gateway.
-To see packets takes root, as the networks of nano do. `--processes`: one gateway process against two on one socket, as
-`dsv4 up` starts them, in front of the stand-in; in turns, and at the end with one of them killed under 16 streams.
-`--page`: one gateway process in front of the stand-in, without and with as many viewers of the status page as it takes,
-in turns.
+`--standin`: an upstream with negligible cost, so that the results show the gateway alone. `--nano`: vLLM with the nano
+model, inside its own network. Direct requests and requests through the gateway alternate. The time that the gateway
+adds to the first byte is measured as waiting time outside the engine: for each request, the client's waiting time less
+the engine's time for the same request, which results from the packets at the engine's port by the kernel's clock. The
+added time is a quantile of the requests through the gateway less that of direct requests, which contains the client's
+own share. Also printed, including the engine's noise: the quantiles of the whole times, and the median of the
+differences between the two requests of a turn. The throughput ratio is the median over the rounds; each round has new
+connections.
+
+The engine alone can use all processors of a small machine; then the time to the first byte consists of waiting for a
+processor. Therefore nano is measured twice: without restrictions, and with the engine excluded from the processor of
+the client and the gateway. Reading packets requires root, as the networks of nano do. `--processes`: one gateway
+process against two on one socket, as started by `dsv4 up`, in front of the stand-in; in turns, and finally with one of
+them killed under 16 streams. `--page`: one gateway process in front of the stand-in, without viewers of the status page
+and with the maximum number of viewers, in turns.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ SETTINGS = {
 
 @contextlib.contextmanager
 def running(command: list[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A process for as long as the block, with what `environment` adds to this one's."""
+    """Run a process during the block, with `environment` in addition to this process's."""
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, **(environment or {})})
     try:
         yield process
@@ -82,7 +84,7 @@ def running(command: list[str], environment: Mapping[str, str] | None = None) ->
 
 @contextlib.contextmanager
 def gateway(agent: str, api: str, token_key: str, listen: str, prefix: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A gateway in front of an engine."""
+    """Run a gateway in front of an engine."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         (root / "settings.json").write_text(json.dumps(SETTINGS))
@@ -95,13 +97,13 @@ def gateway(agent: str, api: str, token_key: str, listen: str, prefix: list[str]
 
 @dataclass(frozen=True)
 class Work:
-    """Load that one round asks for."""
+    """Load of one round."""
 
     alone: dict[str, Any]
-    """For the time to the first byte: one client, direct and through in turns."""
+    """Requests for the time to the first byte: one client, direct and through the gateway in turns."""
     turns: int
     together: dict[str, Any]
-    """For the throughput: direct, through, through, direct."""
+    """Requests for the throughput: direct, through, through, direct."""
     requests: int
     clients: int
 
@@ -111,7 +113,7 @@ THOUGHT_TURNS = 60
 STANDIN = Work(
     alone={"prompt": "x", "stream": True, "tokens": 1},
     turns=400,
-    # As fast as a good engine streams: 32 clients, 33 tokens a second each.
+    # As fast as the streams of a fast engine: 32 clients, 33 tokens a second each.
     together={"prompt": "x", "stream": True, "tokens": 64, "pause": 0.03},
     requests=32,
     clients=32,
@@ -123,9 +125,9 @@ NANO = Work(alone={**_NANO, "max_tokens": 1}, turns=60, together={**_NANO, "max_
 async def compare(
     direct: str, through: str, work: Work, seconds: float, headers: dict[str, str] | None = None
 ) -> dict[str, float]:
-    """Rounds until so many seconds are over; each shows at once what is known by then.
+    """Run rounds for `seconds`; each prints the figures so far.
 
-    `headers` go both ways: without the incarnation's token vLLM's own port does not answer.
+    `headers` are sent on both paths: vLLM's own port rejects requests without the incarnation's token.
     """
     first: dict[str, list[float]] = {direct: [], through: []}
     outside: dict[str, list[float]] = {direct: [], through: []}
@@ -168,7 +170,7 @@ async def compare(
 
 
 async def limits(through: str, process: psutil.Process) -> dict[str, float]:
-    """Measure what the gateway does when asked for more than it can, and what a token costs it that comes alone."""
+    """Measure the gateway under requests beyond its capacity, and the processor time of a token that arrives alone."""
     answers = await load(through, {"prompt": "x"}, requests=4000, clients=16)
     chunks = {"prompt": "x", "stream": True, "tokens": 64}
     streams = await load(through, chunks, requests=200, clients=16)
@@ -179,7 +181,7 @@ async def limits(through: str, process: psutil.Process) -> dict[str, float]:
 
 
 async def idle_memory(url: str, pid: int, streams: int = 1000) -> float:
-    """MiB of resident memory with that many streams that have begun and say nothing."""
+    """Return MiB of resident memory with `streams` streams that have begun and are idle."""
     connections = [await connect(url) for _ in range(streams)]
     data = post(url, IDLE)
     tasks = [asyncio.ensure_future(connection.ask(data)) for connection in connections]
@@ -199,7 +201,7 @@ def standin(seconds: float) -> dict[str, float]:
     port, front = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"
     with tempfile.NamedTemporaryFile("w") as token, running([sys.executable, upstream.__file__, str(port)]):
-        # An empty one would be read again for every request.
+        # An empty file would be read again for every request.
         token.write("stand-in")
         token.flush()
         wait_for_port(port)
@@ -220,7 +222,7 @@ def standin(seconds: float) -> dict[str, float]:
 def processes(
     count: int, agent: str, token_key: str, socket_number: int, *, handover: bool = False
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Gateways on one listening socket; with `handover`, each continues the connections of the one before it."""
+    """Run gateways on one listening socket; with `handover`, each continues the connections of the previous one."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         root = Path(name)
         (root / "settings.json").write_text(json.dumps(SETTINGS))
@@ -249,7 +251,7 @@ def processes(
 
 
 async def killed(url: str, process: subprocess.Popen[bytes], clients: int = 16) -> int:
-    """Streams of `clients` that broke when a process was killed under them."""
+    """Return how many of the streams of `clients` broke when a process was killed under them."""
     connections = [await connect(url) for _ in range(clients)]
     data = post(url, {"prompt": "x", "stream": True, "tokens": 64, "pause": 0.05})
     tasks = [asyncio.ensure_future(connection.ask(data)) for connection in connections]
@@ -262,7 +264,7 @@ async def killed(url: str, process: subprocess.Popen[bytes], clients: int = 16) 
 
 
 def compare_processes(seconds: float) -> dict[str, float]:
-    """Latency and rate of one gateway process, of two, and of two with handover."""
+    """Return latency and rate of one gateway process, of two, and of two with handover."""
     port, figures = free_port(), dict[str, float]()
     base = f"http://127.0.0.1:{port}"
     with (
@@ -304,7 +306,7 @@ def compare_processes(seconds: float) -> dict[str, float]:
 
 @contextlib.asynccontextmanager
 async def viewers(base: str, count: int) -> AsyncIterator[None]:
-    """So many readers of the status page's stream, which have had the first document."""
+    """Hold `count` streams of the status page that have received the first document."""
     async with aiohttp.ClientSession() as session:
         streams = [await session.get(f"{base}/dsv4/status/events") for _ in range(count)]
         reading = [asyncio.ensure_future(stream.read()) for stream in streams]
@@ -318,7 +320,7 @@ async def viewers(base: str, count: int) -> AsyncIterator[None]:
 
 
 async def compare_viewers(base: str, seconds: float, process: psutil.Process) -> dict[str, float]:
-    """Time to the first byte, rate, and processor time at rest, without and with viewers, in turns."""
+    """Return time to the first byte, rate, and processor time at rest, without and with viewers, in turns."""
     url = f"{base}/v1/completions"
     first: dict[int, list[float]] = {0: [], VIEWERS: []}
     rates: dict[int, list[float]] = {0: [], VIEWERS: []}
@@ -355,7 +357,7 @@ def page(seconds: float) -> dict[str, float]:
 
 
 def confine(pid: int, processors: list[int]) -> None:
-    """Keep a process, its threads and its descendants on these processors."""
+    """Restrict a process, its threads and its descendants to these processors."""
     for process in (found := psutil.Process(pid), *found.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
             for thread in process.threads():
@@ -366,7 +368,7 @@ def nano(seconds: float, *, apart: bool = False) -> dict[str, float]:
     deployment = Deployment(nodes=1)
     try:
         print(f"  up after {deployment.up():.0f} s", flush=True)
-        # The loop's own network has the members and nobody else; from there both ways are equally long.
+        # The loop's own network contains only the members; from there both paths are equally long.
         loop = int((deployment.directory / "lock").read_text())
         inside = ["nsenter", f"--net=/proc/{loop}/ns/net"]
         api, front = "http://10.88.0.10:8000", "10.88.0.1:9000"
@@ -388,7 +390,7 @@ def nano(seconds: float, *, apart: bool = False) -> dict[str, float]:
 
 
 def show(figures: dict[str, float]) -> bool:
-    """Print them; whether one misses its goal."""
+    """Print the figures; return whether one misses its goal."""
     missed = False
     for figure, value in figures.items():
         sign, goal = GOALS.get(figure, ("", 0.0))
@@ -401,11 +403,13 @@ def show(figures: dict[str, float]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--standin", action="store_true")
-    parser.add_argument("--nano", action="store_true")
-    parser.add_argument("--processes", action="store_true")
-    parser.add_argument("--page", action="store_true")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of rounds, for each part")
+    parser.add_argument("--standin", action="store_true", help="measure in front of the stand-in")
+    parser.add_argument("--nano", action="store_true", help="measure in front of vLLM with the nano model")
+    parser.add_argument("--processes", action="store_true", help="compare one gateway process with two")
+    parser.add_argument("--page", action="store_true", help="measure with viewers of the status page")
+    parser.add_argument(
+        "--seconds", type=float, default=40.0, help="duration of the rounds of each part (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", nargs=2, metavar=("DIRECT", "THROUGH"), help=argparse.SUPPRESS)
     parser.add_argument("--token", type=Path, help=argparse.SUPPRESS)

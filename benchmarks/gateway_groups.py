@@ -1,15 +1,15 @@
-"""One of two groups is killed under clients: what fails, and how long new requests wait.
+"""Kill one of two groups under load; measure failures and the waiting time of new requests.
 
     python benchmarks/gateway_groups.py [--seconds 10] [--clients 8] [--nano [--restarts 5]]
 
-A gateway stands in front of two groups, each an upstream that streams 32 tokens at 50 a second. Clients stream one
-answer after the other. After half of the time one group's process is killed (SIGKILL: engine, API and agent at once,
-as a lost node). Each answer must have every token once and a proper end. The time to the first byte of requests that
-began before the kill is compared with that of those that began after it.
+A gateway runs in front of two groups, each an upstream that streams 32 tokens at 50 a second. Clients stream one
+response after the other. After half of the time one group's process is killed (SIGKILL of engine, API and agent
+together, as with a lost node). Each response must contain every token once and a proper end. The time to the first byte
+is compared between requests that began before the kill and requests that began after it.
 
 With `--nano` the groups are those of `dsv4 up` with `replicas: 2` and one member each: real Ray, real vLLM, a gateway
-for each group on one port. One member's agent is killed, and all of the member with it. With `--restarts 0` its group
-is given up; else it comes back meanwhile, on the same processors.
+for each group on one port. One member's agent is killed, and with it the whole member. With `--restarts 0` its group is
+not restarted; otherwise it restarts during the run, on the same processors.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Found:
     under: int
     """Requests that were open when the group was killed."""
     failures: list[str]
-    """The error or the end of every answer that is not whole."""
+    """Error or end of every incomplete response."""
 
     @property
     def failed(self) -> int:
@@ -62,7 +62,7 @@ class Found:
 
 @contextlib.contextmanager
 def gateway(ports: list[int], front: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A gateway in front of the groups at these ports."""
+    """Run a gateway in front of the groups at these ports."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         (root / "token").write_text("stand-in")
@@ -82,13 +82,13 @@ def gateway(ports: list[int], front: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def whole(answer: bytes) -> bool:
-    """Whether a stream has every token and its end."""
+    """Return whether a stream contains every token and its end."""
     tokens = answer.count(b'" token"') == TOKENS or b'"completion_tokens":%d' % TOKENS in answer
     return answer.startswith(b"HTTP/1.1 200") and tokens and b"data: [DONE]" in answer
 
 
 async def work(url: str, body: dict[str, object], clients: int, seconds: float, kill: asyncio.Event) -> Found:
-    """Stream until the time is over; sets `kill` after half of it."""
+    """Stream until the time is over; set `kill` after half of it."""
     found, asked = Found([], [], 0, []), post(url, body)
     middle, end = time.monotonic() + seconds / 2, time.monotonic() + seconds
 
@@ -117,7 +117,7 @@ async def work(url: str, body: dict[str, object], clients: int, seconds: float, 
 
 @contextlib.contextmanager
 def groups() -> Iterator[tuple[list[int], subprocess.Popen[bytes]]]:
-    """Two groups: their ports, and the process of the first."""
+    """Yield the ports of two groups, and the process of the first."""
     ports = [free_port(), free_port()]
     commands = [[sys.executable, standin.__file__, str(port), str(PAUSE)] for port in ports]
     with running(commands[0]) as first, running(commands[1]):
@@ -129,32 +129,32 @@ def groups() -> Iterator[tuple[list[int], subprocess.Popen[bytes]]]:
 async def measure(
     url: str, clients: int, seconds: float, end: Callable[[], None], body: dict[str, object] = BODY
 ) -> Found:
-    """Stream, and have one group ended after half of the time."""
+    """Stream, and end one group after half of the time."""
 
     async def killer() -> None:
         await kill.wait()
         end()
 
     kill = asyncio.Event()
-    await asyncio.sleep(1.0)  # Both watches have heard their agents.
+    await asyncio.sleep(1.0)  # Both watches have reports of their agents.
     _, found = await asyncio.gather(killer(), work(url, body, clients, seconds, kill))
     return found
 
 
 def failover(seconds: float, clients: int = 8) -> Found:
-    """Kill one group of two under clients."""
+    """Kill one of two groups under load."""
     front = free_port()
     with groups() as (ports, doomed), gateway(ports, front):
         return uvloop.run(measure(f"http://127.0.0.1:{front}/v1/completions", clients, seconds, doomed.kill))
 
 
 def nano(seconds: float, clients: int, restarts: int) -> Found:
-    """Kill one group of two that `dsv4 up` runs, under clients."""
+    """Kill one of two groups of `dsv4 up` under load."""
     deployment = Deployment(nodes=1, replicas=2, seqs=clients, restarts=restarts)
     try:
-        print(f"two groups answer after {deployment.up():.0f} s", flush=True)
+        print(f"two groups serve after {deployment.up():.0f} s", flush=True)
         url = f"http://127.0.0.1:{deployment.api}/v1/completions"
-        # Each engine's first answers are slow.
+        # The first responses of each engine are slow.
         uvloop.run(work(url, NANO_BODY, clients, WARM_SECONDS, asyncio.Event()))
         doomed = pid_in(deployment.group(1), 0, "agent")
         found = uvloop.run(measure(url, clients, seconds, partial(os.kill, doomed, signal.SIGKILL), NANO_BODY))
@@ -167,10 +167,10 @@ def nano(seconds: float, clients: int, restarts: int) -> Found:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--nano", action="store_true", help="two real groups, as `dsv4 up` runs them")
-    parser.add_argument("--restarts", type=int, default=5, help="with --nano: what a group may use")
+    parser.add_argument("--nano", action="store_true", help="use two real groups of `dsv4 up`")
+    parser.add_argument("--restarts", type=int, default=5, help="with --nano: restart budget of a group")
     options = parser.parse_args()
     if options.nano:
         found = nano(options.seconds, options.clients, options.restarts)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 MIB = 2**20
 CLIENTS = 1300
-"""Of `connections`: a thousand of them are connected at any time, the others were just refused and wait."""
+"""Clients of `connections`: a thousand of them are connected at any time, the others were refused and wait."""
 TINY = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 MUTATIONS_A_SECOND = 200
 _MUTATION_SECONDS = 1.0
@@ -29,7 +29,7 @@ SPLINTERS = (
     ),
     *(b"Expect: 100-continue\r\n", b"Upgrade: websocket\r\nConnection: upgrade\r\n", b"/" * 500, b"9" * 30),
 )
-"""Texts that mutated requests get put in."""
+"""Texts inserted into mutated requests."""
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{}\r\n\r\n"
 PARTIAL = 4200
 """Connections of `partial`: more than a gateway keeps."""
@@ -37,7 +37,7 @@ SCRAPES_A_SECOND = 200
 
 
 def show(key: str) -> None:
-    """Have every request from now on show an API key."""
+    """Add an API key to all later requests."""
     global HEAD, TINY
     HEAD = HEAD.replace("Host: x\r\n", f"Host: x\r\nx-api-key: {key}\r\n")
     TINY = TINY.replace(b"Host: x\r\n", f"Host: x\r\nx-api-key: {key}\r\n".encode())
@@ -66,14 +66,14 @@ async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def pipelining(port: int) -> None:
-    """Requests on one connection without end."""
+    """Send requests on one connection without end."""
     async with _open(port) as writer:
         while True:
             await _write(writer, TINY * 1000)
 
 
 async def trailers(port: int) -> None:
-    """100 MiB of trailers behind a body."""
+    """Send 100 MiB of trailers after a body."""
     async with _open(port) as writer:
         await _write(writer, HEAD.format("Transfer-Encoding: chunked").encode() + b"2\r\n{}\r\n0\r\nX-T: ")
         for _ in range(100):
@@ -82,7 +82,7 @@ async def trailers(port: int) -> None:
 
 
 async def unfinished(port: int) -> None:
-    """Sixteen bodies of 64 MiB that lack their last byte."""
+    """Send sixteen bodies of 64 MiB without their last byte."""
 
     async def one() -> None:
         async with _open(port) as writer:
@@ -95,7 +95,7 @@ async def unfinished(port: int) -> None:
 
 
 async def cancelled(port: int) -> None:
-    """Whole bodies of 32 MiB, whose clients leave before the answer."""
+    """Send complete bodies of 32 MiB and disconnect before the response."""
     body = json.dumps({"prompt": "x" * 32 * MIB, "stream": True, "think": 60}).encode()
     async with _open(port) as writer:
         await _write(writer, HEAD.format(f"Content-Length: {len(body)}").encode() + body)
@@ -103,7 +103,7 @@ async def cancelled(port: int) -> None:
 
 
 async def structure(port: int) -> None:
-    """60 MiB of JSON that is nothing but empty arrays."""
+    """Send 60 MiB of JSON that consists of empty arrays."""
     body = b'{"prompt":[' + b"[]," * (20 * MIB) + b'[]],"stream":true}'
     async with _open(port) as writer:
         await _write(writer, HEAD.format(f"Content-Length: {len(body)}").encode() + body)
@@ -111,7 +111,7 @@ async def structure(port: int) -> None:
 
 
 async def connections(port: int) -> None:
-    """A thousand connections that send garbage, half a head, half a body, or read nothing of a stream."""
+    """Keep a thousand connections that send garbage, half a head or half a body, or do not read a stream."""
     chance = random.Random(0)
     stream = json.dumps({"prompt": "x", "stream": True, "tokens": 200}).encode()
     kinds = (
@@ -130,7 +130,7 @@ async def connections(port: int) -> None:
                 writer.transport.abort()
             await asyncio.sleep(0.1)
 
-    # A thousand connections made in one moment would measure this process.
+    # A thousand connections opened at once would measure this process.
     async with asyncio.TaskGroup() as group:
         for _ in range(CLIENTS):
             group.create_task(one())
@@ -138,7 +138,7 @@ async def connections(port: int) -> None:
 
 
 def mutated(chance: random.Random) -> bytes:
-    """A request with one to four mistakes: bytes changed, removed, doubled, put in, or the rest missing."""
+    """Return a request with one to four mistakes: bytes changed, removed, doubled or inserted, or the rest missing."""
     body = json.dumps({"prompt": "x" * chance.randrange(400), "stream": chance.random() < 0.3, "max_tokens": 4})
     head = HEAD.format(f"Content-Length: {len(body)}\r\nX-Request-Id: {chance.randrange(2**32)}")
     data = bytearray((head + body).encode() if chance.random() < 0.8 else TINY)
@@ -160,7 +160,7 @@ def mutated(chance: random.Random) -> bytes:
 
 
 async def mutations(port: int) -> None:
-    """Mutated requests, at most 200 a second on 16 connections at a time; prints how many were answered how."""
+    """Send mutated requests, at most 200 a second on 16 connections; print the number of responses by status."""
     chance, found = random.Random(time.time_ns()), Counter[str]()
 
     async def one() -> None:
@@ -190,7 +190,7 @@ async def mutations(port: int) -> None:
 
 
 async def partial(port: int) -> None:
-    """A body without its end on every connection that the gateway keeps; those that it closes are opened again."""
+    """Send an incomplete body on every connection that the gateway keeps; closed connections are opened again."""
     data = HEAD.format("Content-Length: 10").encode() + b"{"
 
     async def one() -> None:
@@ -210,7 +210,7 @@ async def partial(port: int) -> None:
 
 
 async def scrapes(port: int) -> None:
-    """`/metrics`, 200 times a second."""
+    """Request `/metrics` 200 times a second."""
     async with _open(port) as writer:
         while True:
             await _write(writer, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -218,7 +218,7 @@ async def scrapes(port: int) -> None:
 
 
 async def together(port: int) -> None:
-    """Mutated requests, hostile connections of all kinds on more places than there are, and scrapes."""
+    """Run mutated requests, scrapes, and hostile connections of all kinds beyond the available places."""
 
     async def always(attack: Callable[[int], Awaitable[None]]) -> None:
         while True:
@@ -234,7 +234,7 @@ async def together(port: int) -> None:
 
 
 async def quiet(port: int) -> None:
-    """Nothing."""
+    """Send nothing."""
     await asyncio.sleep(3600)
 
 
@@ -248,7 +248,7 @@ ATTACKS: dict[str, Callable[[int], Awaitable[None]]] = {
 
 
 async def repeat(attack: Callable[[int], Awaitable[None]], port: int, seconds: float) -> None:
-    """Attack again and again until the time is over."""
+    """Repeat the attack until the time is over."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while True:

@@ -1,4 +1,4 @@
-"""Times at which requests and answers of HTTP/1.1 are on the wire of a TCP port, by the kernel's clock (packet(7))."""
+"""Times of HTTP/1.1 requests and responses on the wire of a TCP port, by the kernel's clock (packet(7))."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _PACKET_BYTES = 4096
 
 @dataclass
 class Exchange:
-    """A request and its answer; times in seconds, of which only differences mean anything."""
+    """A request and its response; times in seconds, valid only as differences."""
 
     asked: float
     first: float = 0.0
-    """When the first byte of the answer's body was there; 0: none yet."""
+    """Time of the first byte of the response's body; 0: not received."""
     _answer: bytearray = field(default_factory=bytearray, repr=False)
     _seen: set[int] = field(default_factory=set, repr=False)
 
     @property
     def seconds(self) -> float:
-        """From the request to the first byte of the answer's body."""
+        """Return the seconds from the request to the first byte of the response's body."""
         return self.first - self.asked
 
     def add(self, sequence: int, payload: bytes, at: float) -> None:
-        """A packet of the answer; every interface that it passes shows it again."""
+        """Add a packet of the response; a packet occurs once for every interface that it passes."""
         if not self.first and sequence not in self._seen:
             self._seen.add(sequence)
             self._answer += payload
@@ -42,17 +42,17 @@ class Exchange:
 
 
 class Tap:
-    """Sees the packets of one port on every interface of this network namespace."""
+    """Receives the packets of one port on every interface of this network namespace."""
 
     def __init__(self, port: int, packets: socket.socket) -> None:
         self._port = port
         self._packets = packets
 
     def drain(self) -> list[Exchange]:
-        """Return what was exchanged since the last call, for requests that never overlap.
+        """Return the exchanges since the last call, for requests that never overlap.
 
         Raises:
-            RuntimeError: packets were lost, because there were more than the buffer holds.
+            RuntimeError: packets were lost because the buffer was full.
         """
         found: list[Exchange] = []
         with contextlib.suppress(BlockingIOError):
@@ -83,7 +83,7 @@ class Tap:
 
 @contextlib.contextmanager
 def tap(port: int) -> Iterator[Tap]:
-    """Listen to a port; takes CAP_NET_RAW.
+    """Listen to a port; requires CAP_NET_RAW.
 
     Raises:
         PermissionError: it is missing.

@@ -1,13 +1,13 @@
-"""Writes down what an engine's command line and environment accept, for the image profiles of the planner.
+"""Write the accepted flags and environment variables of an engine, for the image profiles of the planner.
 
     S=operator/dsv4_operator/planning/images/surface
     python benchmarks/image_surface.py vllm > $S/vllm-0.33.0.json
     python benchmarks/image_surface.py vllm --base $S/vllm-0.33.0.json > $S/vllm-0.32.0.json  # differences only
     python benchmarks/image_surface.py names NCCL_ libnccl.so.2 …  # names of variables in a library or in Python files
 
-`vllm` asks the vLLM that Python imports (set PYTHONPATH to look at another version that was unpacked beside): its own
-parser for the flags, its configuration classes for the bounds of numbers, its table for the variables. Nothing is
-guessed from a text.
+`vllm` examines the vLLM that Python imports (PYTHONPATH selects another, unpacked version): its own parser for the
+flags, its configuration classes for the bounds of numbers, its table for the variables. No result is derived from a
+text.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 _PARSERS = ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args")
-"""Where `make_arg_parser` lives: from 0.33, and before."""
+"""Modules of `make_arg_parser`: from 0.33, and before."""
 
 _NO_NUMBER = "?"
 _LIMITS = {"ge": "least", "gt": "above", "le": "most", "lt": "below"}
 
 
 def vllm_surface() -> dict[str, Any]:
-    """Flags, their short forms, and environment variables of the vLLM that Python imports."""
+    """Return flags, their short forms, and environment variables of the vLLM that Python imports."""
     import vllm
     from vllm import envs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -46,7 +46,7 @@ def vllm_surface() -> dict[str, Any]:
             continue
         name = long[0]
         flags[name] = _flag(action, bounds.get(action.dest, {}))
-        # Not the action's own list: vLLM 0.33 still takes --no-enable-x, and shows only --disable-x.
+        # Not the action's own list: vLLM 0.33 still accepts --no-enable-x, but lists only --disable-x.
         aliases |= {other: name for other, its in parser._option_string_actions.items() if its is action}
         del aliases[name]
     variables = {name: _variable(name, getter) for name, getter in envs.environment_variables.items()}
@@ -83,7 +83,7 @@ def _flag(action: argparse.Action, bounds: Mapping[str, float]) -> dict[str, Any
 
 
 def _kind(parse: Any) -> str | None:
-    """Return what `parse`, a flag's type, makes of a text: found out by asking it."""
+    """Return the kind of values that `parse`, a flag's type, accepts; determined by calls."""
     if parse is None or _takes(parse, "seven"):
         return None
     if _takes(parse, "{}"):
@@ -106,7 +106,7 @@ def _takes(parse: Any, text: str) -> bool:
 
 
 def _bounds() -> dict[str, dict[str, float]]:
-    """Limits of the numbers in vLLM's configuration classes, by the name that field and flag share."""
+    """Return the limits of numbers in vLLM's configuration classes, by the common name of field and flag."""
     import vllm.config
 
     found: dict[str, list[dict[str, float]]] = {}
@@ -121,7 +121,7 @@ def _bounds() -> dict[str, dict[str, float]]:
                 if getattr(item, theirs, None) is not None
             }
             found.setdefault(name, []).append(limits)
-    # A name that two classes use may mean two things.
+    # A name in two classes may have two meanings.
     return {name: limits[0] for name, limits in found.items() if len(limits) == 1 and limits[0]}
 
 
@@ -141,7 +141,7 @@ def _variable(name: str, getter: Any) -> dict[str, Any]:
             return {"kind": "integer"}
         if "to float" in str(error):
             return {"kind": "number"}
-    except Exception as error:  # some read files or ask other libraries; nothing is known about those
+    except Exception as error:  # Some read files or call other libraries; they are not described.
         print(f"{name}: {error!r}", file=sys.stderr)
     finally:
         if kept is None:
@@ -152,7 +152,7 @@ def _variable(name: str, getter: Any) -> dict[str, Any]:
 
 
 def names(prefix: str, paths: list[Path]) -> list[str]:
-    """Names that begin with `prefix` and stand alone in the strings of a library, or in quotes in Python files."""
+    """Return names that begin with `prefix` and are separate strings in a library, or quoted in Python files."""
     return sorted({name for path in paths for name in _names_in(prefix, path)})
 
 
@@ -178,7 +178,7 @@ def difference(document: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def _write(document: Mapping[str, Any]) -> str:
-    """JSON with one flag or variable a line, so that two versions compare well."""
+    """Return JSON with one flag or variable per line, so that versions can be compared."""
     lines = []
     for key, value in document.items():
         if isinstance(value, dict) and value:
@@ -196,16 +196,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tasks = parser.add_subparsers(dest="task", required=True)
     surface = tasks.add_parser("vllm")
-    surface.add_argument("--base", type=Path, help="file of another vLLM; the output has the differences from it")
+    surface.add_argument("--base", type=Path, help="file of another vLLM; write only the differences")
     listing = tasks.add_parser("names")
     listing.add_argument("prefix")
     listing.add_argument("paths", nargs="+", type=Path)
-    listing.add_argument("--library", default="", help="name and version, kept in the output")
+    listing.add_argument("--library", default="", help="name and version for the output")
     chosen = parser.parse_args()
     if chosen.task == "vllm":
-        # vLLM writes its log to standard output, where the document goes.
+        # vLLM writes its log to standard output, which receives the document.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        # A build for CUDA finds no platform where there is no GPU, and its parser asks for one.
+        # A build for CUDA finds no platform without a GPU, and its parser requires one.
         os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
         document = vllm_surface()
         sys.stdout.write(_write(difference(document, chosen.base) if chosen.base else document))

@@ -1,10 +1,10 @@
-"""Measure the time that the host takes to run each plan of an engine with Flash's layers, without a GPU.
+"""Measure the host's time for a run of each plan of an engine with Flash's layers, without a GPU.
 
     python benchmarks/kernels_host.py --arch sm_121
 
-A run checks its tensors, picks its configuration and launches, here with Triton's own search for the compiled kernel
-and without it (`dsv4_kernels.plan`), in turns. The launches end where Triton would hand them to the driver, and the
-tensors have no memory. Outside of CUDA graphs, as in a prefill, this is what a short step waits for.
+A run checks its tensors, selects its configuration and launches, here with and without Triton's own search for the
+compiled kernel (`dsv4_kernels.plan`), in turns. Launches end at the interface of Triton to the driver, and the tensors
+have no memory. Outside of CUDA graphs, as in a prefill, a short step waits for this time.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def main() -> None:
 
 
 def last_run(plan: Plan) -> Callable[[], Any]:
-    """Return the last run of the plan's warm-up, the one with most tokens, to be repeated."""
+    """Return the last run of the plan's warm-up, which has the most tokens, as a repeatable call."""
     if isinstance(plan, MoePlan):
-        return experts(plan)  # its warm-up launches without a run
+        return experts(plan)  # Its warm-up launches without a run.
     if isinstance(plan, LogitsPlan):
         inputs = logits_inputs({"rows": 2048, "keys": 2048, "heads": plan.heads}, META, 0)
         return lambda: plan.run(**inputs)
@@ -96,9 +96,7 @@ def experts(plan: MoePlan) -> Callable[[], Any]:
 
 
 def microseconds(run: Callable[[], Any], launches: list[Any]) -> tuple[float, float]:
-    """Return the microseconds of a run with Triton's search and without, each in its fastest round: others were
-    interrupted.
-    """
+    """Return the microseconds of a run with and without Triton's search, each of the fastest, least disturbed round."""
     key, rounds = Launcher._key, {True: [], False: []}
     for number in range(2 * ROUNDS):
         searched = number % 2 == 0
@@ -113,7 +111,7 @@ def microseconds(run: Callable[[], Any], launches: list[Any]) -> tuple[float, fl
 
 
 def _no_key(launcher: Launcher, values: tuple[Any, ...]) -> None:
-    """Leave every launch to Triton."""
+    """Use Triton's search for every launch."""
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""Benchmark of the operator: how fast it forms groups, what it costs when nothing happens, and who is busy meanwhile.
+"""Benchmark of the operator: rate of group formation, cost at rest, and processor time of all components.
 
-    python benchmarks/operator_scale.py                     # a cluster of its own: 50 nodes of KWOK, ended afterwards
-    python benchmarks/operator_scale.py --cluster NAME      # one that runs already (clusterkit up --nodes 0 --fake 50)
+    python benchmarks/operator_scale.py                     # its own cluster: 50 nodes of KWOK, removed afterwards
+    python benchmarks/operator_scale.py --cluster NAME      # a running cluster (clusterkit up --nodes 0 --fake 50)
 
 The API server, etcd, the scheduler, the controllers and the operator are real and run on this machine, the operator as
-a process with the rights that the chart gives it. Nodes are KWOK's, which say of every pod that it runs; one process
-answers for all agents, and says that a group serves as soon as its members run. So this measures everything but
-engines. A group counts as formed when its deployment's status says `Serving`: its plan is kept, its members are bound
-and run, its Services and its gateway's Deployment are there, its agents were heard, and the status was written. The
-gateways' pods are made by Kubernetes' own controllers, at 20 requests a second each: how long that takes is told apart.
+a process with the rights of the chart. Nodes are simulated by KWOK, which reports every pod as running; one process
+responds for all agents and reports that a group serves as soon as its members run. The benchmark thus covers everything
+except engines. A group counts as formed when its deployment's status is `Serving`: its plan is stored, its members are
+bound and run, its Services and its gateway's Deployment exist, its agents have reported, and the status is written. The
+gateways' pods are created by Kubernetes' own controllers, at 20 requests a second each; their time is printed
+separately.
 
-Requests are those that the API server itself counted: the operator's account has a flow schema of its own. Needs root,
-for the pods' addresses. With `--profile FILE` the operator writes what cProfile saw of it; that makes it slower.
+Requests are counted by the API server itself: the operator's account has its own flow schema. Requires root, for the
+pods' addresses. `--profile FILE` writes a cProfile of the operator, which makes it slower.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 
 import yaml
 
-# The test cluster's kit is no package.
+# The kit of the test cluster is not a package.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster"))
 
 import charts
@@ -58,7 +59,7 @@ _SAY_SECONDS = 5.0
 
 
 def manifest(namespace: str, number: int) -> dict[str, Any]:
-    """One deployment of one group of two members."""
+    """Return a deployment with one group of two members."""
     return {
         "apiVersion": DSV4_DEPLOYMENTS.api_version,
         "kind": DSV4_DEPLOYMENTS.kind,
@@ -77,7 +78,7 @@ def manifest(namespace: str, number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Figures counted until now."""
+    """Counted figures at one time."""
 
     time: float
     cpu: dict[str, float]
@@ -142,7 +143,7 @@ class Bench:
                 await asyncio.sleep(0.5)
 
     async def _pods(self, kube: Client, component: str) -> tuple[int, int]:
-        """Count the pods of a component: how many there are, and how many run."""
+        """Return the numbers of existing and of running pods of a component."""
         pods = await kube.list(PODS, self.namespace, labels=f"{names.COMPONENT}={component}")
         return len(pods), sum(pod["status"].get("phase") == "Running" and "nodeName" in pod["spec"] for pod in pods)
 
@@ -166,7 +167,7 @@ async def _measure(bench: Bench, count: int, rest: float) -> None:
         end = bench.now()
         _table(bench, count, (before, after), (quiet, end))
         print(f"\noperator: {counts.mebibytes(operator)} MiB at rest, {counts.mebibytes(operator, 'VmHWM')} at most")
-        print(f"all gateways ran {reached:.1f} s after the first deployment was created")
+        print(f"all gateways ran {reached:.1f} s after the creation of the first deployment")
         made = after.requests.since(before.requests)
         print("writes of all while forming, a group: ", end="")
         print(", ".join(f"{verb} {what} {n / count:.1f}" for (verb, what), n in made.writes.most_common()))
@@ -206,7 +207,7 @@ def _agents(kubeconfig: Path, namespace: str) -> Iterator[int]:
 
 
 def _end(operator: OperatorProcess) -> None:
-    """Asked first, so that a profile is written."""
+    """Stop the operator, first with SIGTERM so that a profile is written."""
     try:
         operator.end()
     except subprocess.TimeoutExpired:
@@ -221,20 +222,20 @@ def _cluster(name: str | None) -> Iterator[Cluster]:
         return
     found = lifetime.running(name)
     if found is None:
-        raise SystemExit(f"--cluster {name}: none of that name runs; start it with clusterkit up")
+        raise SystemExit(f"--cluster {name}: no such cluster is running; start it with clusterkit up")
     yield found
 
 
 @contextlib.contextmanager
 def _bench(cluster: Cluster, profile: Path | None, *, stays: bool) -> Iterator[Bench]:
-    """The namespace with its operator and agents, and nothing of it afterwards on a cluster that stays."""
+    """Yield the namespace with its operator and agents; on a cluster that stays, it is removed afterwards."""
     cluster.apply(yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text()))
     namespace = f"scale-{int(time.time())}"
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if stays:
-            # Waited for: whoever measures next on this cluster must not pay for it.
+            # Removal is awaited, so that it does not affect the next measurement on this cluster.
             stack.callback(cluster.kubectl, "delete", "namespace", namespace, seconds=_REMOVE_SECONDS)
         stack.enter_context(cluster.http)
         stack.enter_context(routed(cluster.state.addresses.fake_pods))
@@ -259,10 +260,12 @@ def _bench(cluster: Cluster, profile: Path | None, *, stays: bool) -> Iterator[B
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", metavar="NAME", help="one that runs (default: one is started, and ended)")
-    parser.add_argument("--deployments", type=int, default=100, help="(default: %(default)s)")
-    parser.add_argument("--rest", type=float, default=60.0, metavar="SECONDS", help="watched (default: %(default)s)")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="of the operator, for pstats")
+    parser.add_argument("--cluster", metavar="NAME", help="a running cluster (default: start and remove one)")
+    parser.add_argument("--deployments", type=int, default=100, help="number of deployments (default: %(default)s)")
+    parser.add_argument(
+        "--rest", type=float, default=60.0, metavar="SECONDS", help="time at rest (default: %(default)s)"
+    )
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="file of the operator's profile, for pstats")
     options = parser.parse_args()
     stays = options.cluster is not None
     with _cluster(options.cluster) as cluster, _bench(cluster, options.profile, stays=stays) as bench:

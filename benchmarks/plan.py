@@ -1,7 +1,7 @@
-"""The memory plan against logged runs, its speed, and random specifications.
+"""Compare the memory plan with logged runs, measure its speed, and plan random specifications.
 
-python benchmarks/plan.py            all of it, 20 000 random specifications
-python benchmarks/plan.py --random 0 without them
+python benchmarks/plan.py            everything, 20 000 random specifications
+python benchmarks/plan.py --random 0 without random specifications
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def random_case(source: random.Random) -> tuple[object, ...]:
-    """Arguments of `memory_plan` over all of the catalog, legal and not."""
+    """Return valid and invalid arguments of `memory_plan` over the whole catalog."""
     kind = source.choice(machines())
     if not kind.sm:
         kind = replace(kind, memory_bytes=source.choice((0, 1, 4, 16, 64)) * GIB)
@@ -65,7 +65,7 @@ def random_case(source: random.Random) -> tuple[object, ...]:
 
 
 def broken(plan: MemoryPlan) -> str:
-    """Return what is wrong with a plan; empty if nothing is."""
+    """Return the first inconsistency of a plan; empty if there is none."""
     for rank in plan.ranks:
         if rank.kv_bytes < 0 or any(not item.least <= item.bytes <= item.most for item in rank.items):
             return f"rank {rank.rank} has a negative component, or one outside its range"
@@ -87,7 +87,7 @@ def broken(plan: MemoryPlan) -> str:
 
 
 def run_specifications(count: int) -> bool:
-    """Whole deployments, from the file's text on."""
+    """Plan whole deployments from the text of their files."""
     source = random.Random(20_261_121)
     outcomes: Counter[str] = Counter()
     seconds = []
@@ -107,10 +107,10 @@ def run_specifications(count: int) -> bool:
             outcome = f"refused by the planner ({refused.reason})"
         seconds.append(time.process_time() - begun)
         outcomes[outcome] += 1
-        # On CPU the machine's free memory decides, not the plan.
+        # On CPU the machine's free memory is decisive, not the plan.
         if outcome == "planned" and made.spec.topology.hardware is not Hardware.CPU:
             memory = setup(made, known).memory
-            refused = memory.verdict is FitVerdict.NO  # uncertain plans are refused on clusters only
+            refused = memory.verdict is FitVerdict.NO  # Uncertain plans are refused on clusters only.
             if problem := broken(memory) or ("it is planned and does not fit" if refused else ""):
                 print(f"{problem}: {document}")
                 return False
@@ -156,7 +156,7 @@ def tight_case(source: random.Random) -> dict[str, object]:
 
 
 def followed_advice(count: int, seed: int = 20_261_126) -> tuple[int, str]:
-    """Follow all advice of `count` random refusals; return the number of changes, and the first that is refused."""
+    """Apply all advice of `count` random refusals; return the number of changes, and the first refused one."""
     source = random.Random(seed)
     changes = refusals = 0
     while refusals < count:
@@ -184,7 +184,7 @@ def followed_advice(count: int, seed: int = 20_261_126) -> tuple[int, str]:
 
 
 def facts(made: DSV4Deployment) -> Facts:
-    """Machines of the catalog, with 64 GiB where it has no memory for them."""
+    """Return machines of the catalog, with 64 GiB where the catalog has no memory."""
     known = catalog_facts(made, machine(made.spec.topology.hardware), state_root="/state", weights_root="/weights")
     nodes = tuple(replace(node, memory_bytes=node.memory_bytes or 64 * GIB) for node in known.nodes)
     return replace(known, nodes=nodes)
@@ -200,7 +200,7 @@ def _times(what: str, seconds: list[float]) -> str:
 
 
 def run_random(count: int) -> bool:
-    """The memory plan alone, with arguments that no specification could have."""
+    """Run the memory plan alone, with arguments beyond those of specifications."""
     source = random.Random(20_261_121)
     refused = fitting = advised = 0
     seconds = []
@@ -221,7 +221,7 @@ def run_random(count: int) -> bool:
             changes = tuple(advice(plan))
             advised += len(changes)
             if not all(change.plan.fits and not broken(change.plan) for change in changes):
-                print(f"advice that does not help: {case}")
+                print(f"advised change does not fit: {case}")
                 return False
             memory_text(plan, changes, "random")
             memory_document(plan, changes)
@@ -253,9 +253,11 @@ def run_speed() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--random", type=int, default=20_000, metavar="N", help="how many random specifications")
+    parser.add_argument(
+        "--random", type=int, default=20_000, metavar="N", help="number of random specifications (default: %(default)s)"
+    )
     wanted = parser.parse_args()
-    # As in the gateway: what the imports left behind stays, and no collection looks at it again during a plan.
+    # As in the gateway: objects left by the imports are excluded from garbage collection during a plan.
     gc.collect()
     gc.freeze()
     print(f"{machine_here()}, {time.strftime('%Y-%m-%d')}\n")

@@ -1,9 +1,9 @@
-"""Measure the time and the memory of compiling all bundled kernels of an engine with Flash's layers, without a GPU.
+"""Measure time and memory of compiling all bundled kernels of an engine with Flash's layers, without a GPU.
 
     python benchmarks/precompile.py --arch sm_121 --processes 2
 
-Each run has an empty cache. The last column is the most memory that the compilers took together (PSS: shared pages
-counted once).
+Each run has an empty cache. The last column is the peak memory of all compilers together (PSS: shared pages counted
+once).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def measure(arch: Arch, processes: int) -> str:
-    """Return the cells of a row: kernels, seconds, seconds of processors, MiB."""
+    """Return the cells of a row: kernels, seconds, processor seconds, MiB."""
     with tempfile.TemporaryDirectory() as cache:
         before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         command = [sys.executable, "-m", "dsv4_kernels.precompile", arch, str(arch.spec.multiprocessors)]

@@ -1,8 +1,8 @@
 """Record an engine's death and recovery: `python benchmarks/record.py` writes docs/images/recovery.svg.
 
-The commands are real: `dsv4 up` starts the nano model, `dsv4 chat` streams an answer through the gateway, SIGKILL ends
-the EngineCore process, and the same answer continues after the restart. `recovery.json` beside the picture keeps the
-recorded events; `--render` draws the picture from it again without a run.
+The commands are real: `dsv4 up` starts the nano model, `dsv4 chat` streams a response through the gateway, SIGKILL ends
+the EngineCore process, and the same response continues after the restart. The recorded events are stored in
+`recovery.json` next to the picture; `--render` draws the picture from them without a run.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ UP = "dsv4 up examples/nano.yaml --detach"
 CHAT = f'dsv4 chat {NAME} "Where is the river?" --max-tokens 400 --no-thinking'
 WHY = f"dsv4 why {NAME}"
 STREAMED = 300
-"""Characters of the answer before the kill."""
+"""Characters of the response before the kill."""
 
 COLUMNS = 100
 ROWS = {"chat": 13, "control": 13}
 LINE, CHARACTER, MARGIN = 18, 8.4, 16
 LONGEST_GAP = 1.2
-"""Seconds of playback for a longer wait."""
+"""Seconds of playback for longer waits."""
 SPEED = 4
-"""Playback is this many times as fast as the run."""
+"""Ratio of playback speed to the run."""
 STEP = 0.4
 """Output within this many seconds of the run is shown together."""
 FINAL = 6.0
@@ -111,12 +111,12 @@ class Stream:
 
 
 def record() -> dict[str, Any]:
-    """Run the demonstration in a state directory of its own.
+    """Run the demonstration in its own state directory.
 
     Raises:
-        RuntimeError: a step failed or the answer did not survive the kill.
+        RuntimeError: a step failed or the response did not survive the kill.
     """
-    # Short, for Ray's sockets.
+    # Short because of the length limit of Ray's sockets.
     root = Path(tempfile.mkdtemp(prefix="d4-"))
     compiled = Path(tempfile.gettempdir()) / "dsv4-compiled"
     compiled.mkdir(exist_ok=True)
@@ -147,7 +147,7 @@ def record() -> dict[str, Any]:
         recording.add("control", "\n".join(shown[:2]) + "\n\n")
         status = root / NAME / "object.json"
         pid = pid_in(json.loads(status.read_text())["status"]["groups"][0], 0, "engine-core")
-        # A process that has imported vLLM is ready for the next engine by then.
+        # By then a process that has imported vLLM is ready for the next engine.
         time.sleep(25.0)
         recording.add("chat", f"$ {CHAT}\n", "command")
         chat = Stream(recording, "chat", shlex.split(CHAT), environment)
@@ -208,7 +208,7 @@ def layout(events: list[Event], pane: str) -> list[Piece]:
             if pane == "control" and len(part) > COLUMNS:
                 part = part[: COLUMNS - 1] + "…"
             while part:
-                # Whole words go to the next line, as far as there are any.
+                # Wrap at words where possible.
                 taken = part[: COLUMNS - column]
                 if len(taken) < len(part) and " " in taken:
                     taken = taken[: taken.rindex(" ") + 1]
@@ -226,7 +226,7 @@ def layout(events: list[Event], pane: str) -> list[Piece]:
 
 
 def playback(events: list[Event]) -> dict[float, float]:
-    """Return the time of playback for each time of the recording; long waits are cut to `LONGEST_GAP`."""
+    """Return the time of playback for each time of the recording; long waits are shortened to `LONGEST_GAP`."""
     shown, last, at = {}, 0.0, 0.0
     for event in sorted(events, key=lambda event: event.at):
         at += min((event.at - last) / SPEED, LONGEST_GAP)

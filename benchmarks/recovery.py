@@ -1,8 +1,8 @@
 """Start-up, detection and recovery on this machine: `make bench`, or `python benchmarks/recovery.py --runs 3`.
 
-Every fault is a real signal to a real process of a two-member group that serves; prints a table and the machine.
-`--level1 5` kills EngineCore instead, in the same incarnation, and says where the time goes; `--bare` does so to vLLM
-under Ray that was started by hand.
+Every fault is a real signal to a real process of a serving group with two members; the output is a table and the
+machine. `--level1 5` kills EngineCore in one incarnation instead and prints the time of each phase; `--bare` does the
+same to vLLM under Ray without dsv4.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ _SERVES_SECONDS = 25.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=1, help="of each fault")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--level1", type=int, metavar="N", help="engine deaths in one incarnation, phase by phase")
-    parser.add_argument("--bare", action="store_true", help="with --level1: the same of vLLM without dsv4")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each fault (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="file of the figures")
+    parser.add_argument(
+        "--level1", type=int, metavar="N", help="print the phases of N engine restarts in one incarnation"
+    )
+    parser.add_argument("--bare", action="store_true", help="with --level1: use vLLM without dsv4")
     options = parser.parse_args()
     if options.level1 is not None:
         (bare if options.bare else level1)(options.level1)
@@ -39,7 +41,7 @@ def main() -> None:
     rows: list[Recovery] = []
     try:
         cold = deployment.up()
-        print(f"up to ready, weights made anew: {cold:.1f} s", flush=True)
+        print(f"up to ready, with new weights: {cold:.1f} s", flush=True)
         spent = phases(deployment)
         print("  of which the head: " + ", ".join(f"{name} {value:.1f} s" for name, value in spent.items()), flush=True)
         deployment.complete(tokens=8)
@@ -65,7 +67,7 @@ def main() -> None:
 
 
 def level1(runs: int) -> None:
-    """Kill EngineCore again and again; print what a cold start took, and what each restart in place did."""
+    """Kill EngineCore repeatedly; print the times of the cold start and of each restart in place."""
     deployment = Deployment(restarts=runs + 1)
     try:
         cold = deployment.up()
@@ -73,13 +75,13 @@ def level1(runs: int) -> None:
         first = phases(deployment)
         engine = first["Loading"] + first["Warming"]
         print(f"up to ready {cold:.1f} s, of which the engine's cold start {engine:.1f} s: {_told(first)}", flush=True)
-        print(f"memory: {_memory(deployment)} when it began to serve", flush=True)
+        print(f"memory: {_memory(deployment)} at the start of serving", flush=True)
         taken = []
         for run in range(1, runs + 1):
-            # What waits for the next engine is there by then, also on a machine with two processors.
+            # By then the standby processes for the next engine are ready, also on a machine with two processors.
             time.sleep(_SERVES_SECONDS)
             if run == 1:
-                print(f"memory: {_memory(deployment)} with what waits for the next engine", flush=True)
+                print(f"memory: {_memory(deployment)} with the standby processes of the next engine", flush=True)
             pid = deployment.pid(0, "engine-core")
             killed = time.monotonic()
             os.kill(pid, signal.SIGKILL)
@@ -95,12 +97,12 @@ def level1(runs: int) -> None:
 
 
 def bare(runs: int) -> None:
-    """Do the same to vLLM under Ray in restart loops: each death ends it, and all of it is started again."""
+    """Kill EngineCore of vLLM under Ray in restart loops: each death ends vLLM, and all of it restarts."""
     system = Bare(None)
     try:
         begun = time.monotonic()
         system.start()
-        print(f"to ready, weights made anew: {time.monotonic() - begun:.1f} s", flush=True)
+        print(f"to ready, with new weights: {time.monotonic() - begun:.1f} s", flush=True)
         for _ in range(runs):
             time.sleep(_SERVES_SECONDS)
             pid = system.pid(0, "engine-core")

@@ -1,10 +1,10 @@
 """Speed of moving weights, and cost of a kill: `python benchmarks/weights.py`, as root for the network namespaces.
 
-Prefetch against `dd` of the same file with a cold page cache; staging from member to member against `iperf3` over the
-same link between two network namespaces, which throws the bytes away, and against `iperf3` that writes files which
-OpenSSL then hashes; 50 kills of a staging at random bytes. Prints tables with the machine, each row when it is
-measured. With `--json FILE` a run that was cut off goes on after the rows that it had finished. On a virtual machine
-`--hold` most of its memory.
+Prefetch is compared with `dd` of the same file with a cold page cache. Staging between members is compared with
+`iperf3` over the same link between two network namespaces, which discards the bytes, and with `iperf3` into files that
+OpenSSL then hashes. A staging is killed 50 times at random bytes. Prints tables with the machine, each row when it is
+measured. With `--json FILE` an interrupted run continues after its finished rows. On a virtual machine, use `--hold`
+for most of its memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dsv4_runtime.weights.members import StagingJob
 from dsv4_testkit.weights_servers import FileServer, Server, write_sums
 
 CHUNK_BYTES = 1 << 20
-"""What a kill may cost each stream at most."""
+"""Maximum cost of a kill for each stream."""
 
 _PIECE = 2 << 20
 
@@ -44,18 +44,16 @@ _PIECE = 2 << 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="disk to measure")
-    parser.add_argument("--size", type=float, default=2.0, help="GiB to move in each run")
-    parser.add_argument("--runs", type=int, default=5, help="of each side, taking turns")
-    parser.add_argument("--rates", default="2500,10000,0", help="Mbit/s of the link, 0 for as fast as it goes")
+    parser.add_argument("--size", type=float, default=2.0, help="GiB of each run (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=5, help="alternating runs of each side (default: %(default)s)")
+    parser.add_argument(
+        "--rates", default="2500,10000,0", help="Mbit/s of the link, 0 for no limit (default: %(default)s)"
+    )
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--only", choices=("prefetch", "members", "kills"))
-    parser.add_argument(
-        "--hold", type=float, default=0.0, help="GiB of memory that a virtual machine's host may not take"
-    )
-    parser.add_argument(
-        "--json", type=Path, help="figures of finished rows: written after each, and not measured again"
-    )
+    parser.add_argument("--hold", type=float, default=0.0, help="GiB of memory to keep from a virtual machine's host")
+    parser.add_argument("--json", type=Path, help="file of figures; finished rows in it are not measured again")
     options = parser.parse_args()
     free = psutil.virtual_memory().available / GIB
     if not 0 <= options.hold < free:
@@ -71,10 +69,10 @@ def main() -> None:
 
 
 def hold(size: int) -> mmap.mmap:
-    """A mapping that has one page of every 2 MiB of `size` bytes of memory, which the machine then keeps.
+    """Return a mapping with one page of every 2 MiB of `size` bytes of memory, which the machine then keeps.
 
-    Hosts of virtual machines take free memory back in pieces of 2 MiB, and to have a page again costs as much as to
-    receive, hash and write it. Machines that own their memory know nothing of that.
+    Hosts of virtual machines reclaim free memory in pieces of 2 MiB, and the return of a page costs as much as its
+    reception, hash and write. On physical machines it has no effect.
     """
     held = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     held.madvise(mmap.MADV_NOHUGEPAGE)
@@ -117,7 +115,7 @@ def compare_reads(root: Path, options: Any) -> dict[str, Any]:
     found: dict[str, list[float]] = {"dd": [], "prefetch": []}
     sides = [("dd", dd), ("prefetch", ours)]
     for run in range(options.runs):
-        # A cache below this machine, of a host or a disk array, may favour whoever is second.
+        # A cache below this machine, of a host or a disk array, may favour the second reader.
         for name, read in sides if run % 2 else reversed(sides):
             writer.drop(files)
             begun = time.monotonic()
@@ -132,7 +130,7 @@ def compare_reads(root: Path, options: Any) -> dict[str, Any]:
 
 
 def kills(root: Path, options: Any) -> None:
-    """Kill a staging at random bytes until it has been killed often enough, then let it end."""
+    """Kill a staging at random bytes for the given number of times, then let it finish."""
     print(f"{options.kills} kills of one transfer; a chunk is {CHUNK_BYTES} bytes\n")
     print("| killed at byte | kept | lost |\n|---|---|---|")
 
@@ -168,9 +166,9 @@ def kill_often(
     told: Callable[[dict[str, int]], None],
     page_cache: PageCache = PageCache.WARM,
 ) -> tuple[list[dict[str, int]], bool]:
-    """Kill one staging of one file `count` times with SIGKILL; return what each kill cost, and if the file is right.
+    """Kill one staging of one file `count` times with SIGKILL; return the cost of each kill, and if the file is right.
 
-    `lost` of a kill: bytes that the server sent in that life of the process, less those by which the part grew.
+    `lost`: bytes sent by the server in that life of the process, less the growth of the partial file.
     """
     source = root / "source"
     source.mkdir(parents=True)
@@ -194,7 +192,7 @@ def kill_often(
             process.stdin.write(f"{job.to_json()}\n")
             process.stdin.flush()
             deadline = time.monotonic() + 60
-            # The manifest's and the configuration's few bytes are sent anew each time.
+            # The few bytes of manifest and configuration are sent again each time.
             while before + files.sent - sent < aim and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.0005)
             ended = process.poll()
@@ -202,7 +200,7 @@ def kill_often(
             process.wait()
             process.stdin.close()
             assert ended is None, "the staging ended before it was killed"
-            time.sleep(0.3)  # the server notices
+            time.sleep(0.3)  # time for the server to detect it
             after = part_size(target)
             rows.append({"at": aim, "before": before, "kept": after, "lost": files.sent - sent - (after - before)})
             told(rows[-1])

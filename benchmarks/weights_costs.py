@@ -1,8 +1,8 @@
 """Processor cost of a byte between two members: `python benchmarks/weights_costs.py`.
 
-One transfer over loopback at a time, from a process that only calls `sendfile` to one that does one thing more than the
-one before: throws the bytes away, hashes them, writes them through the page cache, writes them past it. Prints the
-processor seconds for a GB, which other programs on the machine change less than the time.
+One transfer over loopback at a time, sent by a process that only calls `sendfile`. Each kind of receiver adds one task:
+discard the bytes, hash them, write them through the page cache, write them past it. Prints the processor seconds per
+GB, which depend less on other programs on the machine than the time does.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _DEADLINE = 300.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="disk to write to")
-    parser.add_argument("--size", type=float, default=1.0, help="GiB of each transfer")
-    parser.add_argument("--runs", type=int, default=3, help="of each kind, taking turns")
+    parser.add_argument("--size", type=float, default=1.0, help="GiB of each transfer (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=3, help="alternating runs of each kind (default: %(default)s)")
     options = parser.parse_args()
     print(f"{machine()}, {time.strftime('%Y-%m-%d')}, load {os.getloadavg()[0]:.0f} before\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="d4-costs-", dir=options.directory) as root:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def transfer(source: Path, target: Path, kind: str) -> tuple[float, float]:
-    """Processor seconds for a GB: the receiver's, the sender's."""
+    """Return the processor seconds per GB of the receiver and the sender."""
     context = get_context("spawn")
     ends: list[tuple[Connection, Connection]] = [context.Pipe(), context.Pipe()]
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -103,7 +103,7 @@ def nothing(_: memoryview) -> None:
 
 
 class Piece:
-    """Memory that bytes come into one after the other."""
+    """A buffer for successive pieces of received data."""
 
     def __init__(self, hashed: Callable[[memoryview], object]) -> None:
         self.room = memoryview(bytearray(_PIECE))

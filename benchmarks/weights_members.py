@@ -1,4 +1,4 @@
-"""Staging from member to member, against `iperf3` over the same link, between two network namespaces."""
+"""Staging between members, compared with `iperf3` over the same link, between two network namespaces."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan_for(folder: Path, streams: int, page_cache: PageCache = PageCache.WARM)
 
 
 def serve(folder: Path) -> None:
-    """Serve what a member's agent serves, in a process of its own, as there."""
+    """Serve the weights as a member's agent does, in a separate process."""
     share = WeightsServer(plan_for(folder, 1))
     share.heard(StagingReport(stance="Complete"))  # type: ignore[arg-type]
     app = http.application(Reporter(), TOKEN)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def serve(folder: Path) -> None:
 def members(root: Path, options: Any) -> None:
     for program in ("iperf3", "ip", "tc", "openssl"):
         if shutil.which(program) is None:
-            print(f"member to member: left out, {program} is not installed\n")
+            print(f"member to member: skipped, {program} is not installed\n")
             return
     print("| link, Mbit/s | what | MB/s, median (range) | of `iperf3` | processor seconds for a GB: receiver, sender |")
     print("|---|---|---|---|---|", flush=True)
@@ -66,11 +66,10 @@ def members(root: Path, options: Any) -> None:
             seconds = [statistics.median(row[side] for row in found[what]) for side in ("receiver", "sender")]
             shown = ", ".join(f"{value:.2f}" for value in seconds)
             print(f"| {rate or 'not limited'} | {words} | {rates(speeds)} | {ratio:.2f} | {shown} |", flush=True)
-    print(
-        f"\nthe process that served had {found['memory'] >> 20} MiB; one core computes {found['sha256'] / 1e6:.0f} MB/s"
-    )
-    print("of SHA-256, and both sides share this machine's cores; what the kernel's own threads do to bring pages to")
-    print("the disk is not among the processor seconds\n", flush=True)
+    hashing = f"{found['sha256'] / 1e6:.0f} MB/s"
+    print(f"\nmemory of the serving process: {found['memory'] >> 20} MiB; SHA-256 on one core: {hashing}")
+    print("Both sides share the cores of this machine. The processor seconds do not contain those of the kernel's own")
+    print("threads, which write pages to the disk.\n", flush=True)
 
 
 def compare_links(root: Path, options: Any, rate: int) -> dict[str, Any]:
@@ -98,19 +97,19 @@ def compare_links(root: Path, options: Any, rate: int) -> dict[str, Any]:
 
 
 def staged(plan: WeightsPlan, size: int, server: psutil.Process) -> dict[str, float]:
-    """One staging of `size` bytes from the process `server`."""
+    """Run one staging of `size` bytes from the process `server`; return speed and processor seconds per GB."""
     job = StagingJob(weights=plan, rank=1, members={0: f"http://{SERVER}:8080"}, token=TOKEN)
     before, sent = os.times(), sum(server.cpu_times()[:2])
     news = stage(job, ["ip", "netns", "exec", "d4w-b"])
     between = os.times()
     assert news.error is None, news.error
     assert news.fetched == size
-    # Again, with nothing to do: what the start of the process takes is not the transfer's.
+    # A second staging without work measures the start of the process, which is not part of the transfer.
     assert stage(job, ["ip", "netns", "exec", "d4w-b"]).fetched == 0
     after = os.times()
     removed(Path(plan.path))
     return {
-        # The process says how long it staged; Python's start is not the network's.
+        # The process reports the duration of the staging, without the start of Python.
         "speed": size / float((news.stage or "").split(" in ")[1].split(" ")[0]),
         "receiver": (used(before, between) - used(between, after)) / (size / 1e9),
         "sender": (sum(server.cpu_times()[:2]) - sent) / (size / 1e9),
@@ -126,7 +125,7 @@ def sha256_rate() -> float:
 
 
 def marked(folder: Path) -> None:
-    """Note manifest and marker, as a staging would have."""
+    """Write manifest and marker as after a staging."""
     from dsv4_runtime.weights.checkpoint import CheckpointManifest, ManifestFile
 
     plan = plan_for(folder, 1)
@@ -139,7 +138,7 @@ def marked(folder: Path) -> None:
 
 
 def link(stack: ExitStack, rate: int) -> None:
-    """Two namespaces and a pair of interfaces between them, of `rate` Mbit/s."""
+    """Create two namespaces and a pair of interfaces between them, of `rate` Mbit/s."""
     for name in ("a", "b"):
         run(f"ip netns add d4w-{name}")
         stack.callback(run, f"ip netns del d4w-{name}")
@@ -169,7 +168,7 @@ def start(stack: ExitStack, command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def iperf(streams: int) -> dict[str, float]:
-    """From the server's namespace to the client's, where the bytes are thrown away."""
+    """Measure the transfer from the server's namespace to the client's, which discards the bytes."""
     listener = subprocess.Popen(
         ["ip", "netns", "exec", "d4w-a", "iperf3", "-s", "-1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -191,7 +190,7 @@ def iperf(streams: int) -> dict[str, float]:
 
 
 def iperf_into_files(source: Path, target: Path, streams: int) -> dict[str, float]:
-    """Move files as a script would: each by an `iperf3` of its own into a file, then its SHA-256, and onto the disk."""
+    """Move files like a script: each by its own `iperf3` into a file, followed by SHA-256 and a flush to the disk."""
     target.mkdir()
     enter = ["ip", "netns", "exec"]
     receive = "iperf3 -s -1 -p $((5301 + $0)) -F $0 && openssl dgst -sha256 $0 && sync $0"
@@ -199,7 +198,7 @@ def iperf_into_files(source: Path, target: Path, streams: int) -> dict[str, floa
         subprocess.Popen(
             [*enter, "d4w-b", "sh", "-c", receive, str(number)],
             cwd=target,
-            # Its programs end with it, also when one of them hangs.
+            # Its programs end with it, even if one of them hangs.
             start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -228,7 +227,7 @@ def iperf_into_files(source: Path, target: Path, streams: int) -> dict[str, floa
         for process in (*senders, *receivers):
             process.kill()
             process.wait()
-    # A receiver ends with the sender's last word, which overtakes the last bytes of the file.
+    # A receiver ends with the sender's last message, which can overtake the last bytes of the file.
     size = sum(path.stat().st_size for path in target.iterdir())
     removed(target)
     sent, got = used(before, between), used(between, after)
@@ -236,13 +235,13 @@ def iperf_into_files(source: Path, target: Path, streams: int) -> dict[str, floa
 
 
 def removed(folder: Path) -> None:
-    """Remove `folder`, and let the disk be done with that before anything else is measured."""
+    """Remove `folder` and wait for the disk, so that later measurements are not affected."""
     shutil.rmtree(folder)
     os.sync()
 
 
 def used(before: os.times_result, after: os.times_result) -> float:
-    """Processor seconds of the children that ended between two looks."""
+    """Return the processor seconds of the children that ended between two calls of `os.times`."""
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 

@@ -1,4 +1,4 @@
-"""Common parts of weight benchmarks: bytes to move, a staging as the agent runs it, figures that outlive a run."""
+"""Common parts of weight benchmarks: bytes to move, a staging as run by the agent, figures stored across runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STAGE = [sys.executable, "-m", "dsv4_runtime.weights.main", "stage"]
 
 
 def once(name: str, options: Any, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `measure` returns, or what it returned for this name in an earlier run with the same `--json`."""
+    """Return the result of `measure`, or its result for this name in an earlier run with the same `--json`."""
     known: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     if name not in known:
         known[name] = measure()
@@ -36,7 +36,7 @@ def rates(values: list[float]) -> str:
 
 
 def write_big(path: Path, size: int, seed: int) -> None:
-    """Random bytes, so that nothing on the way can make them fewer, in a safetensors file; all of it on the disk."""
+    """Write a safetensors file of random, incompressible bytes and flush it to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_shard(path, 1, "t", seed)
     block = random.Random(seed).randbytes(1 << 24)
@@ -50,7 +50,7 @@ def write_big(path: Path, size: int, seed: int) -> None:
 
 
 def stage(job: StagingJob, prefix: list[str]) -> StagingReport:
-    """Run a staging as the agent does; its last news."""
+    """Run a staging as the agent does; return its last report."""
     command = [*prefix, *STAGE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV, text=True) as process:
         assert process.stdin

@@ -1,1 +1,1 @@
-"""Measurements of the engine on an NVIDIA card; docs/gpu.md says how to run them."""
+"""Measurements of the engine on an NVIDIA card; docs/gpu.md has the commands."""

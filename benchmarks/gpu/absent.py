@@ -1,8 +1,8 @@
-"""Compilers made absent, in this process and in those that it starts: Python packages that compile kernels, and nvcc.
+"""Hide compilers from this process and its children: Python packages that compile kernels, and nvcc.
 
-`hide` has to come before vLLM is imported. A package that is hidden cannot be imported, and `importlib.util.find_spec`
-finds nothing, so that vLLM's `has_deep_gemm()` and the like say no. Only Python's own library is needed here: child
-processes import a copy of this file before anything else.
+`hide` must be called before the import of vLLM. A hidden package cannot be imported, and `importlib.util.find_spec`
+does not find it, so vLLM's `has_deep_gemm()` and similar functions return False. Only the standard library is used
+here: child processes import a copy of this file before all other modules.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _COPY = "dsv4_absent"
 
 
 def hidden(name: str) -> bool:
-    """Tell whether the module `name` is one of `PACKAGES` or inside of one."""
+    """Return whether the module `name` is one of `PACKAGES` or inside of one."""
     return any(name == package or name.startswith(f"{package}.") for package in PACKAGES)
 
 
 class Hidden(importlib.abc.MetaPathFinder):
-    """Refuses to find hidden modules."""
+    """Rejects imports of hidden modules."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
-        """Raise for a hidden module; leave all others to the next finder."""
+        """Raise an error for a hidden module; leave others to the next finder."""
         if hidden(name):
             raise ModuleNotFoundError(f"No module named {name!r} (hidden)", name=name)
 
@@ -57,7 +57,7 @@ def block() -> None:
 
 
 def _installed(package: str) -> bool:
-    """Tell whether `package` is there, without importing what it is inside of."""
+    """Return whether `package` is installed, without importing its parents."""
     top, _, rest = package.partition(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not rest:
@@ -66,7 +66,7 @@ def _installed(package: str) -> bool:
 
 
 def _path_without_nvcc(folder: Path) -> str:
-    """Return PATH with a folder of links in place of each that has nvcc: a compiler for C may be in it too."""
+    """Return PATH with each folder that contains nvcc replaced by links: the folder may also contain a C compiler."""
     places = os.environ.get("PATH", os.defpath).split(os.pathsep)
     for number, place in enumerate(places):
         if Path(place, "nvcc").exists():
@@ -80,10 +80,10 @@ def _path_without_nvcc(folder: Path) -> str:
 
 
 def hide(folder: Path) -> dict[str, Any]:
-    """Hide packages and nvcc from this process and those that it starts; return what had been there.
+    """Hide packages and nvcc from this process and its children; return which of them are installed.
 
     Args:
-        folder: an empty one that lives as long as this process; gets what its children import first.
+        folder: an empty one that lives as long as this process; it receives the modules that children import first.
     """
     if "vllm" in sys.modules or "torch" in sys.modules:
         raise RuntimeError("vLLM or torch is imported already, and has looked for compilers")
@@ -103,7 +103,7 @@ def hide(folder: Path) -> dict[str, Any]:
 
 
 def seen() -> dict[str, Any]:
-    """Return what vLLM says of the compilers now, and hidden modules that somebody imported all the same."""
+    """Return the compilers available to vLLM, and hidden modules that are imported nevertheless."""
     from torch.utils import cpp_extension
     from vllm.utils import flashinfer, import_utils
 

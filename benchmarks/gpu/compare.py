@@ -1,4 +1,4 @@
-"""Compare what `benchmarks.gpu.engine` wrote for two choices of kernels: tokens, start, steps.
+"""Compare the results of `benchmarks.gpu.engine` for two choices of kernels: tokens, start, steps.
 
 python -m benchmarks.gpu.compare stock.json bundled.json
 """
@@ -14,10 +14,10 @@ TIE_NATS = 0.1
 
 
 def differences(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> tuple[int, int, float]:
-    """Return how many prompts have other tokens, how many of these are no tie, and the widest margin (nats) among them.
+    """Return the number of prompts with different tokens, how many are not ties, and their widest margin in nats.
 
-    The prompts are those that both have answered. One is compared up to its first other token; it is a tie if there the
-    two best of `first` were nearly equal.
+    Only prompts with responses in both are compared, up to the first different token. A prompt is a tie if the two best
+    log-probabilities of `first` were nearly equal there.
     """
     other = wrong = 0
     widest = 0.0
@@ -42,7 +42,7 @@ def main() -> None:
         if key in first and key in second:
             other, wrong, widest = differences(first[key], second[key])
             both = min(len(first[key]), len(second[key]))
-            print(f"{key}: {both} prompts, {other} with other tokens, {wrong} no tie, widest {widest:.3f} nats")
+            print(f"{key}: {both} prompts, {other} with different tokens, {wrong} not ties, widest {widest:.3f} nats")
     print(f"ready: {first['ready_s']:.1f} s, {second['ready_s']:.1f} s; ", end="")
     print(f"first token: {first['first_token_s']:.1f} s, {second['first_token_s']:.1f} s; ", end="")
     print(f"compilations after ready: {first['compilations']}, {second['compilations']}")

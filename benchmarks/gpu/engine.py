@@ -4,11 +4,11 @@
     python -m benchmarks.gpu.engine MODEL --kernels auto --out bundled.json
     python -m benchmarks.gpu.compare stock.json bundled.json
 
-`--kernels` is what `DSV4_KERNELS` takes. With `--without-compilers` DeepGEMM, TileLang, CuTe, FlashInfer and nvcc are
-hidden from the engine; `--mixed 120` serves requests of all kinds for that long after the measurements.
+`--kernels` has the values of `DSV4_KERNELS`. `--without-compilers` hides DeepGEMM, TileLang, CuTe, FlashInfer and nvcc
+from the engine; `--mixed 120` serves requests of all kinds for 120 s after the measurements.
 
-A step is timed on the GPU, from the start of a replayed decode step to its end, and its kernels alone are added up by
-torch's profiler; both are medians.
+A step is timed on the GPU, from the start of a replayed decode step to its end, and the times of its kernels are summed
+with torch's profiler; both figures are medians.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from benchmarks.gpu import absent, mixed
 BEGUN = time.time()
 BATCHES = (1, 8, 32, 64)
 NAME = 120
-"""Characters of a kernel's name that are kept."""
+"""Stored characters of a kernel's name."""
 _ONCE_A_LAYER = ("fusedDeepseekV4QNormRopeKV", "front_insert_kernel")
-"""Parts of the names of the kernel before a layer's attention, vLLM's and the bundled one: one of them runs."""
+"""Parts of the names of the kernel before a layer's attention, vLLM's and the bundled one; one of them runs."""
 KV_BYTES = 4 << 30
-"""Given, not found out: engines that start beside each other would take each other's memory for their own."""
+"""Fixed instead of measured: engines that start concurrently would count each other's memory as their own."""
 
 
 def prompts(count: int, longest: int) -> list[list[int]]:
-    """Return `count` prompts of 5 to `longest` tokens (ids below 500, none special), spread evenly over the lengths."""
+    """Return `count` prompts of 5 to `longest` tokens (ids below 500, none special); lengths grow quadratically."""
     lengths = [5 + round((longest - 5) * (i / max(1, count - 1)) ** 2) for i in range(count)]
     return [[5 + (i * 7919 + j * 104729 + (j * j) % 251) % 490 for j in range(n)] for i, n in enumerate(lengths)]
 
 
 class Compilations(logging.Handler):
-    """Keeps what vLLM's JIT monitor reports after the engine is ready, every compilation of its own."""
+    """Keeps the reports of vLLM's JIT monitor after the engine is ready, one for each compilation."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -95,7 +95,7 @@ class Steps:
 def drafting(text: str | None) -> dict[str, Any] | None:
     """Return vLLM's speculative configuration for METHOD:TOKENS or METHOD:TOKENS:SAMPLING; None for None.
 
-    Drafts are greedy unless SAMPLING says how they are sampled: `dsv4 up` has those of DSpark sampled `probabilistic`.
+    The default of SAMPLING is greedy; `dsv4 up` uses `probabilistic` for DSpark.
     """
     if text is None:
         return None
@@ -142,7 +142,7 @@ def generate(llm: Any, tokens: list[list[int]], count: int, logprobs: int | None
 
 
 def answers(llm: Any, questions: list[list[int]], alone: bool) -> Iterator[dict[str, Any]]:
-    """Yield the greedy tokens, and the two best log-probabilities at each, of every prompt."""
+    """Yield the greedy tokens of every prompt, and the two best log-probabilities at each token."""
     for group in [[q] for q in questions] if alone else [questions[i : i + 8] for i in range(0, len(questions), 8)]:
         for output in generate(llm, group, 16, logprobs=2):
             best = [sorted((p.logprob for p in step.values()), reverse=True)[:2] for step in output.outputs[0].logprobs]
@@ -167,7 +167,7 @@ def decode_steps(llm: Any, steps: Steps, batch: int, context: int) -> dict[str, 
 
 
 def kernels_of(llm: Any, questions: list[list[int]], steps: Steps) -> dict[str, Any]:
-    """Return the milliseconds that the kernels of one decode step take together, their number, and the longest ones."""
+    """Return the summed milliseconds of the kernels of one decode step, their number, and the longest ones."""
     long = profiled_events(llm, questions, 18)
     spent = totals([(1, long), (-1, profiled_events(llm, questions, 2))], 16)
     steps.take()
@@ -181,7 +181,7 @@ def kernels_of(llm: Any, questions: list[list[int]], steps: Steps) -> dict[str, 
 
 
 def profiled_events(llm: Any, questions: list[list[int]], count: int) -> Any:
-    """Return what torch's profiler sees of the GPU while `count` tokens are generated."""
+    """Return the GPU events of torch's profiler during the generation of `count` tokens."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -192,8 +192,8 @@ def profiled_events(llm: Any, questions: list[list[int]], count: int) -> Any:
 def totals(runs: list[tuple[int, Any]], steps: int) -> dict[str, Any]:
     """Return kernels' milliseconds and launches of one of `steps`, summed over `runs` of (sign, events).
 
-    `busy_ms` counts the time in which several kernels run once: those of other streams, and those that are put in
-    place before the one that they wait for has ended.
+    `busy_ms` counts time with several concurrent kernels once: kernels of other streams, and kernels that are launched
+    before the end of their predecessor.
     """
     times: Counter[str] = Counter()
     counts: Counter[str] = Counter()
@@ -225,9 +225,9 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def layers_of(events: Any, layers: int) -> list[list[str]]:
-    """Return the names of the launches from a layer's beginning to the next one's, for the layers of ten steps at most.
+    """Return the names of the launches between the beginnings of successive layers, for at most ten steps.
 
-    The last layer of a step is not there: what follows it is no layer. Empty where no kernel marks a layer.
+    The last layer of a step is omitted, because no layer follows it. Empty if no kernel marks a layer.
     """
     order = sorted((e for e in events if str(e.device_type).endswith("CUDA")), key=lambda e: e.time_range.start)
     names = [event.name[:NAME] for event in order]
@@ -237,7 +237,7 @@ def layers_of(events: Any, layers: int) -> list[list[str]]:
 
 
 def acceptance(llm: Any) -> dict[str, float]:
-    """Return what vLLM counts of drafts: how many there were, their tokens, and the accepted ones."""
+    """Return vLLM's counters of drafts: number of drafts, their tokens, and accepted tokens."""
     start = "vllm:spec_decode_num_"
     return {
         found.name.removeprefix(start): found.value
@@ -247,10 +247,10 @@ def acceptance(llm: Any) -> dict[str, float]:
 
 
 def prefill(llm: Any, steps: Steps, tokens: int) -> dict[str, Any]:
-    """Return milliseconds of a prefill of one prompt, medians: by the clock, on the GPU, and its kernels alone."""
+    """Return median milliseconds of a prefill of one prompt: by the clock, on the GPU, and its kernels alone."""
     question = (prompts(1, tokens)[0] * tokens)[:tokens]
     clock, gpu = [], []
-    # The first ones of a size have torch take memory from the driver.
+    # In the first runs of a size, torch allocates memory from the driver.
     for timed in (False,) * 3 + (True,) * 9:
         begun = time.perf_counter()
         generate(llm, [question], 1)
@@ -265,9 +265,9 @@ def prefill(llm: Any, steps: Steps, tokens: int) -> dict[str, Any]:
 
 
 def host_profile(llm: Any, tokens: int) -> str:
-    """Return the functions that take the most of this process's time in a prefill of one prompt.
+    """Return the functions with the most time of this process in a prefill of one prompt.
 
-    After them the calls of CUDA's runtime in another one, and what those that wait for the GPU are called by.
+    They are followed by the calls of CUDA's runtime in another prefill, and the callers of those that wait for the GPU.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -306,13 +306,15 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=3000)
     parser.add_argument("--answers", nargs="*", choices=("batched", "alone"), default=["batched", "alone"])
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
-    parser.add_argument("--no-jit-warmup", action="store_true", help="let vLLM compile its kernels when first used")
-    parser.add_argument("--lock", type=Path, help="measure only while holding this file's lock, beside other engines")
+    parser.add_argument("--no-jit-warmup", action="store_true", help="let vLLM compile its kernels at first use")
+    parser.add_argument("--lock", type=Path, help="measure while holding this file's lock, if several engines run")
     parser.add_argument("--prefills", type=int, nargs="*", default=[2048, 8192])
-    parser.add_argument("--prefill-graphs", type=int, nargs="*", default=[], help="tokens of prefills that get a graph")
-    parser.add_argument("--host-profile", type=Path, metavar="FILE", help="what the host does in the first prefill")
-    parser.add_argument("--without-compilers", action="store_true", help="hide packages that compile, and nvcc")
-    parser.add_argument("--mixed", type=float, default=0.0, metavar="SECONDS", help="then serve a mixed load")
+    parser.add_argument("--prefill-graphs", type=int, nargs="*", default=[], help="tokens of prefills with a graph")
+    parser.add_argument("--host-profile", type=Path, metavar="FILE", help="file of a host profile of the first prefill")
+    parser.add_argument("--without-compilers", action="store_true", help="hide compiler packages and nvcc")
+    parser.add_argument(
+        "--mixed", type=float, default=0.0, metavar="SECONDS", help="serve a mixed load after the measurements"
+    )
     parser.add_argument(
         "--speculative",
         type=drafting,
@@ -324,14 +326,14 @@ def main() -> None:
         hidden = {}
         if options.without_compilers:
             hidden = absent.hide(Path(folder))
-            # What was chosen with the compilers, for the same versions, is no choice now.
+            # Choices made with the compilers, for the same versions, are invalid now.
             os.environ["DSV4_KERNELS_CACHE"] = str(Path(folder, "kernels"))
         measure(options, hidden)
 
 
 @contextlib.contextmanager
 def locked(file: Path | None) -> Iterator[None]:
-    """Hold the lock of `file` while inside, if there is one."""
+    """Hold the lock of `file`, if any, during the block."""
     if file is None:
         yield
         return
@@ -341,10 +343,10 @@ def locked(file: Path | None) -> Iterator[None]:
 
 
 def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
-    """Start an engine, measure what `options` ask for and write it, with what is `hidden` from the engine."""
+    """Start an engine, run the measurements selected by `options` and write them with the `hidden` packages."""
     os.environ["DSV4_KERNELS"] = options.kernels
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # As `dsv4 up` sets it: a team of threads for each of thousands of tensors takes longer than one thread.
+    # As set by `dsv4 up`: a team of threads for each of thousands of tensors takes longer than one thread.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     compilations = Compilations()
     result: dict[str, Any] = {"model": options.model, "kernels": options.kernels, **hidden}
@@ -355,12 +357,12 @@ def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
 
     llm = start(options, options.speculative)
     ready = time.time() - BEGUN
-    # Not before: vLLM's own set-up of logging takes handlers off its loggers.
+    # Added after the start, because vLLM's set-up of logging removes handlers from its loggers.
     logging.getLogger("vllm.utils.jit_monitor").addHandler(compilations)
     generate(llm, prompts(1, 5), 1)
     if hidden:
         keep(compilers=absent.seen())
-        print("compilers that vLLM sees:", result["compilers"], flush=True)
+        print("compilers available to vLLM:", result["compilers"], flush=True)
     keep(ready_s=ready, first_token_s=time.time() - BEGUN)
     print(f"ready after {ready:.1f} s, first token after {result['first_token_s']:.1f} s", flush=True)
     with locked(options.lock):
@@ -376,7 +378,7 @@ def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
         questions = prompts(options.prompts, options.longest)
         for name in options.answers:
             answered: list[dict[str, Any]] = []
-            # Kept one by one: where a kernel is compiled for each length, they may take longer than there is time.
+            # Stored one by one: if a kernel is compiled for each length, the time may not suffice for all.
             for answer in answers(llm, questions, alone=name == "alone"):
                 answered.append(answer)
                 keep(**{name: answered})

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.flash_slice /dev/shm/flash-slice
 
-Every layer has Flash's own sizes (hidden 4096, 64 heads, 256 experts of 2048) in the released formats, 14 GB in all:
-what a step of one layer costs is what it costs in the real model. The vocabulary and the number of layers are those of
-the nano model, so time outside of the layers says nothing.
+Every layer has Flash's own sizes (hidden 4096, 64 heads, 256 experts of 2048) in the released formats, 14 GB in total:
+the cost of one layer in a step equals that in the real model. The vocabulary and the number of layers are those of the
+nano model, so time outside of the layers is not meaningful.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _LARGE = 1 << 21
 
 @dataclasses.dataclass(frozen=True)
 class GpuSource(weights.RandomStreams):
-    """Draws large tensors on the GPU; they differ from those that the CPU draws."""
+    """Draws large tensors on the GPU; they differ from those drawn on the CPU."""
 
     def normal(self, name: str, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
-        """Draw float32 normals of `shape`, on the GPU where a layer's product has them."""
+        """Draw float32 normals of `shape`, on the GPU if they are weights of a layer's product."""
         small = torch.Size(shape).numel() < _LARGE or not name.startswith("layers.") or "_fn" in name
         if small:
             return super().normal(name, *shape, std=std, mean=mean)
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
     if (directory / "config.json").exists():
-        print(f"{directory} is there already")
+        print(f"{directory} already exists")
         return
     directory.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()

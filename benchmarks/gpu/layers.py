@@ -2,11 +2,11 @@
 
     python -m benchmarks.gpu.layers MODEL --out layers.json --page layers.md
 
-The engine runs in this process and eagerly, with all operations bundled. While it serves a few prompts, each run of
-an operation gets its reference beside it, on the inputs that the engine gave it: its activations, weights, caches,
-slots and block tables. An error is measured as the operation's contract says (`dsv4_kernels.registry`), and the worst
-of each layer is kept, of steps with prompts and of steps that only decode. `benchmarks/gpu/samples.py` says what of a
-run is compared. Streams are waited for before every run, so that a missing wait between streams does not show.
+The engine runs in this process and eagerly, with all operations bundled. While it serves a few prompts, the reference
+of each run of an operation runs on the same inputs: the engine's activations, weights, caches, slots and block tables.
+Errors are measured as defined by the operation's contract (`dsv4_kernels.registry`); the worst error of each layer is
+kept, separately for steps with prompts and steps that only decode. `benchmarks/gpu/samples.py` defines the compared
+part of a run. Streams are synchronized before every run, so a missing wait between streams is not detected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.gpu.engine import Steps, generate, prompts, start
 
 ALONE = ((600, 1), (2558, 4), (9, 1))
-"""Lengths of prompts that are served alone, and how many tokens they get; the second step after 2558 ends windows."""
+"""Lengths and generated tokens of prompts served alone; the second step after 2558 tokens ends windows."""
 TOGETHER = (9, 126, 255, 509, 636, 1022, 1535, 2500)
 """Lengths of the prompts served together: in each of the next four steps windows of 4 and of 128 tokens end."""
 TOKENS = 5
@@ -43,7 +43,7 @@ def prompt(tokens: int, shift: int = 0) -> list[int]:
 
 @contextlib.contextmanager
 def layers_noted(recorder: Any, layer: type) -> Iterator[None]:
-    """Tell `recorder` which layer runs, while inside: decoder layers, of class `layer`, run in order in every step."""
+    """Set the running layer in `recorder` during the block; decoder layers (class `layer`) run in order."""
     original: Callable[..., Any] = layer.forward  # type: ignore[attr-defined]
 
     @functools.wraps(original)
@@ -63,7 +63,7 @@ def layers_noted(recorder: Any, layer: type) -> Iterator[None]:
 
 
 def record_steps(worker: Any, recorder: Any, steps: list[dict[str, Any]]) -> None:
-    """Have `recorder` record every step of vLLM's `worker`, and add what each was to `steps`."""
+    """Record every step of vLLM's `worker` with `recorder`, and append a description of each to `steps`."""
     original = worker.execute_model
 
     def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def record_steps(worker: Any, recorder: Any, steps: list[dict[str, Any]]) -> Non
 
 
 def serve(llm: Any, recorder: Any, steps: list[dict[str, Any]], keep: Callable[[], None]) -> None:
-    """Serve the prompts with everything recorded; `keep` is called after each."""
+    """Serve the prompts with all runs recorded; `keep` is called after each."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(recorder.attached())
         stack.enter_context(layers_noted(recorder, importlib.import_module(MODEL).DeepseekV4DecoderLayer))
@@ -109,7 +109,7 @@ def _order(layer: str) -> tuple[bool, int]:
 
 
 def _line(rows: Mapping[tuple[str, str], Any], layers: list[str], output: str, measure: str, limit: float) -> list[str]:
-    """Return the cells of one operation's output: for each layer the worst error of prefill and of decode."""
+    """Return the cells of one operation's output: for each layer the worst errors of prefill and of decode."""
     cells = []
     for layer in layers:
         pair = []
@@ -172,14 +172,16 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Start the engine, serve the prompts, write what was found; 1 if that ended early."""
+    """Start the engine, serve the prompts, write the results; return 1 if an error ended the run early."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--page", type=Path)
     parser.add_argument("--max-len", type=int, default=9216)
     parser.add_argument("--memory", type=float, default=0.5)
-    parser.add_argument("--seconds", type=float, default=85.0, help="most time for comparisons; the rest is left out")
+    parser.add_argument(
+        "--seconds", type=float, default=85.0, help="time limit of comparisons; later runs are only counted"
+    )
     parser.set_defaults(eager=True, no_jit_warmup=False, prefill_graphs=[])
     options = parser.parse_args()
     from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
@@ -192,7 +194,7 @@ def main() -> int:
     print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
     import torch
 
-    # Not before: who imports Triton's kernels decides what Triton they see.
+    # Imported late: the first import of the Triton kernels determines their Triton.
     from benchmarks.gpu.recorder import Recorder
 
     recorder = Recorder(options.seconds)

@@ -1,12 +1,12 @@
-"""Load one checkpoint in each of vLLM's ways, each in a process of its own, and print seconds and GB/s.
+"""Load one checkpoint in each of vLLM's ways, each in a separate process, and print seconds and GB/s.
 
     python -m benchmarks.gpu.loading MODEL
     python -m benchmarks.gpu.loading MODEL --ways safetensors:prefetch instanttensor --turns 3
 
-A way is a load format, and after a colon a strategy for safetensors. Only the worker's part of a start is run: make the
-model, load its weights, prepare them. `load` is `load_weights` alone, from the first byte asked for until the model has
-all of them; `model` is all three. Each way runs with its files out of the page cache (`cold`; a tmpfs keeps its files
-in memory, so there is none) and with them in it (`warm`).
+A way is a load format, optionally followed by a colon and a strategy for safetensors. Only the worker's part of a start
+runs: create the model, load its weights, prepare them. `load` is `load_weights` alone, from the first requested byte
+until the model has all of them; `model` is all three parts. Each way runs with its files out of the page cache (`cold`;
+without effect on a tmpfs, which keeps its files in memory) and with them in it (`warm`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SECONDS = 900.0
 
 
 def evict(folder: Path) -> None:
-    """Have the kernel drop the pages of the files in `folder`; pages that somebody has mapped stay."""
+    """Drop the pages of the files in `folder`; pages mapped by a process remain."""
     for file in folder.glob("*.safetensors"):
         handle = os.open(file, os.O_RDONLY)
         try:
@@ -38,7 +38,7 @@ def evict(folder: Path) -> None:
 
 
 def fill(folder: Path) -> None:
-    """Read the files in `folder` once, so that they are in the page cache as far as it has room."""
+    """Read the files in `folder` once, so that they are in the page cache as far as its size permits."""
     for file in folder.glob("*.safetensors"):
         with file.open("rb", buffering=0) as opened:
             while opened.read(1 << 24):
@@ -59,7 +59,7 @@ def load(model: str, way: str) -> dict[str, float]:
         block_size=256,
         kv_cache_dtype="auto",
         enforce_eager=True,
-        # vLLM wants that much to be free before it loads; the weights may take more.
+        # vLLM requires this share of free memory before the load; the weights may use more.
         gpu_memory_utilization=0.3,
         load_format=form,
         safetensors_load_strategy=strategy or None,
@@ -72,7 +72,7 @@ def load(model: str, way: str) -> dict[str, float]:
 
 
 def _timed(kind: type, method: str, took: dict[str, float], name: str) -> None:
-    """Have the seconds of each call of `method` added to `took[name]`."""
+    """Add the seconds of each call of `method` to `took[name]`."""
     original = getattr(kind, method)
 
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def _timed(kind: type, method: str, took: dict[str, float], name: str) -> None:
 
 
 def _finish() -> None:
-    """Wait for copies to the GPU that are still under way."""
+    """Wait for pending copies to the GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -94,7 +94,7 @@ def _finish() -> None:
 
 
 def measured(model: str, way: str) -> dict[str, Any]:
-    """Return what a process of its own says of one load, or how it ended."""
+    """Return the result of one load in a separate process, or its error."""
     command = [sys.executable, "-m", "benchmarks.gpu.loading", model, "--one", way]
     env = {**os.environ, "DSV4_KERNELS": "off"}
     try:
@@ -115,13 +115,13 @@ def main() -> None:
     parser.add_argument("model", help="a directory with the checkpoint")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), metavar="FORMAT[:STRATEGY]")
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="where to write the same as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file of the results")
     parser.add_argument("--one", metavar="FORMAT[:STRATEGY]", help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = Path(options.model)
     if options.one:
         print(json.dumps(load(options.model, options.one)), flush=True)
-        os._exit(0)  # the worker's threads and process groups are not needed any more
+        os._exit(0)  # The worker's threads and process groups are no longer needed.
     total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not total:
         parser.error(f"{folder} has no *.safetensors; name the directory of a checkpoint")

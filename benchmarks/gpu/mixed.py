@@ -1,4 +1,4 @@
-"""A mixed load: requests of every kind that the OpenAI API knows, at random, in batches of random size."""
+"""A mixed load: random requests of all kinds of the OpenAI API, in batches of random size."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SCHEMA = {
 }
 
 _PAUSE = 0.005
-"""Seconds between two batches, in which who waits for a turn gets it."""
+"""Seconds between two batches, in which other engines get their turn."""
 
 Kind = Callable[[random.Random], dict[str, Any]]
 
 
 def _random(draw: random.Random) -> dict[str, Any]:
-    """Return options of sampling, some with a seed, some without top-k or top-p."""
+    """Return random sampling options, some with a seed, some without top-k or top-p."""
     options: dict[str, Any] = {"temperature": draw.choice([0.3, 0.7, 1.0, 1.3])}
     if draw.random() < 0.6:
         options["top_p"] = draw.choice([0.5, 0.9, 0.99])
@@ -40,7 +40,7 @@ def _random(draw: random.Random) -> dict[str, Any]:
 
 
 def _penalties(draw: random.Random) -> dict[str, Any]:
-    """Return options of one penalty or all three, greedy or not."""
+    """Return options with one penalty or all three, greedy or not."""
     every = {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
     chosen = every if draw.random() < 0.5 else dict([draw.choice(list(every.items()))])
     return {"temperature": draw.choice([0.0, 0.8]), **chosen}
@@ -72,7 +72,7 @@ _RARE = {"prompt_logprobs": 0.3, "structured": 0.5}
 def batch(draw: random.Random, kinds: list[str], longest: int) -> list[tuple[str, list[int], dict[str, Any]]]:
     """Return the requests of one batch: kind, prompt of 1 to `longest` tokens, options.
 
-    Half of the prompts are short; only short ones ask for log-probabilities of the prompt.
+    Half of the prompts are short; only short ones request log-probabilities of the prompt.
     """
     weights = [_RARE.get(kind, 1.0) for kind in kinds]
     requests = []
@@ -86,38 +86,38 @@ def batch(draw: random.Random, kinds: list[str], longest: int) -> list[tuple[str
 
 
 def refusals(llm: Any, draw: random.Random) -> dict[str, str]:
-    """Return the message of each kind of request that `llm` does not take when it is alone."""
+    """Return the error message by kind of request that `llm` refuses when it is alone."""
     from vllm import SamplingParams
 
     refused = {}
     for kind, make in KINDS.items():
-        for _ in range(4):  # a kind has variants
+        for _ in range(4):  # A kind has variants.
             try:
                 parameters = SamplingParams(max_tokens=8, **make(draw))
                 llm.generate([{"prompt_token_ids": [5, 6, 7]}], [parameters], use_tqdm=False)
             except Exception as error:
                 refused[kind] = f"{type(error).__name__}: {error}"[:300]
-                # What was taken of the request would be answered to the next one.
+                # Accepted parts of the request would be returned with the next one.
                 _abort(llm)
                 break
     return refused
 
 
 def _abort(llm: Any) -> None:
-    """Drop all requests that `llm` still has."""
+    """Abort all remaining requests of `llm`."""
     engine = llm.llm_engine
     engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
 
 def _answered(llm: Any, requests: list[tuple[str, list[int], dict[str, Any]]], refused: dict[str, str]) -> Any:
-    """Return the outputs of one batch; None if it failed, and the reason of the first such batch in `refused`."""
+    """Return the outputs of one batch; None if it failed, with the reason of the first such batch in `refused`."""
     from vllm import SamplingParams
 
     parameters = [SamplingParams(**options) for _, _, options in requests]
     try:
         return llm.generate([{"prompt_token_ids": ids} for _, ids, _ in requests], parameters, use_tqdm=False)
     except Exception as error:
-        # Which request it was is not known: the batch is left out.
+        # The failing request is unknown, so the whole batch is omitted.
         refused.setdefault("batch", f"{type(error).__name__}: {error}"[:300])
         _abort(llm)
         return None
@@ -130,14 +130,14 @@ def serve(
     turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Serve batches one after another for `seconds`; return what was served, and the kinds that were refused.
+    """Serve batches sequentially for `seconds`; return counts of served requests, and the refused kinds.
 
     Args:
         llm: a `vllm.LLM`.
-        seconds: how long batches are begun, the waits for turns not counted.
+        seconds: duration in which batches begin, without the waits for turns.
         context: the longest context of `llm`.
-        turn: held while a batch is served, beside other engines.
-        seed: another gives other requests.
+        turn: held while a batch is served, if other engines run concurrently.
+        seed: selects the requests.
     """
     draw = random.Random(seed)
     longest = min(LONGEST, context - MOST_TOKENS)

@@ -1,4 +1,4 @@
-"""Errors of the bundled operations as they run: each run beside the operation's reference, on the same inputs."""
+"""Errors of the bundled operations: each run is compared with the operation's reference on the same inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsv4_kernels.registry import Errors, Operation, Tolerance, as_outputs, judg
 
 
 def limits(tolerance: Tolerance) -> dict[str, float]:
-    """Return what a tolerance limits, by the measure's name in `Errors`."""
+    """Return the limits of a tolerance, by the measure's name in `Errors`."""
     found = {name: getattr(tolerance, name) for name in ("rms", "diff") if getattr(tolerance, name) is not None}
     if tolerance.bitwise or tolerance.absolute is not None or tolerance.relative is not None:
         found["outside"] = tolerance.mismatch
@@ -35,9 +35,9 @@ class Row:
     kind: str
     calls: int = 0
     beyond: int = 0
-    """Calls of which an output was beyond its tolerance."""
+    """Calls with an output beyond its tolerance."""
     example: str | None = None
-    """Of the first of them, what was measured."""
+    """Measured values of the first of them."""
     outputs: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, errors: dict[str, Errors], broken: list[str]) -> None:
@@ -53,10 +53,10 @@ class Row:
 
 
 class Recorder:
-    """The operations' runs of the steps that it is told of.
+    """Runs of the operations in recorded steps.
 
-    A failure of a comparison is kept and does not reach the caller. `seconds` bounds the time that comparing takes;
-    runs after that are only counted, in `left_out`.
+    A failed comparison is stored and does not affect the caller. `seconds` bounds the total time of comparisons; later
+    runs are only counted, in `left_out`.
     """
 
     def __init__(self, seconds: float = 85.0) -> None:
@@ -67,14 +67,14 @@ class Recorder:
         self.kind: str | None = None
         self.layer = "model"
         self.entered = 0
-        """Decoder layers that this step has entered."""
+        """Number of decoder layers entered in this step."""
         self.compared = 0
         self._left = seconds
         self._busy = False
 
     @contextlib.contextmanager
     def step(self, kind: str | None) -> Iterator[None]:
-        """Record the runs inside as ones of a step of this `kind`; None: do not record them."""
+        """Record the runs in the block as those of a step of this `kind`; None: do not record them."""
         self.kind, self.layer, self.entered = kind, "model", 0
         try:
             yield
@@ -83,7 +83,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Look at every run of every plan while inside, but those that warm a plan up."""
+        """Record every run of every plan during the block, except for warm-ups of plans."""
         operations()
         around = {"run": self._around, "warmup": self._unseen}
         originals = [
@@ -98,7 +98,7 @@ class Recorder:
                 setattr(kind, name, original)
 
     def _unseen(self, original: Any) -> Any:
-        """Return `original`, the warm-up of a plan that was made while serving, with its runs not compared."""
+        """Return `original`, the warm-up of a plan made while serving, without comparisons of its runs."""
 
         @functools.wraps(original)
         def warmup(plan: Any) -> Any:
@@ -124,7 +124,7 @@ class Recorder:
         return run
 
     def _beside(self, original: Any, plan: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
-        """Run `plan` and compare; return what it returns."""
+        """Run `plan` and compare; return its result."""
         name = str(plan.operation)
         if self._left <= 0:
             self.left_out[name] += 1
@@ -171,7 +171,7 @@ class Recorder:
             torch.cuda.empty_cache()
 
     def result(self) -> dict[str, Any]:
-        """Return all that was found, as JSON has it."""
+        """Return all results in the form of JSON."""
         names = {row.operation for row in self.rows.values()}
         tolerances = {
             name: {output: limits(t) for output, t in zip(row.outputs, row.tolerance, strict=True)}

@@ -1,12 +1,12 @@
-"""Time from the death of an EngineCore to the next completion: with a standby server, and by a start without one.
+"""Time from the death of an EngineCore to the next completion, with a standby server and by a start without one.
 
     python -m benchmarks.gpu.restart MODEL --runs 3 --out restart.json [--logs DIR] [-- further arguments of vLLM]
 
-With `--ways retained …` also by a standby server that maps the weights of the engine before. `--drop-cache` removes
+With `--ways retained …` also by a standby server that maps the weights of the previous engine. `--drop-cache` removes
 the files of the checkpoint from the page cache before each restart. The ways alternate on one machine with equal
 arguments and caches. A restart begins with SIGKILL of the EngineCore and includes the end of the old processes. The
-standby server (`dsv4_runtime.vllm_plugin.warm_pool`) has finished its imports before, as it has in a group that served
-for a minute.
+standby server (`dsv4_runtime.vllm_plugin.warm_pool`) has finished its imports before, as in a group that has served for
+a minute.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ENGINE = "VLLM::EngineCor"
 
 
 def arguments(model: str, port: int, further: list[str]) -> list[str]:
-    """Return vLLM's arguments, those of `dsv4 up` that matter for a start."""
+    """Return vLLM's arguments; those with an effect on the start equal those of `dsv4 up`."""
     return [
         *("--model", model, "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)),
         *("--max-model-len", "8192", "--max-num-seqs", "64", "--max-num-batched-tokens", "8192"),
@@ -52,7 +52,7 @@ def arguments(model: str, port: int, further: list[str]) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a port that no process uses now."""
+    """Return a currently unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -101,7 +101,7 @@ def cold(args: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def completion(port: int) -> str | None:
-    """Return a greedy completion; None while there is no answer."""
+    """Return a greedy completion; None without a response."""
     body = {"model": "m", "prompt": [5, 6, 7, 8], "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -158,7 +158,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--runs", type=int, default=3, help="restarts of each way (default: %(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:2]))
-    parser.add_argument("--drop-cache", action="store_true", help="remove the checkpoint from the page cache before")
+    parser.add_argument(
+        "--drop-cache", action="store_true", help="remove the checkpoint from the page cache before restarts"
+    )
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, default=Path("restart-logs"))
@@ -196,7 +198,7 @@ def main() -> None:
     server, _ = start("first", 0, None)
     try:
         for number in range(1, len(options.ways) * options.runs + 1):
-            way = options.ways[(number - 1) % len(options.ways)]  # one that is named twice has twice as many
+            way = options.ways[(number - 1) % len(options.ways)]  # A way that is named twice runs twice as often.
             waiting = Standby(options.model, options.logs / f"{number}-waiting.log") if way != "cold" else None
             if waiting is not None:
                 found["standby"] = {"imports_s": waiting.seconds, "uss_mib": waiting.memory >> 20}

@@ -1,8 +1,9 @@
-"""What of one run of a bundled operation is compared with its reference, and the inputs that the reference gets.
+"""Compared part of one run of a bundled operation, and the inputs of its reference.
 
-Operations that compute each token by itself are compared in the first and the last rows of a run (`HALF` of each).
-Those that write into a cache of the engine are compared in the entries that the run writes: the reference gets a copy
-of their blocks, with the slots renumbered. Rows and blocks are copied before the run, which may write over its inputs.
+Operations that compute each token independently are compared in the first and the last rows of a run (`HALF` of each).
+Operations that write into a cache of the engine are compared in the entries written by the run: the reference receives
+a copy of their blocks, with the slots renumbered. Rows and blocks are copied before the run, which may overwrite its
+inputs.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from dsv4_kernels.registry import Operation, fresh
 Tensors = tuple[torch.Tensor, ...]
 
 HALF = {"moe_w4a16": 16, "moe_w4a8": 16}
-"""Rows from each end of a run, where it is not `USUAL`: the reference widens every expert that the rows ask for."""
+"""Rows from each end of a run, if different from `USUAL`: the reference widens every expert that the rows use."""
 USUAL = 64
 
-# The inputs that have a row for each token, and the dimension of the rows.
+# Inputs with a row for each token, and the dimension of the rows.
 _MHC = ("residual", "x", "post_layer_mix", "comb_res_mix", "hs_flat")
 _DECODE = ("q", "swa_idx", "swa_len", "cmp_idx", "cmp_len", "positions", "request", "counts")
 _ROWS: Mapping[str, Mapping[str, int]] = {
@@ -61,9 +62,9 @@ def _both(results: Tensors, expected: Tensors) -> tuple[Tensors, Tensors]:
 
 @dataclass(frozen=True)
 class Sample:
-    """Part of a run: the reference's `inputs`, and how the run's results are brought beside the reference's.
+    """Part of a run: the reference's `inputs`, and functions that align the run's results with the reference's.
 
-    `pick` takes it from the run's results. `level` changes both sides alike, after the operation's own `compared`.
+    `pick` selects it from the run's results. `level` changes both sides alike, after the operation's own `compared`.
     """
 
     inputs: Mapping[str, Any]
@@ -72,7 +73,7 @@ class Sample:
 
 
 def sample(plan: Any, operation: Operation, inputs: Mapping[str, Any]) -> Sample | None:
-    """Return what is compared of a run of `plan`, before it runs; None if the run writes nothing."""
+    """Return the compared part of a run of `plan`, before it runs; None if the run writes nothing."""
     known = inspect.signature(operation.reference).parameters
     given = {name: value for name, value in inputs.items() if name in known}
     if "pages" in known:
@@ -91,7 +92,7 @@ def sample(plan: Any, operation: Operation, inputs: Mapping[str, Any]) -> Sample
     if name == "indexer_paged_logits":
         return _paged_scores(given)
     if name == "topk":
-        # The reference would write into the engine's buffer too; lengths come by request and row.
+        # The reference would also write into the engine's buffer; lengths are by request and row.
         given = {**given, "lengths": given["lengths"].flatten(), "out": None}
     if name not in _ROWS:
         return Sample(fresh(operation, given))
@@ -104,7 +105,7 @@ def sample(plan: Any, operation: Operation, inputs: Mapping[str, Any]) -> Sample
 
 
 def _rows(name: str, inputs: Mapping[str, Any]) -> Sample | None:
-    """Return the first and the last rows of a run that has a row for each token."""
+    """Return the first and the last rows of a run with a row for each token."""
     by_row = {key: dim for key, dim in _ROWS[name].items() if inputs.get(key) is not None}
     key, dim = next(iter(by_row.items()))
     device, count = inputs[key].device, inputs[key].shape[dim]
@@ -114,14 +115,14 @@ def _rows(name: str, inputs: Mapping[str, Any]) -> Sample | None:
     rows = torch.arange(count, device=device)
     if count > 2 * half:
         rows = torch.cat((rows[:half], rows[count - half :]))
-    # Indexed, and so copied: a run of hyper-connections writes over its own inputs. Positions may be longer.
+    # Indexing copies: a run of hyper-connections overwrites its own inputs. Positions may be longer.
     taken = {key: inputs[key].index_select(dim, rows) for key, dim in by_row.items()}
     level = _by_size if name.startswith("moe_") else _both
     return Sample({**inputs, **taken}, lambda results: tuple(result[rows] for result in results), level)
 
 
 def _by_size(results: Tensors, expected: Tensors) -> tuple[Tensors, Tensors]:
-    """Bring the expected values to a root mean square of one, for which the experts' absolute limit is stated."""
+    """Scale the expected values to a root mean square of one, to which the experts' absolute limit refers."""
     size = expected[0].double().square().mean().sqrt()
     scale = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
     return (results[0].double() / scale,), (expected[0].double() / scale,)
@@ -132,7 +133,7 @@ def _zeros(lengths: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _within(lengths: torch.Tensor, width: int) -> Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]:
-    """Return what leaves the columns beyond each row's keys out: nothing is written there."""
+    """Return a function that excludes the columns beyond each row's keys, which are not written."""
     there = torch.arange(width, device=lengths.device) < lengths.flatten()[:, None]
 
     def level(results: Tensors, expected: Tensors) -> tuple[Tensors, Tensors]:
@@ -142,7 +143,7 @@ def _within(lengths: torch.Tensor, width: int) -> Callable[[Tensors, Tensors], t
 
 
 def _paged_scores(inputs: Mapping[str, Any]) -> Sample | None:
-    """Return all rows of a step: they are few, and those of a request are scored together."""
+    """Return all rows of a step: there are few, and those of a request are scored together."""
     lengths, width = inputs["context_lens"].clone(), inputs["out"].shape[1]
     if not lengths.numel():
         return None
@@ -156,9 +157,9 @@ def _paged_scores(inputs: Mapping[str, Any]) -> Sample | None:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Blocks of a cache that a run writes into, and where: entry `offset` of block `where` of `blocks`.
+    """Blocks of a cache that a run writes into; entry `offset` of block `where` of `blocks` is written.
 
-    `slots` are those of the run, renumbered into `blocks`; those that are not written are −1.
+    `slots` are those of the run, renumbered into `blocks`; slots that are not written are −1.
     """
 
     blocks: torch.Tensor
@@ -167,16 +168,16 @@ class _Blocks:
     slots: torch.Tensor
 
     def entries(self, results: Tensors, expected: Tensors) -> tuple[Tensors, Tensors]:
-        """Return the entries that were written, of both sides."""
+        """Return the written entries of both sides."""
         at = (self.where, self.offset)
         return tuple(x[at] for x in results), tuple(x[at] for x in expected)
 
 
 def _blocks(slots: torch.Tensor, written: torch.Tensor, size: int) -> _Blocks | None:
-    """Return the blocks of `size` entries that hold the slots that are `written`, each slot by one token alone."""
+    """Return the blocks of `size` entries that contain the `written` slots, limited to slots with a single token."""
     each, token_of, counts = torch.unique(slots[written], return_inverse=True, return_counts=True)
     alone = written.clone()
-    # vLLM's null block may be the place of several tokens: which of them stays is open.
+    # vLLM's null block may receive several tokens; the entry that remains is undefined.
     alone[written] = counts[token_of] == 1
     kept = each[counts == 1]
     if not kept.numel():
@@ -199,7 +200,7 @@ def _saved(inputs: Mapping[str, Any]) -> Sample | None:
 
 
 def _projected(inputs: Mapping[str, Any]) -> Sample | None:
-    """Return the states that a run of `projections` writes, and what else it returns."""
+    """Return the states that a run of `projections` writes, and its other results."""
     prefixes = [prefix for prefix in ("", "index_") if inputs.get(f"{prefix}state_cache") is not None]
     found: list[_Blocks] = []
     copied: dict[str, torch.Tensor] = {}
@@ -223,7 +224,7 @@ def _projected(inputs: Mapping[str, Any]) -> Sample | None:
 
 
 def _listed(inputs: Mapping[str, Any]) -> Sample | None:
-    """Return the lists of the last tokens of each request: the reference writes one after another on the host."""
+    """Return the lists of the last tokens of each request: the reference writes them sequentially on the host."""
     starts = inputs["query_start_loc"].tolist()
     kept = [min(USUAL, end - begin) for begin, end in pairwise(starts)]
     if not sum(kept):
@@ -239,14 +240,14 @@ def _listed(inputs: Mapping[str, Any]) -> Sample | None:
 def _inserted(inputs: Mapping[str, Any]) -> Sample | None:
     """Return the queries of the first and the last rows of a run of `front_insert`, and the entries of these rows.
 
-    Where none of them has a slot, the queries are compared with a page of which nothing is written.
+    If none of them has a slot, the queries are compared with a page into which nothing is written.
     """
     tokens, cache, page = inputs["q"].shape[0], inputs["kv_cache"], inputs["page"]
     if not tokens:
         return None
     rows = torch.arange(tokens, device=cache.device)
     rows = torch.cat((rows[:USUAL], rows[tokens - USUAL :])) if tokens > 2 * USUAL else rows
-    # A step that a graph pads has fewer slots, and fewer keys, than queries.
+    # A step padded by a graph has fewer slots, and fewer keys, than queries.
     slots = torch.nn.functional.pad(inputs["slot_mapping"], (0, tokens - inputs["slot_mapping"].shape[0]), value=-1)
     keys = inputs["kv"].index_select(0, rows.clamp(max=inputs["kv"].shape[0] - 1))
     none = torch.zeros(0, dtype=torch.int64, device=cache.device)
@@ -268,7 +269,7 @@ def _inserted(inputs: Mapping[str, Any]) -> Sample | None:
 
 
 def _stored(inputs: Mapping[str, Any]) -> Sample | None:
-    """Return the entries that a run of `compressor_store` writes: those whose window is complete."""
+    """Return the entries that a run of `compressor_store` writes: those with a complete window."""
     cache, slots, places = inputs["kv_cache"], inputs["slot_mapping"], inputs["kv_slot_mapping"]
     last = (inputs["positions"][: slots.shape[0]] + 1) % inputs["compress_ratio"] == 0
     touched = _blocks(places, (slots >= 0) & (places >= 0) & last, cache.shape[1])

@@ -1,10 +1,10 @@
-"""Candidate configurations of each operation for the tuner, and the shapes that stand for their ranges."""
+"""Candidate configurations of each operation for the tuner, and representative shapes of their ranges."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Per operation: rows of (range, shapes that stand for it, candidates). Fields in the order of the configuration's
+# Per operation: rows of (range, representative shapes, candidates). Fields in the order of the configuration's
 # dataclass.
 # (block_h, block_n, num_warps, num_stages, waves)
 _DECODE_16 = [
@@ -37,7 +37,7 @@ _GEMM_8 = [
     *((8, 128, 4, stages, waves) for stages in (4, 6) for waves in (1, 2)),
     *((16, 64, 4, 6, waves) for waves in (1, 2)),
 ]
-# Ranges of n and k that take the shapes of the two models apart, at 1 to 8 tokens.
+# Ranges of n and k that separate the shapes of the two models, at 1 to 8 tokens.
 _GEMM_8_ROWS: list[tuple[dict[str, Any], list[tuple[int, int]]]] = [
     ({"n": [16384, None]}, [(32768, 1024), (65536, 1536)]),
     ({"n": [7168, None], "k": [1, 2048]}, [(8192, 1024)]),
@@ -93,10 +93,10 @@ MHC_ROWS: list[Any] = [
     for h in (4096, 7168)
     for t in (256, 1024, 2048, 4096, 8192)
 ]
-# One token and few: nothing to choose from yet, but a time to compare with.
+# One token and a few tokens: a single candidate, whose time serves for comparison.
 MHC_ROWS += [({"tokens": [t, t], "hidden": [4096, 4096]}, [(t, 4096)], [_MHC_ONE]) for t in (1, 8)]
-# (m, up_n, up_k, up_warps, up_stages, up_split, down_n, down_k, down_warps, down_stages, down_split): each product's
-# tiles with the other's as they are.
+# (m, up_n, up_k, up_warps, up_stages, up_split, down_n, down_k, down_warps, down_stages, down_split): tiles of each
+# product with those of the other unchanged.
 _MOE_UP = [(32, 128, 4, 2), (32, 128, 4, 3), (32, 128, 4, 4), (32, 128, 8, 2), (64, 128, 8, 2), (64, 128, 4, 2)]
 _MOE_DOWN = [(64, 128, 4, 2), (128, 128, 4, 2), (64, 128, 4, 3), (128, 128, 8, 2), (64, 256, 4, 2), (256, 128, 8, 2)]
 
@@ -106,7 +106,7 @@ def _moe(*sizes: int) -> list[tuple[int, ...]]:
     return [(m, *up, 1, *down, 1) for m in sizes for up, down in pairs]
 
 
-# Tokens of Flash that are 12, 24 and 48 pairs to an expert.
+# Tokens of Flash with 12, 24 and 48 pairs per expert.
 MOE_ROWS: list[Any] = [
     ({"rows": [6, 16]}, [(512,)], [(16, 32, 256, 2, 3, 1, 32, 256, 2, 3, 1), *_moe(16, 32)]),
     ({"rows": [17, 32]}, [(1024,)], _moe(32, 64)),
@@ -119,7 +119,7 @@ MERGE_ROWS: list[Any] = [
     for parts in (1, 2)
     for tokens in (8, 128, 512, 2048)
 ]
-# (block_t, block_e, block_k, span, num_warps, num_stages), cut into as many spans as give 128 programs.
+# (block_t, block_e, block_k, span, num_warps, num_stages), divided into as many spans as result in 128 programs.
 _ROUTER = [(64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4)]
 _ROUTER += [(128, 64, 64, 8, 4), (64, 256, 64, 8, 4), (128, 256, 64, 8, 3)]
 

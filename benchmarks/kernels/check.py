@@ -2,8 +2,8 @@
 
 `python -m benchmarks.kernels.check --folder NAME ... [--jobs 12] [--csv FILE]`
 
-The processes compile what the benchmark needs, and then what its peers need, so that it finds everything in the caches
-on disk. The exit status is 1 if a case is outside its tolerance, or if the benchmark failed.
+The processes compile the kernels of the benchmark, and then those of its peers, so that they are in the caches on disk.
+The exit status is 1 if a case is outside its tolerance, or if the benchmark failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsv4_kernels.registry import FOLDERS, operations
 
 
 def check(folders: list[str], index: int, count: int) -> int:
-    """Run this process's share of the cases; print one line each; return how many are wrong."""
+    """Run this process's share of the cases; print one line each; return the number of wrong ones."""
     wrong = 0
     cases = [(op, c) for op in operations() if op.folder in folders for c in op.cases if c.tags & {"gpu", "bench"}]
     for op, case in cases[index::count]:
@@ -37,7 +37,7 @@ def check(folders: list[str], index: int, count: int) -> int:
 
 
 def parallel(command: list[str], jobs: int, seconds: float | None = None) -> int:
-    """Run all shares of a command side by side; return how many failed, or were ended because the time was up."""
+    """Run all shares of a command in parallel; return how many failed or were ended by the time limit."""
     children = [subprocess.Popen([sys.executable, "-m", *command, f"{i}/{jobs}"]) for i in range(jobs)]
     until = None if seconds is None else time.monotonic() + seconds
     failed = 0
@@ -55,8 +55,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", nargs="+", choices=FOLDERS, required=True)
     parser.add_argument("--jobs", type=int, default=12)
-    parser.add_argument("--csv", type=Path, help="write the benchmark's results here, and say which goals they reach")
-    parser.add_argument("--peer-seconds", type=float, default=120, help="for all peers to be compiled, side by side")
+    parser.add_argument("--csv", type=Path, help="file of the benchmark's results; also print reached goals")
+    parser.add_argument(
+        "--peer-seconds", type=float, default=120, help="limit for the parallel compilation of all peers"
+    )
     parser.add_argument("--part", help="i/n: only check this share (used by the command itself)")
     parser.add_argument("--prepare", help="i/n: only compile this share of the peers (used by the command itself)")
     options = parser.parse_args()
@@ -73,8 +75,8 @@ def main() -> int:
     bench = [sys.executable, "-m", "benchmarks.kernels.run", "--folder", *options.folder]
     timed = subprocess.run(bench + (["--csv", str(options.csv)] if options.csv else []), check=False)
     print(
-        f"{failed} of {options.jobs} processes found wrong cases; {late} of those that compiled the peers failed or "
-        f"were not done in time; the benchmark ended with {timed.returncode}"
+        f"{failed} of {options.jobs} processes found wrong cases; {late} processes that compiled the peers failed or "
+        f"exceeded the time; the benchmark exited with {timed.returncode}"
     )
     if options.csv and options.csv.exists():
         print(goals.report([table.read(options.csv)]))

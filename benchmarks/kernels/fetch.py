@@ -1,12 +1,12 @@
-"""Fetch what the gate and the benchmark compare with, into third_party/ (ignored by git).
+"""Fetch the software for comparison in the gate and the benchmark into third_party/ (ignored by git).
 
 `python benchmarks/kernels/fetch.py tritons`   the three Tritons of the static gate, one folder each
-`python benchmarks/kernels/fetch.py peers`     FlashMLA, DeepGEMM, Marlin and the Triton products of vLLM out of a vLLM
+`python benchmarks/kernels/fetch.py peers`     FlashMLA, DeepGEMM, Marlin and the Triton products of vLLM from a vLLM
                                                wheel for CUDA; Humming; the sources of FlagGems
 
-Packages are named with exact versions and come from whatever index the machine is set up with; FlagGems comes from its
-repository, since its package lacks the operations of DeepSeek-V4. What is there already is not fetched again. A peer
-that cannot be fetched is named, and the others still are.
+Packages have exact versions and come from the configured index of the machine; FlagGems comes from its repository,
+because its package lacks the operations of DeepSeek-V4. Existing files are not fetched again. A peer that cannot be
+fetched is reported, and the others are still fetched.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ PEERS = FOLDER / "peers"
 
 
 class FetchError(Exception):
-    """Something could not be fetched; the text says why."""
+    """A package or repository could not be fetched; the text has the reason."""
 
 
 def run(*command: str) -> None:
     """Run a command.
 
     Raises:
-        FetchError: it cannot be run or failed; with the last line that it said.
+        FetchError: the command cannot be run or failed; with its last line of output.
     """
     try:
-        # A repository that is not public would ask for a name and a password.
+        # For a repository that is not public, git would prompt for a name and a password.
         environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
         done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, env=environment)
     except OSError as error:
@@ -61,7 +61,7 @@ def run(*command: str) -> None:
 
 
 def install(package: str, target: Path) -> None:
-    """Unpack one package, without what it needs, into a folder; with uv where it is, else with pip."""
+    """Unpack one package without its dependencies into a folder; with uv if available, else with pip."""
     own = ROOT / ".uv/bin/uv"
     uv = str(own) if own.exists() else shutil.which("uv")
     if uv:
@@ -71,13 +71,13 @@ def install(package: str, target: Path) -> None:
     try:
         run(*command, "--target", str(target), package)
     except FetchError:
-        # What came of it would be taken for the whole.
+        # A partial package would be taken for a complete one.
         shutil.rmtree(target, ignore_errors=True)
         raise
 
 
 def keep(source: Path, names: tuple[str, ...], target: Path) -> None:
-    """Move the named files and folders; names that the source does not have are told, not fatal."""
+    """Move the named files and folders; names missing in the source are reported as warnings."""
     for name in names:
         if not (source / name).exists():
             print(f"{name}: not in {source.name}, its peer stays out of the benchmark", file=sys.stderr)
@@ -94,7 +94,7 @@ def tritons() -> None:
 
 
 def vllm() -> None:
-    """Fetch the libraries and modules of vLLM's wheel that are compared with."""
+    """Fetch the compared libraries and modules of vLLM's wheel."""
     if all((PEERS / name).exists() for name in VLLM_KEPT):
         return
     whole = FOLDER / "wheel"
@@ -110,7 +110,7 @@ def humming() -> None:
 
 
 def flaggems() -> None:
-    """Fetch the sources of FlagGems that are compared with."""
+    """Fetch the compared sources of FlagGems."""
     if all((PEERS / "FlagGems" / name).exists() for name in FLAGGEMS_KEPT):
         return
     clone = FOLDER / "clone"
@@ -122,7 +122,7 @@ def flaggems() -> None:
 
 
 def peers() -> None:
-    """Fetch each peer on its own: one that cannot be had keeps none of the others from being fetched."""
+    """Fetch each peer independently: a failure does not prevent the others from being fetched."""
     each = {"FlashMLA, DeepGEMM, Marlin, vLLM's Triton": vllm, "Humming": humming, "FlagGems": flaggems}
     for name, fetch in each.items():
         try:

@@ -1,7 +1,7 @@
-"""Say which goals of the second half of the registry a run of the benchmark reaches.
+"""Report which goals of the second half of the registry a run of the benchmark reaches.
 
 `python -m benchmarks.kernels.goals FILE ...`; needs no GPU. The exit status is 1 if a goal is missed or has no figure.
-All times are cold, with every launch; each contains that of a graph with one trivial kernel.
+All times are cold and include every launch; each contains that of a graph with one trivial kernel.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Judge = Callable[[Run, dict[str, Any]], tuple[float, str] | None]
 
 @dataclass(frozen=True)
 class Goal:
-    """Limit of an operation's cases: at most `limit`, or at least where `least` is set.
+    """Limit of an operation's cases: at most `limit`, or at least with `least`.
 
-    `judge(run, row)` gives the measured number and how to write it, or None where a figure is missing.
+    `judge(run, row)` returns the measured number and its text, or None if a figure is missing.
     """
 
     name: str
@@ -61,7 +61,7 @@ def against(peer: str) -> Judge:
 
 
 def front(run: Run, row: dict[str, Any]) -> tuple[float, str] | None:
-    """Both launches in one graph, as far as two graphs tell: the trivial graph's time is in both of them."""
+    """Estimate the time of both launches in one graph from two graphs; both contain the trivial graph's time."""
     norm = next((cold(other) for other in run[1] if (other["op"], other["case"]) == ("front_norm", "t1")), None)
     insert = cold(row)
     if norm is None or insert is None:
@@ -87,7 +87,7 @@ GOALS = (
 
 
 def verdicts(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield, for each case of each goal of an operation that was run, "pass", "miss" or "no figure", and what of."""
+    """Yield a verdict ("pass", "miss" or "no figure") and its text for each case of each goal of a run."""
     for goal in GOALS:
         found = {row["case"]: row for row in run[1] if row["op"] == goal.op}
         for name in (goal.cases or tuple(found)) if found else ():

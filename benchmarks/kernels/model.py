@@ -1,5 +1,4 @@
-"""A model of decode tokens/s for DeepSeek-V4-Flash, batch 1, without speculation. Nothing in it was measured end to
-end.
+"""Model of decode tokens/s for DeepSeek-V4-Flash, batch 1, without speculation; no part of it was measured end to end.
 
 time per token = bytes per rank / (reached bandwidth · kernel efficiency) + all-reduces · latency + launches · gap
 
@@ -10,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Bytes that one token of Flash moves, from the checkpoint's shapes: weights that tensor parallelism divides, weights
-# that every rank reads whole (compressor, indexer, hyper-connections, gates), and cache rows at 8192 tokens of context.
+# Bytes moved by one token of Flash, from the checkpoint's shapes: weights divided by tensor parallelism, weights that
+# every rank reads completely (compressor, indexer, hyper-connections, gates), and cache rows at 8192 tokens of context.
 SHARDED, REPLICATED, CACHE = 9.92e9, 1.29e9, 10.2e6
 ALL_REDUCES = 86
 LAYERS = 43
@@ -19,8 +18,10 @@ LAYERS = 43
 
 @dataclass(frozen=True)
 class Machine:
-    """`bandwidth` GB/s reached by copies, as published for the part; `reduce_us` one small all-reduce; `gap_us` between
-    launches.
+    """Assumed figures of a machine.
+
+    `bandwidth` in GB/s is reached by copies, as published for the part; `reduce_us` is one small all-reduce; `gap_us`
+    is the time between launches.
     """
 
     name: str
@@ -38,15 +39,14 @@ MACHINES = (
 
 
 def tokens_per_second(machine: Machine, efficiency: float, launches_per_layer: int) -> tuple[float, float, float]:
-    """Tokens/s, GB per rank and milliseconds per token."""
+    """Return tokens/s, GB per rank and milliseconds per token."""
     size = SHARDED / machine.ranks + REPLICATED + CACHE
     seconds = size / (machine.bandwidth * 1e9 * efficiency)
     seconds += ALL_REDUCES * machine.reduce_us * 1e-6 + LAYERS * launches_per_layer * machine.gap_us * 1e-6
     return 1 / seconds, size / 1e9, seconds * 1e3
 
 
-# Fraction of the copy bandwidth, from the H200 runs: the products of 34 MB at T = 1 with the trivial graph's time taken
-# off.
+# Fraction of the copy bandwidth, from the H200 runs: products of 34 MB at T = 1, less the trivial graph's time.
 EFFICIENCY = 0.85
 LAUNCHES = 25
 

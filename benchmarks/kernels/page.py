@@ -26,7 +26,7 @@ def rows_of(runs: list[Run], op: str) -> list[tuple[dict[str, Any], dict[str, An
 
 
 def card(machine: dict[str, Any]) -> str:
-    """The card's short name: H200 of NVIDIA H200, H100 of NVIDIA H100 80GB HBM3."""
+    """Return the card's short name: H200 of NVIDIA H200, H100 of NVIDIA H100 80GB HBM3."""
     return str(machine["gpu"]).removeprefix("NVIDIA ").split(" 80GB")[0]
 
 
@@ -38,7 +38,7 @@ def by_card(runs: list[Run]) -> dict[str, list[Run]]:
 
 
 def sections(runs: list[Run], op: str) -> list[str]:
-    """One table for each run that has the operation, which names its card and day."""
+    """Return one table, titled with card and date, for each run that contains the operation."""
     parts = []
     for machine, rows in runs:
         if any(row["op"] == op for row in rows):
@@ -47,7 +47,7 @@ def sections(runs: list[Run], op: str) -> list[str]:
 
 
 def table_of(run: Run, op: str) -> str:
-    """Every case of one operation: ours with spread, bandwidth, rate and error, then each peer and the ratio."""
+    """Return all cases of one operation: ours with spread, bandwidth, rate and error, then each peer and the ratio."""
     rows = rows_of([run], op)
     peers = sorted({name for _, row in rows for name in row["providers"]} - {"dsv4"})
     head = ["case", "µs cold ± IQR", "hot", "GB/s (of copy)", "TFLOP/s", "error (max; diff)"]
@@ -88,11 +88,11 @@ BATCHES = (
     ("topk-r1", "topk", {"rows": 1, "k": 512}, "width", "512 of the scores of one row"),
     ("router", "router", {"hidden": 4096, "experts": 256}, "tokens", "router, 256 experts, 4096 values"),
 )  # fmt: skip
-"""Plots of time over one parameter: name, operation, what the cases have in common, the parameter, title."""
+"""Plots of time over one parameter: name, operation, common parameters of the cases, the varied parameter, title."""
 
 
 def batch_plots(runs: list[Run], name: str) -> list[tuple[str, str]]:
-    """Time against tokens, or scores, of what was measured on the card called `name`."""
+    """Return plots of time over tokens or scores for the card called `name`."""
     plots = []
     for key, op, common, over, title in BATCHES:
         series: dict[str, list[tuple[float, float]]] = {}
@@ -113,8 +113,9 @@ def slug(name: str) -> str:
 
 
 def roofline(runs: list[Run], name: str) -> list[tuple[str, str]]:
-    """TFLOP/s over FLOP per byte of every measured case with products on the card called `name`, under the copy
-    bandwidth and bf16 rate of its first run; none where there is no such case.
+    """Return a plot of TFLOP/s over FLOP per byte of every measured case with products on the card called `name`.
+
+    The limits are copy bandwidth and bf16 rate of its first run. Empty if there is no such case.
     """
     machine, _ = runs[0]
     peak, bandwidth = machine["bf16_tflops"], machine["copy_gbs"]
@@ -137,7 +138,7 @@ def roofline(runs: list[Run], name: str) -> list[tuple[str, str]]:
 
 
 def operations_page() -> str:
-    """The registry as a table."""
+    """Return the registry as a table."""
     lines = [
         "# Operations",
         "",

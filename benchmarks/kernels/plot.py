@@ -1,4 +1,4 @@
-"""Two kinds of SVG plot without a plotting library: time against batch, and the roofline."""
+"""SVG plots without a plotting library: time over batch, and the roofline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _ticks(low: float, high: float, base: float) -> list[float]:
 
 
 def loglog(title: str, x_name: str, y_name: str, series: Series, base: float = 2.0, lines: Sequence[str] = ()) -> str:
-    """A log-log plot; a series whose name is in `lines` is drawn without marks."""
+    """Return a log-log plot; series named in `lines` are drawn without marks."""
     points = [p for line in series.values() for p in line]
     xs, ys = _ticks(min(p[0] for p in points), max(p[0] for p in points), base), [p[1] for p in points]
     y_ticks = _ticks(min(ys), max(ys), 2.0 if max(ys) / min(ys) < 200 else 10.0)

@@ -1,11 +1,11 @@
-"""Benchmark every operation of the registry beside every peer that is there.
+"""Benchmark every operation of the registry and every available peer.
 
 `python -m benchmarks.kernels.run [--folder NAME ...] [--op NAME ...] [--case SUBSTRING ...] [--csv FILE]`
 
-Every provider's result is compared with the float64 reference first; a provider that is wrong is reported with its
-error and not timed, unless it says why it is less exact (`Provider.rough`) and is near: then its error stands beside
-its time. Peers are found in third_party/peers and in an installed vLLM (see docs/kernels/README.md). A peer that cannot
-be loaded, compiled or captured is reported and left out.
+Every provider's result is first compared with the float64 reference. A wrong provider is reported with its error and
+not timed, unless it declares a reason for less exact results (`Provider.rough`) and its error is small; then its error
+is printed with its time. Peers are found in third_party/peers and in an installed vLLM (see docs/kernels/README.md). A
+peer that cannot be loaded, compiled or captured is reported and omitted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.kernels.timing import Timer, capture, ceilings
 from dsv4_kernels import registry
 from dsv4_kernels.registry import FOLDERS, Case, Operation, Provider, Tolerance, as_outputs, operations
 
-# The relative RMS up to which a peer with less exact results is timed: it computes the same, if only roughly.
+# Maximum relative RMS of a timed peer with less exact results: it performs the same computation.
 ROUGH = 1e-2
 OURS = ("dsv4", "reference")
 
@@ -49,7 +49,7 @@ def told(error: Exception) -> str:
 
 
 def doubled(tolerance: Tolerance) -> Tolerance:
-    """Double the limits for a peer: it rounds to bf16 where ours keeps float32. Its error stands beside its time."""
+    """Double the limits for a peer, which rounds to bf16 where ours keeps float32; its error is printed."""
     limits = {name: getattr(tolerance, name) for name in ("absolute", "relative", "rms", "diff")}
     return replace(tolerance, **{name: 2 * limit for name, limit in limits.items() if limit is not None})
 
@@ -57,7 +57,7 @@ def doubled(tolerance: Tolerance) -> Tolerance:
 def attempt(
     op: Operation, case: Case, provider: Provider, inputs: dict[str, Any], expected: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns (callable or None, facts): the callable only if the provider is there and right."""
+    """Return (callable or None, facts): the callable only if the provider is available and right."""
     try:
         if reason := provider.missing():
             return None, {"skipped": reason}
@@ -87,7 +87,7 @@ def attempt(
 
 
 class Budget:
-    """Seconds that each peer may take to be loaded and compiled; one that has used them up is left out."""
+    """Seconds available to each peer for loading and compilation; a peer that exceeds them is omitted."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -96,7 +96,7 @@ class Budget:
     def attempt(
         self, op: Operation, case: Case, provider: Provider, inputs: dict[str, Any], expected: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Return what `attempt` does, and with the callable, whose memory it uses, the graph of its calls."""
+        """Return the result of `attempt`; a callable comes with the graph of its calls, which uses its memory."""
         spent = self.spent.get(provider.name, 0.0)
         if provider.name not in OURS and spent > self.seconds:
             return None, {"skipped": f"took {spent:.0f} s to be loaded and compiled for earlier cases"}
@@ -110,7 +110,7 @@ class Budget:
 
 
 def prepare(folders: Sequence[str], index: int, count: int) -> None:
-    """Call each peer of this share once, so that what it compiles is in its cache on disk."""
+    """Call each peer of this share once, so that its compiled kernels are in its cache on disk."""
     load_peers()
     device = torch.device("cuda")
     rows = [
@@ -179,9 +179,11 @@ def main() -> None:
     parser.add_argument("--folder", nargs="*", choices=FOLDERS, help="only the operations of these folders")
     parser.add_argument("--op", nargs="*", help="only these operations")
     parser.add_argument("--case", nargs="*", help="only cases whose name contains one of these")
-    parser.add_argument("--csv", type=Path, help="write the results here")
+    parser.add_argument("--csv", type=Path, help="file of the results")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--peer-seconds", type=float, default=120, help="for a peer to be loaded and compiled, in all")
+    parser.add_argument(
+        "--peer-seconds", type=float, default=120, help="limit for loading and compiling a peer, in total"
+    )
     options = parser.parse_args()
     budget = Budget(options.peer_seconds)
     load_peers()

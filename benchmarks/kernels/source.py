@@ -1,6 +1,6 @@
-"""Load single Triton functions out of somebody else's source file, without the package around it.
+"""Load single Triton functions from an external source file, without its package.
 
-Nothing of such a file is part of this repository; it lies in third_party/peers, where fetch.py puts it.
+No such file is part of this repository; fetch.py stores them in third_party/peers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 
 
 def installed(name: str) -> bool:
-    """Tell whether a module can be found, without loading it; the packages around it are loaded."""
+    """Return whether a module can be found, without loading it; its parent packages are loaded."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -26,9 +26,9 @@ def installed(name: str) -> bool:
 
 
 def load(path: Path, package: str, **given: Any) -> types.ModuleType:
-    """Execute a file without its imports from `package`; `given` stands in for the names that those would bring.
+    """Execute a file without its imports from `package`; `given` replaces the imported names.
 
-    The file keeps its own line numbers, since Triton reads a kernel's source from the file.
+    The file keeps its own line numbers, because Triton reads a kernel's source from the file.
     """
     tree = ast.parse(path.read_text())
     kept: list[ast.stmt] = []

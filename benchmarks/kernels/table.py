@@ -1,7 +1,7 @@
 """Runs of the benchmark as tables: the machine in lines with `#`, then a row for each case and provider.
 
-Times are in µs, errors the largest over all outputs of a case. `note` says why a provider has no times, or why it was
-timed although it is outside the tolerance ("rough: …").
+Times are in µs, errors the largest over all outputs of a case. `note` is the reason for missing times, or for timing a
+provider outside the tolerance ("rough: …").
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Timing on a GPU: CUDA graphs, interleaved, cold (L2 flushed by reading) and hot; and the two ceilings of the same
-run.
-"""
+"""Timing on a GPU: interleaved CUDA graphs with cold (flushed by reading) and hot L2; ceilings of the same run."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ class Times:
 
 
 class Timer:
-    """Times several callables on the same inputs, in turn, so that clocks and neighbours touch all alike."""
+    """Times several callables on the same inputs in turn, so that clocks and other load affect all alike."""
 
     def __init__(self, flush_bytes: int = 256 << 20) -> None:
         # Reading, not writing, empties L2: dirty lines would be written back inside the timed span.
@@ -32,7 +30,7 @@ class Timer:
         self.empty = self.time({"empty": lambda: nothing.add_(1.0)})["empty"].cold
 
     def flush(self) -> None:
-        """Push everything out of L2."""
+        """Evict everything from L2."""
         torch.sum(self._flush, dim=0, out=self._sum)
 
     def time(self, calls: dict[str, Callable[[], object]], rounds: int = 30) -> dict[str, Times]:
@@ -89,10 +87,10 @@ def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def ceilings(timer: Timer) -> dict[str, float]:
-    """GB/s of a large copy (read plus written) and TFLOP/s of a bf16 product on random data, of this machine now."""
+    """Return GB/s of a large copy (read plus written) and TFLOP/s of a bf16 product on random data."""
     source = torch.randn(1 << 28, device="cuda")
     target = torch.empty_like(source)
-    # By a kernel: a captured copy goes through the copy engine, which is slower.
+    # Copied by a kernel: a captured copy uses the copy engine, which is slower.
     copy = timer.time({"copy": lambda: torch.neg(source, out=target)}, rounds=10)["copy"].cold
     n = 8192
     a, b = (torch.randn((n, n), device="cuda", dtype=torch.bfloat16) for _ in range(2))

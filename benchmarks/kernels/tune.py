@@ -1,8 +1,8 @@
-"""The offline tuner: time candidate configurations on the GPU at hand and write the best into the operation's table.
+"""Offline tuner: time candidate configurations on the present GPU and write the best into the operation's table.
 
-`python -m benchmarks.kernels.tune mla_decode|fp8_gemm [--write]`; for the other operations it only prints, their
-configurations being made by hand. A candidate whose results are not those of the first one is left out. Nothing of this
-runs while serving.
+`python -m benchmarks.kernels.tune mla_decode|fp8_gemm [--write]`. For other operations it only prints, because their
+configurations are written by hand. A candidate with results that differ from those of the first one is omitted. The
+tuner does not run while serving.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = {
     "indexer_paged_logits": ("indexer", "LogitsConfig", "select_paged"),
     "mla_prefill": ("mla_prefill", "PrefillConfig", "select"),
 }
-# Only operations whose table the tuner writes have names of fields.
+# Only operations with a table written by the tuner have names of fields.
 FIELDS = {
     "mla_decode": ("block_h", "block_n", "num_warps", "num_stages", "waves"),
     "fp8_gemm": ("block_m", "block_n", "num_warps", "num_stages", "waves"),
@@ -51,7 +51,7 @@ def as_config(name: str, candidate: tuple[int, ...]) -> dict[str, Any]:
 
 
 def use(name: str, candidate: tuple[int, ...]) -> None:
-    """Have the operation select `candidate` whatever its table says."""
+    """Make the operation select `candidate` regardless of its table."""
     folder, kind, select = KINDS[name]
     api = importlib.import_module(f"dsv4_kernels.{folder}.api")
     config = getattr(api, kind)(*candidate)
@@ -61,13 +61,13 @@ def use(name: str, candidate: tuple[int, ...]) -> None:
 
 
 def planned(name: str, params: dict[str, Any], candidate: tuple[int, ...]) -> Any:
-    """A plan that uses `candidate`."""
+    """Return a plan that uses `candidate`."""
     use(name, candidate)
     return operation(name).plan(params, torch.device("cuda"), None)
 
 
 def prebuild(name: str, jobs: int) -> None:
-    """Compile all candidates in parallel processes first; Triton's cache on disk keeps them."""
+    """Compile all candidates in parallel processes; Triton's cache on disk keeps them."""
     command = [sys.executable, "-m", "benchmarks.kernels.tune", name, "--part"]
     children = [subprocess.Popen([*command, f"{i}/{jobs}"], stdout=subprocess.DEVNULL) for i in range(jobs)]
     for child in children:
@@ -75,7 +75,7 @@ def prebuild(name: str, jobs: int) -> None:
 
 
 def work(name: str) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """Shapes with candidates, those together that may share a compiled kernel, so that one process compiles it."""
+    """Return shapes with candidates, grouped by possible shared kernels, so that one process compiles each kernel."""
     groups: dict[Any, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for _, shapes, candidates in ROWS[name]:
         for candidate in candidates:
@@ -84,14 +84,14 @@ def work(name: str) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     return list(groups.values())
 
 
-# bf16 results of products that are added in another order.
+# bf16 results of products that are summed in another order.
 DIFFERENCE = 1e-2
 Times = dict[tuple[int, tuple[int, ...]], dict[str, float]]
-"""Microseconds by the number of the row with its candidate, and by the shape."""
+"""Microseconds by row number and candidate, and by shape."""
 
 
 def compile_part(name: str, index: int, count: int) -> None:
-    """Run every `count`th of the candidates once, from `index` on, so that it is compiled."""
+    """Run every `count`th of the candidates once, from `index` on, to compile it."""
     device = torch.device("cuda")
     for shape, candidate in itertools.chain.from_iterable(work(name)[index::count]):
         params = params_of(name, shape)
@@ -102,7 +102,7 @@ def compile_part(name: str, index: int, count: int) -> None:
 
 
 def runnable(name: str, shape: tuple[int, ...], candidates: list[tuple[int, ...]]) -> dict[str, Any]:
-    """A call of each candidate that runs with this shape, by the candidate's text."""
+    """Return calls of the candidates that run with this shape, by the candidate's text."""
     params = params_of(name, shape)
     inputs = operation(name).make_inputs(params, torch.device("cuda"), 1)
     calls: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def runnable(name: str, shape: tuple[int, ...], candidates: list[tuple[int, ...]
 
 
 def as_float(results: Any) -> torch.Tensor:
-    """Return the first result as float32; codes are compared as they are, scores that were not written as zeros."""
+    """Return the first result as float32; codes are compared unchanged, unwritten scores as zeros."""
     return (results[0] if isinstance(results, tuple) else results).float().nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -145,12 +145,12 @@ def timed(name: str) -> Times:
 
 
 def winners(name: str, times: Times) -> list[dict[str, Any]]:
-    """The best candidate of every row, by the geometric mean over its shapes, as rows of the table."""
+    """Return the best candidate of every row, by the geometric mean over its shapes, as rows of the table."""
     rows = []
     for index, (when, shapes, candidates) in enumerate(ROWS[name]):
         complete = [c for c in candidates if len(times.get((index, c), {})) == len(shapes)]
         score = {c: math.exp(sum(map(math.log, times[index, c].values())) / len(shapes)) for c in complete}
-        # Within the noise the earlier candidate wins, so that the table has fewer different ones.
+        # Within the noise the earlier candidate is selected, so that the table has fewer different ones.
         best_score = min(score.values())
         winner = next(c for c in complete if score[c] <= 1.01 * best_score)
         rows.append({"when": when, "config": as_config(name, winner) if name in FIELDS else winner})
@@ -159,7 +159,7 @@ def winners(name: str, times: Times) -> list[dict[str, Any]]:
 
 
 def write(name: str, rows: list[dict[str, Any]]) -> None:
-    """Put `rows` into the table of this architecture."""
+    """Insert `rows` into the table of this architecture."""
     provenance = {
         "gpu": torch.cuda.get_device_name(),
         "triton": triton.__version__,
@@ -187,7 +187,7 @@ def main() -> None:
         index, count = map(int, options.part.split("/"))
         compile_part(options.op, index, count)
         return
-    # The merge's inputs take longer to draw, on the CPU, than its kernels take to compile.
+    # Drawing the merge's inputs on the CPU takes longer than compiling its kernels.
     if options.op != "mla_merge_o8":
         prebuild(options.op, 12)
     rows = winners(options.op, timed(options.op))
@@ -196,7 +196,7 @@ def main() -> None:
 
 
 def as_text(kernels: dict[str, list[dict[str, Any]]], provenance: dict[str, str]) -> str:
-    """The table as JSON with one row per line, so that a change of one row is one line."""
+    """Return the table as JSON with one row per line, so that a change of one row is one line."""
     tables = []
     for name, rows in kernels.items():
         lines = ",\n".join(f"      {json.dumps(row)}" for row in rows)

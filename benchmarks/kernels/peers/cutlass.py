@@ -1,4 +1,4 @@
-"""CUTLASS's block-scaled product as vLLM's wheel carries it: third_party/peers/vllm/_C_stable_libtorch.abi3.so."""
+"""CUTLASS's block-scaled product from vLLM's wheel: third_party/peers/vllm/_C_stable_libtorch.abi3.so."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def missing() -> str | None:
 
 
 def make(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """Scales are brought into its layout (fp32, tokens as the fast axis) before, so that is not timed."""
+    """Scales are converted to its layout (fp32, tokens as the fast axis) before the timed calls."""
     if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
         torch.ops.load_library(LIBRARY)
     out = torch.empty((params["tokens"], params["n"]), dtype=torch.bfloat16, device=device)

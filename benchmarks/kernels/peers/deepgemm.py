@@ -1,5 +1,7 @@
-"""DeepGEMM (CUDA, compiled at run time by nvcc): the one that an installed vLLM takes, with vLLM's settings, or else
-that of vLLM's wheel in third_party/peers/vllm/third_party/deep_gemm.
+"""DeepGEMM (CUDA, compiled at run time by nvcc).
+
+The one used by an installed vLLM with vLLM's settings, or else that of vLLM's wheel in
+third_party/peers/vllm/third_party/deep_gemm.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def module() -> Any:
     if installed("vllm.utils.deep_gemm"):
         from vllm.utils import deep_gemm as vllms
 
-        # Names its cache, takes an own installation before the vendored one, and lets kernels start early.
+        # Names its cache, prefers a separate installation over the vendored one, and lets kernels start early.
         vllms._lazy_init()
         if found := vllms._import_deep_gemm():
             return found
@@ -47,7 +49,7 @@ def _fp32(scale: torch.Tensor) -> torch.Tensor:
 
 
 def make_gemm(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """Scales are brought into its layout (fp32, aligned for its copies) before, so that is not timed."""
+    """Scales are converted to its layout (fp32, aligned for its copies) before the timed calls."""
     dg = module()
     out = torch.empty((params["tokens"], params["n"]), dtype=torch.bfloat16, device=device)
     kept: dict[str, Any] = {}
@@ -70,7 +72,7 @@ def make_einsum(params: Mapping[str, Any], device: torch.device) -> Callable[...
 
     def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
         if not kept:
-            # [T, G, K/128] with T innermost and padded to 4, as its copies need.
+            # [T, G, K/128] with T innermost and padded to 4, as required by its copies.
             wide = _fp32(a_scale)
             rows = -(-wide.shape[0] // 4) * 4
             buffer = torch.zeros((wide.shape[1], wide.shape[2], rows), device=device)
@@ -85,14 +87,14 @@ def make_einsum(params: Mapping[str, Any], device: torch.device) -> Callable[...
 
 
 def _with_tail(out: torch.Tensor, logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """`out` with the scores of each row: what lies behind a row's length is not defined there."""
+    """Write each row's scores into `out`; DeepGEMM's values beyond a row's length are undefined."""
     columns = torch.arange(logits.shape[1], device=logits.device)
     out[:, : logits.shape[1]] = torch.where(columns < lengths[:, None], logits, -torch.inf)
     return out
 
 
 def make_logits(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """The first call, which is compared, cleans the result; the timed ones do not."""
+    """The first call, which is compared, cleans the result; the timed calls do not."""
     dg = module()
     checked: list[bool] = []
 
@@ -110,7 +112,7 @@ def make_logits(params: Mapping[str, Any], device: torch.device) -> Callable[...
 
 
 def make_paged_logits(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """Its schedule is made once (vLLM: once per step), so that is not timed."""
+    """Its schedule is made once (vLLM: once per step), before the timed calls."""
     dg = module()
     kept: dict[str, Any] = {}
     sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,7 +1,8 @@
 """FlagGems (Triton), from its repository: third_party/peers/FlagGems.
 
 Its decode of DeepSeek-V4's cache has a second body for the FlagTree compiler, which stock Triton cannot run; the plain
-one is measured. It allocates its result and partial results in the call, which a graph's capture keeps out of the time.
+one is measured. It allocates its result and partial results in the call; capture in a graph excludes this from the
+time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def make_decode(params: Mapping[str, Any], device: torch.device) -> Callable[...
 
 
 def make_product(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """Scales are decoded before, so that is not timed; its table has configurations for this GPU and shape or not."""
+    """Scales are decoded before the timed calls; its table may lack configurations for this GPU and shape."""
     module = load(PRODUCT, "flag_gems", flag_gems=SimpleNamespace(device="cuda"))
     kept: dict[str, torch.Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""FlashMLA (hand-written CUDA for sm_90): that of an installed vLLM, or else of vLLM's wheel in third_party/peers."""
+"""FlashMLA (hand-written CUDA for sm_90) of an installed vLLM, or else of vLLM's wheel in third_party/peers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def missing() -> str | None:
 
 
 def interface() -> Any:
-    """FlashMLA's own Python interface; where no vLLM is installed, with a stand-in for the package around it."""
+    """Return FlashMLA's own Python interface; without an installed vLLM, with a stand-in for its package."""
     if "flash_mla_interface" not in sys.modules and installed("vllm._flashmla_C"):
         from vllm.third_party.flashmla import flash_mla_interface
 
@@ -47,8 +47,9 @@ def interface() -> Any:
 
 
 def decode_call(module: Any, params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """A call of `module`, which has FlashMLA's interface. It takes 64 or 128 heads: fewer are padded, as in vLLM. The
-    schedule is made once (vLLM: once per step).
+    """Return a call of `module`, which has FlashMLA's interface.
+
+    It supports 64 or 128 heads: fewer are padded, as in vLLM. The schedule is made once (vLLM: once per step).
     """
     schedule, _ = module.get_mla_metadata()
     tokens, heads = params["tokens"], params["heads"]
@@ -62,7 +63,7 @@ def decode_call(module: Any, params: Mapping[str, Any], device: torch.device) ->
     def call(
         q: torch.Tensor, sink: torch.Tensor, pages: tuple[int, int], **x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not prepared:  # padding belongs to the layer before, so it is not timed
+        if not prepared:  # Padding belongs to the previous layer, so it is not timed.
             prepared["q"] = torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).unsqueeze(1).contiguous()
             prepared["sink"] = torch.nn.functional.pad(sink, (0, padded - heads)).contiguous()
         more = {}
@@ -93,7 +94,7 @@ def decode_call(module: Any, params: Mapping[str, Any], device: torch.device) ->
 
 
 def prefill_call(module: Any, params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """A call of flash_mla_sparse_fwd: 8, 16, 32, 64 or 128 heads, lists whose width is a multiple of 128."""
+    """Return a call of flash_mla_sparse_fwd: 8, 16, 32, 64 or 128 heads, width of lists a multiple of 128."""
 
     def call(
         q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor, sink: torch.Tensor

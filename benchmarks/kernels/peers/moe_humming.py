@@ -1,7 +1,7 @@
 """Humming's W4A16 mixture of experts (CUDA, compiled at run time), from its package: third_party/peers/humming.
 
-Its two products, with the configurations that it chooses itself, as vLLM calls them. The sort is vLLM's (the library
-that Marlin is in), and small Triton kernels stand in for the activation and the weighted sum, as for Marlin.
+Its two products run with its own choice of configurations, as in vLLM. The sort is vLLM's (from Marlin's library), and
+small Triton kernels replace the activation and the weighted sum, as for Marlin.
 """
 
 # ruff: noqa: N803
@@ -41,7 +41,7 @@ def missing() -> str | None:
 
 
 def _layer(weight: torch.Tensor, scale: torch.Tensor) -> Any:
-    """Weights [E, N, K/2] and scales [E, N, K/32] as Humming takes them; repacked by it."""
+    """Return a layer of Humming with weights [E, N, K/2] and scales [E, N, K/32], which it repacks."""
     from humming.layer import HummingLayer
 
     experts, rows, half = weight.shape
@@ -74,7 +74,7 @@ def make(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
     kept: dict[str, Any] = {}
 
     def sort(topk_ids: torch.Tensor, block: int) -> dict[str, torch.Tensor]:
-        """vLLM's sort for tiles of `block` pairs, once per block size."""
+        """Return vLLM's sort for tiles of `block` pairs; buffers are allocated once per block size."""
         if block not in kept["rows"]:
             most = min(pairs * block, pairs + experts * (block - 1))
             sizes = (most, -(-most // block), 1)

@@ -1,7 +1,7 @@
-"""Marlin's W4A16 mixture of experts (CUDA), from the library that vLLM's wheel carries.
+"""Marlin's W4A16 mixture of experts (CUDA), from the library in vLLM's wheel.
 
-third_party/peers/vllm/_moe_C_stable_libtorch.abi3.so. Its product and sort are taken as they are; its clamped SwiGLU is
-in another, larger library, so a small Triton kernel stands in for it.
+third_party/peers/vllm/_moe_C_stable_libtorch.abi3.so. Its product and sort are used unchanged; its clamped SwiGLU is in
+another, larger library and replaced by a small Triton kernel.
 """
 
 # ruff: noqa: N803
@@ -38,7 +38,7 @@ def missing() -> str | None:
 
 
 def _tile_order(device: torch.device) -> torch.Tensor:
-    """Return where each of the 1024 codes of a 16 × 64 tile comes from, in the order Marlin's threads take them in."""
+    """Return the source of each of the 1024 codes of a 16 × 64 tile, in the order of Marlin's threads."""
     order = []
     for lane in range(32):
         rows = [2 * (lane % 4), 2 * (lane % 4) + 1, 2 * (lane % 4 + 4), 2 * (lane % 4 + 4) + 1]

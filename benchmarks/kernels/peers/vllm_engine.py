@@ -1,7 +1,8 @@
-"""The kernels of an installed vLLM for what it does between products and attention, called as its layers call them.
+"""Kernels of an installed vLLM between products and attention, called as by its layers.
 
-vLLM is found as any package is; nothing of it is fetched. What is prepared once per layer or step is made at the first
-call, which is not timed; every launch of a call is. Results that vLLM allocates in the call cost a graph nothing.
+vLLM is imported as an ordinary package; nothing of it is fetched. Data prepared once per layer or step is made at the
+first call, which is not timed; every launch of a call is timed. Results that vLLM allocates in the call cost no time in
+a graph.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ COOPERATIVE_ROWS, WORKSPACE = 64, 1 << 20
 
 
 def missing(*modules: str) -> Callable[[], str | None]:
-    """Return a check that vLLM and what else a kernel needs can be imported."""
+    """Return a check that vLLM and the other requirements of a kernel can be imported."""
 
     def check() -> str | None:
         gone = [name for name in ("vllm", *modules) if not installed(name)]
@@ -39,7 +40,7 @@ def missing(*modules: str) -> Callable[[], str | None]:
 
 
 def mhc(name: str) -> Callable[[Params, torch.device], Call]:
-    """Return a maker for a function of vLLM's TileLang file, which takes its products from DeepGEMM."""
+    """Return a maker for a function of vLLM's TileLang file, which uses DeepGEMM for its products."""
 
     def make(params: Params, device: torch.device) -> Call:
         from vllm.model_executor.kernels.mhc import tilelang
@@ -51,7 +52,7 @@ def mhc(name: str) -> Callable[[Params, torch.device], Call]:
 
 def mhc_broadcast(params: Params, device: torch.device) -> Call:
     run = mhc("mhc_pre_broadcast_tilelang")(params, device)
-    # Of fn it looks at the shape only.
+    # Only the shape of fn is used.
     fn = torch.zeros((24, 4 * params["hidden"]), device=device)
     return lambda **inputs: run(fn=fn, **inputs)
 
@@ -80,7 +81,7 @@ def compressor_save(params: Params, device: torch.device) -> Call:
 
 
 def projections(params: Params, device: torch.device) -> Call:
-    """Return cuBLAS's products and then the saving Triton, in a row; an attention layer has them side by side."""
+    """Return cuBLAS's products followed by the saving Triton kernel; an attention layer runs them in parallel."""
     save = compressor_save(params, device)
 
     def call(
@@ -100,7 +101,7 @@ def projections(params: Params, device: torch.device) -> Call:
 
 
 def compressor_store(params: Params, device: torch.device) -> Call:
-    """Triton: what vLLM takes for the indexer's keys, and where it has no CuTe for those of head 512."""
+    """vLLM's Triton kernel for the indexer's keys, and for those of head 512 if CuTe is missing."""
     from vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache import compress_norm_rope_store_triton
 
     head, ratio = params["head"], params["ratio"]
@@ -155,7 +156,7 @@ def topk(name: str) -> Callable[[Params, torch.device], Call]:
 
 
 def prefill_lists(params: Params, device: torch.device) -> Call:
-    """One launch fills the lists with −1, one writes them; vLLM hands over buffers of its workspace."""
+    """One launch fills the lists with −1, one writes them; vLLM passes buffers of its workspace."""
     from vllm.models.deepseek_v4.common.ops.cache_utils import combine_topk_swa_indices
 
     tokens = sum(count for count, _ in params["requests"])
@@ -176,7 +177,7 @@ def prefill_lists(params: Params, device: torch.device) -> Call:
 
 
 def register() -> None:
-    """Register what is not among the engine's own providers, and of those what the second half of the registry has."""
+    """Register providers that the engine's own lack, and the engine's own for the second half of the registry."""
     tilelang = missing("tilelang")
     for operation, function, rough in (
         ("mhc_pre", "mhc_pre_tilelang", TF32),

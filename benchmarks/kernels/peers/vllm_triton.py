@@ -1,4 +1,4 @@
-"""vLLM's Triton product with block scales: fp8_utils.py and its table of configurations, out of vLLM's wheel."""
+"""vLLM's Triton product with block scales: fp8_utils.py and its table of configurations, from vLLM's wheel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def missing() -> str | None:
 
 
 def make(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """Scales are decoded before, so that is not timed."""
+    """Scales are decoded before the timed calls."""
     platform = SimpleNamespace(
         is_rocm=lambda: False,
         is_xpu=lambda: False,

@@ -1,4 +1,4 @@
-"""What tests and benchmarks share: deployments under test, faults, fakes and the worlds that pure code is tried in.
+"""Shared parts of tests and benchmarks: deployments under test, faults, fakes, and environments of pure code.
 
-Found through `pythonpath` in pyproject.toml, and by `python benchmarks/x.py` through a link beside the benchmarks.
+Importable through `pythonpath` in pyproject.toml, and for `python benchmarks/x.py` through a link in benchmarks/.
 """

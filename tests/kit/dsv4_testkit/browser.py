@@ -15,10 +15,10 @@ MISSING = "no Chromium; run as root: apt-get install chromium-headless-shell"
 
 @contextlib.asynccontextmanager
 async def chromium() -> AsyncIterator[Any]:
-    """A browser whose tabs report the exact size of their heap."""
+    """Yield a browser whose tabs report the exact size of their heap."""
     from playwright.async_api import async_playwright
 
-    # Its sandbox refuses root.
+    # The sandbox does not run as root.
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
     options += ["--enable-precise-memory-info", "--js-flags=--expose-gc"]
     async with async_playwright() as driver:
@@ -30,7 +30,10 @@ async def chromium() -> AsyncIterator[Any]:
 
 
 async def until(tab: Any, expression: str, seconds: float = 10.0) -> None:
-    """Wait until an expression is true. The page's policy forbids Playwright's own way, which evaluates text there."""
+    """Wait until an expression is true, by repeated evaluation.
+
+    The page's security policy prevents Playwright's own waits, which evaluate text in the page.
+    """
     async with asyncio.timeout(seconds):
         while not await tab.evaluate(expression):
             await asyncio.sleep(0.02)

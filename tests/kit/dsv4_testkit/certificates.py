@@ -1,4 +1,4 @@
-"""Certificates of servers that a test starts on this machine."""
+"""Certificates for servers that a test starts on this machine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
 
 
 def certificate(folder: Path, name: str, *, loopback: bool = False, hours: int = 1) -> Path:
-    """Write `tls.crt`, which signs itself and is valid for `HOST`, and `tls.key`; return the first.
+    """Write a self-signed `tls.crt` that is valid for `HOST`, and `tls.key`; return the path of the first.
 
     Args:
-        folder: is there.
-        name: the subject's; two of them have different keys.
+        folder: an existing directory.
+        name: the subject's; different names have different keys.
         loopback: whether it is valid for `LOOPBACK` too.
         hours: time until it expires.
     """

@@ -1,4 +1,4 @@
-"""What every backend must do: one suite, run with real processes by one and with a real API server by the other."""
+"""Requirements for every backend: one suite, run with real processes and with a real API server."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.waiting import pauses
 
 HEARD_SECONDS = 60.0
-"""An interpreter that starts beside others' work takes its time."""
+"""Bound for the start of an interpreter while other work runs."""
 
 
 class World(Protocol):
-    """A backend with what it runs on."""
+    """A backend and its environment."""
 
     @property
     def backend(self) -> Backend:
-        """What is tested."""
+        """The backend under test."""
         ...
 
     @property
     def deployment(self) -> DSV4Deployment:
-        """Of one group."""
+        """A deployment with one group."""
         ...
 
     async def end(self, incarnation: int, rank: int) -> None:
-        """Have a member end as nobody asked for."""
+        """End a member unexpectedly."""
         ...
 
 
 class Bounded:
-    """A backend whose every method must answer within `CALL_SECONDS`, but for the one that may take 15 s. Pauses of the
-    whole process do not count.
+    """A backend whose methods must return within `CALL_SECONDS`, except for one that may take 15 s.
+
+    Pauses of the whole process do not count.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -71,7 +72,7 @@ async def planned(world: World, incarnation: int) -> GroupPlan:
 
 
 async def over(ask: Callable[[], Awaitable[bool]], seconds: float = 30.0) -> None:
-    """Ask until it is over, as a turn after the other does."""
+    """Call `ask` repeatedly until it returns true, as successive reconciles do."""
     deadline = time.monotonic() + seconds
     while not await ask():
         assert time.monotonic() < deadline, f"it was not over in {seconds:.0f} s"
@@ -84,7 +85,7 @@ async def fenced(world: World, incarnation: int) -> None:
 
 
 async def until(world: World, what: str, true: Callable[[Observed], bool], seconds: float = 30.0) -> Observed:
-    """Look until it is so."""
+    """Observe repeatedly until `true` accepts the observation."""
     deadline = time.monotonic() + seconds
     while True:
         observed = await world.backend.observe(world.deployment, 0)
@@ -103,7 +104,7 @@ def live(observed: Observed, incarnation: int | None = None) -> list[ObservedMem
 
 
 async def formed(world: World, incarnation: int) -> GroupPlan:
-    """An incarnation whose members all were seen."""
+    """Form an incarnation and wait until all its members are observed."""
     plan = await planned(world, incarnation)
     await world.backend.ensure(world.deployment, plan)
     await until(world, "all members are there", lambda seen: len(of(seen, incarnation)) == len(plan.members))
@@ -111,7 +112,7 @@ async def formed(world: World, incarnation: int) -> GroupPlan:
 
 
 class Conformance:
-    """Derive from it, and give it a fixture `world`."""
+    """Base class of the tests of a backend; subclasses have a fixture `world`."""
 
     async def test_nothing_is_there_before(self, world: World) -> None:
         assert (await world.backend.observe(world.deployment, 0)).members == ()

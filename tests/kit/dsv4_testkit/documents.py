@@ -1,4 +1,4 @@
-"""The documents between both sides, whole but for what a test is about."""
+"""Documents exchanged between operator and runtime, complete except for fields that a test sets."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _OTHERS = MemberPorts(agent=18090)
 
 
 def member_plan(rank: int = 0, address: str = "127.0.0.1", **changes: Any) -> MemberPlan:
-    """A member with one device; rank 0 is the head."""
+    """Return a member with one device; rank 0 is the head."""
     role, ports = (Role.WORKER, _OTHERS) if rank else (Role.HEAD, _HEAD)
     fields = {"role": role, "address": address, "devices": 1, "ports": ports, "ray_args": ("start",)}
     return MemberPlan(rank=rank, **{**fields, **changes})
 
 
 def group_plan(addresses: Sequence[str] = ("127.0.0.1", "127.0.0.2"), **changes: Any) -> GroupPlan:
-    """A plan of a member at each of `addresses`, whose fields can be replaced by name."""
+    """Return a plan with one member at each of `addresses`; fields can be replaced by name."""
     fields: dict[str, Any] = {
         "namespace": "default",
         "deployment": "nano",
@@ -54,7 +54,7 @@ def group_plan(addresses: Sequence[str] = ("127.0.0.1", "127.0.0.2"), **changes:
 
 
 def agent_status(rank: int = 0, phase: Phase = Phase.SERVING, *, now: float = 0.0, **changes: Any) -> AgentStatus:
-    """The status of a healthy member whose phase began `now`."""
+    """Return the status of a healthy member in a phase that began at `now`."""
     fields: dict[str, Any] = {"deployment": "nano", "group": 0, "incarnation": 1, "phase_time": now, "time": now}
     fields["verdict"] = Verdict(health=Health.HEALTHY)
     return AgentStatus(rank=rank, phase=phase, **{**fields, **changes})

@@ -1,4 +1,4 @@
-"""Errors by what they name (field, value, remedy) rather than by their sentence."""
+"""Checks of errors by their parts (field, value, remedy) instead of their wording."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-/* Stands in for libcuda.so.1: the calls that the test of copies between GPUs makes, over memory of the process.
+/* Replaces libcuda.so.1: the calls of the test of copies between GPUs, on memory of the process.
  *
  * FAKE_GPUS      number of GPUs (default 2)
- * FAKE_PEERS     0: the driver offers no copies between them
+ * FAKE_PEERS     0: the driver supports no copies between them
  * FAKE_ATOMICS   1: they are connected by NVLink
- * FAKE_LIMIT     contexts that one may map (default 8)
+ * FAKE_LIMIT     contexts that one context may map (default 8)
  * FAKE_FREE      free share of the memory of each GPU in percent (default 99)
  * FAKE_FAULT     FUNCTION:CALL:KIND, a fault of one call of a function, the first is 1. KIND: hang, crash, the number of
  *                an error, or for copies lost (nothing arrives) or bit (one bit is wrong)

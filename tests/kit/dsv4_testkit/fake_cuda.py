@@ -1,4 +1,4 @@
-"""Makes the stand-in of NVIDIA's driver library, `fake_cuda.c`, whose head lists its settings."""
+"""Builds the stand-in for NVIDIA's driver library, `fake_cuda.c`; its head lists the settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FUNCTIONS_OF_COPIES = ("cuMemsetD8_v2", "cuMemcpyPeer", "cuLaunchKernel", "cuMem
 
 
 def build_cuda(folder: Path) -> Path:
-    """Compile it to `folder`, which belongs into `LD_LIBRARY_PATH`; return `folder`."""
+    """Compile the library to `folder`, an entry for `LD_LIBRARY_PATH`; return `folder`."""
     source = Path(__file__).with_suffix(".c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", folder / "libcuda.so.1", source], check=True)
     return folder

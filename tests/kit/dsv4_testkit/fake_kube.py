@@ -1,4 +1,4 @@
-"""An API server in memory, as far as leases, fences and formations use one: versions, uids and preconditions."""
+"""An API server in memory with the features used by leases, fences and formations: versions, uids and preconditions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Name = tuple[str, str, str]
 
 
 class FakeKube:
-    """Keeps objects by kind, namespace and name. Every write has a new version; every object a uid of its own."""
+    """Stores objects by kind, namespace and name. Every write has a new version, every object its own uid."""
 
     def __init__(self, objects: Iterable[Manifest] = ()) -> None:
         self.objects: dict[_Name, Manifest] = {}
@@ -43,11 +43,11 @@ class FakeKube:
         return copy.deepcopy(kept)
 
     def asked(self) -> list[str]:
-        """Every request since `requests` was emptied: its verb, kind and name."""
+        """Return verb, kind and name of every request since `requests` was emptied."""
         return [f"{verb} {what}".rstrip() for verb, what, _ in self.requests]
 
     def writes(self) -> list[str]:
-        """What was asked for beyond reading."""
+        """Return verb, kind and name of every request other than reads."""
         return [f"{verb} {what}" for verb, what, _ in self.requests if verb not in ("get", "list")]
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
@@ -105,7 +105,7 @@ class FakeKube:
         if known is not None and uid not in (None, known["metadata"]["uid"]):
             raise Conflict("there is another one of its name")
         if known is not None and resource.kind == "Pod" and grace_seconds:
-            # Its kubelet has to end it.
+            # The pod remains until its kubelet ends it.
             known["metadata"] |= {
                 "deletionTimestamp": "2026-11-23T00:00:00Z",
                 "deletionGracePeriodSeconds": grace_seconds,
@@ -130,13 +130,13 @@ class FakeKube:
         for field in ("uid", "resourceVersion"):
             wanted = manifest["metadata"].get(field)
             if wanted is not None and (known is None or known["metadata"][field] != wanted):
-                # As the API server does it.
+                # The API server uses the same errors.
                 kind = Invalid if field == "uid" and known is not None else Conflict
                 raise kind(f"{name} has another {field}")
 
 
 def merged(document: Any, changes: Any) -> Any:
-    """`document` after the JSON merge patch `changes` (RFC 7386)."""
+    """Return `document` after the JSON merge patch `changes` (RFC 7386)."""
     if not isinstance(changes, dict):
         return copy.deepcopy(changes)
     found = copy.deepcopy(document) if isinstance(document, dict) else {}
@@ -149,7 +149,7 @@ def merged(document: Any, changes: Any) -> Any:
 
 
 def _chooses(term: str, labels: dict[str, str]) -> bool:
-    """Whether one term of a label selector holds."""
+    """Return whether `labels` satisfy one term of a label selector."""
     if "!=" in term:
         name, _, value = term.partition("!=")
         return labels.get(name) != value

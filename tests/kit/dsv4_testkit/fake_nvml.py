@@ -1,4 +1,4 @@
-"""The part of `pynvml` that dsv4 uses, over GPUs that a test describes."""
+"""The part of `pynvml` that dsv4 uses, over GPUs described by a test."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ GIB = 2**30
 
 @dataclass
 class Gpu:
-    """As NVML shows an H100 of the driver 580.159.04 with nothing on it."""
+    """NVML's values of an idle H100 with driver 580.159.04."""
 
     uuid: str = "GPU-8a5c0e6f-0000-0000-0000-000000000000"
     name: str = "NVIDIA H100 80GB HBM3"
     capability: tuple[int, int] = (9, 0)
     total: int | None = 81559 * 2**20
-    """None: not told, as on GB10."""
+    """None: not reported, as on GB10."""
     reserved: int = 600 * 2**20
     watts: float = 100.0
     utilization: int = 100
     limit: float = 700.0
     default_limit: float = 700.0
     clock: int | None = 1980
-    """None: not told."""
+    """None: not reported."""
     max_clock: int = 1980
     celsius: int = 60
     slowed_by: int = 0
     """NVML's bits."""
     processes: dict[int, int] = field(default_factory=dict)
-    """Process id to bytes."""
+    """Bytes by process id."""
     lost: bool = False
-    """It has fallen off the bus."""
+    """The GPU has fallen off the bus."""
 
 
 class FakeNvml:
-    """Stands in for the module `pynvml`."""
+    """Replaces the module `pynvml`."""
 
     NVML_CLOCK_SM = 1
     NVML_TEMPERATURE_GPU = 0
@@ -55,9 +55,9 @@ class FakeNvml:
         self.gpus = list(gpus)
         self.driver = driver
         self.missing = missing
-        """Why there is no driver."""
+        """Error message of a missing driver."""
         self.errors: list[tuple[int, int]] = []
-        """(index, XID) that the driver is about to report."""
+        """(index, XID) of errors that the driver reports next."""
         self.asked = 0
         self.answers = threading.Event()
         self.answers.set()

@@ -1,4 +1,4 @@
-"""Clients of a deployment: one raw request, and a chat by OpenAI's own library, each in a thread of its own."""
+"""Clients of a deployment: one raw request, and a chat through OpenAI's own library, each in a thread."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dsv4_testkit.harness import Deployment
 SECONDS = 240.0
 TOKENS = 96
 CONTEXT = 1024
-"""Of the deployment: tokens of a prompt and its answer together."""
+"""Context length of the deployment: tokens of a prompt and its response together."""
 TIE = 0.125
-"""Nats: two steps of bfloat16, which logits of the nano model have."""
+"""Nats: two steps of bfloat16, the type of the nano model's logits."""
 
 
 class Asked(threading.Thread):
-    """One request, answered in a thread of its own."""
+    """One request in a separate thread."""
 
     def __init__(self, deployment: Deployment, path: str, body: dict[str, Any], tell: threading.Event | None = None):
         super().__init__()
@@ -55,7 +55,7 @@ class Asked(threading.Thread):
     def chunks(self) -> list[Any]:
         events = self.raw.decode().split("\n\n")
         assert events.pop() == ""
-        # A held stream has comments.
+        # A held stream contains comments.
         events = [event for event in events if not event.startswith(":")]
         return [event[6:] if event == "data: [DONE]" else json.loads(event[6:]) for event in events]
 
@@ -69,12 +69,12 @@ class Asked(threading.Thread):
 
     @property
     def margins(self) -> list[Margin]:
-        """Of an answer with `LOGPROBS`."""
+        """Margins of a response with log-probabilities."""
         return [margin for choice in self.choices for margin in _margins(choice)]
 
 
 Margin = tuple[str, float]
-"""A token's text, and by how many nats it was likelier than the next."""
+"""Text of a token, and its difference in log-probability to the second candidate in nats."""
 
 
 def _text(choice: Mapping[str, Any]) -> str:
@@ -87,7 +87,7 @@ def _margins(choice: Mapping[str, Any]) -> list[Margin]:
         best = [[entry["logprob"] for entry in token["top_logprobs"]] for token in found["content"] or ()]
     else:
         best = [list(token.values()) for token in found.get("top_logprobs", ())]
-    # One token a chunk, or text that waited for the rest of a character.
+    # One token per chunk, or text that was delayed until a character was complete.
     return [(_text(choice) if last else "", first - second) for last, (first, second) in _ranked(best)]
 
 
@@ -97,10 +97,10 @@ def _ranked(best: list[list[float]]) -> list[tuple[bool, tuple[float, float]]]:
 
 
 def same(text: str, whole: str, margins: list[Margin]) -> bool:
-    """Whether a continued answer is the whole one, or leaves it at two tokens of which rounding decides.
+    """Return whether a continued response equals the whole one, or differs first at a token decided by rounding.
 
-    The engine computes the kept tokens as a prompt then, so that sums have another order (docs/gateway.md); so
-    `test_equivalence.py` has it for one rank and two.
+    The engine computes the kept tokens as a prompt, with another order of sums (docs/gateway.md). `test_equivalence.py`
+    applies the same rule to one rank and two.
     """
     if text == whole:
         return True
@@ -114,13 +114,13 @@ def same(text: str, whole: str, margins: list[Margin]) -> bool:
 
 
 def len_in_tokens(deployment: Deployment, content: str) -> int:
-    """Of a chat with this message, its template included."""
+    """Return the tokens of a chat with this message, including its template."""
     asked = Asked(deployment, "/tokenize", {"messages": [{"role": "user", "content": content}]}).answered()
     return int(json.loads(asked.raw)["count"])
 
 
 class Chat(threading.Thread):
-    """A greedy chat of which no limit is given, so that the model's context ends it, read by OpenAI's own client."""
+    """A greedy chat without a limit, ended by the model's context and read by OpenAI's own client."""
 
     def __init__(self, deployment: Deployment, **more: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One group of two members, and the backend and the machines behind it, in memory: what deciders are tried against."""
+"""One group of two members with its backend and machines in memory, for tests of deciders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4_operator.planning import Facts, NodeFacts, plan_group
 from dsv4_runtime.contract import AgentStatus, Cause, EngineStatus, Failure, GroupPlan, Health, Phase, Verdict
 
 SCHEDULES = int(os.environ.get("DSV4_SCHEDULES", "2000"))
-"""How many schedules are tried. 10,000, which the lifecycle was accepted with, take minutes (docs/measurements.md)."""
+"""Number of tried schedules. 10,000, the number of the lifecycle's acceptance, take minutes (docs/measurements.md)."""
 KEY = GroupKey("default", "nano", 0)
 START = 1_800_000_000.0
 LIFE = (Phase.PREFLIGHT, Phase.STAGING, Phase.JOINING, Phase.LOADING, Phase.WARMING, Phase.SERVING)
@@ -32,7 +32,7 @@ spec:
 
 
 def facts(count: int) -> Facts:
-    """So many machines without accelerators, each of which could run a member of Nano."""
+    """Return `count` machines without accelerators, each with the resources for a member of Nano."""
     nodes = tuple(NodeFacts(f"node-{n}", f"10.0.0.{n + 1}", "eth0", 1, 2**36) for n in range(count))
     return Facts(nodes, isolated=True, state_root="/state", weights_root="/weights", ray_token_file="/token")
 
@@ -58,17 +58,17 @@ def plan_of(seed: int, budget: int, incarnation: int, restarts: tuple[float, ...
 
 @lru_cache(maxsize=256)
 def kept_status(text: str) -> GroupStatus:
-    """A status as it was kept: what does not survive that is lost."""
+    """Parse a stored status; fields that are not serialized are lost."""
     return GroupStatus.model_validate_json(text)
 
 
 class BackendError(Exception):
-    """The backend could not do all that it was asked for."""
+    """The backend did not complete an action."""
 
 
 @dataclass
 class Member:
-    """A member, and what its agent says."""
+    """A member and the reports of its agent."""
 
     incarnation: int
     rank: int
@@ -76,22 +76,22 @@ class Member:
     group: int = 0
     restarts_before: tuple[float, ...] = ()
     lives: tuple[Phase, ...] = LIFE
-    """The phases of its start, the last of which it stays in."""
+    """The phases of its start; it stays in the last one."""
     life: int = 0
-    """In which of them it is."""
+    """Index of its current phase."""
     engine_restarts: tuple[float, ...] = ()
     failure: Failure | None = None
     ended: str | None = None
     ended_time: float | None = None
     silent: bool = False
     open: bool = False
-    """Rank 0: whether it has requests that it does not finish."""
+    """Rank 0: whether it has requests that do not complete."""
     asked: float | None = None
-    """Rank 0: when it was asked to drain."""
+    """Rank 0: time of the first drain request."""
     heard: float | None = None
     status: AgentStatus | None = None
     told: tuple[object, ...] = ()
-    """What `status` was made of."""
+    """Values from which `status` was made."""
 
     @property
     def phase(self) -> Phase:
@@ -104,21 +104,21 @@ class Member:
         return not (self.ended or self.failure or self.silent)
 
     def live(self, steps: int = 1) -> None:
-        """Go on by so many phases."""
+        """Advance by `steps` phases."""
         self.life = min(self.life + steps, len(self.lives) - 1)
 
     def fail(self, cause: Cause, now: float) -> None:
         self.failure = Failure(time=now, cause=cause, culprit_rank=self.rank, message="as told", detected_by="process")
 
     def drain(self, seconds: float, now: float) -> bool:
-        """As `Backend.drain`."""
+        """Implement `Backend.drain`."""
         if not self.well or self.phase not in (Phase.SERVING, Phase.DRAINING):
             return False
         self.asked = now if self.asked is None else self.asked
         return self.open and now - self.asked < seconds
 
     def seen(self, now: float) -> ObservedMember:
-        """What a backend observes of it, whose agent has just spoken if it can."""
+        """Return the member as observed by a backend, with a current report unless it is silent or ended."""
         if not (self.silent or self.ended):
             self.heard, self.status = now, self._said(now)
         place = self.group + self.rank
@@ -133,7 +133,7 @@ class Member:
         if self.status is None or told != self.told:
             self.told = told
             return self._anew().model_copy(update=times)
-        # To make one anew costs ten times as much, and a schedule has hundreds.
+        # A new status costs ten times as much as a copy, and a schedule has hundreds.
         return self.status.model_copy(update=times)
 
     def _anew(self) -> AgentStatus:
@@ -156,21 +156,21 @@ class Member:
 
 @dataclass
 class World:
-    """A backend and the machines behind it."""
+    """A backend and its machines."""
 
     now: float = START
     members: dict[tuple[int, int], Member] = field(default_factory=dict)
     fenced: set[int] = field(default_factory=set)
     formations: list[float] = field(default_factory=list)
-    """When incarnations were decided on that the user did not ask for."""
+    """Times of the claims of incarnations that were not requested by the user."""
     claimed: float = 0.0
     level_one: list[float] = field(default_factory=list)
     newest: int = 0
     touched: bool = True
-    """Whether the user asked for something since the last formation."""
+    """Whether the user requested a change since the last formation."""
     fence_broken: bool = False
     unobserved: bool = False
-    """Whether listings show no members, as one from before they were made would."""
+    """Whether observations contain no members, like a listing from before their creation."""
 
     def alive(self) -> list[Member]:
         return [member for member in self.members.values() if member.ended is None]
@@ -184,12 +184,12 @@ class World:
             member.ended, member.ended_time = how, self.now
 
     def execute(self, action: Action, halfway: bool) -> bool:
-        """Do `action`, and whether those after it have to wait; `halfway` does a part of it and fails."""
+        """Execute `action`; return whether later actions must wait. `halfway` executes a part of it and fails."""
         match action:
             case Drain(_, incarnation, seconds):
                 head = self.members.get((incarnation, 0))
                 drains = head is not None and head.drain(seconds, self.now)
-                # Halfway: its answer was lost. Then there is nothing to wait for.
+                # Halfway: the response was lost, so there is no wait.
                 return drains and not halfway
             case Form(plan):
                 self._form(plan, halfway)
@@ -228,7 +228,7 @@ class World:
 
 
 def spliced(members: Observed, words: Observed) -> Observed:
-    """The members as one observation has them, with what their agents say in another one."""
+    """Return the members of one observation with the agent reports of another."""
     said = {(member.incarnation, member.rank): member for member in words.members}
     mixed = []
     for member in members.members:

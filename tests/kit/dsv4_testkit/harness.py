@@ -1,4 +1,4 @@
-"""A deployment of the nano model under test: started, asked, hurt and ended through the commands that users have."""
+"""A deployment of the nano model under test, operated through the commands of users."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ spec:
 
 
 class Deployment:
-    """One deployment with a state directory and ports of its own."""
+    """One deployment with its own state directory and ports."""
 
     def __init__(
         self,
@@ -54,20 +54,22 @@ class Deployment:
         replicas: int = 1,
         seqs: int = 4,
     ) -> None:
-        """Args:
-        name: of the deployment.
-        nodes: members of a group.
-        restarts: its budget within `window`.
-        window: a duration.
-        weights: a directory of checkpoints to begin with.
-        environment: variables beside this process' own.
-        manifest: with the fields of `MANIFEST` to be filled in.
-        replicas: groups.
-        seqs: requests that an engine computes at once.
+        """Create a deployment without starting it.
+
+        Args:
+            name: of the deployment.
+            nodes: members per group.
+            restarts: restart budget within `window`.
+            window: a duration.
+            weights: a directory of checkpoints to begin with.
+            environment: variables in addition to those of this process.
+            manifest: text with the fields of `MANIFEST` in braces.
+            replicas: groups.
+            seqs: concurrent requests of an engine.
         """
         self.name = name
         self.environment = {**os.environ, **(environment or {})}
-        # Short, for Ray's sockets.
+        # Short because of the length limit of Ray's sockets.
         self.root = Path(tempfile.mkdtemp(prefix="d4-"))
         self.directory = self.root / name
         self.api, self.dashboard = free_ports(2)
@@ -75,7 +77,7 @@ class Deployment:
         ports = {"api": self.api, "dashboard": self.dashboard}
         asked = {"nodes": nodes, "restarts": restarts, "window": window, "replicas": replicas, "seqs": seqs}
         self.file.write_text(manifest.format(name=name, **asked, **ports))
-        # As in a state directory that was used before: only the machine's first start compiles anything.
+        # As in a state directory after earlier use: compilation occurs only at the machine's first start.
         compiled = Path(tempfile.gettempdir()) / "dsv4-compiled"
         compiled.mkdir(exist_ok=True)
         (self.root / "cache").symlink_to(compiled)
@@ -91,7 +93,7 @@ class Deployment:
         )
 
     def up(self, timeout: float = 300.0) -> float:
-        """Start it; seconds until it was ready."""
+        """Start the deployment; return the seconds until it was ready."""
         begun = time.monotonic()
         done = self.run("up", str(self.file), "--detach", "--timeout", f"{timeout:.0f}s", timeout=timeout + 30.0)
         if done.returncode != 0:
@@ -111,11 +113,11 @@ class Deployment:
         return dict(self.object()["status"]["groups"][index])
 
     def peek(self) -> dict[str, Any]:
-        """The same status from its file, for looking often: starting `dsv4 status` takes the processor for a second."""
+        """Return the same status from its file, for frequent calls: `dsv4 status` takes a second of processor time."""
         try:
             text = (self.directory / "object.json").read_text()
         except FileNotFoundError:
-            # Removed by a fault; the supervisor has it too.
+            # Removed by a fault; the supervisor has a copy.
             text = read_kept_status(int((self.directory / "lock").read_text())) or "{}"
         return dict(json.loads(text)["status"])
 
@@ -133,7 +135,7 @@ class Deployment:
             return dict(json.load(response))
 
     def wait(self, phase: str, *, since: float, timeout: float = 240.0) -> dict[str, Any]:
-        """The status once it is in `phase` with its latest failure noticed after Unix time `since` settled."""
+        """Return the status once it is in `phase` and contains a failure after Unix time `since`."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             status = self.object()["status"]
@@ -144,7 +146,7 @@ class Deployment:
         raise AssertionError(f"not {phase} after {timeout:.0f} s:\n{json.dumps(status, indent=1)}\n{self.log()}")
 
     def remains(self) -> list[str]:
-        """What a deployment that ended must not leave: processes, namespaces, ports, shared memory."""
+        """Return processes and ports left by a deployment after its end."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -164,10 +166,10 @@ class Deployment:
 
 
 def pid_in(group: Mapping[str, Any], rank: int, process: str) -> int:
-    """Process id of a member's process in a group's status.
+    """Return the process id of a member's process in a group's status.
 
     Raises:
-        StopIteration: the status knows of none.
+        StopIteration: the status lists no such process.
     """
     member = next(member for member in group["members"] if member["rank"] == rank)
     return next(int(found["pid"]) for found in member["processes"] if found["name"] == process)
@@ -175,7 +177,7 @@ def pid_in(group: Mapping[str, Any], rank: int, process: str) -> int:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What became of one fault. Seconds from the signal on."""
+    """Recovery from one fault. Seconds count from the signal."""
 
     fault: Fault
     detected: float
@@ -186,7 +188,7 @@ class Recovery:
 
 
 def inflict(deployment: Deployment, fault: Fault) -> Recovery:
-    """Kill, wait until it serves again, and have a completion of our own answered."""
+    """Cause the fault, wait until the deployment serves again, and complete a request."""
     action = fault.action
     assert isinstance(action, Signal), f"{fault.name} is no signal"
     pid = deployment.pid(action.rank, action.process)
@@ -207,20 +209,20 @@ def inflict(deployment: Deployment, fault: Fault) -> Recovery:
 
 
 def first_failure(status: dict[str, Any], since: float) -> dict[str, Any]:
-    """The earliest death noticed after Unix time `since`."""
+    """Return the earliest death after Unix time `since`."""
     later = [failure for failure in status["groups"][0]["history"] if unix(failure["time"]) > since]
     return min(later, key=lambda failure: unix(failure["time"]))
 
 
 def unix(text: str) -> float:
-    """Seconds since 1970 of an RFC 3339 time."""
+    """Convert an RFC 3339 time to seconds since 1970."""
     from datetime import datetime
 
     return datetime.fromisoformat(text).timestamp()
 
 
 def phases(deployment: Deployment, incarnation: int = 1, start: int = 0) -> dict[str, float]:
-    """Seconds that the head spent in each phase of its first start, or in a later one of the same incarnation."""
+    """Return the seconds of the head in each phase of its first start, or of a later start of the same incarnation."""
     from datetime import datetime
 
     log = (deployment.directory / f"i{incarnation}" / "m0" / "agent.log").read_text()
@@ -239,7 +241,7 @@ def phases(deployment: Deployment, incarnation: int = 1, start: int = 0) -> dict
 
 
 def memory(deployment: Deployment) -> list[float]:
-    """MiB that each member's processes take, shared pages divided among those that share them."""
+    """Return the memory of each member's processes in MiB; shared pages count in proportion (PSS)."""
     found = []
     for member in deployment.group()["members"]:
         agent = next(process["pid"] for process in member["processes"] if process["name"] == "agent")
@@ -256,7 +258,7 @@ def memory(deployment: Deployment) -> list[float]:
 
 
 def network_namespaces() -> set[str]:
-    """The network namespaces that some process is in."""
+    """Return the network namespaces of all processes."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -268,5 +270,5 @@ def network_namespaces() -> set[str]:
 
 
 def shared_memory() -> set[str]:
-    """Files in this machine's /dev/shm."""
+    """Return the files in this machine's /dev/shm."""
     return {path.name for path in Path("/dev/shm").iterdir()}

@@ -1,5 +1,6 @@
-"""Host services of several machines, each a real supervisor with its own mounts: on addresses of loopback, or in
-networks of their own behind a switch.
+"""Host services of several machines, each a real supervisor with its own mounts.
+
+They listen on addresses of loopback, or in separate networks behind a switch.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ KEY = "0123456789abcdef" * 4
 
 
 class Machine:
-    """One machine: its files are in `<root>/<name>`, which its processes see as `<root>/state`."""
+    """One machine: its files are in `<root>/<name>`, which its processes access as `<root>/state`."""
 
     def __init__(self, root: Path, name: str, listen: str, deployment: str, inside: Sequence[str] = ()) -> None:
-        """`inside` is a command that runs others in the machine's network."""
+        """`inside` is a command prefix that runs commands in the machine's network."""
         self.inside = inside
         self.files, self.shared = root / name, root / "state"
         self.name, self.listen, self.deployment = name, listen, deployment
@@ -51,13 +52,13 @@ class Machine:
         self.boot()
 
     def boot(self) -> None:
-        """Start the host service, as after a start of the machine."""
+        """Start the host service as at a boot of the machine."""
         self.boots += 1
         (self.files / "boot").write_text(f"{self.name}-boot-{self.boots}\n")
         self.start()
 
     def start(self) -> None:
-        """Start the host service, as systemd does after its end."""
+        """Start the host service as systemd does after its exit."""
         service = [sys.executable, "-m", "dsv4_operator.backends.local.supervisor"]
         service += ["--loop=dsv4_operator.backends.hosts.service", f"--state-dir={self.shared}/_m"]
         service += [f"--name={self.deployment}", f"--host={self.name}", f"--listen={self.listen}"]
@@ -77,19 +78,19 @@ class Machine:
         self.supervisor = subprocess.Popen(command)
 
     def cut(self) -> None:
-        """Cut the power: everything ends without notice."""
+        """Cut the power: all processes are killed without notice."""
         assert self.supervisor is not None
         end_tree(self.supervisor.pid)
         self.supervisor.wait(10)
 
     def kill_supervisor(self) -> None:
-        """Kill the supervisor alone; the kernel ends the rest."""
+        """Kill the supervisor only; the kernel ends its processes."""
         assert self.supervisor is not None
         self.supervisor.kill()
         self.supervisor.wait(10)
 
     def service(self) -> int:
-        """Return the process of the host service."""
+        """Return the process id of the host service."""
         assert self.supervisor is not None
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
@@ -101,7 +102,7 @@ class Machine:
         raise TimeoutError("no host service")
 
     def agent(self, incarnation: int, rank: int) -> int | None:
-        """Return the process of a member's agent; None if it is not known."""
+        """Return the process id of a member's agent; None if it is not known."""
         record = self.files / "_m" / self.deployment / f"i{incarnation}" / f"m{rank}" / "member.json"
         with contextlib.suppress(FileNotFoundError):
             init = json.loads(record.read_text()).get("init")
@@ -109,14 +110,14 @@ class Machine:
         return None
 
     def close(self) -> None:
-        """End everything."""
+        """Stop all processes."""
         assert self.supervisor is not None
         if self.supervisor.poll() is None:
             self.cut()
 
 
 class Switch:
-    """A bridge in a network of its own, with a network for each machine; nothing of it is visible on this machine."""
+    """A bridge in its own network namespace, with one namespace per machine; all are invisible on this machine."""
 
     def __init__(self) -> None:
         self._holders: list[subprocess.Popen[bytes]] = []
@@ -161,7 +162,7 @@ class Machines:
     def __init__(self, root: Path, port: int, deployment: str, count: int = 2, *, switch: Switch | None = None) -> None:
         self.root = root
         names = [f"spark-{number}" for number in range(1, count + 1)]
-        # Their real network, or loopback of this process: agents wait for an interface with their address.
+        # Their own network, or loopback of this process: agents wait for an interface with their address.
         prefix, interface = (f"127.77.{os.getpid() % 250}", "lo") if switch is None else ("10.99.0", "eth0")
         addresses = [f"{prefix}.{number}" for number in range(1, count + 1)]
         self._added = addresses if switch is None else []
@@ -196,7 +197,7 @@ class Machines:
         return Loop(state, self.inventory, deployment, self.all[0].inside)
 
     def close(self) -> None:
-        """End everything."""
+        """Stop all machines and remove their addresses."""
         for machine in self.all:
             machine.close()
         self._address("del")
@@ -221,24 +222,24 @@ class Loop:
         self.supervisor: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, as a unit does at a start of the machine."""
+        """Start the loop as a systemd unit does at boot."""
         command = [*self.inside, sys.executable, "-m", "dsv4_operator.backends.local.supervisor"]
         self.supervisor = subprocess.Popen(
             [*command, f"--state-dir={self.state.root}", f"--name={self.state.name}"], start_new_session=True
         )
 
     def object(self) -> DSV4Deployment | None:
-        """Return the deployment with its status; None before the first."""
+        """Return the deployment with its status; None before the first one."""
         return self.state.object()
 
     def cut(self) -> None:
-        """End everything without notice."""
+        """Kill all processes without notice."""
         if self.supervisor is not None and self.supervisor.poll() is None:
             end_tree(self.supervisor.pid)
             self.supervisor.wait(10)
 
     def stop(self, *, members: bool, seconds: float = 60.0) -> int:
-        """End the loop, with or without the members; return its exit code."""
+        """Stop the loop, with or without the members; return its exit code."""
         assert self.supervisor is not None
         if members:
             (self.state.directory / DOWN).touch()

@@ -1,4 +1,4 @@
-"""A client that measures HTTP: as thin as it can be, so that the servers are what is seen."""
+"""HTTP client for measurements, with minimal cost so that the results show the servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ANSWER_SECONDS = 120.0
 
 
 def post(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> bytes:
-    """The bytes of a request."""
+    """Return the bytes of a request."""
     parts, data = urlsplit(url), json.dumps(body).encode()
     lines = [f"POST {parts.path} HTTP/1.1", f"Host: {parts.netloc}", "Content-Type: application/json"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
@@ -25,7 +25,7 @@ class Connection(asyncio.Protocol):
     """One keep-alive connection, one request at a time."""
 
     first = 0.0
-    """When the first byte of an answer's body came; 0: none yet."""
+    """Time of the first byte of a response's body; 0: none received."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
@@ -40,7 +40,7 @@ class Connection(asyncio.Protocol):
         if self._end < 0:
             head, _, body = self._received.partition(b"\r\n\r\n")
             if not body:
-                # vLLM sends the head long before the first token; what clients wait for is that.
+                # vLLM sends the head long before the first token; clients wait for the token.
                 return
             self.first = time.perf_counter()
             lower = bytes(head).lower()
@@ -51,7 +51,7 @@ class Connection(asyncio.Protocol):
             self._done.set_result(bytes(self._received))
 
     async def ask(self, request: bytes) -> tuple[float, bytes]:
-        """Send it; seconds to the first byte of the answer's body, and the whole answer."""
+        """Send `request`; return the seconds to the first byte of the response's body, and the whole response."""
         self._received, self._end = bytearray(), -1
         self._done = asyncio.get_running_loop().create_future()
         begun = time.perf_counter()
@@ -73,7 +73,7 @@ async def connect(url: str) -> Connection:
 
 @dataclass(frozen=True)
 class Load:
-    """What one run of requests took."""
+    """Times of one run of requests."""
 
     first: Sequence[float]
     """Seconds to each first byte."""
@@ -84,27 +84,28 @@ class Load:
         return len(self.first) / self.seconds
 
     def at(self, share: float) -> float:
-        """A quantile of the seconds to the first byte."""
+        """Return a quantile of the seconds to the first byte."""
         return quantile(self.first, share)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of them do not exceed."""
+    """Return the value that `share` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def order(urls: Sequence[str], turns: int) -> list[str]:
-    """Whom `take_turns` asks, one after the other."""
+    """Return the sequence of requested URLs in `take_turns`."""
     return [url for turn in range(turns) for url in (urls if turn % 2 else reversed(urls))]
 
 
 async def take_turns(
     urls: Sequence[str], body: dict[str, Any], *, turns: int, headers: dict[str, str] | None = None
 ) -> dict[str, list[float]]:
-    """Seconds to each first byte, one request at a time: every turn asks each URL once, and every other backwards.
+    """Return the seconds to each first byte, with sequential requests.
 
-    What disturbs the machine meets all of them alike.
+    Each turn requests every URL once, in alternating order, so that disturbances of the machine affect all URLs
+    equally.
     """
     connections = {url: await connect(url) for url in urls}
     data, first = {url: post(url, body, headers) for url in urls}, {url: list[float]() for url in urls}
@@ -118,7 +119,7 @@ async def take_turns(
 async def load(
     url: str, body: dict[str, Any], *, requests: int, clients: int, headers: dict[str, str] | None = None
 ) -> Load:
-    """`requests` in all by `clients` at once, each on a connection of its own."""
+    """Send `requests` in total by `clients` concurrent clients, each on its own connection."""
     connections = await asyncio.gather(*(connect(url) for _ in range(clients)))
     data, first, left = post(url, body, headers), list[float](), iter(range(requests))
 

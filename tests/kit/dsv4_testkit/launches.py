@@ -1,4 +1,4 @@
-"""Launches of kernels without a GPU, recorded where Triton would hand them to the driver."""
+"""Launches of kernels without a GPU, recorded at the interface between Triton and the driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4_kernels.precompile import CompileOnly
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch, as a driver would get it."""
+    """One launch with the arguments of the driver."""
 
     kernel: CompiledKernel
     grid: tuple[int, int, int]
@@ -22,9 +22,7 @@ class Launch:
 
 
 def record_launches(arch: Arch) -> list[Launch]:
-    """Return a list that gets every launch of this process from here on; each compiles its kernel for `arch`, and ends
-    there.
-    """
+    """Return a list of every later launch of this process; each compiles its kernel for `arch` without running it."""
     compile_for(TargetGPU(arch, arch.spec.multiprocessors))
     recorder = CompileOnly(arch)
     recorder.launches = True
@@ -33,7 +31,7 @@ def record_launches(arch: Arch) -> list[Launch]:
 
     def load(kernel: CompiledKernel) -> None:
         def run(x: int, y: int, z: int, *rest: Any) -> None:
-            # Between them: stream, function, two of metadata, two hooks.
+            # Omitted arguments: stream, function, two of metadata, two hooks.
             made.append(Launch(kernel, (x, y, z), rest[6:]))
 
         kernel.module = kernel.function = 0

@@ -1,4 +1,4 @@
-"""Alerts, dashboards, and the metrics that they may use."""
+"""Alerts, dashboards, and the metrics available to them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ VLLM = {
     "vllm:spec_decode_num_drafts": "counter",
     "vllm:time_to_first_token_seconds": "histogram",
 }
-"""Types of those of vLLM's metrics that alerts and dashboards use."""
+"""Types of vLLM's metrics that alerts and dashboards use."""
 
 
 def alerts() -> list[dict[str, Any]]:
@@ -213,7 +213,7 @@ def _gateway() -> bytes:
 
 
 def _vllm() -> bytes:
-    """Return vLLM's metrics as it writes them, with values that differ between calls."""
+    """Return metrics in vLLM's format, with values that differ between calls."""
     lines, value = [], unix_time() % 1e6
     for name, kind in VLLM.items():
         labels = 'engine="0",model_name="flash"' + ',position="0"' * name.endswith("_per_pos")

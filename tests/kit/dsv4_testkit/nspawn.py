@@ -43,7 +43,7 @@ def lacks() -> str | None:
 
 
 def until(true: Callable[[], bool], what: str, seconds: float) -> float:
-    """Wait for a condition; return the seconds."""
+    """Wait for a condition; return the elapsed seconds."""
     begun = time.monotonic()
     while not true():
         assert time.monotonic() - begun < seconds, f"not within {seconds:.0f} s: {what}"
@@ -75,7 +75,7 @@ class Nspawn:
             wanted.symlink_to("/lib/systemd/system/systemd-networkd.service")
 
     def boot(self) -> None:
-        """Start it and wait for ssh."""
+        """Start the machine and wait for ssh."""
         command = ["systemd-nspawn", "-q", "-b", "-D", str(self.root), f"--network-bridge={BRIDGE}"]
         command += ["--register=no", "--keep-unit", "-M", self.name]
         with open(self.world.folder / f"{self.name}.log", "ab") as log:
@@ -88,20 +88,20 @@ class Nspawn:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     def cut(self) -> None:
-        """Cut the power: process 1 is killed from outside, and the kernel ends the rest."""
+        """Cut the power: process 1 is killed from outside, and the kernel kills the other processes."""
         assert self.process is not None
         for child in psutil.Process(self.process.pid).children():
             child.send_signal(signal.SIGKILL)
         self.process.wait(60)
 
     def close(self) -> None:
-        """End it."""
+        """Stop the machine."""
         if self.process is not None and self.process.poll() is None:
             self.cut()
 
 
 class World:
-    """Machines with a client: a state directory, and an `ssh` that reaches them by address."""
+    """Machines with a client: a state directory, and an `ssh` that connects to them by address."""
 
     def __init__(self, folder: Path, count: int = 2) -> None:
         self.folder = folder
@@ -130,8 +130,10 @@ class World:
             machine.boot()
 
     def seed(self) -> None:
-        """Install the software of this environment on the first machine, without a package index: `up` finds it there,
-        and copies it to the others."""
+        """Install the software of this environment on the first machine, without a package index.
+
+        `up` finds it there and copies it to the other machines.
+        """
         root = self.machines[0].root
         version = subprocess.run(
             ["chroot", root, "python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
@@ -175,7 +177,7 @@ class World:
         )
 
     def close(self) -> None:
-        """End everything except the base system."""
+        """Remove everything except the base system."""
         for machine in self.machines:
             machine.close()
         subprocess.run(["ip", "link", "del", BRIDGE], check=False, timeout=10, capture_output=True)

@@ -1,8 +1,9 @@
-"""Logged figures that the memory plan is held against: what was logged, and the same from the plan.
+"""Logged figures for comparison with the memory plan, each with the figure of the plan.
 
-Whole starts are in `planning/memory/runs.toml`: 8 % for the KV cache's memory and the concurrency, or within the stated
-range where that is no wider than 10 %; 3 % for the weights. The others are here, 8 % where the build is older than the
-rule for tokens in flight. Where a log rounds the size of the KV cache, half of its last digit comes on top.
+Whole starts are in `planning/memory/runs.toml`, with a tolerance of 8 % for memory and concurrency of the KV cache, or
+the stated range where it is no wider than 10 %, and of 3 % for weights. Other figures are here, with 8 % for builds
+older than the rule for tokens in flight. Where a log rounds the size of the KV cache, half of its last digit is added
+to the tolerance.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """Whether a set-up fits, as the field found."""
+    """Whether a configuration fits: known result, and verdict of the plan."""
 
     name: str
     known: bool
@@ -53,7 +54,7 @@ class Case:
 
     @property
     def right(self) -> bool:
-        """Whether the plan of a set-up that is known to serve fits, and that of another one does not."""
+        """Return whether exactly a configuration that is known to serve fits in the plan."""
         return self.known is (self.planned is FitVerdict.FITS)
 
 
@@ -104,15 +105,15 @@ def sizes() -> Iterator[Row]:
 
 
 TOLERANCES = {"weights": 0.03, "kv": 0.08, "concurrency": 0.08}
-"""Of the figures that a start logged; others are shown."""
+"""Tolerances of figures that a start logged; other figures are printed only."""
 _NARROW = 0.10
 """Width of an interval that replaces the tolerance."""
 _WIDE = ("spark-b12x", "spark-dsv41")
-"""Builds whose starts of one configuration differ by more: their interval replaces the tolerance too."""
+"""Builds whose starts of one configuration differ by more than the tolerance: their interval replaces it, too."""
 
 
 def started(figure: str) -> Iterator[Row]:
-    """Rows of one figure of every start."""
+    """Yield the rows of one figure of every start."""
     for each in comparisons(figure):
         narrow = each.most - each.least <= _NARROW * each.planned or each.run.failed or each.run.profile in _WIDE
         inside = narrow and each.least <= each.logged <= each.most
@@ -141,7 +142,7 @@ def requests() -> Iterator[Row]:
 
 
 def concurrency() -> Iterator[Row]:
-    """`Maximum concurrency` for the logged bytes of KV cache."""
+    """Yield `Maximum concurrency` for the logged bytes of KV cache."""
     nvfp4 = "nvfp4_ds_mla"
     for text, name, gib, settings, logged, tolerance in (
         ("2 RTX, share 0.985 (PR 40899)", "V4-Flash", 9.15, engine(MILLION, 8192), 1.32, 0.03),
@@ -232,7 +233,7 @@ def verdicts() -> list[Case]:
             True,
             fits("V4-Flash", RTX, PAIR_IN_ONE, share(0.95, 131_072, 8192, batches=2)),
         ),
-        # rhys101/DeepSeek-V4.1-Flash-vLLM-DGX-Spark-8; with its tables in memory it has run on no fewer.
+        # rhys101/DeepSeek-V4.1-Flash-vLLM-DGX-Spark-8; with its tables in memory, no start on fewer machines is known.
         Case(
             "V4.1-Flash, 8 Sparks, 300k tokens, 0.80",
             True,

@@ -1,4 +1,4 @@
-"""The plans that an engine with Flash's layers makes of the bundled kernels, as lines of `dsv4_kernels.precompile`."""
+"""Plans of an engine with Flash's layers for the bundled kernels, as lines of `dsv4_kernels.precompile`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = (
     line(NormPlan, 64, 128, DEVICE),
     line(MoePlan, 1, 256, 64, 16, 6, False, DEVICE),
 )
-"""A few that compile in seconds."""
+"""Plans that compile in seconds."""
 FLASH = (
     *(
         line(PrePlan, name, TOKENS, 4096, DEVICE, norms=[True], quantised=TOKENS)
@@ -60,4 +60,4 @@ FLASH = (
     line(LogitsPlan, 64, DEVICE),
     line(PagedLogitsPlan, 1, 9216, 64, DEVICE),
 )
-"""One rank's, all heads and experts on it."""
+"""Plans of a single rank with all heads and experts."""

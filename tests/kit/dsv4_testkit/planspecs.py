@@ -1,4 +1,4 @@
-"""Random deployments: one that works, with up to three oddities. For `plan.py`, and for the tests with hypothesis."""
+"""Random deployments: a working one with up to three unusual values, for `plan.py` and the tests with hypothesis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsv4_operator.planning.images import profiles
 
 IMAGE = "vllm/vllm-openai:v0.33.0@sha256:" + "ab" * 32
 
-# Hardware, model, machines, devices of each, pipeline stages: with room for the model.
+# Hardware, model, machines, devices of each, pipeline stages: with sufficient memory for the model.
 WORKING = (
     ("GB10", "Flash", 2, 1, 1),
     ("GB10", "Flash", 4, 1, 2),
@@ -32,7 +32,7 @@ CHECKPOINTS = {
 
 WORDS = ("--seed", "1", "--sed", "--moe-backend=marlin", "-cc.mode", "{", "--attention-config={", "--", "-x", "é", "")
 
-# Fields below `spec`, and values that make it unusual: legal, refused by a rule, or beyond the memory.
+# Fields below `spec` and unusual values: valid, refused by a rule, or beyond the memory.
 ODDITIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("engine.profile", (*(one.name for one in profiles()), "none")),
     ("engine.image", (IMAGE, "vllm/vllm-openai:latest", "own:1")),
@@ -62,11 +62,11 @@ ODDITIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
 )
 
 Choose = Callable[[Sequence[Any]], Any]
-"""One of several values, at random."""
+"""Random choice from a sequence."""
 
 
 def manifest(choose: Choose) -> dict[str, Any]:
-    """A deployment as a file has it. Four in five pass the specification's own checks, two in five are planned."""
+    """Return a deployment as in a file. Four in five pass the specification's own checks, two in five are planned."""
     hardware, model, machines, devices, stages = choose(WORKING)
     spec: dict[str, Any] = {
         "model": {"variant": model, "source": {"path": f"/m/DeepSeek-{choose(CHECKPOINTS[model])}"}},
@@ -79,7 +79,7 @@ def manifest(choose: Choose) -> dict[str, Any]:
         "engine": {"maxModelLen": 1024, "maxNumSeqs": 2, "maxNumBatchedTokens": 512},
     }
     if hardware == "GB10":
-        # The machine's own default has no room for Pro.
+        # The machine's default leaves too little memory for Pro.
         spec["engine"]["gpuMemoryUtilization"] = 0.88
     for _ in range(choose([0, 1, 2, 3])):
         path, values = choose(ODDITIES)

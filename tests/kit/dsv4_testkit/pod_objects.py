@@ -1,4 +1,4 @@
-"""Nodes and pods in the shape in which API servers list them, and the deployments that they are for."""
+"""Nodes and pods in the format of API servers, and their deployments."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def sparks(count: int = 2, **changes: Any) -> list[Manifest]:
 
 
 def program(name: str, on: str, phase: str = "Running", **requests: str) -> Manifest:
-    """A pod of somebody else."""
+    """Return a pod of another owner."""
     return {
         "metadata": {"namespace": "other", "name": name, "labels": {"app": name}},
         "spec": {"nodeName": on, "containers": [{"name": "main", "resources": {"requests": requests}}]},
@@ -87,7 +87,7 @@ def deployment(file: str = "flash-2x-spark.yaml", **topology: Any) -> DSV4Deploy
 
 
 def owners(name: str, uid: str, kind: str = KIND, *, controller: bool = True) -> list[Manifest]:
-    """The owner references of an object that belongs to the deployment (or another object) `name`."""
+    """Return the owner references of an object that belongs to the deployment (or another object) `name`."""
     return [{"apiVersion": API_VERSION, "kind": kind, "name": name, "uid": uid, "controller": controller}]
 
 
@@ -96,7 +96,7 @@ def nodes_of(plan: GroupPlan) -> list[str | None]:
 
 
 def made(wanted: DSV4Deployment, plan: GroupPlan, phase: str = "Running") -> tuple[Manifest, ...]:
-    """The pods of `plan` as the API server has them once they are scheduled."""
+    """Return the pods of `plan` after scheduling, in the format of the API server."""
     found = []
     for member in plan.members:
         pod: Manifest = dict(member_pod(wanted, plan, member.rank, host=Host(ALLOWED, "runtime")))

@@ -1,4 +1,4 @@
-"""One deployment over the real Pods backend, an API server in memory, a kubelet and agents that a test controls."""
+"""One deployment on the real Pods backend, with an API server in memory, a kubelet and agents controlled by a test."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def address(group: int, incarnation: int, rank: int) -> str:
 
 NAME = ("DSV4Deployment", *KEY)
 UID = "uid-1"
-"""Of the deployment: it is the first object of the API server."""
+"""Uid of the deployment, the first object of the API server."""
 START = 1_000_000.0
 
 
 class FailingKube(FakeKube):
-    """An API server that fails chosen requests: by verb and kind, the exception that it raises."""
+    """An API server that fails chosen requests: raised exception by verb and kind."""
 
     def __init__(self, objects: Any = ()) -> None:
         super().__init__(objects)
         self.failing: dict[tuple[str, str], Exception] = {}
         self.hanging: set[tuple[str, str]] = set()
-        """Requests that get no answer."""
+        """Requests without a response."""
         self.seen: set[tuple[str, str]] = set()
 
     def _asked(self, verb: str, name: tuple[str, str, str], **options: Any) -> None:
@@ -69,7 +69,7 @@ class FailingKube(FakeKube):
 
 
 class _Agents:
-    """Stands for `AgentClient`: nobody has open requests or evidence."""
+    """Replaces `AgentClient`: no member has open requests or evidence."""
 
     async def drain(self, *_: object) -> bool:
         return True
@@ -87,11 +87,11 @@ class World:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, schedulers: Sequence[SchedulerType] = (), **spec: Any
     ) -> None:
-        """`schedulers` are allowed; `spec` replaces fields of the specification."""
+        """Allow `schedulers`; `spec` replaces fields of the specification."""
         self.placing = True
-        """Whether a scheduler chooses nodes for pods that require none."""
+        """Whether a scheduler chooses nodes for pods without a required node."""
         self.lingering: set[str] = set()
-        """Names of pods that are not ended although they were deleted."""
+        """Names of deleted pods that do not end."""
         self.now = START
         self.events: list[Event] = []
         self.reports: dict[str, AgentStatus] = {}
@@ -106,7 +106,7 @@ class World:
         world = self
 
         class Agents:
-            """Stands for `AgentWatch`: what the agents report is in the world, by their addresses."""
+            """Replaces `AgentWatch`: reports of the agents are in the world, by address."""
 
             def __init__(self, _client: object, incarnation: int, *_: object) -> None:
                 self.incarnation = incarnation
@@ -153,7 +153,7 @@ class World:
         return copy.deepcopy(self.kube.objects[NAME])
 
     def put(self, manifest: Manifest) -> None:
-        """Write `manifest` as somebody else."""
+        """Write `manifest` as another client."""
         self.kube._put(NAME, manifest)
 
     @property
@@ -162,12 +162,12 @@ class World:
         return found
 
     def condition(self, kind: str) -> tuple[str, str, str]:
-        """Status, reason and message of a condition."""
+        """Return status, reason and message of a condition."""
         one = next(one for one in self.status["conditions"] if one["type"] == kind)
         return one["status"], one["reason"], one["message"]
 
     def pods(self, incarnation: int | None = None) -> list[Manifest]:
-        """Members that the API server has."""
+        """Return the member pods of the API server."""
         found = []
         for (kind, _, name), one in sorted(self.kube.objects.items()):
             member = names.parse_member_name(name) if kind == "Pod" else None
@@ -176,7 +176,7 @@ class World:
         return found
 
     def kubelet(self) -> None:
-        """Start what was made, end what was deleted, and have the cache see it."""
+        """Start new pods, end deleted pods, and update the cache."""
         for name, one in list(self.kube.objects.items()):
             if name[0] != "Pod":
                 continue
@@ -237,24 +237,24 @@ class World:
         self.reports.pop(address(group, incarnation, rank), None)
 
     async def step(self) -> float:
-        """Let time pass until the next reconcile, at most a second, and reconcile; return when it wants the next."""
+        """Reconcile and advance the time by at most a second; return the pause to the next reconcile in seconds."""
         self.kubelet()
         if NAME in self.kube.objects:
             self.deployments.handle_event(self.live(), False)
         try:
             pause = await self.deployments.reconcile(KEY)
         except Exception:
-            # As the work queue does.
+            # As in the work queue.
             pause = 1.0
         pause = 300.0 if pause is None else pause
         self.now += min(max(pause, 0.1), 1.0)
         return pause
 
     async def until(self, what: Any, seconds: float) -> float:
-        """Reconcile until `what()` is true; return the seconds that it took.
+        """Reconcile until `what()` is true; return the elapsed seconds.
 
         Raises:
-            AssertionError: it is not within `seconds`.
+            AssertionError: it is not true within `seconds`.
         """
         begun = self.now
         while not what():
@@ -263,11 +263,11 @@ class World:
         return self.now - begun
 
     async def serve(self) -> None:
-        """Form the first incarnation, and have it serve."""
+        """Form the first incarnation and wait until it serves."""
         await self.until(lambda: self.status.get("phase") == "Serving", 20.0)
 
     def formed(self, incarnation: int, group: int = 0) -> bool:
-        """Whether exactly that incarnation of a group has members, all of them."""
+        """Return whether exactly this incarnation of a group has members, and all of them."""
         mine = [one["metadata"]["name"] for one in self.pods()]
         mine = [name for name in mine if name.startswith(f"nano-{group}-")]
         return mine == [names.member_name("nano", group, incarnation, rank) for rank in (0, 1)]

@@ -1,4 +1,4 @@
-"""Emulate the few PTX instructions of the kernels' inline assembly, which Triton's interpreter leaves out."""
+"""Emulation of the PTX instructions in the kernels' inline assembly, which Triton's interpreter does not support."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 import dsv4_kernels
 
 Word = torch.Tensor
-"""Registers of many threads at once: int64 with the values of 32 bits without a sign."""
+"""Registers of many threads: int64 with the values of unsigned 32-bit integers."""
 MASK = 0xFFFFFFFF
 
 
 def assemblies() -> dict[tuple[str, str], list[str]]:
-    """Return the inline assemblies of the package by file and function, in the order of the source."""
+    """Return the inline assemblies of the package by file and function, in source order."""
     found: dict[tuple[str, str], list[str]] = {}
     root = Path(dsv4_kernels.__path__[0])
     for path in sorted(root.rglob("*.py")):
@@ -43,7 +43,7 @@ def _of(function: ast.FunctionDef, names: dict[str, str]) -> Iterator[str]:
 
 
 def run(assembly: str, inputs: dict[int, Word]) -> dict[int, Word]:
-    """Run `assembly` with the operands `inputs` by their numbers; return those that it writes."""
+    """Run `assembly` with the operands `inputs` by number; return the operands that it writes."""
     registers: dict[str, Word] = {f"${number}": word for number, word in inputs.items()}
     for statement in assembly.replace("{", "").replace("}", "").split(";"):
         line = statement.strip()
@@ -65,7 +65,7 @@ def _value(text: str, registers: dict[str, Word]) -> Word:
 
 
 def _prmt(a: Word, b: Word, selector: Word) -> Word:
-    """Pick four of the eight bytes of a (0 to 3) and b (4 to 7)."""
+    """Select four of the eight bytes of a (0 to 3) and b (4 to 7)."""
     out = torch.zeros_like(a + b)
     for place in range(4):
         which = int(selector) >> (4 * place) & 15
@@ -76,7 +76,7 @@ def _prmt(a: Word, b: Word, selector: Word) -> Word:
 
 
 def _lop3(a: Word, b: Word, c: Word, table: Word) -> Word:
-    """Any function of three bits: bit 4a + 2b + c of the table."""
+    """Return a function of three bits: bit 4a + 2b + c of the table."""
     out = torch.zeros_like(a | b | c)
     for row in range(8):
         if int(table) >> row & 1:
@@ -98,7 +98,7 @@ def pair(lower: torch.Tensor, upper: torch.Tensor) -> Word:
 
 
 def _mul_bf16x2(a: Word, b: Word) -> Word:
-    # A product of two bf16 is exact in float32, but for those below its smallest.
+    # A product of two bf16 is exact in float32, except for values below its smallest.
     halves = [(bf16(a, half).float() * bf16(b, half).float()).to(torch.bfloat16) for half in (0, 1)]
     return pair(*halves)
 

@@ -1,4 +1,4 @@
-"""A backend that remembers, a clock and a store for tests of the reconciler."""
+"""A backend in memory, a clock and a store for tests of the reconciler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDPOINTS = Endpoints("http://127.0.0.1:8000/v1", "http://127.0.0.1:8265")
 
 
 class Members:
-    """A backend that only remembers. What it is told to break, breaks."""
+    """A backend that keeps its members in memory. Calls named in `broken` fail."""
 
     def __init__(self) -> None:
         self.members: dict[tuple[int, int], ObservedMember] = {}
@@ -26,14 +26,14 @@ class Members:
         self.asked: list[float] = []
         self.reserved: list[tuple[int | None, int]] = []
         self.drains = 0
-        """How many more times the engine says that it has open requests."""
+        """Remaining calls of `drain` with open requests."""
         self.fences = 0
-        """How many more times members that are to end are still there."""
+        """Remaining calls of `fence` after which fenced members still exist."""
         self.evidence_there = asyncio.Event()
         self.evidence_there.set()
         self.engine: EngineStatus | None = None
         self.unreachable: str | None = None
-        """Why the public endpoint does not answer."""
+        """Reason for which the public endpoint is unreachable."""
 
     def _call(self, name: str, incarnation: int) -> None:
         self.calls.append(f"{name} {incarnation}")
@@ -90,7 +90,7 @@ class Members:
         self.members = {name: member for name, member in self.members.items() if name[0] != incarnation}
 
     def speak(self, now: float, stage: str = "") -> None:
-        """All members serve, or are on their way to it, and say so."""
+        """Set a status for all members: serving, or in `stage` of loading."""
         for (incarnation, rank), member in self.members.items():
             engine = EngineStatus(generation=1, ready_time=now) if rank == 0 else None
             known = member.status.engine if member.status is not None else self.engine
@@ -124,7 +124,7 @@ class Clock:
 
 
 class Saved(list[DSV4Deployment]):
-    """What was saved, in its order."""
+    """Saved deployments in order."""
 
     async def save(self, deployment: DSV4Deployment) -> None:
         self.append(deployment)
@@ -139,7 +139,7 @@ async def until_formed(members: Members, reconciler: Reconciler, deployment: DSV
 
 
 async def until_served(members: Members, reconciler: Reconciler, deployment: DSV4Deployment, clock: Clock) -> None:
-    """Form the first incarnation, and have its agents say three times, a second apart, that it serves."""
+    """Form the first incarnation, and report three times, a second apart, that it serves."""
     await until_formed(members, reconciler, deployment, 1)
     for _ in range(3):
         clock.now += 1

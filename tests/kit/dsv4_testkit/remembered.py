@@ -1,6 +1,6 @@
-"""Launches in Triton's interpreter that were made before with the same arguments and the same memory.
+"""Cache of launches in Triton's interpreter by their arguments and memory.
 
-The interpreter runs the programs of a launch one after the other: what is in memory afterwards depends on nothing else.
+The interpreter runs the programs of a launch sequentially, so the memory after a launch depends on these inputs only.
 The configurations of two architectures often differ only in options that the interpreter ignores (warps, stages).
 """
 
@@ -15,7 +15,7 @@ import torch
 from triton.runtime import interpreter
 
 _LARGEST = 1 << 24
-"""Bytes of the memory of a launch; larger ones always run."""
+"""Largest memory of a cached launch in bytes; launches with more memory always run."""
 _KEPT = 1 << 27
 _VALUES = (int, float, bool, str, type(None), interpreter.tl.dtype)
 
@@ -23,7 +23,7 @@ Call = Callable[..., None]
 
 
 def _described(executor: Any, arguments: dict[str, Any]) -> tuple[Hashable, list[torch.Tensor]] | None:
-    """Return all that the launch depends on, and its memory as bytes; None where that is not known."""
+    """Return all inputs of the launch and its memory as bytes; None if they cannot be determined."""
     if callable(executor.grid) or executor.pre_run_hooks:
         return None
     key: list[Hashable] = [executor.fn, executor.grid]
@@ -47,7 +47,7 @@ def _described(executor: Any, arguments: dict[str, Any]) -> tuple[Hashable, list
 
 
 def remember_launches() -> None:
-    """Have this process's interpreter run each launch once, and repeat what it left in memory from then on."""
+    """Run each launch of this process's interpreter once, and restore its resulting memory on repetitions."""
     plain: Call = interpreter.GridExecutor.__call__
     left: OrderedDict[Hashable, list[torch.Tensor]] = OrderedDict()
     kept = 0

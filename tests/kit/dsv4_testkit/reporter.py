@@ -1,4 +1,4 @@
-"""State that an agent's HTTP API reads: a member's record, and of others what a test puts there."""
+"""State read by an agent's HTTP API: a member's record, and reports of other members set by a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dsv4_runtime.contract import AgentStatus, DrainReport, GroupPlan
 
 
 class Reporter:
-    """The agent of one member, without anything that it does."""
+    """The agent of one member without its actions."""
 
     def __init__(self, plan: GroupPlan, rank: int = 0) -> None:
         self.state = MemberRecord(plan, rank)

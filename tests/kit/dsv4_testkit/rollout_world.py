@@ -1,4 +1,4 @@
-"""Several groups of one member, the backend that runs them, and whoever decides about them."""
+"""Several groups of one member, with their backend and decider."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ spec:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user wants at this moment."""
+    """The user's present specification."""
 
     replicas: int = 2
     limit: int = 1
@@ -70,7 +70,7 @@ class Asked:
     generation: int = 1
 
     def but(self, **changes: object) -> Asked:
-        """The same with changes, which the server counts."""
+        """Return a copy with changes and the next generation, as the server counts it."""
         return Asked(**{**vars(self), "generation": self.generation + 1, **changes})  # type: ignore[arg-type]
 
 
@@ -85,11 +85,11 @@ def deployment_of(asked: Asked) -> DSV4Deployment:
 
 @dataclass
 class Member(group_world.Member):
-    """The only one of its group."""
+    """The only member of its group."""
 
     lives: tuple[Phase, ...] = LIFE
     seed: int = 0
-    """What it was formed from."""
+    """Seed of the specification from which it was formed."""
 
     @property
     def serves(self) -> bool:
@@ -98,18 +98,18 @@ class Member(group_world.Member):
 
 @dataclass
 class World:
-    """Groups of one member, the backend that runs them, and whoever decides."""
+    """Groups of one member, with their backend and decider."""
 
     asked: Asked = field(default_factory=Asked)
     now: float = START
     bad: dict[int, str] = field(default_factory=dict)
-    """Seeds with which no engine comes up, and what becomes of it: `config`, `dies` or `never`."""
+    """Result by seed for which no engine starts: `config`, `dies` or `never`."""
     members: dict[tuple[int, int], Member] = field(default_factory=dict)
     fenced: set[tuple[int, int]] = field(default_factory=set)
     kept: DeploymentStatus = field(default_factory=DeploymentStatus)
     told: list[Event] = field(default_factory=list)
     open_seconds: float = 0.0
-    """How long engines take to finish what they have begun."""
+    """Seconds in which engines complete open requests."""
     refused: set[int] = field(default_factory=set)
     """Seeds that cannot be planned."""
     pause: float = 0.0
@@ -122,7 +122,7 @@ class World:
         return [one for one in self.members.values() if one.ended is None and group in (None, one.group)]
 
     def serving(self) -> dict[int, int]:
-        """Groups that answer, and the seed that they were formed from."""
+        """Return the seeds of serving groups, by group."""
         return {one.group: one.seed for one in self.members.values() if one.serves}
 
     def group(self, index: int) -> GroupStatus:
@@ -132,7 +132,7 @@ class World:
         found = []
         for group in range(max(self.asked.replicas, len(self.kept.groups))):
             mine = [one.seen(self.now) for one in self.members.values() if one.group == group]
-            # What ended was found to have ended just now.
+            # Ended members are reported as ended at this moment.
             seen = tuple(replace(one, ended_time=one.ended and self.now) for one in mine)
             found.append(Observed(GroupKey("default", "nano", group), seen))
         return found
@@ -150,7 +150,7 @@ class World:
         return plan
 
     def step(self, observed: list[Observed] | None = None, crash: int = 99, halfway: int = 99) -> None:
-        """One turn, dying before action `crash` of all groups', or failing halfway in one."""
+        """Run one reconcile that dies before action `crash` of all groups', or fails halfway in action `halfway`."""
         seen = self.observe() if observed is None else observed
         known = self.kept
         turn = decide_groups(self.deployment, seen, known, self.planner, self.now)
@@ -183,10 +183,10 @@ class World:
         self.pause = min(decision.next_time for decision in turn.decisions) - self.now
 
     def _check(self, seen: Sequence[Observed], known: DeploymentStatus, decided: Sequence[GroupStatus]) -> None:
-        """No more groups are ended than may be down, and nothing is formed from what was given up."""
+        """Assert that no more groups are ended than may be unavailable, and that no rejected revision is formed."""
         before = {group.index: group for group in known.groups}
         answering = {one.key.group for one in seen for member in one.members if _answers(member)}
-        # One that was not seen to be formed has not been Ready, whatever its agent says by now.
+        # A group whose formation was not observed was never Ready, even if its agent reports that it serves.
         kept = (GroupPhase.UPDATING, GroupPhase.FORMING)
         ended = {
             group.index
@@ -203,7 +203,7 @@ class World:
                 assert group.revision != rejected.revision, f"group {group.index} tries again what was given up"
 
     def execute(self, action: Action, halfway: bool) -> bool:
-        """Do it; whether those after it have to wait."""
+        """Execute `action`; return whether later actions must wait."""
         match action:
             case Drain(of, incarnation, seconds):
                 member = self.members.get((of.group, incarnation))
@@ -237,7 +237,7 @@ class World:
         return False
 
     def live(self) -> None:
-        """Members go on by one step of their lives; those of a bad specification come to its end."""
+        """Advance members by one phase; those of a bad specification advance to their failure."""
         for one in self.alive():
             match self.bad.get(one.seed):
                 case None:

@@ -1,8 +1,8 @@
-"""Agents without an engine, for pods that only KWOK says are there.
+"""Agents without an engine, for pods that exist only in KWOK.
 
-The HTTP API and the record of a member's life are the agent's own code; only what they report is scripted. One process
-answers for any number of pods, because the addresses of such pods are made this machine's own (`routed`). So everything
-that the controller does is real except the engine.
+The HTTP API and the record of a member are the agent's own code; only the reported values are scripted. One process
+responds for any number of pods, because their addresses are routed to this machine (`routed`). All work of the
+controller is real except for the engine.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _STARTING = (Phase.PREFLIGHT, Phase.STAGING, Phase.JOINING)
 _POLL_SECONDS = 0.05
 
 MemberKey = tuple[str, str, int, int]
-"""Namespace, deployment, group, rank; a script holds for every incarnation."""
+"""Namespace, deployment, group, rank; a script applies to every incarnation."""
 
 
 @contextlib.contextmanager
 def routed(network: str) -> Iterator[None]:
-    """Make all addresses of `network` this machine's own. Needs root."""
+    """Route all addresses of `network` to this machine. Requires root."""
     command = ["ip", "route", "replace", "local", network, "dev", "lo"]
     subprocess.run(command, check=True, timeout=10)
     try:
@@ -47,28 +47,28 @@ def routed(network: str) -> Iterator[None]:
 
 @dataclass
 class Script:
-    """How the agent of a member behaves; may be changed while it runs."""
+    """Behaviour of a member's agent; it can be changed while the agent runs."""
 
     phase_seconds: float = 0.05
-    """Time in each phase of a start."""
+    """Seconds in each phase of a start."""
     last_phase: Phase = Phase.SERVING
-    """It comes no further: a slow load."""
+    """Last phase that is reached, as in a slow load."""
     silent: bool = False
-    """It takes connections and answers nothing."""
+    """Connections are accepted, but get no response."""
     gone: bool = False
-    """Nobody listens."""
+    """Connections are refused."""
     lies: bool = False
-    """It calls itself a member of another incarnation."""
+    """The status names another incarnation."""
     fails: Cause | None = None
-    """It becomes `Failed`, for this reason."""
+    """Cause of its failure: the agent becomes `Failed`."""
     drain_seconds: float = 0.0
-    """How long its engine takes to finish what it has begun, when it is asked to."""
+    """Seconds in which its engine completes open requests during a drain."""
     lost_seconds: float = 3.0
-    """A head that does not hear a member for so long becomes `Failed`."""
+    """A head without reports of a member for this time becomes `Failed`."""
 
 
 class ScriptedAgent:
-    """One member; what the agent's HTTP API reads."""
+    """One member, as read by the agent's HTTP API."""
 
     def __init__(
         self, plan: GroupPlan, rank: int, script: Script, group: Callable[[], Mapping[int, ScriptedAgent]]
@@ -114,7 +114,7 @@ class ScriptedAgent:
         return found
 
     def drain(self, seconds: float) -> DrainReport:
-        """Finish, after `drain_seconds` of the script, what a serving engine has begun."""
+        """Complete the open requests of a serving engine after `drain_seconds` of the script."""
         state, now = self.state, time.monotonic()
         if state.phase is Phase.SERVING and self.rank == 0:
             state.finish("waiting for 1 open request")
@@ -126,7 +126,7 @@ class ScriptedAgent:
         return not (self.script.silent or self.script.gone)
 
     async def live(self) -> None:
-        """From Preflight to where the script ends."""
+        """Advance from Preflight to the last phase of the script."""
         while True:
             await self._step()
             await asyncio.sleep(min(_POLL_SECONDS, self.script.phase_seconds))
@@ -171,12 +171,12 @@ class ScriptedAgent:
             state.enter(Phase.SERVING)
 
     def engine_dies(self, cause: Cause = Cause.ENGINE_CORE_DIED) -> None:
-        """Rank 0: the engine is dead, and is started again in place."""
+        """Fail the engine of rank 0 and restart it in place."""
         self.state.record_failure(self._failure(cause, 0, "the engine died").model_copy(update={"level": 1}))
         self.state.enter(Phase.RESTARTING)
 
     def fail(self, cause: Cause, culprit: int, message: str) -> None:
-        """Only a new incarnation helps."""
+        """Fail in a way that only a new incarnation repairs."""
         self.state.record_failure(self._failure(cause, culprit, message))
         self.state.enter(Phase.FAILED, message)
 
@@ -210,12 +210,14 @@ class _Running:
 
 
 class ScriptedAgents:
-    """Answers for every running member pod of a cluster that has an address, until closed."""
+    """Responds for every running member pod of a cluster with an address, until closed."""
 
     def __init__(self, kube: Client, *, settled: Script | None = None) -> None:
-        """Args:
-        kube: the API server.
-        settled: how agents behave for whom there is no script.
+        """Create the agents without starting them.
+
+        Args:
+            kube: the API server.
+            settled: behaviour of agents without a script.
         """
         self._kube = kube
         self._default = settled or Script()
@@ -238,12 +240,12 @@ class ScriptedAgents:
             await self._end(uid)
 
     def script(self, namespace: str, deployment: str, rank: int, group: int = 0) -> Script:
-        """How that member behaves, in the present incarnation and in those that follow."""
+        """Return the behaviour of a member in the present and all later incarnations."""
         key = (namespace, deployment, group, rank)
         return self._scripts.setdefault(key, Script(**vars(self._default)))
 
     def agent(self, namespace: str, deployment: str, rank: int, group: int = 0) -> ScriptedAgent:
-        """The agent of that member in the latest incarnation."""
+        """Return the member's agent in the latest incarnation."""
         found = [
             one.agent
             for one in self._running.values()
@@ -254,7 +256,7 @@ class ScriptedAgents:
 
     @property
     def running(self) -> int:
-        """Agents that answer."""
+        """Number of running agents."""
         return len(self._running)
 
     async def _follow(self) -> None:
@@ -263,7 +265,7 @@ class ScriptedAgents:
             try:
                 await self._catch_up()
             except Exception as error:
-                # Without this task no agent answers any more, and nothing says why.
+                # Without this task no agent responds, and no error is visible.
                 print(f"scripted agents: {type(error).__name__}: {error}; tried again", file=sys.stderr, flush=True)
             # Not `wait_for`: before Python 3.12 it can swallow a cancellation.
             with contextlib.suppress(TimeoutError):
@@ -271,7 +273,7 @@ class ScriptedAgents:
                     await self._news.wait()
 
     async def _catch_up(self) -> None:
-        """Start, end and open the agents of the pods that there are now."""
+        """Start, stop and open agents so that they match the present pods."""
         members = {pod["metadata"]["uid"]: pod for pod in self._pods.all() if is_member(pod) and _runs(pod)}
         for uid in self._running.keys() - members.keys():
             await self._end(uid)
@@ -312,12 +314,12 @@ class ScriptedAgents:
         self._running[uid] = _Running(agent, runner, None, life, pod["status"]["podIP"], port)
 
     async def _listen(self, one: _Running) -> None:
-        """Open or close its port, as the script says."""
+        """Open or close the agent's port according to its script."""
         if one.listener is None and not one.agent.script.gone:
             try:
                 listener = socket.create_server((one.address, one.port))
             except OSError as error:
-                # A pod that was deleted just now may have had the same address.
+                # A recently deleted pod may have had the same address.
                 print(f"{one.address}:{one.port} is not free yet: {error}")
                 return
             await web.SockSite(one.runner, listener).start()
@@ -326,11 +328,11 @@ class ScriptedAgents:
             await self._deafen(one)
 
     async def _deafen(self, one: _Running) -> None:
-        """Close its port."""
+        """Close the agent's port."""
         if one.listener is None:
             return
-        # What it has accepted becomes a connection in the next turn of the loop. CPython leaks it if the server is
-        # closed by then (github.com/python/cpython/issues/109564), and clients here come again all the time.
+        # An accepted socket becomes a connection in the next iteration of the event loop. CPython leaks it if the
+        # server is closed by then (github.com/python/cpython/issues/109564), and clients here reconnect continuously.
         asyncio.get_running_loop().remove_reader(one.listener)
         await asyncio.sleep(0)
         for site in tuple(one.runner.sites):
@@ -343,7 +345,7 @@ class ScriptedAgents:
         await asyncio.gather(one.life, return_exceptions=True)
         await self._deafen(one)
         await one.runner.cleanup()
-        # Not before: a cancellation on the way would leave its port open for good.
+        # Deleted last: a cancellation before would leave its port open permanently.
         del self._running[uid]
 
     def _siblings(self, plan: GroupPlan) -> dict[int, ScriptedAgent]:

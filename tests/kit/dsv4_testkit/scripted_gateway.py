@@ -1,7 +1,7 @@
-"""Gateways without processes of their own, for clusters whose gateway images are nowhere.
+"""Gateways without processes, for clusters in which gateway images are not available.
 
-Their pods are on nodes of KWOK, with addresses of this machine (`scripted_agent.routed`). They answer the operator's
-canary as they are told; the check of the token is the real one.
+Their pods are on nodes of KWOK, with addresses of this machine (`scripted_agent.routed`). They respond to the
+operator's canary as configured; the verification of the token is real.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dsv4_runtime.contract.token import canary_token
 
 
 class ScriptedGateway:
-    """Answers the canary of one deployment, for a pod of its own and for every other one of its gateways."""
+    """Responds to the canary of one deployment, for a pod of its own and for every other gateway."""
 
     def __init__(self, kube: Client, namespace: str, deployment: str) -> None:
         self._kube, self._namespace, self._deployment = kube, namespace, deployment
         self.problem = ""
-        """Why it answers nobody; empty: it does."""
+        """Reason for failing canaries; empty: canaries succeed."""
         self.asked = 0
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -42,7 +42,7 @@ class ScriptedGateway:
 
     @contextlib.asynccontextmanager
     async def running(self, node: str = "fake1") -> AsyncIterator[ScriptedGateway]:
-        """Have its pod on `node` and its port open."""
+        """Run its pod on `node` and open its port."""
         labels = names.labels(self._deployment, component=names.GATEWAY)
         name = f"{self._deployment}-scripted-gateway"
         await self._kube.create(
@@ -72,7 +72,7 @@ class ScriptedGateway:
             assert isinstance(ended, asyncio.CancelledError), f"a port was not opened: {ended!r}"
 
     async def _listen(self, runner: web.AppRunner) -> None:
-        """Open the port of every gateway that has an address of this machine: the others are on real nodes."""
+        """Open the port of every gateway with an address of this machine; other gateways run on real nodes."""
         chosen = names.selector(names.labels(self._deployment, component=names.GATEWAY))
         opened: set[str] = set()
         while True:

@@ -1,7 +1,7 @@
-"""Specifications made from the definition: at each field what it takes, what it nearly takes, and what is odd.
+"""Specifications made from the definition, with accepted, nearly accepted and unusual values for each field.
 
-Two programs decide whether a specification is valid: the API server by the definition, and Python by the models. Tests
-give the same objects to both.
+Two programs validate a specification: the API server by the definition, and Python by the models. Tests pass the same
+objects to both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dsv4_operator.api.crd import definition
 
 SPEC: dict[str, Any] = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 TOKEN = "hf_" + "aB3" * 12
-"""Looks like a secret, and is none."""
+"""Has the form of a secret, but is none."""
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _SAMPLES: dict[str, Any] = {
@@ -82,8 +82,7 @@ _SHAPES: tuple[Any, ...] = (None, {}, [], "", "a", 0, 1, True, {"a": 1}, [{}], [
 
 
 def fields(schema: dict[str, Any] = SPEC, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the path below `spec` and the schema of each field; `[]` are the entries of a list,
-    `{}` those of a map."""
+    """Yield path below `spec` and schema of each field; `[]` stands for list entries, `{}` for map entries."""
     for name, part in schema.get("properties", {}).items():
         here = f"{path}.{name}".lstrip(".")
         yield here, part
@@ -95,7 +94,7 @@ def fields(schema: dict[str, Any] = SPEC, path: str = "") -> Iterator[tuple[str,
 
 
 def manifest(path: str = "") -> dict[str, Any]:
-    """Return a valid deployment that a value at `path` may be put into."""
+    """Return a valid deployment into which a value at `path` can be inserted."""
     nano = path.startswith("model.source.nano")
     source: dict[str, Any] = {"nano": {}} if nano else {"path": "/var/lib/dsv4/models/x"}
     topology: dict[str, Any] = {"hardware": "CPU" if nano else "GB10"}
@@ -108,7 +107,7 @@ def manifest(path: str = "") -> dict[str, Any]:
 
 
 def values(schema: dict[str, Any], path: str) -> Iterator[Any]:
-    """Yield what is tried as the value of a field."""
+    """Yield the values tried for a field."""
     if schema.get("type") == "array":
         entry = sample(schema["items"], path)
         yield from ([entry], [entry, entry], [entry] * (schema["maxItems"] + 1), [entry, None])
@@ -140,7 +139,7 @@ def _words(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def sample(schema: dict[str, Any], path: str) -> Any:
-    """Return a valid value, as far as the schema alone decides."""
+    """Return a value that is valid according to the schema."""
     name = path.replace("[]", "").replace("{}", "").rpartition(".")[2]
     if schema.get("type") == "object":
         return {key: sample(schema["properties"][key], f"{path}.{key}") for key in schema.get("required", ())}
@@ -154,7 +153,7 @@ def sample(schema: dict[str, Any], path: str) -> Any:
 
 
 def placed(path: str, value: Any) -> dict[str, Any]:
-    """Return a deployment that has `value` at `path`, and what else is required beside it."""
+    """Return a deployment with `value` at `path` and the fields required next to it."""
     found = manifest(path)
     steps = path.replace("[]", ".[]").replace("{}", ".{}").split(".")
     if path.startswith("model.source."):
@@ -186,14 +185,14 @@ def placed(path: str, value: Any) -> dict[str, Any]:
 
 
 def systematic() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each value at each field, with a word on what it is."""
+    """Yield each value at each field, with a short description."""
     for path, schema in fields():
         for value in values(schema, path):
             yield f"{path} = {value!r:.100}", placed(path, value)
 
 
 def combined(chance: random.Random) -> dict[str, Any]:
-    """Return a deployment in which several fields have values that go together, or nearly so."""
+    """Return a deployment in which several fields have matching or nearly matching values."""
 
     def some(**fields: tuple[Any, ...]) -> dict[str, Any]:
         return {name: chance.choice(given) for name, given in fields.items() if chance.random() < 0.4}
@@ -241,7 +240,7 @@ def combined(chance: random.Random) -> dict[str, Any]:
 
 
 def identified(chance: random.Random) -> dict[str, Any]:
-    """Return a deployment with a name, labels and annotations of the odd kind."""
+    """Return a deployment with unusual name, labels and annotations."""
     found = manifest()
     words = [text for text in TEXTS if "\0" not in text]
     metadata: dict[str, Any] = {
@@ -254,7 +253,7 @@ def identified(chance: random.Random) -> dict[str, Any]:
 
 
 def drawn(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return `count` of the systematic ones in turns of all fields, and as many each of the other kinds."""
+    """Return `count` systematic specifications over all fields in turn, and `count` of each other kind."""
     chance = random.Random(seed)
     listed = list(fields())
     found = []

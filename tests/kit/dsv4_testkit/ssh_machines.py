@@ -1,4 +1,4 @@
-"""Machines behind a real sshd: network namespaces of this machine, joined by a switch.
+"""Machines behind a real sshd: network namespaces of this machine, connected by a switch.
 
 sshd runs in inetd mode as the ProxyCommand of ssh, so the machines need no network to the test.
 """
@@ -18,7 +18,7 @@ _SYS = "mount -t sysfs sysfs /sys && echo ready && exec sleep 300"
 
 
 class NotHere(Exception):
-    """This machine cannot have such machines; the text has the reason."""
+    """Such machines cannot be created here; the text has the reason."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SshMachines:
     """Running machines."""
 
     options: tuple[str, ...]
-    """For ssh."""
+    """Options for ssh."""
     holders: dict[str, int]
     """Process ids of the namespaces by name."""
 

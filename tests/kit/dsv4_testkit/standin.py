@@ -1,11 +1,12 @@
-"""An upstream that costs next to nothing: it answers as vLLM would, at once, so that what is measured is the gateway.
+"""Upstream with negligible cost: it responds like vLLM without delay, so that measurements show the gateway.
 
     python tests/kit/dsv4_testkit/standin.py PORT [PAUSE]
 
-`POST` of a body with `"stream": true` gives SSE chunks as vLLM writes them; `"tokens": n`, `"pause": seconds` and
-`"think": seconds` (extra fields of the body, which make a stream one that cannot be continued) say how many, how fast,
-and how long after the head of the answer the first comes. Without them it is `max_tokens` and PAUSE. Any other `POST`
-gives one JSON completion. `GET /v1/watch` is that of a healthy head's agent, so one process is the whole engine.
+`POST` with a body that contains `"stream": true` returns SSE chunks in vLLM's format. The extra fields `"tokens": n`,
+`"pause": seconds` and `"think": seconds` of the body set the number of chunks, the interval between them and the delay
+of the first chunk after the head; a stream with such fields cannot be continued by the gateway. The defaults are
+`max_tokens` and PAUSE. Any other `POST` returns one JSON completion. `GET /v1/watch` is that of a healthy head's agent,
+so one process stands for the whole engine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _METRICS_HEAD = _HEAD + b"text/plain; version=0.0.4\r\ncontent-length: %d\r\n\r\
 _METRICS = b"".join(b'vllm:bucket{engine="0",le="%d",model_name="nano"} 1.0\n' % number for number in range(1200)) + (
     b'vllm:num_requests_running{engine="0"} 1.0\nvllm:generation_tokens_total{engine="0"} 100.0\n'
 )
-"""As many lines as vLLM's."""
+"""As many lines as in vLLM's metrics."""
 
 
 def _framed(data: bytes) -> bytes:
@@ -44,7 +45,7 @@ def _json(value: object, status: bytes = b"200 OK") -> bytes:
 
 
 def _asked(body: bytes) -> dict[str, Any]:
-    """The request in `body`, with numbers where numbers belong; raises ValueError, TypeError or AttributeError."""
+    """Return the request in `body` with numeric fields converted; raises ValueError, TypeError or AttributeError."""
     asked: dict[str, Any] = json.loads(body)
     for name, kind in (("tokens", int), ("max_tokens", int), ("pause", float), ("think", float)):
         if asked.get(name) is not None:
@@ -53,7 +54,7 @@ def _asked(body: bytes) -> dict[str, Any]:
 
 
 def status() -> dict[str, Any]:
-    """What the agent of a serving head says."""
+    """Return the status of the agent of a serving head."""
     now = time.time()
     return {
         **{"deployment": "standin", "group": 0, "incarnation": 1, "rank": 0, "phase": "Serving", "phaseTime": now},
@@ -67,11 +68,11 @@ def status() -> dict[str, Any]:
 
 
 class Upstream(asyncio.Protocol):
-    """One connection; requests come one after another."""
+    """One connection with sequential requests."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
-        # As uvicorn reads requests: what looks like a length elsewhere in a head is none.
+        # uvicorn's parser: a text like a content length elsewhere in the head has no effect.
         self._parser = httptools.HttpRequestParser(self)
         self._path, self._body = b"", b""
         self._task: asyncio.Task[None] | None = None
@@ -108,7 +109,7 @@ class Upstream(asyncio.Protocol):
             try:
                 asked = _asked(body)
             except (ValueError, TypeError, AttributeError):
-                # As vLLM does: a body that is no request breaks no connection.
+                # As in vLLM, an invalid body does not close the connection.
                 self._transport.write(_json({"error": {"message": "no request"}}, b"400 Bad Request"))
                 return
             if asked.get("stream"):

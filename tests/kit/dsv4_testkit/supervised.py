@@ -1,4 +1,4 @@
-"""A supervisor in a thread of the test, whose loop is the test itself."""
+"""A supervisor in a thread of the test, with the test as its loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv4_operator.backends.local.supervisor import Processes, Supervisor
 
 
 class Supervised:
-    """Starts processes through a real supervisor; `again` connects as the next loop would."""
+    """Starts processes through a real supervisor; `again` connects like the next loop."""
 
     def __init__(self) -> None:
         self._calls: list[socket.socket] = []
@@ -23,7 +23,7 @@ class Supervised:
         self._thread.start()
 
     def again(self) -> Processes:
-        """Return a connection; it replaces the one before, as after the end of a loop."""
+        """Return a connection; it replaces the previous one, as after the end of a loop."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._calls.append(theirs)
         self._mine.append(mine)
@@ -37,7 +37,7 @@ class Supervised:
             connection.close()
 
     def _run(self) -> None:
-        # The kernel ends children with the thread that started them, so all happens in this one.
+        # The kernel ends children with the thread that started them, so this thread does all the work.
         supervisor = Supervisor()
         while not self._ending:
             if self._calls:
@@ -53,8 +53,9 @@ _WALL = 0x40000000
 
 @contextlib.contextmanager
 def frozen(pid: int) -> Iterator[None]:
-    """Keep a process from running, also at SIGCONT, as a frozen control group does; by tracing it. SIGKILL ends it, and
-    its parent can reap it after the block.
+    """Prevent a process from running, also after SIGCONT, like a frozen control group.
+
+    It is traced: SIGKILL ends it, and its parent can reap it after the block.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT):
@@ -65,6 +66,6 @@ def frozen(pid: int) -> Iterator[None]:
         yield
     finally:
         if libc.ptrace(_PTRACE_DETACH, pid, None, None) != 0:
-            # It was killed; its end is first reported to this process.
+            # The process was killed; its end is first reported to the tracer.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, _WALL)

@@ -1,4 +1,4 @@
-"""Scripts that run inside the installed vLLM, as dsv4's development platform has it, and print what they found."""
+"""Scripts that run inside the installed vLLM, on dsv4's development platform, and print their results."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _IMPORTED = (
     "vllm.v1.worker.gpu.model_runner",
     "dsv4_runtime.vllm_plugin.kernels.attention",
 )
-"""What nearly every script imports, in 7 s."""
+"""Imports common to nearly every script; they take 7 s."""
 
 
 def told_by(script: Path, **environment: str) -> dict[str, Any]:
     """Return the last line that `script` prints, a JSON object; `environment` is added to this process's.
 
     Raises:
-        AssertionError: it ended with an error, the end of which is the message.
-        subprocess.TimeoutExpired: it was not done after `SECONDS`.
+        AssertionError: the script failed; the message is the end of its error output.
+        subprocess.TimeoutExpired: it did not exit within `SECONDS`.
     """
     env = os.environ | _ENVIRONMENT | environment
     done = subprocess.run(
@@ -45,10 +45,10 @@ def told_by(script: Path, **environment: str) -> dict[str, Any]:
 
 
 def told_by_fork(script: Path, **environment: str) -> dict[str, Any]:
-    """Return the same of a script that begins with `load_general_plugins` and needs Triton's interpreter.
+    """Return the same for a script that begins with `load_general_plugins` and needs Triton's interpreter.
 
-    It runs in a fork of one process that has loaded the plugins and imported vLLM. `environment` has variables that
-    neither reads on import. The cache of the processes' torch.compile is a temporary directory.
+    The script runs in a fork of a process that has loaded the plugins and imported vLLM. `environment` contains only
+    variables that neither reads on import. The cache of torch.compile is a temporary directory of these processes.
     """
     with tempfile.TemporaryDirectory() as directory:
         out, err = Path(directory, "out"), Path(directory, "err")
@@ -74,7 +74,7 @@ class _Importer:
         atexit.register(self.end)
 
     def run(self, order: Mapping[str, Any]) -> int:
-        """Return the exit status of a script."""
+        """Run a script and return its exit status."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -89,7 +89,7 @@ class _Importer:
         return int(line)
 
     def end(self) -> None:
-        """End it with the script that it runs."""
+        """Kill the process and the script that it runs."""
         _importer.cache_clear()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -104,7 +104,7 @@ def _importer() -> _Importer:
 
 
 def _run(order: Mapping[str, Any]) -> NoReturn:
-    """Become the script."""
+    """Run the script in this process and exit."""
     code = 1
     try:
         for number, (name, flags) in enumerate(
@@ -125,8 +125,8 @@ def _run(order: Mapping[str, Any]) -> NoReturn:
 
 
 def _serve() -> None:
-    """Run the scripts that are named on stdin, one after the other; print the exit status of each."""
-    # Python puts the directory of this file there.
+    """Run the scripts that are named on stdin sequentially; print the exit status of each."""
+    # Python inserts the directory of this file there.
     del sys.path[0]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Waits with a bound, and ports that nobody has."""
+"""Bounded waits, and free ports."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PAUSE_SECONDS = 0.2
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Return ports of loopback that nobody has, no two the same."""
+    """Return free ports of loopback, all different."""
     with contextlib.ExitStack() as held:
-        # Held until all are chosen: the kernel may give a port again as soon as it is free.
+        # Held until all are chosen: the kernel may assign a freed port again at once.
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
@@ -31,10 +31,10 @@ def free_port() -> int:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Look again and again.
+    """Evaluate `condition` repeatedly until it is true.
 
     Raises:
-        TimeoutError: it is not so after `seconds`.
+        TimeoutError: it is not true after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while not condition():
@@ -44,7 +44,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 
 
 def wait_for_port(port: int, seconds: float = 20.0) -> None:
-    """Wait until something listens on `port` of this machine; raises `TimeoutError`."""
+    """Wait until a process listens on `port` of this machine; raises `TimeoutError`."""
 
     def listens() -> bool:
         with socket.socket() as probe:
@@ -54,15 +54,16 @@ def wait_for_port(port: int, seconds: float = 20.0) -> None:
 
 
 async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    """Look again and again while others run; raises `TimeoutError` after `seconds`."""
+    """Evaluate `condition` repeatedly while other tasks run; raises `TimeoutError` after `seconds`."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(_STEP_SECONDS)
 
 
 class Pauses:
-    """Times in which this process did not run, because the machine was busy or paused, as a thread of its own sees
-    them. Code that blocks only its own thread makes no pause.
+    """Intervals in which this process did not run, because the machine was busy or paused.
+
+    A separate thread measures them, so code that blocks only its own thread causes no pause.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A small checkpoint, and real servers for it on loopback: for the benchmark and the tests of weights."""
+"""A small checkpoint and real servers for it on loopback, for the benchmark and the tests of weights."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SHARDS = 3
 
 
 def write_shard(path: Path, size: int, tensor: str, seed: int) -> None:
-    """A safetensors file with one tensor of `size` bytes."""
+    """Write a safetensors file with one tensor of `size` bytes."""
     header = json.dumps({tensor: {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + random.Random(seed).randbytes(size))
 
 
 def write_checkpoint(folder: Path, size: int = 3_300_000) -> Path:
-    """Three shards of `size` bytes, their index, a configuration, a file in a folder, and files nobody wants."""
+    """Write three shards of `size` bytes, their index, a configuration, a file in a folder, and unwanted files."""
     folder.mkdir(parents=True)
     names = {}
     for number in range(SHARDS):
@@ -50,7 +50,7 @@ def write_checkpoint(folder: Path, size: int = 3_300_000) -> Path:
 
 
 def write_sums(folder: Path) -> None:
-    """`SHA256SUMS` of the wanted files."""
+    """Write `SHA256SUMS` of the wanted files."""
     lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}" for name in wanted_files(folder)]
     (folder / "SHA256SUMS").write_text("\n".join(lines) + "\n")
 
@@ -62,7 +62,7 @@ def wanted_files(folder: Path) -> list[str]:
 
 
 def arrived(folder: Path) -> int:
-    """Bytes in the parts of files that are not whole yet; another process may finish one meanwhile."""
+    """Return the bytes in partial files; another process may complete one meanwhile."""
     total = 0
     for part in folder.glob("*.part"):
         with contextlib.suppress(FileNotFoundError):
@@ -71,7 +71,7 @@ def arrived(folder: Path) -> int:
 
 
 def same_files(source: Path, copy: Path) -> bool:
-    """Whether `copy` has exactly the wanted files of `source`, byte by byte, and no part of any."""
+    """Return whether `copy` contains exactly the wanted files of `source`, with equal bytes, and no partial files."""
     found = [path.relative_to(copy).as_posix() for path in sorted(copy.rglob("*")) if path.is_file()]
     names = [name for name in found if not name.startswith(".dsv4/")]
     return names == wanted_files(source) and all(
@@ -80,7 +80,7 @@ def same_files(source: Path, copy: Path) -> bool:
 
 
 def cached_share(path: Path) -> float:
-    """Share of a file's pages that are in the page cache (mincore)."""
+    """Return the share of a file's pages in the page cache (mincore)."""
     libc = ctypes.CDLL(None, use_errno=True)
     size = path.stat().st_size
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_COPY) as area:
@@ -94,7 +94,7 @@ def cached_share(path: Path) -> float:
 
 
 class Reporter:
-    """An agent that has nothing to tell but its weights."""
+    """State of an agent that reports only its weights."""
 
     def status(self) -> AgentStatus:
         return agent_status(phase=Phase.STAGING, deployment="b", verdict=Verdict(health=Health.STARTING))
@@ -104,7 +104,7 @@ class Reporter:
 
 
 class Server:
-    """An aiohttp application on a port of 127.0.0.1, in a thread of its own."""
+    """An aiohttp application on a port of 127.0.0.1, in a separate thread."""
 
     def __init__(self, app: web.Application, port: int = 0) -> None:
         self._loop = asyncio.new_event_loop()
@@ -141,22 +141,22 @@ class Server:
 
 
 class FileServer:
-    """A directory over HTTP with ranges, counting what it sends; faults are set by the tests."""
+    """A directory over HTTP with ranges; it counts sent bytes, and tests configure its faults."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.requests: list[tuple[str, str]] = []
         """File and `Range` of every GET."""
         self.sent = 0
-        """Bytes of bodies."""
+        """Sent bytes of bodies."""
         self.open = self.most_open = 0
-        """Bodies that are being sent now, and the most that ever were."""
+        """Current and maximum number of concurrent bodies."""
         self.pace: float | None = None
-        """Bytes a second."""
+        """Bytes per second."""
         self.cut_after: int | None = None
         """Bytes after which a connection is cut, once for each request."""
         self.damage: dict[str, int] = {}
-        """File to how many more times it is sent with a byte changed."""
+        """Remaining number of responses with a changed byte, by file."""
         self.answer: Callable[[web.Request], web.StreamResponse | None] = lambda _: None
         self.app = web.Application()
         self.app.router.add_get("/{name:.+}", self.get)
@@ -184,7 +184,7 @@ class FileServer:
             response.headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         await response.prepare(request)
         if self.pace and request.transport is not None:
-            # What was sent but did not arrive says nothing about the receiver; keep it little.
+            # Bytes in the send buffer do not count as received; keep the buffer small.
             request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
         if request.method == "HEAD":
             return response

@@ -1,1 +1,1 @@
-"""The parts of `benchmarks/faults.py`: the table of faults, how each is caused, the load, the judge, and the peer."""
+"""Parts of `benchmarks/faults.py`: table of faults, actions, load, assessment of runs, and the peer (bare vLLM)."""

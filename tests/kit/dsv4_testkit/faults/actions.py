@@ -1,4 +1,4 @@
-"""What is done to a group: each action on real processes, links, memory, by its own means and from outside dsv4."""
+"""Actions on a group: real faults of processes, links and memory, caused from outside and independently of dsv4."""
 
 from __future__ import annotations
 
@@ -23,42 +23,44 @@ from dsv4_testkit.faults import groups, links
 Undo = Callable[[], None]
 
 _MEMBER_MEMORY = 2560 * 2**20
-"""Enough for a member of the nano model, restarted engine included (1.6 GiB)."""
+"""Sufficient for a member of the nano model including a restarted engine (1.6 GiB)."""
 _FILLER = "left-behind"
 _KEPT_SECONDS = 60.0
 _STANDBY_SECONDS = 90.0
 
 
 class Scene(Protocol):
-    """Where to find the parts of the system under test; all process ids are the machine's."""
+    """Access to the parts of the system under test; all process ids are in the machine's namespace."""
 
     @property
     def network(self) -> int:
-        """A process in the network namespace that holds the bridge."""
+        """A process in the network namespace with the bridge."""
 
     @property
     def hook(self) -> Path:
-        """The file with orders for the workers (`tests/kit/dsv4_faults`)."""
+        """File with orders for the workers (`tests/kit/dsv4_faults`)."""
 
     def pid(self, rank: int, process: str) -> int:
-        """`agent`, `raylet`, `gcs`, `api`, `engine-core` or `worker` of a member; `member`: what holds all of it."""
+        """Return a pid of a member: `agent`, `raylet`, `gcs`, `api`, `engine-core`, `worker`, or `member` (parent of
+        all).
+        """
 
     def init(self, rank: int) -> int:
-        """Process 1 of a member."""
+        """Return the pid of a member's process 1."""
 
     def port(self, rank: int) -> str:
-        """A member's port of the bridge."""
+        """Return the member's port of the bridge."""
 
 
 class Action(Protocol):
-    """Something that can be done to a scene."""
+    """An action that can be applied to a scene."""
 
     @property
     def seconds(self) -> float:
-        """How long it lasts; 0 if it is done at once or lasts for good."""
+        """Duration of the action; 0 if it is instantaneous or permanent."""
 
     def strike(self, scene: Scene) -> Undo:
-        """Do it, and return when it is done; the result takes back what would otherwise stay on the machine."""
+        """Perform the action and return when it is complete; the returned function reverts its lasting effects."""
 
 
 def _nothing() -> None:
@@ -74,7 +76,7 @@ class How(StrEnum):
 
 
 def strike(pid: int, how: How) -> Undo:
-    """Do it to one process; the result takes it back."""
+    """Apply the fault to one process; the returned function reverts it."""
     if how is How.FREEZE:
         return groups.freeze(pid).end
     os.kill(pid, signal.SIGKILL if how is How.KILL else signal.SIGSTOP)
@@ -112,7 +114,7 @@ class KillAuxiliary:
         for pid in inside(scene.init(self.rank)):
             with contextlib.suppress(psutil.Error):
                 command = psutil.Process(pid).cmdline()
-                # The raylet's own command line has those of its agents.
+                # The raylet's own command line contains those of its agents.
                 if any(self.word in word for word in command) and Path(command[0]).name != "raylet":
                     os.kill(pid, signal.SIGKILL)
                     return _nothing
@@ -121,7 +123,7 @@ class KillAuxiliary:
 
 @dataclass(frozen=True)
 class StoppedStandby:
-    """SIGSTOP the standby server once it waits, then the engine must start again."""
+    """SIGSTOP the standby server once it waits, then kill EngineCore so that the engine restarts."""
 
     seconds: float = 0.0
 
@@ -138,7 +140,7 @@ class StoppedStandby:
 
 @dataclass(frozen=True)
 class RemovedDirectory:
-    """Remove a member's directory, then the engine must start again."""
+    """Remove a member's directory, then kill EngineCore so that the engine restarts."""
 
     rank: int
     seconds: float = 0.0
@@ -153,7 +155,7 @@ class RemovedDirectory:
 
 @dataclass(frozen=True)
 class AtStart:
-    """kill -9 EngineCore, and strike a process of the next engine while it starts."""
+    """kill -9 EngineCore, then apply a fault to a process of the next engine during its start."""
 
     process: str
     rank: int
@@ -165,7 +167,7 @@ class AtStart:
         os.kill(scene.pid(0, "engine-core"), signal.SIGKILL)
         deadline = time.monotonic() + _STANDBY_SECONDS
         while True:
-            # Between two engines there is none.
+            # There is no such process between two engines.
             with contextlib.suppress(RuntimeError):
                 if (pid := scene.pid(self.rank, self.process)) != before:
                     return strike(pid, self.how)
@@ -176,7 +178,7 @@ class AtStart:
 
 @dataclass(frozen=True)
 class Frozen:
-    """One process runs no more, and no signal did it."""
+    """Stop a process by its control group, without a signal."""
 
     process: str
     rank: int
@@ -188,7 +190,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class LinkDown:
-    """Pull a member's cable."""
+    """Take a member's link down, as a pulled cable does."""
 
     rank: int
     seconds: float = 0.0
@@ -200,7 +202,7 @@ class LinkDown:
 
 @dataclass(frozen=True)
 class OneWayLoss:
-    """Every packet from one member to another one is lost; the other direction, and both to the loop, stay."""
+    """Every packet from one member to another is lost; the opposite direction and links to the loop still work."""
 
     sender: int
     receiver: int
@@ -228,7 +230,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Latency:
-    """Each round trip to a member takes `delay` seconds more, for `seconds`."""
+    """Each round trip to a member takes `delay` seconds longer, for `seconds`."""
 
     rank: int
     delay: float
@@ -243,13 +245,13 @@ class Latency:
 
 @dataclass(frozen=True)
 class InStep:
-    """An order to a worker, obeyed inside its next step."""
+    """An order to a worker, executed in its next step."""
 
     kind: str
     rank: int
     seconds: float = 0.0
     hold: float = 0.0
-    """What the order says; `seconds` is for faults that end by themselves."""
+    """Duration in the order; `seconds` is for faults that end by themselves."""
 
     def strike(self, scene: Scene) -> Undo:
         order(scene.hook, self.kind, self.rank, seconds=self.seconds or self.hold)
@@ -258,7 +260,7 @@ class InStep:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The member's processes get a memory limit, as a container has, and the worker's memory grows beyond it."""
+    """The member's processes get a memory limit, as in a container, and the worker's memory grows beyond it."""
 
     rank: int
     seconds: float = 0.0
@@ -272,7 +274,7 @@ class OutOfMemory:
             limit.end()
 
         try:
-            # To fill gigabytes takes seconds, and nothing has died before.
+            # Filling gigabytes takes seconds; no process dies before that.
             limit.wait()
         except RuntimeError:
             undo()
@@ -282,7 +284,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True)
 class FullSharedMemory:
-    """A stranger's file fills the member's /dev/shm, then the engine must start again."""
+    """A file of another program fills the member's /dev/shm; then EngineCore is killed so that the engine restarts."""
 
     rank: int
     seconds: float = 0.0
@@ -298,19 +300,19 @@ class FullSharedMemory:
 
 @dataclass(frozen=True)
 class CorruptWeights:
-    """Part of the checkpoint becomes wrong, with the file's size and times as before; then the engine starts again."""
+    """Part of the checkpoint is damaged, with unchanged size and times of the file; then the engine restarts."""
 
     tensor: str
-    """The shortest name that ends so."""
+    """End of the tensor's name; the shortest matching name is selected."""
     value: bytes
-    """Two bytes that are repeated."""
+    """Two bytes, repeated over the damaged part."""
     most: int = 1 << 30
-    """Bytes."""
+    """Maximum length of the damage in bytes."""
     seconds: float = 0.0
 
     def strike(self, scene: Scene) -> Undo:
         (folder,) = (scene.hook.parent / "weights").glob("nano-*")
-        # Kept once every member has read its files beside the first engine.
+        # Written after every member has verified its files in parallel with the first engine.
         answers = folder.with_name(f".{folder.name}.answers.json")
         deadline = time.monotonic() + _KEPT_SECONDS
         while not answers.exists():
@@ -323,7 +325,7 @@ class CorruptWeights:
 
 
 def spoil(folder: Path, tensor: str, value: bytes, most: int) -> Path:
-    """Overwrite the begin of a tensor of a checkpoint, `most` bytes of it; return the file that has it."""
+    """Overwrite at most `most` bytes at the beginning of a tensor of a checkpoint; return the file that contains it."""
     found = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     name = min((name for name in found if name.endswith(tensor)), key=lambda name: (len(name), name))
     path: Path = folder / found[name]
@@ -338,14 +340,14 @@ def spoil(folder: Path, tensor: str, value: bytes, most: int) -> Path:
 
 
 def order(hook: Path, kind: str, rank: int, **more: float) -> None:
-    """Write an order for the workers' hook, as a whole."""
+    """Write an order for the workers' hook atomically."""
     partial = hook.with_suffix(".partial")
     partial.write_text(json.dumps({"kind": kind, "rank": rank, **more}))
     partial.rename(hook)
 
 
 def inside(init: int) -> list[int]:
-    """All processes of the process namespace of `init`."""
+    """Return all processes in the process namespace of `init`."""
     space = os.readlink(f"/proc/{init}/ns/pid")
     found = []
     for pid in psutil.pids():

@@ -1,4 +1,4 @@
-"""The peer: the same model and flags on the same kind of members, with restart loops and `/health` instead of dsv4."""
+"""The peer: same model, flags and kind of members, with restart loops and `/health` instead of dsv4."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _API_WORDS = "vllm.entrypoints.openai.api_server"
 
 
 class Bare:
-    """vLLM under Ray on two members, each program in a loop that starts it again when it ends."""
+    """vLLM under Ray on two members; each program runs in a loop that restarts it after its exit."""
 
     name = "bare vLLM"
     patience = 120.0
@@ -96,7 +96,7 @@ class Bare:
                 found.append(pid)
         if not found:
             raise RuntimeError(f"bare vLLM has no {process} on rank {rank}")
-        # Children bear their parent's title until they become programs of their own.
+        # Children have their parent's title until they execute another program.
         return min(found)
 
     def ready(self) -> None:
@@ -108,7 +108,7 @@ class Bare:
         self._anew("it does not answer")
 
     def verdicts(self, since: float) -> list[Verdict]:
-        """Ends of vLLM or of a member, and `/health` that is not 200: the first of them, as one death."""
+        """Return the first exit of vLLM or of a member, or `/health` status other than 200, as one death."""
         assert self._probe is not None
         found = [(bad, "health") for bad in self._probe.bad if bad > since]
         exits = self.root / "exits"
@@ -146,7 +146,7 @@ class Bare:
         if self._probe is not None:
             self._probe.end()
         if self._host is not None:
-            # The kernel ends the members with it.
+            # The kernel ends the members with the host process.
             self._host.kill()
             self._host.wait(15)
         self._probe = self._host = None
@@ -157,7 +157,7 @@ class Bare:
 
 
 class _Probe:
-    """Asks `/health` once a second."""
+    """Requests `/health` once a second."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/health"
@@ -182,10 +182,10 @@ class _Probe:
             self.good = good
 
     def good_since(self, when: float) -> float | None:
-        """When `/health` was 200 again after the death at `when`; None if it is not."""
+        """Return the time at which `/health` was 200 again after the death at `when`; None if it is not."""
         return self._turned_good if self.good and self._turned_good > when else None
 
     def end(self) -> None:
-        """Stop asking."""
+        """Stop the requests."""
         self._end.set()
         self._thread.join(_PROBE_TIMEOUT + 2 * _PROBE_SECONDS)

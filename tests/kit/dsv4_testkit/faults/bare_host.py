@@ -3,8 +3,8 @@
     python bare_host.py host DIRECTORY MODEL PORT
     python bare_host.py member DIRECTORY MODEL RANK
 
-The host does what a container runtime with `restart: always` does: it starts a member again when it ends. The member is
-process 1 of its namespaces and does the same for Ray's node and, on rank 0, vLLM's server.
+The host restarts a member after its exit, as a container runtime with `restart: always` does. The member is process 1
+of its namespaces and restarts Ray's node and, on rank 0, vLLM's server in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEMBERS = 2
 
 
 def environment(rank: int) -> dict[str, str]:
-    """What vLLM and Ray need for the nano model on a CPU, as a user without dsv4 would set it."""
+    """Return the variables of vLLM and Ray for the nano model on a CPU, as set by a user without dsv4."""
     more = {"RAY_ADDRESS": f"{network.address(0)}:{_GCS}"} if rank == 0 else {}
     return {
         **os.environ,
@@ -49,7 +49,7 @@ def environment(rank: int) -> dict[str, str]:
 
 
 def commands(directory: Path, model: str, rank: int) -> dict[str, list[str]]:
-    """What runs on a member, each in a loop; the flags are those that dsv4 plans for the same deployment."""
+    """Return the programs of a member, each run in a loop; the flags equal dsv4's plan for the same deployment."""
     ray = [
         sys.executable,
         "-m",
@@ -71,7 +71,7 @@ def commands(directory: Path, model: str, rank: int) -> dict[str, list[str]]:
 
 
 async def host(directory: Path, model: str, port: int) -> None:
-    """Start the members and keep them started, until this process is killed; they end with it."""
+    """Start the members and restart them until this process is killed; they end with it."""
     listener = bind_loopback({"api": port})["api"]
     network.enter_private_network()
     publisher = Publisher(network.address(0), _API)
@@ -91,7 +91,7 @@ async def _keep_member(directory: Path, model: str, rank: int) -> None:
                 start_new_session=True,
                 preexec_fn=lambda: network.die_with_parent(signal.SIGKILL),
             )
-        # Another process makes its namespaces: there is no event to wait on.
+        # Namespaces are created by another process, without an event for it.
         while not (network.in_own_network(process.pid) and children(process.pid)):
             await asyncio.sleep(0.01)
         network.plug_in(process.pid, life, rank)
@@ -104,7 +104,7 @@ async def _keep_member(directory: Path, model: str, rank: int) -> None:
 
 
 async def member(directory: Path, model: str, rank: int) -> None:
-    """Be process 1: keep the programs running, and reap what others leave."""
+    """Run as process 1: keep the programs running and reap orphaned processes."""
     mine: set[int] = set()
     loops = [
         _keep_program(directory, rank, name, words, mine) for name, words in commands(directory, model, rank).items()
@@ -133,7 +133,7 @@ async def _keep_program(directory: Path, rank: int, name: str, words: list[str],
 
 
 def _has_address(rank: int) -> bool:
-    """Whether the host has given this member its interface."""
+    """Return whether the host has assigned an interface to this member."""
     return (
         network.INTERFACE in Path("/proc/net/dev").read_text()
         and network.address(rank) in Path("/proc/net/fib_trie").read_text()

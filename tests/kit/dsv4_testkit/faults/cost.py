@@ -1,4 +1,4 @@
-"""What it costs to be watched: processor time and memory of the members' agents while nothing is wrong."""
+"""Cost of monitoring: processor time and memory of the members' agents in fault-free operation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dsv4_testkit.faults.store import Store
 from dsv4_testkit.faults.system import DSV4, MODEL
 
 CORE_SHARE, MEBIBYTES = 0.01, 80.0
-"""What an agent may take at most: of one core, and of memory."""
+"""Upper limits of an agent: share of one core, and memory in MiB."""
 _SETTLE_SECONDS = 10.0
 
 
 def cost(system: DSV4, minutes: float, seed: int, store: Store) -> int:
-    """Run it, half the time idle and half under load, and keep the result; exit code 1 if an agent takes too much."""
+    """Measure half the time idle and half under load, and store the result; return 1 if an agent exceeds a limit."""
     try:
         system.start()
         system.ready()
@@ -37,7 +37,7 @@ def cost(system: DSV4, minutes: float, seed: int, store: Store) -> int:
 
 
 def _measure(system: DSV4, seconds: float) -> list[dict[str, float]]:
-    """Of each agent: the share of one core that it uses, and its resident memory (RSS) in MiB."""
+    """Return for each agent the used share of one core and the resident memory (RSS) in MiB."""
     agents = [psutil.Process(system.pid(rank, "agent")) for rank in (0, 1)]
     begun, before = time.monotonic(), [_cpu(agent) for agent in agents]
     time.sleep(seconds)

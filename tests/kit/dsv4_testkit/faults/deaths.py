@@ -1,4 +1,4 @@
-"""Engine deaths at random moments under eight clients: is a request lost, and how long does level 1 take?"""
+"""Engine deaths at random moments under eight clients: number of lost requests and duration of recovery at level 1."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ENGINE_PHASES = ("Loading", "Warming")
 
 
 def deaths(system: DSV4, number: int, seed: int, store: Store) -> int:
-    """Run it and keep the result; exit code 1 if a request was lost, a stream was cut silently, or level 1 is slow."""
+    """Run the series and store the result; return 1 after a lost request, a silently cut stream, or slow recoveries."""
     try:
         system.start()
         system.ready()
@@ -41,12 +41,12 @@ def _run(system: DSV4, number: int, seed: int) -> dict[str, Any]:
     spent = phases(system.deployment)
     cold = sum(spent[phase] for phase in _ENGINE_PHASES)
     begun, seconds, levels, replayed = time.time(), [], [], system.replayed()
-    # Each as often as the others, in random order.
+    # Each victim occurs equally often, in random order.
     victims = [_VICTIMS[turn % len(_VICTIMS)] for turn in range(number)]
     chance.shuffle(victims)
     with Load(system.api, MODEL, Shape(clients=_CLIENTS), str(seed)) as load:
         for turn, (rank, process) in enumerate(victims, 1):
-            # Clients have answers again, some are in the midst of one.
+            # Wait until clients receive responses again and some requests are in progress.
             since = time.time()
             _wait(lambda: load.answered(since) >= _CLIENTS, "the clients have no answers")  # noqa: B023
             time.sleep(chance.uniform(0.2, 4.0))

@@ -1,4 +1,4 @@
-"""The events that each fault of docs/faults.md is to rank 0, and within which seconds of the fault they come."""
+"""Events of rank 0 after each fault of docs/faults.md, and the interval after the fault in which each arrives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsv4_runtime.contract import Cause, Health
 from dsv4_runtime.health.rules import Judgement
 
 Span = tuple[float, float]
-"""Seconds after the fault between which an event comes."""
+"""Earliest and latest arrival of an event, in seconds after the fault."""
 
 CORE = ProcessEnded("engine-core")
 SHM = (Cause.SHARED_MEMORY_FULL, "shared memory (/dev/shm) has 0 bytes free")
@@ -41,22 +41,22 @@ def dead(cause: Cause, rank: int | None, rule: str = "process") -> Judged:
 
 @dataclass(frozen=True)
 class Told:
-    """Rank 1 says that something died there."""
+    """Report by rank 1 of a death on its machine."""
 
     cause: Cause
     of_member: bool = False
     late: float = 0.0
-    """Seconds after the fault at which its agent saw it."""
+    """Seconds after the fault at which rank 1's agent detects it."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Nobody listens at rank 1's port any more."""
+    """Connections to rank 1's port are refused."""
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """Rank 1 says that it ends."""
+    """Rank 1 announces its exit."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Fault:
     events: tuple[tuple[Span, AgentEvent | Told | Refused | Leaving], ...]
     outcome: tuple[str, int | None, int]
     xids: tuple[int | None, int | None] = (None, None)
-    """What the drivers of both ranks say."""
+    """XIDs reported by the drivers of both ranks."""
     silent: bool = False
-    """Rank 1 is heard no more."""
+    """Rank 1 sends no more reports."""
     accepts: bool = False
-    """And its machine takes connections."""
+    """Rank 1's machine still accepts connections."""
     starting: bool = False
-    """The engine does not serve yet."""
+    """The engine is starting and not yet serving."""
 
 
 DAMAGED = TaskFailed(Task.VERIFY, Cause.WEIGHTS_CORRUPT, "model-1 differs from its source", "staging")
 SPOILED = (((0.0, 0.5), FirstCompletion("status 400", wrong=True)), ((0.6, 9.0), DAMAGED))
-# What follows when an EngineCore fails: it says so, and ends its workers, itself and the API process.
+# After a failure, EngineCore reports it and ends its workers, itself and the API process.
 AFTERMATH: tuple[tuple[Span, AgentEvent], ...] = (
     ((0.15, 0.6), CoreFailed()),
     ((0.6, 1.6), CORE),
@@ -188,7 +188,7 @@ FAULTS = (
     Fault("SIGSTOP API process", (((2.0, 2.5), dead(Cause.API_SERVER_HUNG, 0)),), ("APIServerHung", 0, 1)),
     Fault("EngineCore frozen", (((3.5, 4.0), dead(Cause.ENGINE_HUNG, None, "steps")),), ("EngineHung", None, 1)),
     Fault(
-        # The loop, which still reaches both, makes it LinkLost.
+        # The loop, which still reaches both members, changes this cause to LinkLost.
         "packets from member 0 to member 1 lost",
         (((9.0, 9.5), dead(Cause.NODE_LOST, 1, "link")),),
         ("NodeLost", 1, 2),

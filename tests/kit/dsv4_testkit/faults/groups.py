@@ -1,4 +1,4 @@
-"""Control groups of the suite's own, of either version, for processes that already run: a memory limit, a pause."""
+"""Control groups (version 1 or 2) of the suite for running processes: memory limit and freezer."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _FREEZE_SECONDS = 5.0
 
 
 class Group:
-    """A group of processes; `end` puts the survivors back and removes it."""
+    """A control group; `end` moves surviving processes back and removes it."""
 
     def __init__(self, group: Path, home: Path) -> None:
         self.group, self._home = group, home
         group.mkdir()
 
     def take(self, pids: list[int]) -> None:
-        """Move those in that still run."""
+        """Move those of `pids` that still run into the group."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 (self.group / "cgroup.procs").write_text(str(pid))
 
     def end(self) -> None:
-        """Take back all that was done to the processes."""
+        """Revert all changes to the processes."""
         deadline = time.monotonic() + _EMPTY_SECONDS
         while True:
             for pid in (self.group / "cgroup.procs").read_text().split():
@@ -37,7 +37,7 @@ class Group:
             try:
                 self.group.rmdir()
             except OSError:
-                # Processes that are just ending still belong to it.
+                # Processes remain in the group until their exit is complete.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
@@ -46,25 +46,26 @@ class Group:
 
 
 class Limit(Group):
-    """A group with a memory limit."""
+    """A control group with a memory limit."""
 
     def __init__(self, group: Path, home: Path, events: str) -> None:
         super().__init__(group, home)
         self._events = events
 
     def wait(self) -> None:
-        """Return once the kernel has ended one of them.
+        """Return once the kernel has killed one of the processes.
 
         Raises:
-            RuntimeError: it did not within a minute.
+            RuntimeError: no process was killed within a minute.
         """
         events = self.group / self._events
         _until(lambda: "oom_kill 0" not in events.read_text(), "nothing was killed for want of memory", _KILL_SECONDS)
 
 
 def lacks() -> str | None:
-    """Return the reason why no control groups can be made here, as in most containers; None if they can, or if
-    `DSV4_TEST_REQUIRE` names the engine ring, which then fails without them.
+    """Return why control groups cannot be created here, as in most containers; None if they can.
+
+    None also if `DSV4_TEST_REQUIRE` names the engine ring, which then fails without control groups.
     """
     if {"engine", "all"} & set(os.environ.get("DSV4_TEST_REQUIRE", "").split(",")):
         return None
@@ -84,18 +85,19 @@ def _memory_root() -> Path:
 
 
 def _freezer_root() -> Path:
-    # Version 2 alone freezes so that SIGKILL still ends a process. Where version 1 is in use, it lies beside it.
+    # Only the freezer of version 2 lets SIGKILL end a frozen process. Where version 1 is in use, version 2 is mounted
+    # beside it.
     return _ROOT / "unified" if (_ROOT / "unified").is_dir() else _ROOT
 
 
 def confine(pids: list[int], room: int) -> Limit:
-    """Limit what `pids` and their children take from now on, together, to `room` bytes.
+    """Limit the memory that `pids` and their children allocate from now on, together, to `room` bytes.
 
-    What a process had before stays charged to the group that it comes from. Going over it has the kernel end the
-    process that is worst, as in a container.
+    Memory that a process already has stays charged to its previous group. Above the limit the kernel kills the process
+    with the highest score, as in a container.
 
     Raises:
-        OSError: this user may not make control groups with a memory limit here.
+        OSError: this user cannot create control groups with a memory limit here.
     """
     root = _memory_root()
     first = root != _ROOT
@@ -115,11 +117,11 @@ def confine(pids: list[int], room: int) -> Limit:
 
 
 def freeze(pid: int) -> Group:
-    """Let `pid` run no more, as a paused container; unlike one that a signal stopped, it does not look stopped.
+    """Freeze `pid`, like a paused container; unlike after SIGSTOP, its state is not reported as stopped.
 
     Raises:
-        OSError: this user may not make control groups here.
-        RuntimeError: the kernel did not freeze it, or has no control groups of version 2 mounted.
+        OSError: this user cannot create control groups here.
+        RuntimeError: the kernel did not freeze it, or no control groups of version 2 are mounted.
     """
     root = _freezer_root()
     line = next((line for line in _lines(pid) if line.startswith("0::")), None)

@@ -1,4 +1,4 @@
-"""One run of one fault: under load, at a random moment, watched until it is over; and what that says."""
+"""One run of one fault: cause it under load at a random moment, observe the recovery, assess the run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SURVIVED = (Kind.NONE, Kind.OWN)
 _FLOWING_SECONDS = 120.0
 _RECOVERY_SECONDS = 240.0
 _AFTER_SECONDS = 15.0
-"""How long a fault that is no death is watched beyond its end."""
+"""Time for which a fault without a death is observed beyond its end."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one fault. Seconds count from the fault on; None: it did not happen, or nobody says."""
+    """Result of one fault. Seconds count from the fault; None: the event did not occur, or is not reported."""
 
     system: str
     fault: str
@@ -37,7 +37,7 @@ class Result:
     detected: float | None
     cause: str | None
     cause_right: bool | None
-    """None: nothing to be right about."""
+    """None: there is no expected cause."""
     culprit: int | None
     culprit_right: bool | None
     level: int | None
@@ -45,9 +45,9 @@ class Result:
     by: str
     message: str
     recovered: float | None
-    """Until its own next checked completion."""
+    """Until the system's own next verified completion."""
     back: float | None
-    """Until the answer that ended the clients' longest wait."""
+    """Until the response that ended the longest wait of the clients."""
     missed: bool
     false_restarts: int
     sent: int
@@ -57,18 +57,18 @@ class Result:
     ended: int
     silent: int
     replaced: float | None = None
-    """Until a process of dsv4 that was struck was continued or replaced."""
+    """Until the struck process of dsv4 was continued or replaced."""
     disorder: str = ""
     """Events out of order in the reports of the repair."""
     errors: tuple[str, ...] = ()
-    """What clients were told, the first few."""
+    """Up to five different errors that clients received."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def moment(seed: int, fault: Fault, run: int) -> float:
-    """Seconds of load before a fault: random, and the same for the same seed."""
+    """Return the seconds of load before a fault: random, and reproducible by the seed."""
     return random.Random(f"{seed}/{fault.name}/{run}").uniform(0.5, 5.0)
 
 
@@ -87,7 +87,7 @@ def inflict(system: System, fault: Fault, run: int, seed: int, shape: Shape) -> 
             time.sleep(wait)
             struck, verdicts, replaced = _watch(system, fault, load)
             if not verdicts and fault.kind not in _SURVIVED:
-                # Before the clients are waited for: they would wait for what nobody repairs.
+                # Before the load ends: its clients would wait for a system that is not repaired.
                 system.heal(fault)
             requests = load.stop()
     if fault.idle and not verdicts and fault.kind not in _SURVIVED:
@@ -110,8 +110,10 @@ def inflict(system: System, fault: Fault, run: int, seed: int, shape: Shape) -> 
 
 
 def _watch(system: System, fault: Fault, load: Load | None) -> tuple[float, list[Verdict], float | None]:
-    """Strike, and wait until it is over. Unix time of the strike, the deaths noticed since, and the seconds until the
-    struck process of dsv4 was replaced.
+    """Cause the fault and wait until the system has recovered.
+
+    Returns the Unix time of the fault, the deaths detected since then, and the seconds until the struck process of dsv4
+    was replaced.
     """
     begun = time.time()
     undo = fault.action.strike(system)
@@ -128,7 +130,7 @@ def _watch(system: System, fault: Fault, load: Load | None) -> tuple[float, list
             _until(lambda: system.settled() and _recovered(system.verdicts(begun)), _RECOVERY_SECONDS)
         over = time.time()
         if load is not None:
-            # Each client once more, so that the last answers were computed after it was over.
+            # Two more responses for each client: the second one was computed after recovery.
             _until(lambda: load.answered(over) >= 2 * load.clients, _RECOVERY_SECONDS)
         return struck, system.verdicts(begun), replaced
     finally:
@@ -154,17 +156,17 @@ def judge(
     replaced: float | None = None,
     disorder: str = "",
 ) -> Result:
-    """What a run says, from what the system and the clients saw."""
+    """Assess a run from the verdicts of the system and the requests of the clients."""
     named = verdicts[fault.nth] if len(verdicts) > fault.nth else None
     if fault.kind in _SURVIVED and verdicts:
         named = verdicts[0]
     due = fault.kind not in _SURVIVED
     own = fault.kind is Kind.OWN and named is None
     late = named is not None and named.time - struck > patience
-    # What repaired it in the end: a start that fails twice in place is left to a new incarnation.
+    # The level that completed the repair: a start that fails twice in place is followed by a new incarnation.
     level = verdicts[-1].level if verdicts else None
     says = named is not None and named.cause is not None
-    # A failed start is tried twice in place before a new incarnation; each of these is one restart more.
+    # A failed start is tried twice in place before a new incarnation; each attempt counts as one restart.
     expected = 0 if not due else max(1, len(verdicts)) if fault.nth else 1
     number = counts(requests)
     return Result(
@@ -203,7 +205,7 @@ def judge(
 
 
 def _until(condition: Any, seconds: float, tick: float = _TICK) -> bool:
-    """Whether `condition` came true within `seconds`."""
+    """Return whether `condition` became true within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():

@@ -1,7 +1,7 @@
-"""Links of local members that are cut, lose everything, or are slow; with nothing but the kernel and iproute2.
+"""Links of local members that are cut, lose all frames, or are slow; with the kernel and iproute2 only.
 
-All of it happens on the member's port of the bridge, in the loop's network namespace, which
-`backends/local/network.py` makes: from inside, the member sees what a machine on a bad network sees.
+All changes are made to the member's port of the bridge, in the loop's network namespace that
+`backends/local/network.py` creates. Inside the member the effects equal those of a faulty network of its machine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SECONDS = 10.0
 _BRIDGE = "dsv4"
 _CLONE_NEWNET = 0x40000000
 
-# linux/if_packet.h: frames come with a header that tells of checksums and segments that the (virtual) card would make,
-# and go with it. Without it every frame with a checksum still to be made would be dropped at its destination.
+# linux/if_packet.h: received and sent frames have a header that describes checksums and segments left to the (virtual)
+# card. Without it the receiver would drop every frame with a pending checksum.
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
 _ETH_P_ALL = 3
 _SO_RCVBUFFORCE = 33
@@ -35,7 +35,7 @@ def _run(namespace: int, command: str) -> None:
 
 
 def cut(namespace: int, port: str) -> None:
-    """Take the port down: the member's interface loses its carrier, as with a cable that is pulled.
+    """Take the port down: the member's interface loses its carrier, as with a pulled cable.
 
     Args:
         namespace: any process in the network namespace with the bridge.
@@ -45,18 +45,18 @@ def cut(namespace: int, port: str) -> None:
 
 
 def lose(namespace: int, port: str) -> None:
-    """From now on the bridge drops every frame from and to the port; carrier and addresses stay as they are."""
+    """Make the bridge drop every frame from and to the port; carrier and addresses stay unchanged."""
     _run(namespace, f"bridge link set dev {port} state 0")
 
 
 def restore(namespace: int, port: str) -> None:
-    """The end of `lose`; nothing if the member was fenced meanwhile, and its port with it."""
+    """Revert `lose`; no effect if the member was fenced meanwhile, which removes its port."""
     with contextlib.suppress(subprocess.CalledProcessError):
         _run(namespace, f"bridge link set dev {port} state 3")
 
 
 def blackhole(sender: int, receiver: int) -> None:
-    """Drop what goes out from one member to the address of another one, each given by its process 1."""
+    """Drop packets from one member to the address of another; each member is given by its process 1."""
     words = ["nsenter", f"--net=/proc/{receiver}/ns/net", "ip", "-4", "-o", "addr", "show", "scope", "global"]
     found = subprocess.run(words, check=True, capture_output=True, text=True, timeout=_SECONDS).stdout
     address = found.split(" inet ", 1)[1].split("/", 1)[0]
@@ -64,10 +64,10 @@ def blackhole(sender: int, receiver: int) -> None:
 
 
 class SlowLink:
-    """A process that stands between a port and the bridge and hands each frame on later."""
+    """A process between a port and the bridge that delays each frame."""
 
     def __init__(self, namespace: int, port: str, seconds: float) -> None:
-        """Begin; `seconds` are added to each round trip, half of them each way."""
+        """Start the process; `seconds` are added to each round trip, half of them in each direction."""
         self._namespace, self._port = namespace, port
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__)), str(namespace), port, str(seconds / 2)],
@@ -81,7 +81,7 @@ class SlowLink:
             raise RuntimeError(f"the link of {port} could not be slowed down")
 
     def end(self) -> None:
-        """Connect port and bridge again; nothing if the port is gone meanwhile."""
+        """Connect port and bridge again; no effect if the port no longer exists."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -92,7 +92,7 @@ class SlowLink:
 
 
 def _tap(interface: str) -> socket.socket:
-    """A socket for the frames that arrive at an interface, and for sending frames from it."""
+    """Return a socket that receives the frames arriving at an interface and sends frames from it."""
     tap = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
     tap.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     tap.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
@@ -104,20 +104,20 @@ def _tap(interface: str) -> socket.socket:
 
 
 def _forward(port: str, seconds: float) -> None:
-    """Hand frames on between `port` and the bridge, each `seconds` after it came, until standard input ends."""
+    """Forward frames between `port` and the bridge, each with a delay of `seconds`, until standard input ends."""
     near, far, sink = f"s{port}", f"b{port}", f"x{port}"
     own = os.getpid()
     _run(own, f"ip link add {near} type veth peer name {far}")
     try:
-        # Ports of a bridge that is down drop what arrives, so nothing gets past this process into the namespace itself;
-        # sockets of this kind see it before that.
+        # Ports of a bridge that is down drop arriving frames, so no frame bypasses this process into the namespace;
+        # packet sockets receive them before that.
         _run(own, f"ip link add {sink} type bridge")
         _run(own, f"ip link set {far} master {_BRIDGE} up")
         _run(own, f"ip link set {near} master {sink} up promisc on")
         _run(own, f"ip link set {port} master {sink} promisc on")
         _pump(_tap(port), _tap(near), seconds)
     finally:
-        # The port is gone if its member was fenced meanwhile.
+        # The port no longer exists if its member was fenced meanwhile.
         for command in (f"set {port} promisc off master {_BRIDGE}", f"del {near}", f"del {sink}"):
             subprocess.run(["ip", "link", *command.split()], check=False, capture_output=True, timeout=_SECONDS)
 
@@ -151,7 +151,7 @@ def _pump(one: socket.socket, other: socket.socket, seconds: float) -> None:
             try:
                 target.send(frame)
             except BlockingIOError:
-                continue  # as a full queue of a real link would do
+                continue  # like a full queue of a real link
             except OSError:
                 return
 

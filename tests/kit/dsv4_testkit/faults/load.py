@@ -1,4 +1,4 @@
-"""Clients that never stop asking, and what became of each request."""
+"""Clients that send requests continuously, and the outcome of each request."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _WORDS = ("alpha", "river", "stone", "cloud", "seven", "north", "paper", "green"
 
 
 class Outcome(StrEnum):
-    """What the client saw in the end."""
+    """Outcome of a request for its client."""
 
     ANSWERED = "answered"
     FAILED = "failed"
-    """No answer, and no token of it either: an error, a closed connection, or nothing within the patience."""
+    """No response and no token: an error, a closed connection, or no data within the patience."""
     ENDED = "ended"
-    """Tokens, then an error event: the client knows."""
+    """Tokens, then an error event."""
     SILENT = "silent"
-    """A stream that began and ended, or stood still, with neither completion nor error event."""
+    """A stream that began and then ended or stalled without completion or error event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: Unix times, and how it went."""
+    """One request with its Unix times and outcome."""
 
     sent: float
     ended: float
@@ -43,22 +43,22 @@ class Request:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the clients ask for."""
+    """Properties of the clients' requests."""
 
     clients: int = 4
     prompt_words: tuple[int, int] = (4, 24)
-    """A word of the list is one to six tokens of the nano model, four on average."""
+    """A word of the list has one to six tokens of the nano model, four on average."""
     tokens: tuple[int, int] = (4, 24)
     chat: float = 0.3
-    """Share of chat; its template takes 400 tokens of the nano model."""
+    """Share of chat requests; the chat template takes 400 tokens of the nano model."""
     patience: float = 240.0
-    """Seconds without a byte after which a client gives up."""
+    """Seconds without data after which a client ends its request."""
     pause: float = 0.0
-    """Seconds between an answer and the next request of a client."""
+    """Seconds between a response and the client's next request."""
 
 
 class Load:
-    """Use as a context manager; `stop` lets each client finish its request."""
+    """Load of several clients, used as a context manager; `stop` waits until each client has finished its request."""
 
     def __init__(
         self,
@@ -70,13 +70,15 @@ class Load:
         host: str = "127.0.0.1",
         ended: Callable[[Request], None] | None = None,
     ) -> None:
-        """Args:
-        port: of the API.
-        model: name of the model.
-        shape: of the load.
-        seed: of the random prompts.
-        host: name or address of the API.
-        ended: called with each request once it ended.
+        """Create a load without starting it.
+
+        Args:
+            port: of the API.
+            model: name of the model.
+            shape: of the load.
+            seed: of the random prompts.
+            host: name or address of the API.
+            ended: called with each completed request.
         """
         self._host, self._port, self._model, self._shape = host, port, model, shape
         self._ended = ended
@@ -98,18 +100,18 @@ class Load:
         if kind is None:
             self.stop()
         else:
-            # Clients end with their connections; nothing waits for them.
+            # Clients end with their connections; they are not awaited.
             self._stop.set()
 
     def stop(self) -> list[Request]:
-        """End it; every request that was sent, with its outcome."""
+        """Stop the load and return every request with its outcome."""
         self._stop.set()
         for thread in self._threads:
             thread.join(self._shape.patience + 30.0)
         return self.done
 
     def answered(self, since: float = 0.0) -> int:
-        """Requests answered after Unix time `since`."""
+        """Return the number of requests answered after Unix time `since`."""
         with self._lock:
             return sum(1 for request in self.done if request.outcome is Outcome.ANSWERED and request.ended > since)
 
@@ -138,7 +140,7 @@ class Load:
 
 
 def ask(port: int, path: str, body: dict[str, Any], patience: float, host: str = "127.0.0.1") -> Request:
-    """Send one request and follow it to its end."""
+    """Send one request and read its response to the end."""
     sent = time.time()
     seen = _Seen()
     detail = ""
@@ -162,7 +164,7 @@ def ask(port: int, path: str, body: dict[str, Any], patience: float, host: str =
 
 
 class _Seen:
-    """What came of an answer."""
+    """Progress of a response."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -172,7 +174,7 @@ class _Seen:
         self.error = ""
 
     def line(self, line: bytes) -> None:
-        """One line of a stream of events."""
+        """Process one line of an event stream."""
         if not line.startswith(b"data:"):
             return
         data = line[5:].strip()
@@ -188,7 +190,7 @@ class _Seen:
             self.finished = self.finished or choice.get("finish_reason") in ("length", "stop")
 
     def whole(self, data: bytes) -> None:
-        """An answer in one piece."""
+        """Process a response without a stream."""
         choices = json.loads(data).get("choices") or [{}]
         self.done = self.finished = choices[0].get("finish_reason") in ("length", "stop")
 
@@ -203,13 +205,13 @@ class _Seen:
 
 
 def counts(requests: Iterable[Request]) -> dict[str, int]:
-    """How many of each outcome."""
+    """Return the number of requests by outcome."""
     found = Counter(request.outcome for request in requests)
     return {outcome.value: found[outcome] for outcome in Outcome}
 
 
 def outage(requests: Iterable[Request], struck: float) -> float | None:
-    """Seconds from the fault to the answer that ended the longest time without any; None if none came after it."""
+    """Return the seconds from the fault to the end of the longest time without a response; None if none followed."""
     ends = sorted(request.ended for request in requests if request.outcome is Outcome.ANSWERED)
     later = [end for end in ends if end > struck]
     if not later:

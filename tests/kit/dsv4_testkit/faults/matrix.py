@@ -1,6 +1,6 @@
-"""The matrix: the table of faults, and further cells by process, phase and environment.
+"""Fault matrix: the table of faults, and further cells by process, phase and environment.
 
-Cells without a row, each with its reason, are listed in docs/faults.md.
+docs/faults.md lists the cells without a row, each with its reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dsv4_testkit.faults.table import FAULTS, Fault, Kind
 _CORE = Signal("engine-core", 0, SIGKILL)
 _DESCRIPTOR_SECONDS = 20.0
 _STARTING_SECONDS = 3.0
-"""From the end of an engine to a moment at which the next one starts."""
+"""Delay between the death of an engine and the start of the next one."""
 
 
 def _own() -> list[Fault]:
@@ -22,7 +22,7 @@ def _own() -> list[Fault]:
         Fault(f"{how} {process}", Kind.OWN, OwnProcess(process, how))
         for process in Own
         for how in How
-        # Nothing needs a dashboard, so a stopped one stays.
+        # The engine works without a dashboard, so a stopped dashboard is not replaced.
         if process is not Own.DASHBOARD or how is How.KILL
     ]
     for process in (Own.GATEWAY, Own.LOOP):
@@ -45,7 +45,7 @@ def _own() -> list[Fault]:
 
 
 def _starting() -> list[Fault]:
-    """Faults of an engine's processes while it starts; the action itself causes the first death."""
+    """Return faults of an engine's processes during its start; the action itself causes the first death."""
     died = {"api": "APIServerDied", "engine-core": "EngineCoreDied", "worker": "RayWorkerDied"}
     names = {"api": "API process", "engine-core": "EngineCore", "worker": "Ray worker of rank 1"}
     found = []

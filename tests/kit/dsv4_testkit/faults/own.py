@@ -1,4 +1,4 @@
-"""Faults of dsv4's own processes, which no engine needs: what is done, and when the process has been replaced."""
+"""Faults of dsv4's own processes, which are not required by a running engine, and detection of their replacement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsv4_operator.backends.local.supervisor import read_report
 from dsv4_testkit.faults.actions import Action, How, Scene, Undo, inside, strike
 
 _THERE_SECONDS = 120.0
-"""For a process that is started once the engine is idle."""
+"""Limit of waiting for a process that starts only when the engine is idle."""
 _GATEWAY = "dsv4_runtime.gateway.main"
 _DASHBOARD = "dashboard/dashboard.py"
 _IDLE_WORKER = "ray::IDLE"
@@ -38,7 +38,7 @@ class Own(StrEnum):
     DASHBOARD = "dashboard"
 
     def find(self, scene: Scene) -> list[int]:
-        """Return its processes that run."""
+        """Return the running processes of this kind."""
         with contextlib.suppress(RuntimeError, psutil.Error, OSError):
             match self:
                 case Own.GATEWAY:
@@ -50,10 +50,10 @@ class Own(StrEnum):
                 case Own.STANDBY:
                     server = "dsv4_runtime.vllm_plugin.warm_pool"
                     found = _below(scene, lambda words: server in words and "server" in words)
-                    # One that has become the API server writes to vLLM's log.
+                    # After becoming the API server, the process writes to vLLM's log.
                     return [pid for pid in found if Path(f"/proc/{pid}/fd/1").readlink().name == _STANDBY_LOG]
                 case Own.WORKER:
-                    # The library is mapped once it has imported vLLM.
+                    # The library is mapped after the import of vLLM.
                     found = _below(scene, lambda words: words[0] == _IDLE_WORKER)
                     return [pid for pid in found if b"/libtorch" in Path(f"/proc/{pid}/maps").read_bytes()]
                 case Own.DASHBOARD:
@@ -64,7 +64,7 @@ class Own(StrEnum):
 
 
 def _below(scene: Scene, matches: Callable[[list[str]], bool]) -> list[int]:
-    """Processes of member 0 whose command line matches."""
+    """Return the processes of member 0 with a matching command line."""
     found = []
     for pid in inside(scene.init(0)):
         with contextlib.suppress(psutil.Error):
@@ -76,7 +76,7 @@ def _below(scene: Scene, matches: Callable[[list[str]], bool]) -> list[int]:
 
 @dataclass
 class OwnProcess:
-    """Kill, stop or freeze one of dsv4's own processes; `repaired` tells when another one does its work."""
+    """Kill, stop or freeze one of dsv4's own processes; `repaired` detects its replacement."""
 
     process: Own
     how: How
@@ -100,7 +100,7 @@ class OwnProcess:
             if self.how is How.STOP and psutil.Process(self._struck).status() == psutil.STATUS_STOPPED:
                 return False
         if self.process is Own.GATEWAY:
-            # A frozen process ends when it thaws; its successor runs beside it.
+            # A frozen process exits when it thaws; its successor runs in parallel.
             working = [pid for pid in found if pid != self._struck or self.how is How.STOP]
             return len(working) >= _GATEWAYS and _answers(scene)
         if self.process is Own.LOOP:
@@ -121,7 +121,7 @@ def _answers(scene: Scene) -> bool:
 
 @dataclass
 class Together:
-    """Several actions at the same moment, or each `pause` seconds after the one before; undone in reverse order."""
+    """Several actions at the same moment, or each `pause` seconds after the previous one; reverted in reverse order."""
 
     actions: tuple[Action, ...]
     pause: float = 0.0
@@ -150,13 +150,13 @@ class Together:
         return undo
 
     def repaired(self, scene: Scene) -> bool:
-        """Return whether all of dsv4's own processes among them were replaced."""
+        """Return whether all struck processes of dsv4 were replaced."""
         return all(action.repaired(scene) for action in self.actions if isinstance(action, OwnProcess))
 
 
 @dataclass
 class AtFormation:
-    """kill -9 the agent of rank 1, and strike a process of Ray of the next incarnation while that forms."""
+    """kill -9 the agent of rank 1, then apply a fault to a process of Ray while the next incarnation forms."""
 
     process: str
     rank: int
@@ -182,7 +182,7 @@ class AtFormation:
 
 @dataclass
 class NoDescriptors:
-    """A process may open no more files for `seconds`: its limit becomes what it has open."""
+    """Prevent a process from opening files for `seconds`: its limit becomes its highest open descriptor."""
 
     process: Own | str
     rank: int
@@ -191,7 +191,7 @@ class NoDescriptors:
     def strike(self, scene: Scene) -> Undo:
         pid = self.process.find(scene)[0] if isinstance(self.process, Own) else scene.pid(self.rank, self.process)
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        # Numbers count, and not open files.
+        # The limit applies to descriptor numbers, not to the number of open files.
         most = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, before[1]))
 

@@ -1,4 +1,4 @@
-"""Results as text: the catalogue, one line a run, tables, and the page of the documentation."""
+"""Results as text: catalogue, one line per run, tables, and the generated part of the documentation page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4_testkit.faults.table import BOUND, Fault, Kind
 _PEER = "bare vLLM"
 
 BEGIN, END = "<!-- benchmarks/faults.py --page: begin -->", "<!-- benchmarks/faults.py --page: end -->"
-"""Lines around the generated part of the documentation's page."""
+"""Lines around the generated part of the documentation page."""
 _WORDS = """\
 *Noticed* is the time from the fault to the verdict, or until a process of dsv4 was continued or replaced; *back* the
 time from the fault to the answer that ended the clients' longest wait. Of several runs both have minimum, median and
@@ -29,7 +29,7 @@ starts it again when it ends, and `/health` requested once a second. A fault tha
 
 
 def catalog(faults: Iterable[Fault]) -> str:
-    """The table of faults with what is expected of dsv4."""
+    """Return the table of faults with the expected behaviour of dsv4."""
     rows = [
         [
             fault.name,
@@ -46,7 +46,7 @@ def catalog(faults: Iterable[Fault]) -> str:
 
 
 def line(result: Result) -> str:
-    """One run in one line."""
+    """Return one run as one line."""
     if result.verdict == "Replaced":
         verdict = f"replaced after {_s(result.replaced)}"
     elif result.verdict == "Healthy":
@@ -67,7 +67,7 @@ def line(result: Result) -> str:
 
 
 def summary(store: Store) -> str:
-    """Everything that the results say."""
+    """Return all results as text."""
     parts = [f"machine: {text}" for text in store.machines()]
     for name in dict.fromkeys(run.system for run in store.runs):
         mine = [run for run in store.runs if run.system == name]
@@ -79,7 +79,7 @@ def summary(store: Store) -> str:
 
 
 def table(runs: Sequence[Result]) -> str:
-    """One row a fault: minimum, median and maximum over its runs, sums over its requests."""
+    """Return one row per fault: minimum, median and maximum over its runs, sums over its requests."""
     rows = []
     for name in [fault.name for fault in MATRIX if any(run.fault == fault.name for run in runs)]:
         mine = [run for run in runs if run.fault == name]
@@ -108,7 +108,7 @@ def table(runs: Sequence[Result]) -> str:
 
 
 def classes(runs: Sequence[Result]) -> str:
-    """Detection by kind of fault, against its bound."""
+    """Return detection times by kind of fault, with their bounds."""
     rows = []
     for kind in [kind for kind in Kind if kind in BOUND and any(run.kind == kind for run in runs)]:
         mine = [run for run in runs if run.kind == kind]
@@ -120,7 +120,7 @@ def classes(runs: Sequence[Result]) -> str:
 
 
 def totals(runs: Sequence[Result]) -> str:
-    """The figures that are judged."""
+    """Return the figures with goals."""
     return (
         f"right cause {_share(runs, lambda run: run.cause_right)}, "
         f"right culprit {_share(runs, lambda run: run.culprit_right)}, "
@@ -132,7 +132,7 @@ def totals(runs: Sequence[Result]) -> str:
 
 
 def sides(runs: Sequence[Result]) -> str:
-    """dsv4 and the peer side by side, for the faults that the peer got."""
+    """Return dsv4 and the peer side by side, for the faults caused in the peer."""
     rows = []
     for fault in MATRIX:
         pair = [[r for r in runs if r.fault == fault.name and r.system == name] for name in ("dsv4", _PEER)]
@@ -159,7 +159,7 @@ def sides(runs: Sequence[Result]) -> str:
 
 
 def extras(store: Store) -> list[str]:
-    """Soaks, series of deaths, and what the agents take."""
+    """Return the lines on soaks, series of deaths, and cost of the agents."""
     lines = []
     for soak in store.data["soaks"]:
         lines.append(
@@ -190,14 +190,14 @@ def extras(store: Store) -> list[str]:
 
 
 def _more(soak: Mapping[str, Any]) -> str:
-    """Phases that earlier soaks did not have."""
+    """Return the phases that older soaks lack."""
     if "bursts" not in soak:
         return ""
     return f", {soak['bursts']} times bursts of 24 clients, {soak['contention']} times prefills on busy processors"
 
 
 def update(text: str, store: Store) -> str:
-    """The documentation's page with its generated part replaced.
+    """Return the documentation page with its generated part replaced.
 
     Raises:
         ValueError: the page lacks one of the two lines around that part.
@@ -210,7 +210,7 @@ def update(text: str, store: Store) -> str:
 
 
 def page(store: Store) -> str:
-    """The generated part of the documentation's page."""
+    """Return the generated part of the documentation page."""
     mine = [run for run in store.runs if run.system == "dsv4"]
     peer = [run for run in store.runs if run.system == _PEER]
     parts = [catalog(MATRIX)]
@@ -236,13 +236,13 @@ def page(store: Store) -> str:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """Return a Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` percent of `values` do not exceed."""
+    """Return the smallest value that at least `share` percent of `values` do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * share / 100) - 1)]
 
@@ -261,7 +261,7 @@ def _median(runs: Sequence[Result], measure: Callable[[Result], float | None]) -
 
 
 def _range(runs: Sequence[Result], measure: Callable[[Result], float | None]) -> str:
-    """Minimum, median and maximum; one figure of a single run."""
+    """Return minimum, median and maximum, or the only value of a single run."""
     values = [value for run in runs if (value := measure(run)) is not None]
     if len(values) < 2:
         return _median(runs, measure)

@@ -1,4 +1,4 @@
-"""What the head saw before a death or through a fault that is none, kept as a series for the rules' tests."""
+"""Samples of the head before a death or during a survived fault, stored as a series for the tests of the rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsv4_runtime.health.samples import RankView, Sample
 from dsv4_testkit.faults.judge import Result
 from dsv4_testkit.faults.system import DSV4
 
-# A death is at the window's end; what is survived may be at its beginning.
+# A death is at the end of the window; a survived fault may be at its beginning.
 _BEFORE_DEATH = 30.0
 _BEGIN = 1000.0
 _TIMES = frozenset({"time", "answered", "stepped", "canary_sent", "heard"})
@@ -29,9 +29,9 @@ sys.stdout.write(urllib.request.urlopen(request, timeout=5).read().decode())
 
 
 def keep(system: DSV4, result: Result, directory: Path) -> Path | None:
-    """Write the last samples of a run as `tests/unit/health/test_series.py` reads them.
+    """Write the last samples of a run in the format of `tests/unit/health/test_series.py`.
 
-    None if no rule judged it: what the kernel tells of a process's end is no sample.
+    Returns None if no rule detected the fault: the kernel's report of a process's end is not a sample.
     """
     if result.missed:
         return None
@@ -49,7 +49,7 @@ def keep(system: DSV4, result: Result, directory: Path) -> Path | None:
 
 
 def trimmed(window: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """The last `seconds` of samples, with times that begin at a round number and without what says nothing."""
+    """Return the last `seconds` of samples; times begin at a round number, fields with default values are omitted."""
     late = [sample for sample in window if sample["time"] >= window[-1]["time"] - seconds]
     shift = _BEGIN - late[0]["time"]
     return [_lean(sample, Sample, shift) for sample in late]
@@ -69,7 +69,7 @@ def _lean(entry: dict[str, Any], kind: type[Any], shift: float) -> dict[str, Any
 
 
 def _now(system: DSV4) -> list[dict[str, Any]]:
-    """The last minute as the head's agent has it."""
+    """Return the last minute of samples from the head's agent."""
     assert system.deployment is not None
     token = (system.deployment.directory / "token").read_text().strip()
     address = next(member["address"] for member in system.group()["members"] if member["rank"] == 0)
@@ -80,7 +80,7 @@ def _now(system: DSV4) -> list[dict[str, Any]]:
 
 
 def _at_death(system: DSV4, result: Result) -> list[dict[str, Any]]:
-    """What the head kept of the first death after the fault."""
+    """Return the head's stored samples of the first death after the fault."""
     assert system.deployment is not None
     for path in sorted(system.deployment.directory.glob("**/evidence.json"), key=lambda path: path.stat().st_mtime):
         found = json.loads(path.read_text())

@@ -1,5 +1,7 @@
-"""Nothing is wrong, for long: saturation, bursts, long prefills, contention for processors, pauses with canaries, links
-that lose everything for 8 s.
+"""Long operation without a death.
+
+Phases: saturation, long prefills, contention for processors, bursts, pauses with canaries, and losses of all frames of
+a link for 8 s.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from dsv4_testkit.faults.system import DSV4, MODEL
 
 _PHASE_SECONDS = 45.0
 _SAMPLED = 0.5
-"""Of the seconds, how many must have an answer of the agent."""
+"""Minimum number of the agent's responses per second of the soak."""
 _SATURATED = Shape(clients=12)
-"""Three times as many as the engine takes at once."""
+"""Three times as many as the engine processes concurrently."""
 _PREFILLS = Shape(clients=6, prompt_words=(205, 215), tokens=(2, 8), chat=0.0)
 """About 900 tokens each: close to the 1024 tokens of the longest context, and longer than the 512 of one step."""
 
@@ -33,7 +35,7 @@ _BURST = Shape(clients=24, prompt_words=(4, 60), tokens=(1, 8))
 _BURST_SECONDS, _BETWEEN_SECONDS = 4.0, 5.0
 _BUSY = "while True: pass"
 
-# Runs in the loop's network namespace: asks the head's agent once a second and says what it answers.
+# Runs in the loop's network namespace: requests the status of the head's agent once a second and prints it.
 _WATCH = """
 import json, sys, time, urllib.request
 url, token = sys.argv[1:]
@@ -50,7 +52,7 @@ while True:
 
 
 class Watch:
-    """What the head's agent says, once a second, and what was going on then."""
+    """Status of the head's agent, once a second, with the current phase."""
 
     def __init__(self) -> None:
         self.phase = ""
@@ -64,16 +66,16 @@ class Watch:
             self.said.append((self.phase, health, status))
 
     def count(self, *healths: str, during: str | None = None) -> int:
-        """Answers with one of `healths`, in one phase or in all."""
+        """Return the number of samples with one of `healths`, in one phase or in all."""
         return sum(health in healths and during in (None, phase) for phase, health, _ in self.said)
 
     def first(self, *healths: str) -> list[Any]:
-        """The first few of them."""
+        """Return the first three samples with one of `healths`."""
         return [status for _, health, status in self.said if health in healths][:3]
 
 
 def soak(system: DSV4, minutes: float, seed: int, store: Store) -> int:
-    """Run it and keep the result; exit code 1 if anything was called dead or restarted."""
+    """Run the soak and store the result; return 1 if a part was declared dead or restarted, or a request failed."""
     try:
         system.start()
         system.ready()
@@ -82,7 +84,7 @@ def soak(system: DSV4, minutes: float, seed: int, store: Store) -> int:
         system.close()
     store.note("soaks", entry)
     print(json.dumps(entry, indent=1))
-    # Too few answers prove nothing: the watch died, or the agent was too slow to be watched.
+    # Too few responses prove nothing: the observing process died, or the agent was too slow.
     watched = entry["samples"] >= minutes * 60.0 * _SAMPLED
     wrong = ("dead", "restarts", "ownRestarts", "failed", "silent")
     return int(not watched or any(entry[each] for each in wrong))
@@ -132,7 +134,7 @@ def _run(system: DSV4, seconds: float, seed: int) -> dict[str, Any]:
         "unreachable": watch.count("unreachable"),
         "dead": watch.count("Dead"),
         "suspect": watch.count("Suspect"),
-        # A member that cannot be heard for seconds makes the engine suspect, and should.
+        # A member without reports for seconds makes the engine suspect, as intended.
         "suspectInLosses": watch.count("Suspect", during="losses"),
         "first": watch.first("Dead", "Suspect"),
         "restarts": system.restarts() - before,
@@ -145,12 +147,12 @@ def _run(system: DSV4, seconds: float, seed: int) -> dict[str, Any]:
 
 
 def _own(system: DSV4) -> frozenset[int]:
-    """The processes of loop and gateways, which a false verdict replaces."""
+    """Return the processes of loop and gateways, which a false verdict replaces."""
     return frozenset((*Own.LOOP.find(system), *Own.GATEWAY.find(system)))
 
 
 def _bursts(system: DSV4, seconds: float, seed: str) -> list[Request]:
-    """Many clients for a few seconds, then none, again and again."""
+    """Run alternating phases: many clients for a few seconds, then none."""
     done: list[Request] = []
     until = time.monotonic() + seconds
     for number in itertools.count():
@@ -165,7 +167,7 @@ def _bursts(system: DSV4, seconds: float, seed: str) -> list[Request]:
 
 @contextlib.contextmanager
 def _busy() -> Iterator[None]:
-    """Two processes for each processor that compute all the time."""
+    """Run two busy processes per processor."""
     processes = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
         yield
@@ -177,7 +179,7 @@ def _busy() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _following(system: DSV4, watch: Watch) -> Iterator[None]:
-    """Ask the head's agent once a second."""
+    """Record the status of the head's agent once a second."""
     assert system.deployment is not None
     token = (system.deployment.directory / "token").read_text().strip()
     address = next(member["address"] for member in system.group()["members"] if member["rank"] == 0)

@@ -1,4 +1,4 @@
-"""The file of results: written as a whole after every run, so that it can be stopped and resumed at any time."""
+"""File of results: rewritten atomically after every run, so that a suite can be stopped and resumed at any time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("runs", "soaks", "deaths", "costs", "errors")
 
 
 def machine() -> str:
-    """This machine, in a few words."""
+    """Return a short description of this machine."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -32,10 +32,10 @@ class Store:
     """Results by kind: `runs` of faults, `soaks`, `deaths`, `costs`; `errors`: runs without a result."""
 
     def __init__(self, file: Path | None) -> None:
-        """`file`: None keeps them in memory only.
+        """Read `file`; None keeps results in memory only.
 
         Raises:
-            ValueError: the file is no JSON.
+            ValueError: the file is not JSON.
         """
         self._file = file
         self.data: dict[str, Any] = {kind: [] for kind in KINDS}
@@ -48,15 +48,15 @@ class Store:
         return [Result(**{key: value for key, value in run.items() if key != "machine"}) for run in self.data["runs"]]
 
     def has(self, system: str, fault: str, run: int) -> bool:
-        """Whether this run is there."""
+        """Return whether the result of this run exists."""
         return any((r["system"], r["fault"], r["run"]) == (system, fault, run) for r in self.data["runs"])
 
     def add(self, result: Result) -> None:
-        """Keep a run of a fault."""
+        """Store a run of a fault."""
         self.note("runs", result.to_json())
 
     def note(self, kind: str, entry: dict[str, Any]) -> None:
-        """Keep an entry, with the machine; its date is a time in it."""
+        """Store an entry with the machine; the entry itself contains its date."""
         self.data[kind].append({**entry, "machine": machine()})
         if self._file is not None:
             partial = self._file.with_name(f".{self._file.name}.{os.getpid()}")
@@ -64,7 +64,7 @@ class Store:
             partial.replace(self._file)
 
     def machines(self) -> list[str]:
-        """Every machine that results are of, with the days."""
+        """Return every machine with results, and the days of the results."""
         found: dict[str, set[str]] = {}
         for kind in KINDS:
             for entry in self.data[kind]:

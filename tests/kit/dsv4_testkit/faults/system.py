@@ -1,4 +1,4 @@
-"""A system under test as the suite sees it: dsv4 here, bare vLLM in `bare`. It is judged by what users can see."""
+"""A system under test: dsv4 here, bare vLLM in `bare`. It is assessed by behaviour that is visible to users."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from dsv4_testkit.harness import Deployment, pid_in, unix
 MODEL = "nano"
 HOOK = "DSV4_FAULT_FILE"
 _LAST_WORD_SECONDS = 1.5
-"""Between two words of a member that lives, at most."""
+"""Maximum time between two reports of a running member."""
 _READY_SECONDS = 240.0
 _ORDER = ("detected", "cause", "evidence", "repair", "serving")
 _ROUND_SECONDS = 1.0
-"""Times of reports are rounded to seconds."""
+"""Times in reports are rounded to seconds."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """That something died, as the system says it."""
+    """A death as reported by the system."""
 
     time: float
-    """Unix time at which it was noticed."""
+    """Unix time of detection."""
     cause: str | None = None
-    """None: it names no cause."""
+    """None: no cause is reported."""
     culprit: int | None = None
     level: int | None = None
     by: str = ""
     recovered: float | None = None
-    """Unix time at which it answered a checked completion again."""
+    """Unix time of the next verified completion."""
     message: str = ""
 
 
@@ -50,41 +50,41 @@ class System(Scene, Protocol):
 
     name: str
     patience: float
-    """Seconds after which a fault that nobody noticed counts as missed."""
+    """Seconds after which an undetected fault counts as missed."""
 
     @property
     def api(self) -> int:
         """The published port."""
 
     def start(self) -> None:
-        """Start it; returns when it answers."""
+        """Start the system and return once it serves."""
 
     def ready(self) -> None:
-        """Return once it answers and is settled; starts it anew if it does not come back."""
+        """Return once the system responds and is settled; start it anew if it does not recover."""
 
     def verdicts(self, since: float) -> list[Verdict]:
-        """Deaths noticed after a Unix time, oldest first."""
+        """Return the deaths detected after a Unix time, oldest first."""
 
     def settled(self) -> bool:
-        """Whether it says that it serves."""
+        """Return whether the system reports that it serves."""
 
     def restarts(self) -> int | None:
-        """Restarts of every level so far; None if it does not count them."""
+        """Return the number of restarts of every level so far; None if they are not counted."""
 
     def replayed(self) -> float | None:
-        """Requests that were sent again so far; None if it does not do that."""
+        """Return the number of replayed requests so far; None without replays."""
 
     def disorder(self, since: float) -> str:
         """Return the events out of order (detected, cause, evidence, repair, serving) in a report of the repair.
 
-        Only events after a Unix time count; empty if all are in order, or if there are no such reports.
+        Only events after a Unix time count. The result is empty if all are in order, or if there are no such reports.
         """
 
     def heal(self, fault: Fault) -> None:
-        """End what a fault that nobody noticed has left, so that the next run starts from a system that serves."""
+        """Remove the effects of an undetected fault, so that the next run starts from a serving system."""
 
     def close(self) -> None:
-        """End it, with everything that it started."""
+        """Stop the system with all its processes."""
 
 
 class DSV4:
@@ -94,11 +94,11 @@ class DSV4:
     patience = 90.0
 
     def __init__(self, weights: Path | None = None, *, restarts: int = 100, window: str = "1m") -> None:
-        """The faults are many and none of them is the budget's test, so a minute restores the budget by default."""
+        """Create the system; by default each minute restores the restart budget, because no fault tests the budget."""
         self._weights = weights
         self._budget = {"restarts": restarts, "window": window}
         self._seen: dict[float, float] = {}
-        """Of each death by its time: when it was in the status first. Unix times."""
+        """Unix time at which each death, by its time, was first seen in the status."""
         self.deployment: Deployment | None = None
 
     def start(self) -> None:
@@ -125,11 +125,11 @@ class DSV4:
         return int((self._there.directory / "lock").read_text())
 
     def group(self) -> dict[str, Any]:
-        """The group's status."""
+        """Return the group's status."""
         return dict(self._there.peek()["groups"][0])
 
     def pid(self, rank: int, process: str) -> int:
-        # Processes that a new engine has are known to the status a moment after it serves.
+        # The status lists the processes of a new engine shortly after it serves.
         deadline = time.monotonic() + 15.0
         while True:
             try:
@@ -164,7 +164,7 @@ class DSV4:
         found = []
         for failure in self.group().get("history", ()):
             died = unix(failure["time"])
-            # A member that fell silent is dead since its last word, which may be before the blow.
+            # A member that stopped reporting counts as dead since its last report, which may be before the fault.
             if died > since - _LAST_WORD_SECONDS:
                 seen = self._seen.setdefault(died, time.time())
                 noticed = died if died > since else seen
@@ -202,7 +202,7 @@ class DSV4:
             return (
                 f"status: repaired at {last['time']} + {last['recoverSeconds']} s, ready at {self.group()['readyTime']}"
             )
-        # Events, as the loop logs them.
+        # Events in the log of the loop.
         events = [line for line in found.log().splitlines() if _unix_of(line) >= since - _ROUND_SECONDS]
         if problem := _in_order(
             events, ("EngineDead", "GroupDead"), ("EngineRestarting", "GroupForming"), ("GroupRecovered",)
@@ -232,7 +232,7 @@ class DSV4:
 
 
 def _unix_of(line: str) -> float:
-    """The time of a line of the loop's log; 0 if it has none."""
+    """Return the time of a line of the loop's log; 0 if it has none."""
     try:
         return time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S"))
     except ValueError:
@@ -240,7 +240,7 @@ def _unix_of(line: str) -> float:
 
 
 def _in_order(lines: Sequence[str], *steps: tuple[str, ...]) -> str:
-    """The first step that no line has after the line of the step before; empty if there is none."""
+    """Return the first step without a line after that of the previous step; empty if all are in order."""
     at = 0
     for step in steps:
         found = next((i for i in range(at, len(lines)) if any(f" {word}: " in lines[i] for word in step)), None)
@@ -251,7 +251,7 @@ def _in_order(lines: Sequence[str], *steps: tuple[str, ...]) -> str:
 
 
 def answers(port: int, timeout: float = 30.0) -> bool:
-    """Whether a completion comes back, and is one."""
+    """Return whether a valid completion is returned."""
     body = {"model": MODEL, "prompt": "Hello", "max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -264,7 +264,7 @@ def answers(port: int, timeout: float = 30.0) -> bool:
 
 
 def scrape(port: int, name: str) -> float | None:
-    """A metric's sum over all gateways; None if nobody answers or it is not there."""
+    """Return a metric's sum over all gateways; None without a response or if the metric is missing."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0) as response:
             text = response.read().decode()

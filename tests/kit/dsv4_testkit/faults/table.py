@@ -1,4 +1,4 @@
-"""The one table of faults: what is done, and what dsv4 should make of it."""
+"""Table of faults: the action of each fault and the expected verdict of dsv4."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dsv4_testkit.faults.actions import (
 
 
 class Kind(StrEnum):
-    """What can be expected of a fault's detection."""
+    """Class of a fault; each class has a bound for detection."""
 
     CERTAIN = "certain death"
     HANG = "hang"
@@ -35,41 +35,41 @@ class Kind(StrEnum):
     ANSWER = "wrong answer"
     START = "failed start"
     OWN = "process of dsv4"
-    """The engine must not notice; the process is replaced."""
+    """The engine must be unaffected; the process is replaced."""
     NONE = "no death"
-    """It must survive: any verdict but `Healthy` is a false one."""
+    """The engine must survive: any verdict but `Healthy` is false."""
 
 
 BOUND = {Kind.CERTAIN: 3.0, Kind.HANG: 6.0, Kind.PARTITION: 20.0, Kind.ANSWER: 60.0, Kind.START: 120.0, Kind.OWN: 5.0}
 """Seconds from the fault to the verdict, p95, on an otherwise idle machine.
 
-Links that are back within 8 s must not be given up, so a partition cannot be called sooner; a wrong answer is seen by
-the next canary; a failed start takes a start.
+A link that recovers within 8 s must not lead to a verdict, so a partition cannot be detected sooner. A wrong answer is
+detected by the next canary, a failed start only after the start.
 """
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One row."""
+    """One row of the table."""
 
     name: str
     kind: Kind
     action: Action
     causes: tuple[str, ...] = ()
-    """Any of them is right."""
+    """Acceptable causes; one of them must be reported."""
     rank: int | None = None
-    """Where it began; None if that cannot be known."""
+    """Rank in which the fault begins; None if it cannot be determined."""
     level: int | None = None
     idle: bool = False
-    """Done while no client asks for anything."""
+    """The fault is caused while no client sends requests."""
     bare: bool = False
-    """Makes sense without an agent, so the peer gets it too."""
+    """The fault applies without an agent, so it is also caused in the peer."""
     nth: int = 0
-    """Which death after the fault is meant; 1 if the action itself ends the engine first."""
+    """Index of the assessed death after the fault; 1 if the action itself ends the engine first."""
 
     @property
     def cause(self) -> str:
-        """The right cause, or the first of several."""
+        """The acceptable cause, or the first of several."""
         return self.causes[0]
 
 
@@ -104,7 +104,7 @@ FAULTS = (
     _stops("agent of rank 0", "agent", 0, "AgentHung", 2, bare=False),
     _stops("agent of rank 1", "agent", 1, "AgentHung", 2, bare=False),
     Fault("GCS frozen", Kind.HANG, Frozen("gcs", 0), ("RayHeadHung",), 0, 2),
-    # Ray's raylet notices within a second that its agent is gone, and ends itself.
+    # Ray's raylet detects the death of its agent within a second and exits.
     Fault(
         "kill -9 runtime-env agent of rank 1",
         Kind.CERTAIN,
@@ -133,7 +133,7 @@ FAULTS = (
         nth=1,
     ),
     Fault("API process frozen", Kind.HANG, Frozen("api", 0), ("APIServerHung",), 0, 1, bare=True),
-    # No worker is given a step any more, which looks the same as steps that hang on the devices of all of them.
+    # No worker receives a step; the symptoms equal those of steps that hang on the devices of all workers.
     Fault("EngineCore frozen", Kind.HANG, Frozen("engine-core", 0), ("EngineHung",), None, 1, bare=True),
     Fault(
         "SIGSTOP worker of rank 1, idle",
@@ -149,15 +149,15 @@ FAULTS = (
     Fault("all frames of member 1 lost for 8 s", Kind.NONE, Loss(1, 8.0), bare=True),
     Fault("300 ms latency to member 1 for 30 s", Kind.NONE, Latency(1, 0.3, 30.0), bare=True),
     Fault("exception in a step of rank 0", Kind.CERTAIN, InStep("raise", 0), ("EngineCoreDied",), 0, 1, bare=True),
-    # vLLM 0.32 passes on the exception of the rank that gives the output only (`multiproc_executor.py`); with any other
-    # rank's, the others wait for what it will never send.
+    # vLLM 0.32 propagates exceptions only of the rank that returns the output (`multiproc_executor.py`); with an
+    # exception in any other rank, the remaining ranks wait for data that is never sent.
     Fault("exception in a step of rank 1", Kind.HANG, InStep("raise", 1), ("EngineHung",), 1, 1, bare=True),
     Fault("hang in a step of rank 1", Kind.HANG, InStep("hang", 1, hold=3600.0), ("EngineHung",), 1, 1, bare=True),
     Fault("70 s of work in a step of rank 1", Kind.NONE, InStep("spin", 1, seconds=70.0), bare=True),
     Fault("logits of rank 1 are not numbers", Kind.ANSWER, InStep("nan", 1), ("CanaryFailed",), None, 1, idle=True),
     Fault("member 1 out of memory", Kind.CERTAIN, OutOfMemory(1), ("OutOfMemoryHost",), 1, 1),
     Fault("/dev/shm of member 0 full", Kind.START, FullSharedMemory(0), ("SharedMemoryFull",), 0, 2, nth=1),
-    # The members of one machine share the file, so either may be the first to find it wrong.
+    # Members on one machine share the file, so either of them may detect the damage first.
     Fault(
         "NaN in a weight file, at the next start",
         Kind.START,
@@ -191,4 +191,4 @@ PROCESS_DEATHS = tuple(
         "kill -9 agent of rank 1",
     )
 )
-"""A way to die of each process and each level: what the main job's test and `recovery.py` inflict."""
+"""One kind of death per process and recovery level, used by the main job's test and `recovery.py`."""

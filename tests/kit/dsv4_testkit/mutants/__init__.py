@@ -1,4 +1,4 @@
-"""The mutants of `tests/mutants.py`: name, file, a text that is in it exactly once, its replacement, and the tests."""
+"""Mutants of `tests/mutants.py`: name, file, a text that occurs in it exactly once, its replacement, and the tests."""
 
 from __future__ import annotations
 

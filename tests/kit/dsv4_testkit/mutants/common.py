@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A change that a test must notice."""
+    """A change that must make a test fail."""
 
     name: str
     file: str
     text: str
-    """In the file exactly once."""
+    """Occurs exactly once in the file."""
     replacement: str
     tests: tuple[str, ...]
     """Arguments of pytest."""

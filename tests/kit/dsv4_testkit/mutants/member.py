@@ -1,4 +1,4 @@
-"""Mutants of a member: its agent, its weights, and what it shares with the operator."""
+"""Mutants of a member: its agent, its weights, and code shared with the operator."""
 
 from __future__ import annotations
 

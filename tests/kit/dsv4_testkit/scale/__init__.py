@@ -1,1 +1,1 @@
-"""The parts of `operator_scale.py`: a crowd of agents, what processes and the API server count, and its table."""
+"""Parts of `operator_scale.py`: agents of many groups, and counters of processes and of the API server."""

@@ -1,9 +1,9 @@
-"""Agents of a crowd of groups whose pods only KWOK runs: as soon as all members of a group run, it serves.
+"""Agents of many groups with pods on KWOK; a group serves as soon as all its members run.
 
     python -m dsv4_testkit.scale.agents --kubeconfig FILE --namespace NAME
 
-One process answers on every pod's address, in the words of the agent's contract. Unlike the tests' scripted agents it
-has no life of its own for each member, because its processor time is taken from the operator that is measured.
+One process responds on the addresses of all pods, in the format of the agent's contract. Unlike the scripted agents of
+the tests it runs no task per member, because it shares the processor with the measured operator.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class _Member:
 
 
 class Agents:
-    """Answers for the members of one namespace."""
+    """Responds for the members of one namespace."""
 
     def __init__(self, pods: PodCache, members: int) -> None:
         self._pods = pods
         self._size = members
         self._news = asyncio.Event()
         self._members: dict[str, _Member] = {}
-        """By address."""
+        """Members by address."""
         self._groups: dict[GroupName, dict[int, _Member]] = {}
         self._whole: dict[GroupName, asyncio.Event] = {}
         self._sites: dict[str, web.TCPSite] = {}
@@ -53,7 +53,7 @@ class Agents:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
 
     def changed(self, _: object) -> None:
-        """A pod came, changed or went."""
+        """Handle a created, changed or deleted pod."""
         self._news.set()
 
     async def follow(self) -> None:
@@ -70,7 +70,7 @@ class Agents:
                 self._take(address, running[address])
                 self._sites[address] = web.TCPSite(self._runner, address, _PORT, reuse_address=True)
                 await self._sites[address].start()
-            # Pods come in crowds; one look at all of them is enough for many.
+            # Pods change in bursts; one pass serves many changes.
             await asyncio.sleep(0.05)
 
     def _take(self, address: str, pod: Manifest) -> None:
@@ -110,7 +110,7 @@ class Agents:
         return web.Response(text=self._said(self._asked(request)).to_json(), content_type="application/json")
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
-        """`/v1/watch?group=1` of a head: everything once, and again when the group is whole, then ages alone."""
+        """Respond to `/v1/watch?group=1` of a head: full reports until the group is complete, then only ages."""
         member = self._asked(request)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
@@ -133,7 +133,7 @@ class Agents:
         return GroupReport(ages=dict.fromkeys(members, 0.0), members=said).to_json().encode() + b"\n"
 
     def _asked(self, request: web.Request) -> _Member:
-        """Who is meant is told by the address that was connected to."""
+        """Return the member with the address of the connection."""
         if request.transport is None:
             raise web.HTTPServiceUnavailable
         address = request.transport.get_extra_info("sockname")[0]

@@ -1,4 +1,4 @@
-"""What is counted: processor time and memory of processes by the kernel, requests by the API server itself."""
+"""Counters: processor time and memory of processes from the kernel, requests from the API server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMA = "scale-operator"
 
 
 def flow_schema(namespace: str, account: str) -> dict[str, Any]:
-    """Has the API server count the requests of one service account apart, at the priority that it has anyway."""
+    """Return a flow schema that counts the requests of one service account separately, at their default priority."""
     subject = {"kind": "ServiceAccount", "serviceAccount": {"namespace": namespace, "name": account}}
     anything = {"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"], "clusterScope": True, "namespaces": ["*"]}
     return {
@@ -44,16 +44,16 @@ def flow_schema(namespace: str, account: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests since the API server started, as its /metrics has them."""
+    """Requests since the start of the API server, from its /metrics."""
 
     ours: float
-    """Of the operator's account."""
+    """Requests of the operator's account."""
     writes: Counter[tuple[str, str]]
-    """Of everybody, by verb and resource."""
+    """Writes of all clients, by verb and resource."""
     everybodys: float
 
     def since(self, earlier: Requests) -> Requests:
-        """Those that came after `earlier`."""
+        """Return the difference to `earlier`."""
         writes = Counter(self.writes)
         writes.subtract(earlier.writes)
         return Requests(
@@ -64,10 +64,10 @@ class Requests:
 
 
 def requests(http: httpx.Client) -> Requests:
-    """What the API server has counted so far.
+    """Return the API server's counts so far.
 
     Args:
-        http: speaks to it as somebody who may read /metrics.
+        http: client of an account with access to /metrics.
     """
     ours, everybodys, writes = 0.0, 0.0, Counter[tuple[str, str]]()
     for name, labels, value in _samples(http.get("/metrics").raise_for_status().text):
@@ -87,7 +87,7 @@ def _samples(text: str) -> list[tuple[str, dict[str, str], float]]:
 
 
 def children(pid: int) -> dict[str, int]:
-    """Name to process id of the processes that `pid` started."""
+    """Return the children of `pid` as process ids by name."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -100,12 +100,12 @@ def children(pid: int) -> dict[str, int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process that runs, all threads."""
+    """Return the processor time of a running process, over all threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def mebibytes(pid: int, what: str = "VmRSS") -> int:
-    """Resident memory of a process; `VmHWM`: the most that it ever was."""
+    """Return a process's resident memory in MiB; `VmHWM`: its maximum so far."""
     found = re.search(rf"{what}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) // 1024 if found else 0
