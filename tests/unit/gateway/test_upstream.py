@@ -31,7 +31,7 @@ class Scripted:
         self._answer, self._step, self._closes = answer, step, closes
         self.asked: list[bytes] = []
         self.handlers: list[asyncio.Task[None]] = []
-        """One a connection."""
+        """One per connection."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -130,7 +130,7 @@ class Api:
     def __init__(self) -> None:
         self.steps = 0
         self.pace = 0
-        """Steps between two looks at them."""
+        """Steps between two reads of the metrics."""
         self.looks = 0
         self.running = 0
         self.silent = False
