@@ -1,6 +1,7 @@
 """Child process of `test_padding.py`: vLLM's own sparse indexer over a step of ragged decodes and a prompt's chunk.
 
-Prints one JSON object. Scores are made up here, by token; everything else is vLLM's, with the bundled choice of keys.
+Prints one JSON object. The scores are generated here, by token; everything else is vLLM's, with the bundled choice of
+keys.
 """
 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
@@ -31,7 +32,7 @@ CONTEXT = 40
 """Keys that every request has before the step."""
 choice._TOKENS[0] = ROWS
 SCORES = torch.rand((64, WIDTH), generator=torch.Generator().manual_seed(0))
-"""Scores of up to 64 tokens, each known by its number, for all keys."""
+"""Scores of up to 64 tokens, each identified by its number, for all keys."""
 
 
 def scores(q: torch.Tensor) -> torch.Tensor:
@@ -50,7 +51,7 @@ class Workspace:
 
 
 def step(decodes: list[int], prompt: int, first: int) -> torch.Tensor:
-    """Return what is chosen for the tokens of requests that decode, then of a continued prompt of `prompt` tokens.
+    """Return the chosen keys for the tokens of decoding requests, then of a continued prompt of `prompt` tokens.
 
     Tokens are numbered so that the first of the prompt has the number `first`.
     """
