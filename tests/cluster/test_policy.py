@@ -1,5 +1,5 @@
-"""The API server refuses without an operator, and an operator without the API server's rules, all that the
-administrator does not allow; and the requirements of members on Pod Security."""
+"""Specifications that the administrator does not allow: the API server refuses them without an operator, and an
+operator refuses them without the API server's rules. Requirements of members on Pod Security."""
 
 from __future__ import annotations
 
@@ -133,8 +133,7 @@ def test_the_api_server_refuses_what_the_operator_refuses_and_nothing_else(clust
 
 
 def test_what_links_to_the_node_alone_is_refused_in_every_notation(cluster: Cluster, guarded: str) -> None:
-    """The definition covers the usual notations, and the policy the others: together they refuse the same as the
-    models."""
+    """The definition covers the usual notations and the policy the others: together they match the models."""
     for url in (
         "http://2852039166/x", "http://0xa9fea9fe/", "http://0251.0376.0251.0376/", "http://169.16689662/",
         "http://metadata/",

@@ -1,7 +1,6 @@
 """The nano model gives the same results on one rank, on two ranks over Ray, and in transformers.
 
-Every figure that is compared with a bound is printed (`pytest -s`); docs/decisions/0002-nano-model.md explains the
-bounds.
+Every figure with a bound is printed (`pytest -s`); docs/decisions/0002-nano-model.md explains the bounds.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Kernel tests: in Triton's interpreter on machines without a GPU, otherwise on the GPU.
 
-Tests marked `gpu` need a device with a configuration table and are deselected without one; all others run in the
-interpreter.
+Tests marked `gpu` need a device with a configuration table and are deselected without one; others use the interpreter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The first process of a node: creates the node's mounts, starts its programs, and reaps its processes.
 
-Started by nodes.py in its own namespaces, standalone (it imports no module of the project), with the path of a JSON
-plan.
+Started by nodes.py in its own namespaces with the path of a JSON plan; it imports no module of the project.
 """
 
 from __future__ import annotations

@@ -171,8 +171,7 @@ class Group(RuleBasedStateMachine):
         if head is None or head.failure or head.silent or head.asked is not None:
             return
         if head.incarnation != self.status().incarnation:
-            # Given up by a decider without observations whose fence fails: the head cannot know that its restart was
-            # used.
+            # Given up by a blind decider whose fence fails: the head cannot know that its restart was used.
             return
         restarts = (*head.restarts_before, *head.engine_restarts)
         allowed = permit(self.deployment.spec.recovery.policy(), restarts, self.world.now)

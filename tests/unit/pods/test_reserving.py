@@ -161,7 +161,7 @@ async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
 
 
 async def test_a_node_that_was_lost_since_the_plan_gets_no_member() -> None:
-    """The nodes were read after their pods were removed, just before Kubernetes reported one as not ready."""
+    """Pods of a lost node were removed, and the nodes were read just before Kubernetes reported it as not ready."""
     server = server_of(sparks(3))
     wanted, seen = deployment(), Seen()
     backend = PodsBackend(cluster_of(server, seen), changed=lambda *_: None)

@@ -1,7 +1,6 @@
 """Child process of `test_reserve.py`: vLLM's own classes, before and after the changes of dsv4.
 
-Prints one JSON object. Tensors are in host memory; the computation of attention is skipped by a step without metadata,
-as in vLLM.
+Prints one JSON object. Tensors are in host memory; a step without metadata skips the computation of attention.
 """
 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
