@@ -1,4 +1,4 @@
-"""The operator's chart in the hands of a test: the real helm, and what it renders."""
+"""The operator's chart for tests: the real helm, and the rendered objects."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ HELM_SECONDS = 120.0
 
 
 class HelmError(Exception):
-    """helm said no; the text is what it said on standard error."""
+    """helm failed; the text is its standard error."""
 
 
 def program() -> Path:
-    """helm, built if need be (minutes, once)."""
+    """Return the helm program, built if necessary (minutes, once)."""
     return build.built("helm") / "helm"
 
 
 def helm(*arguments: str | Path, env: Mapping[str, str] | None = None) -> str:
-    """Standard output of helm.
+    """Return the standard output of helm.
 
     Raises:
-        HelmError: it said no.
+        HelmError: helm failed.
     """
     done = subprocess.run(
         [program(), *arguments], capture_output=True, text=True, timeout=HELM_SECONDS, check=False, env=env
@@ -42,18 +42,18 @@ def helm(*arguments: str | Path, env: Mapping[str, str] | None = None) -> str:
 
 
 def settings(*values: str) -> list[str]:
-    """`--set` for each of `values`; a tag may look like a number, and is none."""
+    """Return `--set` for each of `values`; image tags use `--set-string`, because they may look like numbers."""
     return [word for value in values for word in ("--set-string" if value.startswith("image.") else "--set", value)]
 
 
 def rendered(*values: str, namespace: str = "dsv4-system", release: str = "dsv4") -> list[dict[str, Any]]:
-    """The objects that the chart makes of `values`, without a cluster."""
+    """Return the objects that the chart renders with `values`, without a cluster."""
     text = helm("template", release, CHART, "--namespace", namespace, *settings(*values))
     return [document for document in yaml.safe_load_all(text) if document]
 
 
 def one(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:
-    """The only object of a kind (and name)."""
+    """Return the only object of a kind (and name)."""
     found = [this for this in objects if this["kind"] == kind and name in (None, this["metadata"]["name"])]
     assert len(found) == 1, f"{kind} {name or ''}: {len(found)}"
     return found[0]
@@ -61,7 +61,7 @@ def one(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> di
 
 @contextlib.contextmanager
 def account(cluster: Cluster, namespace: str, file: Path, *values: str) -> Iterator[Path]:
-    """A kubeconfig with exactly the rights that the chart with `values` gives an operator of this one namespace."""
+    """Yield a kubeconfig with exactly the rights that the chart with `values` gives an operator of this namespace."""
     release = f"rights-{namespace}"
     made = [
         this
@@ -84,7 +84,7 @@ def account(cluster: Cluster, namespace: str, file: Path, *values: str) -> Itera
     try:
         yield file
     finally:
-        # What is in the namespace goes with it.
+        # Objects in the namespace are deleted with it.
         for this in made:
             if this["kind"].startswith("Cluster"):
                 cluster.kubectl("delete", this["kind"], this["metadata"]["name"], "--ignore-not-found")

@@ -1,4 +1,4 @@
-"""A nano deployment with a status that nobody made, and pods in the place of its members."""
+"""A nano deployment with a fixed status, and pods in place of its members."""
 
 import subprocess
 import sys
@@ -90,7 +90,7 @@ Dsv4 = Callable[..., subprocess.CompletedProcess[str]]
 
 @contextmanager
 def running(cluster: Cluster, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A `kubectl dsv4` that goes on; it is killed if it has not ended afterwards."""
+    """Run a `kubectl dsv4` in the background; it is killed at the end of the block if it still runs."""
     environment = {**cluster.environment, "PATH": f"{PROGRAMS}:{cluster.environment['PATH']}"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(["kubectl", "dsv4", *words], text=True, env=environment, **pipes) as process:
@@ -101,7 +101,7 @@ def running(cluster: Cluster, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def member(nano: dict[str, Any], incarnation: int, *probe: str) -> dict[str, Any]:
-    """A pod in rank 0's place, which runs the probe (go/kubernetes/probe)."""
+    """Return a pod in place of rank 0 that runs the probe (go/kubernetes/probe)."""
     labels = names.labels("nano", component=names.MEMBER, group=0, incarnation=incarnation, rank=0)
     container = {"name": "agent", "image": PROBE, "imagePullPolicy": "Never", "args": [*probe]}
     return {

@@ -1,6 +1,6 @@
 """One cluster for the whole run, an empty namespace for each test.
 
-`DSV4_TEST_CLUSTER=NAME` takes one that runs already (`make cluster-up`) and leaves it running.
+`DSV4_TEST_CLUSTER=NAME` uses a running cluster (`make cluster-up`) and leaves it running.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import yaml
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-# The cluster's kit lies beside the tests; with importlib import mode nothing else puts it on the path.
+# The cluster kit is in this directory; with import mode importlib, pytest does not add it to the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
 import charts
@@ -26,18 +26,18 @@ from clusterkit.waiting import ClusterError
 
 REPOSITORY = Path(__file__).parents[2]
 DEFINITION = REPOSITORY / "manifests" / "crd.yaml"
-# Each worker of pytest-xdist has a cluster of its own (`make cluster-test`, `make test`).
+# Each worker of pytest-xdist has its own cluster (`make cluster-test`, `make test`).
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 _BEHIND = 5
-"""Niceness; what a process starts has its own."""
-# Pods for which no node is named go to the real ones; those of KWOK are tainted.
+"""Niceness; child processes inherit it."""
+# Pods without a named node go to the real ones; those of KWOK are tainted.
 OURS = Settings(f"tests{WORKER}", nodes=3, fake=8)
 
 
 class Kinds(LoadScopeScheduling):
-    """Tests that run engines compute; most others wait for what a control plane does in its own time.
+    """Tests that run engines compute; most others wait for the control plane.
 
-    So the two kinds go on side by side, each with its tests one after the other. Without engines files are divided.
+    The two kinds run in parallel, each with its tests in sequence. Without engine tests, files are distributed.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -50,25 +50,25 @@ def _kind(nodeid: str) -> str:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Kinds:
-    """How the two workers of `make cluster-test` and `make test` get their tests."""
+    """Return the scheduler that assigns tests to the two workers of `make cluster-test` and `make test`."""
     return Kinds(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The engines' worker has more to do: whoever works beside it, with a cluster of its own, lets it go first."""
+    """Lower the priority of the worker without engines and of its cluster: the engines' worker has more to do."""
     if WORKER and _kind(item.nodeid) == "control" and os.getpriority(os.PRIO_PROCESS, 0) < _BEHIND:
         os.setpriority(os.PRIO_PROCESS, 0, _BEHIND)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whichever test comes first waits for the cluster and its images, which take minutes beside other work."""
+    """The first test waits for the cluster and its images, which take minutes during other work."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build what is slow to build before the first test's clock runs."""
+    """Build slow parts before the first test's timeout begins."""
     if session.config.option.collectonly:
         return
     wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
@@ -82,7 +82,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A cluster with three real nodes and eight of KWOK."""
+    """Yield a cluster with three real nodes and eight of KWOK."""
     if name := os.environ.get("DSV4_TEST_CLUSTER"):
         found = lifetime.running(name)
         if not found:
@@ -96,7 +96,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def definition(cluster: Cluster) -> dict[str, object]:
-    """The project's CustomResourceDefinition, served."""
+    """Apply the project's CustomResourceDefinition; return it once it is served."""
     parsed: dict[str, object] = yaml.safe_load(DEFINITION.read_text())
     cluster.apply(parsed)
     cluster.kubectl("wait", "--for=condition=Established", f"crd/{parsed['metadata']['name']}", "--timeout=30s")  # type: ignore[index]
@@ -105,31 +105,31 @@ def definition(cluster: Cluster) -> dict[str, object]:
 
 @pytest.fixture
 def namespace(cluster: Cluster) -> Iterator[str]:
-    """The name of an empty namespace, which is deleted afterwards."""
+    """Yield the name of an empty namespace, which is deleted afterwards."""
     name = cluster.kubectl("create", "-f", "-", "-o", "name", input=[
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"generateName": "test-"}}
     ]).strip().removeprefix("namespace/")  # fmt: skip
     yield name
-    # Not waited for: the next test has a namespace of its own.
+    # Without waiting: the next test has its own namespace.
     cluster.kubectl("delete", "namespace", name, "--wait=false")
 
 
 @pytest.fixture
 def operator_kubeconfig(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Path]:
-    """A kubeconfig with the rights that the chart gives an operator of the test's namespace, and no others."""
+    """Yield a kubeconfig with exactly the rights that the chart gives an operator of the test's namespace."""
     with charts.account(cluster, namespace, tmp_path / "operator.kubeconfig") as file:
         yield file
 
 
 @pytest.fixture(scope="session")
 def operator_image(cluster: Cluster) -> str:
-    """The name of the operator's image, which is on every real node."""
+    """Load the operator's image onto every real node; return its name."""
     cluster.load(images.operator())
     return images.OPERATOR
 
 
 @pytest.fixture(scope="session")
 def runtime_image(cluster: Cluster) -> str:
-    """The name of the members' image for CPU, which is on every real node."""
+    """Load the members' CPU image onto every real node; return its name."""
     cluster.load(images.runtime())
     return images.RUNTIME

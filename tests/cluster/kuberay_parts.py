@@ -30,18 +30,18 @@ NEEDED = pytest.mark.skipif(
 
 
 def definitions() -> dict[str, dict[str, Any]]:
-    """KubeRay's definitions, by name."""
+    """Return KubeRay's definitions by name."""
     folder = build.built("kuberay") / "config" / "crd" / "bases"
     found = [yaml.safe_load(file.read_text()) for file in sorted(folder.glob("*.yaml"))]
     return {one["metadata"]["name"]: one for one in found}
 
 
 def define(cluster: Cluster, *wanted: dict[str, Any]) -> None:
-    """Have definitions served."""
+    """Apply definitions and wait until they are served."""
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=list(wanted))
 
     def served(name: str) -> bool:
-        # Not `kubectl wait`, which fails while there are no conditions at all.
+        # `kubectl wait` fails while there are no conditions at all.
         conditions = cluster.get("crd", name).get("status", {}).get("conditions") or []
         return any((one["type"], one["status"]) == ("Established", "True") for one in conditions)
 
@@ -52,7 +52,7 @@ def define(cluster: Cluster, *wanted: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def defined(cluster: Cluster) -> Iterator[None]:
-    """KubeRay's definitions, without its operator."""
+    """Serve KubeRay's definitions, without its operator."""
     found = definitions()
     define(cluster, *found.values())
     try:
@@ -63,7 +63,7 @@ def defined(cluster: Cluster) -> Iterator[None]:
 
 @contextlib.contextmanager
 def operating(cluster: Cluster) -> Iterator[None]:
-    """KubeRay's operator with its default settings; its definitions have to be there."""
+    """Run KubeRay's operator with its default settings; its definitions must exist."""
     command = [
         build.built("kuberay") / "kuberay",
         f"--kubeconfig={cluster.kubeconfig}",

@@ -1,4 +1,4 @@
-"""Run inside of a member's pod: its listening sockets as JSON, [protocol, address, port, process] each."""
+"""Runs inside a member's pod: prints its listening sockets as JSON, [protocol, address, port, process] each."""
 
 import glob
 import json
@@ -32,7 +32,7 @@ def command(pid: str) -> str:
 
 
 found = []
-# 0A: TCP listens. 07: UDP is bound, and connected to nobody.
+# 0A: a listening TCP socket. 07: a bound UDP socket without a peer.
 for table, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
     with open(f"/proc/net/{table}") as lines:
         for row in list(lines)[1:]:

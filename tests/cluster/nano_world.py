@@ -1,4 +1,4 @@
-"""The nano model in pods, asked and hurt: an operator from the chart, a deployment, users that ask all the while."""
+"""The nano model in pods, with requests and faults: an operator from the chart, a deployment, and concurrent users."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from dsv4_operator.api.values import parse_time
 MANIFEST = yaml.safe_load((Path(__file__).parents[2] / "examples" / "nano.yaml").read_text())
 RELEASE = "main"
 OPERATOR_NODE = "spark3"
-"""Where the operator runs while nodes of the group are lost."""
-# Far above what they take: the ring runs beside whatever else the machine does.
+"""Node of the operator while nodes of the group are lost."""
+# Far above the usual durations: the ring runs in parallel with other work of the machine.
 READY_SECONDS = 600.0
 BACK_SECONDS = 480.0
 ASKED = {"model": "nano", "messages": [{"role": "user", "content": "Say something."}], "max_tokens": 2}
@@ -35,7 +35,7 @@ _GATEWAY = "app.kubernetes.io/component=gateway"
 
 @contextlib.contextmanager
 def operated(cluster: Cluster, namespace: str, operator: str, runtime: str, *values: str) -> Iterator[None]:
-    """The chart's operator in `namespace`, whose members run the image `runtime`."""
+    """Install the chart's operator in `namespace`, whose members run the image `runtime`."""
     repository, tag = operator.rsplit(":", 1)
     chosen = charts.settings(
         f"image.repository={repository}", f"image.tag={tag}", "image.pullPolicy=Never",
@@ -59,7 +59,7 @@ class Nano:
     namespace: str
 
     def start(self, **spec: object) -> float:
-        """Make it; seconds until it was Ready."""
+        """Create it; return the seconds until it was Ready."""
         begun = time.monotonic()
         wanted = {**MANIFEST["spec"], **spec}
         about = {"name": "nano", "namespace": self.namespace}
@@ -69,25 +69,25 @@ class Nano:
         return time.monotonic() - begun
 
     def group(self) -> dict[str, Any]:
-        """Its group as the status has it."""
+        """Return its group from the status."""
         found: dict[str, Any] = self.cluster.get("dsv4", "nano", "-n", self.namespace)["status"]["groups"][0]
         return found
 
     def members(self) -> dict[str, dict[str, Any]]:
-        """Its members' pods by name."""
+        """Return its members' pods by name."""
         items = self.cluster.get("pods", "-n", self.namespace, *_MEMBERS)["items"]
         return {pod["metadata"]["name"]: pod for pod in items}
 
     def uids(self) -> dict[str, str]:
-        """Its members' pods: name to uid."""
+        """Return the uids of its members' pods by name."""
         return {name: pod["metadata"]["uid"] for name, pod in self.members().items()}
 
     def pod(self, rank: int) -> str:
-        """The present member of `rank`."""
+        """Return the name of the present member of `rank`."""
         return f"nano-0-i{self.group()['incarnation']}-r{rank}"
 
     def inside(self, rank: int, code: str) -> str:
-        """What a Python program prints beside the agent of `rank`."""
+        """Return the output of a Python program that runs in the pod of `rank`."""
         return self.cluster.kubectl("exec", "-n", self.namespace, self.pod(rank), "--", "python3", "-c", code)
 
     def gateway(self, away_from: str = "") -> str:
@@ -97,7 +97,7 @@ class Nano:
         return str(next(pod["metadata"]["name"] for pod in running if pod["spec"]["nodeName"] != away_from))
 
     def phases(self, rank: int = 0) -> str:
-        """What the present agent of `rank` did, from its log: when it entered which phase."""
+        """Return the phase changes of the present agent of `rank` from its log, with times."""
         log = self.cluster.kubectl("logs", "-n", self.namespace, self.pod(rank))
         return "; ".join(
             f"{line.split()[1]} {line.partition('state ')[2]}"
@@ -106,11 +106,11 @@ class Nano:
         )
 
     def noticed(self, since: float, cause: str, seconds: float = 60.0) -> dict[str, Any]:
-        """The first death with `cause` since Unix time `since`, as soon as the status has it."""
+        """Wait for the first death with `cause` since Unix time `since` in the status, and return it."""
         return until(f"{cause} in the status", lambda: self._death(since, cause), seconds=seconds, every=0.2)
 
     def recovered(self, since: float, cause: str) -> dict[str, Any]:
-        """The same once the group answers again."""
+        """Return the same once the group serves again."""
 
         def ended() -> dict[str, Any] | None:
             found = self._death(since, cause)
@@ -119,14 +119,14 @@ class Nano:
         return until(f"recovery from {cause}", ended, seconds=BACK_SECONDS, every=0.5)
 
     def _death(self, since: float, cause: str) -> dict[str, Any] | None:
-        # A member that fell silent is dead since its last word, which may be before the blow.
+        # A silent member is dead since its last report, which may precede the fault.
         deaths = [one for one in self.group()["history"] if parse_time(one["time"]) > since - _LAST_WORD_SECONDS]
         return next((one for one in sorted(deaths, key=lambda one: one["time"]) if one["cause"] == cause), None)
 
 
 @contextlib.contextmanager
 def forwarded(cluster: Cluster, namespace: str, target: str, port: int) -> Iterator[str]:
-    """The base URL of a port of `target`, such as `svc/nano`, on this machine."""
+    """Yield the base URL of a port of `target`, such as `svc/nano`, on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         local = taken.getsockname()[1]
     command = [str(cluster.programs / "kubectl"), "port-forward", "-n", namespace, target, f"{local}:{port}"]
@@ -147,19 +147,19 @@ def _listens(port: int) -> bool:
 
 @dataclass
 class Users:
-    """Two users who ask one thing after another; every question and what became of it is kept."""
+    """Two users with one request at a time; the result of every request is recorded."""
 
     base: str
     answered: list[float] = field(default_factory=list)
-    """Unix times of whole answers."""
+    """Unix times of complete responses."""
     refused: list[str] = field(default_factory=list)
-    """Answers that say that they are none."""
+    """Error responses."""
     lost: list[str] = field(default_factory=list)
-    """Questions that nothing became of: the worst."""
+    """Requests without a response: the worst result."""
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[Users]:
-        """Ask until the block ends, and wait for the last answers."""
+        """Send requests until the block ends, and wait for the last responses."""
         stop = threading.Event()
         threads = [threading.Thread(target=self._ask, args=(stop,), daemon=True) for _ in range(2)]
         for thread in threads:
@@ -173,7 +173,7 @@ class Users:
         assert not any(thread.is_alive() for thread in threads), "a question was neither answered nor refused"
 
     def next_after(self, time_of: float) -> float:
-        """Seconds from Unix time `time_of` to the next whole answer."""
+        """Return the seconds from Unix time `time_of` to the next complete response."""
         found = until(
             "an answer", lambda: [one for one in self.answered if one > time_of], seconds=BACK_SECONDS, every=0.1
         )
@@ -193,7 +193,7 @@ class Users:
 
 
 def timed(what: str, wait: Callable[[], object]) -> float:
-    """Seconds that `wait` took; printed."""
+    """Return the seconds that `wait` took, and print them."""
     begun = time.monotonic()
     wait()
     taken = time.monotonic() - begun

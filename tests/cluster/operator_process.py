@@ -1,4 +1,4 @@
-"""The operator as a process of this machine, which tests may end as they like."""
+"""The operator as a process of this machine, which tests may end in any way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLICY = {
     "engineVariables": ["APP_WITH_A_MISTAKE"],
 }
 START_SECONDS = 90.0
-"""An interpreter that starts beside others' work takes its time."""
+"""Limit for the start of an interpreter during other work."""
 
 
 class OperatorProcess:
@@ -40,12 +40,12 @@ class OperatorProcess:
         backends: Sequence[str] = (),
     ) -> None:
         """Args:
-        kubeconfig: whose account it uses.
+        kubeconfig: account of the operator.
         namespace: of deployments and lease.
-        log: what it says is appended here.
-        identity: None: another one each time.
-        profile: where it writes what cProfile saw of it, when it is asked to end.
-        backends: that its policy allows besides Pods.
+        log: the output is appended here.
+        identity: None: a new one each time.
+        profile: file for cProfile's result, written when the operator ends.
+        backends: allowed by its policy besides Pods.
         """
         self.log = log
         self._port = free_port()
@@ -76,27 +76,27 @@ class OperatorProcess:
         self._process.send_signal(number)
 
     def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 30.0) -> int:
-        """Signal it, wait for its end, and return its code."""
+        """Send a signal, wait for the end, and return the exit code."""
         if self._process is None:
             return 0
         self._process.send_signal(number)
         return self._process.wait(seconds)
 
     def kill(self) -> None:
-        """At once, and also if it stands still or has ended."""
+        """Kill it, also if it is stopped or has ended."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait(10)
 
     @property
     def pid(self) -> int:
-        """Its process id; it was started."""
+        """Return its process id; it must have been started."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return its exit code; None while it runs."""
         return self._process.poll() if self._process is not None else None
 
     @property
@@ -108,7 +108,7 @@ class OperatorProcess:
         return int(found[1]) * 1024
 
     def metrics(self) -> dict[str, float]:
-        """Every sample by its name with labels; empty while it does not answer."""
+        """Return every sample by its name with labels; empty while it does not respond."""
         try:
             text = httpx.get(f"http://127.0.0.1:{self._port}/metrics", timeout=5, trust_env=False).text
         except httpx.HTTPError:
@@ -117,7 +117,7 @@ class OperatorProcess:
         return {name: float(value) for name, _, value in pairs}
 
     def requests(self) -> dict[str, float]:
-        """Requests to the API server by method."""
+        """Return the number of requests to the API server by method."""
         found: dict[str, float] = {}
         for name, value in self.metrics().items():
             if match := re.match(r'dsv4_operator_requests_total\{method="(\w+)"', name):
@@ -129,14 +129,14 @@ class OperatorProcess:
         return self.metrics().get("dsv4_operator_leading") == 1.0
 
     async def until_leading(self, seconds: float = START_SECONDS) -> float:
-        """Wait until it leads; returns how long that took."""
+        """Wait until it leads; return the seconds."""
         began = time.monotonic()
         await until("it leads", lambda: self.leads, seconds=seconds, said=self.log)
         return time.monotonic() - began
 
 
 async def until(what: str, true: Callable[[], bool], *, seconds: float, said: Path | None = None) -> None:
-    """Wait for something to come true; fails after `seconds` with the end of the log `said`."""
+    """Wait for a condition; fail after `seconds` with the end of the log `said`."""
     deadline = time.monotonic() + seconds
     while not await asyncio.to_thread(true):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""A namespace with an operator's process in it, as users see it; nodes are KWOK's and agents play their parts."""
+"""A namespace with an operator's process, from a user's view; KWOK simulates the nodes, and agents are scripted."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def manifest(namespace: str, name: str = NAME, **spec: object) -> dict[str, Any]
 
 
 class World:
-    """A namespace with its operator, as users see it."""
+    """A namespace with its operator, from a user's view."""
 
     def __init__(self, kube: Client, namespace: str, operator: OperatorProcess) -> None:
         self.kube, self.namespace, self.operator = kube, namespace, operator
@@ -67,7 +67,7 @@ class World:
     async def until(
         self, what: str, true: Callable[[Manifest], bool], name: str = NAME, seconds: float = 60.0
     ) -> Manifest:
-        """Wait until a deployment is so."""
+        """Wait until a deployment meets a condition."""
         deadline = time.monotonic() + seconds
         while True:
             found = await self.live(name)
@@ -86,7 +86,7 @@ class World:
         )
 
     async def at_rest(self) -> dict[str, str]:
-        """Wait until it serves what is asked for now, and return its pods."""
+        """Wait until the present specification is served, and return its pods."""
         deadline = time.monotonic() + 90
         while True:
             found, pods = await self.live(), await self.pods()
@@ -109,7 +109,7 @@ class World:
         await self.kube.patch(DSV4_DEPLOYMENTS, self.namespace, name, changes)
 
     async def pods(self, name: str = NAME) -> dict[str, str]:
-        """Members by name, with their uid; without those that are being ended."""
+        """Return members by name with their uid, without those that are being deleted."""
         chosen = names.selector(names.labels(name, component=names.MEMBER))
         found = await self.kube.list(PODS, self.namespace, labels=chosen)
         return {
@@ -119,14 +119,14 @@ class World:
         }
 
     async def owned(self) -> set[tuple[str, str]]:
-        """Everything that the operator made in this namespace, by kind and name."""
+        """Return all objects that the operator created in this namespace, by kind and name."""
         chosen = f"{names.MANAGED_BY}={names.MANAGER}"
         kinds = (PODS, SERVICES, CONFIG_MAPS, SECRETS, DEPLOYMENTS)
         listed = [(kind, await self.kube.list(kind, self.namespace, labels=chosen)) for kind in kinds]
         return {(kind.kind, one["metadata"]["name"]) for kind, found in listed for one in found}
 
     async def event(self, reason: str) -> Manifest:
-        """The one event with that reason, which comes soon after what it tells of."""
+        """Return the only event with that reason, which is created shortly after its cause."""
         deadline = time.monotonic() + 30
         while True:
             found = [one for one in await self.kube.list(EVENTS, self.namespace) if one["reason"] == reason]
@@ -153,7 +153,7 @@ def condition(found: Manifest, kind: str) -> Manifest:
 
 @pytest.fixture(scope="module", autouse=True)
 def addresses(cluster: ControlPlane) -> Iterator[None]:
-    """The pods that only KWOK says are there have addresses of this machine."""
+    """Make the addresses of KWOK's pods local to this machine."""
     with routed(cluster.state.addresses.fake_pods):
         yield
 
@@ -166,7 +166,7 @@ async def kube(cluster: ControlPlane) -> AsyncIterator[Client]:
 
 @contextlib.asynccontextmanager
 async def operated(kubeconfig: Path, kube: Client, namespace: str, log: Path) -> AsyncIterator[World]:
-    """The namespace with an operator that leads; all of its deployments and pods go with the block."""
+    """Run a leading operator in the namespace; delete all its deployments and pods at the end of the block."""
     operator = OperatorProcess(kubeconfig, namespace, log, identity="always-the-same")
     operator.start()
     try:
@@ -182,7 +182,7 @@ async def operated(kubeconfig: Path, kube: Client, namespace: str, log: Path) ->
 
 @pytest.fixture
 async def agents(kube: Client) -> AsyncIterator[ScriptedAgents]:
-    """Agents of every member that is made, with scripts that a test may change."""
+    """Run agents of every member that is created, with scripts that a test may change."""
     async with ScriptedAgents(kube) as running:
         yield running
 
@@ -191,6 +191,6 @@ async def agents(kube: Client) -> AsyncIterator[ScriptedAgents]:
 async def world(
     operator_kubeconfig: Path, kube: Client, agents: ScriptedAgents, namespace: str, tmp_path: Path
 ) -> AsyncIterator[World]:
-    """The namespace, with `agents`."""
+    """Yield the namespace with `agents`."""
     async with operated(operator_kubeconfig, kube, namespace, tmp_path / "operator.log") as found:
         yield found

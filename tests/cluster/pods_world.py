@@ -1,4 +1,4 @@
-"""An operator's view of one deployment on the test cluster, and the loop that the operator runs over it."""
+"""An operator's view of one deployment on the test cluster, and the operator's loop for it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def manifest(namespace: str, **topology: object) -> dict[str, Any]:
 
 
 class PodsWorld:
-    """An operator's view of one deployment in a namespace of its own."""
+    """An operator's view of one deployment in a separate namespace."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class PodsWorld:
         operator: Client | None = None,
     ) -> None:
         """Args:
-        kube: asks the control plane.
-        pods: is filled by somebody else.
+        kube: client of the control plane.
+        pods: a cache that the caller fills.
         deployment: as it was created.
-        agents: answer for its members; None: nobody does.
+        agents: respond for its members; None: there are no agents.
         image: of members and gateways.
         writes: grows by one with every write of `kube`.
-        operator: asks for the backend; None: `kube`.
+        operator: client of the backend; None: `kube`.
         """
         self.kube, self.pods, self.deployment = kube, pods, deployment
         self._agents, self._image = agents, image
@@ -95,22 +95,22 @@ class PodsWorld:
         await self.kube.patch(PODS, self.namespace, name, {"status": status}, subresource="status")
 
     async def all(self, resource: Resource) -> set[str]:
-        """The names of the deployment's objects of one kind; of pods the members'."""
+        """Return the names of the deployment's objects of one kind; of pods those of the members."""
         return {one["metadata"]["name"] for one in await self.objects(resource)}
 
     async def objects(self, resource: Resource) -> list[dict[str, Any]]:
-        """The same as the API server has them."""
+        """Return the same objects as stored in the API server."""
         members = {"component": names.MEMBER} if resource is PODS else {}
         chosen = names.selector(names.labels(NAME, **members))
         return await self.kube.list(resource, self.namespace, labels=chosen)
 
     async def change(self, **spec: object) -> None:
-        """Another specification."""
+        """Change the specification."""
         live = await self.kube.patch(DSV4_DEPLOYMENTS, self.namespace, NAME, {"spec": spec})
         self.deployment = parse(live)
 
     async def restart_operator(self) -> None:
-        """Another process, which knows nothing."""
+        """Replace the backend by a new one without state, as a new process has."""
         await self.backend.close()
         self.backend = self._new_backend()
 

@@ -1,6 +1,6 @@
-"""Run in a pod that knows no token: asks each port and prints as JSON what became of it.
+"""Runs in a pod without a token: sends requests to each port and prints the results as JSON.
 
-"refused": the port says that a token is missing. "answered": it did as it was asked. Anything else is said in words.
+"refused": the port reports a missing token. "answered": the request succeeded. Any other result is a text.
 """
 
 import json
@@ -12,7 +12,7 @@ import grpc
 
 PATHS = ["/health", "/metrics", "/v1/models", "/v1/status", "/v1/watch", "/v1/evidence", "/api/v0/nodes", "/api/jobs/"]
 POSTS = ["/v1/completions", "/invocations", "/get_or_create_runtime_env", "/api/job_agent/jobs/"]
-# Open on purpose: they say whether a process lives, and how it does in numbers.
+# Public by design: they report only liveness and metrics.
 PUBLIC = {8090: {"/metrics"}}
 METHODS = [
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",

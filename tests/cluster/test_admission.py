@@ -1,4 +1,4 @@
-"""The optional admission webhook of an installed operator, asked by the real API server."""
+"""The optional admission webhook of an installed operator, called by the real API server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def helm(cluster: Cluster, namespace: str, *words: str) -> str:
 
 @pytest.fixture
 def asked(cluster: Cluster, namespace: str, operator_image: str) -> Iterator[tuple[str, list[str]]]:
-    """A namespace whose deployments an operator is asked about, and how it was installed."""
+    """Yield a namespace whose deployments the webhook checks, and helm's command for its installation."""
     repository, tag = operator_image.rsplit(":", 1)
     release = f"w{uuid.uuid4().hex[:8]}"
     values = charts.settings(
@@ -56,7 +56,7 @@ def test_apply_itself_says_what_cannot_be_planned(cluster: Cluster, asked: tuple
             return str(error)
         return None
 
-    # The API server learns of a webhook, and the nodes of its Service, a moment after they were made.
+    # The webhook is active in the API server, and its Service on the nodes, a moment after their creation.
     said = until("a refusal", refused, seconds=SECONDS, every=0.5)
     assert "The request is invalid: " in said
     assert 'admission webhook "dsv4deployments.dsv4.dev" denied the request' in said
@@ -69,13 +69,13 @@ def test_apply_itself_says_what_cannot_be_planned(cluster: Cluster, asked: tuple
     taken["spec"]["suspend"] = True
     cluster.kubectl("create", "--warnings-as-errors", "-f", "-", input=[taken])
 
-    # An upgrade keeps the certificate that running operators have.
+    # An upgrade keeps the certificate of running operators.
     before = certificates(cluster, namespace)
     helm(cluster, namespace, *command, "--set", "podLabels.again=yes")
     assert certificates(cluster, namespace) == before
     assert until("a refusal after the upgrade", refused, seconds=SECONDS, every=0.5)
 
-    # With no operator to ask, nobody is kept from anything.
+    # Without an operator, nothing is rejected.
     helm(cluster, namespace, *command, "--set", "replicas=0")
     until("no answer", lambda: refused() is None, seconds=SECONDS, every=0.5)
 

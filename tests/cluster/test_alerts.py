@@ -1,7 +1,7 @@
 """Alerts on a real engine: each fault of a nano deployment fires its alert in a real Prometheus, and no other one.
 
 Prometheus scrapes the gateways, and the operator's exporter with the status of the deployment. All durations of the
-rules are divided by `FASTER`. `test_monitoring.py` has the alerts of faults that a machine without GPUs cannot have.
+rules are divided by `FASTER`. `test_monitoring.py` tests the alerts of faults that are impossible without GPUs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class World:
         self.quiet()
 
     def quiet(self) -> None:
-        """Check that nothing fires but the alerts of earlier steps."""
+        """Check that no alerts fire except those of earlier steps."""
         assert prometheus.firing(self.url) <= self.seen, self.deployment.log()[-2000:]
 
     def wait(self, condition: Callable[[], bool], seconds: float, text: Callable[[], str] = str) -> None:

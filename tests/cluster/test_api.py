@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition on the real API server: what it refuses, fills in, drops and shows."""
+"""The CustomResourceDefinition on the real API server: validation, defaults, pruning and output of kubectl."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 NANO = yaml.safe_load((ROOT / "examples" / "nano.yaml").read_text())
 PATH = "/apis/dsv4.dev/v1alpha1/namespaces/{}/dsv4deployments"
 
-# The same table of mistakes as the models refuse (tests/unit/api/test_load.py).
+# The same invalid documents as for the models (tests/unit/api/test_load.py).
 _spec = importlib.util.spec_from_file_location("load_tests", ROOT / "tests" / "unit" / "api" / "test_load.py")
 assert _spec
 assert _spec.loader
@@ -40,9 +40,9 @@ def create(cluster: Cluster, namespace: str, manifest: dict[str, Any], *, dry: b
 
 
 def names_the_field(message: str, path: str) -> bool:
-    """Whether a reader of the message learns where to look: the field, or the one above it that a rule is about."""
+    """Return whether the message names the field, or the parent field to which a rule applies."""
     if path in {"kind", "apiVersion"}:
-        # The server's own words, from before it knows which definition the object belongs to.
+        # The server's own message, from before it knows the definition of the object.
         return path.removeprefix("api").lower() in message.lower()
     parts = re.sub(r"\[\d+\]", "", path).split(".")
     return parts[-1] in message or (len(parts) > 1 and ".".join(parts[:-1]) in message)
@@ -57,7 +57,7 @@ def test_each_mistake_is_refused_with_its_field(cluster: Cluster, path: str, val
 
 
 def decided(cluster: Cluster, made: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, str]]:
-    """The answers of the API server to what would be created, four at a time."""
+    """Return the responses of the API server to dry-run creations, four at a time."""
 
     def one(told: tuple[str, dict[str, Any]]) -> tuple[int, str]:
         status, said = create(cluster, "default", told[1], dry=True)
@@ -76,17 +76,17 @@ def python_refuses(manifest: dict[str, Any]) -> str:
 
 
 def left_to_python(told: str) -> bool:
-    """Whether a refusal is one that the definition cannot have within the cost that API servers allow.
+    """Return whether a refusal is one that the definition cannot contain within the cost limit of API servers.
 
-    These are rare ways to write a link-local address in text for the engine, and the form of a variable that names an
-    endpoint. The policy of the chart has both.
+    These are rare notations of a link-local address in text for the engine, and the form of a variable that names an
+    endpoint. The policy of the chart checks both.
     """
     return "spec.engine.env[" in told or "spec.engine.extraArgs[" in told
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_definition_and_the_models_take_the_same_objects(cluster: Cluster, seed: int) -> None:
-    """As many objects with one odd value, with several values that go together, and with odd names and labels."""
+    """Many objects with one unusual value, with several related values, and with unusual names and labels."""
     made = specifications.drawn(400, seed)
     began = time.monotonic()
     answers = decided(cluster, made)
@@ -104,7 +104,7 @@ def test_the_definition_and_the_models_take_the_same_objects(cluster: Cluster, s
 
 
 def test_no_refusal_repeats_a_secret(cluster: Cluster) -> None:
-    """A text that looks like a secret, by itself and within others, in every field of a specification."""
+    """A text that looks like a secret, alone and within others, in every field of a specification."""
     token = specifications.TOKEN
     texts = [
         token,
@@ -116,10 +116,10 @@ def test_no_refusal_repeats_a_secret(cluster: Cluster) -> None:
     made = [
         (path, specifications.placed(path, value))
         for path, schema in specifications.fields()
-        if path != "replicas"  # A number alone, which Kubernetes reads for `kubectl scale` before it is checked.
+        if path != "replicas"  # A number, which Kubernetes reads for `kubectl scale` before validation.
         for text in texts
         for value in ((text, [text], [text, text], {"a": text}) if schema.get("type") != "string" else (text,))
-        # API servers repeat what a set has twice, and an entry without the key that entries are told apart by.
+        # API servers repeat duplicates of a set, and an entry without the key that identifies entries.
         if not isinstance(value, list) or schema.get("x-kubernetes-list-type", "atomic") == "atomic"
         if path not in {"engine.env[]", "engine.imagePullSecrets[]", "network.fabric.members[]"}
     ]
@@ -156,7 +156,7 @@ def test_every_example_is_taken(cluster: Cluster, file: Path) -> None:
     if "hardware" in manifest["spec"]["topology"]:
         assert status == 201, said
         return
-    # Only `dsv4 up` knows which machine it is for.
+    # Only `dsv4 up` knows the machine.
     assert status == 422
     assert "spec.topology.hardware: Required value" in said["message"]
     manifest["spec"]["topology"]["hardware"] = "H100"
@@ -170,7 +170,7 @@ def test_the_backend_cannot_change(cluster: Cluster, namespace: str) -> None:
     answer = cluster.http.patch(url, json={"spec": {"backend": "Other"}}, headers=patch)
     assert answer.status_code == 422
     assert "backend: is immutable; delete the deployment and create another one" in answer.json()["message"]
-    # What nobody wrote is this one.
+    # The default has this value.
     answer = cluster.http.patch(url, json={"spec": {"backend": "Pods", "replicas": 2}}, headers=patch)
     assert answer.status_code == 200, answer.json()
 
@@ -209,7 +209,7 @@ def test_defaults_are_filled_in_and_unknown_fields_dropped(cluster: Cluster, nam
     manifest = copy.deepcopy(NANO)
     manifest["spec"]["banana"] = 1
     manifest["spec"]["engine"]["banana"] = {"ripe": True}
-    # Without strict validation, which is how older clients ask, unknown fields are pruned and not stored.
+    # Without strict validation, which older clients use, unknown fields are pruned and not stored.
     answer = cluster.http.post(PATH.format(namespace), params={"fieldValidation": "Ignore"}, json=manifest)
     assert answer.status_code == 201, answer.json()
     stored = cluster.http.get(f"{PATH.format(namespace)}/nano").json()
@@ -291,7 +291,7 @@ def test_get_shows_the_columns(cluster: Cluster, namespace: str) -> None:
     ("field", "word"), [("spec.recovery.backoff.base", "string"), ("spec.engine.timeouts", "firstToken")]
 )
 def test_explain(cluster: Cluster, field: str, word: str) -> None:
-    # Discovery of a definition that was applied a moment ago takes a moment.
+    # Discovery of a new definition takes a moment.
     end = time.monotonic() + 30
     while True:
         try:
@@ -322,6 +322,6 @@ def test_two_managers_own_their_fields(cluster: Cluster, namespace: str) -> None
     ]  # fmt: skip
     with pytest.raises(KubectlError, match=r'conflict with "gitops".*\.spec\.replicas'):
         apply("colleague", {**base, "replicas": 2})
-    # What nobody asks for any more goes away, and only that.
+    # Only values that no manager applies any more are removed.
     apply("colleague", base)
     assert cluster.get("dsv4", "nano", "-n", namespace)["spec"]["engine"]["env"] == [{"name": "A", "value": "1"}]

@@ -1,4 +1,4 @@
-"""What the cluster is built from: pinned, and built again when it changes; what a machine lacks is said at once."""
+"""Sources of the cluster: pinned, and built again after changes; missing requirements are reported at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_module_is_pinned(name: str) -> None:
 
 
 def test_all_parts_of_kubernetes_have_its_version() -> None:
-    """They are published apart, as v0.36.3 for Kubernetes v1.36.3, and only fit one another."""
+    """They are published separately, as v0.36.3 for Kubernetes v1.36.3, and are only compatible with each other."""
     text = (build.SOURCES / "kubernetes" / "go.mod").read_text()
     version = re.search(r"k8s\.io/kubernetes v1\.(\S+)", text)
     assert version

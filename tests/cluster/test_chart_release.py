@@ -1,4 +1,4 @@
-"""The chart on the real API server: what that refuses, what the account may do, and what a release leaves."""
+"""The chart on the real API server: admission of its pods, rights of its account, and remains of a release."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("definition")
 
 @dataclass(frozen=True)
 class Release:
-    """A release of the chart in a namespace of its own."""
+    """A release of the chart in a separate namespace."""
 
     cluster: Cluster
     name: str
@@ -41,7 +41,7 @@ class Release:
         assert "STATUS: deployed" in said
 
     def objects(self) -> set[str]:
-        """What is there of `KINDS`: in the namespace, and, of kinds that belong to none, with the release's name."""
+        """Return the objects of `KINDS` in the namespace, and cluster-wide ones with the release's name."""
         found = self.cluster.get(KINDS, "--namespace", self.name)["items"]
         named = [(item["kind"], item["metadata"]["name"], "namespace" in item["metadata"]) for item in found]
         return {f"{kind}/{name}" for kind, name, inside in named if inside or self.name in name}
@@ -56,12 +56,12 @@ class Release:
 
 @pytest.fixture
 def release(cluster: Cluster) -> Iterator[Release]:
-    """None is installed yet, and the namespace admits only restricted pods."""
+    """Yield a release that is not installed yet; its namespace admits only restricted pods."""
     name = f"r{uuid.uuid4().hex[:8]}"
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
     made = Release(cluster, name)
-    # What every namespace gets, and nobody takes away.
+    # Objects that every namespace gets and keeps.
     until("its account", lambda: {"ServiceAccount/default", "ConfigMap/kube-root-ca.crt"} <= made.objects(), seconds=30)
     yield made
     made.helm("uninstall", name, "--ignore-not-found")
@@ -69,7 +69,7 @@ def release(cluster: Cluster) -> Iterator[Release]:
 
 
 def may(cluster: Cluster, user: str, verb: str, resource: str, namespace: str = "", name: str = "") -> bool:
-    """Whether the API server would let `user` do that; `resource` is `NAME.GROUP/SUBRESOURCE`."""
+    """Return whether the API server authorizes `user` for this; `resource` is `NAME.GROUP/SUBRESOURCE`."""
     kind, _, part = resource.partition("/")
     plural, _, group = kind.partition(".")
     asked = {
@@ -128,7 +128,7 @@ def test_the_pod_is_admitted_where_only_restricted_pods_are(release: Release) ->
     release.put("replicas=2")
     pods = ("pods", "--namespace", release.name)
     until("two pods", lambda: len(release.cluster.get(*pods)["items"]) == 2, seconds=PATIENCE)
-    # The same pod with less care is refused, so the namespace does look.
+    # The same pod with fewer restrictions is refused, so the namespace enforces the policy.
     pod = one(rendered(namespace=release.name, release=release.name), "Deployment")["spec"]["template"]
     loose = {"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {"name": "loose", "namespace": release.name}}
     del loose["spec"]["securityContext"]["seccompProfile"]
@@ -156,7 +156,7 @@ def test_the_operator_runs_as_the_chart_says_and_another_takes_over(release: Rel
     service = f"/api/v1/namespaces/{release.name}/services/{release.operator()}-metrics:metrics/proxy/readyz"
     assert cluster.kubectl("get", "--raw", service).strip() == "ok"
 
-    # The one that is made anew asks for the lease as well, and may be first: it is kept from starting.
+    # The replacement pod also tries to get the lease, and could be first: cordoned nodes prevent its start.
     nodes = [one["metadata"]["name"] for one in cluster.get("nodes")["items"] if not one["spec"].get("taints")]
     cluster.kubectl("cordon", *nodes)
     try:
@@ -175,7 +175,7 @@ def test_the_account_has_no_wildcard_and_not_more_than_it_needs(release: Release
     release.put("replicas=0")
     listed = cluster.kubectl("auth", "can-i", "--list", f"--as={account}", "--namespace", release.name)
     assert "dsv4deployments.dsv4.dev" in listed
-    # Paths that every account may read end with one, for example /api/*.
+    # Only paths that every account may read contain an asterisk, for example /api/*.
     assert [line for line in listed.splitlines() if "*" in line and "[/" not in line] == []
     for verb, resource, namespace in (
         ("list", "dsv4deployments.dsv4.dev", ""),
@@ -250,7 +250,7 @@ def test_installed_upgraded_rolled_back_and_gone(release: Release) -> None:
     cluster = release.cluster
     before = release.objects()
     release.put("runtimeImage=first:1")
-    # As the operator does; helm must not undo it.
+    # The operator writes this; helm must not revert it.
     held = {"spec": {"holderIdentity": "me", "leaseDurationSeconds": 15}}
     cluster.kubectl(
         "patch", "lease/dsv4-operator", "--namespace", release.name, "--type=merge", f"--patch={json.dumps(held)}"
@@ -273,7 +273,7 @@ def test_installed_upgraded_rolled_back_and_gone(release: Release) -> None:
 
     release.helm("rollback", release.name, "1")
     assert image() == "--runtime-image=first:1"
-    # Pods, their sets and helm's own records come and go.
+    # Pods, ReplicaSets and helm's own records change.
     passing = ("Pod/", "ReplicaSet/", "Secret/sh.helm.release")
     kept = {this for this in release.objects() if not this.startswith(passing)}
     assert kept == {this for this in installed if not this.startswith(passing)}
@@ -281,6 +281,6 @@ def test_installed_upgraded_rolled_back_and_gone(release: Release) -> None:
     said = release.helm("uninstall", release.name)
     assert DEFINITION in said
     assert "kept due to the resource policy" in said
-    # The garbage collector takes the ReplicaSets and pods of the Deployment.
+    # The garbage collector deletes the ReplicaSets and pods of the Deployment.
     until("nothing", lambda: release.objects() <= before, seconds=PATIENCE)
     assert cluster.get("dsv4/kept", "--namespace", release.name)["spec"]["model"] == NANO["spec"]["model"]

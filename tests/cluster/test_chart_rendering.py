@@ -1,4 +1,4 @@
-"""What the real helm makes of the chart, without a cluster."""
+"""Objects that the real helm renders from the chart, without a cluster."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ MODES = {
     ),
 }
 
-# Why the operator needs each right; whoever needs another one adds it here and says for what.
+# The operator's rights with their reasons. A new right must be added here with its reason.
 IN_ITS_NAMESPACES = {
     ("dsv4.dev", "dsv4deployments"): {"get", "list", "watch"},  # read; only users write it
     ("dsv4.dev", "dsv4deployments/status"): {"update"},
     ("dsv4.dev", "dsv4deployments/finalizers"): {"update"},  # owner references that block the owner's deletion
-    # `get` everywhere: the owner of an object is read before it is written or deleted.
+    # `get` everywhere: the owner of an object is read before the object is written or deleted.
     ("", "pods"): {"get", "list", "watch", "create", "delete"},  # members; they are never changed
     ("", "pods/eviction"): {"create"},  # a gateway that moves to another node, within the disruption budget
     ("", "services"): {"get", "list", "watch", "create", "patch", "delete"},
@@ -88,7 +88,7 @@ def test_no_rule_of_any_mode_has_a_wildcard(values: tuple[str, ...]) -> None:
         if role["kind"] in {"Role", "ClusterRole"}:
             for rule in role["rules"]:
                 assert "*" not in str(rule), role["metadata"]["name"]
-                # Rights with which an account gives itself others.
+                # Rights by which an account can give itself others.
                 assert not {"escalate", "bind", "impersonate"} & set(rule["verbs"])
                 assert not {"rbac.authorization.k8s.io", "admissionregistration.k8s.io"} & set(rule["apiGroups"])
 
@@ -223,7 +223,7 @@ def test_every_selector_finds_the_pod_and_no_member(values: tuple[str, ...]) -> 
     for selector in selectors:
         assert selector.items() <= template["metadata"]["labels"].items()
         assert selector["app.kubernetes.io/name"] == "dsv4-operator"
-    # By this label the operator finds what it made: it must not find itself.
+    # The operator finds its objects by this label, so it must not have the label itself.
     for this in [*objects, template]:
         assert "app.kubernetes.io/managed-by" not in this["metadata"].get("labels", {})
 
@@ -249,7 +249,7 @@ def test_the_monitors_find_the_service_and_the_pods() -> None:
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint["port"] == service["spec"]["ports"][0]["name"]
-    # Else the operator's namespace would replace that of the deployment.
+    # Otherwise the operator's namespace would replace that of the deployment.
     assert endpoint["honorLabels"] is True
     for component, port, scraped in (
         ("member", "agent", {"deployment", "group", "rank"}),
@@ -311,7 +311,7 @@ def test_the_webhook_is_asked_for_and_never_in_the_way() -> None:
 
 
 def test_what_is_allowed_reaches_the_operator_and_the_api_server() -> None:
-    """And a change of it starts the operator anew, which reads it once."""
+    """A change of the policy restarts the operator, which reads it once."""
 
     def stamp(objects: list[dict[str, Any]]) -> str:
         return str(one(objects, "Deployment")["spec"]["template"]["metadata"]["annotations"]["dsv4.dev/policy"])

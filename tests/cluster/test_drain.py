@@ -1,4 +1,4 @@
-"""A healthy engine finishes its open requests before a planned end; API server and operator are real."""
+"""A healthy engine completes its open requests before a planned end; API server and operator are real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact ownership on a real API server: whatever another field manager changes of a frontend object is undone."""
+"""Exact ownership on a real API server: every change of a frontend object by another field manager is undone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ADDED: dict[str, list[Manifest]] = {
 
 
 def mutations(found: Manifest) -> Iterator[Manifest]:
-    """Yield JSON merge patches: each field of the object changed, removed or extended, and fields that nobody set."""
+    """Yield JSON merge patches: each field of the object changed, removed or extended, and fields that were not set."""
     for part in ("spec", "data"):
         for path, value in _below(found.get(part), (part,)):
             for changed in _changed(value):
@@ -114,7 +114,7 @@ def _nested(path: tuple[str, ...], value: Any) -> Manifest:
 
 
 def plain(found: Manifest) -> Manifest:
-    """The object without what the API server and Kubernetes' controllers write."""
+    """Return the object without the fields that the API server and Kubernetes' controllers write."""
     kept = copy.deepcopy({key: value for key, value in found.items() if key not in ("status", "apiVersion", "kind")})
     kept["metadata"] = {key: value for key, value in kept["metadata"].items() if key not in SERVER_FIELDS}
     kept["metadata"].pop("annotations", None)
@@ -122,7 +122,7 @@ def plain(found: Manifest) -> Manifest:
 
 
 class FrontendWorld:
-    """A backend that keeps the frontend of one deployment, and watches it."""
+    """A backend that maintains the frontend of one deployment, and watches it."""
 
     def __init__(self, kube: Client, backend: PodsBackend, deployment: DSV4Deployment) -> None:
         self.kube, self.backend, self.deployment = kube, backend, deployment

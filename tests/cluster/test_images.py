@@ -1,4 +1,4 @@
-"""The project's own Dockerfiles make images that run on the nodes, as strangers would run them."""
+"""The images of the project's own Dockerfiles run on the nodes, as for any user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESTRICTED = {
 
 
 def job(namespace: str, image: str, command: list[str], **container: Any) -> dict[str, Any]:
-    """A pod that runs a command once."""
+    """Return a pod that runs a command once."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -40,7 +40,7 @@ def job(namespace: str, image: str, command: list[str], **container: Any) -> dic
 
 
 def ended(cluster: Cluster, manifest: dict[str, Any]) -> tuple[str, str]:
-    """How the pod's command ended, and what it wrote."""
+    """Return the final phase of the pod's command, and its output."""
     namespace = manifest["metadata"]["namespace"]
     cluster.apply(manifest)
 
@@ -57,7 +57,7 @@ def ended(cluster: Cluster, manifest: dict[str, Any]) -> tuple[str, str]:
 
 
 def said(cluster: Cluster, manifest: dict[str, Any]) -> str:
-    """What the pod's command wrote, which has to end well."""
+    """Return the output of the pod's command, which must succeed."""
     how, words = ended(cluster, manifest)
     assert how == "Succeeded", words
     return words
@@ -86,7 +86,7 @@ def test_the_operators_image_runs_under_restricted_pod_security(
 def test_a_member_that_is_not_root_may_lock_memory_where_its_pod_has_the_right(
     cluster: Cluster, namespace: str, runtime_image: str
 ) -> None:
-    """As the operator makes members with RDMA: no root, no privilege to gain, IPC_LOCK, and the launcher."""
+    """The pod is like a member with RDMA: no root, no privilege escalation, IPC_LOCK, and the launcher."""
     code = (
         "import ctypes, mmap, os, re, resource; libc = ctypes.CDLL(None, use_errno=True); "
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, 2**16)); size = 2**24; place = mmap.mmap(-1, size); "
@@ -99,7 +99,7 @@ def test_a_member_that_is_not_root_may_lock_memory_where_its_pod_has_the_right(
         manifest = job(namespace, runtime_image, command, securityContext=context)
         assert said(cluster, manifest).split() == ["65532", locked]
         cluster.kubectl("delete", "pod", "job", "-n", namespace, "--wait=true")
-    # Where the pod has not the right, the launcher cannot give it.
+    # If the pod lacks the right, the launcher cannot give it.
     how, _ = ended(cluster, job(namespace, runtime_image, [*LOCK_MEMORY, "true"], securityContext=RESTRICTED))
     assert how == "Failed"
 
@@ -117,8 +117,8 @@ def test_the_members_image_finds_its_code_and_the_mounted_environment(
     assert (vllm, ray) > ("0", "0")
 
 
-# vLLM finds torch's libraries because it imports torch first. libcuda is the GPU driver's; nobody
-# here has windows.
+# vLLM finds torch's libraries because it imports torch first. libcuda belongs to the GPU driver; the machine has no
+# Windows libraries.
 LDD = r"""
 cd "$1" && export LD_LIBRARY_PATH="$(echo "$1"/lib/python*/site-packages/torch/lib)"
 find lib/python*/site-packages/vllm lib/python*/site-packages/torch/lib -name '*.so*' > /tmp/files
@@ -147,13 +147,13 @@ def test_nothing_can_write_into_the_mounted_environment(cluster: Cluster, namesp
     assert "Read-only file system" in words
 
 
-# Name and place of every distribution, one a line.
+# Prints name and place of every distribution, one per line.
 INSTALLED = "import importlib.metadata as m; [print(d.metadata['Name'], d.locate_file('')) for d in m.distributions()]"
 PLUGINS = "import importlib.metadata as m; print([e.value for e in m.entry_points(group='vllm.general_plugins')])"
 
 
 def test_the_image_for_gpus_adds_dsv4_to_its_base_and_changes_nothing_of_it() -> None:
-    """`runtime/Dockerfile` as it is, over a stand-in for vLLM's image."""
+    """`runtime/Dockerfile` without changes, over a stand-in for vLLM's image."""
     with images.over_vllm() as inside:
         places = [line.split() for line in inside("python3", "-c", INSTALLED).splitlines()]
         added = {name.lower() for name, place in places if place.startswith("/opt/base")}
@@ -162,7 +162,7 @@ def test_the_image_for_gpus_adds_dsv4_to_its_base_and_changes_nothing_of_it() ->
         assert "usage: dsv4-agent" in inside("dsv4-agent", "--help")
         assert "usage: dsv4-gateway" in inside("dsv4-gateway", "--help")
         assert "dsv4_runtime" in inside("python3", "-c", PLUGINS)
-        # What is missing would end the agent and not the build. The stand-in has complaints of its own.
+        # A missing package would end the agent and not the build. The stand-in has other conflicts of its own.
         missing = inside("sh", "-c", "python3 -m pip check || true").splitlines()
         assert [line for line in missing if line.startswith("dsv4 ")] == []
         told = inside("python3", "-c", "print(open('/usr/share/doc/dsv4/sbom.cdx.json').read())")

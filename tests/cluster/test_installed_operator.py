@@ -1,4 +1,4 @@
-"""The operator as a user installs it: chart, own image, restricted Pod Security, the rights of one namespace."""
+"""The operator as a user installs it: chart, its own image, restricted Pod Security, the rights of one namespace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("definition")
 NANO = yaml.safe_load((Path(__file__).parents[2] / "examples" / "nano.yaml").read_text())
 RELEASE = "installed"
 DEPLOYMENT = f"deploy/{RELEASE}-dsv4-operator"
-# The chart's own settings are tried in test_chart_release.py.
+# test_chart_release.py tests the settings of the chart.
 KINDS = "all,configmaps,secrets,serviceaccounts,roles,rolebindings,leases,networkpolicies,poddisruptionbudgets"
 
 
@@ -29,7 +29,7 @@ def helm(cluster: Cluster, namespace: str, *words: str) -> str:
 
 @pytest.fixture
 def installed(cluster: Cluster, namespace: str, operator_image: str) -> Iterator[str]:
-    """The namespace with a Ready operator in it that looks after that namespace alone."""
+    """Yield a namespace with a Ready operator that manages only this namespace."""
     cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
     repository, tag = operator_image.rsplit(":", 1)
     values = charts.settings(
@@ -47,7 +47,7 @@ def conditions(cluster: Cluster, namespace: str) -> dict[str, dict[str, Any]]:
 
 
 def wait_for(cluster: Cluster, namespace: str, generation: int) -> dict[str, dict[str, Any]]:
-    """The conditions, once the operator has looked at this generation."""
+    """Wait until the operator has observed this generation; return the conditions."""
 
     def seen() -> dict[str, dict[str, Any]] | None:
         found = conditions(cluster, namespace)
@@ -59,7 +59,7 @@ def wait_for(cluster: Cluster, namespace: str, generation: int) -> dict[str, dic
 
 
 def logs(cluster: Cluster, namespace: str) -> str:
-    """What the present operator has said; nothing while its container is being made."""
+    """Return the log of the present operator; empty while its container is being created."""
     with contextlib.suppress(KubectlError):
         return cluster.kubectl("logs", DEPLOYMENT, "-n", namespace)
     return ""
@@ -74,7 +74,7 @@ def test_it_accepts_a_deployment_survives_its_own_end_and_leaves_nothing(cluster
     events = cluster.get("events", "-n", installed)["items"]
     assert "PlanAccepted" in {event["reason"] for event in events if event["involvedObject"]["name"] == "nano"}
 
-    # A new leader goes on where the old one was ended without notice.
+    # A new leader continues after the old one was killed.
     cluster.kubectl("delete", "pod", "--all", "-n", installed, "--grace-period=0", "--force")
     until("another operator leads", lambda: "leads" in logs(cluster, installed), seconds=90, every=0.5)
     cluster.kubectl("patch", "dsv4", "nano", "-n", installed, "--type=merge", "-p", '{"spec": {"replicas": 0}}')

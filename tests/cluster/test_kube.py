@@ -1,4 +1,4 @@
-"""The client on a real API server: what each verb does, and what each refusal becomes."""
+"""The client on a real API server: the effect of each verb, and the error for each refusal."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ async def test_a_cache_follows_the_server(kube: Client, namespace: str) -> None:
 
 
 async def test_news_of_many_deployments_come_at_once(kube: Client, namespace: str, definition: object) -> None:
-    """However many there are: a change of one does not wait until others have been quiet."""
+    """This holds for any number of deployments: a change does not wait until the others are quiet."""
     heard, news = set[str](), asyncio.Event()
 
     def told(manifest: dict[str, Any], _gone: bool) -> None:
@@ -210,7 +210,7 @@ async def test_news_of_many_deployments_come_at_once(kube: Client, namespace: st
         await create("first")
         await asyncio.wait_for(until(1), 20)
         await asyncio.gather(*(create(f"d{number}") for number in range(100)))
-        # Less than the 5 s for which kopf keeps what it needs for an object that has become quiet.
+        # Less than the 5 s for which kopf keeps the state of an object without changes.
         await asyncio.wait_for(until(101), 4)
     finally:
         await watch.close()

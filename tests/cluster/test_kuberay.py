@@ -43,21 +43,21 @@ pytestmark = [pytest.mark.usefixtures("definition"), NEEDED]
 
 @pytest.fixture(scope="module", autouse=True)
 def addresses(cluster: ControlPlane) -> Iterator[None]:
-    """The pods that only KWOK says are there have addresses of this machine."""
+    """Make the addresses of KWOK's pods local to this machine."""
     with routed(cluster.state.addresses.fake_pods):
         yield
 
 
 @pytest.fixture(scope="module")
 def served(cluster: ControlPlane) -> Iterator[None]:
-    """KubeRay's definitions, without its operator."""
+    """Serve KubeRay's definitions, without its operator."""
     with defined(cluster):
         yield
 
 
 @pytest.fixture(scope="module")
 def kuberay(cluster: ControlPlane, served: None) -> Iterator[None]:
-    """KubeRay's operator."""
+    """Run KubeRay's operator."""
     with operating(cluster):
         yield
 
@@ -70,7 +70,7 @@ def of_kuberay(namespace: str) -> dict[str, Any]:
 
 @pytest.fixture
 def rights(cluster: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Path]:
-    """A kubeconfig with the rights that the chart gives an operator with this backend."""
+    """Yield a kubeconfig with the rights that the chart gives an operator with this backend."""
     with charts.account(cluster, namespace, tmp_path / "operator.kubeconfig", RIGHTS) as file:
         yield file
 
@@ -95,7 +95,7 @@ async def deployed(cluster: ControlPlane, namespace: str, rights: Path) -> Async
 
 
 async def cleared(kube: Client, namespace: str, nudge: Callable[[], None] = lambda: None, seconds: float = 45) -> None:
-    """Wait until nothing of a deleted deployment is left."""
+    """Wait until no object of a deleted deployment remains."""
     deadline = time.monotonic() + seconds
     while True:
         nudge()
@@ -114,14 +114,14 @@ async def cleared(kube: Client, namespace: str, nudge: Callable[[], None] = lamb
 
 
 async def _listed(kube: Client, kind: Any, namespace: str) -> list[dict[str, Any]]:
-    # Its definition is missing in some tests.
+    # Some tests run without its definition.
     served = kind is not RAY_CLUSTERS or await kube.get(CUSTOM_RESOURCE_DEFINITIONS, None, DEFINITION) is not None
     return await kube.list(kind, namespace) if served else []
 
 
 @pytest.fixture
 async def bare(cluster: ControlPlane, namespace: str, rights: Path) -> AsyncIterator[PodsWorld]:
-    """Without KubeRay."""
+    """Yield a deployment without KubeRay."""
     async with deployed(cluster, namespace, rights) as made:
         yield made
 
@@ -191,7 +191,7 @@ async def test_an_incarnation_is_a_raycluster_and_nothing_of_it_outlives_it(worl
         assert len(waits) == (rank > 0)
         for one in waits:
             assert {"name": "BASH_ENV", "value": "/etc/dsv4/plan/no-wait.sh"} in one["env"]
-    # As `kubectl ray get token` reads it.
+    # Read in the same way as by `kubectl ray get token`.
     secret = await world.kube.get(SECRETS, world.namespace, f"{NAME}-0-i1")
     assert secret is not None
     assert len(base64.b64decode(secret["data"]["auth_token"])) == 96
@@ -204,7 +204,7 @@ async def test_an_incarnation_is_a_raycluster_and_nothing_of_it_outlives_it(worl
 
 
 async def test_kuberay_replaces_no_ended_pod(world: PodsWorld) -> None:
-    """Neither one that failed, nor one that somebody deletes; KubeRay looks every 2 s."""
+    """Neither a failed pod nor a deleted one is replaced; KubeRay reconciles every 2 s."""
     await formed(world, 1)
     before = {pod["metadata"]["uid"] for pod in await world.objects(PODS)}
     await world.end(1, 1)
@@ -221,7 +221,7 @@ async def test_kuberay_replaces_no_ended_pod(world: PodsWorld) -> None:
 async def test_an_operator_forms_fences_and_leaves_nothing(
     cluster: ControlPlane, namespace: str, rights: Path, kuberay: None, tmp_path: Path
 ) -> None:
-    """The whole operator with the rights of the chart."""
+    """The complete operator with the rights of the chart."""
     kube = Client(find_access(kubeconfig=cluster.kubeconfig))
     operator = OperatorProcess(rights, namespace, tmp_path / "operator.log", backends=[KUBERAY_BACKEND])
 
@@ -247,7 +247,7 @@ async def test_an_operator_forms_fences_and_leaves_nothing(
             print(f"the second incarnation serves {time.monotonic() - begun:.1f} s after the end of a member")
             assert group["history"][0]["incarnation"] == 1
             assert [one["metadata"]["name"] for one in await kube.list(RAY_CLUSTERS, namespace)] == [f"{NAME}-0-i2"]
-            # Somebody deletes the RayCluster.
+            # A user deletes the RayCluster.
             await kube.delete(RAY_CLUSTERS, namespace, f"{NAME}-0-i2")
             await serving(3)
             await kube.delete(DSV4_DEPLOYMENTS, namespace, NAME)

@@ -1,4 +1,4 @@
-"""Nothing is left of a cluster, neither of one that was ended nor of one whose supervisor was killed."""
+"""A cluster leaves no remains, after a regular end and after a kill of its supervisor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ("net", "mnt", "pid", "ipc", "uts")
 
 
 def namespaces(pids: set[int]) -> set[str]:
-    """The namespaces of these processes, without those of this test."""
+    """Return the namespaces of these processes, without those of this test."""
     found = set()
     for pid in pids:
         for kind in KINDS:
@@ -32,7 +32,7 @@ def namespaces(pids: set[int]) -> set[str]:
 
 
 def processes() -> dict[int, int]:
-    """Parents of all processes, by process id."""
+    """Return the parents of all processes, by process id."""
     parents = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -49,7 +49,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def clusterkit(*words: str) -> str:
-    """The command that `make cluster-up` and `make cluster-down` call."""
+    """Run the command that `make cluster-up` and `make cluster-down` call."""
     command = [sys.executable, "-m", "clusterkit", "--name", SETTINGS.name, *words]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
@@ -75,7 +75,7 @@ def test_nothing_is_left(killed: bool) -> None:
         before = list(psutil.process_iter())
         if killed:
             os.kill(cluster.state.supervisor, signal.SIGKILL)
-            # The kernel does this, not us.
+            # The kernel ends them, without help of the kit.
             until("the end of all processes", lambda: not leftovers.find(SETTINGS).processes, seconds=30)
             until("the end of its cable", lambda: not leftovers.find(SETTINGS).interfaces, seconds=30)
             assert lifetime.running(SETTINGS.name) is None
@@ -83,7 +83,7 @@ def test_nothing_is_left(killed: bool) -> None:
         said = clusterkit("down")
     assert "0 processes, 0 mounts, 0 network interfaces, 0 control groups" in said
     until("nobody left", lambda: not ours & set(processes()), seconds=10)
-    # The kernel gives a namespace's number again: whoever began later, as a pod of another cluster, is in another one.
+    # The kernel reuses a namespace's number: later processes, such as pods of another cluster, are excluded.
     still = {process.pid for process in before if process.is_running()}
     assert not spaces & namespaces(still), "a namespace of the cluster lives on"
     assert not list(Path("/sys/fs/cgroup").glob(f"*/{SETTINGS.cgroup}"))
@@ -94,7 +94,7 @@ def test_nothing_is_left(killed: bool) -> None:
 
 @pytest.mark.long
 def test_the_tests_cluster_ends_with_the_tests() -> None:
-    """Also if they are killed, and then without anybody who ends it."""
+    """This also holds if the tests are killed, without any further command."""
     lifetime.prepare(SETTINGS)
     code = (
         "import time\n"

@@ -57,7 +57,7 @@ def agent(name: str, rank: int, **labels: object) -> str:
     return of_group(name, rank=rank, instance=f"m{rank}:8090", **labels)
 
 
-# A sample each minute for three hours, judged at 2:30.
+# A sample each minute for three hours, evaluated at 2:30.
 HEALTHY: Series = {
     **phases(GroupPhase.SERVING),
     of_group("dsv4_group_restarts_total"): "1x100 2 3x79",
@@ -90,7 +90,7 @@ HEALTHY: Series = {
     series("dsv4_operator_certificate_expiry_timestamp_seconds", pod="a"): "1300000x180",
 }
 MACHINE = {name: values for name, values in HEALTHY.items() if not name.startswith(("dsv4_group", "dsv4_operator"))}
-"""Without Kubernetes."""
+"""The same series without Kubernetes."""
 AWAY: Series = {
     deployed("dsv4_gateway_engine_state", pod=pod, group=0, state=state): f"{value}x180"
     for pod in "ab"
@@ -99,7 +99,7 @@ AWAY: Series = {
 SILENT: Series = {deployed("dsv4_gateway_watch_age_seconds", pod=pod, group=0): "100+60x180" for pod in "ab"}
 
 FAULTS: dict[str, tuple[Series, ...]] = {
-    # Further ones are generated from phases and causes.
+    # Further faults are generated from phases and causes.
     "DSV4RecoveryExhausted": (phases(GroupPhase.FAILED) | AWAY,),
     "DSV4GroupNotServing": (phases(GroupPhase.RECOVERING) | AWAY, AWAY),
     "DSV4EngineHangsOften": ({of_group("dsv4_group_recent_failures", cause="AgentHung"): "1x180"},),
@@ -146,7 +146,7 @@ ON_A_MACHINE = {
     "DSV4RestartsOften": {deployed("dsv4_gateway_engine_restarts", pod="a", group=0): "0x100 1 2 3x78"},
     "DSV4AgentSilent": SILENT,
 }
-"""Faults that look different without the operator's metrics."""
+"""Faults whose series differ without the operator's metrics."""
 RESTING = {GroupPhase.QUEUED, GroupPhase.DRAINING, GroupPhase.SUSPENDED, GroupPhase.STOPPED}
 HANGS = {cause for cause in Cause if cause.value.endswith("Hung")} | {Cause.PEER_TO_PEER_HANG}
 BY_CAUSE = {
@@ -233,7 +233,7 @@ def test_every_fault_has_its_alert_and_no_other(tmp_path: Path) -> None:
 
 
 def test_a_missing_alert_and_a_further_one_fail_the_test(tmp_path: Path) -> None:
-    """The form of the tests above can fail."""
+    """The tests above can fail: a missing and an additional alert are detected."""
     for given, expected in ((HEALTHY, "DSV4RequestsHeld"), (HEALTHY | FAULTS["DSV4RequestsHeld"][0], None)):
         test = {
             "interval": "1m",
@@ -290,7 +290,7 @@ LABELS: dict[str, dict[str, str]] = {
     "agent": {"namespace": "models", "deployment": "flash", "group": "0", "rank": "0"},
     "gateway": {"namespace": "models", "deployment": "flash", "gateway_group": "0"},
 }
-"""Labels that the chart gives."""
+"""Labels from the chart."""
 
 
 def test_a_running_prometheus_has_data_for_every_panel(tmp_path: Path) -> None:

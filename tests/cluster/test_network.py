@@ -1,4 +1,4 @@
-"""The pods' network: across nodes, through Services, by name, out of the pods' own sight of things."""
+"""The pods' network: across nodes, through Services, by name, and from this machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def service(namespace: str, name: str, **spec: object) -> dict[str, Any]:
 
 @pytest.fixture
 def pair(cluster: Cluster, namespace: str) -> dict[str, str]:
-    """Two pods on two nodes, Ready, with their addresses by name; a Service and a headless one before them."""
+    """Create two ready pods on two nodes, a Service and a headless one; return the pods' addresses by name."""
     if cluster.state.settings.nodes < 2:
         pytest.skip("this cluster has fewer than two real nodes")
     cluster.apply(
@@ -64,7 +64,7 @@ def inside(cluster: Cluster, namespace: str, name: str, *command: str) -> str:
 
 
 def tried(cluster: Cluster, namespace: str, name: str, *command: str) -> str:
-    """The same, or nothing if that failed: a node learns of Services and routes a moment later than the API server."""
+    """Return the same, or an empty text after a failure: nodes receive Services and routes after the API server."""
     try:
         return inside(cluster, namespace, name, *command)
     except KubectlError:
@@ -88,14 +88,14 @@ def test_a_service_reaches_all_of_its_pods(cluster: Cluster, namespace: str, pai
         said = (tried(cluster, namespace, "one", "get", url) for _ in range(8))
         return {words.split()[1] for words in said if words}
 
-    # Also the pod that asks: packets to oneself through a Service need their own rule.
+    # This includes the requesting pod: packets to itself through a Service need a separate rule.
     until("answers of both pods", lambda: answered() == set(pair), seconds=60, every=0.5)
 
 
 def test_names_resolve_as_members_will_ask_for_them(cluster: Cluster, namespace: str, pair: dict[str, str]) -> None:
     for name in (f"two.members.{namespace}.svc", f"two.members.{namespace}.svc.cluster.local", "two.members"):
         assert inside(cluster, namespace, "one", "lookup", name) == pair["two"]
-    # The pod that runs on the other node resolves itself to the same address.
+    # The pod on the other node resolves its own name to the same address.
     assert inside(cluster, namespace, "two", "lookup", "two.members") == pair["two"]
     with pytest.raises(KubectlError, match="no such host"):
         inside(cluster, namespace, "one", "lookup", f"three.members.{namespace}.svc")

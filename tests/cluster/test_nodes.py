@@ -1,4 +1,4 @@
-"""The nodes of the test cluster are real: pods on both speak to one another, names resolve, a lost node is noticed."""
+"""The test cluster's nodes are real: pods on different nodes communicate, names resolve, a lost node is detected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_versions_are_real(cluster: Cluster) -> None:
 
 
 def test_the_network_is_private_and_every_port_asks_for_credentials(cluster: Cluster) -> None:
-    """TLS is verified, and who is not known gets nothing: from the API server, etcd and a kubelet."""
+    """TLS is verified, and unknown clients are refused by the API server, etcd and a kubelet."""
     with httpx.Client(verify=False, timeout=10) as bare:
         assert bare.get(f"{cluster.state.server}/api/v1/pods").status_code == 403
         for index in range(1, cluster.state.settings.nodes + 1):
@@ -42,7 +42,7 @@ def test_the_network_is_private_and_every_port_asks_for_credentials(cluster: Clu
 
 
 def test_a_kubelet_may_only_what_its_node_needs(cluster: Cluster, namespace: str) -> None:
-    """The Node authorizer is on: a node's certificate reads no secret of a pod that runs elsewhere."""
+    """The Node authorizer is active: a node's certificate cannot read a secret of a pod on another node."""
     cluster.kubectl("create", "secret", "generic", "s", "--from-literal=a=b", "-n", namespace)
     own = str(cluster.directory / "spark1-kubelet.kubeconfig")
     with pytest.raises(KubectlError, match=r"Forbidden|no relationship found"):
@@ -52,7 +52,7 @@ def test_a_kubelet_may_only_what_its_node_needs(cluster: Cluster, namespace: str
 
 
 def test_an_image_that_is_nowhere_fails_at_once(cluster: Cluster, namespace: str) -> None:
-    """The resolver of this machine takes no part: a kubelet ends a pod only after the pull of its image returned."""
+    """The resolver of this machine is not used: a kubelet ends a pod only after the pull of its image has returned."""
     pod = pod_on_fake(namespace, "p")
     pod["spec"] = {"containers": [{"name": "c", "image": "dsv4.test/none:1"}]}
     cluster.apply(pod)
@@ -117,7 +117,7 @@ def test_a_lost_node_is_noticed_and_comes_back(cluster: Cluster, namespace: str)
     print(f"spark2 was not Ready {time.monotonic() - began:.0f} s after it was stopped")
     cluster.node("start", "spark2")
     until("spark2 Ready", lambda: ready("spark2") == "True", seconds=120, every=1)
-    # What ran on it is dead, and its kubelet says so instead of leaving the pod "running" for ever.
+    # The containers of the node are dead, and its kubelet reports that; the pod does not stay "running".
     until(
         "the pod runs anew",
         lambda: cluster.get("pod", "p", "-n", namespace)["status"]["containerStatuses"][0]["restartCount"] == 1,

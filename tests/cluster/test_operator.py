@@ -76,7 +76,7 @@ async def test_ready_follows_what_comes_back_through_the_endpoint(world: World) 
     async with ScriptedGateway(world.kube, world.namespace, NAME).running() as gateway:
         await world.until("it is reached", lambda found: condition(found, "Ready").get("status") == "True")
         gateway.problem = "agent credentials rejected by group 0 (401)"
-        # Nothing changed, so it lasts until the next request, and a second one confirms it.
+        # Nothing changed, so it takes until the next request, and a second one confirms it.
         found = await world.until("it is noticed", lambda found: condition(found, "Ready")["status"] == "False")
         assert gateway.problem in condition(found, "Ready")["message"]
         assert condition(found, "Ready")["reason"] == "EndpointNotReady"
@@ -87,7 +87,7 @@ async def test_ready_follows_what_comes_back_through_the_endpoint(world: World) 
             await asyncio.sleep(0.2)
         gateway.problem = ""
         await world.until("it is reached again", lambda found: condition(found, "Ready")["status"] == "True")
-        # Another operator takes nothing back.
+        # Another operator does not revert it.
         world.operator.kill()
         world.operator.start()
         await world.operator.until_leading()
@@ -135,7 +135,7 @@ async def test_a_quiet_cluster_is_not_written_to(world: World) -> None:
         await world.kube.create(manifest(world.namespace, f"quiet{number}"))
     for number in range(count):
         await world.serving(1, f"quiet{number}")
-    # Mere progress of members is written up to 5 s late.
+    # Progress of members alone is written up to 5 s late.
     await asyncio.sleep(7)
     before, objects = world.operator.requests(), await _versions(world)
     await asyncio.sleep(seconds)
@@ -146,7 +146,7 @@ async def test_a_quiet_cluster_is_not_written_to(world: World) -> None:
     assert renewals <= seconds / 2 + 1, "more than the lease was written"
     assert await _versions(world) == objects
     print(f"\n{count} deployments at rest: {renewals / seconds:.2f} requests/s, {world.operator.rss_bytes >> 20} MiB")
-    # Another process finds all as it should be, and leaves it so.
+    # Another process finds the right state, and changes nothing.
     world.operator.end()
     world.operator.start()
     await world.operator.until_leading()
@@ -155,7 +155,7 @@ async def test_a_quiet_cluster_is_not_written_to(world: World) -> None:
 
 
 async def _versions(world: World) -> dict[str, str]:
-    """The versions of the operator's objects. Kubelets go on writing about gateways' pods, whose image is nowhere."""
+    """Return the versions of the operator's objects, except gateways' pods: kubelets report their missing image."""
     found = {}
     for kind in (PODS, SERVICES, CONFIG_MAPS, SECRETS, DSV4_DEPLOYMENTS, EVENTS):
         for one in await world.kube.list(kind, world.namespace):
@@ -220,7 +220,7 @@ async def test_a_specification_that_only_the_models_refuse_is_refused_in_their_w
 
 
 async def test_what_is_not_allowed_is_refused_with_field_value_and_remedy_and_nothing_is_made(world: World) -> None:
-    """The operator alone: nothing of the chart is installed here."""
+    """Only the operator refuses: the chart is not installed here."""
     await world.kube.create(manifest(world.namespace, storage={"path": "/etc"}))
     found = await world.until("it is refused", lambda found: bool(condition(found, "Accepted")))
     accepted = condition(found, "Accepted")
@@ -228,7 +228,7 @@ async def test_what_is_not_allowed_is_refused_with_field_value_and_remedy_and_no
     assert accepted["message"].startswith('spec.storage.path: "/etc" is not allowed on this cluster; use /var/lib/dsv4')
     assert (await world.event("NotAllowed"))["type"] == "Warning"
     assert await world.owned() == set()
-    # What is allowed is formed.
+    # An allowed specification is formed.
     await world.change(storage={"path": "/var/lib/dsv4"})
     await world.serving(1)
 
@@ -272,19 +272,19 @@ async def test_the_lease_changes_hands_and_nobody_acts_without_it(
         two.start()
         await asyncio.sleep(5)
         assert not two.leads
-        # In good order: at once.
+        # After a regular end: at once.
         assert one.end() == 0
         handed = await two.until_leading(10)
         one.start()
         await asyncio.sleep(5)
         assert one.code is None
         assert not one.leads
-        # The holder stands still: after the lease has run out.
+        # The holder is stopped: after the lease has expired.
         two.send(signal.SIGSTOP)
         taken = await one.until_leading(30)
         lease = await kube.get(LEASES, namespace, "dsv4-operator")
         assert lease is not None
-        # It wakes up, finds the lease gone, and ends before it writes anything.
+        # It continues, finds that it has lost the lease, and ends before it writes anything.
         two.send(signal.SIGCONT)
         deadline = time.monotonic() + 15
         while two.code is None:
@@ -302,12 +302,12 @@ async def test_the_lease_changes_hands_and_nobody_acts_without_it(
 
 
 class Witness:
-    """Follows the members of a namespace, and remembers what must never be."""
+    """Watches the members of a namespace, and records forbidden states."""
 
     def __init__(self, kube: Client, namespace: str) -> None:
         self._kube, self._namespace = kube, namespace
         self._present: dict[str, tuple[int, bool]] = {}
-        """Incarnation by name, and whether it is being ended."""
+        """Incarnation by name, and whether it is being deleted."""
         self.uids: dict[str, set[str]] = {}
         self.wrong: list[str] = []
         self.ended: set[str] = set()
@@ -346,7 +346,7 @@ class Witness:
 
 
 async def orphans(world: World, incarnation: int) -> set[tuple[str, str]]:
-    """The deployment's objects that neither it nor `incarnation` needs, by kind and name, without evidence."""
+    """Return the deployment's objects that neither it nor `incarnation` needs, by kind and name, without evidence."""
     stem = f"{NAME}-0-i{incarnation}"
     uid = (await world.live())["metadata"]["uid"]
     mounted = names.mounted_name(NAME, uid, 0, incarnation)
@@ -360,7 +360,7 @@ async def orphans(world: World, incarnation: int) -> set[tuple[str, str]]:
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 async def test_killed_at_any_moment_it_does_nothing_twice_and_loses_nothing(world: World) -> None:
-    """Users go on meanwhile: they restart, suspend and resume, and delete pods."""
+    """User actions continue: restart, suspend and resume, and deletion of pods."""
     dice = random.Random(50)
     witness = Witness(world.kube, world.namespace)
     following = asyncio.create_task(witness.run())
@@ -377,7 +377,7 @@ async def test_killed_at_any_moment_it_does_nothing_twice_and_loses_nothing(worl
         await world.operator.until_leading()
         action = dice.choice(("nothing", "nothing", "restart", "suspend", "delete"))
         if kill % 10 == 9:
-            # Now and then all comes to rest, and then no kill may touch a pod.
+            # Every tenth time everything comes to rest; then a kill must not affect a pod.
             action = "nothing"
             if suspended:
                 await world.change(suspend=False)
@@ -406,7 +406,7 @@ async def test_killed_at_any_moment_it_does_nothing_twice_and_loses_nothing(worl
     following.cancel()
     last = group(await world.live())["incarnation"]
     assert witness.wrong == []
-    # While a group is being formed, a pod that somebody else deletes before it was seen is one that is still missing.
+    # While a group is being formed, a foreign deletion of a pod before its observation makes it a missing pod.
     twice = {name for name, uids in witness.uids.items() if len(uids) > 1}
     assert twice <= deleted, f"made twice: {twice}"
     assert max(witness.incarnations) == last

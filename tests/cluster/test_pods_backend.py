@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("definition")
 
 @pytest.fixture(scope="module", autouse=True)
 def addresses(cluster: ControlPlane) -> Iterator[None]:
-    """The pods that only KWOK says are there have addresses of this machine."""
+    """Make the addresses of KWOK's pods local to this machine."""
     with routed(cluster.state.addresses.fake_pods):
         yield
 
@@ -69,7 +69,7 @@ async def world(cluster: ControlPlane, namespace: str) -> AsyncIterator[PodsWorl
         yield world
         await world.backend.close()
         await kube.delete(DSV4_DEPLOYMENTS, namespace, NAME)
-        # Nodes that are held alone must be free for the next test.
+        # Nodes that are used exclusively must be free for the next test.
         for pod in await kube.list(PODS, namespace):
             await kube.delete(PODS, namespace, pod["metadata"]["name"], grace_seconds=0)
     task.cancel()
@@ -127,7 +127,7 @@ async def test_another_operator_finds_everything_again_and_writes_nothing(world:
 
 
 async def test_the_plan_that_was_written_first_holds(world: PodsWorld) -> None:
-    """An operator was killed after one of two pods; its successor sees other nodes."""
+    """An operator was killed after one of two pods; its successor chooses other nodes."""
     plan = await planned(world, 1)
     await world.backend.ensure(world.deployment, plan)
     await world.kube.delete(PODS, world.namespace, f"{NAME}-0-i1-r1", grace_seconds=0)
@@ -139,7 +139,7 @@ async def test_the_plan_that_was_written_first_holds(world: PodsWorld) -> None:
 
 
 async def test_two_deployments_do_not_take_the_same_nodes(world: PodsWorld, cluster: ControlPlane) -> None:
-    """Both planned before either made its pods."""
+    """Both are planned before either has pods."""
     other = manifest(world.namespace)
     other["metadata"]["name"] = "other"
     deployment = parse(await world.kube.create(other))
@@ -172,7 +172,7 @@ async def test_what_the_scheduler_says_of_a_node_that_changed_meanwhile_is_told(
     cluster.kubectl("taint", "node", node, "dsv4.test/closed=yes:NoSchedule")
 
     def told(seen: Observed) -> bool:
-        # The watch may not have brought the pod yet.
+        # The watch may not have received the pod yet.
         member = of(seen, 1).get(1)
         return member is not None and "taint" in (member.waiting or "")
 
@@ -188,7 +188,7 @@ async def test_what_the_scheduler_says_of_a_node_that_changed_meanwhile_is_told(
 
 @pytest.fixture
 def pod_groups(cluster: ControlPlane) -> Iterator[str]:
-    """A `PodGroup` kind as Volcano's, with no scheduler behind it."""
+    """Define a `PodGroup` kind like Volcano's, without a scheduler."""
     name = "podgroups.scheduling.volcano.sh"
     open_schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     spec = {
@@ -232,7 +232,7 @@ async def test_without_the_kind_of_the_scheduler_nothing_is_made_and_it_is_named
     with pytest.raises(SchedulerMissing, match=r"no PodGroup of Volcano \(scheduling.volcano.sh/v1beta1\); install"):
         await world.backend.ensure(world.deployment, plan)
     assert await world.all(PODS) == set()
-    # Fences work without it.
+    # Fencing works without it.
     await fenced(world, 1)
 
 
@@ -250,14 +250,14 @@ async def test_another_scheduler_gets_a_pod_group_and_chooses_the_nodes(
         assert pod["spec"]["schedulerName"] == "volcano"
         assert pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == f"{NAME}-0-i1"
         assert "nodeName" not in pod["spec"]
-    # The scheduler has no room.
+    # The scheduler has no capacity.
     full = {"type": "Unschedulable", "status": "True", "message": "queue resource quota insufficient"}
     await world.kube.patch(VOLCANO_POD_GROUPS, world.namespace, f"{NAME}-0-i1", {"status": {"conditions": [full]}})
     seen = await until(
         world, "the reason is read", lambda seen: all("quota" in (one.waiting or "") for one in live(seen))
     )
     assert all(one.queued for one in live(seen))
-    # It places both members, in the order of its choice.
+    # It places both members, in an order of its choice.
     for rank, node in ((0, "fake6"), (1, "fake2")):
         name = f"{NAME}-0-i1-r{rank}"
         target = {"apiVersion": "v1", "kind": "Node", "name": node}
@@ -333,7 +333,7 @@ async def test_the_front_is_written_once_and_follows_the_number_of_groups(world:
     await world.backend.ensure_frontend(world.deployment, status)
     assert await world.all(DEPLOYMENTS) == {f"{NAME}-0-gateway", f"{NAME}-1-gateway"}
     assert NAME in await world.all(SERVICES)
-    # Versions tell nothing here: the Deployment controller writes its own news into the gateways' status meanwhile.
+    # Versions prove nothing here: the Deployment controller updates the gateways' status meanwhile.
     written = len(world.writes)
     await world.backend.ensure_frontend(world.deployment, status)
     assert 0 < written == len(world.writes)
@@ -404,7 +404,7 @@ async def test_a_deterministic_failure_ends_the_recovery(world: PodsWorld, loop:
     world.script(1).fails = Cause.STAGING_FAILED
     group = await loop.until("it is given up", lambda group: group.phase is GroupPhase.FAILED)
     assert [one.cause for one in group.history] == [Cause.STAGING_FAILED] * 2
-    # The verdict is told before the members are ended.
+    # The verdict is published before the members are ended.
     await until(world, "nothing of it is left", lambda seen: not seen.members)
     assert await world.all(PODS) == set()
 
@@ -423,7 +423,7 @@ async def test_members_on_a_lost_node_are_replaced_by_force(
 
 @contextlib.contextmanager
 def unready(cluster: ControlPlane, node: str) -> Iterator[None]:
-    """A node whose kubelet is gone: Kubernetes calls it not ready, and nobody ends its pods."""
+    """Make a node lose its kubelet: Kubernetes reports it as not ready, and its pods are not ended."""
     path = f"/api/v1/nodes/{node}"
     annotation = {"kwok.x-k8s.io/node": None}
     merge = {"content-type": "application/merge-patch+json"}
@@ -445,7 +445,7 @@ async def _objects(world: PodsWorld) -> list[dict[str, Any]]:
 
 
 def _foreign(namespace: str) -> list[Manifest]:
-    """Objects of somebody else with the names that the deployment needs first."""
+    """Return foreign objects with the names that the deployment needs first."""
     web = {"app": "web"}
     container = {"name": "web", "image": "none"}
     template = {"metadata": {"labels": web}, "spec": {"containers": [container]}}
@@ -499,7 +499,7 @@ _NEW = DeploymentStatus()
 
 
 async def test_another_object_of_the_same_name_is_not_adopted(world: PodsWorld) -> None:
-    """The server compares the UID, which the operator read before."""
+    """The server compares the UID that the operator read before."""
     service = frontend.public_service(world.deployment)
     made = await world.kube.create(service)
     await world.kube.delete(SERVICES, world.namespace, NAME)
@@ -552,7 +552,7 @@ async def test_a_deployment_that_is_created_again_at_once_has_credentials_of_its
             await world.backend.ensure_frontend(world.deployment, _NEW)
             break
         except (ObjectTerminating, PlanRefused, NodesTaken):
-            # What was the earlier one's is still there.
+            # Objects of the earlier one still exist.
             assert time.monotonic() < deadline
             await asyncio.sleep(0.2)
     uid = world.deployment.metadata.uid

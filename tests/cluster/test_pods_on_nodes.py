@@ -1,6 +1,6 @@
 """Members as real pods of real kubelets: the project's own image, real agents, real names and addresses.
 
-Their weights are missing, so they get no further than that: what comes after needs Ray and vLLM.
+Their weights are missing, so they stop at that step: later ones need Ray and vLLM.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ async def test_real_agents_find_each_other_by_name_and_say_what_is_missing(
         await asyncio.sleep(0.5)
     kept = await world.kube.get(CONFIG_MAPS, world.namespace, names.evidence_name(NAME, 0, dead.incarnation))
     assert kept is not None
-    # Whoever failed first ends the group; the other one may not have come so far, or not been heard yet.
+    # The member that fails first ends the group; the other one may not have failed yet, or not have been observed.
     statuses = [json.loads(one)["status"] for one in kept["data"].values()]
     assert "Failed" in {status["phase"] for status in statuses if status is not None}
 
@@ -94,9 +94,9 @@ async def test_the_gateway_answers_behind_the_service(
     await world.backend.ensure_frontend(world.deployment, world.deployment.status)
     wait = ("wait", "--for=condition=Available", f"deployment/{NAME}-0-gateway", "-n", world.namespace)
     cluster.kubectl(*wait, "--timeout=150s", seconds=160)
-    # From another pod, through the Service's name: there is no engine, and nothing is held for long. (A gateway that
-    # may hold nothing is not ready without an engine.) A node learns of a new Service's pods a moment later than the
-    # Deployment's status does.
+    # From another pod, through the Service's name: there is no engine, and requests are only held briefly. (A gateway
+    # that must not hold requests is not ready without an engine.) Nodes receive a new Service's pods slightly later
+    # than the Deployment's status changes.
     url = f"http://{NAME}.{world.namespace}.svc:8000/v1/completions"
     code = (
         "import time, urllib.error, urllib.request as asking\n"

@@ -1,5 +1,5 @@
-"""What the administrator does not allow, the API server refuses without any operator, and an operator without the API
-server's rules; and what members need of Pod Security."""
+"""Specifications that the administrator does not allow: the API server refuses them without an operator, and an
+operator refuses them without the API server's rules. Requirements of members on Pod Security."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ POLICY = ClusterPolicy(images=("registry.example/team/",), schedulers=(Scheduler
 
 
 def manifest(namespace: str, **spec: Any) -> dict[str, Any]:
-    """A deployment on one Spark, which asks for nothing that has to be allowed."""
+    """Return a deployment on one Spark that needs no permission of the administrator."""
     found: dict[str, Any] = yaml.safe_load((EXAMPLES / "flash-2x-spark.yaml").read_text())
     found["metadata"] = {"name": f"t{uuid.uuid4().hex[:8]}", "namespace": namespace}
     found["spec"]["topology"] |= {"nodesPerGroup": 1, "tensorParallelSize": 1}
@@ -86,7 +86,7 @@ def manifest(namespace: str, **spec: Any) -> dict[str, Any]:
 
 
 def tried(cluster: Cluster, wanted: dict[str, Any], *words: str) -> str:
-    """What the API server says against it; empty: nothing."""
+    """Return the API server's refusal; empty if there is none."""
     try:
         cluster.kubectl("create", "--dry-run=server", *words, "-f", "-", input=[wanted])
     except KubectlError as error:
@@ -96,7 +96,7 @@ def tried(cluster: Cluster, wanted: dict[str, Any], *words: str) -> str:
 
 @contextlib.contextmanager
 def installed(cluster: Cluster, namespace: str) -> Iterator[None]:
-    """The chart watches the namespace, with no operator: the API server is alone with what the chart told it."""
+    """Install the chart for the namespace, without an operator: the API server only has the chart's rules."""
     release = f"p{uuid.uuid4().hex[:8]}"
     values = charts.settings(
         "replicas=0", "crds.enabled=false", f"watchNamespaces={{{namespace}}}", f"runtimeImage={OWN}",
@@ -128,13 +128,12 @@ def test_the_api_server_refuses_what_the_operator_refuses_and_nothing_else(clust
         wanted = manifest(guarded, **spec)
         assert tried(cluster, wanted) == "", spec
         assert not violations(parse(wanted), POLICY, OWN), spec
-    # Elsewhere another release decides.
+    # Other namespaces are subject to other releases.
     assert tried(cluster, manifest("default", storage={"path": "/"})) == ""
 
 
 def test_what_links_to_the_node_alone_is_refused_in_every_notation(cluster: Cluster, guarded: str) -> None:
-    """The definition knows the usual notations,
-    and the policy the rest: the two together are what the models refuse."""
+    """The definition covers the usual notations and the policy the others: together they match the models."""
     for url in (
         "http://2852039166/x", "http://0xa9fea9fe/", "http://0251.0376.0251.0376/", "http://169.16689662/",
         "http://metadata/",
@@ -181,7 +180,7 @@ def test_what_is_older_than_the_policy_can_be_labelled_and_stopped(cluster: Clus
 
 @pytest.mark.parametrize("stopped", [{"suspend": True}, {"replicas": 0}])
 def test_a_new_deployment_that_is_stopped_is_looked_at(cluster: Cluster, guarded: str, stopped: dict[str, Any]) -> None:
-    """`kubectl scale` starts it, and neither a policy nor a webhook sees its specification then."""
+    """`kubectl scale` starts it, and neither a policy nor a webhook checks its specification then."""
     for _, spec in REFUSED[:1] + REFUSED[-3:]:
         wanted = manifest(guarded, **spec)
         wanted["spec"] |= stopped
@@ -211,7 +210,7 @@ def test_no_secret_comes_into_a_deployment(cluster: Cluster, namespace: str) -> 
 
 
 def pods(namespace: str, **spec: Any) -> list[dict[str, Any]]:
-    """The pods that are made of the nano example."""
+    """Return the pods of the nano example."""
     found: dict[str, Any] = yaml.safe_load((EXAMPLES / "nano.yaml").read_text())
     found["metadata"] = {"name": "nano", "namespace": namespace, "uid": "5b0c6f52-0000-0000-0000-000000000000"}
     found["spec"] |= spec
@@ -233,7 +232,7 @@ def test_members_without_a_directory_of_the_node_are_admitted_where_only_restric
     cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
     for pod in pods(namespace, storage={"type": "EmptyDir"}):
         pod["metadata"].pop("ownerReferences", None)
-        # A namespace gets its account a moment after it is made.
+        # A namespace gets its account a moment after its creation.
         until("it is admitted", lambda one=pod: not tried(cluster, one), seconds=30, every=0.5)
     on_node, gateway = pods(namespace)
     assert "hostPath" in tried(cluster, on_node)
@@ -255,7 +254,7 @@ def test_who_may_do_what(cluster: Cluster, guarded: str) -> None:
             cluster.kubectl("create", "rolebinding", role, f"--clusterrole={name}", f"--user={role}", "-n", guarded)
         cluster.kubectl("create", "rolebinding", "plain", "--clusterrole=edit", "--user=plain", "-n", guarded)
         table = {
-            # verb and resource: viewer, editor, and who has `edit` alone
+            # verb and resource: viewer, editor, and a user with `edit` alone
             "get dsv4deployments.dsv4.dev": (True, False, True),
             "create dsv4deployments.dsv4.dev": (False, True, False),
             "patch dsv4deployments.dsv4.dev --subresource=scale": (False, True, False),

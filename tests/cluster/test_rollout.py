@@ -1,4 +1,4 @@
-"""A changed specification on a real API server: one group after the other, and back when it does not serve."""
+"""A changed specification on a real API server: one group after the other, and back if a group does not serve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROUPS = 2
 
 
 class Agents(ScriptedAgents):
-    """Agents that fail, as a wrong flag makes them, when their plan has the variable `BAD`."""
+    """Agents that fail as with a wrong flag when their plan has the variable `BAD`."""
 
     async def _start(self, uid: str, pod: Manifest) -> None:
         await super()._start(uid, pod)
@@ -45,7 +45,7 @@ async def world(operator_kubeconfig: Path, kube: Client, namespace: str, tmp_pat
 
 
 class Witness:
-    """Follows the status, and remembers how many groups answered at least."""
+    """Watches the status, and records the minimum number of serving groups."""
 
     def __init__(self, kube: Client, namespace: str) -> None:
         self._kube, self._namespace = kube, namespace
@@ -62,7 +62,7 @@ class Witness:
 
 
 async def all_serve(world: World, what: str) -> Manifest:
-    """Wait until every group answers with the specification as it is now."""
+    """Wait until every group serves the present specification."""
 
     def true(found: Manifest) -> bool:
         current = revision(parse(found))
@@ -73,7 +73,7 @@ async def all_serve(world: World, what: str) -> Manifest:
 
 
 async def killed_on_the_way(world: World, what: str) -> None:
-    """SIGKILL to the operator as soon as group 1 does not serve, and another operator."""
+    """Kill the operator as soon as group 1 does not serve, and start another one."""
     await world.until(what, lambda found: group(found, 1).get("phase") != "Serving")
     world.operator.kill()
     world.operator.start()

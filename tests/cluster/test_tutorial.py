@@ -1,4 +1,4 @@
-"""The tutorial, run as it is written: every `sh` block of the page, and what is printed below it."""
+"""The tutorial, run as written: every `sh` block of the page, with the output below it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Step:
     line: int
     commands: str
     expected: str | None
-    """The `text` block that follows it, if one does."""
+    """The following `text` block, if any."""
 
 
 def steps(page: str) -> list[Step]:
-    """The blocks that a reader runs, in order."""
+    """Return the blocks that a reader runs, in order."""
     fences = list(_FENCE.finditer(page))
     found = []
     for number, fence in enumerate(fences):
@@ -49,7 +49,7 @@ def steps(page: str) -> list[Step]:
 
 
 def matches(expected: str, output: str) -> bool:
-    """Whether `output` is as the page says: `…` is anything, a line of it any lines, and blanks are as wide as any."""
+    """Return whether `output` matches the page: `…` is any text, a line of it any lines, and spaces have any width."""
     pattern = ""
     for line in expected.splitlines():
         if line.strip() == "…":
@@ -61,7 +61,7 @@ def matches(expected: str, output: str) -> bool:
 
 
 def run(step: Step, environment: dict[str, str]) -> str:
-    """Standard output of a block."""
+    """Run a block; return its standard output."""
     process = subprocess.Popen(
         ["bash", "-eu", "-c", step.commands],
         cwd=ROOT,
@@ -74,7 +74,7 @@ def run(step: Step, environment: dict[str, str]) -> str:
     try:
         output, _ = process.communicate(timeout=BLOCK_SECONDS)
     except subprocess.TimeoutExpired:
-        # Its session is its own, and it was not waited for yet: nobody else can have its number.
+        # It has its own session and was not reaped yet: no other process can have its number.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
         raise
@@ -91,7 +91,7 @@ def run(step: Step, environment: dict[str, str]) -> str:
 def reader(
     cluster: Cluster, definition: dict[str, object], operator_image: str, runtime_image: str, tmp_path: Path
 ) -> Iterator[dict[str, str]]:
-    """The environment of somebody who has just done step 1 of the page; nothing of dsv4 is on the cluster."""
+    """Yield the environment of a reader after step 1 of the page; nothing of dsv4 is on the cluster."""
     kubeconfig = shutil.copy(cluster.kubeconfig, tmp_path / "kubeconfig")
     operator, tag = operator_image.rsplit(":", 1)
     runtime, runtime_tag = runtime_image.rsplit(":", 1)
@@ -109,7 +109,7 @@ def reader(
     try:
         yield environment
     finally:
-        # Done already if the page was run to its end.
+        # Already done if the page was run to its end.
         charts.helm("uninstall", "dsv4", "--ignore-not-found", "--namespace", "dsv4-system", env=environment)
         cluster.kubectl("delete", "crd", CRD, "--ignore-not-found", "--timeout=60s", seconds=70)
         cluster.kubectl("delete", "namespace", "demo", "dsv4-system", "--ignore-not-found", "--wait=false")

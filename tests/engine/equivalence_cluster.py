@@ -1,4 +1,4 @@
-"""Two Ray nodes on this machine for `test_equivalence.py`, and what the processes of that test have in common."""
+"""Two Ray nodes on this machine for `test_equivalence.py`, and the common parts of that test's processes."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ _STOP_S = 15.0
 
 
 def environment(**more: str) -> dict[str, str]:
-    """What vLLM and Ray need to run the nano model on a CPU (docs/decisions/0002-nano-model.md)."""
+    """Return the environment in which vLLM and Ray run the nano model on a CPU (docs/decisions/0002-nano-model.md)."""
     settings = {
         "DSV4_DEV_PLATFORM": "1",
         "HF_HUB_OFFLINE": "1",
@@ -42,7 +42,7 @@ def _free_port() -> int:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started, politely and then not."""
+    """End a process and its descendants with SIGTERM, then with SIGKILL."""
     try:
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     except psutil.NoSuchProcess:
@@ -103,7 +103,7 @@ def two_ray_nodes(folder: Path) -> Iterator[str]:
 
 
 def run_child(script: str, *arguments: object, log: Path, timeout_s: float, **env: str) -> None:
-    """Run one of the helper scripts to its end, or fail with its log's last lines."""
+    """Run one of the helper scripts to its end, or fail with the last lines of its log."""
     command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -1,11 +1,11 @@
 """Child process of `test_equivalence.py`: compares vLLM's distributions with transformers' and writes figures as JSON.
 
-Usage: `python equivalence_transformers.py MODEL REQUESTS ANSWERS FIGURES`, the first three as `equivalence_vllm.py`
-takes and gives them. The reference computes in float32 from the same bfloat16 weights. FIGURES gets, per variant of the
-reference and per prompt, how far vLLM's log-probabilities are from it. Variant `fp8 cache` also rounds the cache
-entries as vLLM's `fp8_ds_mla` cache does, which transformers does not; the variants `without …` leave out one mechanism
-each, to show that the comparison would notice. `bfloat16` is transformers against itself, multiplying in bfloat16 and
-in float32.
+Usage: `python equivalence_transformers.py MODEL REQUESTS ANSWERS FIGURES`, the first three in the format of
+`equivalence_vllm.py`. The reference computes in float32 from the same bfloat16 weights. FIGURES gets the distance of
+vLLM's log-probabilities from the reference, per variant of the reference and per prompt. Variant `fp8 cache` also
+rounds the cache entries as vLLM's `fp8_ds_mla` cache does, unlike transformers; the variants `without …` omit one
+mechanism each, to show that the comparison would detect it. `bfloat16` compares transformers with itself, multiplying
+in bfloat16 and in float32.
 """
 
 import json
@@ -109,7 +109,7 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "without ratio 128": without_compressed("heavily_compressed_attention"),
 }
 
-ON_THE_LONGEST = ("plain", "fp8 cache", "without ratio 128")  # the others show on short prompts, in less time
+ON_THE_LONGEST = ("plain", "fp8 cache", "without ratio 128")  # the other variants differ on short prompts, in less time
 
 
 def figures(reference: torch.Tensor, measured: torch.Tensor) -> dict[str, float]:
@@ -133,7 +133,7 @@ def load(path: str) -> tuple[Any, dict[str, list[str]]]:
 
 
 def distribution(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities `[tokens - 1, vocab]`, float32."""
+    """Return log-probabilities `[tokens - 1, vocab]`, float32."""
     return model(torch.tensor([tokens]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 

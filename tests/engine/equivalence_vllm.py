@@ -1,6 +1,6 @@
-"""Child process of `test_equivalence.py`: answers prompts with vLLM's offline engine and writes the outcome as JSON.
+"""Child process of `test_equivalence.py`: completes prompts with vLLM's offline engine and writes the result as JSON.
 
-Usage: `python equivalence_vllm.py MODEL REQUESTS ANSWERS TENSOR_PARALLEL`. REQUESTS holds `{"generate": [[token, …],
+Usage: `python equivalence_vllm.py MODEL REQUESTS ANSWERS TENSOR_PARALLEL`. REQUESTS contains `{"generate": [[token, …],
 …], "max_tokens": n, "score": [[token, …], …]}`. ANSWERS gets, per generated prompt, the tokens, their log-probabilities
 and the margin over the runner-up; and per scored prompt the log-probabilities of the whole vocabulary after each of its
 tokens but the last.

@@ -1,7 +1,7 @@
-"""Run by test_fabric_start in a process of its own, because it changes its network: two members of the nano model,
-started as `dsv4 up` starts them, with a fabric in their plan that nothing but its discovery can fill.
+"""Child process of test_fabric_start, because it changes its network: two members of the nano model.
 
-Takes the state directory, prints one JSON object.
+They start as with `dsv4 up`, with a fabric in their plan that only its discovery can fill. Takes the state directory,
+prints one JSON object.
 """
 
 from __future__ import annotations

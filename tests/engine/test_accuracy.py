@@ -17,7 +17,7 @@ WORDS = ("river", "stone", "cloud", "north", "paper", "green", "seven", "alpha")
 
 
 def task(folder: Path, name: str, answers: dict[str, str]) -> None:
-    """Write a task: a prompt and the exact continuation."""
+    """Write a task: prompts and their exact continuations."""
     rows = [{"prompt": prompt, "answer": answer} for prompt, answer in answers.items()]
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     document: dict[str, Any] = {
@@ -47,7 +47,7 @@ def test_a_task_whose_answers_are_those_of_the_engine(tmp_path: Path) -> None:
             prompt = f"The {word} is"
             answers[prompt] = deployment.complete(prompt, tokens=8)["choices"][0]["text"]
         task(tmp_path, "own_answers", answers)
-        # Six of eight are those of the engine.
+        # Six of eight match the engine.
         wrong = {prompt: text if number < 6 else f"{text}x" for number, (prompt, text) in enumerate(answers.items())}
         task(tmp_path, "some_answers", wrong)
         words = ("--accuracy", "own_answers=1.0", "--accuracy", "some_answers=0.8", "--accuracy", "dsv4_arithmetic=0")

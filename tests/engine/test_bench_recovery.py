@@ -71,7 +71,7 @@ def check_json_logs(deployment: Deployment) -> None:
         assert all(set(LOG_FIELDS) <= set(each) for each in found)
         assert {each["deployment"] for each in found[1:]} == {"recov"}
         if file in agents:
-            # The first line may be from before the plan is read.
+            # The first line may precede the plan.
             assert {(each["group"], each["incarnation"], each["rank"]) for each in found[1:]} == {
                 (0, 1, agents.index(file))
             }

@@ -1,7 +1,6 @@
-"""The nano model says the same on one rank, on two ranks over Ray, and in transformers.
+"""The nano model gives the same results on one rank, on two ranks over Ray, and in transformers.
 
-Every figure that is compared with a bound is printed (`pytest -s`); docs/decisions/0002-nano-model.md gives the
-bounds' reasons.
+Every figure with a bound is printed (`pytest -s`); docs/decisions/0002-nano-model.md explains the bounds.
 """
 
 import json
@@ -28,8 +27,8 @@ MEAN_BOUND = 0.1
 P99_BOUND = 0.5
 SAME_CHOICE_BOUND = 0.9
 
-# Logits are bfloat16: from 8 on, neighbours lie 1/16 apart. Two that round apart differently part company at a margin
-# of less than two steps, whatever is right.
+# Logits are bfloat16: from 8 on, neighbours are 1/16 apart. Two correct implementations that round differently diverge
+# at margins of less than two steps.
 TIE = 0.125
 TIES_ALLOWED = 2
 
@@ -37,7 +36,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def prompt(length: int) -> list[int]:
-    """Words and bytes, the last a word, so that the model has a favourite for what follows."""
+    """Return words and bytes that end with a word, so that the model has a favourite for the next token."""
     source = random.Random(length)
     words, tokens = word_ids(), range(16, len(vocabulary()))
     return [source.choice(words) if source.random() < 0.5 else source.choice(tokens) for _ in range(length - 1)] + [
@@ -124,7 +123,7 @@ def test_the_model_says_different_things(answers: Answers) -> None:
     print(
         f"\n{different} different answers of {len(generated)}; {variety:.1f} different tokens of {NEW_TOKENS} in each"
     )
-    assert different >= 0.9 * len(generated)  # two prompts that end in the same word may go on alike
+    assert different >= 0.9 * len(generated)  # two prompts that end in the same word may continue alike
     assert variety >= NEW_TOKENS / 2
 
 

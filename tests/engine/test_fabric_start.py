@@ -1,4 +1,4 @@
-"""A group whose interfaces nobody named: its members find them and prove the paths, and Ray and vLLM start so."""
+"""A group without configured interfaces: its members detect them and test the paths; Ray and vLLM start with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def test_two_members_start_with_the_fabric_that_they_find() -> None:
-    # Short, for Ray's sockets.
+    # A short path, for Ray's sockets.
     root = Path(tempfile.mkdtemp(prefix="d4-"))
     try:
         command = [sys.executable, str(Path(__file__).with_name("fabric_start.py")), str(root)]
@@ -32,5 +32,5 @@ def test_two_members_start_with_the_fabric_that_they_find() -> None:
     for member in found["members"]:
         assert member["fabric"]["proved"]
         assert "bandwidth: skipped, no GPU" in member["fabric"]["notes"]
-        # What the agent started; Ray's own processes overwrite with their titles what /proc shows of their environment.
+        # The environment that the agent gave to Ray; in /proc, the titles of Ray's own processes overwrite it.
         assert member["told"]["ray"] == expected | {"NCCL_IB_DISABLE": "1"}, member["told"]

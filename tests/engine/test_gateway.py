@@ -1,4 +1,4 @@
-"""Requests over the death of a real engine: what the gateway promises, with vLLM and the nano model.
+"""Requests during the death of a real engine: the gateway's guarantees, with vLLM and the nano model.
 
 One deployment serves all tests of this file, in order; the last one ends it.
 """
@@ -32,7 +32,7 @@ from dsv4_testkit.harness import Deployment, pid_in
 pytestmark = pytest.mark.engine
 
 LOGPROBS = {"/v1/completions": {"logprobs": 2}, "/v1/chat/completions": {"logprobs": True, "top_logprobs": 2}}
-"""Asks for the two likeliest at each token; such a stream is not continued."""
+"""Requests the two likeliest tokens at each position; such a stream is not continued."""
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": TOKENS}
 
 
@@ -45,7 +45,7 @@ def deployment() -> Iterator[Deployment]:
 
 
 def kill_engine(deployment: Deployment) -> float:
-    # From the status's file: to start `dsv4 status` takes seconds on a busy machine, and answers end meanwhile.
+    # Read from the file of the status: `dsv4 status` takes seconds on a busy machine, and responses end meanwhile.
     os.kill(pid_in(deployment.peek()["groups"][0], 0, "engine-core"), signal.SIGKILL)
     return time.time()
 
@@ -58,7 +58,7 @@ STREAMED = {
 
 @contextlib.contextmanager
 def without_loop(deployment: Deployment) -> Iterator[None]:
-    """`dsv4 up`'s processes, the loop and its supervisor, do nothing during the block."""
+    """Stop the processes of `dsv4 up`, the loop and its supervisor, during the block."""
     supervisor = int((deployment.directory / "lock").read_text())
     report = read_report(supervisor)
     assert report is not None
@@ -73,7 +73,7 @@ def without_loop(deployment: Deployment) -> Iterator[None]:
 
 
 def test_verify_finds_no_defect(deployment: Deployment) -> None:
-    # The time of a quick run is for a machine of its own; this one runs other tests.
+    # The time of a quick run assumes an otherwise idle machine; this one runs other tests.
     done = deployment.run("verify", deployment.name, "--quick", "--limit", "5m", "-o", "json", timeout=330)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
@@ -97,7 +97,7 @@ def test_greedy_streams_go_on_to_the_letter(deployment: Deployment) -> None:
     chat = Chat(deployment)
     assert all(tell.wait(SECONDS) for tell in (*tells.values(), chat.started))
     with without_loop(deployment):
-        # Neither the repair nor the gateway needs the one that plans and fences.
+        # Neither the restart in place nor the gateway needs the loop, which plans and fences.
         killed = kill_engine(deployment)
         for asked in broken.values():
             asked.answered()
@@ -146,7 +146,7 @@ def test_one_death_and_every_other_kind_of_request(deployment: Deployment) -> No
     assert finishes.count("length") == 1
 
 
-# Answers each request of a JSON list with status, headers and body, as they came.
+# Prints a JSON list with status, headers and body of the response to each request, unchanged.
 _ASK = """
 import http.client, json, sys
 found = []
@@ -159,7 +159,7 @@ json.dump(found, sys.stdout)
 """
 
 
-# The gateway frames anew and names the request in its answer; and the clock runs.
+# The gateway uses its own framing and adds the request id to its response; the time differs.
 _OF_THE_CONNECTION = ("transfer-encoding", "content-length", "connection", "date", "x-request-id")
 
 
@@ -201,7 +201,7 @@ def test_a_client_that_leaves_ends_its_work_in_vllm(deployment: Deployment) -> N
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     answer = connection.getresponse()
     assert answer.readline().startswith(b"data: ")
-    # What the gateway has read of vLLM's metrics is shared for a second.
+    # The gateway shares one read of vLLM's metrics for a second.
     asked = time.monotonic()
     while figures()["vllm:num_requests_running"] != 1:
         assert time.monotonic() - asked < 3
@@ -226,13 +226,13 @@ def test_its_figures_stand_beside_vllms(deployment: Deployment) -> None:
 
 
 def total(text: str, name: str) -> float:
-    """A counter's sum over both gateways."""
+    """Return a counter's sum over both gateways."""
     lines = [line for line in text.splitlines() if line.startswith(f"dsv4_gateway_{name}_total{{")]
     assert len(lines) == 2, lines
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-# Has the agent of rank 0 drain its engine; the token comes by standard input.
+# Requests a drain from the agent of rank 0; the token comes from standard input.
 _DRAIN = """
 import http.client, sys
 connection = http.client.HTTPConnection("10.88.0.10", 8090, timeout=10)
@@ -242,7 +242,7 @@ print(connection.getresponse().read().decode())
 
 
 def drain(deployment: Deployment) -> dict[str, Any]:
-    """What the agent answers to the question that comes before a planned end."""
+    """Return the agent's response to the request before a planned end."""
     loop, token = int((deployment.directory / "lock").read_text()), (deployment.directory / "token").read_text().strip()
     command = ["nsenter", f"--net=/proc/{loop}/ns/net", sys.executable, "-c", _DRAIN]
     done = subprocess.run(command, input=token, capture_output=True, text=True, timeout=60, check=True)
@@ -253,12 +253,12 @@ def drain(deployment: Deployment) -> dict[str, Any]:
 def test_an_engine_that_is_to_end_finishes_what_it_has_begun(deployment: Deployment) -> None:
     before = deployment.group()["incarnation"]
     tell = threading.Event()
-    # Nobody could continue it: the draws are counted from the seed on.
+    # Such a stream cannot be continued: random draws are counted from the seed on.
     body = {"prompt": "Once", **GREEDY, "max_tokens": 160, "temperature": 1.0, "seed": 7, "stream": True}
     asked = Asked(deployment, "/v1/completions", body, tell)
     assert tell.wait(SECONDS)
     with without_loop(deployment):
-        # The loop did not ask for it, so it would call the engine dead and end it.
+        # The loop did not request this, so it would declare the engine dead and end it.
         assert drain(deployment)["over"] is False
         assert asked.is_alive()
         held = Asked(deployment, "/v1/completions", {"prompt": "Once", **GREEDY, "max_tokens": 4})
@@ -340,7 +340,7 @@ async def test_the_status_page_shows_a_death_and_its_recovery(deployment: Deploy
     assert (before["budget"]["allowed"], before["cache"]["tokens"] > 0, before["load"]["running"]) == (10, True, 0)
     deadline = time.monotonic() + 5.0
     while "memory" not in before["members"][0]:
-        # On a busy machine the head's first report can come after the first document.
+        # On a busy machine the head's first report can arrive after the first document.
         assert time.monotonic() < deadline, before["members"]
         time.sleep(0.1)
         (before,) = page_of(deployment)["groups"]
@@ -380,13 +380,13 @@ def test_down_finishes_what_was_begun(deployment: Deployment) -> None:
 
 
 def gateways(deployment: Deployment, after: int | None = None) -> list[psutil.Process]:
-    """Both gateways' processes, without `after`, which was killed and may take a moment to end."""
+    """Return both gateways' processes without `after`, which was killed and may take a moment to end."""
     supervisor = psutil.Process(int((deployment.directory / "lock").read_text()))
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
         found = []
         for process in supervisor.children():
-            # One that was just killed is a zombie until it is reaped.
+            # A process that was just killed is a zombie until it is reaped.
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.pid != after and "dsv4_runtime.gateway.main" in process.cmdline():
                     found.append(process)

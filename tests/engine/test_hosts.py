@@ -23,7 +23,7 @@ from dsv4_testkit.host_services import Loop, Machines, Switch
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(4000)]
 
 START_SECONDS = 1500.0
-"""Only a bound; a busy machine takes many minutes."""
+"""Only a bound: a busy machine takes many minutes."""
 REQUEST = """
 import sys, urllib.request
 request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {"Content-Type": "application/json"})
@@ -105,7 +105,7 @@ class Running:
             if found.returncode == 0:
                 found_answer: dict[str, Any] = json.loads(found.stdout)
                 return found_answer
-            # The sockets of the gateways begin with the loop's supervisor.
+            # The sockets of the gateways exist once the loop's supervisor runs.
             assert b"Connection refused" in found.stderr, found.stderr
             assert time.monotonic() < deadline
             time.sleep(0.5)
@@ -120,7 +120,7 @@ CUTS = 20
 
 
 def test_power_cuts_at_random_moments(unused_tcp_port_factory: Callable[[], int]) -> None:
-    """In pairs: one while it serves, one after a random time; of any machines, which return in any order."""
+    """Pairs of cuts: one while it serves, one after a random time; of any machines, which return in any order."""
     seed = int(os.environ.get("DSV4_TEST_SEED", "35"))
     source = random.Random(seed)
     print(f"DSV4_TEST_SEED={seed}")
@@ -163,7 +163,7 @@ def test_power_cuts_at_random_moments(unused_tcp_port_factory: Callable[[], int]
 
 @pytest.fixture
 def running(unused_tcp_port_factory: Callable[[], int]) -> Iterator[Running]:
-    # Short, because Ray has sockets below it.
+    # A short path: Ray creates sockets below it.
     with tempfile.TemporaryDirectory(prefix="d") as root:
         found = Running(Path(root), unused_tcp_port_factory)
         try:
@@ -177,7 +177,7 @@ def test_a_power_cut_of_both_machines_while_serving(running: Running) -> None:
     assert running.complete() == 4
     first = running.group()
     assert [member.node for member in first.members] == ["spark-1", "spark-2"]
-    # The loop alone is replaced, as at an upgrade: the engine runs on.
+    # Only the loop is replaced, as in an upgrade: the engine keeps running.
     assert running.loop.stop(members=False) == 0
     running.loop.start()
     assert running.complete() == 4

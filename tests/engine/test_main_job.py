@@ -1,6 +1,6 @@
-"""The main job, with nothing left out: up, a chat, six ways to die, the end of the budget, and nothing left behind.
+"""The complete main job: up, a chat, six ways to die, the end of the budget, and no remains.
 
-One deployment serves all tests of this file, in order; its budget is exactly the number of faults. `make test` takes
+One deployment serves all tests of this file, in order; its budget is exactly the number of faults. `make test` runs
 three of them.
 """
 
@@ -29,7 +29,7 @@ from dsv4_testkit.harness import Deployment, inflict, network_namespaces, shared
 
 pytestmark = pytest.mark.engine
 
-# What `vllm bench serve` runs; the command itself needs metadata that vLLM's CPU build lacks.
+# The code behind `vllm bench serve`; the command itself needs metadata that vLLM's CPU build lacks.
 BENCH_SERVE = """
 import argparse
 from vllm.benchmarks.serve import add_cli_args, main
@@ -42,7 +42,7 @@ READY_SECONDS = 75.0
 
 
 LONG = {fault.name for fault in FAULTS} - {"kill -9 EngineCore", "vLLM exits with code 0", "kill -9 agent of rank 1"}
-"""Faults that take the way of another: level 1 is in the choice, with a signal and without, and level 2."""
+"""Faults with the same path as another one: the subset has level 1, with a signal and without, and level 2."""
 
 
 def faults() -> list[Any]:
@@ -53,7 +53,7 @@ def faults() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def budget(request: pytest.FixtureRequest) -> int:
-    """Restarts of the deployment: one for each fault of this run."""
+    """Return the restarts of the deployment: one for each fault of this run."""
     return sum(getattr(item, "originalname", "") == "test_it_comes_back_by_itself" for item in request.session.items)
 
 
@@ -247,7 +247,7 @@ def test_ended_in_the_midst_of_a_start_it_leaves_nothing(
             start_new_session=True,
         )
         deadline = time.monotonic() + READY_SECONDS
-        # Ray is up and vLLM is coming: the most that can be left behind.
+        # Ray runs and vLLM is starting: at this moment the most processes could remain.
         while not (other.directory / "i1" / "m0" / "vllm.log").exists():
             assert time.monotonic() < deadline, other.log()
             time.sleep(0.2)

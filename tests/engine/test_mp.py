@@ -1,4 +1,4 @@
-"""`executor: MP` on two members: no Ray, vLLM on each, and the verdicts of the fault table, which Ray's tests use too.
+"""`executor: MP` on two members: no Ray, vLLM on each, and the verdicts of the fault table as with Ray.
 
 One deployment serves all tests of this file, in order; its budget is exactly the number of faults.
 """
@@ -20,7 +20,7 @@ from dsv4_testkit.harness import MANIFEST, Deployment, inflict, network_namespac
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 BUSY = 2.0
-"""The bounds of the table are p95 of an idle machine; a runner that does other work gets this much more."""
+"""The bounds of the table are p95 of an idle machine; this factor allows for other work of a runner."""
 START_SECONDS = 600.0
 SAME_AS_RAY = (
     "kill -9 Ray worker of rank 1",
@@ -42,7 +42,7 @@ def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
     faults = sum(
         getattr(item, "originalname", "") == "test_the_verdict_is_that_of_ray" for item in request.session.items
     )
-    # The times of a start are not the subject here, and a busy runner needs more.
+    # The duration of a start is not under test here, and a busy runner needs more time.
     manifest = MANIFEST.replace("engine: {{", "engine: {{executor: MP, timeouts: {{firstToken: 10m, load: 20m}}, ")
     assert manifest != MANIFEST
     found = Deployment("mp", restarts=faults, manifest=manifest)
@@ -69,7 +69,7 @@ def test_each_member_runs_vllm_and_none_runs_ray(deployment: Deployment) -> None
     assert {"ray", "raylet", "gcs"} & (head.keys() | other.keys()) == set()
     assert psutil.Process(other["worker"]).ppid() == other["executor"]
     assert os.readlink(f"/proc/{head['worker']}/ns/net") != os.readlink(f"/proc/{other['worker']}/ns/net")
-    # Titles of idle workers and of the Ray node begin like this.
+    # Titles of idle workers and of the Ray node begin with these texts.
     assert [line for line in deployment.remains() if "ray::" in line or "raylet" in line] == []
 
 

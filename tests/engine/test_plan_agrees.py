@@ -37,7 +37,7 @@ def test_what_vllm_logs_is_what_was_planned(deployment: Deployment) -> None:
         EngineSettings(1024, 4, 512, kv_cache_memory=GIB // 2),
     )
     assert memory.kv is not None
-    # Blocks are not logged; as many tokens as 5718 blocks give and no other number of blocks.
+    # vLLM does not log blocks; only 5718 blocks result in this number of tokens.
     assert memory.kv.tokens == logged[0]
     assert memory.kv.concurrency == pytest.approx(logged[1], rel=0.01)
     assert plan.expectations.kv_tokens == logged[0]
@@ -49,7 +49,7 @@ def test_what_vllm_logs_is_what_was_planned(deployment: Deployment) -> None:
 
 
 def test_a_running_group_is_planned_with_its_own_memory(deployment: Deployment) -> None:
-    """A plan while the group runs counts what it takes as free for itself, give or take what others do meanwhile."""
+    """A plan while the group runs counts the group's memory as free, up to changes by other processes."""
     running = json.loads(deployment.run("plan", str(deployment.file), "-o", "json", timeout=60).stdout)
     deployment.run("down", deployment.name, timeout=90)
     time.sleep(2)

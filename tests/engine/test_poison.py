@@ -1,4 +1,4 @@
-"""Requests that kill their engine each time, beside others: one, and all of one kind; vLLM with the nano model."""
+"""Requests that kill their engine each time, among others: one, and all of one kind; vLLM with the nano model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def deployment() -> Iterator[Deployment]:
 
 
 class Innocent(threading.Thread):
-    """A client that asks one thing after the other until it is told to stop."""
+    """A client that sends one request at a time until it is stopped."""
 
     def __init__(self, deployment: Deployment, body: dict[str, object]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_three_engines_die_of_it_and_everybody_else_is_answered(deployment: Depl
     inject(deployment, {"prompt": tokens})
     begun = time.time()
     innocent = [Innocent(deployment, body) for body in BODIES]
-    # As people have it: this client sends again whatever an answer allows it to.
+    # OpenAI's client, as commonly used: it repeats a request if the response permits it.
     url = f"http://127.0.0.1:{deployment.api}/v1"
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=2, timeout=SECONDS)
     ask = partial(client.completions.create, model=deployment.name, prompt=POISON, max_tokens=8)
@@ -111,7 +111,7 @@ def test_three_engines_at_most_die_of_a_kind_and_other_requests_are_answered(dep
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=SECONDS)
     refusals = []
     try:
-        # Different requests of one kind: the second of them costs no engine.
+        # Different requests of one kind: the second one kills no engine.
         for prompt in ("A list of names:", "A list of places:"):
             with pytest.raises(openai.UnprocessableEntityError) as refused:
                 client.completions.create(
@@ -127,7 +127,7 @@ def test_three_engines_at_most_die_of_a_kind_and_other_requests_are_answered(dep
         (deployment.root / "order").unlink()
     assert [refused.code for refused in refusals] == ["engine_fatal_kind"] * 2
     assert "structured" in refusals[0].message
-    # Two explain it alone; a third is needed if a request beside it was in both engines, as here.
+    # Two deaths suffice without other requests; a third is needed if another request was in both engines, as here.
     assert deaths_since(deployment, begun) in (2, 3)
     assert [(asked.status, asked.raw[-200:]) for asked in answers if not whole(asked)] == []
     assert deployment.complete("Once more.")["usage"]["completion_tokens"] == 4

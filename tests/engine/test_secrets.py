@@ -1,4 +1,4 @@
-"""Marked secrets go through a whole life with a real engine, and every output is searched for them."""
+"""Marked secrets are used in a whole life of a deployment with a real engine, and every output is searched for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CANARIES = [word.encode() for word in (KEY, TOKEN, STORE)]
 
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[Deployment]:
-    """One member whose API asks for keys, started by somebody who has tokens in the environment."""
+    """Start one member whose API requires keys, by a user with tokens in the environment."""
     found = Deployment(nodes=1, environment={"HF_TOKEN": TOKEN, "AWS_SECRET_ACCESS_KEY": STORE})
     manifest = yaml.safe_load(found.file.read_text())
     manifest["spec"]["gateway"] = {"apiKeys": {"secretKeyRef": {"name": "callers", "key": "keys"}}}
@@ -39,7 +39,7 @@ def deployment() -> Iterator[Deployment]:
 
 
 def ask(deployment: Deployment, key: str | None) -> int:
-    """The status of a completion that is asked for with `key`."""
+    """Return the status of a completion request with `key`."""
     about = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     body = b'{"model": "nano", "prompt": "Hello", "max_tokens": 2, "temperature": 0.0}'
     request = urllib.request.Request(f"http://127.0.0.1:{deployment.api}/v1/completions", body, about)
@@ -52,7 +52,7 @@ def ask(deployment: Deployment, key: str | None) -> int:
 
 
 def processes(deployment: Deployment) -> Iterator[psutil.Process]:
-    """All that the deployment runs."""
+    """Yield all processes of the deployment."""
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARKER) == str(deployment.directory):
@@ -62,7 +62,7 @@ def processes(deployment: Deployment) -> Iterator[psutil.Process]:
 
 
 def files(deployment: Deployment) -> Iterator[Path]:
-    """Every file of the deployment, its engine's and Ray's included."""
+    """Yield every file of the deployment, including those of its engine and of Ray."""
     for path in deployment.directory.rglob("*"):
         if path.is_file() and not path.is_symlink():
             yield path
@@ -75,14 +75,14 @@ def with_canaries(text: bytes) -> list[bytes]:
 def test_a_life_with_secrets_leaves_none_anywhere(deployment: Deployment, tmp_path: Path) -> None:
     assert (ask(deployment, None), ask(deployment, "wrong"), ask(deployment, KEY)) == (401, 401, 200)
 
-    # The engine's own processes do not know them; whoever fetches weights and asks for keys does.
+    # The engine's own processes do not have them; only the processes that fetch weights and check keys do.
     engine = psutil.Process(deployment.pid(0, "engine-core"))
     assert with_canaries(Path(f"/proc/{engine.pid}/environ").read_bytes()) == []
     commands = [" ".join(process.cmdline()) for process in processes(deployment)]
     assert len(commands) > 5
     assert with_canaries("\n".join(commands).encode()) == []
 
-    # A death, so that there is evidence; asked through it, so that there is something in the gateway's log.
+    # A death creates evidence, and a request during it creates an entry in the gateway's log.
     struck = time.time()
     engine.kill()
     assert ask(deployment, KEY) == 200
@@ -108,7 +108,7 @@ def test_a_life_with_secrets_leaves_none_anywhere(deployment: Deployment, tmp_pa
     found = list(files(deployment))
     assert any(path.name == "gateway.log" for path in found)
     assert [path for path in found if with_canaries(path.read_bytes())] == []
-    # Nobody else enters the directory, nor reads the loop's own files.
+    # Other users can neither enter the directory nor read the loop's own files.
     assert stat.S_IMODE(deployment.directory.stat().st_mode) == 0o700
     own = [path for path in deployment.directory.iterdir() if path.is_file()]
     assert [path for path in own if path.stat().st_mode & 0o077] == []

@@ -1,7 +1,7 @@
-"""Speculative decoding: `dsv4 up` with an MTP layer and with DSpark's stages says what it says without them, greedily.
+"""Speculative decoding: with an MTP layer or DSpark's stages, `dsv4 up` gives the same greedy results as without.
 
-The rates of acceptance are printed (`pytest -s`). They say that drafts are taken and refused, nothing about a trained
-checkpoint: docs/decisions/0002-nano-model.md.
+The acceptance rates are printed (`pytest -s`). They show that drafts are accepted and rejected, and do not apply to a
+trained checkpoint: docs/decisions/0002-nano-model.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 class Answer:
     tokens: tuple[str, ...]
     margins: tuple[float, ...]
-    """Of each token over the runner-up, in nats."""
+    """Margin of each token over the runner-up, in nats."""
 
 
 def answer(deployment: Deployment, prompt: str) -> Answer:
@@ -55,7 +55,7 @@ def answer(deployment: Deployment, prompt: str) -> Answer:
 
 
 def answers(deployment: Deployment) -> list[Answer]:
-    """Every prompt alone, then all at once: a step then has requests that draft beside one that begins."""
+    """Every prompt alone, then all at once: a step then combines requests with drafts and a request that begins."""
     alone = [answer(deployment, prompt) for prompt in PROMPTS]
     with ThreadPoolExecutor(len(PROMPTS)) as together:
         return alone + list(together.map(lambda prompt: answer(deployment, prompt), PROMPTS))

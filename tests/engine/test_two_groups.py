@@ -1,4 +1,4 @@
-"""`dsv4 up` with two groups: one is killed under clients, is given up, and the other answers everything."""
+"""`dsv4 up` with two groups: one is killed during requests and given up, and the other one serves all requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[Deployment]:
-    # Without restarts the killed group is given up at once, and nothing else takes the processors.
+    # Without restarts the killed group is given up at once, and no other process uses the processors.
     found = Deployment(nodes=1, replicas=2, seqs=8, restarts=0)
     before = network_namespaces()
     found.up()
@@ -70,7 +70,7 @@ def test_a_killed_group_costs_no_request_and_gets_no_more(deployment: Deployment
         time.sleep(0.2)
     status = deployment.object()["status"]
     assert (status["groups"][0]["phase"], status["groups"][0]["incarnation"]) == ("Serving", 1)
-    # It does not come back, and no gateway sends it anything: away by its agent's last word, or in doubt without one.
+    # It stays down and gets no requests: its state is away by its agent's last report, or in doubt without one.
     with urllib.request.urlopen(f"http://127.0.0.1:{deployment.api}/metrics", timeout=10) as answer:
         lines = [line for line in answer.read().decode().splitlines() if line.startswith("dsv4_gateway_engine_state{")]
     healthy = {line.partition('group="')[2][0]: line[-3:] for line in lines if 'state="healthy"' in line}

@@ -1,4 +1,4 @@
-"""vLLM's kernels around a prefill and its top-k, compiled for all that requests may bring."""
+"""vLLM's kernels around a prefill and its top-k, compiled for all values that requests may have."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_list_is_compiled_for_every_alignment(config: Any) -> None:
         inputs = kernel.warmup_inputs(key)
         found[key.COMPRESS_RATIO, key.TOP_K].add(tuple(inputs[name].aligned for name in POINTERS))
     assert len(found) == len({(key.COMPRESS_RATIO, key.TOP_K) for key in stock})
-    # The requests' lengths begin where their tokens do, in tensors of one type.
+    # The lengths of the requests begin at the same offset as their tokens, in tensors of one type.
     every = {(lists, start, start, prefills) for lists, start, prefills in itertools.product((True, False), repeat=3)}
     assert all(alignments == every for alignments in found.values())
 
@@ -54,7 +54,7 @@ def test_the_windows_entries_are_gathered_from_the_pages_that_there_are(config: 
         return SimpleNamespace(kv_cache=torch.empty(0).as_strided((0, page, 584), (stride, 584, 1)), **more)
 
     class Kernel(DequantizeAndGatherKCacheKernel):
-        """Of its own: the change is made to the class."""
+        """A separate class, because the change is made to the class."""
 
     layers = (
         layer(64, 93888, window_size=128),
@@ -114,7 +114,7 @@ def test_top_k_is_compiled_for_the_rows_that_there_are(
 
 
 class Launches:
-    """In place of a kernel of Triton's: the block and the programs of each launch."""
+    """Replacement for a Triton kernel: records the block and the programs of each launch."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
@@ -140,7 +140,7 @@ def test_drafts_of_every_step_find_their_inputs_kernel(monkeypatch: pytest.Monke
         )
         batch = SimpleNamespace(num_reqs=2, num_scheduled_tokens=np.array([1, longest]))
         anything["input_batch"] = SimpleNamespace(**vars(batch), positions=0, query_start_loc=0, idx_mapping=0)
-        # As vLLM calls it: in order, the last ones that have a default left out.
+        # Called as by vLLM: in order, without the last arguments that have a default.
         prepare(*(anything[name] for name in names if name != "num_reqs_override"))
         assert anything["input_batch"].num_scheduled_tokens.tolist() == [1, longest]
         return launches.seen
@@ -156,6 +156,6 @@ def test_drafts_of_every_step_find_their_inputs_kernel(monkeypatch: pytest.Monke
 
 
 def step(longest: int, drafted: int) -> tuple[int, int]:
-    """Block and programs of a step, as `prepare_dflash_inputs` of vLLM 0.33.0 has them."""
+    """Return block and programs of a step, as in `prepare_dflash_inputs` of vLLM 0.33.0."""
     block = min(256, 1 << (longest + drafted - 1).bit_length())
     return block, -(-(longest + drafted) // block)

@@ -1,6 +1,6 @@
-"""The GPU ring: this machine's own GPUs, the kernels on them, and `dsv4 up` there. It leaves a page of results.
+"""The GPU ring: this machine's own GPUs, the kernels on them, and `dsv4 up` on them. It writes a page of results.
 
-Run it with `make gpu-test`, or as it is: `python -m pytest tests/gpu`. `DSV4_GPU_RESULTS` says where the page goes.
+Run it with `make gpu-test`, or directly: `python -m pytest tests/gpu`. `DSV4_GPU_RESULTS` is the path of the page.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-# The kit starts and ends deployments; said here too, for a pytest that does not read pyproject.toml.
+# The kit starts and ends deployments; repeated here for a pytest that does not read pyproject.toml.
 sys.path.insert(1, str(Path(__file__).parents[1] / "kit"))
 
 import needs

@@ -1,4 +1,4 @@
-"""What the GPU ring needs of the machine; imports neither torch nor vLLM."""
+"""Requirements of the GPU ring on the machine; imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dsv4_operator.backends.local.state import StateError
 
 
 def gpu() -> str | None:
-    """Why no test of the ring can run here; None if they can."""
+    """Return the reason why no test of the ring can run here; None if they can."""
     found = gpus.find()
     if not found.cards:
         return found.problem
@@ -18,7 +18,7 @@ def gpu() -> str | None:
 
 
 def engine() -> str | None:
-    """Why no engine can run on the GPUs here; None if one can."""
+    """Return the reason why no engine can run on the GPUs here; None if one can."""
     try:
         cuda_profile()
     except StateError as error:

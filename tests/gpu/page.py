@@ -1,4 +1,4 @@
-"""The page of results that a run of the GPU ring leaves: so that one machine can be compared with another."""
+"""The page of results of a run of the GPU ring, which allows a comparison of machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("dsv4", "vllm", "torch", "triton", "ray", "flashinfer-python", "tile
 
 
 class Page:
-    """Tables by heading, in the order in which they began; written as a whole after each row."""
+    """Tables by heading, in the order of their creation; the whole page is written after each row."""
 
     def __init__(self, path: Path, found: GpuInventory) -> None:
         self.path = path
@@ -29,13 +29,13 @@ class Page:
             self.row("Versions", ("what", "version"), name, value)
 
     def row(self, table: str, columns: Sequence[str], *cells: object) -> None:
-        """Add a row to `table`, and write the page: a run that is cut off leaves what it has found."""
+        """Add a row to `table`, and write the page: an interrupted run leaves its results."""
         _, rows = self._tables.setdefault(table, (columns, []))
         rows.append([str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells])
         self.path.write_text(self.text())
 
     def text(self) -> str:
-        """The page in Markdown."""
+        """Return the page in Markdown."""
         parts = [self._head]
         for heading, (columns, rows) in self._tables.items():
             lines = [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]

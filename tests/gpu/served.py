@@ -1,4 +1,4 @@
-"""`dsv4 up` of the Nano model on GPUs: its manifest, and what its tests ask of a recovery."""
+"""`dsv4 up` of the Nano model on GPUs: its manifest, and the checks of a recovery."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVES_SECONDS = 400.0
 
 
 def recovered(deployment: Deployment, page: Page, what: str, since: float) -> dict[str, Any]:
-    """The death that came of it, once it serves again and has answered."""
+    """Wait until it serves again and responds; return the resulting failure."""
     status = deployment.wait("Serving", since=since, timeout=SERVES_SECONDS)
     deployment.complete(timeout=120)
     answered = time.time() - since

@@ -1,4 +1,4 @@
-"""What NVML and torch say of the GPUs, against what the catalog says."""
+"""The values that NVML and torch report for the GPUs, compared with the catalog."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_catalog_is_right_about_them(found: GpuInventory, page: Page) -> Non
             figures["memory, MiB"] = (known.memory_bytes >> 20, told.total_memory >> 20)
         for what, (planned, here) in figures.items():
             page.row("Catalog", COLUMNS, card.index, what, planned, here)
-            # Drivers reserve a little more or less of the memory.
+            # Drivers reserve varying amounts of the memory.
             if abs(planned - here) > (planned / 100 if "memory," in what else 0):
                 wrong.append(f"{card.title}: {what} is {here}, the catalog ({known.id}) says {planned}")
     assert wrong == []

@@ -1,7 +1,7 @@
 """Speculative decoding with the bundled kernels alone: an MTP layer and DSpark's stages change no greedy token.
 
-Three engines start beside each other: one without drafts, one of each kind. The model before the layers that draft is
-the same to the byte in both checkpoints.
+Three engines start in parallel: one without drafts, one of each kind. The model before the draft layers is identical to
+the byte in both checkpoints.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dsv4_runtime.nano.recipe import Drafts, Precision
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 220.0
-"""For all engines, from the start of their processes."""
+"""Limit for all engines, from the start of their processes."""
 TOKENS = {Drafts.MTP: 3, Drafts.DSPARK: 5}
 ACCEPTED = 0.5
-"""Of the drafted tokens at least; on the CPU 73 % of MTP's and 67 % of DSpark's were (docs/decisions/0002)."""
+"""Minimum share of accepted draft tokens; on the CPU 73 % of MTP's and 67 % of DSpark's were (docs/decisions/0002)."""
 ORDERS = ("alone", "batched")
 OPTIONS = (
     *("--kernels", ",".join(f"{op}=bundled" for op in Op), "--without-compilers", "--memory", "0.2"),
@@ -45,7 +45,7 @@ COLUMNS = ("drafts", "greedy tokens", "accepted", "tokens a step", "compiled whi
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Drafts, dict[str, Any]]:
-    """What each engine answered, counted and compiled."""
+    """Return the responses, counters and compilations of each engine."""
     folder = tmp_path_factory.mktemp("drafts")
     models = {drafts: make(folder / drafts, precision=Precision.FP8, drafts=drafts) for drafts in TOKENS}
     logs = {drafts: folder / f"{drafts}.log" for drafts in Drafts}
@@ -55,7 +55,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Drafts, dict[str, An
     try:
         for drafts in Drafts:
             asked = ["--speculative", f"{drafts}:{TOKENS[drafts]}"] if drafts in TOKENS else []
-            # Where nothing drafts, only the model of the checkpoint is loaded.
+            # Without drafts, only the model of the checkpoint is loaded.
             model = models.get(drafts, models[Drafts.MTP])
             command = [sys.executable, "-m", "benchmarks.gpu.engine", str(model), "--out", str(outs[drafts])]
             with logs[drafts].open("wb") as log:
@@ -67,7 +67,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Drafts, dict[str, An
         for engine in engines.values():
             engine.kill()
             engine.wait()
-    # One that failed comes first: the others were ended because of it.
+    # Failed engines come first: the others were ended because of them.
     for drafts in sorted(Drafts, key=lambda one: ended[one] is None):
         seen = logs[drafts].read_text()[-3000:]
         assert ended[drafts] is not None, f"{drafts}: not done after {SECONDS:.0f} s: {seen}"
@@ -79,7 +79,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Drafts, dict[str, An
 
 
 def wait(engines: Mapping[Drafts, subprocess.Popen[bytes]], deadline: float) -> dict[Drafts, float | None]:
-    """When each process ended; None for those that had not by `deadline`, or when another one failed."""
+    """Return when each process ended; None for those that had not by `deadline`, or when another one failed."""
     ended: dict[Drafts, float | None] = dict.fromkeys(engines)
     while time.monotonic() < deadline and None in ended.values():
         for drafts, engine in engines.items():

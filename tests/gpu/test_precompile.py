@@ -1,4 +1,4 @@
-"""Compare the kernels compiled without a GPU with those that a process with this GPU asks for."""
+"""Compare the kernels compiled without a GPU with those that a process with this GPU requests."""
 
 from __future__ import annotations
 

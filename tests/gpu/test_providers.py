@@ -1,4 +1,4 @@
-"""Providers that are wrong by 1 %, end, or never return: excluded on this card by what was seen of them."""
+"""Providers that are wrong by 1 %, end, or never return: excluded on this card after observation."""
 
 from __future__ import annotations
 

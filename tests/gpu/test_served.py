@@ -1,4 +1,4 @@
-"""`dsv4 up` of the Nano model on this machine's GPUs, and what may befall it: each time it serves again by itself."""
+"""`dsv4 up` of the Nano model on this machine's GPUs, with faults: each time it recovers without intervention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ while True:
 print("holds", flush=True)
 time.sleep(600)
 """
-"""Takes the memory as soon as it is there."""
+"""Allocates the memory as soon as it is free."""
 
 if reason := needs.gpu() or needs.engine():
     pytest.skip(reason, allow_module_level=True)
@@ -60,7 +60,7 @@ def deployment(orders: Path, page: Page) -> Iterator[Deployment]:
 
 
 def planned(deployment: Deployment) -> str:
-    """The UUID of the GPU that the plan gives to the member."""
+    """Return the UUID of the GPU that the plan assigns to the member."""
     plan = json.loads(max(deployment.directory.glob("i*/plan.json")).read_text())
     (uuid,) = plan["members"][0]["gpus"]
     return str(uuid)
@@ -78,7 +78,7 @@ def test_it_answers(deployment: Deployment, page: Page) -> None:
 
 
 def test_nothing_is_compiled_while_it_serves(deployment: Deployment, page: Page) -> None:
-    """Short and long prompts, alone and together; vLLM's JIT monitor writes down what it compiles after its warm-up."""
+    """Short and long prompts, alone and together; vLLM's JIT monitor logs compilations after its warm-up."""
     lengths = (1, 30, 300, 900)
     for length in lengths:
         deployment.complete("tree " * length, tokens=32, timeout=120)
@@ -125,7 +125,7 @@ def test_engine_core_killed(deployment: Deployment, page: Page) -> None:
 
 
 def test_the_process_that_computes_stopped(deployment: Deployment, page: Page) -> None:
-    """A worker where there are several GPUs; else EngineCore computes by itself."""
+    """Stops a worker if there are several GPUs; with one, EngineCore computes itself."""
     processes = {one["name"]: int(one["pid"]) for one in deployment.group()["members"][0]["processes"]}
     name = "worker" if "worker" in processes else "engine-core"
     since = time.time()
@@ -141,7 +141,7 @@ def test_an_illegal_address_in_a_kernel(deployment: Deployment, page: Page, orde
     whole.write_text(json.dumps({"kind": "astray", "rank": 0}))
     whole.rename(orders)
     since = time.time()
-    # Held by the gateway where there is one, and lost with the engine where there is none.
+    # With a gateway, the request is held; without one, it is lost with the engine.
     asking = subprocess.Popen(
         deployment.command("chat", deployment.name, "Hello", "--max-tokens", "4", "--no-thinking"),
         stdout=subprocess.DEVNULL,
@@ -153,12 +153,12 @@ def test_an_illegal_address_in_a_kernel(deployment: Deployment, page: Page, orde
         asking.kill()
         asking.wait()
     assert (failure["cause"], failure["level"]) == ("EngineCoreDied", 1)
-    # CUDA's text, or its name for the error, whoever meets it first.
+    # CUDA's text, or its name for the error, depending on the process that detects it first.
     assert re.search("illegal memory access|cudaErrorIllegalAddress", failure["message"])
 
 
 def test_another_program_takes_the_memory(deployment: Deployment, page: Page) -> None:
-    """What an engine has, nobody takes; but the next one does not fit, and the status says whose fault that is."""
+    """The memory of a running engine is safe; the next engine does not fit, and the status names the other process."""
     uuid = planned(deployment)
     total = next(card.memory_bytes for card in find().cards if card.uuid == uuid)
     if total is None:
@@ -190,7 +190,7 @@ def test_another_program_takes_the_memory(deployment: Deployment, page: Page) ->
 
 
 def waits_for(deployment: Deployment, pid: int, seconds: float = 180.0) -> str:
-    """The sentence in which the status names the process `pid`."""
+    """Return the sentence in which the status names the process `pid`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for line in json.dumps(deployment.peek()).split('"'):

@@ -1,4 +1,4 @@
-"""`dsv4 up` of the Nano model over two GPUs of this machine, tensor parallel: it answers, and recovers as a whole."""
+"""`dsv4 up` of the Nano model over two GPUs of this machine, tensor parallel: it responds, and recovers as a whole."""
 
 from __future__ import annotations
 

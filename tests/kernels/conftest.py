@@ -1,7 +1,6 @@
-"""Kernel tests: in Triton's interpreter where there is no GPU, on the GPU where there is one.
+"""Kernel tests: in Triton's interpreter on machines without a GPU, otherwise on the GPU.
 
-Tests marked `gpu` need a device with a configuration table and are left out without one; all others run in the
-interpreter.
+Tests marked `gpu` need a device with a configuration table and are deselected without one; others use the interpreter.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 _TABLE = re.compile(r"\bsm_\d+-|\[sm_\d+\]")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    # Triton decides for or against its interpreter when it and a kernel are imported, that is from here on until all
-    # tests are collected. Then the variable is taken back, since other tests start processes that must not inherit it.
+    # Triton chooses its interpreter when it and a kernel are imported, which happens from here until all tests are
+    # collected. The variable is removed afterwards, because other tests start processes that must not inherit it.
     if "triton" in sys.modules:
         raise RuntimeError("tests/kernels need a session of their own: something has imported triton before them")
     os.environ["TRITON_INTERPRET"] = "1"
@@ -52,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
-    # The same test of the other table follows at once, since many of its launches are the same.
+    # The same test of the other table runs directly afterwards, since many of its launches are the same.
     places: dict[str, int] = {}
     items.sort(key=lambda item: places.setdefault(_TABLE.sub("", item.nodeid), len(places)))
 
@@ -64,5 +63,5 @@ def device() -> torch.device:
 
 @pytest.fixture(params=[Arch.SM_90, Arch.SM_120] if not HAS_GPU else [None], ids=str)
 def arch(request: pytest.FixtureRequest) -> Arch | None:
-    """The table to use: both bodies in the interpreter, the device's own on a GPU."""
+    """Return the table to use: both bodies in the interpreter, the device's own on a GPU."""
     return request.param

@@ -1,8 +1,8 @@
-"""Compare what `Launcher` launches with what Triton does, in a process without the interpreter: `… ARCH`.
+"""Compare the launches of `Launcher` with those of Triton, in a process without the interpreter: `… ARCH`.
 
-Prints a JSON object: "plans" and "kinds" have what differs, "keys" calls that share a key and must not, "refused" the
-errors of tensors without memory, "triton" how many launches went Triton's way although they
-were made before, "waits" whether a kernel was hashed before and after what it calls, and knows its constants.
+Prints a JSON object: "plans" and "kinds" list differences, "keys" calls that wrongly share a key, "refused" the errors
+of tensors without memory, "triton" the number of repeated launches that Triton handled, "waits" whether a kernel was
+hashed before and after its callees, and knows its constants.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ JITFunction.run = run
 
 
 def shown(launch: Launch) -> tuple[Any, ...]:
-    """Return what can be compared of a launch: all but addresses."""
+    """Return the comparable properties of a launch: all but addresses."""
     arguments = [(one.dtype, one.shape) if isinstance(one, torch.Tensor) else one for one in launch.arguments]
     return launch.kernel, launch.grid, *map(str, arguments)
 
 
 def plans() -> tuple[list[str], int]:
-    """Warm each plan up twice; return those whose launches differ, and Triton's of the second time."""
+    """Warm each plan up twice; return those whose launches differ, and Triton's launches of the second warm-up."""
     differ, again = [], 0
     # The product has tensor descriptors on sm_90.
     for one in (*SMALL, line(GemmPlan, 48, 256, 512, None, DEVICE)):
@@ -114,7 +114,7 @@ def shared_keys() -> list[str]:
     @settings(max_examples=1000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(CALLS, CALLS)
     def compare(one: dict[str, Any], other: dict[str, Any]) -> None:
-        # And calls that differ in one argument only, or in the options.
+        # Includes calls that differ in one argument or in the options only.
         kernel = {name: one[name] for name in sum_kernel.arg_names}
         options = {name: value for name, value in other.items() if name not in kernel}
         variants = ({**one, name: other[name]} for name in kernel)
@@ -133,7 +133,7 @@ def shared_keys() -> list[str]:
 
 
 def refused() -> list[str]:
-    """Launch with tensors that have no memory, before and after the kernel is known; return what was said."""
+    """Launch with tensors that have no memory, before and after the kernel is known; return the errors."""
     memory, launcher, told = torch.zeros(64), Launcher(sum_kernel), []
     rest = {"n": 2, "m": 2, "scale": 1.0, "BLOCK": 16}
     for tensors in (
@@ -149,7 +149,7 @@ def refused() -> list[str]:
 
 
 def waits() -> list[bool]:
-    """Hash a kernel while another thread hashes what it calls; return whether it was done before that and after."""
+    """Hash a kernel while another thread hashes its callee; return whether it was done before and after that."""
     helper, done = twice, threading.Event()
 
     def hash_kernel() -> None:
@@ -157,7 +157,7 @@ def waits() -> list[bool]:
         done.set()
 
     with helper._hash_lock:
-        # As Triton leaves it meanwhile.
+        # The value that Triton sets meanwhile.
         helper.hash = "recursion:twice"
         thread = threading.Thread(target=hash_kernel)
         thread.start()

@@ -1,4 +1,4 @@
-"""Kernels in a file of their own, since Triton reads their source: one with arguments of every kind, one that calls."""
+"""Kernels in a separate file, since Triton reads their source: one with arguments of every kind, one with a callee."""
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 

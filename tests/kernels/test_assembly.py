@@ -1,4 +1,4 @@
-"""The kernels' inline assembly, emulated for every code and scale: the interpreter takes other ways."""
+"""The kernels' inline assembly, emulated for every code and scale: the interpreter uses other code."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ WIDEN_E4M3 = ("moe/columns.py", "widen_e4m3")
 COPY = ("mhc/kernel.py", "_combine")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 E2M1 = torch.cat((E2M1, -E2M1))
-"""The values of the sixteen codes of E2M1; of −0 the sign is not compared."""
+"""The values of the sixteen codes of E2M1; the sign of −0 is not compared."""
 
 
 def words(*bytes_: torch.Tensor) -> torch.Tensor:
-    """Return four bytes as words, the first the lowest."""
+    """Return four bytes as words; the first byte is the lowest."""
     return sum((one.long() << (8 * place) for place, one in enumerate(bytes_)), torch.tensor(0))
 
 
 def same(found: torch.Tensor, want: torch.Tensor) -> bool:
-    """Tell whether bf16 `found` has the bits of float64 `want` rounded."""
+    """Return whether bf16 `found` has the bits of float64 `want` rounded."""
     return torch.equal(found.view(torch.int16), want.float().to(torch.bfloat16).view(torch.int16))
 
 
@@ -38,13 +38,13 @@ def test_all_assembly_is_emulated_here() -> None:
 
 
 def test_rows_of_the_cache_are_widened_exactly() -> None:
-    """All codes, with all scales that the contract names; in each of the four places of a word."""
+    """All codes, with all scales of the contract; in each of the four places of a word."""
     code, byte = torch.meshgrid(torch.arange(256), torch.arange(LARGEST_SCALE + 1), indexing="ij")
     code, byte = code.flatten(), byte.flatten()
     numbers = (code & 0x7F) != 0x7F
     code, byte = code[numbers], byte[numbers]
     want = e4m3_decode(code.to(torch.uint8)) * 2.0 ** (byte.double() - 127)
-    # As the kernel makes the factor of a scale.
+    # Same computation of a scale's factor as in the kernel.
     factor = ((byte + 120) << 7).to(torch.int16).view(torch.bfloat16)
     other = torch.zeros_like(code)
     for place in range(4):
@@ -54,7 +54,7 @@ def test_rows_of_the_cache_are_widened_exactly() -> None:
 
 
 def test_a_larger_scale_would_overflow() -> None:
-    """Why the contract ends where it does."""
+    """Reason for the limit of the contract."""
     one, byte = torch.tensor([0x38]), LARGEST_SCALE + 1
     factor = torch.tensor([(byte + 120) << 7]).to(torch.int16).view(torch.bfloat16)
     out = ptx.run(ASSEMBLIES[DEQUANTIZE][0], {2: one, 3: ptx.pair(factor, factor), 4: ptx.pair(factor, factor)})
@@ -62,7 +62,7 @@ def test_a_larger_scale_would_overflow() -> None:
 
 
 def test_mxfp4_is_widened_to_bf16_exactly() -> None:
-    """All pairs of codes with all scales that the contract of the experts names; the factors by the first assembly."""
+    """All pairs of codes with all scales of the experts' contract; the factors by the first assembly."""
     byte, scale = (one.flatten() for one in torch.meshgrid(torch.arange(256), torch.arange(64, 191), indexing="ij"))
     make_factor, widen = ASSEMBLIES[WIDEN_BF16]
     factors = ptx.run(make_factor, {2: words(scale, scale, scale, scale)})

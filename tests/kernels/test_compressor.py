@@ -13,7 +13,7 @@ from dsv4_kernels.device import AT_REST
 
 
 def _sequence(head: int, ratio: int, device: torch.device) -> dict[str, Any]:
-    """One request of 140 tokens with room for its states, and a cache for its entries."""
+    """Return one request of 140 tokens with room for its states, and a cache for its entries."""
     params = {"tokens": 140, "head": head, "ratio": ratio, "page": 4, "dense": True}
     inputs = {**store_inputs(params, device, 3), **save_inputs(params, device, 3)}
     inputs["kv_slot_mapping"] = torch.where(
@@ -67,7 +67,7 @@ def test_entries_do_not_depend_on_how_a_prompt_is_cut(head: int, ratio: int, dev
 
 
 def test_padded_tokens_change_nothing(device: torch.device) -> None:
-    """A captured batch carries slot −1 with any position; its request's window may never have been written."""
+    """A captured batch has slot −1 with any position; its request's window may be uninitialised."""
     params = {"tokens": 6, "head": 512, "ratio": 4, "page": 64, "dense": True}
     inputs = store_inputs(params, device, 1)
     inputs["slot_mapping"][2:] = -1
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
 
 
 def test_entries_of_many_programs_are_the_same_in_the_next_run(device: torch.device) -> None:
-    """The programs of an entry count themselves; the last one finds how many there were, and leaves none."""
+    """The programs of an entry count themselves; the last one compares the count, and resets it."""
     params = {"tokens": 3, "head": 512, "ratio": 128, "page": 2, "dense": True}
     plan = StorePlan("compressor_store", 3, 512, 128, device, page=2)
     inputs = store_inputs(params, device, 5)

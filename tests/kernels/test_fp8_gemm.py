@@ -26,7 +26,7 @@ from dsv4_kernels.registry import case, operation
 
 
 def test_counters_are_at_rest_again(device: torch.device, arch: Arch | None) -> None:
-    """Split sums count the programs that have arrived; a count that stays would break the next run or graph replay."""
+    """Split sums count the arrived programs; a remaining count would break the next run or graph replay."""
     op = operation("fp8_gemm")
     params = {"tokens": 2, "n": 144, "k": 1536}
     plan = op.plan(params, device, arch)
@@ -38,7 +38,7 @@ def test_counters_are_at_rest_again(device: torch.device, arch: Arch | None) -> 
 
 
 def test_a_result_comes_with_the_codes_that_the_quantiser_makes(device: torch.device, arch: Arch | None) -> None:
-    """Up to 16 tokens; of more there are none, and the results are those of any other plan."""
+    """Up to 16 tokens; for more tokens there are no codes, and the results are those of any other plan."""
     op = operation("wo_a_einsum")
     shape = (256, 512, 3)
     plans = [GemmPlan(19, *shape, device, arch, quantised=quantised) for quantised in (16, 0)]
@@ -46,7 +46,7 @@ def test_a_result_comes_with_the_codes_that_the_quantiser_makes(device: torch.de
     for tokens in (1, 16, 17):
         inputs = op.make_inputs({"tokens": tokens, "groups": 3, "n": 256, "k": 512}, device, tokens)
         out, plain = (plan.run(**inputs) for plan in plans)
-        # Other tiles may split their sums otherwise.
+        # Other tiles may split their sums differently.
         assert float((out - plain).abs().max()) <= 2.0**-7 * float(plain.abs().max())
         assert plans[1].codes(tokens) is None
         codes = plans[0].codes(tokens)
@@ -66,7 +66,7 @@ def test_what_is_not_quantised(device: torch.device) -> None:
 
 
 def test_results_are_quantised_where_their_tiles_fill_the_machine() -> None:
-    """Flash's eight groups, and two of them on a rank; rows that no scale stands for."""
+    """Flash's eight groups, and two of them on a rank; rows without a scale."""
     found = {
         arch: [quantised_tokens(arch, 1024, 4096, groups, arch.spec.multiprocessors) for groups in (8, 2)]
         for arch in Arch
@@ -171,8 +171,8 @@ def test_which_products_specialised_warps_take(arch: Arch, n: int, k: int, group
 
 @pytest.mark.parametrize(
     ("tokens", "n", "k", "groups", "block_m"),
-    # As measured on an H100: the taller tile where it saves a round of the multiprocessors, or where rounds are many;
-    # not for the longest k and not for groups.
+    # Measured on an H100: the taller tile if it saves a round of the multiprocessors, or if there are many rounds; not
+    # for the longest k and not for groups.
     [
         (1024, 4096, 4096, 1, 128),
         (2048, 1536, 4096, 1, 192),
@@ -215,8 +215,10 @@ def test_specialised_warps_at_odd_sizes(
     hopper: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gluon has no interpreter, so the numbers are checked on a GPU alone: fewer tiles than multiprocessors and more,
-    tokens and rows that no tile divides, groups; nothing is written past the ends.
+    """Gluon has no interpreter, so the numbers are only checked on a GPU.
+
+    Covers fewer and more tiles than multiprocessors, tokens and rows that no tile divides, and groups; nothing is
+    written past the ends.
     """
     monkeypatch.setattr(api, "hopper_from", lambda *_: 1)
     monkeypatch.setattr(api, "select_hopper", lambda *_: config)

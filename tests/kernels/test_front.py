@@ -13,7 +13,7 @@ PARAMS = {"tokens": 4, "heads": 8, "padded": 8, "page": 64, "dense": True}
 
 
 def test_pages_beyond_two_gigabytes_are_reached(device: torch.device) -> None:
-    """Memory that is not touched costs nothing here."""
+    """Untouched memory is free here."""
     stride = 2**31 + 64
     inputs = _insert_inputs({**PARAMS, "tokens": 1}, device, 1)
     raw = torch.empty(stride + 64 * 584, dtype=torch.uint8, device=device)
@@ -40,7 +40,7 @@ def test_padded_tokens_leave_the_cache_alone_and_get_queries(device: torch.devic
 
 
 def test_queries_go_where_the_caller_wants_them(device: torch.device) -> None:
-    """As in an engine: a plan for thousands of tokens would hold hundreds of megabytes."""
+    """An engine provides the output: a plan for thousands of tokens would hold hundreds of megabytes."""
     inputs, own = (_insert_inputs(PARAMS, device, 2) for _ in range(2))
     want, _ = InsertPlan(4, 8, 8, device).run(**own)
     plan = InsertPlan(4, 8, 8, device, own_output=False)

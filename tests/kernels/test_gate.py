@@ -1,4 +1,4 @@
-"""The static gate: what it would report, and that the committed table belongs to the sources."""
+"""The static gate: its findings, and agreement of the committed table with the sources."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_change_of_source_or_configuration_makes_a_row_stale() -> None:
 
 
 def test_the_digest_covers_what_a_kernel_calls_and_no_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the shared functions `fp8_quant_kernel` calls `quantize_e4m3`, which calls `ue8m0_ceil`."""
+    """`fp8_quant_kernel` calls the shared function `quantize_e4m3`, which calls `ue8m0_ceil`."""
     digests: list[str] = []
     sources = table.PACKAGE
     for before, after in (
@@ -142,8 +142,10 @@ def test_every_kernel_of_the_package_is_recorded() -> None:
 
 
 def test_the_committed_table_is_fresh_and_one_of_each_compiles(tmp_path: Path) -> None:
-    """With the installed Triton: digests of every row, then for SM12x one configuration per kernel and every row that
-    the change at hand changed (none is known in a shallow clone).
+    """Checks digests of every row with the installed Triton.
+
+    Then compiles for SM12x one configuration per kernel and every row that the current change affects (none is known in
+    a shallow clone).
     """
     command = [sys.executable, "-m", "dsv4_kernels.gate", "--check", "--tritons", str(tmp_path), "--since"]
     command += ["--arch", "sm_120", "sm_121"]

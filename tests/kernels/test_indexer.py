@@ -10,7 +10,7 @@ from dsv4_kernels.indexer.reference import indexer_paged_logits, logits_inputs, 
 
 
 def test_pages_beyond_two_gigabytes_are_reached(device: torch.device) -> None:
-    """57 thousand pages of a layer in a shared block pass 2³¹ bytes; memory that is not touched costs nothing here."""
+    """57 thousand pages of a layer in a shared block exceed 2³¹ bytes; untouched memory is free here."""
     stride, page = 2**31 + 64, 64
     inputs = paged_inputs({"batch": 1, "next_n": 1, "keys": 64, "heads": 16, "page": page, "dense": True}, device, 1)
     raw = torch.empty(stride + page * 132, dtype=torch.uint8, device=device)
@@ -25,7 +25,7 @@ def test_pages_beyond_two_gigabytes_are_reached(device: torch.device) -> None:
 
 
 def test_one_key_is_the_same_paged_and_unpaged(device: torch.device) -> None:
-    """A row's score of a key does not depend on the form in which the key arrives."""
+    """A row's score of a key does not depend on the format of the key."""
     paged = paged_inputs({"batch": 1, "next_n": 1, "keys": 130, "heads": 64, "page": 64, "dense": True}, device, 2)
     flat = paged["kv_cache"].flatten(1)[paged["block_tables"][0].long()]
     k = flat[:, : 64 * 128].reshape(-1, 128)[:130].contiguous()

@@ -1,4 +1,4 @@
-"""Every declared tensor of every operation: a wrong property is one error that names the tensor."""
+"""Every declared tensor of every operation: a wrong property gives one error that names the tensor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checked(op: Operation, monkeypatch: pytest.MonkeyPatch) -> tuple[Inputs, Ten
 
 
 def mutations(inputs: Inputs, tensors: Tensors) -> Iterator[Wrong]:
-    """Yield the name of a tensor, the property that is wrong, and the wrong tensor."""
+    """Yield the name of a tensor, its wrong property, and the wrong tensor."""
     sizes: dict[str, int] = {}
     for name, needed in inputs.declared.items():
         tensor = tensors[name]
@@ -63,7 +63,7 @@ def mutations(inputs: Inputs, tensors: Tensors) -> Iterator[Wrong]:
 
 
 def wrong_sizes(need: Any, sizes: dict[str, int]) -> list[int]:
-    """Return sizes of a dimension that do not fit; none of one that may have any."""
+    """Return sizes of a dimension that do not fit; none if any size fits."""
     if isinstance(need, int):
         return [need - 1, need + 1] if need else [1]
     if isinstance(need, Size) and need.name in sizes:
@@ -102,7 +102,7 @@ def test_every_wrong_tensor_is_one_error_that_names_it(op: Operation, monkeypatc
     kinds: dict[str, set[str]] = {}
     for name, what, wrong in mutations(inputs, tensors):
         if what != "device":
-            # Right tensors before: only these are compared with those of the next run.
+            # Correct tensors first: only these are compared with those of the next run.
             inputs.check(**tensors)
         text = f"{inputs.operation}: {name} {'is' if what == 'missing' else 'has'} {what}"
         with pytest.raises(ValueError, match=r"needs|missing") as caught:

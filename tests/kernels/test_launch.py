@@ -1,4 +1,4 @@
-"""Launches that do not go through Triton's own search, compared with those that do."""
+"""Launches without Triton's own search, compared with Triton's."""
 
 from __future__ import annotations
 

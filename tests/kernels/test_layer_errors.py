@@ -60,7 +60,7 @@ def made(name: str, case: str, device: torch.device) -> tuple[Any, dict[str, Any
     params = next(c.params for c in op.cases if c.name == case)
     arch = None if device.type == "cuda" else Arch.SM_90
     inputs = op.make_inputs(params, device, 3)
-    # The engine does not name the pages; the plan knows them.
+    # The engine does not pass the pages; the plan knows them.
     return op.plan(params, device, arch), {key: value for key, value in inputs.items() if key != "pages"}
 
 
@@ -125,7 +125,7 @@ def test_a_run_gives_what_it_gives_unrecorded(device: torch.device) -> None:
 
 
 def test_results_that_are_the_next_inputs(device: torch.device) -> None:
-    """As in the model: a seam reads the buffers that it writes."""
+    """As in the model, a seam reads the buffers that it writes."""
     plan, inputs = made("mhc_post_pre", "one", device)
     recorder = Recorder()
     with recorder.attached(), recorder.step("prefill"):
@@ -155,7 +155,7 @@ def test_long_runs_are_compared_at_both_ends(device: torch.device) -> None:
 
 
 def test_chosen_keys_of_the_engines_rows(device: torch.device) -> None:
-    """Rows of a wider buffer, and lengths by request and row; the reference leaves the buffer alone."""
+    """Rows of a wider buffer, and lengths by request and row; the reference does not modify the buffer."""
     plan, inputs = made("topk", "one-level", device)
     buffer = torch.full((12, 600), 7, dtype=torch.int32, device=device)
     lengths = inputs["lengths"].view(6, 2)
@@ -189,7 +189,7 @@ def test_lists_are_compared_at_the_end_of_each_request(device: torch.device) -> 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_entries_of_the_front_are_compared_without_the_rest_of_their_page(device: torch.device, wrong: bool) -> None:
-    """Long steps at both ends, and bytes of other slots not at all."""
+    """Long steps are sampled at both ends; bytes of other slots are not compared."""
     params = {"tokens": 140, "heads": 8, "padded": 8, "page": 64, "dense": True}
     inputs = operation("front_insert").make_inputs(params, device, 1)
     arch = None if device.type == "cuda" else Arch.SM_90

@@ -21,7 +21,7 @@ PARAMS = {"tokens": 18, "hidden": 96, "norm": True}
 
 
 def test_a_seam_may_read_what_the_same_plan_returned(device: torch.device) -> None:
-    """An engine hands residual, post and comb of one layer to the next one's seam: they lie in the plan's buffers."""
+    """An engine passes residual, post and comb of one layer to the next one's seam: they are in the plan's buffers."""
     plan = PrePlan("mhc_post_pre", 18, 96, device)
     first, second = post_pre_inputs(PARAMS, device, 1), post_pre_inputs(PARAMS, device, 2)
     residual, post, comb, _ = (t.clone() for t in plan.run(**first))
@@ -56,7 +56,7 @@ def test_terms_apart_and_split_by_split_change_nothing(
 def test_comb_is_doubly_stochastic(device: torch.device) -> None:
     plan = PrePlan("mhc_pre", 18, 96, device)
     inputs = pre_inputs(PARAMS, device, 3)
-    # Close to uniform: rows converge within 20 steps only where softmax is not saturated.
+    # Close to uniform: rows only converge within 20 steps if softmax is not saturated.
     _, comb, _ = plan.run(**{**inputs, "hc_scale": 0.2 * inputs["hc_scale"], "hc_base": 0.2 * inputs["hc_base"]})
     for axis in (-1, -2):
         torch.testing.assert_close(comb.sum(axis), torch.ones_like(comb[..., 0]), atol=1e-4, rtol=0.0)
@@ -72,7 +72,7 @@ def test_one_sinkhorn_step_is_the_column_step(device: torch.device) -> None:
 
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
 def test_infinities_of_one_token_stay_there(device: torch.device) -> None:
-    """A padded row of a captured batch may hold anything; its neighbours share its tiles of the tensor cores."""
+    """A padded row of a captured batch may contain anything; its neighbours share its tiles of the tensor cores."""
     plan = PrePlan("mhc_post_pre", 18, 96, device)
     inputs = post_pre_inputs(PARAMS, device, 5)
     clean = [t.clone() for t in plan.run(**inputs)]
@@ -103,7 +103,7 @@ FORMS = {"mhc_pre": pre_inputs, "mhc_pre_broadcast": pre_broadcast_inputs, "mhc_
 
 @pytest.mark.parametrize("form", FORMS)
 def test_codes_are_those_that_the_quantiser_makes_of_y(device: torch.device, form: str) -> None:
-    """Bit for bit: a product that takes them gives what it gave with a launch more."""
+    """Bit for bit: a product with these codes gives the same result as with a separate quantiser launch."""
     params = {"tokens": 5, "hidden": 384, "norm": True}
     plan = PrePlan(form, 5, 384, device, quantised=5)
     plain = PrePlan(form, 5, 384, device)

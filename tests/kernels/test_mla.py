@@ -1,4 +1,4 @@
-"""Sparse MLA decode and the packed cache: the traps that have bitten other implementations, one by one."""
+"""Sparse MLA decode and the packed cache: known errors of other implementations, one by one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_rows_without_entries_give_zero_and_minus_infinity(device: torch.device,
 
 
 def test_gaps_move_nothing(device: torch.device, arch: Arch | None) -> None:
-    """The same entries with −1 between them are the same attention."""
+    """The same entries with −1 between them give the same attention."""
     inputs = decode_inputs({**SMALL, "dense": True}, device, 7)
     o, _ = check(SMALL, inputs, device, arch)
     for name in ("swa", "cmp"):
@@ -113,14 +113,14 @@ def test_the_sink_only_enlarges_the_denominator(device: torch.device, arch: Arch
 
 
 def test_page_strides_beyond_32_bits(device: torch.device, arch: Arch | None) -> None:
-    """Two pages, 2.2 GB apart: the second one's address needs 64 bits. Only touched memory is ever real."""
+    """Two pages, 2.2 GB apart: the address of the second one needs 64 bits. Untouched memory is never allocated."""
     stride = 2_200_000_000 // 576 * 576
     if device.type == "cpu":
         whole = torch.empty(stride + 40_000, dtype=torch.uint8)
     else:
         whole = torch.zeros(stride + 40_000, dtype=torch.uint8, device=device)
     cache = whole.as_strided((2, 37_440), (stride, 1))
-    # Values of the size that the absolute limit is made for (see decode_inputs).
+    # Values of the size for which the absolute limit is intended (see decode_inputs).
     kv = (torch.randn((4, 512), generator=torch.Generator().manual_seed(1)) / 8).bfloat16().to(device)
     slots = torch.tensor([64, 70, 127, 3], device=device)
     CachePlan(True, 4, 64, stride, device, arch).run(kv=kv, slots=slots, cache=cache)
@@ -139,7 +139,7 @@ def test_page_strides_beyond_32_bits(device: torch.device, arch: Arch | None) ->
 
 
 def test_padded_tokens_of_a_graph_are_harmless(device: torch.device, arch: Arch | None) -> None:
-    """Slot −1 on the write side, length 0 on the read side."""
+    """Slot −1 for writes, length 0 for reads."""
     cache = torch.full((3, ds_mla(61).page_bytes), 0xA5, dtype=torch.uint8, device=device)
     before = cache.clone()
     kv = torch.full((5, 512), torch.nan, dtype=torch.bfloat16, device=device)
@@ -160,7 +160,7 @@ def test_bytes_of_other_rows_stay(device: torch.device, arch: Arch | None) -> No
 
 
 def test_values_beside_a_power_of_two_get_the_right_exponent(device: torch.device, arch: Arch | None) -> None:
-    """An approximate logarithm misses exactly these: amax = 448·2^k and its bf16 neighbours."""
+    """An approximate logarithm is wrong exactly for these: amax = 448·2^k and its bf16 neighbours."""
     exact = torch.tensor([448.0 * 2.0**k for k in range(-20, 20)]).bfloat16()
     bits = exact.view(torch.int16)
     values = torch.cat([(bits + step).view(torch.bfloat16) for step in (-1, 0, 1)]).to(device)
@@ -176,7 +176,7 @@ def test_values_beside_a_power_of_two_get_the_right_exponent(device: torch.devic
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_a_share_of_one_tile(heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No loop; with 64 heads the scores are summed in another way. One list is shorter than its width, one is empty."""
+    """No loop; with 64 heads the scores are summed differently. One list is shorter than its width, one is empty."""
     monkeypatch.setattr("dsv4_kernels.mla_decode.api.select", lambda *_: DecodeConfig(heads, 32, 8, 1, 2))
     params = {"tokens": 2, "heads": heads, "window": 32, "topk": 32}
     inputs = decode_inputs({**params, "dense": True}, device, 3)
@@ -190,7 +190,7 @@ def test_a_share_of_one_tile(heads: int, device: torch.device, monkeypatch: pyte
 def test_pages_that_are_looked_up_are_those_of_the_slots(
     heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit; a token that has no entries, as padding, has no valid row of the table either."""
+    """Bit for bit; a token without entries, such as padding, has no valid row of the table either."""
     monkeypatch.setattr("dsv4_kernels.mla_decode.api.select", lambda *_: DecodeConfig(heads, 32, 8, 1, 2))
     params = {"tokens": 3, "heads": heads, "window": 32, "topk": 32, "lookup": True}
     inputs = decode_inputs(params, device, 3)

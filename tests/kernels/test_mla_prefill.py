@@ -55,7 +55,7 @@ def test_a_list_may_be_shuffled_and_have_gaps(device: torch.device) -> None:
 
 
 def test_packed_rows_are_such_as_a_cache_gives() -> None:
-    """Packed once more they are the same, so that kernels that read pages can be compared."""
+    """Packing them again does not change them, so that kernels that read pages can be compared."""
     inputs = operation("mla_prefill").make_inputs(
         {"tokens": 2, "heads": 8, "width": 64, "rows": 70, "packed": True}, torch.device("cpu"), 3
     )
@@ -67,7 +67,7 @@ def test_packed_rows_are_such_as_a_cache_gives() -> None:
 
 
 def test_results_go_where_the_caller_wants_them(device: torch.device) -> None:
-    """As in an engine, whose workspace holds lists and outputs: a plan has no room for them then."""
+    """In an engine, the workspace contains lists and outputs, so the plan has no buffers for them."""
     row = operation("mla_prefill_lists")
     given = row.make_inputs(next(c.params for c in row.cases if c.name == "ratio4"), device, 1)
     tokens = given["chosen"].shape[0]
@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
 
 
 def test_lists_of_the_window_and_of_the_chosen_entries_read_the_right_rows(device: torch.device) -> None:
-    """Rows of a workspace that is filled with who they are: request, kind, and number."""
+    """Each row of the workspace contains its identity: request, kind, and number."""
     topk, ratio, window, new, old = 6, 4, 10, [7, 3], [0, 50]
     seq = [n + o for n, o in zip(new, old, strict=True)]
     gather = [n + min(o, window - 1) for n, o in zip(new, old, strict=True)]
@@ -131,7 +131,7 @@ def test_lists_of_the_window_and_of_the_chosen_entries_read_the_right_rows(devic
 
 
 def test_entries_that_a_token_does_not_see_are_dropped(device: torch.device) -> None:
-    """Whatever is chosen, no row of a list leaves those of its token's request and position."""
+    """For any choice, no row of a list is outside of those of its token's request and position."""
     op = operation("mla_prefill_lists")
     for case in op.cases_with("cpu"):
         inputs = op.make_inputs(case.params, device, 3)

@@ -52,7 +52,7 @@ def _widen_kernel(w_ptr, scale_ptr, even_ptr, odd_ptr, PTX: tl.constexpr):  # ty
 
 
 def test_widening_is_exact_for_every_byte_and_scale(device: torch.device) -> None:
-    """All 256 bytes under all scale codes 64..190; the same lanes hold different scales, so that none may be shared."""
+    """All 256 bytes under all scale codes 64..190; the same lanes have different scales, so that none may be shared."""
     w = torch.arange(256, dtype=torch.uint8, device=device).repeat(16).view(64, 64)
     even, odd = (torch.empty((64, 64), dtype=torch.bfloat16, device=device) for _ in range(2))
     codes = torch.arange(64, 191, device=device, dtype=torch.int64)
@@ -84,7 +84,7 @@ def test_widening_to_e4m3_is_exact_for_every_byte(device: torch.device) -> None:
 
 @pytest.mark.parametrize("hidden", [128, 384])
 def test_two_planes_hold_a_bf16(device: torch.device, hidden: int) -> None:
-    """Exact within 2^-13 of the group's largest, never further than 2^-21 of it away; every copy is the same."""
+    """Exact within 2^-13 of the group's maximum, otherwise within 2^-21 of it; all copies are equal."""
     generator = torch.Generator().manual_seed(11)
     tokens, copies, groups = 3, 2, hidden // 32
     x = torch.randn((tokens, hidden), generator=generator)
@@ -118,7 +118,7 @@ def test_all_scales_of_the_contract(
     codes2: tuple[int, int],
     power: int,
 ) -> None:
-    """Scales at both ends, with x of the size that keeps h where the clamp does not hide it, and all of them mixed."""
+    """Scales at both ends, with x of a size that keeps h within the clamp, and all of them mixed."""
     params = {**sizes, "tokens": 2}
     inputs = inputs_for(params, device)
     generator = torch.Generator().manual_seed(2)
@@ -156,7 +156,7 @@ def test_sort_is_stable_and_leaves_invalid_ids_out(device: torch.device, block: 
 @SIZES
 @pytest.mark.parametrize("tokens", [8, 12])
 def test_one_expert_six_times(device: torch.device, arch: Arch | None, tokens: int, sizes: dict[str, int]) -> None:
-    """More pairs of one expert than a tile holds, without a sort (8 tokens) and with one (12)."""
+    """More pairs of one expert than a tile contains, without a sort (8 tokens) and with one (12)."""
     params = {**sizes, "tokens": tokens}
     inputs = inputs_for(params, device)
     inputs["topk_ids"].fill_(5)
@@ -169,7 +169,7 @@ def test_one_expert_six_times(device: torch.device, arch: Arch | None, tokens: i
 def test_unused_weights_are_not_touched(
     device: torch.device, arch: Arch | None, tokens: int, a8: bool, sizes: dict[str, int]
 ) -> None:
-    """Experts that no valid id names have NaN scales, h and y start as NaN: neither may reach the result."""
+    """Experts without a valid id have NaN scales, h and y start as NaN: neither may affect the result."""
     params = {**sizes, "tokens": tokens}
     inputs = inputs_for(params, device)
     ids = inputs["topk_ids"]
@@ -198,7 +198,7 @@ def test_unused_weights_are_not_touched(
     assert torch.isfinite(out).all()
     if tokens > 1:
         assert (out[1] == 0).all()
-    # The reference looks at named experts only, so NaN scales are harmless to it.
+    # The reference only reads experts with a valid id, so NaN scales do not affect it.
     tolerance = operation(plan.operation).tolerance[0]
     registry.judge("out", registry.measure(out, REFERENCES[a8](**inputs, exact=True), tolerance), tolerance)
 

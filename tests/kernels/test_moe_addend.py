@@ -32,14 +32,14 @@ def routed_by_another(
 def test_an_addend_is_added_as_torch_adds_it(
     device: torch.device, arch: Arch | None, tokens: int, a8: bool, sizes: dict[str, int]
 ) -> None:
-    """Bit for bit the sum of two bf16 tensors, of tokens without experts too; it is waited for before the last launch.
+    """The sum of two bf16 tensors, bit for bit, also for tokens without experts; the wait is before the last launch.
 
-    Until then the addend is not there: what `ready` writes must reach the sum.
+    The addend does not exist before: the values that `ready` writes must be in the sum.
     """
     params = {**sizes, "tokens": tokens}
     inputs, routed = routed_by_another(params, device, arch, a8)
     generator = torch.Generator().manual_seed(6)
-    # From where the routed part is lost in the rounding to where the addend is.
+    # From magnitudes at which the addend is lost in the rounding to those at which the routed part is.
     shared = torch.randn(routed.shape, generator=generator) * torch.exp2(torch.arange(routed.shape[1]) % 24 - 12)
     shared = shared.bfloat16().to(device)
     addend, asked = torch.full_like(shared, torch.nan), []
@@ -55,7 +55,7 @@ def test_an_addend_is_added_as_torch_adds_it(
 
 @pytest.mark.interpreter
 def test_shared_out_experts_add_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token's experts in three programs: the addend goes in with the sum of their parts."""
+    """A token's experts in three programs: the addend is added once, with the sum of their parts."""
     chosen = api.select_columns
 
     def shared_out(*args: Any) -> api.ColumnsConfig | None:
@@ -88,7 +88,7 @@ def test_a_plan_adds_always_or_never(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 8, 12])
 def test_an_addend_of_another_stream_is_waited_for(device: torch.device, tokens: int) -> None:
-    """In a graph and outside of one, though it comes much later than the other inputs of the last launch."""
+    """In a graph and outside of one, although it arrives much later than the other inputs of the last launch."""
     params = {"tokens": tokens, "hidden": 4096, "inter": 512, "experts": 64, "topk": 6}
     inputs, routed = routed_by_another(params, device, None)
     plan = api.MoePlan(**params, a8=False, device=device, adds=True)

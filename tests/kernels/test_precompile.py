@@ -1,4 +1,4 @@
-"""Plans that are compiled without a GPU, for processes that find them in Triton's cache."""
+"""Plans that are compiled without a GPU, for processes that find the kernels in Triton's cache."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_another_process_finds_all_of_it(tmp_path: Path, target: tuple[str, str]
     compiled = kernels(tmp_path)
     # Plans of one process may share a kernel.
     assert 0 < len(compiled) <= sum(int(str(one["kernels"])) for one in told)
-    # Tensors that have memory ask for the same kernels as those on "meta".
+    # Tensors with memory need the same kernels as those on "meta".
     command = [sys.executable, "-c", _WITH_MEMORY, *target]
     subprocess.run(command, input="\n".join(SMALL), env=environment(tmp_path), text=True, timeout=300, check=True)
     assert kernels(tmp_path) == compiled
@@ -80,7 +80,7 @@ def test_a_triton_that_compiles_launchers_has_each_compiled_once(tmp_path: Path)
         env=environment(tmp_path), capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     first, again, other = ([int(number) for number in line.split()] for line in done.stdout.splitlines())
-    # A kernel of the other share has no launcher here, and one that is launched again no second one.
+    # A kernel of the other share has no launcher here, and a repeated launch adds no second one.
     assert first[1:] == [first[0], first[0]]
     assert again[1:] == first[1:]
     assert other[1:] == [len(kernels(tmp_path))] * 2 != first[1:]

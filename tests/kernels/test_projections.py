@@ -1,4 +1,4 @@
-"""The projections beyond the registry's cases: what is not there is not read, refusals."""
+"""The projections beyond the registry's cases: absent inputs are not read, refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def inputs_of(device: torch.device, tokens: int = 5, **more: Any) -> dict[str, A
 
 
 def test_states_are_those_that_the_compressor_saves(device: torch.device) -> None:
-    """Of products that float32 holds exactly: bit by bit, the tokens without a slot left alone."""
+    """For products that float32 represents exactly: bit for bit, without changes to tokens without a slot."""
     inputs = inputs_of(device)
     inputs["x"] = inputs["x"].sign()
     inputs["weight"] = (inputs["weight"] * 64).round()
@@ -39,7 +39,7 @@ def test_states_are_those_that_the_compressor_saves(device: torch.device) -> Non
 
 
 def test_a_token_beyond_the_counted_ones_changes_nothing(device: torch.device) -> None:
-    """A graph's padding may be NaN; its slot is not there, its heads are its own."""
+    """Padding of a graph may be NaN; it has no slot, and its heads do not affect others."""
     more = {"index_width": 32, "heads": 8}
     plan, inputs = ProjectionPlan(device, 5, **SMALL, **more), inputs_of(device, **more)
     state, index_state, heads = (out.clone() for out in plan.run(**inputs))

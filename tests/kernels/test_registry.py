@@ -1,4 +1,4 @@
-"""What every row of the registry must have, and every case of every row against its reference."""
+"""Requirements on every row of the registry, and every case of every row against its reference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_row_is_complete(op: Operation) -> None:
 
 
 def test_every_launch_is_a_launchers() -> None:
-    """It takes arguments by name and checks their order: kernels have up to 32, mostly integers."""
+    """`Launcher` takes arguments by name and checks their order: kernels have up to 32, mostly integers."""
     others, launches = [], 0
     for path in sorted(Path(dsv4_kernels.__path__[0]).rglob("*.py")):
         source = path.read_text()
@@ -83,7 +83,7 @@ def test_case_on_the_gpu(op: Operation, case: Case, device: torch.device) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", operations(), ids=lambda op: op.name)
 def test_capture_replay_and_freeze(op: Operation, device: torch.device) -> None:
-    """After warm-up nothing is compiled, a graph replays on new data to the same bits as a direct run, twice."""
+    """After warm-up nothing is compiled, and a graph replays on new data with the same bits as a direct run, twice."""
     case = op.cases_with("bench")[0]
     plan = op.plan(case.params, device, None)
     plan.warmup()

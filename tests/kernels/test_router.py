@@ -14,7 +14,7 @@ PARAMS = {"tokens": 6, "hidden": 64, "experts": 24, "k": 6}
 
 @pytest.mark.parametrize("size", [30.0, -30.0])
 def test_weights_of_extreme_logits_are_right(size: float, device: torch.device) -> None:
-    """Scores of 1e-7 are as good as others once they are normalised; 1 + e^-30 is 1 in float32."""
+    """Scores of 1e-7 are as precise as others after normalisation; 1 + e^-30 is 1 in float32."""
     inputs = _inputs(PARAMS, device, 1)
     inputs["x"] = torch.ones_like(inputs["x"])
     inputs["weight"] = (torch.linspace(0.9, 1.1, 24)[:, None].expand(24, 64) * size / 64).bfloat16().to(device)
@@ -27,7 +27,7 @@ def test_weights_of_extreme_logits_are_right(size: float, device: torch.device) 
 @pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize("largest", [-128.0, -20.0, 0.0])
 def test_scores_that_underflow_give_weights_of_zero(hashed: bool, largest: float, device: torch.device) -> None:
-    """Experts whose logit is -128 have the score 0 in float32; a token with no other gets no NaN."""
+    """Experts whose logit is -128 have the score 0 in float32; a token with no other expert gets no NaN."""
     inputs = _inputs({**PARAMS, "hashed": hashed}, device, 5)
     inputs["x"] = torch.full_like(inputs["x"], 0.5)
     logits = torch.full((24,), -128.0)

@@ -1,4 +1,4 @@
-"""Buffers of plans hold nothing that a later run needs: their memory may be lost between two runs."""
+"""Buffers of plans contain nothing that a later run needs: their memory may be lost between two runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def buffers(thing: Any) -> Iterator[torch.Tensor]:
 
 
 def lose(plan: Any, byte: int | None) -> int:
-    """Overwrite all buffers of `plan` with `byte`, or random bytes (None); return how many there are."""
+    """Overwrite all buffers of `plan` with `byte`, or random bytes (None); return their number."""
     found = list(buffers(plan))
     for one in found:
         raw = torch.empty((0,), dtype=torch.uint8, device=one.device).set_(one.untyped_storage())
@@ -63,7 +63,7 @@ def lose(plan: Any, byte: int | None) -> int:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("op", "case"), list(chosen()))
 def test_lost_buffers_change_no_result(op: Operation, case: Case, device: torch.device, arch: Arch | None) -> None:
-    """As after an engine slept: what is in the memory of every buffer of the plan is anything."""
+    """As after sleep of an engine, every buffer of the plan contains arbitrary bytes."""
     first, second = (op.make_inputs(case.params, device, seed) for seed in (1, 2))
     plan = op.plan(case.params, device, arch)
     expected = as_outputs(op.reference(**registry.fresh(op, second), exact=True))
@@ -81,7 +81,7 @@ def test_these_shapes_have_counters(op: Operation, device: torch.device) -> None
 
 
 class Counter:
-    """A counter in memory, whose operations wait for their turn: `turn` returns the index of the thread to go on."""
+    """A counter in memory whose operations wait for their turn: `turn` returns the index of the next thread."""
 
     def __init__(self, value: int, programs: int, turn: Callable[[list[int]], int]) -> None:
         self.value, self.turn = value, turn
@@ -90,7 +90,7 @@ class Counter:
         self.lock = threading.Lock()
 
     def step(self, change: Callable[[int], int]) -> int:
-        """Make one atomic change when it is this thread's turn, and return the value before it."""
+        """Make one atomic change at this thread's turn, and return the previous value."""
         me = int(threading.current_thread().name)
         event = threading.Event()
         with self.lock:
@@ -102,7 +102,7 @@ class Counter:
         return before
 
     def done(self, me: int) -> None:
-        """Note that a thread has ended."""
+        """Record the end of a thread."""
         with self.lock:
             self.alive.discard(me)
             self._next()
@@ -112,7 +112,7 @@ class Counter:
             self.waiting.pop(self.turn(sorted(self.waiting))).set()
 
     def language(self) -> SimpleNamespace:
-        """Return what `is_last` uses of Triton's language, for this counter."""
+        """Return the part of Triton's language that `is_last` uses, for this counter."""
 
         def wrapped(value: int) -> int:
             return (value + 2**31) % 2**32 - 2**31
@@ -136,7 +136,7 @@ GARBAGE = st.integers(-(2**31), 2**31 - 1).filter(lambda value: not REST - 8 <= 
 @example(start=-1, programs=4, order=[0, 1])
 @example(start=2**31 - 1, programs=3, order=[2, 1, 0])
 def test_one_program_is_the_last_in_every_order(start: int, programs: int, order: list[int]) -> None:
-    """Also of a counter whose memory was lost; the last is the one that all others have arrived before."""
+    """Also for a counter whose memory was lost; the last program is the one that arrives after all others."""
     turns = itertools.cycle(order)
 
     def turn(waiting: list[int]) -> int:

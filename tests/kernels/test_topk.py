@@ -19,7 +19,7 @@ def test_equal_scores_give_the_lowest_columns_across_chunks(device: torch.device
 
 
 def test_infinities_and_signs_are_ordered(device: torch.device) -> None:
-    """−∞ inside the row is chosen before what is not there, and subnormal and negative scores keep their order."""
+    """−∞ inside the row is chosen before absent positions, and subnormal and negative scores keep their order."""
     values = torch.tensor([-torch.inf, -1.0, -2.0, 1e-42, -1e-42, 0.0, torch.inf, -torch.inf, -torch.inf])
     logits = values.repeat(3, 1).to(device)
     lengths = torch.tensor([9, 8, 5], dtype=torch.int32, device=device)
@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
 
 def test_a_plan_holds_as_many_rows_as_its_candidates_have_room_for(device: torch.device) -> None:
     plan = TopkPlan(9, 40000, 512, device)
-    # Three chunks of the planned width, two of half of it; rows of one chunk leave no candidates.
+    # Three chunks of the planned width, two of half of it; rows of one chunk need no candidates.
     assert [plan.holds(*shape) for shape in ((9, 40000), (10, 40000), (13, 20000), (14, 20000))] == [
         True, False, True, False,
     ]  # fmt: skip
@@ -66,13 +66,13 @@ def test_a_plan_holds_as_many_rows_as_its_candidates_have_room_for(device: torch
 
 @pytest.mark.parametrize("spread", ["anywhere", "together", "one part", "last"])
 def test_few_long_rows_wherever_the_best_scores_lie(device: torch.device, spread: str) -> None:
-    """The bound holds also where the parts have very different scores, and where more reach it than fit at once."""
+    """The bound also holds if the parts have very different scores, and if more scores reach it than fit at once."""
     width, k = 40000, 512
     logits = torch.randn((2, width), generator=torch.Generator().manual_seed(2))
     best = {
         "anywhere": torch.arange(0, width, 75),
         "together": torch.arange(7000, 7540),
-        # Parts take turns every four columns, so that these are all of one.
+        # The parts alternate every four columns, so all of these are in one part.
         "one part": torch.arange(0, width - 4, 512)[:, None].add(torch.arange(4)).flatten(),
         "last": torch.arange(width - 600, width),
     }[spread]

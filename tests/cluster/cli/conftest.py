@@ -11,7 +11,7 @@ from clusterkit.client import Cluster
 
 @pytest.fixture
 def dsv4(cluster: Cluster, namespace: str) -> Dsv4:
-    """Runs `kubectl dsv4` as a user does; in the test's namespace unless it says another."""
+    """Return a function that runs `kubectl dsv4` as a user does, by default in the test's namespace."""
     environment = {**cluster.environment, "PATH": f"{PROGRAMS}:{cluster.environment['PATH']}", "TZ": "UTC"}
 
     def run(*words: str, place: bool = True, **more: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,7 @@ def dsv4(cluster: Cluster, namespace: str) -> Dsv4:
 
 @pytest.fixture
 def nano(cluster: Cluster, namespace: str) -> dict[str, Any]:
-    """The nano deployment with a status, as the cluster has it."""
+    """Create the nano deployment with a status; return it as stored in the cluster."""
     cluster.apply({**NANO, "metadata": {"name": "nano", "namespace": namespace}})
     change = json.dumps({"status": STATUS})
     cluster.kubectl("patch", "dsv4", "nano", "-n", namespace, "--subresource=status", "--type=merge", "-p", change)

@@ -37,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("definition")
 
 @pytest.fixture
 def same_here(nano: dict[str, Any]) -> Iterator[Path]:
-    """A state directory of this machine in which the same object runs."""
-    # Not tmp_path: its names are longer than a state directory's may be.
+    """Yield a state directory of this machine in which the same object runs."""
+    # tmp_path is not usable: its names are longer than allowed for a state directory.
     root = Path(tempfile.mkdtemp(prefix="d", dir="/tmp"))
     state = DeploymentState(root, "nano")
     state.prepare()
@@ -56,7 +56,7 @@ def same_here(nano: dict[str, Any]) -> Iterator[Path]:
 
 
 def without_ages(text: str) -> str:
-    """The two commands run one after the other, so ages may differ by some seconds."""
+    """Replace ages: the two commands run one after the other, so ages may differ by some seconds."""
     ages = r"\b\d+[smh](?=\s)|(?<=no answer for )\d+ s|\d+ min \d+ s"
     return re.sub(ages, "AGE", re.sub(" +", " ", text))
 
@@ -158,7 +158,7 @@ def test_refusals(dsv4: Dsv4, namespace: str, nano: dict[str, Any], tmp_path: Pa
 
 
 def _nobody(directory: Path) -> Path:
-    """A kubeconfig that leads nowhere."""
+    """Return a kubeconfig whose server does not exist."""
     file = directory / "config"
     config = {
         "apiVersion": "v1",
@@ -173,7 +173,7 @@ def _nobody(directory: Path) -> Path:
 
 def test_who_may_not(cluster: Cluster, namespace: str, nano: dict[str, Any]) -> None:
     environment = {**cluster.environment, "PATH": f"{PROGRAMS}:{cluster.environment['PATH']}"}
-    # kubectl's own way to be somebody else is not among the options; a context of the user's has it.
+    # kubectl's option for impersonation is not supported; a context of the user can contain it.
     config = json.loads(cluster.kubeconfig.read_text())
     config["users"][0]["user"]["as"] = "somebody"
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:

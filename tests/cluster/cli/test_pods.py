@@ -1,6 +1,6 @@
-"""`kubectl dsv4` and pods: ways into them, their logs and files.
+"""`kubectl dsv4` and pods: connections to them, their logs and files.
 
-The members' pods are stand-ins that answer HTTP, or say one line and end.
+The members' pods are stand-ins that respond to HTTP, or print one line and end.
 """
 
 import base64
@@ -27,7 +27,7 @@ def test_ways_into_pods(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "nano-0-i2", "namespace": namespace}}
     cluster.kubectl("create", "-f", "-", input=[{**secret, "stringData": {"token": "t0ken"}}])
     ready(cluster, first)
-    # What answers is no engine.
+    # The server in the pod is no engine.
     assert dsv4("chat", "nano", "Hi").stderr == (
         f"error: the answer broke off before its end; see `kubectl dsv4 why nano -n {namespace}`\n"
     )
@@ -38,7 +38,7 @@ def test_ways_into_pods(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict
         url = lines[0][1]
         assert lines[1][1] == "t0ken"
         assert answer(url) == first["metadata"]["name"]
-        # Another incarnation: its head answers at the same address.
+        # Another incarnation: its head responds at the same address.
         cluster.kubectl("delete", "pod", first["metadata"]["name"], "-n", namespace)
         cluster.apply(second, service(nano, "nano-0-head", 8265, 3))
         ready(cluster, second)
@@ -245,7 +245,7 @@ def test_a_must_gather_archive(
     assert json.loads(found["nano/agents/nano-0-i2-r0.json"])["note"] == "of the agent"
     assert json.loads(found["nano/objects/services.json"])[0]["metadata"]["name"] == "nano"
     assert found["nano/pods/nano-0-i2-r0.log"].startswith("born\n[hidden: ")
-    # The place of the evidence does not exist in this pod: that is noted, and is no error.
+    # The directory of the evidence does not exist in this pod: that is noted and is no error.
     assert "evidence/0-2-g1-x.json" in found["nano/missing.txt"]
     everything = "".join(found.values())
     assert KEY not in everything

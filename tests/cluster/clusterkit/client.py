@@ -1,4 +1,4 @@
-"""A running cluster in the hands of a test or of a command."""
+"""Client of a running cluster, for tests and commands."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from clusterkit.layout import State
 from clusterkit.processes import COMMAND_SECONDS
 from clusterkit.waiting import ClusterError
 
-# More than the supervisor allows itself for images on the most nodes that there can be.
+# More than the supervisor's own limit for images on the maximum number of nodes.
 _ANSWER_SECONDS = 2500.0
 
 
 class KubectlError(ClusterError):
-    """kubectl said no; the text is what it said on standard error."""
+    """kubectl failed; the text is its standard error."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is needed to speak to it."""
+    """Access to a running cluster."""
 
     state: State
 
@@ -39,12 +39,12 @@ class Cluster:
 
     @property
     def kubeconfig(self) -> Path:
-        """The administrator's."""
+        """The administrator's kubeconfig."""
         return self.directory / "admin.kubeconfig"
 
     @property
     def programs(self) -> Path:
-        """A folder for PATH: kubectl and whatever else was built."""
+        """A folder for PATH: kubectl and the other built programs."""
         return self.directory / "bin"
 
     @property
@@ -57,10 +57,10 @@ class Cluster:
         }
 
     def kubectl(self, *arguments: str, input: object = None, seconds: float = COMMAND_SECONDS) -> str:
-        """Standard output of kubectl. `input` is text, or objects that are sent as a JSON list.
+        """Return the standard output of kubectl. `input` is text, or objects that are sent as a JSON list.
 
         Raises:
-            KubectlError: it said no.
+            KubectlError: kubectl failed.
         """
         text = input if isinstance(input, str) or input is None else as_list(input)
         try:
@@ -80,16 +80,16 @@ class Cluster:
         return done.stdout
 
     def get(self, *arguments: str) -> Any:
-        """What `kubectl get … -o json` says, parsed."""
+        """Return the parsed output of `kubectl get … -o json`."""
         return json.loads(self.kubectl("get", *arguments, "-o", "json"))
 
     def apply(self, *objects: dict[str, Any]) -> str:
-        """Server-side apply."""
+        """Apply objects with server-side apply."""
         return self.kubectl("apply", "--server-side", "-f", "-", input=list(objects))
 
     @cached_property
     def http(self) -> httpx.Client:
-        """The API server by HTTP, as the administrator: for what kubectl hides, and for many requests."""
+        """HTTP client of the API server as the administrator: for data that kubectl hides, and for many requests."""
         config = json.loads(self.kubeconfig.read_text())
         cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
         authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
@@ -99,15 +99,15 @@ class Cluster:
         return httpx.Client(base_url=cluster["server"], verify=context, timeout=COMMAND_SECONDS)
 
     def node(self, command: str, name: str) -> None:
-        """`stop`, `start`, `cut` (pull the cable) or `plug` a real node.
+        """`stop`, `start`, `cut` (disconnect the cable) or `plug` (connect it) a real node.
 
         Raises:
-            ClusterError: there is no such node, or it did not do so.
+            ClusterError: there is no such node, or the command failed.
         """
         self._ask(command, name)
 
     def load(self, archive: Path) -> None:
-        """Put the images of a docker archive on every real node that runs."""
+        """Load the images of a docker archive onto every running real node."""
         self._ask("load", str(archive))
 
     def _ask(self, *words: str) -> None:
@@ -126,6 +126,6 @@ class Cluster:
 
 
 def as_list(objects: object) -> str:
-    """Kubernetes objects as one document."""
+    """Return Kubernetes objects as one document."""
     items = objects if isinstance(objects, Sequence) else [objects]
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items})

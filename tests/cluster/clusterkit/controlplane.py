@@ -1,4 +1,4 @@
-"""etcd, API server, controllers and scheduler, run as they are in production: TLS, RBAC, Node authorizer."""
+"""etcd, API server, controllers and scheduler, configured as in production: TLS, RBAC, Node authorizer."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from clusterkit.layout import DOMAIN, Addresses, Settings, free_port
 from clusterkit.processes import Process
 from clusterkit.waiting import until
 
-# Beside other work on two cores the API server alone has taken half a minute.
+# During other work on two cores, the API server alone took up to half a minute.
 READY_SECONDS = 180.0
-# With Go's defaults a fifth of the API server's processor time is the collection of garbage, and memory is there.
+# With Go's defaults, garbage collection takes a fifth of the API server's processor time, and memory is available.
 _COLLECTS_LATER = {"GOGC": "400", "GOMEMLIMIT": "1GiB"}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the control plane finds its programs and files, and what it is called."""
+    """Programs, files, addresses and names of the control plane."""
 
     programs: Path
     files: Path
     settings: Settings
     addresses: Addresses
     address: str
-    """Of the API server."""
+    """Address of the API server."""
     port: int
 
     @property
@@ -50,7 +50,7 @@ class ControlPlane:
         self.processes: list[Process] = []
 
     def kubeconfig(self, name: str, *, groups: list[str] | None = None, file: str = "") -> Path:
-        """A kubeconfig for a user of that name; what the user may do is for RBAC to say."""
+        """Return a kubeconfig for a user of that name; RBAC determines the user's rights."""
         stem = file or name.replace(":", "-")
         pair = self.authority.issue(name, groups=groups or [], file=stem)
         return pki.kubeconfig(
@@ -62,10 +62,10 @@ class ControlPlane:
         )
 
     def start(self) -> None:
-        """Start all, and return when the API server is ready.
+        """Start all parts, and return when the API server is ready.
 
         Raises:
-            ClusterError: one of them ended, or the API server was not ready in time.
+            ClusterError: a part ended, or the API server was not ready in time.
         """
         etcd = self._etcd()
         self._run("kube-apiserver", self._apiserver(etcd))
@@ -76,7 +76,7 @@ class ControlPlane:
             f"--service-account-private-key-file={self._accounts.key}",
             f"--root-ca-file={self.authority.certificate}",
             "--use-service-account-credentials=true",
-            # Of 50 s, which every test that loses a node would wait; kubelets report every 10 s.
+            # The default is 50 s, by which every test of a lost node would be longer; kubelets report every 10 s.
             "--node-monitor-grace-period=25s",
         ])  # fmt: skip
         self._run("kube-scheduler", _own(self.kubeconfig("system:kube-scheduler")))
@@ -87,7 +87,7 @@ class ControlPlane:
             process.check()
 
     def stop(self) -> None:
-        """End all, those that depend on others first."""
+        """Stop all parts, dependent ones first."""
         for process in reversed(self.processes):
             process.stop()
 
@@ -97,14 +97,14 @@ class ControlPlane:
 
     def _etcd(self) -> list[str]:
         files = self.place.files
-        # An authority of its own: whoever can speak to etcd can do everything.
+        # A separate authority: access to etcd is access to everything.
         authority = pki.Authority(files, "etcd")
         server = authority.issue("etcd", hosts=["127.0.0.1"], file="etcd")
         client = authority.issue("kube-apiserver", file="etcd-client")
         port, peers = free_port(), free_port()
         self._run("etcd", [
             f"--data-dir={files / 'etcd'}",
-            # A cluster for tests need not survive the machine.
+            # A cluster for tests need not survive a crash of the machine.
             "--unsafe-no-fsync=true",
             f"--listen-client-urls=https://127.0.0.1:{port}",
             f"--advertise-client-urls=https://127.0.0.1:{port}",
@@ -133,7 +133,7 @@ class ControlPlane:
             *etcd,
             f"--bind-address={place.address}",
             f"--secure-port={place.port}",
-            # Without nodes nobody looks for the API server in its Service, and loopback addresses may not stand there.
+            # Without nodes, no pod needs the Service of the API server, which must not contain loopback addresses.
             *([] if place.settings.nodes else ["--endpoint-reconciler-type=none"]),
             f"--tls-cert-file={server.certificate}",
             f"--tls-private-key-file={server.key}",
@@ -162,7 +162,7 @@ class ControlPlane:
 
 
 def _own(kubeconfig: Path) -> list[str]:
-    """What the controllers and the scheduler have in common."""
+    """Return the common arguments of the controllers and the scheduler."""
     return [
         f"--kubeconfig={kubeconfig}",
         f"--authentication-kubeconfig={kubeconfig}",

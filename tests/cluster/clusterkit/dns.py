@@ -1,4 +1,4 @@
-"""CoreDNS on the machine, under the address that the kubelets give to their pods."""
+"""CoreDNS on the machine, at the address that the kubelets give to their pods."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ ACCESS = [
 
 
 def start(programs: Path, plane: ControlPlane) -> Process:
-    """Start it; it answers once it has heard of the first Services."""
+    """Start it; it responds after it has received the first Services."""
     place = plane.place
     file = place.files / "Corefile"
-    # Pods have no internet, so other names are unknown; an error of the server would be tried again by resolvers.
-    # No cache: a member waits for the names of its peers, and an answer "not there" must not be kept.
+    # Pods have no internet, so other names do not exist; resolvers would retry after an error of the server. No cache:
+    # a member waits for the names of its peers, and a negative response must not be kept.
     file.write_text(
         f"""{DOMAIN}:53 {{
     bind {place.address}

@@ -1,6 +1,6 @@
-"""Images without a registry: a base from Debian's packages, and the project's own Dockerfiles built on it.
+"""Images without a registry: a base of Debian packages, and the project's own Dockerfiles built on it.
 
-buildah works as root in a store of its own below the cache; the nodes get archives (`Cluster.load`).
+buildah runs as root with a separate store below the cache; the nodes get archives (`Cluster.load`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from clusterkit.waiting import say
 
 REPOSITORY = Path(__file__).parents[3]
 SUITE = "bookworm"
-# What stands in for the images that a user's build begins with. The operator needs a Python with venv; the members also
-# what vLLM for CPU and a Python built from source are linked with, and a compiler for what torch generates. Both begin
-# with the same one, which nodes then have to unpack once.
+# Stand-in for the base images of a user's build. The operator needs a Python with venv; members also need the libraries
+# of vLLM for CPU and of a Python built from source, and a compiler for torch's generated code. Both share one base,
+# which nodes unpack only once.
 PACKAGES = (
     "ca-certificates", "python3", "python3-venv", "libnuma1", "libgomp1", "libffi8", "libssl3", "libsqlite3-0",
     "liblzma5", "libbz2-1.0", "libreadline8", "zlib1g", "libncursesw6", "iproute2", "procps", "g++",
@@ -44,7 +44,7 @@ def _buildah(*arguments: str | Path, seconds: float = 300.0) -> str:
 
 
 def base() -> str:
-    """A base image with `PACKAGES`, made once, by its digest."""
+    """Return a base image with `PACKAGES` by its digest; it is built once."""
     needs.provide(nodes=False, images=True)
     key = hashlib.sha256(repr((SUITE, PACKAGES)).encode()).hexdigest()[:16]
     image = f"{BASE}:{key}"
@@ -55,7 +55,7 @@ def base() -> str:
 
 
 def _by_digest(image: str) -> str:
-    """The name that the Dockerfiles ask for."""
+    """Return the name that the Dockerfiles refer to."""
     listed = _buildah("images", "--format", "{{.Name}}:{{.Tag}} {{.Name}}@{{.Digest}}").splitlines()
     return dict(line.split() for line in listed)[image]
 
@@ -75,36 +75,36 @@ def _make_base(image: str) -> None:
 
 @cache
 def operator() -> Path:
-    """An archive with the operator's image, `OPERATOR`, for `Cluster.load`."""
+    """Return an archive with the operator's image, `OPERATOR`, for `Cluster.load`."""
     return built(REPOSITORY / "operator" / "Dockerfile", OPERATOR, BASE=base())
 
 
 @cache
 def runtime() -> Path:
-    """An archive with the image of members and gateways for CPU, `RUNTIME`; vLLM is mounted (nodes.environment)."""
+    """Return an archive with the CPU image of members and gateways, `RUNTIME`; vLLM is mounted (nodes.environment)."""
     return built(REPOSITORY / "runtime" / "Dockerfile.cpu", RUNTIME, BASE=base(), ENVIRONMENT=sys.prefix)
 
 
 def built(dockerfile: Path, image: str, **arguments: str) -> Path:
-    """An archive with the image that a Dockerfile of the project makes from the repository."""
-    # Whoever comes second finds all layers made.
+    """Return an archive with the image that a Dockerfile of the project builds from the repository."""
+    # A second caller finds all layers built.
     with alone(image.partition("/")[2], patience=BUILD_SECONDS):
         return _built(dockerfile, image, **arguments)
 
 
 @contextmanager
 def over_vllm() -> Iterator[Callable[..., str]]:
-    """What runs a command in `runtime/Dockerfile`'s image, over a stand-in for the image of vLLM.
+    """Yield a function that runs a command in `runtime/Dockerfile`'s image, over a stand-in for the image of vLLM.
 
-    The stand-in has a `python3` with pip in which vLLM, Ray and all they need are installed: those of this environment,
-    which is mounted for as long as the block lasts.
+    The stand-in has a `python3` with pip in which vLLM, Ray and their dependencies are installed: those of this
+    environment, which is mounted during the block.
     """
     packages = sysconfig.get_path("purelib")
     stand_in = (
         f"FROM {base()}\n"
         # The Python of this environment may be below root's home.
         "RUN chmod 755 /root\n"
-        # The setuptools of a new venv would hide those that torch needs.
+        # The setuptools of a new venv would hide the version that torch needs.
         f"RUN {sys.executable} -m venv /opt/base && /opt/base/bin/python -m pip uninstall --yes setuptools \\\n"
         f" && echo {packages} > $(echo /opt/base/lib/python3*/site-packages)/vllm.pth\n"
         "ENV PATH=/opt/base/bin:$PATH\n"
@@ -127,7 +127,7 @@ def over_vllm() -> Iterator[Callable[..., str]]:
 def _built(dockerfile: Path, image: str, **arguments: str) -> Path:
     _build(dockerfile, image, **arguments)
     archive = CACHE / f"{image.replace('/', '-').replace(':', '-')}.tar"
-    # Another session may be loading the one that is there.
+    # Another session may be loading the existing archive.
     with tempfile.TemporaryDirectory(dir=CACHE, prefix=".draft-") as place:
         draft = Path(place) / archive.name
         _buildah("push", image, f"docker-archive:{draft}:{image}", seconds=BUILD_SECONDS)
@@ -137,7 +137,7 @@ def _built(dockerfile: Path, image: str, **arguments: str) -> Path:
 
 def _build(dockerfile: Path, image: str, mounted: tuple[str, ...] = (), **arguments: str) -> None:
     say(f"building {image} from {dockerfile}")
-    # Where this machine's pip and its certificates come from is where the build's come from.
+    # The build uses the package index and the certificates of this machine.
     shared = [path for path in ("/etc/ssl/certs", "/etc/pip.conf") if Path(path).exists()]
     _buildah(
         "build", "--layers", "--file", dockerfile, "--tag", image,

@@ -1,4 +1,4 @@
-"""KWOK: nodes that are only objects, whose pods are running as soon as they are scheduled."""
+"""KWOK: nodes that are only objects, whose pods run as soon as they are scheduled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from clusterkit.controlplane import ControlPlane
 from clusterkit.processes import Process
 
 USER = "kwok-controller"
-# kubectl wants every field of it.
+# kubectl requires all of its fields.
 _INFO = dict.fromkeys(
     [
         "bootID",
@@ -28,7 +28,7 @@ _INFO = dict.fromkeys(
 _MARK = {"kwok.x-k8s.io/node": "fake"}
 DEFINITIONS = ("kustomize/crd", "kustomize/rbac")
 STAGES = "kustomize/stage/fast"
-# KWOK's role is written for a service account; here KWOK comes with a certificate.
+# KWOK's role is intended for a service account; here KWOK uses a certificate.
 ACCESS = {
     "apiVersion": "rbac.authorization.k8s.io/v1",
     "kind": "ClusterRoleBinding",
@@ -39,7 +39,7 @@ ACCESS = {
 
 
 def start(programs: Path, plane: ControlPlane) -> Process:
-    """Start it; its definitions and stages have to be there."""
+    """Start it; its definitions and stages must exist."""
     command: list[str | Path] = [
         programs / "kwok",
         f"--kubeconfig={plane.kubeconfig(USER)}",
@@ -53,7 +53,7 @@ def start(programs: Path, plane: ControlPlane) -> Process:
 
 
 def nodes(count: int, *, beside_real_ones: bool) -> list[dict[str, Any]]:
-    """Node objects. Beside real nodes they are tainted, so that only pods that ask for it get there."""
+    """Return node objects. Next to real nodes they are tainted, so that only pods with a toleration use them."""
     taints = [{"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}] if beside_real_ones else []
     room = {"cpu": "32", "memory": "128Gi", "pods": "110"}
     return [
@@ -73,10 +73,10 @@ def nodes(count: int, *, beside_real_ones: bool) -> list[dict[str, Any]]:
 
 
 def first_pod() -> dict[str, Any]:
-    """A pod that is to be the only one while KWOK gives it the first address.
+    """Return a pod that must be the only one while KWOK assigns the first address.
 
-    KWOK makes its pool of addresses when it first needs one, and two of its workers that need one at the same time make
-    a pool each: then two pods have the same address (`PodController.ipPool` of v0.8.0).
+    KWOK creates its pool of addresses on first use, and two of its workers that need one at the same time create a pool
+    each: then two pods have the same address (`PodController.ipPool` of v0.8.0).
     """
     return {
         "apiVersion": "v1",

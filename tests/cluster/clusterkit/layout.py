@@ -1,4 +1,4 @@
-"""Where the cluster keeps its files, and which addresses it uses."""
+"""Files and addresses of the cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]{0,7}")
 
 @dataclass(frozen=True)
 class Addresses:
-    """The networks of one cluster: a /16 of which the machine has the first address."""
+    """The networks of one cluster: a /16 in which the machine has the first address."""
 
     second: int
     """The second number of all addresses."""
@@ -40,12 +40,12 @@ class Addresses:
 
     @property
     def pods(self) -> str:
-        """Pods of real nodes."""
+        """Network of the pods on real nodes."""
         return f"10.{self.second}.64.0/18"
 
     @property
     def fake_pods(self) -> str:
-        """Pods that only KWOK says are there."""
+        """Network of the pods that only KWOK simulates."""
         return f"10.{self.second}.192.0/18"
 
     @property
@@ -54,19 +54,19 @@ class Addresses:
 
     @property
     def first_service(self) -> str:
-        """What the Service `kubernetes` gets."""
+        """Address of the Service `kubernetes`."""
         return str(ipaddress.ip_network(self.services)[1])
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to start."""
+    """Name and size of a cluster."""
 
     name: str = DEFAULT_NAME
     nodes: int = 2
-    """Real nodes: containerd and kubelet each."""
+    """Number of real nodes, each with containerd and kubelet."""
     fake: int = 0
-    """Nodes that only KWOK says are there."""
+    """Number of nodes that only KWOK simulates."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -86,12 +86,12 @@ class Settings:
 
     @property
     def modules(self) -> list[str]:
-        """The Go modules that its programs come from."""
+        """The Go modules of its programs."""
         return ["kubernetes", *(["kwok"] if self.fake else []), *(["coredns"] if self.nodes else [])]
 
     @property
     def cgroup(self) -> str:
-        """The group below which every node has its own, in every hierarchy."""
+        """Parent group of the nodes' groups, in every hierarchy."""
         return f"dsv4-cluster-{self.name}"
 
     @property
@@ -102,7 +102,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class State:
-    """What a running cluster says of itself in `state.json`, for whoever uses it."""
+    """State of a running cluster in `state.json`, for its clients."""
 
     settings: Settings
     supervisor: int
@@ -123,7 +123,7 @@ class State:
 
     @classmethod
     def read(cls, name: str) -> State | None:
-        """The state of the cluster of that name; None if none is there."""
+        """Return the state of the cluster of that name; None if there is none."""
         try:
             said = json.loads((ROOT / name / "state.json").read_text())
         except FileNotFoundError:
@@ -135,7 +135,7 @@ _CLAIMS: list[TextIO] = []
 
 
 def claimed(what: str) -> bool:
-    """Whether this process has `what` on this machine now, for as long as it runs; False: another one has it."""
+    """Claim `what` on this machine for the lifetime of this process; return False if another process has claimed it."""
     ROOT.mkdir(parents=True, exist_ok=True)
     lock = (ROOT / f".{what}.lock").open("w")
     try:
@@ -148,7 +148,7 @@ def claimed(what: str) -> bool:
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody listens on now."""
+    """Return a currently free port of the loopback address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -156,11 +156,11 @@ def free_port() -> int:
 
 @contextmanager
 def alone(what: str, *, patience: float = 0.0) -> Iterator[None]:
-    """Hold the right to do something that only one may do at a time: start or end a cluster, choose addresses, build.
+    """Hold an exclusive lock: to start or end a cluster, to choose addresses, to build.
 
     Args:
         what: its name on this machine, for all sessions of this user.
-        patience: seconds to wait for whoever holds it.
+        patience: seconds to wait for the present holder.
     """
     ROOT.mkdir(parents=True, exist_ok=True)
     with (ROOT / f".{what}.lock").open("w") as lock:

@@ -1,4 +1,4 @@
-"""What a cluster may leave behind: found, removed and counted."""
+"""Remains of a cluster: found, removed and counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUPERVISOR = "clusterkit.supervisor"
 
 @dataclass(frozen=True)
 class Found:
-    """What is there of a cluster."""
+    """The remains of a cluster."""
 
     processes: list[int]
     mounts: list[str]
@@ -37,9 +37,9 @@ class Found:
 
 
 def find(settings: Settings) -> Found:
-    """Look at the machine, not at what the cluster says of itself.
+    """Inspect the machine itself, independent of the cluster's own state.
 
-    Network, mount and process namespaces have no names here: the kernel drops one with its last process.
+    Network, mount and process namespaces have no names here: the kernel drops each with its last process.
     """
     interface = Path("/sys/class/net") / settings.cable
     return Found(
@@ -51,7 +51,7 @@ def find(settings: Settings) -> Found:
 
 
 def _processes(settings: Settings) -> set[int]:
-    """The supervisor, and programs started by their full path from this cluster's folder."""
+    """Return the supervisor, and programs started by their full path from this cluster's folder."""
     folder = f"{settings.directory}/bin/".encode()
     name = f'"name": "{settings.name}"'.encode()
     ours: set[int] = set()
@@ -75,13 +75,13 @@ def _mounts(directory: Path) -> list[str]:
 
 
 def sweep(settings: Settings) -> None:
-    """Remove what is left of a cluster whose supervisor has ended or is about to; its logs stay.
+    """Remove the remains of a cluster whose supervisor has ended or is about to end; its logs stay.
 
     Raises:
         ClusterError: something cannot be removed.
     """
-    # Only containers and their company are in these groups. All else has a death signal, and is only waited for:
-    # a name on a command line is no reason to end somebody's process.
+    # Only containers and their shims are in these groups. All other processes have a death signal, so waiting suffices:
+    # a name on a command line is no reason to end a foreign process.
     for pid in cgroups.processes(settings.cgroup):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -96,7 +96,7 @@ def sweep(settings: Settings) -> None:
         try:
             run("ip", "link", "delete", settings.cable)
         except ClusterError:
-            # The kernel takes it along with the network at its other end, which ends about now.
+            # The kernel removes it together with the network at its other end, which ends at about this time.
             if cable.exists():
                 raise
     cgroups.remove(settings.cgroup)

@@ -1,4 +1,4 @@
-"""Starting and ending a cluster from outside: the supervisor does the work, this waits for it and repeats its words."""
+"""Start and end of a cluster from outside: the supervisor does the work; this module waits and prints its messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END_SECONDS = 120.0
 
 
 def running(name: str) -> Cluster | None:
-    """The cluster of that name if it is there and its supervisor lives."""
+    """Return the cluster of that name if it exists and its supervisor runs."""
     state = State.read(name)
     if state and _alive(state.supervisor):
         return Cluster(state)
@@ -38,10 +38,10 @@ def _alive(pid: int) -> bool:
 
 
 def start(settings: Settings) -> Cluster:
-    """Start a cluster that stays until `end`. What is missing is built and installed first.
+    """Start a cluster that runs until `end`. Missing parts are built and installed first.
 
     Raises:
-        ClusterError: it is there already, or does not come up; what was started has been ended.
+        ClusterError: it already exists, or does not start; started parts have been ended.
     """
     with layout.alone(f"cluster {settings.name}"):
         _start(settings, tied=False)
@@ -49,7 +49,7 @@ def start(settings: Settings) -> Cluster:
 
 
 def prepare(settings: Settings) -> None:
-    """Install and build what a cluster with these settings is made of; from nothing that takes minutes."""
+    """Install and build the parts of a cluster with these settings; a first build takes minutes."""
     needs.provide(nodes=bool(settings.nodes), images=False)
     for module in settings.modules:
         build.built(module)
@@ -57,7 +57,7 @@ def prepare(settings: Settings) -> None:
 
 @contextmanager
 def lasting(settings: Settings) -> Iterator[Cluster]:
-    """A cluster that ends with the block, and with this process however it ends."""
+    """Run a cluster until the end of the block or of this process, in any case."""
     with layout.alone(f"cluster {settings.name}"):
         supervisor = _start(settings, tied=True)
         try:
@@ -72,14 +72,14 @@ def lasting(settings: Settings) -> Iterator[Cluster]:
 def _start(settings: Settings, *, tied: bool) -> subprocess.Popen[bytes]:
     if running(settings.name):
         raise ClusterError(f"cluster {settings.name!r} runs already (make cluster-down ends it)")
-    # Here and not in the supervisor, whose time is bounded.
+    # Here and not in the supervisor, whose time is limited.
     prepare(settings)
     leftovers.sweep(settings)
     shutil.rmtree(settings.directory, ignore_errors=True)
     settings.directory.mkdir(parents=True, mode=0o700)
     (settings.directory / "logs").mkdir()
     log = settings.directory / "logs" / "supervisor.log"
-    # The kernel tells it when this process has ended, however that came about.
+    # The kernel sends this signal when this process has ended for any reason.
     tie = ("setpriv", "--pdeathsig", "TERM") if tied else ()
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     with log.open("wb") as out:
@@ -110,7 +110,7 @@ def _start(settings: Settings, *, tied: bool) -> subprocess.Popen[bytes]:
 
 
 def _stop(supervisor: subprocess.Popen[bytes]) -> int:
-    """Have it end the cluster; if it does not, the kernel does with it. Returns its exit code."""
+    """Let the supervisor end the cluster, or kill it, and return its exit code; the kernel then ends the cluster."""
     supervisor.terminate()
     try:
         return supervisor.wait(END_SECONDS)
@@ -126,10 +126,10 @@ def _found(settings: Settings) -> Cluster:
 
 
 def end(name: str) -> None:
-    """End the cluster of that name, and remove what one that was killed has left.
+    """End the cluster of that name, and remove the remains of a killed one.
 
     Raises:
-        ClusterError: something is still there; the text counts it.
+        ClusterError: something remains; the text counts it.
     """
     settings = Settings(name=name)
     with layout.alone(f"cluster {name}"):

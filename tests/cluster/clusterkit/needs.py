@@ -1,4 +1,4 @@
-"""What the machine has to have, said in one sentence or installed."""
+"""Requirements on the machine: reported in one sentence, or installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from clusterkit.processes import run
 from clusterkit.waiting import ClusterError, say
 
-# Debian's package by the file that shows it is there.
+# Debian package by a file that it installs.
 _FOR_NODES = {
     "containerd": "containerd",
     "runc": "runc",
@@ -24,9 +24,9 @@ INSTALL_SECONDS = 600.0
 
 
 def missing(*, nodes: bool, images: bool) -> list[str]:
-    """Debian packages that have to be installed."""
+    """Return the Debian packages that are missing."""
     wanted = {**(_FOR_NODES if nodes else {}), **(_FOR_IMAGES if images else {})}
-    # Administrators' programs are not on every user's path.
+    # Programs of administrators are not on every user's path.
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     return [
         package
@@ -36,7 +36,7 @@ def missing(*, nodes: bool, images: bool) -> list[str]:
 
 
 def lacks(*, nodes: bool, images: bool) -> str | None:
-    """Why this machine cannot have such a cluster, in one sentence with the remedy; None if it can."""
+    """Return in one sentence with the remedy why this machine cannot run such a cluster; None if it can."""
     if (nodes or images) and os.geteuid() != 0:
         return "real nodes and images need root, and this process is not (nodes of KWOK do not: --nodes 0 --fake 8)"
     packages = missing(nodes=nodes, images=images)
@@ -50,7 +50,7 @@ def _may_install() -> bool:
 
 
 def _confirmed(packages: list[str]) -> bool:
-    """Return whether packages may be installed; asks on a terminal."""
+    """Return whether packages may be installed; prompts on a terminal."""
     if os.environ.get("INSTALL") == "1" or os.environ.get("CI") or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return True
     sys.stderr.write(f"missing packages: {' '.join(packages)}. Install them with apt-get? [Y/n] ")
@@ -59,10 +59,10 @@ def _confirmed(packages: list[str]) -> bool:
 
 
 def provide(*, nodes: bool, images: bool) -> None:
-    """Install what is missing.
+    """Install missing packages.
 
     Raises:
-        ClusterError: that is not possible here; the text has the remedy.
+        ClusterError: this is not possible here; the text has the remedy.
     """
     if reason := lacks(nodes=nodes, images=images):
         raise ClusterError(reason)

@@ -1,6 +1,6 @@
-"""The nodes' network: a switch in a namespace of its own, a cable to every node, and one to this machine.
+"""The nodes' network: a switch in its own namespace, a cable to every node, and one to this machine.
 
-Nothing here has to be removed: the namespaces, the cables and the routes through them go with the switch's process.
+Nothing has to be removed: the namespaces, the cables and the routes through them end with the switch's process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _BRIDGE = "switch"
 
 
 def free_second() -> int:
-    """The second number of a 10.x/16 that this machine has no route into, and that no other cluster has taken.
+    """Return the second number of a 10.x/16 that overlaps no route of this machine, and that no other cluster uses.
 
     Clusters without real nodes have no routes, but tests may make the addresses of their pods local.
 
     Raises:
-        ClusterError: all that are tried here are taken.
+        ClusterError: all candidates are in use.
     """
     routes = [ipaddress.ip_network(route["dst"], strict=False) for route in _routes() if route["dst"] != "default"]
     for second in range(210, 250):
@@ -39,7 +39,7 @@ def _routes() -> list[dict[str, str]]:
 
 
 def first_child(pid: int, seconds: float = 10.0) -> int:
-    """The process that `unshare --fork` made."""
+    """Return the process that `unshare --fork` created."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
 
     def look() -> list[str]:
@@ -79,15 +79,15 @@ class Switch:
         self._inside("ip", "link", "set", port, "up")
 
     def connect(self, node: str, index: int, pid: int) -> None:
-        """Lay a cable to the network namespace of `pid`, as `eth0` there, and route the node's pods through it."""
+        """Connect a cable to the network namespace of `pid`, as `eth0` there, and route the node's pods through it."""
         self._inside("ip", "link", "add", node, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         self._plug(node)
         gateway = self._addresses.node(index)
         run("ip", "route", "replace", self._addresses.pods_of_node(index), "via", gateway)
         if index == 1:
-            # From this machine, services are reached through the first node's kube-proxy.
+            # This machine reaches services through the first node's kube-proxy.
             run("ip", "route", "replace", self._addresses.services, "via", gateway)
 
     def cable(self, node: str, *, up: bool) -> None:
-        """Pull a node's cable, or plug it in again."""
+        """Connect or disconnect a node's cable."""
         self._inside("ip", "link", "set", node, "up" if up else "down")

@@ -1,6 +1,6 @@
-"""The first process of a node: makes the node's places, starts its programs, buries its dead.
+"""The first process of a node: creates the node's mounts, starts its programs, and reaps its processes.
 
-Started by nodes.py in namespaces of its own, alone (it imports nothing of ours) with the path of a plan in JSON.
+Started by nodes.py in its own namespaces with the path of a JSON plan; it imports no module of the project.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Deployments with real engines, as namespace and name: each has a folder of the node, and a cache in it, of its own.
+# Deployments with real engines, as namespace and name: each has its own folder on the node, with its own cache.
 _COMPILING = ("serving/nano", "demo/nano")
 _MEMBERS_USER = 65532
 _SECONDS = 60.0
-# Settings of the whole machine that a kubelet insists on. It shall read its values and leave the machine's alone.
+# Settings of the whole machine that a kubelet requires. It reads its values here and leaves the machine's unchanged.
 _INSISTS = {
     "vm/overcommit_memory": "1",
     "vm/panic_on_oom": "0",
@@ -34,7 +34,7 @@ def sh(*command: str, seconds: float = _SECONDS) -> None:
 
 
 def wait_for(path: str) -> None:
-    """Wait until a file is there."""
+    """Wait until a file exists."""
     end = time.monotonic() + _SECONDS
     while not os.path.lexists(path):
         if time.monotonic() > end:
@@ -43,7 +43,7 @@ def wait_for(path: str) -> None:
 
 
 def make_places(directory: Path) -> None:
-    """The node's own /proc, /run, /var/lib and /var/log; the rest of the file system is the machine's."""
+    """Mount the node's own /proc, /run, /var/lib and /var/log; the rest of the file system is the machine's."""
     sh("mount", "-t", "proc", "proc", "/proc")
     for setting, value in _INSISTS.items():
         file = directory / setting.replace("/", ".")
@@ -52,12 +52,12 @@ def make_places(directory: Path) -> None:
     sh("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
     sh("mount", "--bind", str(directory / "lib"), "/var/lib")
     sh("mount", "--bind", str(directory / "log"), "/var/log")
-    # Registries cannot be reached. A resolver of the machine that does not answer would keep the kubelet's pull of a
-    # missing image, and with it the end of that pod, waiting for as long as the machine's resolv.conf says.
+    # Registries are not reachable. With an unresponsive resolver of the machine, the kubelet's pull of a missing image,
+    # and thus the end of that pod, would take as long as the machine's resolv.conf specifies.
     resolver = directory / "resolv.conf"
     resolver.write_text("")
     sh("mount", "--bind", str(resolver), os.path.realpath("/etc/resolv.conf"))
-    # What vLLM compiles is the same on every node of one machine, whose processors take half a minute for it each time.
+    # vLLM's compiled code is the same on every node of one machine, whose processors take half a minute for each build.
     compiled = directory.parent / "compiled"
     compiled.mkdir(exist_ok=True)
     os.chown(compiled, _MEMBERS_USER, _MEMBERS_USER)
@@ -70,7 +70,7 @@ def make_places(directory: Path) -> None:
 
 
 def make_network(plan: dict[str, Any]) -> None:
-    """Addresses and routes, once the cable is there."""
+    """Configure addresses and routes after the cable is connected."""
     sh("ip", "link", "set", "lo", "up")
     wait_for("/proc/sys/net/ipv4/conf/eth0")
     sh("ip", "addr", "add", plan["address"], "dev", "eth0")
@@ -82,7 +82,7 @@ def make_network(plan: dict[str, Any]) -> None:
 
 
 def make_base(file: Path, shared: list[str]) -> None:
-    """What every container begins with: containerd's own specification, and folders of the machine read-only."""
+    """Write the base of every container: containerd's own specification, and folders of the machine read-only."""
     said = subprocess.run(["ctr", "oci", "spec"], check=True, timeout=_SECONDS, capture_output=True).stdout
     spec = json.loads(said)
     options = ["rbind", "ro", "nosuid", "nodev"]
@@ -91,7 +91,7 @@ def make_base(file: Path, shared: list[str]) -> None:
 
 
 def main() -> None:
-    """Bring the node up and stay."""
+    """Start the node and stay."""
     plan = json.loads(Path(sys.argv[1]).read_text())
     directory = Path(plan["directory"])
     os.environ["PATH"] = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -1,7 +1,7 @@
-"""A real node: a process, network, mount, IPC and host name space of its own with containerd, kubelet and kube-proxy.
+"""A real node: process, network, mount, IPC and host name namespaces with containerd, kubelet and kube-proxy.
 
-The node's files outlive its processes, so that a node that is stopped and started again finds its containers dead and
-its images there, as after a power cut.
+The node's files outlive its processes, so that a restarted node finds its containers dead and its images present, as
+after a power cut.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from clusterkit.waiting import until
 
 CNI_PROGRAMS = "/usr/lib/cni"
 START_SECONDS = 180.0
-# An image of half a gigabyte takes seconds; beside other work it has taken three minutes.
+# An image of half a gigabyte takes seconds; during other work it took up to three minutes.
 LOAD_SECONDS = 600.0
-# Namespaces end together with the process that is number 1 in them.
+# Namespaces end with their process number 1.
 _NEW = ("unshare", "--net", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child", "--propagation", "slave")
 
 
@@ -49,7 +49,7 @@ class Node:
         return f"{self.plane.place.settings.cgroup}/{self.name}"
 
     def prepare(self) -> None:
-        """Write what its programs read."""
+        """Write the files that its programs read."""
         plane, directory = self.plane, self.directory
         for part in ("lib", "log", "cni"):
             (directory / part).mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ class Node:
         _json(directory / "plan.json", plan)
 
     def start(self) -> None:
-        """Power on. The node is up before it is Ready: that is for the API server to say."""
+        """Power on. The node is up before it is Ready in the API server."""
         cgroups.make(self.cgroup)
         (self.directory / "up").unlink(missing_ok=True)
         script = Path(__file__).with_name("node_init.py")
@@ -118,31 +118,31 @@ class Node:
         until(f"node {self.name}", up, seconds=START_SECONDS)
 
     def check(self) -> None:
-        """Raise if it has ended although nobody stopped it."""
+        """Raise if it has ended without a stop."""
         if self.init:
             self.init.check()
 
     def stop(self) -> None:
-        """Power off: everything on it ends at once and its cable is gone."""
+        """Power off: all its processes end at once and its cable is removed."""
         if self.init:
             self.init.kill()
             self.init = None
             until(f"the end of all processes of {self.name}", lambda: not cgroups.processes(self.cgroup), seconds=10)
 
     def load(self, images: Path) -> None:
-        """Put the images of a docker archive on the node."""
+        """Load the images of a docker archive onto the node."""
         assert self.init, f"{self.name} is stopped"
         pid = str(network.first_child(self.init.popen.pid))
         run("nsenter", "-t", pid, "-m", "ctr", "-n", "k8s.io", "images", "import", images, seconds=LOAD_SECONDS)
 
 
 def environment() -> list[str]:
-    """Folders of this machine that every container on a node sees, read-only, as GPU nodes add their drivers.
+    """Return folders of this machine that every container on a node gets read-only, as drivers on GPU nodes.
 
     vLLM for CPU with its Python is 6 GB, too much for an image that is built for a test.
     """
     python = Path(sys.base_prefix)
-    # Debian's own Python is in the base image, which has the rest of /usr too.
+    # Debian's own Python is in the base image, like the rest of /usr.
     return [sys.prefix, *([] if python == Path("/usr") else [str(python)])]
 
 
@@ -173,7 +173,7 @@ def _kubelet(node: Node, serving: pki.Pair) -> dict[str, object]:
         "clusterDNS": [place.address],
         "clusterDomain": DOMAIN,
         "resolvConf": "",
-        # The disk is the machine's, and how full that is must not decide a test.
+        # The disk belongs to the machine, and its usage must not affect a test.
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "100Mi"},
     }
@@ -188,14 +188,14 @@ def _proxy(node: Node, kubeconfig: Path) -> dict[str, object]:
         "mode": "iptables",
         "clusterCIDR": node.plane.place.addresses.pods,
         "bindAddress": node.address,
-        # Limits of the whole kernel, which is not the node's to set.
+        # Limits of the whole kernel, which the node must not set.
         "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
     }
 
 
 def _cni(node: Node) -> dict[str, object]:
-    # A cable for each pod instead of a bridge: what goes from pod to pod of one node is routed, so that Services
-    # work without a kernel module that shows bridged packets to iptables.
+    # A cable for each pod instead of a bridge: packets between pods of one node are routed, so that Services work
+    # without a kernel module that passes bridged packets to iptables.
     ranges = [[{"subnet": node.plane.place.addresses.pods_of_node(node.index)}]]
     return {
         "cniVersion": "0.4.0",

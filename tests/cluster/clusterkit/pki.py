@@ -1,7 +1,7 @@
-"""Certificates of the cluster: one authority for etcd, one for everybody else, and who is who.
+"""Certificates of the cluster: one authority for etcd, one for all others, and the identities.
 
-Names and groups are those that Kubernetes' own rules are written for (https://kubernetes.io/docs/setup/best-practices/certificates/),
-so that the Node authorizer and the built-in roles decide here as they do elsewhere.
+Names and groups follow Kubernetes' own rules (https://kubernetes.io/docs/setup/best-practices/certificates/), so that
+the Node authorizer and the built-in roles have their usual effect.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _builder(subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePubl
 
 
 class Authority:
-    """Signs certificates; all files lie in one directory."""
+    """Signs certificates; all files are in one directory."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
@@ -79,7 +79,7 @@ class Authority:
         self.certificate.write_bytes(built.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *, groups: Sequence[str] = (), hosts: Sequence[str] = (), file: str = "") -> Pair:
-        """A certificate of a client, and of a server too if `hosts` (names and addresses) are given."""
+        """Issue a client certificate, also valid for a server if `hosts` (names and addresses) are given."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name(
             [
@@ -112,7 +112,7 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def service_account_keys(directory: Path) -> Pair:
-    """What signs service accounts' tokens (`key`) and what checks them (`certificate`, a bare public key)."""
+    """Return the key that signs service accounts' tokens (`key`) and its bare public key (`certificate`)."""
     key = ec.generate_private_key(ec.SECP256R1())
     pair = Pair(directory / "service-accounts.pub", directory / "service-accounts.key")
     public = serialization.PublicFormat.SubjectPublicKeyInfo
@@ -122,7 +122,7 @@ def service_account_keys(directory: Path) -> Pair:
 
 
 def kubeconfig(file: Path, *, cluster: str, server: str, authority: Path, pair: Pair) -> Path:
-    """A kubeconfig with everything inside (JSON is YAML too)."""
+    """Write a kubeconfig with embedded certificates (JSON is YAML too)."""
 
     def inside(path: Path) -> str:
         return base64.b64encode(path.read_bytes()).decode()

@@ -1,4 +1,4 @@
-"""Child processes that log to a file and that do not outlive the process that started them."""
+"""Child processes that log to a file and do not outlive the process that started them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from clusterkit.waiting import ClusterError
 
 COMMAND_SECONDS = 30.0
-# The kernel ends the program when the thread that started it ends; it survives the exec.
+# The kernel ends the program when the thread that started it ends; this setting survives the exec.
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
 
@@ -24,12 +24,12 @@ class Process:
     log: Path
 
     def check(self) -> None:
-        """Raise if it has ended: nothing here ends by itself."""
+        """Raise if it has ended: no part ends by itself."""
         if (code := self.popen.poll()) is not None:
             raise ClusterError(f"{self.name} ended with code {code}; its last words: {last_words(self.log)}")
 
     def stop(self, seconds: float = 5.0) -> None:
-        """Ask it to end, and end it."""
+        """Terminate it, or kill it after `seconds`."""
         if self.popen.poll() is None:
             self.popen.terminate()
             try:
@@ -39,13 +39,13 @@ class Process:
         self.popen.wait(seconds)
 
     def kill(self, seconds: float = 5.0) -> None:
-        """End it at once."""
+        """Kill it at once."""
         self.popen.kill()
         self.popen.wait(seconds)
 
 
 def start(name: str, command: Sequence[str | Path], *, log: Path, env: Mapping[str, str] | None = None) -> Process:
-    """Start a program; call it from the main thread, see `_DIES_WITH_US`. Its output is appended to `log`."""
+    """Start a program; must be called from the main thread, see `_DIES_WITH_US`. Its output is appended to `log`."""
     with log.open("ab") as out:
         popen = subprocess.Popen(
             [*_DIES_WITH_US, *map(str, command)],
@@ -58,7 +58,7 @@ def start(name: str, command: Sequence[str | Path], *, log: Path, env: Mapping[s
 
 
 def last_words(log: Path, size: int = 600) -> str:
-    """The end of a log in one line."""
+    """Return the end of a log in one line."""
     try:
         return " ".join(log.read_text(errors="replace")[-size:].split()) or f"nothing in {log}"
     except OSError as error:
@@ -66,10 +66,10 @@ def last_words(log: Path, size: int = 600) -> str:
 
 
 def run(*command: str | Path, seconds: float = COMMAND_SECONDS, env: Mapping[str, str] | None = None) -> str:
-    """The standard output of a command that has to succeed.
+    """Return the standard output of a command that has to succeed.
 
     Raises:
-        ClusterError: it failed or took longer; with what it said.
+        ClusterError: it failed or took longer; with its output.
     """
     line = " ".join(map(str, command))
     try:

@@ -1,7 +1,7 @@
-"""The process that has all parts of a cluster as children, from the first to the last.
+"""The process that has all parts of a cluster as children, during the whole life of the cluster.
 
-Run as `python -m clusterkit.supervisor SETTINGS` (JSON). It ends the cluster and itself at SIGTERM or SIGINT, and
-when a part ends by itself.
+Run as `python -m clusterkit.supervisor SETTINGS` (JSON). It ends the cluster and itself at SIGTERM or SIGINT, and when
+a part ends by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NODES_READY_SECONDS = 240.0
 
 
 class _Told(Exception):
-    """To end."""
+    """A signal to end."""
 
 
 class Supervisor:
@@ -42,7 +42,7 @@ class Supervisor:
         self.switch: network.Switch | None = None
 
     def start(self) -> None:
-        """Start all, and return when all nodes are Ready."""
+        """Start all parts, and return when all nodes are Ready."""
         settings, directory = self.settings, self.settings.directory
         programs = self._programs()
         with layout.alone("addresses", patience=30):
@@ -75,7 +75,7 @@ class Supervisor:
         state.write()
 
     def _programs(self) -> Path:
-        """One folder with links to all programs that this cluster uses."""
+        """Create one folder with links to all programs of this cluster."""
         programs = self.settings.directory / "bin"
         programs.mkdir()
         for module in self.settings.modules:
@@ -84,7 +84,7 @@ class Supervisor:
         return programs
 
     def _open_to_kubelets(self, cluster: Cluster) -> None:
-        """Let the API server into the kubelets (exec, logs, port-forward)."""
+        """Give the API server access to the kubelets (exec, logs, port-forward)."""
         cluster.apply(
             {
                 "apiVersion": "rbac.authorization.k8s.io/v1",
@@ -131,7 +131,7 @@ class Supervisor:
             say(f"node {node.name} has its programs running")
 
     def check(self) -> None:
-        """Raise if a part has ended that nobody stopped."""
+        """Raise if a part has ended without a stop."""
         if self.plane:
             self.plane.check()
         for part in self.parts:
@@ -140,7 +140,7 @@ class Supervisor:
             node.check()
 
     def serve(self) -> None:
-        """Look after the parts and do as told; only a signal or the end of a part ends this."""
+        """Check the parts and execute commands until a signal or the end of a part."""
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(self.settings.directory / "control"))
             listener.listen()
@@ -184,7 +184,7 @@ class Supervisor:
                 raise ClusterError(f"{command!r} is nothing that a node does; say stop, start, cut or plug")
 
     def end(self) -> None:
-        """End every part, the nodes first: a control plane that goes first leaves kubelets that complain."""
+        """End every part, the nodes first: without a control plane, kubelets would log errors."""
         for node in self.nodes.values():
             node.stop()
         for part in reversed(self.parts):

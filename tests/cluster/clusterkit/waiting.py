@@ -1,4 +1,4 @@
-"""What every part here says, waits for and fails with."""
+"""Messages, waits and errors of all parts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _STARTED = time.monotonic()
 
 
 class ClusterError(Exception):
-    """The cluster is not there, or not as asked; the text is one sentence for whoever started it."""
+    """The cluster is missing or not as requested; the text is one sentence for the user."""
 
 
 def say(text: str) -> None:
-    """One line of progress with the seconds since this process started."""
+    """Print one line of progress with the seconds since this process started."""
     print(f"cluster {time.monotonic() - _STARTED:6.1f} s  {text}", flush=True)
 
 
 def until(what: str, look: Callable[[], Value], *, seconds: float, every: float = 0.1) -> Value:
-    """What `look` returns once that is true. It may raise `ClusterError` to give up early.
+    """Return the result of `look` once it is true. It may raise `ClusterError` to fail early.
 
     Raises:
         ClusterError: `what` was not there after `seconds`.

@@ -1,7 +1,7 @@
 """One deployment of the nano model for all tests of this folder, which run last: it lasts until the session's end.
 
-Each goes on from where the last one left the group: a test that fails leaves the next one a group that may not serve,
-which it then says.
+Each test continues with the state that the previous one left: after a failure the group may not serve, and the next
+test then reports that.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ NAMESPACE = "serving"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """No other test shares the machine with its engine, or takes its nodes away."""
+    """Run these tests last: no other test shares the machine with the engine, or removes its nodes."""
     items.sort(key=lambda item: Path(__file__).parent in item.path.parents)
 
 
 @pytest.fixture(scope="session")
 def nano(cluster: Cluster, definition: dict[str, object], operator_image: str, runtime_image: str) -> Iterator[Nano]:
-    """Two members; where there is a third node, it is the operator's, which is not the one that is lost."""
+    """Yield a deployment of two members. A third node, if any, is the operator's and is never the lost one."""
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     alone = cluster.state.settings.nodes > 2
     place = (f"nodeSelector.kubernetes\\.io/hostname={OPERATOR_NODE}",) if alone else ()

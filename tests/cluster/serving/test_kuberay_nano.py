@@ -1,4 +1,4 @@
-"""The nano model as a RayCluster: real KubeRay, Ray and vLLM in pods on real nodes, asked and broken."""
+"""The nano model as a RayCluster: real KubeRay, Ray and vLLM in pods on real nodes, with requests and faults."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_kuberays_ray_serves_recovers_and_leaves_nothing(
             listed = httpx.get(nodes, headers=token, timeout=30, trust_env=False).raise_for_status().json()
         assert [one["state"] for one in listed["data"]["result"]["result"]] == ["ALIVE", "ALIVE"]
 
-        # Level 1: the engine dies, the pods stay.
+        # Level 1: the engine dies, the pods remain.
         struck = time.time()
         nano.inside(0, KILL)
         failure = nano.recovered(struck, "EngineCoreDied")

@@ -1,6 +1,6 @@
-"""The main job on a cluster: real Ray and real vLLM with the nano model in pods on two nodes, asked and broken.
+"""The main job on a cluster: real Ray and vLLM with the nano model in pods on two nodes, with requests and faults.
 
-What it prints can be held against `benchmarks/recovery.py` of the same minutes: the same fault, the same question.
+The printed figures are comparable with `benchmarks/recovery.py` on the same machine: same fault, same request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHAT = {
     "max_tokens": 8,
     "temperature": 0.0,
 }
-# What the harness of the benchmarks asks.
+# The request of the benchmarks' harness.
 COMPLETION = {"model": "nano", "prompt": "Hello", "max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
 KILL = "import os,signal,sys;" + (
     "found=[int(p) for p in os.listdir('/proc') if p.isdigit() "
@@ -46,13 +46,13 @@ def test_a_chat_a_killed_engine_and_an_answer(nano: Nano) -> None:
     ):
         first = http.post("/v1/chat/completions", json=CHAT).raise_for_status().json()
         assert first["usage"]["completion_tokens"] == 8
-        # Programs, cluster, images, chart and engine: all that the command found missing is in it.
+        # Includes programs, cluster, images, chart and engine: everything that had to be built or started.
         taken = time.time() - psutil.Process().create_time()
         print(f"a chat through the Service {taken:.0f} s after the command began")
 
         struck, begun = time.time(), time.monotonic()
         nano.inside(0, KILL)
-        # Asked while the engine is dead: the gateway holds it until there is one again.
+        # Sent while the engine is dead: the gateway holds it until the engine is back.
         answer = http.post("/v1/completions", json=COMPLETION).raise_for_status().json()
         print(f"answered again after {time.monotonic() - begun:.1f} s")
         assert answer["usage"]["completion_tokens"] == 4
@@ -96,7 +96,7 @@ def test_the_commands_that_break_and_gather(nano: Nano, tmp_path: Path) -> None:
 
 
 def test_what_an_engine_has_begun_it_finishes_before_an_update(nano: Nano) -> None:
-    """Also a stream that no other could continue; then the next one is formed."""
+    """This includes a stream that no other engine could continue; afterwards the next group is formed."""
     seeded = {**COMPLETION, "max_tokens": 100, "temperature": 1.0, "seed": 7, "stream": True}
     change = {"spec": {"engine": {"maxNumSeqs": 3, "timeouts": {"drain": "3m"}}}}
     before = nano.group()["incarnation"]

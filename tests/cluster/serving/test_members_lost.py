@@ -1,4 +1,4 @@
-"""Members and nodes of a serving group are lost, while users ask: it forms again by itself, and no question is lost."""
+"""Losses of members and nodes of a serving group during requests: it forms again by itself, and no request is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _third_node(cluster: Cluster) -> None:
 
 @contextlib.contextmanager
 def asking(nano: Nano, away_from: str = "") -> Iterator[Users]:
-    """Users who ask from before the loss until the block ends, by the gateway that is not on the node `away_from`."""
+    """Run users from before the loss until the block ends, through the gateway that is not on the node `away_from`."""
     target = f"pod/{nano.gateway(away_from)}"
     with forwarded(nano.cluster, nano.namespace, target, 8000) as base, Users(base).asking() as found:
         found.next_after(time.time())
@@ -54,7 +54,7 @@ def test_a_deleted_member_is_replaced_by_a_new_incarnation(nano: Nano, rank: int
 
 @pytest.mark.parametrize(("end", "back"), [("cut", "plug"), ("stop", "start")])
 def test_a_lost_node_is_named_and_replaced_and_its_members_never_come_back(nano: Nano, end: str, back: str) -> None:
-    """Cut off with everything on it running on, and switched off: Kubernetes sees the same, the group must too."""
+    """A node is cut off while its processes continue, or is switched off: for Kubernetes both are the same."""
     node, rank = _victim(nano)
     old, incarnation = nano.uids(), nano.group()["incarnation"]
     with asking(nano, away_from=node) as users:
@@ -75,7 +75,7 @@ def test_a_lost_node_is_named_and_replaced_and_its_members_never_come_back(nano:
         finally:
             nano.cluster.node(back, node)
         until(f"{node} Ready", lambda: _ready(nano.cluster, node), seconds=180, every=1)
-        # What still ran there ends, and the group that serves is not touched.
+        # Its remaining processes end, and the serving group is not affected.
         until("the end of its old members", lambda: not _left(nano, node, incarnation), seconds=180, every=1)
         assert nano.uids() == present
         assert nano.group()["incarnation"] == group["incarnation"]
@@ -102,7 +102,7 @@ def _ready(cluster: Cluster, node: str) -> bool:
 
 
 def _left(nano: Nano, node: str, incarnation: int) -> list[str]:
-    """Agents of `incarnation` that still run on `node`: told by their processes, not by Kubernetes."""
+    """Return agents of `incarnation` that still run on `node`, from the machine's processes and not from Kubernetes."""
     found = []
     for pid in cgroups.processes(f"{nano.cluster.state.settings.cgroup}/{node}"):
         try:

@@ -1,6 +1,6 @@
-"""Every port that a member's pod listens on is tried from a stranger's pod: it refuses, or it is judged here by name.
+"""A foreign pod tries every listening port of a member's pod: the port refuses, or is listed here by name.
 
-Nothing enforces network policies on the test cluster: what refuses does so by itself.
+The test cluster does not enforce network policies: the servers refuse by themselves.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ REFUSING = {
     "core-worker": "grpc",
     "dashboard-agent": "grpc",
 }
-"""What asks for the token, and how it is spoken to."""
+"""Ports that require the token, and their protocol."""
 OPEN = {
     "queue": "vLLM's queue from EngineCore to workers, and theirs to it",
     "gloo": "connections between ranks for collective operations",
     "store": "torch's store, by which ranks find each other",
 }
-"""What cannot ask for one (docs/pods.md, Ports). A NetworkPolicy closes it where the network plugin enforces it."""
+"""Ports that cannot require it (docs/pods.md, Ports). An enforced NetworkPolicy closes them."""
 
 
 @dataclass(frozen=True)
 class Listener:
-    """One socket that somebody outside of the pod may reach."""
+    """One socket that may be reachable from outside of the pod."""
 
     protocol: str
     address: str
     port: int
     process: str
-    """Its command line, or the name that it gave itself."""
+    """Its command line, or the title that the process set."""
 
     @property
     def anywhere(self) -> bool:
@@ -62,13 +62,13 @@ class Listener:
 
     @property
     def judged(self) -> str | None:
-        """What it is; None: nobody knows it."""
+        """Name of the port; None if it is unknown."""
         worker, core = "RayWorkerProc" in self.process, "EngineCore" in self.process
         # Ray gives its core workers ports of this range (--min-worker-port), and listens on every address.
         core_worker = self.anywhere and 10002 <= self.port <= 19999
         known = {
             "agent": "dsv4_runtime.agent" in self.process and self.port == 8090,
-            # A process that has waited for its engine keeps the command line that it waited with.
+            # A process that waited for its engine keeps its original command line.
             "api": self.port == 8000 and any(one in self.process for one in ("api_server", "vllm_plugin.warm_pool")),
             "dashboard": "dashboard/dashboard.py" in self.process and self.port == 8265,
             "dashboard-agent-http": "DashboardAgent" in self.process and self.port == 52365,
@@ -93,14 +93,14 @@ def _strangers(cluster: Cluster) -> Iterator[None]:
 
 
 def listeners(nano: Nano, rank: int) -> list[Listener]:
-    """What listens in the pod of `rank` and can be reached from outside."""
+    """Return the listening sockets in the pod of `rank` that are reachable from outside."""
     return [
         one for one in (Listener(*row) for row in json.loads(nano.inside(rank, _LIST))) if one.address != "127.0.0.1"
     ]
 
 
 def tried(cluster: Cluster, image: str, questions: list[dict[str, Any]], name: str) -> dict[str, list[str]]:
-    """What a pod without any token is told: question's name to answers."""
+    """Run the requests in a pod without a token; return the results by the request's name."""
     pod = ["run", name, "-n", STRANGERS, f"--image={image}", "--image-pull-policy=Never", "--restart=Never"]
     cluster.kubectl(*pod, "--command", "--", "python3", "-c", _TRY, json.dumps(questions))
     wait = ("wait", "--for=jsonpath={.status.phase}=Succeeded", f"pod/{name}", "-n", STRANGERS, "--timeout=240s")
@@ -135,7 +135,7 @@ def test_every_port_refuses_or_is_judged(nano: Nano, cluster: Cluster, runtime_i
 
 
 def test_the_engine_answers_who_knows_the_token(nano: Nano) -> None:
-    """The lock has a key: the same question with it, from beside the engine."""
+    """The same request with the token, from within the engine's pod."""
     code = (
         "import urllib.request as asking\n"
         f"token = open('/etc/dsv4/token/token').read().strip()\n"

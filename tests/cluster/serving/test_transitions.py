@@ -1,6 +1,6 @@
-"""Planned changes under clients in a pod of their own, which send to the Service: no request of theirs fails.
+"""Planned changes during requests from clients in their own pod to the Service: none of their requests fails.
 
-`DSV4_TEST_ROUNDS` sets how often each change is made; the default is 1.
+`DSV4_TEST_ROUNDS` sets the number of repetitions of each change; the default is 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 ROUNDS = int(os.environ.get("DSV4_TEST_ROUNDS", "1"))
 CLIENTS = 8
 LONGEST_SECONDS = 30.0
-"""For an answer or an error, while nothing of the engine is restarted."""
+"""Limit for a response or an error, while the engine does not restart."""
 _SETTLED_SECONDS = 5.0
 _EVERY_SECONDS = 0.5
 _POD = "clients"
@@ -51,26 +51,26 @@ class Watched:
 
     nano: Nano
     ready: list[tuple[float, bool]] = field(default_factory=list)
-    """Unix times at which the condition was read, and whether it was True."""
+    """Unix time of each reading of the condition, and whether it was True."""
 
     def requests(self) -> list[Request]:
-        """Every request that has ended."""
+        """Return every request that has ended."""
         try:
             lines = self.nano.cluster.kubectl("logs", _POD, "-n", self.nano.namespace).splitlines()
         except KubectlError:
-            # Its container is not running yet.
+            # Its container does not run yet.
             return []
         found = [json.loads(line) for line in lines if line.startswith("{")]
         return [Request(**{**one, "outcome": Outcome(one["outcome"])}) for one in found]
 
     def live(self) -> dict[str, Any] | None:
-        """The deployment; None: there is none."""
+        """Return the deployment; None if there is none."""
         path = f"/apis/dsv4.dev/v1alpha1/namespaces/{self.nano.namespace}/dsv4deployments/nano"
         answer = self.nano.cluster.http.get(path)
         return None if answer.status_code == 404 else answer.raise_for_status().json()
 
     def is_ready(self, replicas: int = 1) -> bool:
-        """Whether the present specification serves with that many groups and no others."""
+        """Return whether the present specification serves with exactly that many groups."""
         found = self.live() or {}
         status, metadata = found.get("status") or {}, found.get("metadata") or {}
         conditions = {one["type"]: one["status"] for one in status.get("conditions") or []}
@@ -175,9 +175,9 @@ class Change:
 
     make: Callable[[Watched], None]
     absent: bool = False
-    """Whether the deployment does not exist for a while, so that requests fail."""
+    """Whether the deployment is absent for a while, so that requests fail."""
     reforms: bool = False
-    """Whether an engine starts anew, so that requests wait for it."""
+    """Whether an engine starts again, so that requests wait for it."""
 
 
 CHANGES = {
@@ -200,7 +200,7 @@ def test_no_request_fails(watched: Watched, name: str) -> None:
         away.append((struck, time.time()))
         time.sleep(_SETTLED_SECONDS)
         print(f"{name}: round {number + 1} took {away[-1][1] - struck:.1f} s", flush=True)
-    # The last requests end, and later ones show that it goes on.
+    # The last requests end, and later ones show that the service continues.
     time.sleep(_SETTLED_SECONDS)
     requests = [one for one in watched.requests() if one.ended > begun]
     lost = [one for one in requests if one.outcome in (Outcome.FAILED, Outcome.SILENT)]
@@ -228,12 +228,12 @@ def _during(request: Request, away: list[tuple[float, float]]) -> bool:
 
 
 def _end_of(request: Request, away: list[tuple[float, float]]) -> float:
-    """The end of the change that a request saw, or the time at which it was sent."""
+    """Return the end of the change that overlaps a request, or the time at which the request was sent."""
     return max([request.sent, *(end for begin, end in away if request.ended >= begin and request.sent <= end)])
 
 
 def _ready_throughout(watched: Watched, request: Request) -> bool:
-    """Whether the condition was True at every reading from 2 s before the request to 2 s after it."""
+    """Return whether the condition was True at every reading from 2 s before the request to 2 s after it."""
     seen = [ready for when, ready in watched.ready if request.sent - 2 <= when <= request.ended + 2]
     return bool(seen) and all(seen)
 
@@ -249,6 +249,6 @@ def _patch(watched: Watched, changes: dict[str, Any]) -> None:
     with contextlib.suppress(KubectlError):
         watched.nano.cluster.kubectl("patch", *place)
         return
-    # The webhook may be away for a moment while its operator is restarted.
+    # The webhook may be unavailable for a moment while its operator restarts.
     time.sleep(_SETTLED_SECONDS)
     watched.nano.cluster.kubectl("patch", *place)

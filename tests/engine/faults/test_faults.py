@@ -1,4 +1,4 @@
-"""CI's choice of the fault suite: each level, and each way to die that is not just another killed process.
+"""Subset of the fault suite for CI: one case per recovery level and per kind of failure other than a killed process.
 
 `test_main_job.py` kills the other processes; `benchmarks/faults.py` runs the whole table. One deployment, in order.
 """
@@ -23,10 +23,10 @@ from dsv4_testkit.faults.table import BOUND, Fault, Kind
 pytestmark = pytest.mark.engine
 
 BUSY = 2.0
-"""The bounds of the table are p95 of an idle machine; a runner that does other work gets this much more."""
+"""The bounds of the table are p95 of an idle machine; this factor allows for other work of a runner."""
 SEED = 1
 LOAD = Shape(clients=2, tokens=(4, 12))
-"""Half of what the table has: two processors are to have time for the engine."""
+"""Half of the table's load, so that two processors have time for the engine."""
 
 CHOICE = (
     "all frames of member 1 lost for 8 s",
@@ -51,7 +51,7 @@ CHOICE = (
 
 @pytest.fixture(scope="module")
 def deaths(request: pytest.FixtureRequest) -> int:
-    """Faults of this run that cost a restart."""
+    """Return the number of restarts that the faults of this run use."""
     chosen = [
         item.callspec.params["fault"]
         for item in request.session.items
@@ -62,7 +62,7 @@ def deaths(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def system(deaths: int) -> Iterator[DSV4]:
-    # What the choice spends, and not one restart more.
+    # The budget is exactly the number of restarts that the chosen faults use.
     found = DSV4(restarts=deaths, window="1h")
     try:
         found.start()
@@ -71,7 +71,7 @@ def system(deaths: int) -> Iterator[DSV4]:
         found.close()
 
 
-# Ways to hang for which the same rule answers, and slow ones with a unit test of each part.
+# Hangs that are detected by the same rule as another one, and slow faults whose parts have unit tests.
 LONG = {
     "packets from member 0 to member 1 lost",
     "hang in a step of rank 1",
@@ -98,7 +98,7 @@ def test_it_is_noticed_named_and_repaired(system: DSV4, fault: Fault) -> None:
     result = inflict(system, fault, 1, SEED, LOAD)
     print(f"\n{fault.name}: {report.line(result)}")
     assert result.false_restarts == 0
-    # A stream that had begun may end with an error event; nobody is left without a word, or without an answer.
+    # A stream that had begun may end with an error event; every other request gets a response.
     assert (result.failed, result.silent) == (0, 0), result.errors
     if fault.kind is Kind.NONE:
         assert result.verdict == "Healthy"
@@ -118,7 +118,7 @@ def test_it_is_noticed_named_and_repaired(system: DSV4, fault: Fault) -> None:
     assert result.disorder == ""
 
 
-# `test_main_job.py` has another.
+# `test_main_job.py` has another test of an exhausted budget.
 @pytest.mark.long
 def test_when_the_budget_is_spent_it_ends_and_says_so(system: DSV4, deaths: int) -> None:
     system.ready()

@@ -1,4 +1,4 @@
-"""That the suite's control groups do what they say, and nothing of them stays."""
+"""The control groups of the suite have the intended effect and leave no remains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LACKS = groups.lacks()
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(_LACKS is not None, reason=_LACKS or "")]
 
 MIB = 2**20
-# Waits for a word, then takes memory that is really written.
+# Waits for a line, then allocates memory and writes to it.
 GROW = "import sys; sys.stdin.readline(); kept = [b'x' * 2**20 for _ in range(int(sys.argv[1]))]; print(len(kept))"
 
 
@@ -35,7 +35,7 @@ def nothing_stays() -> Iterator[None]:
 
 
 def grow(mebibytes: int) -> tuple[int, str]:
-    """Exit code and output of a process that is limited to 64 MiB and takes `mebibytes`."""
+    """Return exit code and output of a process that is limited to 64 MiB and allocates `mebibytes`."""
     process = subprocess.Popen(
         [sys.executable, "-c", GROW, str(mebibytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -68,7 +68,7 @@ def test_what_is_frozen_stands_still_does_not_look_stopped_and_can_be_killed():
         os.set_blocking(process.stdout.fileno(), False)
 
         def ticks() -> bool:
-            """Whether it writes."""
+            """Return whether the process writes."""
             process.stdout.read()
             time.sleep(0.5)
             return bool(process.stdout.read())

@@ -1,4 +1,4 @@
-"""That the suite's links are really cut, lossy and slow: a fault that is none would prove nothing."""
+"""The links of the suite are really cut, lossy and slow: a fault without effect would prove nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.engine
 
-# In a process of its own, which moves into a network of its own.
+# Runs in a separate process, which moves into a network of its own.
 SCRIPT = """
 import json, os, socket, subprocess, sys, threading, time
 from dsv4_operator.backends.local import network
@@ -92,9 +92,9 @@ def test_links_do_what_they_are_said_to_do():
     print(found)
     assert found["plain"] < 0.1
     assert found["carrier while lost"]
-    # Nothing came through, in either direction, until the loss ended.
+    # No packet arrived in either direction until the loss ended.
     assert found["lost"] >= 1.8
-    # Each way has its half, and large segments come through whole.
+    # Each direction has half of the delay, and large segments arrive completely.
     assert 0.29 <= found["slow"] < 0.6
     assert 0.29 <= found["slow, 300 kB"] < 3.0
     assert found["after"] < 0.1

@@ -1,7 +1,7 @@
-"""A scripted engine behind a real gateway: real sockets, real HTTP, and a model whose every token is known.
+"""Scripted engine behind a real gateway: real sockets, real HTTP, and a model with predictable tokens.
 
-The vocabulary is the 256 bytes, so characters of several tokens come up all the time. The next token depends on every
-token before it, so a continuation from a wrong place shows at once.
+The vocabulary is the 256 bytes, so many characters consist of several tokens. The next token depends on all tokens
+before it, so a continuation from a wrong position is visible at once.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ DEFAULTS: dict[str, Any] = {
 
 
 def generate(prompt: list[int], count: int) -> list[int]:
-    """The tokens that follow a prompt."""
+    """Return the `count` tokens that follow a prompt."""
     tokens = list(prompt)
     pending = b""
     for cut in range(1, 4):
-        # A prompt may end in the middle of a character, when it is that of a continuation.
+        # The prompt of a continuation may end in the middle of a character.
         for letter in LETTERS:
             code = letter.encode()
             if cut < len(code) and bytes(tokens[-cut:]) == code[:cut]:
@@ -58,13 +58,13 @@ def generate(prompt: list[int], count: int) -> list[int]:
 
 @dataclass
 class Fault:
-    """How the engine dies under its next streams or answers: each request takes one from the list."""
+    """Failure of the engine during a stream or response. Each request consumes one entry of the list."""
 
     after: int = 0
-    """Tokens of a stream before it; bytes of the answer where `bytes` is set."""
+    """Tokens of a stream before the failure; bytes of the response if `bytes` is set."""
     kind: str = "reset"
     """`reset`: the connection breaks. `error`: vLLM's error event and [DONE], or a 500. `close`: a clean early end.
-    `hang`: nothing any more, and the verdict. `glitch`: the connection breaks and the engine lives. `none`."""
+    `hang`: no further output, and a verdict. `glitch`: the connection breaks and the engine lives. `none`."""
     bytes: bool = False
     back: float = 0.02
     """Seconds until the next generation."""
@@ -72,7 +72,7 @@ class Fault:
 
 @dataclass
 class Engine:
-    """Agent and vLLM in one."""
+    """Agent and vLLM in one server."""
 
     group: int = 1
     """Tokens in one chunk."""
@@ -85,30 +85,30 @@ class Engine:
     """Unix times of deaths that the agent reports, each by a hang and with a restart in place."""
     alive: bool = True
     token: str = token_of("the key", "0" * 32)
-    """What the agent asks for; one that another one follows ends the streams that it opened."""
+    """Token that the agent requires. A change of the token ends the streams that were opened with the previous one."""
     shown: list[str | None] = field(default_factory=list)
-    """What the agent was shown for it."""
+    """Authorization headers that the agent received."""
     model: str | None = None
-    """What the agent calls the digest of its model."""
+    """Digest of the model in the status of the agent."""
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     cancelled: int = 0
     pause: float = 0.0
     more_metrics: int = 0
-    """Lines of metrics that say nothing."""
+    """Additional lines in the response to /metrics, without meaning."""
     scrapes: int = 0
     group_watches: int = 0
     """Streams of reports on the group that were opened."""
     text: str = "no step"
     """Message of each death in the status of the agent."""
     script: Any = None
-    """Answers instead of the model: an async function of request and parsed body; None from it: the model does."""
+    """Replacement for the model: an async function of request and parsed body; None: the model responds."""
 
     def __post_init__(self) -> None:
         self.turns = token_auth.Turns()
         self.news = asyncio.Condition()
         self.tasks: set[asyncio.Task[None]] = set()
 
-    # the agent
+    # The agent.
 
     def status(self) -> str:
         now = time.time()
@@ -172,7 +172,7 @@ class Engine:
                     await asyncio.wait_for(self.news.wait(), 1.0)
         return response
 
-    # vLLM
+    # vLLM.
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == "/v1/watch":
@@ -212,8 +212,8 @@ class Engine:
             held.leave(ticket, complete=complete, proof=complete and status == 200)
 
     async def take(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request that is admitted (`engine.token_auth`)."""
-        request._client_max_size = 2**26  # aiohttp's own is 1 MiB
+        """Handle a request that `engine.token_auth` has admitted."""
+        request._client_max_size = 2**26  # aiohttp's default is 1 MiB
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         self.requests.append((request.path, body, {name.lower(): value for name, value in request.headers.items()}))
@@ -282,7 +282,7 @@ class Engine:
         return response or web.Response(status=500, text=error)
 
     def events(self, chat: bool, prompt: list[int], tokens: list[int], body: dict[str, Any]) -> Any:
-        """The stream as vLLM 0.32 writes it."""
+        """Yield the stream in the format of vLLM 0.32."""
         ids, options = bool(body.get("return_token_ids")), body.get("stream_options") or {}
         frame = {"id": f"cmpl-{self.generation}", "created": 1000 + self.generation, "model": "nano"}
         frame = {"id": frame["id"], "object": "chat.completion.chunk" if chat else "text_completion", **frame}
@@ -371,7 +371,7 @@ class Lab:
         return self
 
     async def listen(self, port: int = 0) -> None:
-        """Have the engine's port open."""
+        """Open the port of the engine."""
         self._site = web.TCPSite(self._runner, "127.0.0.1", port)
         await self._site.start()
         self.upstream = f"http://127.0.0.1:{self._site._server.sockets[0].getsockname()[1]}"
@@ -383,9 +383,9 @@ class Lab:
         given_up: str | None = None,
         others: dict[str, str | None] | None = None,
     ) -> None:
-        """Lead the gateway to an engine, whose agent and vLLM are one unless `api` says otherwise.
+        """Route the gateway to an engine. Its agent and vLLM have the same URL unless `api` is given.
 
-        `others` are further groups: their URLs, and why they were given up.
+        `others` maps the URLs of further groups to the reason why they were given up, or None.
         """
         key = str(self.route.with_name("token-key"))
         more = tuple(
@@ -398,7 +398,7 @@ class Lab:
         partial.replace(self.route)
 
     async def ready(self, status: int) -> None:
-        """Wait until /health says so."""
+        """Wait until /health returns this status."""
         async with asyncio.timeout(5):
             while True:
                 async with self.client.get(self.url + "/health") as answer:
@@ -430,7 +430,7 @@ class Lab:
 
 
 def chunks(stream: bytes) -> list[Any]:
-    """The JSON of every event, `[DONE]` as text."""
+    """Return the parsed JSON of every event; `[DONE]` as text."""
     assert stream.endswith(b"\n\n"), stream[-200:]
     found = []
     for event in stream.decode().split("\n\n")[:-1]:
@@ -441,7 +441,7 @@ def chunks(stream: bytes) -> list[Any]:
 
 @pytest.fixture
 def kit() -> Any:
-    """Everything above, for tests."""
+    """The classes and functions of this module, for tests."""
     from types import SimpleNamespace
 
     return SimpleNamespace(Lab=Lab, Engine=Engine, Fault=Fault, chunks=chunks, generate=generate)

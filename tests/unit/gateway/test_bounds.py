@@ -1,4 +1,4 @@
-"""What clients can make the gateway keep and compute has limits, whatever they send."""
+"""Clients can only make the gateway store and compute a limited amount."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunk
 
 
 async def _send(lab, *pieces, seconds=5.0):
-    """Everything that comes back on a connection of its own until it is closed."""
+    """Return all bytes received on a new connection until it is closed."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
     try:
         async with asyncio.timeout(seconds):
@@ -46,7 +46,7 @@ def _used(lab):
 
 
 def _objects(*classes):
-    """All objects of these classes. By `type`: asking for `__class__` may run code of objects that are not ours."""
+    """Return all objects of these classes. Compares `type`: reading `__class__` may run code of foreign objects."""
     return [one for one in gc.get_objects() if type(one) in classes]
 
 
@@ -83,7 +83,7 @@ async def test_a_flood_behind_a_request_that_takes_long_is_not_kept(kit):
                     while True:
                         await loop.sock_sendall(client, TINY * 1000)
                         sent += 1000
-            # The rest stays with the client: the kernel's buffers hold some tens of thousands.
+            # The rest stays with the client: the buffers of the kernel hold some tens of thousands of requests.
             assert _used(lab) < 300 * (request_module.REQUEST_BYTES + len(TINY)) + 2 * request_module.CONNECTION_BYTES
             assert len(_objects(Request)) < 300
         await lab.engine.change(phase="Serving")
@@ -115,7 +115,7 @@ async def test_trailers_within_the_bound_pass(kit):
 
 @pytest.fixture
 def without_collector():
-    """Its next full collection may be minutes away."""
+    """Disable the garbage collector: its next full collection may be minutes away."""
     gc.collect()
     gc.disable()
     yield

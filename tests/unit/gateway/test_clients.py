@@ -1,4 +1,4 @@
-"""Clients: deadlines, keys, limits, what is logged and counted, and the end of the gateway itself."""
+"""Clients: deadlines, keys, limits, logs and metrics, and the shutdown of the gateway."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ async def test_an_answer_too_long_to_keep_is_passed_on_as_it_comes(kit):
 
 
 async def test_after_sigterm_requests_are_answered_until_the_lame_duck_ends(kit):
-    """Endpoints and load balancers use a gateway for a while after its SIGTERM."""
+    """Endpoints and load balancers still send requests to a gateway for a while after its SIGTERM."""
     async with kit.Lab(engine=kit.Engine(pause=0.05), lame_duck_seconds=1.0) as lab:
         streaming = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 60}))
         await until(lambda: lab.engine.requests)
@@ -310,7 +310,7 @@ async def test_a_client_that_reads_nothing_does_not_keep_its_request_for_ever(ki
     async def script(request, body):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        # Flooded, the gateway itself waits for the client; else only bytes do.
+        # A flooded connection blocks the gateway's own writes; otherwise only bytes in the buffers wait.
         while flooded or not waiting():
             await response.write(b"data: {}" + b" " * 2**12 + b"\n\n")
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""`dsv4 connect`: the printed and written settings, used by real clients against a running gateway with a key."""
+"""`dsv4 connect`: real clients use the printed and written settings with a running gateway that requires a key."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ print([choice.finish_reason for chunk in chunks for choice in chunk.choices][-1]
 
 @pytest.fixture
 def root():
-    # Short, because a state directory has room for Ray's sockets.
+    # A short path: the state directory contains Ray's sockets.
     with tempfile.TemporaryDirectory(prefix="d", dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def serving(tmp_path, root, monkeypatch):
-    """Returns the words for a deployment that serves at a URL, and holds its lock."""
+    """Return a function that makes the arguments for a deployment that serves at a URL; hold the deployment's lock."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("CLAUDE_CONFIG_DIR", raising=False)
@@ -127,7 +127,7 @@ async def test_openais_client_works_with_the_written_file(kit, serving, tmp_path
         )
         claude = {name: settings["env"][name] for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN")}
         assert await executed(code, claude) == "['nano']"
-        # Again: nothing changes, and there is no backup.
+        # A second run changes nothing and makes no backup.
         before = sorted(tmp_path.rglob("*"))
         await command([*serving(lab.url), "--write"])
         assert sorted(tmp_path.rglob("*")) == before

@@ -1,4 +1,4 @@
-"""Streams over the death of their engine: against a model whose every token is known."""
+"""Streams that continue after the death of their engine, with a model whose tokens are predictable."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ async def test_a_healthy_stream_is_the_engines_own_byte_for_byte(kit, path, grou
     ids=st.booleans(),
 )
 def test_cut_anywhere_in_the_bytes_a_greedy_stream_is_whole(kit, path, cuts, kind, group, usage, ids):
-    """Every outcome is the whole stream, or (only where the cut cannot be placed) a clear error, and never silence."""
+    """The result is the whole stream or, if the position of the cut cannot be determined, a clear error."""
     body = request(path, stream_options={"include_usage": usage}, return_token_ids=ids)
 
     async def scenario():
         async with kit.Lab(engine=kit.Engine(group=group)) as lab:
             _, whole = await lab.post(path, body)
-            # A third death would make it the suspect.
+            # A third death would make the request a suspect.
             faults = [kit.Fault(after=cut, kind=kind, bytes=True) for cut in cuts[: 3 if kind == "glitch" else 2]]
             lab.engine.faults = list(faults)
             _, broken = await lab.post(path, body)
@@ -71,7 +71,7 @@ def test_cut_anywhere_in_the_bytes_a_greedy_stream_is_whole(kit, path, cuts, kin
 
     whole, broken = asyncio.run(scenario())
     if "error" in broken[-1]:
-        # Ids were promised token by token, so a cut within a character cannot be taken back.
+        # The client requested the id of each token, so a cut within a character cannot be undone.
         assert ids
         assert broken[-1]["error"]["code"] == "engine_lost"
         assert text(whole).startswith(text(broken))
@@ -93,7 +93,7 @@ def test_cut_anywhere_in_the_bytes_a_greedy_stream_is_whole(kit, path, cuts, kin
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("missing", [1, 2])
 async def test_a_finished_stream_gets_the_usage_and_the_end_that_its_engine_owed(kit, path, missing):
-    """Engines that die before the usage, or between the usage and `[DONE]`: the client has it once."""
+    """If the engine dies before the usage, or between the usage and `[DONE]`, the client receives both exactly once."""
     async with kit.Lab() as lab:
         body = request(path, stream_options={"include_usage": True})
         _, whole = await lab.post(path, body)
@@ -154,7 +154,7 @@ async def test_the_continuation_asks_for_what_is_missing_and_nothing_else(kit):
     ],
 )
 async def test_it_ends_where_the_uninterrupted_one_does(kit, path, limits, count):
-    """vLLM's limits of completions and chat differ where none is given, and chat goes on as completion."""
+    """Without a limit in the request, vLLM's limits for completions and chat differ; chat continues as completion."""
     body = request(path, stream_options={"include_usage": True})
     body = {name: value for name, value in body.items() if name != "max_tokens"} | limits
     async with kit.Lab() as lab:
@@ -213,10 +213,10 @@ async def test_what_cannot_be_exact_ends_with_an_error_event(kit, path, more):
         assert next(iter(more)) in found[-1]["error"]["message"] or path == CHAT or "prompt" in more
         assert len(lab.engine.requests) == 1
         assert await lab.metric("dsv4_gateway_cut_total") == 1
-        # An answer proves that requests of its kind do not kill engines.
+        # A response proves that requests of this kind do not kill engines.
         await lab.ready(200)
         assert kit.chunks((await lab.post(path, request(path) | more))[1])[-1] == "[DONE]"
-        # The same request that had not begun is simply sent again.
+        # The same request is sent again if its stream has not begun.
         lab.engine.faults = [kit.Fault(after=0, kind="error")]
         assert kit.chunks((await lab.post(path, request(path) | more))[1])[-1] == "[DONE]"
 

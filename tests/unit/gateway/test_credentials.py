@@ -1,4 +1,4 @@
-"""A gateway whose credentials are of no use is not ready, with the reason, until they are."""
+"""A gateway with invalid credentials is not ready and reports the reason until they are corrected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def set_key(lab, text):
 
 
 async def lose_agent(lab, token=None):
-    """End the agent's streams; new ones have to show `token`."""
+    """End the streams of the agent and change its token; new streams require `token`."""
     await lab.engine.change(token=token or token_of("the key", os.urandom(16).hex()))
 
 
@@ -70,7 +70,7 @@ async def test_without_valid_credentials_it_is_not_ready_until_the_file_is_corre
             assert answer.status == 200
         await asyncio.sleep(1.0)
         assert sum("credentials rejected" in line for line in caplog.messages) == 1
-        # Held, not failed: the file may be corrected.
+        # Requests are held and do not fail: the file may be corrected.
         held = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
         await asyncio.sleep(0.2)
         assert not held.done()
@@ -99,12 +99,12 @@ async def test_one_group_that_accepts_the_gateway_is_enough(kit):
         assert await ready(lab) == (200, "healthy\n")
         await good.change(phase="Loading", health="Starting")
         await lab.ready(503)
-        # The key is the deployment's: requests wait for the group that accepts it.
+        # The key belongs to the deployment: requests wait for the group that accepts it.
         assert (await ready(lab))[0] == 200
 
 
 async def test_a_secret_that_is_swapped_takes_effect(kit, tmp_path):
-    """Kubelets mount a Secret as links to a directory that they replace."""
+    """Kubelets mount a Secret as links to a directory, and replace that directory."""
     for number, key in enumerate(("stale", "the key")):
         (tmp_path / f"v{number}").mkdir()
         (tmp_path / f"v{number}" / "token-key").write_text(key)
@@ -122,7 +122,7 @@ async def test_a_secret_that_is_swapped_takes_effect(kit, tmp_path):
 
 async def test_readiness_does_not_depend_on_vllm(kit):
     async with kit.Lab() as lab:
-        # Nobody listens at vLLM's port.
+        # There is no server at the port of vLLM.
         lab.point(lab.upstream, api=f"http://127.0.0.1:{free_port()}")
         await asyncio.sleep(1.0)
         assert (await ready(lab))[0] == 200

@@ -1,4 +1,4 @@
-"""What docs/gateway.md lists is what there is: metrics, outcomes, states, errors."""
+"""The lists in docs/gateway.md match the code: metrics, outcomes, states, errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOC = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the first table after a text."""
+    """Return the cells of the first table after a text."""
     table = DOC[DOC.index(heading) :].split("\n|", 1)[1].split("\n\n", 1)[0]
     return [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()][2:]
 

@@ -1,4 +1,4 @@
-"""The server's side of HTTP/1.1, byte by byte: what clients may send, in any pieces, and what comes back."""
+"""The server side of HTTP/1.1, byte by byte: requests in arbitrary pieces, and the responses to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 10.0
 
 
 class Echo:
-    """A server that answers with what it understood, and keeps it."""
+    """Server that responds with the parsed request and records it."""
 
     def __init__(self, limit: int = 2**26, connections: int = 100) -> None:
         self.refused: list[str] = []
@@ -81,7 +81,7 @@ async def client(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio
 
 
 async def until_closed(port: int, *pieces: bytes) -> bytes:
-    """All that comes back on a connection on which these pieces are sent."""
+    """Send these pieces on a connection and return all bytes received until it is closed."""
     async with asyncio.timeout(SECONDS), client(port) as (reader, writer):
         for piece in pieces:
             writer.write(piece)

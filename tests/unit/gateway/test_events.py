@@ -1,4 +1,4 @@
-"""Streams in pieces: each byte is looked at once, and what waits is charged."""
+"""Streams in pieces: each byte is processed once, and buffered bytes are charged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cut(data, sizes):
 @settings(max_examples=300)
 @given(lists(sampled_from([b"\n", b"\r", b"\r\n", b"data: ", b"a", b"\n\n", b"{}"])), lists(integers(0, 9)))
 def test_the_pieces_make_no_difference(parts, sizes):
-    """But for `\\r\\n\\r\\n` that comes in two pieces, an end is the same wherever the pieces end."""
+    """The boundaries of the pieces do not change the events, except for `\\r\\n\\r\\n` in two pieces."""
     data = b"".join(parts)
     splitter = Splitter()
     events = [event for piece in cut(data, sizes) for event in splitter.feed(piece)]
@@ -42,7 +42,7 @@ def test_the_pieces_make_no_difference(parts, sizes):
 
 @pytest.mark.parametrize("piece", [1, 7, 4096, 65536])
 def test_the_work_is_linear_whatever_the_pieces(piece):
-    """Eight times the bytes take about eight times as long; copying all for each piece took sixty-four times."""
+    """Eight times the bytes take about eight times as long. With a copy of all bytes for each piece it was 64 times."""
 
     def seconds(size):
         data, splitter = b"data: " + b"1," * (size // 2) + b"\n\n", Splitter()
@@ -128,7 +128,7 @@ async def test_the_requests_id_is_in_the_answer_once(kit):
 
 
 async def test_a_refusal_of_vllms_port_is_not_the_clients(kit):
-    """The gateway has the token of an incarnation that is over; it asks again when it has the next one's."""
+    """The gateway has the token of an earlier incarnation, and repeats the request with the token of the next one."""
     asked = 0
 
     async def script(request, body):
@@ -150,7 +150,7 @@ UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Setting
 @pytest.mark.parametrize("piece", [1, 50, 10_000])
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_an_offer_of_http_2_is_ignored(kit, piece, chunked):
-    """As the JDK's client and `curl --http2` make it. The body arrives, and so does the next request."""
+    """The JDK's client and `curl --http2` send this offer. The body arrives, and so does the next request."""
     body = json.dumps(ASK).encode()
     framing = b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(body)
     sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body

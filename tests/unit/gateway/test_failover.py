@@ -1,4 +1,4 @@
-"""Real processes: a gateway, two groups, and the death of one of them under clients."""
+"""Real processes: a gateway, two groups, and the death of one group during requests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def test_a_killed_group_costs_no_request() -> None:
     assert found.failed == 0
     assert found.under == 8
     assert len(found.after) >= 8
-    # What is new does not wait for the lost group's verdict.
+    # New requests do not wait for the verdict on the lost group.
     assert max(found.after) < 1.0
 
 
 def test_a_gateway_that_is_killed_with_a_group_costs_only_what_it_had_open() -> None:
-    """What docs/decisions/0007 promises."""
+    """The guarantee of docs/decisions/0007."""
     fronts = free_ports(2)
     urls = [f"http://127.0.0.1:{front}/v1/completions" for front in fronts]
 

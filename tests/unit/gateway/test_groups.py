@@ -1,4 +1,4 @@
-"""Several groups behind one gateway: who answers while an engine is away, and when the gateway is ready."""
+"""Several groups behind one gateway: choice of the group while an engine is away, and readiness of the gateway."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
 
 @contextlib.asynccontextmanager
 async def pair(kit, first=None, second=None, **settings):
-    """The lab whose gateway serves both groups, and the engine of the second."""
+    """Yield a lab whose gateway serves two groups, and the engine of the second."""
     async with kit.Lab(engine=second) as other, kit.Lab(engine=first, **settings) as lab:
         lab.other = other.upstream
         lab.point(lab.upstream, others={other.upstream: None})
@@ -87,7 +87,7 @@ async def test_the_metrics_of_vllm_are_always_those_of_the_gateways_own_group(ki
     async with pair(kit, kit.Engine(pause=0.05), kit.Engine(more_metrics=1)) as (lab, _):
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 20}))
         await until(lambda: lab.engine.requests)
-        # The other group has less to do, so the next request would go there.
+        # The other group has less load, so it would receive the next request.
         async with lab.client.get(lab.url + "/metrics") as answer:
             said = await answer.text()
         assert "vllm:num_requests_waiting" in said

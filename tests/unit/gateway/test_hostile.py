@@ -1,4 +1,4 @@
-"""Whatever clients do on all connections, the gateway's own paths and other clients are answered."""
+"""The gateway's own paths and other clients get responses, however clients use their connections."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def few_places(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def crowd(lab, count, data=b""):
-    """As many connections that send `data` and neither read nor send anything else."""
+    """Open `count` connections that send `data` and then neither read nor send."""
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as all_of_them:
         for _ in range(count):
@@ -61,7 +61,7 @@ async def crowd(lab, count, data=b""):
 
 
 async def ask(lab, data):
-    """All of the answer to one request on a connection of its own."""
+    """Return the whole response to one request on a new connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
     try:
         async with asyncio.timeout(10):
@@ -166,7 +166,7 @@ async def test_own_paths_are_answered_without_memory_for_clients(kit, room):
 
 @pytest.fixture
 def fast(monkeypatch):
-    """Half a second in which 1000 bytes have to come."""
+    """Reduce the minimum pace to 1000 bytes in half a second."""
     monkeypatch.setattr(http_server, "PACE_SECONDS", 0.5)
     monkeypatch.setattr(http_server, "PACE_BYTES", 1000)
     monkeypatch.setattr(http_server, "_CHECK_SECONDS", 0.05)
@@ -220,7 +220,7 @@ async def test_a_body_whose_turn_has_not_come_is_not_timed(kit, fast):
 
 
 async def _read(lab, step, pause):
-    """Bytes of a large answer that a client reads in steps, before its end."""
+    """Return the number of bytes of a large response that a client received by reading in steps."""
 
     async def script(request, body):
         return web.Response(body=b"x" * (6 << 20))
@@ -248,7 +248,7 @@ async def test_an_answer_that_is_not_read_is_broken_off(kit, fast):
 
 
 async def test_an_answer_that_is_read_slowly_is_delivered(kit, fast):
-    """Slower than the kernel's buffers become free, so the gateway itself sees nothing move for seconds."""
+    """The client reads so slowly that the kernel's buffers stay full and the gateway sees no progress for seconds."""
     async with kit.Lab() as lab:
         assert await _read(lab, 2000, 0.1) > 6 << 20
 
@@ -273,7 +273,7 @@ async def test_an_unauthenticated_flood_of_scrapes_reaches_vllm_once(kit):
         texts = await asyncio.gather(*(ask(lab, get("/metrics")) for _ in range(200)))
         assert all(b"vllm:num_requests_waiting" in text for text in texts)
         assert (seen["most"], seen["all"]) == (1, 1)
-        # Who leaves does not take it away from the others.
+        # A client that leaves does not cancel the response for the others.
         await asyncio.sleep(1.1)
         leaving = asyncio.ensure_future(ask(lab, get("/metrics")))
         await asyncio.sleep(0.05)

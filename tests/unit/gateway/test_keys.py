@@ -102,7 +102,7 @@ def test_a_file_that_is_no_utf_8_is_refused(tmp_path):
 
 
 async def test_keys_of_a_secret_that_is_swapped_are_read_again(tmp_path):
-    """Kubelets mount a Secret as links to a directory that they replace."""
+    """Kubelets mount a Secret as links to a directory, and replace that directory."""
     for number, key in enumerate(("old", "new")):
         (tmp_path / f"v{number}").mkdir()
         (tmp_path / f"v{number}" / "keys").write_text(key)

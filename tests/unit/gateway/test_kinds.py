@@ -1,8 +1,8 @@
-"""Kinds of requests that kill engines: which kind a request is, and which kinds are refused.
+"""Kinds of requests that kill engines: classification of requests, and the kinds that are refused.
 
-Pure histories first, generated: deaths, answers and processes. Then schedules of clients against a scripted engine that
-dies of one kind. Invariants: a kind that is answered is never refused, nor is a plain request; a deadly kind costs two
-engines.
+The first part generates pure histories of deaths, responses and processes. The second part runs schedules of clients
+against a scripted engine that dies of one kind. Invariants: a kind that gets responses is never refused, nor is a plain
+request; a deadly kind costs two engines.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_the_kinds_of_a_request(body, expected):
 
 @pytest.mark.parametrize("seed", range(300))
 def test_any_body_has_kinds(seed):
-    """Values of any type in the place of every field that decides."""
+    """Every relevant field has values of any type."""
     draw = random.Random(seed)
 
     def value(depth=0):
@@ -117,7 +117,7 @@ class History:
                 process.judge()
 
     def refused(self, kind):
-        """Whether each process refuses a kind."""
+        """Return whether the processes refuse a kind; all must agree."""
         found = set()
         for process in self.all:
             try:
@@ -149,13 +149,13 @@ def test_a_kind_that_was_answered_is_not_convicted():
         history.died((0, "one", {S}))
         history.died((0, "two", {S}))
         assert history.refused({S}) is refused
-    # An answer in between, too.
+    # The same with a response in between.
     history = History()
     history.died((0, "one", {S}))
     history.all[0].answered(frozenset({S}))
     history.died((0, "two", {S}))
     assert not history.refused({S})
-    # One of another kind proves nothing.
+    # A response to another kind proves nothing.
     history = History()
     history.died((0, "one", {S}))
     history.all[0].answered(frozenset({T}))
@@ -173,7 +173,7 @@ def test_what_else_explains_both_deaths_prevents_a_conviction():
     history.died((0, "three", {S}), (0, "four", {T}))
     assert not history.refused({S})
     assert not history.refused({T})
-    # A third death decides.
+    # A third death confirms it.
     history.died((0, "three", {S}))
     assert history.refused({S})
     assert not history.refused({T})
@@ -218,9 +218,9 @@ def test_a_refusal_ends_and_one_further_death_doubles_it():
             history.clock.now += 10.0
         ends.append(round(history.clock.now - begun))
         history.died((0, f"again {number}", {S}))
-    # In steps of 10 s.
+    # The clock advances in steps of 10 s.
     assert ends == [600, 1200, 2400, 4800, 7200, 7200, 7200, 7200]
-    # An answer after the end clears it.
+    # A response after the end of the refusal clears the kind.
     history.clock.now += 7200.0
     history.all[0].answered(frozenset({S}))
     history.clock.now += PROVEN_SECONDS + 1
@@ -264,7 +264,7 @@ def test_deaths_far_apart_do_not_count_together():
 
 @pytest.mark.parametrize("seed", range(200))
 def test_histories(seed):
-    """Any number of processes; a deadly kind, innocent traffic of every kind, poison requests, other deaths."""
+    """Any number of processes; a deadly kind, innocent requests of every kind, poison requests, other deaths."""
     draw = random.Random(seed)
     history = History(draw.choice([1, 2, 3]))
     deadly = draw.choice([None, {S}, {T}, {M}, {L}, {S, T}, {M, T}])
@@ -272,13 +272,13 @@ def test_histories(seed):
     every = [frozenset(kind) for kind in ((), {S}, {T}, {M}, {L}, {S, T}, {L, T})]
     innocent = [kind for kind in every if deadly is None or not deadly <= kind]
     for process in history.all:
-        # Innocent kinds are served before.
+        # Innocent kinds get responses before the first death.
         for kind in innocent:
             process.answered(kind)
     deaths = 0
     for step in range(40):
         history.clock.now += draw.random() * 60
-        # Innocent traffic that lives to its end.
+        # Innocent requests that complete.
         for kind in innocent:
             draw.choice(history.all).answered(kind)
         history.share()
@@ -298,13 +298,13 @@ def test_histories(seed):
         for kind in innocent:
             assert not history.refused(kind), (deadly, kind)
     if deadly is not None and poison is None and deaths >= 2:
-        # After the second, one death at most ends each period of refusal: 600 s, then twice that.
+        # After the second death, each period of refusal (600 s, then twice as long) ends with at most one death.
         assert deaths <= 4
         assert any(process.report().deaths for process in history.all)
 
 
 def exposed(name: str, kind: set[Kind]) -> routing.Exposures:
-    """One request in an engine generation."""
+    """Return the exposures of an engine generation with one request."""
     found = routing.Exposures()
     found.enter(name.encode(), name, 1, 0.0, frozenset(kind))
     return found
@@ -344,7 +344,7 @@ BODIES = {
 
 @pytest.fixture
 def fast(monkeypatch):
-    """All times a tenth."""
+    """Reduce all times to a tenth."""
     for module, name in (
         *((suspects, name) for name in ("DRAIN_SECONDS", "TRIAL_SECONDS", "PROBE_SECONDS", "TURN_SECONDS")),
         (suspects, "SETTLE_SECONDS"),
@@ -356,7 +356,7 @@ def fast(monkeypatch):
 
 
 class World:
-    """An engine that dies of one kind, with everything that it has."""
+    """An engine that dies of one kind and then loses all its requests."""
 
     def __init__(self, engine, deadly):
         self.engine, self.deadly, self.deaths = engine, deadly, 0
@@ -434,7 +434,7 @@ async def test_a_deadly_kind_costs_two_engines_and_no_innocent_request_is_refuse
             *(send(session, draw.choice(urls), deadly, f"deadly {index}") for index in range(draw.choice([1, 2, 5])))
         )
         assert {code for _, code in refused} <= {"engine_fatal_kind", "engine_fatal"}
-        # A new one gets its answer at once, from each process.
+        # A new request of the kind is refused at once by each process.
         deaths = world.deaths
         for url in urls:
             assert await send(session, url, deadly, "a new one") == (422, "engine_fatal_kind")

@@ -1,5 +1,6 @@
-"""Requests at an engine whose machine is gone: nothing is refused, nothing is acknowledged. With real links, which are
-made to drop every frame. Left out of a machine that does not allow network namespaces, as the engine ring is.
+"""Requests to an engine on a lost machine: connections are not refused, and data is not acknowledged.
+
+Uses real links that drop every frame. Skipped on machines that do not allow network namespaces, as is the engine ring.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def test_requests_at_the_only_node_wait_until_it_is_back(found):
 
 
 def test_a_connection_on_which_nothing_is_acknowledged_is_broken(found):
-    """Also while the agent, which is reached on another way, reports a healthy engine."""
+    """This also holds if the agent is reachable on another path and reports a healthy engine."""
     case = found["reachable agent"]
     assert case["open"] >= 1
     assert set(case["statuses"]) == {200}
@@ -197,7 +198,7 @@ def test_an_unreachable_agent_is_logged_once(found):
 
 
 async def test_a_port_that_accepts_nothing_is_passed_over(kit):
-    """Its queue of connections is full, so the kernel drops each attempt; the agent still reports a healthy engine."""
+    """The queue of the port is full, so the kernel drops each attempt; the agent still reports a healthy engine."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as queued:
         place = full.getsockname()
         for _ in range(3):
@@ -217,7 +218,7 @@ async def test_a_port_that_accepts_nothing_is_passed_over(kit):
 
 
 async def test_machines_that_are_gone_are_not_held_against_a_request(kit):
-    # More often than a request may lose its engine for other reasons.
+    # More losses than a request may have for other reasons.
     gone = proxy._MAX_LOSSES + 2
 
     async def script(request, body):

@@ -1,4 +1,4 @@
-"""OpenAI's own client against the gateway: what it reads, and which of its errors it raises."""
+"""OpenAI's client against the gateway: the responses that it reads, and the errors that it raises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def client(lab, key="first"):
 
 
 async def read(stream):
-    """Text, finish reason and usage of a stream."""
+    """Return text, finish reason and usage of a stream."""
     text, reason, usage = "", None, None
     async for chunk in stream:
         usage = chunk.usage or usage

@@ -97,7 +97,7 @@ def test_rates_are_of_two_samples_and_a_new_engine_begins_again() -> None:
     assert (figures.load.running, figures.load.tokens_per_second, figures.load.usage) == (2, None, 0.5)
     figures.update(text(300), 12.0)
     assert (figures.load.tokens_per_second, figures.load.prompt_tokens_per_second) == (100.0, 0.0)
-    # Too soon for another rate.
+    # The interval is too short for another rate.
     figures.update(text(301), 12.1)
     assert figures.load.tokens_per_second == 100.0
     figures.update(text(0), 14.0)
@@ -164,14 +164,14 @@ def test_the_page_admits_its_own_script_alone_and_never_makes_markup() -> None:
         " onclick",
     ):
         assert sink not in text
-    # Namespaces are identifiers; nothing is loaded from elsewhere.
+    # Namespaces are identifiers; the page loads nothing from other hosts.
     assert {part.split("'")[0].split('"')[0] for part in text.split("http://")[1:]} == {"www.w3.org/2000/svg"}
     assert "https://" not in text
     assert len(html) < 60_000
 
 
 class Numbers:
-    """A value that counts how often it was made."""
+    """A value that counts how often it was computed."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -211,7 +211,7 @@ async def test_one_value_per_interval_is_made_for_all_readers_and_none_without()
     made = numbers.made
     await asyncio.sleep(0.15)
     assert numbers.made == made
-    # Later readers get a fresh value first.
+    # Later readers first receive a fresh value.
     assert (await read(feed, 1))[0] == b"whole %d" % (made + 1)
     await feed.close()
 
@@ -316,7 +316,7 @@ async def test_a_death_is_on_the_page_with_evidence_and_the_engines_figures(kit:
         await asyncio.sleep(0.3)
         scrapes = lab.engine.scrapes
         await asyncio.sleep(1.5)
-        # Nobody looks any more.
+        # There are no viewers left.
         assert lab.engine.scrapes == scrapes
         assert lab.gateway._page._watches == {}
         _, _, body = await get(lab, "/dsv4/status.json")
@@ -361,7 +361,7 @@ async def test_viewers_are_bounded_and_end_with_the_gateway(kit: Any) -> None:
         begun = time.monotonic()
         lab.stop.set()
         await asyncio.wait_for(asyncio.shield(lab.serving), 10)
-        # Streams of the page never delay the end of a gateway.
+        # Streams of the page do not delay the shutdown of a gateway.
         assert time.monotonic() - begun < 2.0
         for stream in streams:
             await stream.read()

@@ -1,6 +1,6 @@
 """The status page in Chromium: paint, memory, accessibility, keyboard, hostile texts, connections.
 
-`DSV4_SCREENSHOTS=write` makes the pictures of docs/status-page.md again.
+`DSV4_SCREENSHOTS=write` writes the pictures of docs/status-page.md.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def restarting(index: int, now: float, deployment: str = "flash") -> PageGroup:
 
 
 def gateway_page(now: float) -> StatusPage:
-    """Two groups of two machines, of which one is being restarted."""
+    """Return a page with two groups of two machines; one group is restarting."""
     rate = 78.0 + 8.0 * random.Random(int(now)).random()
     load = PageLoad(running=3, waiting=0, tokens_per_second=round(rate, 1), prompt_tokens_per_second=1210.0)
     deployment = PageDeployment(
@@ -139,7 +139,7 @@ def gateway_page(now: float) -> StatusPage:
 
 
 def fleet_page(now: float, count: int) -> StatusPage:
-    """Deployments of one group; the fourth is being restarted."""
+    """Return a page with `count` deployments of one group each; the fourth is restarting."""
     deployments, groups = [], []
     for number in range(count):
         key = f"team-{number % 7}/model-{number:03}"
@@ -155,7 +155,7 @@ def fleet_page(now: float, count: int) -> StatusPage:
 
 
 class Site:
-    """A server of the page, and a browser; collects what the browser complains about."""
+    """A server of the page and a browser; collects the errors that the browser reports."""
 
     def __init__(self, browser: Any, folder: Path) -> None:
         self._browser = browser
@@ -214,12 +214,12 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 async def fits(tab: Any) -> bool:
-    """Whether nothing has to be scrolled sideways."""
+    """Return whether the page fits without horizontal scrolling."""
     return bool(await tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"))
 
 
 async def axe(tab: Any) -> list[str]:
-    """Findings of axe-core with serious or critical impact."""
+    """Return the findings of axe-core with serious or critical impact."""
     from axe_playwright_python.async_playwright import Axe
 
     found = await Axe().run(tab)
@@ -231,7 +231,7 @@ async def axe(tab: Any) -> list[str]:
 
 
 async def picture(tab: Any, name: str) -> None:
-    """Make a picture for the documentation if that is asked for; each has less than 150 kB."""
+    """Write a picture for the documentation if `DSV4_SCREENSHOTS` requests it; each picture is below 150 kB."""
     if os.environ.get("DSV4_SCREENSHOTS") == "write":
         await tab.screenshot(path=IMAGES / name)
     assert (IMAGES / name).stat().st_size < 150_000
@@ -279,7 +279,7 @@ async def test_a_fleet_is_used_by_keyboard(site: Site) -> None:
     async def focused() -> str:
         return str(await tab.evaluate("document.activeElement.id || document.activeElement.tagName"))
 
-    # A new document has its focus at the beginning.
+    # A reloaded document has its focus at the beginning.
     await tab.reload()
     await tab.wait_for_selector("#page:not([hidden]) .group")
     order = []
@@ -287,7 +287,7 @@ async def test_a_fleet_is_used_by_keyboard(site: Site) -> None:
         await tab.keyboard.press("Tab")
         order.append(await focused())
     assert order == ["A", "leave", "filter", "problems", "SUMMARY", "SUMMARY"]
-    # Opened by keyboard, it stays open and focused while its figures change.
+    # An element opened by keyboard stays open and focused while its figures change.
     await tab.keyboard.press("Enter")
     await tab.wait_for_selector(".group[open] .members")
     await asyncio.sleep(2.2)
@@ -309,7 +309,7 @@ async def test_the_key_stays_in_the_tab_and_out_of_addresses(site: Site) -> None
     tab.on("request", lambda request: addresses.append(request.url))
     await site.sign_in(tab, "wrong")
     await tab.wait_for_selector("#refusal:not(:empty)")
-    # Browsers report refused requests themselves.
+    # Browsers log refused requests as errors.
     assert len(site.problems) == 1
     site.problems.clear()
     assert await tab.evaluate("document.activeElement.id") == "key"
@@ -341,7 +341,7 @@ async def test_it_connects_again_when_the_server_is_back(site: Site) -> None:
 
 
 def hostile(source: random.Random) -> str:
-    """Text of an engine's log or of a name that would be markup, script or style if it were not text."""
+    """Return text of a log or name that would be markup, script or style if it were not escaped."""
     parts = [
         "<img src=x onerror=canary()>",
         "<script>canary()</script>",
@@ -470,7 +470,7 @@ async def test_a_day_of_a_hundred_groups_needs_little_memory(site: Site) -> None
     shown = f"{[round(size / 2**20, 1) for size in sizes]} MiB after 6, 12 and 24 hours"
     print(f"heap: {shown}; {day.steps} steps in {time.monotonic() - begun:.0f} s")
     assert max(sizes) <= HEAP_BYTES
-    # It does not grow.
+    # The heap does not grow.
     assert sizes[2] - sizes[1] <= 2 * 2**20
     assert await tab.locator(".timeline > li").count() == 100
     assert site.problems == []

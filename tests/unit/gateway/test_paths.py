@@ -1,4 +1,4 @@
-"""Names of models that are not served, and paths that clients must not reach, never come to vLLM."""
+"""Requests for models that are not served, and for paths that clients must not reach, are not sent to vLLM."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_the_outermost_value_is_found_in_any_object(value, indent, ascii_only):
         assert found == Models((name,))
     else:
         assert found.wrong is not None
-    # The same object twice over: every value counts.
+    # The same member twice in one object: every value counts.
     twice, _ = look(raw[:-1].rstrip() + (b", " if value else b"") + b'"model": "second"}')
     assert "second" in twice.names or twice.wrong is not None
 
@@ -172,7 +172,7 @@ def test_no_text_breaks_the_search(parts):
     [b"[],", b"[", b'{"a":', b'\\"', b"\\", b" ", b"x", b"1,", b'"",', b'"model":"nano",', b'"model" ', b"\\u006d"],
 )
 def test_the_work_between_two_turns_of_others_is_bounded(unit):
-    """60 KiB are a slice; 8 MiB take no longer at once."""
+    """The unit of work is 60 KiB; 8 MiB do not block other tasks for longer."""
     head = b'{"a":[' if unit[:1] in b"[1{" else b'{"a":"'
     _, longest = look(head + unit * (2**23 // len(unit)) + b'"],"model":"nano"}')
     assert longest < 0.05

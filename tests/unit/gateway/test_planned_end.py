@@ -1,4 +1,4 @@
-"""Requests when a healthy engine is to end: those under way stay with it, new ones wait for what follows."""
+"""Planned end of a healthy engine: it completes its open requests, and new requests wait for its successor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4_testkit.waiting import free_port, until
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 20}
-# Nobody could continue it: draws are counted from the seed on.
+# Such a stream cannot be continued: random draws are counted from the seed on.
 SEEDED = {**ASK, "stream": True, "temperature": 1.0, "seed": 7}
 
 
@@ -133,7 +133,7 @@ async def test_a_gateway_that_begins_meanwhile_lets_nobody_in(kit):
 
 @pytest.fixture
 def brief(monkeypatch):
-    """A gateway that ends open requests after 0.6 s without another one."""
+    """Let a gateway without a peer end open requests after 0.6 s."""
     monkeypatch.setattr(server, "ALONE_SECONDS", 0.6)
     monkeypatch.setattr(server, "_PEER_CHECK_SECONDS", 0.1)
 

@@ -1,8 +1,8 @@
 """Random schedules of innocent and poison requests, over one or two gateways of one engine.
 
-The engine is scripted: a poison kills it, or makes it hang and die, each time it gets that far with it. A hang goes on
-when the client leaves. Invariants: no innocent request is refused; every poison is refused by each gateway after a
-bounded number of deaths; what gateways keep is bounded.
+The engine is scripted: a poison request kills it, or makes it hang and die, each time it has been processed for a
+certain time. A hang continues after the client leaves. Invariants: no innocent request is refused; every poison is
+refused by each gateway after a bounded number of deaths; the memory of the gateways is bounded.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dsv4_runtime.gateway import proxy, routing, suspects
 
 COMPLETIONS = "/v1/completions"
 DEATHS = 5
-"""Engines that one poison may cost each gateway."""
+"""Maximum number of engines that one poison may cost each gateway."""
 
 
 @pytest.fixture
 def fast(monkeypatch):
-    """All times a quarter."""
+    """Reduce all times to a quarter."""
     for module, name in (
         *((suspects, name) for name in ("DRAIN_SECONDS", "TRIAL_SECONDS", "PROBE_SECONDS")),
         (suspects, "TURN_SECONDS"),
@@ -40,19 +40,19 @@ def fast(monkeypatch):
 
 @dataclass(frozen=True)
 class Poison:
-    """A request that ends engines."""
+    """A request that kills engines."""
 
     prompt: str
     after: float
-    """Seconds after which the engine dies, or hangs."""
+    """Seconds until the engine dies or hangs."""
     hang: float
-    """Seconds of the hang; 0: it dies at once."""
+    """Duration of the hang in seconds; 0: the engine dies at once."""
     patience: float | None
-    """Seconds after which its client leaves and sends it again; None: it waits."""
+    """Seconds until its client leaves and sends the request again; None: the client waits."""
 
 
 class World:
-    """An engine whose requests all hang while one makes it hang."""
+    """An engine in which one hanging request blocks all others."""
 
     def __init__(self, engine, poisons):
         self.engine, self.deaths = engine, 0
@@ -94,7 +94,7 @@ class World:
 
 
 async def send(session, url, body, patience=None):
-    """Status and error code; None: the client left."""
+    """Return status and error code; None if the client left."""
     try:
         async with asyncio.timeout(patience), session.post(url + COMPLETIONS, json=body) as answer:
             raw = await answer.read()
@@ -115,12 +115,12 @@ def poisons_of(draw, count):
 
 
 async def innocents(draw, session, urls, index, ended, found):
-    """A client that asks one thing after the other; sometimes the same, sometimes with a limit of its own."""
+    """A client with one request at a time, sometimes repeated, sometimes with a client-side timeout."""
     number = 0
     while not ended.is_set():
         number += draw.random() < 0.7
         body = {"prompt": f"innocent {index} {number}", "seconds": draw.choice([0.0, 0.1, 0.5])}
-        # A begun stream that cannot be continued ends with an error event when its engine dies.
+        # If the engine dies, a stream that has begun and cannot be continued ends with an error event.
         body["stream"] = draw.random() < 0.3
         found.append(await send(session, draw.choice(urls), body, draw.choice([None, None, None, 1.0])))
         await asyncio.sleep(draw.random() * 0.2)

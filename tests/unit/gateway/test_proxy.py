@@ -1,4 +1,4 @@
-"""Requests over an engine's death."""
+"""Requests during the death of an engine."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ async def test_new_requests_wait_while_the_engine_is_away(kit):
 
 @pytest.mark.parametrize("next_life", [{"generation": 2}, {"incarnation": 2}])
 async def test_another_life_ends_the_one_before_also_if_nobody_said_that_it_died(kit, next_life):
-    """The agent was not heard in between, and the old engine's connections are as silent as a cut network is."""
+    """No status arrived in between, and the connections of the old engine are silent, as on a cut network."""
 
     async def script(request, body):
         if len(lab.engine.requests) == 1:
@@ -190,7 +190,7 @@ async def test_the_ids_of_requests_that_an_engine_had_when_it_died_are_written_d
 
         lab.engine.script = script
         glitch = ask("glitch")
-        await until(lambda: len(lab.engine.requests) > 2)  # Sent again and again: vLLM lives, and says so.
+        await until(lambda: len(lab.engine.requests) > 2)  # Retried repeatedly: vLLM lives and reports so.
         glitch.cancel()
         waits = ask("waits")
         await until(lambda: any(headers["x-request-id"] == "waits" for *_, headers in lab.engine.requests))
@@ -298,7 +298,7 @@ async def test_a_watch_that_breaks_is_no_death(kit):
 
 
 async def test_a_refused_connection_makes_it_hold_until_vllm_answers(kit):
-    """The agent still says Healthy (its word is old), and nobody listens."""
+    """The last status of the agent is Healthy but outdated, and vLLM's port is closed."""
     async with kit.Lab() as lab:
         port = int(lab.upstream.rsplit(":", 1)[1])
         await lab._site.stop()
@@ -325,12 +325,12 @@ async def test_a_new_incarnation_is_opened_with_its_own_token(kit):
         await until(lambda: lab.gateway._groups.all[0].auth[token_auth.HEADER] == second)
         assert (await lab.post(COMPLETIONS, ASK))[0] == 200
         assert [asked[2]["x-dsv4-token"] for asked in lab.engine.requests] == [first, second]
-        # The new agent is shown the old token once; the key and other tokens never.
+        # The new agent receives the old token once; the key and other tokens never.
         assert lab.engine.shown == [None, *(f"Bearer {token}" for token in (first, first, second))]
 
 
 async def test_an_agent_whose_token_another_key_made_is_asked_twice_and_not_opened(kit):
-    """An agent that somebody else runs at the head's address learns a token that opens nothing."""
+    """A foreign agent at the address of the head only obtains a token that is valid nowhere."""
     async with kit.Lab() as lab:
         await lab.engine.change(token=new_token("another key"), incarnation=2)
         await until(lambda: len(lab.engine.shown) >= 4)
@@ -339,7 +339,7 @@ async def test_an_agent_whose_token_another_key_made_is_asked_twice_and_not_open
 
 @pytest.mark.timeout(30)
 async def test_requests_that_come_while_the_route_changes_wait_like_others(kit, monkeypatch):
-    """The groups that were are still being ended then, and those that are have no engine yet."""
+    """The previous groups are still shutting down, and the new groups have no engine yet."""
     ended, end = asyncio.Event(), RoutedGroup.end
 
     async def slowly(group):

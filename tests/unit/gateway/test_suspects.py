@@ -1,4 +1,4 @@
-"""A request that kills its engines costs three of them and no other request."""
+"""A request that kills its engines costs three engines and no other request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Behind:
 
 
 def poisonous(lab, after=0.05):
-    """An engine that dies a moment after it gets the poison, with everything that it has."""
+    """Script an engine that dies shortly after it receives the poison, together with all its requests."""
 
     async def script(request, body):
         if body.get("prompt") == POISON["prompt"]:
@@ -68,7 +68,7 @@ async def test_three_engines_die_of_it_and_no_innocent_request_is_lost(kit, capl
         async with lab.client.get(lab.url + "/dsv4/fatal-requests") as answer:
             (known,) = FatalRequests.model_validate_json(await answer.read()).requests
         assert (known.id, known.size, known.engines) == ("the-poison", len(json.dumps(POISON)), 3)
-        # And `dsv4 why` finds it.
+        # `dsv4 why` also finds it.
         found = await asyncio.to_thread(fatal_requests, Behind(lab.url), None)
         assert found.requests == (known,)
         assert await lab.metric('dsv4_gateway_requests_total{outcome="lost"}') == 0
@@ -94,7 +94,7 @@ async def test_one_suspect_at_a_time_and_others_beside_it(kit):
             if body["max_tokens"] == 6:
                 return None
             if lab.engine.generation < 3:
-                # It dies once it has both.
+                # The engine dies once it has both requests.
                 had.append(lab.engine.generation)
                 if had.count(lab.engine.generation) == 1:
                     await asyncio.sleep(30)
@@ -120,7 +120,7 @@ async def test_one_suspect_at_a_time_and_others_beside_it(kit):
 
 
 async def test_a_hang_acquits_nobody(kit, monkeypatch):
-    """Time alone is no proof: the engine hangs longer than a trial lasts."""
+    """Elapsed time is no proof: the engine hangs for longer than a trial lasts."""
     monkeypatch.setattr(suspects, "TRIAL_SECONDS", 0.05)
     monkeypatch.setattr(suspects, "PROBE_SECONDS", 0.1)
     async with kit.Lab() as lab:
@@ -141,7 +141,7 @@ async def test_a_hang_acquits_nobody(kit, monkeypatch):
 
 
 async def test_who_kills_late_is_tried_for_longer_the_next_time(kit, monkeypatch):
-    """Its trial ends with its first output, so the third death proves nothing; the fourth does."""
+    """A trial ends with the first output, so the third death proves nothing; the fourth death does."""
     monkeypatch.setattr(suspects, "TRIAL_SECONDS", 0.1)
     async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:
         lab.engine.faults = [kit.Fault(after=2), kit.Fault(after=2), kit.Fault(after=15), kit.Fault(after=17)]
@@ -150,7 +150,7 @@ async def test_who_kills_late_is_tried_for_longer_the_next_time(kit, monkeypatch
 
 
 async def test_a_client_that_leaves_and_comes_back_is_the_same_request(kit):
-    """Three innocent requests wait meanwhile; with a refusal for each attempt the poison ended an engine each time."""
+    """Three innocent requests wait meanwhile. If each attempt counted as a new request, each would kill an engine."""
     async with kit.Lab(request_timeout_seconds=60.0) as lab:
 
         async def script(request, body):
@@ -169,7 +169,7 @@ async def test_a_client_that_leaves_and_comes_back_is_the_same_request(kit):
         async with asyncio.timeout(30):
             patience = 0.35
             while status is None:
-                # One that leaves before its trial begins is not sent.
+                # A request whose client leaves before its trial begins is not sent.
                 with contextlib.suppress(TimeoutError):
                     status = (await asyncio.wait_for(lab.post(COMPLETIONS, POISON), patience))[0]
                 patience *= 1.3
@@ -241,7 +241,7 @@ async def test_who_has_no_key_is_not_told(kit):
 
 
 def died(found, generation, *names, alone=(), reported=True):
-    """Have a generation end with requests open; those in `alone` were sent as trials."""
+    """End a generation with open requests; those in `alone` were sent as trials."""
     exposures = Exposures()
     for name in names:
         exposure = exposures.enter(name.encode(), name, 1, 0.0)
@@ -254,7 +254,7 @@ def convicted(found):
 
 
 def test_a_third_death_beside_another_request_convicts_nobody():
-    """One that has deaths, one that is new, or one whose client left."""
+    """The other request has deaths, is new, or was left by its client."""
     for other in ("old", "new"):
         found = suspects.Suspects()
         died(found, "1", "innocent")
@@ -340,7 +340,7 @@ def test_the_likeliest_cause_is_tried_first():
 @settings(max_examples=200, deadline=None)
 @given(data())
 def test_a_conviction_needs_a_life_with_one_request_and_memory_is_bounded(draw):
-    """Whatever dies in which order, with clients that come and go."""
+    """Deaths in any order, with clients that leave and return."""
     now = 0.0
     found = suspects.Suspects(clock=lambda: now)
     names = [f"{number}" for number in range(5)]

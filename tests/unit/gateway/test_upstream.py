@@ -1,4 +1,4 @@
-"""The client's side of HTTP/1.1, byte by byte: what vLLM may answer, in any pieces, and which connections are kept."""
+"""The client side of HTTP/1.1, byte by byte: vLLM's responses in arbitrary pieces, and reuse of connections."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ANSWERS = {
 
 
 class Scripted:
-    """A server that gives an answer to every request, in pieces of so many bytes."""
+    """A server that sends the same response to every request, in pieces of `step` bytes."""
 
     def __init__(self, answer: bytes, step: int, *, closes: bool = False) -> None:
         self._answer, self._step, self._closes = answer, step, closes
         self.asked: list[bytes] = []
         self.handlers: list[asyncio.Task[None]] = []
-        """One a connection."""
+        """One per connection."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -82,7 +82,7 @@ async def test_what_comes_and_whether_the_connection_is_kept(name, step):
             async with client.request(api, "GET", "/x", [(b"A", b"b")]) as given:
                 assert (given.status, given.header(b"x-kind")) == (200, "y")
                 assert await given.read() == b"abc"
-                # What nobody asked for may come a moment later.
+                # Unsolicited bytes may arrive slightly later.
                 await asyncio.sleep(0.02)
     assert server.asked[0] == b"GET /x HTTP/1.1\r\nHost: " + api[7:].encode() + b"\r\nA: b\r\n\r\n"
     assert len(server.handlers) == (1 if kept else 3)
@@ -141,7 +141,7 @@ async def test_nobody_answers_in_time(monkeypatch):
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
         async with asyncio.timeout(SECONDS), asking() as client:
-            # The kernel takes one connection for a queue of none, and lets the next wait.
+            # With a queue of length 0 the kernel accepts one connection, and the next one waits.
             kept = [client.request(f"http://127.0.0.1:{deaf.getsockname()[1]}", "GET", "/x", []) for _ in range(3)]
             asked = await asyncio.gather(
                 *(asyncio.wait_for(one.__aenter__(), 1.0) for one in kept), return_exceptions=True

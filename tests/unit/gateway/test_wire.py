@@ -1,4 +1,4 @@
-"""Answers of a healthy engine as they are on the wire: the same through the gateway as without it."""
+"""Responses of a healthy engine at byte level: identical with and without the gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsv4_runtime.contract.token import token_of
 from dsv4_runtime.engine import token_auth
 
 JSON = b'{"id" : "1",  "text": "\xc3\xa9"}\n'
-# They say where an answer came from and how it was framed, which two connections may do differently.
+# These headers describe origin and framing of a response, which may differ between two connections.
 FRAMING = {b"date", b"server", b"connection", b"content-length", b"transfer-encoding", b"x-request-id"}
 LENGTH = b"Content-Length: %d\r\n"
 
@@ -53,11 +53,11 @@ ANSWERS = {
 
 TOKEN = token_of("the key", "0" * 32).encode()
 TOKEN_HEADER = (token_auth.HEADER.encode(), TOKEN)
-"""What opens vLLM's port, with the token of `kit.Lab`."""
+"""Header that vLLM's port requires, with the token of `kit.Lab`."""
 
 
 class Canned:
-    """An engine that gives the same bytes to every request, and keeps what it was asked."""
+    """An engine that sends the same bytes to every request and records the requests."""
 
     def __init__(self, answer: bytes) -> None:
         self._answer = answer
@@ -89,7 +89,7 @@ class Canned:
 
 
 def without_key(asked: tuple[bytes, set[tuple[bytes, bytes]], bytes]) -> tuple[bytes, set[tuple[bytes, bytes]], bytes]:
-    """A request that came through the gateway, without what the gateway adds: the key to vLLM's port."""
+    """Return a request without the header that the gateway adds for vLLM's port."""
     first, headers, body = asked
     assert TOKEN_HEADER in headers
     return first, headers - {TOKEN_HEADER}, body
@@ -106,7 +106,7 @@ async def ask(url: str, method: str, **more: Any) -> Any:
 
 @contextlib.asynccontextmanager
 async def ways(kit: Any, canned: Canned) -> AsyncIterator[list[str]]:
-    """Base URLs without and with a gateway."""
+    """Yield the base URLs without and with a gateway."""
     async with kit.Lab(max_body_bytes=2**20) as lab:
         lab.point(lab.upstream, canned.url)
         async with asyncio.timeout(5):
@@ -133,7 +133,7 @@ async def test_every_method_is_passed_on(kit, method):
 
 
 async def test_the_key_to_vllms_port_is_the_gateways_own(kit):
-    """What a client sends under its name goes nowhere."""
+    """The gateway discards a header of this name from a client."""
     async with Canned(ANSWERS["json"]) as canned, ways(kit, canned) as bases:
         await ask(bases[1] + "/v1/completions", "POST", data=b"{}", headers={token_auth.HEADER.lower(): "guessed"})
     ((_, headers, _),) = canned.asked

@@ -89,12 +89,12 @@ def test_a_process_id_that_was_an_earlier_workers(tmp_path: Path) -> None:
         (Cause.ENGINE_CORE_DIED, ("larger than the available", Cause.KV_CACHE_TOO_SMALL), Cause.KV_CACHE_TOO_SMALL),
         (Cause.API_SERVER_DIED, ("no kernel image", Cause.KERNEL_MISSING), Cause.KERNEL_MISSING),
         (Cause.ENGINE_CORE_DIED, ("NCCL WARN Call to ibv_modify_qp failed", Cause.FABRIC_ERROR), Cause.FABRIC_ERROR),
-        # Consequences of another death, and what is proved by reading the files.
+        # Consequences of another death, and a cause that is only proved by reading the files.
         (Cause.RAY_WORKER_DIED, ("Watchdog caught", Cause.NCCL_TIMEOUT), Cause.RAY_WORKER_DIED),
         (Cause.ENGINE_CORE_DIED, ("SafetensorError", Cause.WEIGHTS_CORRUPT), Cause.ENGINE_CORE_DIED),
         (Cause.ENGINE_CORE_DIED, ("ValueError: an assertion", None), Cause.ENGINE_CORE_DIED),
         (Cause.ENGINE_CORE_DIED, None, Cause.ENGINE_CORE_DIED),
-        # What is certain for another reason stays.
+        # A cause that is certain for another reason remains.
         (Cause.XID_ERROR, ("CUDA out of memory", Cause.OUT_OF_MEMORY_GPU), Cause.XID_ERROR),
     ],
 )

@@ -1,4 +1,4 @@
-"""The NVIDIA driver's own events, on a machine that has one."""
+"""Events of the NVIDIA driver, on a machine that has one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_driver_tells_of_a_program_that_writes_astray_and_no_engine_dies_of_
 
 def test_what_an_accelerator_says_of_itself(gpus: Gpus) -> None:
     for gpu in gpus.sample():
-        # Unified memory has no figure of its own; each card tells power or utilisation at least.
+        # Unified memory has no memory figure; each card reports at least power or utilisation.
         assert (gpu.power_watts, gpu.utilization) != (None, None)
         assert gpu.power_watts is None or 1 < gpu.power_watts < 2000
         assert gpu.utilization is None or 0 <= gpu.utilization <= 1

@@ -1,4 +1,4 @@
-"""The watch over accelerators, with a driver that answers late, not at all, or with errors."""
+"""Monitoring of accelerators with a driver that responds late, never, or with errors."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_what_the_driver_says_and_how_old_it_is(driver: FakeNvml) -> None:
 
 
 def test_a_driver_that_never_answers_is_waited_for_by_nobody_and_asked_once(driver: FakeNvml) -> None:
-    # Tests before this one may have left idle threads of a pool.
+    # Earlier tests may have left idle threads of a pool.
     before = threading.active_count()
     driver.answers.clear()
-    sampler = vitals.Vitals()  # also its initialisation hangs
+    sampler = vitals.Vitals()  # its initialisation hangs too
     begun = time.monotonic()
     for _ in range(5):
         assert sampler.sample({}, {}).gpus == ()
@@ -83,7 +83,7 @@ def test_what_was_asked_before_it_is_forgotten_is_forgotten_too(driver: FakeNvml
     wait_until(lambda: watch.latest()[0])
     driver.answers.clear()
     driver.errors.append((0, 79))
-    wait_until(lambda: not driver.errors)  # read, and now the thread hangs with it
+    wait_until(lambda: not driver.errors)  # the error was read, and the thread now hangs
     watch.forget()
     asked = driver.asked
     driver.answers.set()
@@ -110,7 +110,7 @@ def test_only_the_members_own_gpus_are_watched(driver: FakeNvml) -> None:
 def test_who_has_memory_and_whether_the_agent_started_it(driver: FakeNvml) -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
-        # The kernel closes what ends `Popen`'s wait just before it renames the process.
+        # The kernel closes the descriptor that ends `Popen`'s wait just before it renames the process.
         wait_until(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "sleep\n")
         driver.gpus = [Gpu(processes={child.pid: GIB, os.getppid(): 2 * GIB, 2**22 + 1: 3 * GIB})]
         gpus = Gpus()
@@ -140,7 +140,7 @@ def test_an_answer_is_waited_for_within_a_bound(driver: FakeNvml) -> None:
 
 
 def signals(**values: Any) -> GpuSignals:
-    """A loaded GPU without anything unusual."""
+    """Return the signals of a loaded GPU without anything unusual."""
     usual = {"utilization": 1.0, "sm_mhz": 2400, "sm_max_mhz": 3003, "celsius": 60}
     limits = {"power_watts": 90.0, "power_limit_watts": 600.0, "power_default_watts": 600.0}
     return GpuSignals(**{"index": 0, **usual, **limits, **values})
@@ -171,7 +171,7 @@ def test_a_slow_gpu_is_a_warning_after_a_minute_and_until_a_minute_after_its_end
     assert throttling.update([signals(**values)], 0.0) == ()
     assert throttling.update([signals(**values)], bound - 0.1) == ()
     assert throttling.update([signals(**values)], bound) == (text,)
-    # Its text stays, whatever the values are.
+    # The warning keeps its text while the values change.
     assert throttling.update([signals(**{**values, "power_watts": 22.0})], bound + 1) == (text,)
     assert throttling.update([signals()], 200.0) == (text,)
     assert throttling.update([signals()], 200.0 + bound - 0.1) == (text,)
@@ -199,7 +199,7 @@ def test_an_idle_or_usual_gpu_and_missing_values_are_no_warning(values: dict[str
 
 @pytest.mark.parametrize("seed", range(50))
 def test_warnings_need_a_minute_without_interruption(seed: int) -> None:
-    """Series of states of random lengths, of two GPUs: a warning begins and ends only after a minute of one state."""
+    """Random series of states of two GPUs: a warning begins and ends only after a minute of one state."""
     draw, throttling, now = random.Random(seed), Throttling(), 0.0
     held = dict.fromkeys((0, 1), (False, 0.0))
     warned = dict.fromkeys((0, 1), False)

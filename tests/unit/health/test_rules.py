@@ -1,4 +1,4 @@
-"""One way of dying after the other, and what must never be called one."""
+"""Rules for each kind of death, and for states that must never count as one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TICK = 0.5
 
 
 def rank(number: int, now: float, *, share: float = 0.0, state: str = "S", **changes: Any) -> RankView:
-    """A member whose worker (and EngineCore and API on rank 0) sleeps unless told otherwise."""
+    """Return a member whose worker (and EngineCore and API on rank 0) sleeps by default."""
     roles = {"api": 0.0, "engine-core": 0.0, "worker": share} if number == 0 else {"worker": share}
     stopped = changes.pop("stopped", ())
     processes = tuple(
@@ -33,7 +33,7 @@ def rank(number: int, now: float, *, share: float = 0.0, state: str = "S", **cha
 
 @dataclass
 class Series:
-    """A group of two, sampled every half second; `run` appends samples and judges at each."""
+    """A group of two with a sample every half second; `run` appends samples and judges each."""
 
     now: float = 1000.0
     samples: list[Sample] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Series:
         ranks: Callable[[float], Sequence[RankView]] | None = None,
         **changes: Any,
     ) -> Judgement:
-        """Go on for `seconds` or until the first `Dead`; the last judgement."""
+        """Append samples for `seconds` or until the first `Dead`; return the last judgement."""
         end, verdict = self.now + seconds, None
         self.canary_sent = self.now if canary and self.canary_sent is None else self.canary_sent if canary else None
         while self.now < end - 1e-9:
@@ -85,7 +85,7 @@ BUSY = {"share": 0.8, "state": "R"}
 
 
 def both(**fields: Any) -> Any:
-    """Both members with these fields."""
+    """Return both members with these fields."""
     return lambda now: (rank(0, now, **fields), rank(1, now, **fields))
 
 
@@ -108,7 +108,7 @@ def test_a_stall_without_life_is_suspect_and_then_dead(series: Series) -> None:
 
 
 def test_a_canary_that_was_just_sent_says_nothing(series: Series) -> None:
-    """The engine owes a step for long enough, but nobody knows yet whether it would do the canary."""
+    """The engine owes a step for long enough, but the canary may still complete."""
     series.run(10.0, steps=True, outstanding=2, ranks=both(**BUSY))
     series.run(POLICY.stall_min + 1.0, outstanding=2)
     asked = series.now
@@ -248,7 +248,7 @@ def test_a_link_that_becomes_slow_under_a_step_is_no_hang(series: Series) -> Non
     quick = lambda now: (rank(0, now), rank(1, now, round_trip=0.001))  # noqa: E731
     slow = lambda now: (rank(0, now), rank(1, now, round_trip=0.3))  # noqa: E731
     series.run(20.0, steps=True, outstanding=1, ranks=quick)
-    series.run(0.7, outstanding=1, canary=True, ranks=quick)  # The first slow heartbeat is on its way.
+    series.run(0.7, outstanding=1, canary=True, ranks=quick)  # The first slow heartbeat is under way.
     assert series.run(12.0, outstanding=1, canary=True, ranks=slow).health is not Health.DEAD
     assert series.run(6.0, outstanding=1, canary=True, ranks=slow).health is Health.DEAD, "50 round trips are enough"
 
@@ -313,14 +313,14 @@ def test_a_policy_that_contradicts_itself_is_refused() -> None:
         HealthPolicy(stall_min=100.0)
 
 
-# Anything may happen beside: what must hold holds all the same.
+# Arbitrary changes in the other values must not affect the result.
 _noise = st.fixed_dictionaries({"share": st.floats(0, 2), "state": st.sampled_from("SRD")})
 _step = st.tuples(
     st.booleans(), st.booleans(), _noise, _noise, st.floats(0, 3), st.none() | st.floats(0, 1), st.integers(0, 9)
 )
 
 
-@settings(deadline=None)  # on a busy machine the time of an example says nothing
+@settings(deadline=None)  # a busy machine makes the time of an example meaningless
 @given(st.lists(_step, min_size=1, max_size=60))
 def test_never_dead_while_steps_advance(path: list[Any]) -> None:
     series = Series()
@@ -338,7 +338,7 @@ def test_never_dead_while_steps_advance(path: list[Any]) -> None:
         assert verdict.health is not Health.DEAD
 
 
-@settings(deadline=None)  # on a busy machine the time of an example says nothing
+@settings(deadline=None)  # a busy machine makes the time of an example meaningless
 @given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from([0.1, 0.5, 2.0])), min_size=1, max_size=85))
 def test_never_dead_of_a_stall_with_life_below_the_bound(path: list[tuple[int, float]]) -> None:
     series = Series()
@@ -353,7 +353,7 @@ def test_never_dead_of_a_stall_with_life_below_the_bound(path: list[tuple[int, f
         assert verdict.health is not Health.DEAD
 
 
-@settings(deadline=None)  # on a busy machine the time of an example says nothing
+@settings(deadline=None)  # a busy machine makes the time of an example meaningless
 @given(st.floats(0, 30), st.booleans())
 def test_a_stall_without_life_always_ends_in_time(busy: float, loaded: bool) -> None:
     series = Series()

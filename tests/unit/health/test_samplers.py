@@ -28,7 +28,7 @@ GOOD = {"choices": [{"text": "a", "logprobs": {"token_logprobs": [-1.0]}}], "usa
 
 @pytest.fixture
 def parent() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that sleeps above one that computes."""
+    """Start a sleeping process with a child that computes."""
     busy = "while True: pass"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
@@ -62,7 +62,7 @@ def test_a_frozen_process_is_reported_as_a_stopped_one() -> None:
             except (OSError, RuntimeError) as error:
                 pytest.skip(f"no control group can be made here: {error}")
             try:
-                # A frozen process may be between two waits of the kernel when it is read.
+                # A frozen process may be between two waits of the kernel when its state is read.
                 wait_until(lambda: state() == "T")
                 assert procfs.entry(process.pid).state in "SD"
             finally:
@@ -125,12 +125,12 @@ def test_a_ledger_outlives_its_name() -> None:
 
 
 class Api:
-    """What a `Prober` asks of vLLM, with the answers to give."""
+    """The paths of vLLM that a `Prober` requests, with configurable responses."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.pace = 0
-        """Steps between two looks at them."""
+        """Steps between two reads of the metrics."""
         self.looks = 0
         self.running = 0
         self.silent = False
@@ -213,7 +213,7 @@ async def test_an_engine_that_is_to_become_idle_is_not_asked_for_a_token(api: Ap
 
 
 async def test_while_steps_come_nobody_is_disturbed_and_once_they_do_not_the_canary_comes_at_once(api: Api) -> None:
-    # Steps are made by the looks at them: however late those come on a busy machine, each sees some.
+    # Each read of the metrics adds steps, so every read sees some, however late it is on a busy machine.
     api.running, api.pace = 2, 7
     async with probing(api, canary_min=0.2) as prober:
         await seen(lambda: api.looks >= 4)

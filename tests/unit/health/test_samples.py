@@ -48,7 +48,7 @@ def test_a_compiler_that_ended_does_not_make_a_share_negative() -> None:
 
 
 def test_power_above_that_of_an_idle_gpu_is_work_and_utilisation_is_not() -> None:
-    """Power and utilisation as an H200 showed them, with a context open."""
+    """Power and utilisation of an H200 with an open context, as measured."""
     viewer, time = Viewer(0), 0.0
 
     def busy(watts: float | None, utilization: float | None) -> bool | None:

@@ -1,6 +1,6 @@
-"""Series that a head recorded with the nano engine on two cores, judged again sample by sample.
+"""Series recorded by a head with the nano engine on two cores, judged again sample by sample.
 
-What a driver said was recorded on an H100, and is here what the accelerator of rank 1 of a group under load says.
+The signals of a driver were recorded on an H100; here they are those of the accelerator of rank 1 of a loaded group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dsv4_runtime.health.samples import FATAL_XIDS, Sample, Viewer
 FOLDER = Path(__file__).parent / "series"
 SERIES = sorted(FOLDER.glob("*.json"))
 TOLD = 31
-"""The error in the recording: a program's own, which ends that program."""
+"""The XID in the recording: a fault of a program, which only ends that program."""
 SAMPLES = TypeAdapter(list[Sample])
 
 
@@ -50,7 +50,7 @@ def test_there_are_series() -> None:
 
 
 def beside_load(looks: list[tuple[GpuSignals, ...]]) -> list[Sample]:
-    """The group under load, of which rank 1 has an accelerator that shows these, half a second apart."""
+    """Return the group under load with these signals, half a second apart, for the accelerator of rank 1."""
     samples = SAMPLES.validate_python(json.loads((FOLDER / "load.json").read_text())["samples"])
     viewer, found = Viewer(1), []
     for sample, gpus in zip(samples, looks, strict=False):
@@ -63,7 +63,7 @@ def beside_load(looks: list[tuple[GpuSignals, ...]]) -> list[Sample]:
 
 @pytest.mark.parametrize("xid", [TOLD, *sorted(FATAL_XIDS)])
 def test_what_a_driver_told(xid: int) -> None:
-    """As it was told, and as if it had been an error that ends every program: no GPU was broken to record one."""
+    """The recorded error, and the same series with an error that ends every program, which was not recorded."""
     text = (FOLDER / "gpu" / "xid-31-of-an-h100.json").read_text()
     looks = [TypeAdapter(tuple[GpuSignals, ...]).validate_python(look["gpus"]) for look in json.loads(text)["looks"]]
     at = next(number for number, (gpu,) in enumerate(looks) if gpu.xid == TOLD)

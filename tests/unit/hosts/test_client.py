@@ -1,4 +1,4 @@
-"""The client of several machines: inventory, software, its copy, and the files of a machine."""
+"""The client of several machines: inventory, software and its copy, and the files of a machine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_copy_is_exact_and_continues_an_interrupted_one(tmp_path: Path) -> Non
     fill(source, {"bin/python": b"x" * 5000, "lib/a/b": b"", "big": os.urandom(1 << 20)})
     (source / "lib64").symlink_to("lib")
     target.mkdir()
-    # Left by an interrupted copy, and by an earlier content.
+    # Remains of an interrupted copy and of earlier content.
     (target / "0-big").write_bytes(b"part")
     (target / "old").write_bytes(b"old")
     (target / "lib64").symlink_to("/etc")
@@ -94,7 +94,7 @@ def test_a_copy_of_any_tree_over_any_other(wanted: dict[str, bytes], present: di
         source.mkdir()
         fill(source, wanted)
         target.mkdir()
-        # Files of the same size and time count as the same.
+        # Files of equal size and time count as equal.
         fill(target, present, modified=1e9)
         code, errors = copy(source, target)
         assert code == 0, errors

@@ -27,7 +27,7 @@ STEPS = st.lists(
 
 @dataclass
 class Host:
-    """A host service: the lease, its file, and a monotonic clock, which begins anywhere after a restart."""
+    """A host service: the lease, its file, and a monotonic clock with an arbitrary start value after a restart."""
 
     now: float = 1000.0
     lease: Lease = field(default_factory=Lease)
@@ -78,7 +78,7 @@ def test_at_most_one_loop_acts_at_a_time(steps: list[tuple[str, object]]) -> Non
 @given(st.sampled_from(LOOPS), st.integers(1, 5), st.floats(0, 1e6), st.floats(0, 1e3))
 def test_a_holder_is_never_delayed(holder: str, epoch: int, begun: float, later: float) -> None:
     lease = Lease().admit(Claim(holder=holder, epoch=epoch), begun)
-    # Its requests, and a loop that continues its work, also after a restart of the machine.
+    # Requests of the holder, and of a loop that continues its work, also after a restart of the machine.
     assert lease.admit(Claim(holder=holder, epoch=epoch), begun + later).epoch == epoch
     assert lease.admit(Claim(holder=holder, epoch=epoch + 1), begun).epoch == epoch + 1
     again = Lease.restored(holder, epoch, later)
@@ -96,7 +96,7 @@ def test_another_loop_gets_it_after_the_time_limit() -> None:
     assert (taken.holder, taken.epoch) == ("b", 2)
     with pytest.raises(LeaseRefused, match="epoch 1 of 'a' is outdated"):
         taken.admit(Claim(holder="a", epoch=1), 1e9)
-    # Two loops that chose one number.
+    # Two loops chose the same number.
     with pytest.raises(LeaseRefused, match="outdated"):
         taken.admit(Claim(holder="a", epoch=2), 1e9)
     assert taken.report(5.0 + LEASE_SECONDS).seconds == LEASE_SECONDS

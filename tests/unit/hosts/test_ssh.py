@@ -25,14 +25,14 @@ WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categori
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    # Short, because ssh has sockets there.
+    # A short path: ssh creates sockets there.
     with tempfile.TemporaryDirectory(prefix="s") as path:
         yield Path(path)
 
 
 @given(WORDS)
 def test_the_shell_of_the_machine_gets_every_word_unchanged(words: list[str]) -> None:
-    # As sshd runs it: the last argument is a command of the user's shell.
+    # sshd runs the last argument as a command of the user's shell.
     text = Ssh(Path("/tmp/s")).command("spark-1", ["printf", "%s\\0", "-", *words])[-1]
     output = subprocess.run(["sh", "-c", text], capture_output=True, check=True, timeout=10).stdout
     assert output.decode().split("\0")[:-1] == ["-", *words]
@@ -76,7 +76,7 @@ SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
 @pytest.fixture
 def served(folder: Path, unused_tcp_port_factory: Callable[[], int]) -> Iterator[Ssh]:
-    """A real sshd of this user."""
+    """Run a real sshd as this user."""
     if SSHD is None or os.getuid() != 0:
         pytest.skip("sshd is not installed, or this is not root")
     for name in ("host", "mine"):
@@ -113,7 +113,7 @@ async def test_commands_share_a_connection(served: Ssh, folder: Path) -> None:
     assert (found.code, found.output) == (3, b"a\0b" * 100_000)
     assert found.errors.endswith("no")
     (folder / "mine").unlink()
-    # Without its key, only the existing connection can be used.
+    # The key is gone, so only the existing connection works.
     both = await asyncio.gather(*(served.run("spark-1", ["echo", word], seconds=30) for word in ("a b", "$HOME")))
     assert [one.output for one in both] == [b"a b\n", b"$HOME\n"]
     await served.close()

@@ -1,4 +1,4 @@
-"""API server and credentials as kubectl finds them: kubeconfigs, plugins, proxies and the account of a pod."""
+"""API server and credentials by the rules of kubectl: kubeconfigs, plugins, proxies and the account of a pod."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def kubeconfig(file: Path, user: dict[str, Any], **cluster: Any) -> Path:
 
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kubeconfig and no pod but those of the test."""
+    """Remove every kubeconfig and pod account except those of the test."""
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -119,7 +119,7 @@ print(said.pop("print", None) or json.dumps({**answer, "status": said}))
 
 
 class Plugin:
-    """A real credential plugin, which answers what the test sets."""
+    """A real credential plugin whose output the test sets."""
 
     def __init__(self, folder: Path) -> None:
         self._calls = folder / "calls"
@@ -303,7 +303,7 @@ async def test_client_certificate_proxy_and_server_name(tmp_path: Path, insecure
             assert await kube.list(PODS) == []
         assert seen == ["with certificate"]
         assert set(requests) == {f"CONNECT {place} HTTP/1.1"}
-        # kopf's session is the same.
+        # kopf's session uses the same proxy and certificate.
         connection = await login(found)
         assert (connection.proxy_url, connection.as_http_headers()) == (proxy, {})
         async with (
@@ -384,7 +384,7 @@ async def test_oidc_refreshes_an_expired_token_and_stores_the_new_one(
     assert (found.changing, found.credential.token) == (True, new)
     stored = yaml.safe_load(file.read_text())["users"][0]["user"]["auth-provider"]["config"]
     assert (stored["id-token"], stored["refresh-token"]) == (new, "second")
-    # The stored token needs no server.
+    # Reading the stored token needs no server.
     assert found.credentials().token == new
 
 
@@ -447,7 +447,7 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=2) | st.di
 
 
 def mostly(good: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Return values of the expected kind, and now and then any."""
+    """Return mostly values of the expected kind, and sometimes any value."""
     return st.integers(0, 9).flatmap(lambda number: VALUES if number == 7 else good)
 
 

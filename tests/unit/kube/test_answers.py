@@ -1,4 +1,4 @@
-"""Answers that do not come from a Kubernetes API server, read by the client over real connections."""
+"""Responses that do not come from a Kubernetes API server, read by the client over real connections."""
 
 from __future__ import annotations
 

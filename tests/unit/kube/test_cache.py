@@ -1,4 +1,4 @@
-"""What the cache makes of listings and events, in every order that a server may send them in."""
+"""State of the cache after listings and events, in every order in which a server may send them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pod(name: str, version: int, group: int = 0, namespace: str = "a") -> dict[s
 
 
 class Script:
-    """Answers listings and watches with what was written down for them, and remembers what was asked."""
+    """Scripted API client: returns the prepared listings and watches, and records the resource versions of watches."""
 
     def __init__(self, listings: list[list[dict[str, Any]] | Exception], watches: list[list[Step]]) -> None:
         self.listings, self.watches = listings, watches
@@ -50,7 +50,7 @@ class Script:
 
 
 async def followed(script: Script, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[PodCache, list[Any]]:
-    """A cache that has seen the whole script, and the keys that it told of."""
+    """Return a cache that has processed the whole script, and the keys that it reported as changed."""
     real = asyncio.sleep
 
     async def soon(_seconds: float) -> None:
@@ -86,7 +86,7 @@ async def test_objects_come_change_and_go(monkeypatch: pytest.MonkeyPatch) -> No
     assert names(cache) == {"y"}
     assert names(cache, group=1) == {"z"}
     assert told == [("a", "d", 0), ("a", "d", 0), ("a", "d", 1), ("a", "d", 0), ("a", "d", 0)]
-    # The stream ended in good order, so it goes on behind the bookmark.
+    # The stream ended without an error, so the next watch starts at the bookmark.
     assert script.watched_from == ["100", "110"]
     assert cache.synced.is_set()
 
@@ -95,7 +95,7 @@ async def test_what_went_while_nobody_watched_is_gone(monkeypatch: pytest.Monkey
     script = Script([[pod("x", 1), pod("y", 2)], [pod("y", 2), pod("z", 3)]], [[Gone("too old")]])
     cache, told = await followed(script, monkeypatch)
     assert names(cache) == {"y", "z"}
-    # y was the same as before, so nobody had to look.
+    # y did not change, so it is not reported.
     assert len(told) == 4
     assert script.watched_from == ["100", "100"]
 
@@ -114,7 +114,7 @@ async def test_an_answer_that_cannot_be_read_does_not_end_the_cache(
 ) -> None:
     script = Script([error, [pod("p", 1)], [pod("p", 2)]], [[WatchEvent("ADDED", pod("q", 5)), error]])
     cache, _ = await followed(script, monkeypatch)
-    # Listed again, because nobody knows what was missed.
+    # Listed again, because events may have been missed.
     assert names(cache) == {"p"}
     assert script.watched_from == ["100", "100"]
 
@@ -144,7 +144,7 @@ async def test_namespaces_are_listed_apart(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def program(name: str, version: int, phase: str = "Running") -> dict[str, Any]:
-    """A pod of somebody else."""
+    """Return a pod that does not belong to a deployment."""
     container = {"name": "c", "image": "i", "env": [{"name": "A"}] * 100, "resources": {"requests": {"cpu": "1"}}}
     return {
         "metadata": {"name": name, "namespace": "a", "uid": name, "resourceVersion": str(version), "annotations": {}},
@@ -191,7 +191,7 @@ async def test_watches_that_end_at_once_are_opened_ever_more_slowly(
     await asyncio.wait_for(script.over.wait(), 5)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    # The first is opened again at once, as servers end them every few minutes.
+    # The first watch is opened again at once, because servers end watches every few minutes.
     wanted = [1, 2, 4, 8, 16, 30, 30, 30]
     assert [pytest.approx(pause, rel=0.21) for pause in wanted] == pauses
 

@@ -1,4 +1,4 @@
-"""Whether closing ends connections whose server does not answer the end of TLS, over a real connection."""
+"""Closing ends connections whose server does not complete the shutdown of TLS, over a real connection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVENT = b'{"type": "ADDED", "object": {"metadata": {"name": "a", "resourceVersi
 
 
 class Mute:
-    """Sends one event of a watch over TLS, and from then on neither reads nor writes."""
+    """Sends one event of a watch over TLS, then neither reads nor writes."""
 
     def __init__(self, folder: Path) -> None:
         """Args:

@@ -1,4 +1,4 @@
-"""Answers that are errors, by what a caller does about them."""
+"""Error responses, by the reaction of the caller."""
 
 from __future__ import annotations
 

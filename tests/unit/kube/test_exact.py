@@ -1,4 +1,4 @@
-"""What other field managers add to an applied object is removed, and nothing else is."""
+"""Fields that other field managers add to an applied object are removed; no other field is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERVICE: Manifest = {
     "spec": {"selector": {"app": "chat"}, "ports": [{"name": "http", "port": 8000, "protocol": "TCP"}]},
 }
 KEYS = ("port", "protocol")
-"""Of a Service's ports: items with the same values are the same item."""
+"""Keys of a Service's ports: items with equal values are the same item."""
 
 _names = st.sampled_from(["a", "b", "c", "d"])
 _trees = st.recursive(
@@ -34,7 +34,7 @@ _specs = st.dictionaries(_names, _trees, min_size=1, max_size=4)
 
 
 def fields(value: Any) -> dict[str, Any]:
-    """The set of fields that an applier of `value` owns, as the API server writes it; lists of scalars are atomic."""
+    """Return the fields that an applier of `value` owns, as the API server writes them; scalar lists are atomic."""
     if isinstance(value, dict):
         return {f"f:{name}": fields(part) for name, part in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -45,7 +45,7 @@ def fields(value: Any) -> dict[str, Any]:
 
 
 def beyond(added: Any, kept: Any) -> Any:
-    """The part of `added` that is not in `kept`: the other fields belong to whoever applied `kept` with force."""
+    """Return the part of `added` that is not in `kept`; a forced apply of `kept` took ownership of the other fields."""
     if not (isinstance(added, dict) and isinstance(kept, dict)):
         return None
     found = {name: part if name not in kept else beyond(part, kept[name]) for name, part in added.items()}
@@ -53,7 +53,7 @@ def beyond(added: Any, kept: Any) -> Any:
 
 
 def managed(wanted: Manifest, added: Manifest, *, manager: str = "intruder", **entry: str) -> Manifest:
-    """The object on the API server after `manager` wrote `added`, and `wanted` was applied over it."""
+    """Return the object on the API server after `manager` wrote `added` and `wanted` was applied over it."""
     live = merged(added, wanted)
     live["metadata"] |= {"uid": "1", "resourceVersion": "1"}
     ours = {"manager": MANAGER, "operation": "Apply", "fieldsV1": fields(wanted)}
@@ -134,7 +134,7 @@ def test_the_entry_of_a_subresource_is_a_controllers() -> None:
 
 
 class Managed(FakeKube):
-    """Applies over what others wrote."""
+    """Fake API server whose objects contain fields of another manager."""
 
     added: Manifest
     conflicts = 0
@@ -174,7 +174,7 @@ async def test_apply_removes_what_others_added_though_controllers_write(conflict
     assert content(after) == content(SERVICE)
     patches = [options["changes"] for verb, _, options in found.requests if verb == "patch"]
     assert len(patches) == conflicts + 1
-    # Only that very object, in the very version that was looked at.
+    # The patch names the object's uid and the resource version that was read.
     assert {"uid", "resourceVersion"} <= patches[-1]["metadata"].keys()
 
 

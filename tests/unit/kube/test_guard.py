@@ -1,4 +1,4 @@
-"""Whether a process that may not write any more does, over a real connection."""
+"""A process that has lost the permission to write does not write, over a real connection."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dsv4_operator.kube import PODS, Access, Client, KubeError
 
 
 class NotAllowed(KubeError):
-    """What the guard raises."""
+    """Error that the guard raises."""
 
 
 class Server:
-    """Takes whatever is asked for, and remembers what came as a whole."""
+    """Accepts every request and records the complete ones."""
 
     def __init__(self) -> None:
         self.taken: list[str] = []
@@ -42,7 +42,7 @@ async def server() -> AsyncIterator[Server]:
 
 
 class Slow(Access):
-    """An account whose credential takes its time, as a plugin's does."""
+    """An account whose credential takes time, as with a plugin."""
 
     def credentials(self) -> Any:
         import time

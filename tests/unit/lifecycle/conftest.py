@@ -1,4 +1,4 @@
-"""Short ways to write what a backend observes."""
+"""Helpers that build the observations of a backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import AgentStatus, Cause, EngineStatus, Failure, GroupPlan, Health, Phase, Verdict
 from dsv4_testkit.group_world import facts
 
-# Helpers lie beside the tests; with importlib import mode nothing else puts them on the path.
+# Helper modules are in this directory; with import mode importlib, pytest does not add it to the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
 KEY = GroupKey("default", "nano", 0)
@@ -38,7 +38,7 @@ spec:
 
 @dataclass
 class Scene:
-    """One group, step by step: change what is observed, then `look`."""
+    """One group, step by step: change the observations, then call `look`."""
 
     now: float = START
     generation: int = 1
@@ -74,7 +74,7 @@ class Scene:
         return plan_group(self.deployment, facts(2), group=0, incarnation=incarnation, restarts=restarts)
 
     def look(self, after: float = 0.0) -> Decision:
-        """Decide `after` seconds from now, and keep the status as if all actions were over."""
+        """Decide `after` seconds from now, and keep the status as if all actions were completed."""
         self.now += after
         decision = decide(
             self.deployment,
@@ -100,7 +100,7 @@ class Scene:
         return self.kept
 
     def member(self, rank: int, phase: Phase | None = Phase.SERVING, **changes: Any) -> ObservedMember:
-        """A member of the present incarnation whose agent says `phase`, or nothing yet."""
+        """Return a member of the present incarnation whose agent reports `phase`, or has not reported yet (None)."""
         incarnation = changes.pop("incarnation", self.status.incarnation)
         failure: Failure | None = changes.pop("failure", None)
         warnings = changes.pop("warnings", ())
@@ -129,11 +129,11 @@ class Scene:
         )
 
     def says(self, head: Phase | None, worker: Phase | None = Phase.SERVING) -> None:
-        """Both members are there and say this."""
+        """Set both members, with agents that report these phases."""
         self.members = [self.member(0, head), self.member(1, worker)]
 
     def serve(self) -> None:
-        """Bring the group from anywhere to serving."""
+        """Bring the group to phase Serving from any state."""
         for _ in range(4):
             self.look()
             if self.phase is GroupPhase.FORMING:

@@ -1,4 +1,4 @@
-"""When a deployment counts as reachable: random orders of engines, gateways and answers."""
+"""Reachability of a deployment: random orders of engines, gateways and canary responses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_single_failure_where_nothing_changed_is_confirmed_first() -> None:
     assert (once.problem, once.due) == (None, 31.0 + AGAIN_SECONDS)
     assert answered(once, once, None, 36.0, 1.0).problem is None
     assert failed(once, 36.0).problem == "401"
-    # The confirmation of one failure is none of the next.
+    # The confirmation of one failure does not confirm the next one.
     again = answered(once, once, None, 36.0, 1.0)
     assert failed(again, 66.0).problem is None
 
@@ -51,7 +51,7 @@ def test_a_failure_after_a_change_of_the_gateways_counts_at_once_and_is_looked_f
 def test_a_new_engine_has_to_answer_itself() -> None:
     changed = seen(ready(), TWO, GATEWAYS, 5.0)
     assert (changed.problem, changed.due) == (UNTRIED, 5.0)
-    # An answer to a request from before says nothing about it.
+    # The response to an earlier request proves nothing about the new engine.
     late = answered(changed, ready(), None, 6.0, 1.0)
     assert (late.problem, late.due) == (UNTRIED, 6.0)
     assert answered(changed, changed, None, 6.0, 1.0).problem is None

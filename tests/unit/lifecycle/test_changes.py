@@ -1,4 +1,4 @@
-"""What users ask of a group that lives: another specification, a restart, a pause, a suspension, its end."""
+"""User requests for a running group: another specification, a restart, a pause, a suspension, its deletion."""
 
 from __future__ import annotations
 

@@ -43,12 +43,12 @@ def test_a_group_is_claimed_then_formed_then_serves(scene: Scene) -> None:
 
 
 def test_numbers_that_others_use_are_left_out(scene: Scene) -> None:
-    """Pods of an earlier deployment of this name end when their kubelets say so."""
+    """Pods of an earlier deployment of the same name still exist until their kubelets report their end."""
     scene.used_incarnation = 3
     scene.look()
     assert scene.status.incarnation == 4
     assert short(scene.look()) == ["fence 3", "form 4"]
-    # Others that come later change nothing.
+    # Foreign members that appear later change nothing.
     scene.used_incarnation = 99
     scene.serve()
     scene.members[1] = replace(scene.members[1], ended="killed by SIGKILL", ended_time=scene.now)
@@ -60,7 +60,7 @@ def test_numbers_that_others_use_are_left_out(scene: Scene) -> None:
 
 
 def test_time_in_a_queue_is_no_time_of_the_specification(scene: Scene) -> None:
-    """Members whose nodes a scheduler chooses: the group is queued until it has placed the last one."""
+    """A scheduler chooses the nodes of the members: the group is queued until the last one is placed."""
     scene.look()
     scene.look()
     waiting = {"queued": True, "waiting": "no quota"}
@@ -82,7 +82,7 @@ def test_time_in_a_queue_is_no_time_of_the_specification(scene: Scene) -> None:
 def test_a_lost_placement_ends_the_incarnation_and_spends_nothing(scene: Scene) -> None:
     scene.serve()
     for incarnation in range(1, 8):
-        # The head reports the death of the other rank too; the removal explains both.
+        # The head also reports the death of the other rank; the removal explains both.
         scene.members = [
             scene.member(0, Phase.FAILED, failure=scene.died(1, Cause.NODE_LOST, after=-1.0)),
             scene.member(1, Phase.DRAINING, removal="PreemptionByScheduler"),
@@ -96,7 +96,7 @@ def test_a_lost_placement_ends_the_incarnation_and_spends_nothing(scene: Scene) 
         assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, incarnation + 1)
         scene.serve()
     assert (scene.status.restarts, scene.status.total_restarts) == ((), 0)
-    # A death of the engine in the next incarnation is counted as ever.
+    # A death of the engine in the next incarnation counts as usual.
     scene.members[1] = replace(scene.members[1], ended="killed by SIGKILL", ended_time=scene.now)
     scene.look()
     scene.members = []
@@ -197,7 +197,7 @@ def test_the_same_deterministic_cause_twice_ends_it_early(new_scene: Any, cause:
 
 
 def never_serve(scene: Scene, *doubted: bool | None) -> None:
-    """Incarnations whose first answers are wrong; whether files that nobody could compare would explain it."""
+    """Run incarnations whose first responses are wrong; `doubted`: whether unverifiable files would explain it."""
     for said in doubted:
         for _ in range(2):
             scene.look(10.0)
@@ -208,7 +208,7 @@ def never_serve(scene: Scene, *doubted: bool | None) -> None:
 
 
 def test_what_damaged_weights_explain_twice_in_a_row_ends_it_early(new_scene: Any) -> None:
-    """Where nothing says what the files should be, every new incarnation would die of the same."""
+    """Without reference digests of the files, every new incarnation would die of the same cause."""
     scene = new_scene(budget=9)
     never_serve(scene, True, True)
     assert scene.phase is GroupPhase.FAILED
@@ -382,7 +382,7 @@ def test_earlier_incarnations_are_fenced_before_members_are_formed(scene: Scene)
     scene.serve()
     scene.members = [replace(member, ended="exit code 1", ended_time=scene.now) for member in scene.members]
     scene.look()
-    # The cache shows nothing any more, which proves nothing: fencing looks for itself.
+    # The cache no longer shows the members, which proves nothing: fencing reads the API server itself.
     scene.members = []
     scene.look()
     assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 2)

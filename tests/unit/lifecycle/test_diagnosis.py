@@ -1,4 +1,4 @@
-"""Which death came first, and when silence is one."""
+"""The first death of several, and the conditions under which silence counts as a death."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_end_with_exit_code_0_is_a_death(scene: Scene) -> None:
 
 
 def look_on(scene: Scene, seconds: float) -> None:
-    """A look a second."""
+    """Decide once a second for `seconds`."""
     for _ in range(int(seconds)):
         scene.look(1.0)
 
@@ -108,7 +108,7 @@ def test_silence_becomes_a_death(scene: Scene) -> None:
 
 
 def test_nobody_is_lost_because_nobody_looked(scene: Scene) -> None:
-    """The loop stood still, and its first question after that was not answered at once."""
+    """The loop was blocked, and its first request afterwards got no immediate response."""
     scene.serve()
     scene.look(300.0)
     assert scene.phase is GroupPhase.SERVING
@@ -120,7 +120,7 @@ def test_nobody_is_lost_because_nobody_looked(scene: Scene) -> None:
 
 
 def hears(scene: Scene, rank: int, other: int, silent: float) -> Any:
-    """Member `rank`, whose agent has not heard `other` for so many seconds."""
+    """Return member `rank`; its agent has received nothing from `other` for `silent` seconds."""
     member = scene.member(rank)
     signals = Signals(time=0.0, silent={other: silent})
     return replace(member, status=member.status.model_copy(update={"signals": signals}))
@@ -147,7 +147,7 @@ def test_what_a_silent_member_heard_once_says_nothing(scene: Scene) -> None:
 
 @pytest.mark.parametrize("heard", [True, False])
 def test_two_that_blame_each_other_and_both_answer_have_lost_their_link(scene: Scene, heard: bool) -> None:
-    """If one of them does not answer here either, the first report is believed."""
+    """If one of them does not respond to the operator either, the first report is accepted."""
     scene.serve()
     blaming = scene.died(1, Cause.NODE_LOST)
     second = scene.member(1, Phase.FAILED, failure=scene.died(0, Cause.NODE_LOST, after=0.3))

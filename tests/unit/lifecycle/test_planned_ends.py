@@ -1,4 +1,4 @@
-"""Decisions about a healthy group that is to end: its open requests come first."""
+"""Decisions about the planned end of a healthy group: its open requests complete first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Scene = Any
 
 
 def updating(scene: Scene) -> None:
-    """A serving group whose specification changed, and that was decided."""
+    """Change the specification of a serving group, and decide."""
     scene.serve()
     scene.seed, scene.generation = 1, 2
     scene.look()
@@ -49,7 +49,7 @@ def test_who_has_not_heard_the_head_yet_asks_it(scene: Scene) -> None:
 def test_open_requests_have_a_bound(scene: Scene) -> None:
     updating(scene)
     bound = scene.deployment.spec.engine.timeouts.drain
-    # Nobody was there to ask it, for however long.
+    # No drain was requested in the meantime, however long it was.
     first = scene.look(300.0).actions[0]
     assert isinstance(first, Drain)
     assert first.seconds == bound

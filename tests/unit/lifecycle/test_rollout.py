@@ -1,4 +1,4 @@
-"""Several groups on their way from one specification to another, and back."""
+"""Rollout of a specification to several groups, and rollback."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_bad_specification_is_taken_back_and_not_tried_again(how: str, replica
     assert world.reasons().count(Reason.ROLLED_BACK) == 1
     assert condition(world, ConditionType.READY)[0], "all groups answer, as before"
     assert world.kept.updated_replicas == 0
-    # What is not about the members changes nothing, and another specification is tried.
+    # A change that does not affect the members changes nothing; another specification is tried.
     world.asked = world.asked.but(held=30)
     world.go_on(10)
     assert world.fenced == tried
@@ -143,7 +143,7 @@ def test_a_group_that_is_down_is_updated_first() -> None:
 
 
 def test_a_third_specification_meanwhile() -> None:
-    """A group that serves from the second one, which nobody knows any more, is not ended out of turn."""
+    """A group that serves the second specification, which is no longer known, is not ended out of turn."""
     world = serving_world(replicas=3)
     world.asked = world.asked.but(seed=1)
     world.until(lambda: world.serving().get(2) == 1)
@@ -157,7 +157,7 @@ def test_a_third_specification_meanwhile() -> None:
 
 
 def test_a_change_as_soon_as_all_answer_ends_one_only() -> None:
-    """The kept status calls both groups Starting, and there is no specification yet to go back to."""
+    """The kept status of both groups is Starting, and there is no specification yet for a rollback."""
     world = World()
     world.until(lambda: {world.group(index).phase for index in range(2)} == {GroupPhase.STARTING})
     for member in world.alive():

@@ -1,4 +1,4 @@
-"""Rollouts against users who change their minds, members that die, and deciders that are killed."""
+"""Rollouts with repeated changes of the specification, deaths of members, and kills of the decider."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv4_testkit.rollout_world import DEADLINE, Asked, World
 
 
 class Rollouts(RuleBasedStateMachine):
-    """Users change their minds, members die, observations are old, and whoever decides is killed at any point."""
+    """Changes of the specification, deaths of members, old observations, and kills of the decider at any point."""
 
     @initialize(
         replicas=st.integers(1, 3),
@@ -68,7 +68,7 @@ class Rollouts(RuleBasedStateMachine):
                 member.silent = how == "silent"
 
     def teardown(self) -> None:
-        """Once the trouble ends, every group serves what it should, or was given up."""
+        """After the trouble ends, every group serves the right specification or was given up."""
         if not hasattr(self, "world"):
             return
         world = self.world
@@ -77,7 +77,7 @@ class Rollouts(RuleBasedStateMachine):
             one.silent = False
         for _ in range(150):
             world.go_on(seconds=5.0)
-            # As kubelets and heads see to it: what never comes up fails in the end.
+            # Kubelets and heads end a start that never completes: it fails after its deadline.
             for one in world.alive():
                 if world.bad.get(one.seed) == "never" and world.now - one.started > 2 * DEADLINE:
                     one.fail(Cause.STARTUP_TIMEOUT, world.now)
@@ -86,7 +86,7 @@ class Rollouts(RuleBasedStateMachine):
                 break
         rejected = world.kept.rollout.rejected
         current = revision(world.deployment)
-        # What never comes up is tried again for as long as its budget lasts, and this may be the moment of a new try.
+        # A start that never completes is repeated while its budget lasts, so a new attempt may begin just now.
         for _ in range(3):
             phases = {world.group(index).phase for index in range(world.asked.replicas)}
             if GroupPhase.FORMING not in phases:

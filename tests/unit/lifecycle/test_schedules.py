@@ -1,4 +1,4 @@
-"""One group against an adversary that kills, hides and delays at any moment, and restarts the decider at any point."""
+"""One group against kills, hidden and delayed observations, and restarts of the decider at any point."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ class Group(RuleBasedStateMachine):
         return GroupStatus() if self.kept is None else kept_status(self.kept)
 
     def step(self, *, age: int = 0, words: int | None = None, crash: int = 99, halfway: int = 99) -> None:
-        """One round of the loop: on an old observation, dying before action `crash`, or failing in `halfway`.
+        """Run one round of the loop: on an old observation, with a crash before action `crash` or a failure in
+        `halfway`.
 
-        `words` is the age of what the agents said, if it is another one: members and agents are heard on ways of
-        their own, so either may be late, and what was once newer may become older again.
+        `words` is the age of the agents' reports if it differs: members and reports are observed on separate paths, so
+        either may be late, and a later observation may be older than an earlier one.
         """
         self.snapshots = [*self.snapshots[-3:], self.world.observe()]
         observed = self.snapshots[max(0, len(self.snapshots) - 1 - age)]
@@ -74,7 +75,7 @@ class Group(RuleBasedStateMachine):
         status = decision.status
         self.world.claimed = status.formed_time or 0.0
         if crash > 0 and any(isinstance(action, CollectEvidence) for action in decision.actions):
-            # As the loop does: what died is told before it is ended.
+            # As in the loop: the death is published before its members are ended.
             self.kept = status.to_json()
         fresh = (age, words, crash, halfway) == (0, None, 99, 99)
         for index, action in enumerate(decision.actions):
@@ -98,7 +99,7 @@ class Group(RuleBasedStateMachine):
         self.next_time = decision.next_time
 
     def check_cut(self, fence: Fence, status: GroupStatus) -> None:
-        """What is open at a healthy engine is only cut off after as long as it was promised."""
+        """Open requests of a healthy engine are only cut off after the promised time."""
         members = [member for member in self.world.alive() if member.incarnation == fence.incarnation]
         head = next((member for member in members if member.rank == 0), None)
         planned = status.phase in (GroupPhase.UPDATING, GroupPhase.DRAINING) and status.incarnation == fence.incarnation
@@ -131,7 +132,7 @@ class Group(RuleBasedStateMachine):
 
     @rule()
     def quick_start(self) -> None:
-        """Without it, few schedules come as far as a group that serves."""
+        """Without this rule, few schedules reach a group that serves."""
         for _ in range(5):
             self.step()
             for member in self.world.alive():
@@ -165,7 +166,7 @@ class Group(RuleBasedStateMachine):
     @precondition(lambda self: self.world.alive())
     @rule()
     def level_one(self) -> None:
-        """The head restarts its engine in place, as its own reading of the budget allows."""
+        """The head restarts its engine in place if its own computation of the budget allows it."""
         head = next((member for member in self.world.alive() if member.rank == 0), None)
         if head is None or head.failure or head.silent or head.asked is not None:
             return
@@ -179,7 +180,7 @@ class Group(RuleBasedStateMachine):
         head.engine_restarts = (*head.engine_restarts, self.world.now)
         head.life = LIFE.index(Phase.LOADING)
         self.world.level_one.append(self.world.now)
-        # What the decider never hears of, it cannot count.
+        # The decider cannot count a restart that it does not observe.
         self.world.unobserved = False
         self.step()
 
@@ -188,7 +189,7 @@ class Group(RuleBasedStateMachine):
         self.world.touched = True
         match what:
             case "restart":
-                # An annotation, which the server does not count as a change.
+                # An annotation: the API server does not increase the generation.
                 self.restarts += 1
                 return
             case "revision":
@@ -222,7 +223,7 @@ class Group(RuleBasedStateMachine):
             assert len(inside) <= self.budget, f"{len(inside)} restarts within the window, {self.budget} are allowed"
 
     def teardown(self) -> None:
-        """Once the trouble ends, the group serves, or was given up, or is suspended."""
+        """After the trouble ends, the group serves, was given up, or is suspended."""
         if not hasattr(self, "world"):
             return
         self.world.unobserved = self.world.fence_broken = self.paused = False

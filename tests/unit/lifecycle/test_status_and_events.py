@@ -1,4 +1,4 @@
-"""What is told about a deployment, and when."""
+"""Status and events of a deployment."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_ready_needs_an_answer_through_the_endpoint(scene: Scene) -> None:
     assert reason(starting, ConditionType.READY) is Reason.GROUPS_NOT_READY, "the engine is what is missing"
     scene.serve()
     lost = reached(scene, "gateway g: agent credentials rejected (401)", starting)
-    # The group serves, so its phase and everything that supervises it stays as it is.
+    # The group serves, so its phase and its supervision do not change.
     assert (lost.phase, true(lost), lost.ready_replicas) == (DeploymentPhase.SERVING, {"Accepted"}, 1)
     assert reason(lost, ConditionType.READY) is Reason.ENDPOINT_NOT_READY
     assert message(lost, ConditionType.READY) == (
@@ -214,7 +214,7 @@ def test_the_summary_of_several_groups(
 
 
 class Log:
-    """The events of a scene, look by look."""
+    """The events of a scene, decision by decision."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -275,7 +275,7 @@ def test_the_repair_is_reported_after_the_cause(scene: Scene) -> None:
     scene.serve()
     log.look()
     death = scene.died(0).model_copy(update={"generation": 1})
-    # The agent has seen a death and compares the members; the first sign may not be the cause.
+    # The agent has detected a death and compares the members; the first sign may not be the cause.
     first = death.model_copy(update={"message": "a process ended"})
     scene.members[0] = scene.member(0, engine=EngineStatus(generation=1), failure=first)
     assert log.look(0.5) == []
@@ -409,7 +409,7 @@ def test_a_specification_that_cannot_be_read_is_refused_and_what_runs_goes_on(sc
     scene.serve()
     serving = status_of(scene)
     refused = refused_status(serving, "spec.x: is wrong; write y", 3, scene.now)
-    # Nothing observes the groups: what was known of them says nothing about now.
+    # The groups are not observed, so their last known state is not valid now.
     ready = refused.condition(ConditionType.READY)
     assert ready is not None
     assert (ready.status, refused.ready_replicas) == (ConditionStatus.UNKNOWN, 0)

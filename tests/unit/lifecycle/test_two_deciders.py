@@ -1,9 +1,9 @@
-"""One group and two operators: leadership moves at any moment, and what the deposed one had sent arrives late.
+"""One group and two operators: leadership changes at any moment, and requests of the former leader arrive late.
 
-A request that was sent before the lease was lost may be done at any time after. Everything later is refused by the
-guard of writes. So of the list of actions that an operator is deposed in, one request is still under way: of a
-formation it is the head's Service, the plan, the token, or the pods. Pods mount the plan and the token, both of which
-fencing removes: to start pods of a fenced incarnation, one late request for each of the three would have to arrive.
+A request that was sent before the lease was lost may be executed at any later time. The guard of writes refuses
+everything after that. So one request of an interrupted list of actions may still be under way: in a formation it is the
+head's Service, the plan, the token, or the pods. Pods mount the plan and the token, and fencing removes both: pods of a
+fenced incarnation only start if one late request for each of the three arrives.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from dsv4_testkit.group_world import SCHEDULES, BackendError, World, deployment_
 ENDED = (GroupPhase.SUSPENDED, GroupPhase.STOPPED)
 STAGES = ("head", "plan", "token", "pods")
 SKEWS = st.sampled_from([-86_400.0, -20.0, 0.0, 0.4, 86_400.0])
-"""How far an operator's clock is ahead of the others, in seconds: a day too."""
+"""Offset of an operator's clock from the others in seconds; up to a day."""
 QUIET_LOOKS = 12
-"""In which nothing changes: 24 s, beyond the longest wait of the specification and of the rules that end a silence."""
+"""Rounds without a change: 24 s, more than the longest wait of the specification and of the silence rules."""
 
 
 @dataclass
 class Server(World):
-    """The API server and the machines behind it, as far as a formation and a fence use them."""
+    """The API server and the machines behind it, reduced to the parts that a formation and a fence use."""
 
     compares: bool = True
-    """Whether the Service of the head is only moved forwards, by its version."""
+    """Whether the Service of the head can only advance, by a comparison of its version."""
     head: int = 0
-    """The incarnation that the Service of the head names."""
+    """Incarnation in the Service of the head."""
     plans: set[int] = field(default_factory=set)
     tokens: set[int] = field(default_factory=set)
 
@@ -55,7 +55,7 @@ class Server(World):
         return waits
 
     def stage(self, plan: GroupPlan, stage: str, *, halfway: bool = False) -> None:
-        """Do one request of a formation."""
+        """Execute one request of a formation."""
         if stage == "head":
             if self.compares and self.head > plan.incarnation:
                 raise BackendError("superseded")
@@ -65,14 +65,14 @@ class Server(World):
         elif stage == "token":
             self.tokens.add(plan.incarnation)
         elif plan.incarnation in self.plans & self.tokens:
-            # Pods without their plan or token are created, and never start.
+            # Pods without their plan or token are created but never start.
             self.form(plan, halfway=halfway)
 
     def form(self, plan: GroupPlan, *, halfway: bool) -> None:
         super()._form(plan, halfway)
 
     def arrive(self, late: _Late) -> None:
-        """Do what was sent long ago."""
+        """Execute a request that was sent long ago."""
         try:
             if isinstance(late.action, Form):
                 self.stage(late.action.plan, late.stage)
@@ -89,7 +89,7 @@ class _Late:
     action: Action
     stage: str
     version: int
-    """Of the head's Service when it was read."""
+    """Version of the head's Service when it was read."""
 
 
 class Operators(RuleBasedStateMachine):
@@ -118,7 +118,7 @@ class Operators(RuleBasedStateMachine):
         return plan_of(self.seed, 3, incarnation, tuple(restarts))
 
     def step(self, age: int = 0, halfway: int = 99, deposed: int = 99, stage: str = "pods") -> None:
-        """Decide and act as the leader; deposed before action `deposed` is done, which is under way by then."""
+        """Decide and act as the leader. The leader is deposed before action `deposed`, which is then under way."""
         self.snapshots = [*self.snapshots[-3:], self.server.observe()]
         observed = self.snapshots[max(0, len(self.snapshots) - 1 - age)]
         previous = None if self.kept is None else self.status()
@@ -211,12 +211,12 @@ class Operators(RuleBasedStateMachine):
             assert not self.server.alive(), f"{self.status().phase}, and members live"
 
     def settled(self) -> tuple[object, ...]:
-        """What stays as it is once nothing more will happen."""
+        """Return the state that stays constant once nothing more happens."""
         status, alive = self.status(), self.server.alive()
         return status.phase, status.incarnation, [(one.incarnation, one.rank, one.phase) for one in alive]
 
     def teardown(self) -> None:
-        """Once the trouble ends, nothing is left of a deleted group, and any other serves or waits as it should."""
+        """After the trouble ends, a deleted group has no remains, and any other group serves or waits correctly."""
         if not hasattr(self, "server"):
             return
         self.server.fence_broken = self.server.unobserved = self.refused = False
@@ -252,7 +252,7 @@ TestOperators.settings = settings(
 
 
 def test_a_deposed_operator_that_moves_the_head_back_would_be_noticed() -> None:
-    """The first of two violations that these schedules were written for: what the API server's comparison prevents."""
+    """First of the two violations that these schedules detect: the one that the API server's comparison prevents."""
     machine = Operators()
     machine.compares = False
     machine.begin((0.0, 0.0))
@@ -268,7 +268,7 @@ def test_a_deposed_operator_that_moves_the_head_back_would_be_noticed() -> None:
 
 
 def test_a_suspension_whose_fence_fails_unseen_is_not_over() -> None:
-    """The second: members that no listing shows and a failing fence leaves, in a group that is called suspended."""
+    """Second violation: a suspended group with members that no listing shows and that a failing fence left running."""
     machine = Operators()
     machine.begin((0.0, 0.0))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Decisions in a few words, and members that nobody knows."""
+"""Decisions in short form, and unknown members."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsv4_operator.lifecycle.observed import ObservedMember
 
 
 def short(decision: Decision) -> list[str]:
-    """The actions in one word each."""
+    """Return each action in short form, e.g. "form 2"."""
     return [
         f"form {action.plan.incarnation}"
         if isinstance(action, Form)
@@ -19,5 +19,5 @@ def short(decision: Decision) -> list[str]:
 
 
 def stranger(scene: Any, incarnation: int) -> ObservedMember:
-    """A member of an incarnation that the group does not have."""
+    """Return a member of an incarnation that the group does not have."""
     return ObservedMember(incarnation, 0, "node-0", "10.0.0.1", scene.now)

@@ -83,7 +83,7 @@ def test_an_incarnation_that_left_nothing(state: DeploymentState) -> None:
 async def test_a_disk_that_does_not_answer_is_not_waited_for(
     state: DeploymentState, monkeypatch: pytest.MonkeyPatch, supervised: Supervised
 ) -> None:
-    # A pipe that nobody writes to: opening it to read waits for ever, as a file on a dead server does.
+    # A pipe without a writer: opening it for reading blocks forever, like a file on a dead server.
     pipe = state.member(3, 0) / "agent.log"
     os.mkfifo(pipe)
     monkeypatch.setattr(backend, "_EVIDENCE_SECONDS", 0.3)
@@ -107,11 +107,11 @@ def test_only_the_newest_ten_stay(state: DeploymentState) -> None:
 
 def test_the_time_in_the_name_decides_which_evidence_stays(state: DeploymentState) -> None:
     kept = [f"{number}-2026010{number}T000000Z" for number in range(1, 10)]
-    # Of an agent; and of a clock that was ahead, which would stay for ever.
+    # Evidence of an agent, and of a clock that was ahead, which would stay forever.
     old = ["7-g2-20251231T000000Z", "8-20991231T000000Z"]
     for age, name in enumerate((*kept, *old)):
         (state.evidence() / name).mkdir(parents=True)
-        # As after the restore of a backup: the oldest were written last.
+        # Modification times as after the restore of a backup: the oldest files were written last.
         os.utime(state.evidence() / name, (1e9 - age if name in kept else 2e9,) * 2)
     newest = collect_evidence(state, 0, 3, [], deadline=time.monotonic() + 5)
     assert newest is not None

@@ -21,7 +21,7 @@ from dsv4_operator.cli import processes
 from dsv4_operator.cli.sources.local import read_deployment
 from dsv4_testkit.waiting import free_ports
 
-# Only a bound; a busy machine may take long.
+# Only a bound: a busy machine may take long.
 SECONDS = 90.0
 
 
@@ -30,7 +30,7 @@ def small() -> Iterator[Path]:
     """A state directory of 1 MiB."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("to mount a tmpfs takes root")
-    # Not tmp_path: its names are longer than the sockets of Ray allow.
+    # tmp_path is not usable: its names are longer than Ray's sockets allow.
     path = Path(tempfile.mkdtemp(prefix="d", dir="/tmp"))
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], check=False)
     if made.returncode != 0:
@@ -55,7 +55,7 @@ def fill(file: Path) -> None:
 
 def deployment(root: Path) -> DSV4Deployment:
     ports = dict(zip(("api", "dashboard", "gcs", "agent"), free_ports(4), strict=True))
-    # Its weights are missing, so that its agents report failures without end, and start no Ray.
+    # Its weights are missing, so its agents report failures repeatedly and start no Ray.
     return parse(
         {
             "apiVersion": "dsv4.dev/v1alpha1",
@@ -73,7 +73,7 @@ def deployment(root: Path) -> DSV4Deployment:
 
 @pytest.mark.parametrize("file", ["object", "gateway", "route", "gateway-1", "route-1", "manifest"])
 def test_the_status_is_kept_in_memory_and_written_when_there_is_space(small: Path, file: str) -> None:
-    """The disk is full from the moment on when the loop's start has written `file`."""
+    """The disk is full from the moment at which the start of the loop has written `file`."""
     state = DeploymentState(small, "n")
     state.prepare()
     state.save_manifest(deployment(small))
@@ -82,7 +82,7 @@ def test_the_status_is_kept_in_memory_and_written_when_there_is_space(small: Pat
         if file != "manifest":
             until(lambda: (state.directory / f"{file}.json").exists(), "it starts", pause=0.0005)
         else:
-            # Later than any of its start.
+            # Later than any write of the start.
             until(lambda: (state.directory / "object.json").exists() and state.holder() is not None, "it starts")
             time.sleep(1.0)
         fill(small / "fill")
@@ -93,9 +93,9 @@ def test_the_status_is_kept_in_memory_and_written_when_there_is_space(small: Pat
             return condition is not None and condition.reason is Reason.STATE_NOT_SAVED
 
         until(problem, "the condition is in the status")
-        # Whole, of whatever time: files that end may make space for it once.
+        # The file is complete, but may be old: files of ended processes may have freed space once.
         DSV4Deployment.model_validate_json((state.directory / "object.json").read_text())
-        # The memory outlives the loop.
+        # The status in memory outlives the loop.
         supervisor = state.holder()
         assert supervisor is not None
         report = read_report(supervisor)

@@ -43,14 +43,14 @@ from dsv4_testkit.supervised import Supervised, frozen
 from dsv4_testkit.waiting import free_port, wait_for_port
 
 ROUTES = ("route.json", "route-1.json")
-# Nobody is at port 9: the engine is away, which is all that these tests need.
+# Port 9 is closed: the engine is away, as these tests require.
 AWAY = GroupRoute(agent="http://127.0.0.1:9", api="http://127.0.0.1:9")
 
 
 async def started(
     given: DSV4Deployment, state: DeploymentState, heads: list[GroupRoute], supervised: Supervised
 ) -> tuple[LocalGateways, Processes, str]:
-    """The gateways of a loop, its connection, and their URL."""
+    """Start the gateways of a loop; return them, its connection and their URL."""
     state.directory.mkdir(exist_ok=True)
     state.token_key.write_text("k")
     processes = supervised.again()
@@ -66,7 +66,7 @@ async def started(
 
 
 def pids(gateways: LocalGateways) -> list[int | None]:
-    """The process of each gateway; None of one that has ended."""
+    """Return the process id of each gateway; None if it has ended."""
     processes = [gateway._process for gateway in gateways._all]
     return [process.pid if process is not None and process.code is None else None for process in processes]
 
@@ -84,7 +84,7 @@ def deployment(**gateway: object) -> DSV4Deployment:
 
 
 def exhausted(group: int) -> DeploymentStatus:
-    """A status in which one group used up its restarts."""
+    """Return a status in which one group has used up its restarts."""
     last = FailureStatus(time=1.0, cause=Cause.ENGINE_HUNG)
     failed = GroupStatus(index=group, phase=GroupPhase.FAILED, restarts=(1.0,) * 5, last_failure=last, history=(last,))
     return DeploymentStatus(groups=(*(GroupStatus(index=index) for index in range(group)), failed))
@@ -200,14 +200,14 @@ async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path, super
         for killed in both:
             assert killed is not None
             os.kill(killed, signal.SIGKILL)
-        # Asked while there is none: the connection waits in the socket for the next.
+        # This request is sent while there is no process: the connection waits in the socket for the next one.
         await asyncio.sleep(0.05)
         assert await _get(url + "/healthz") == (200, b"ok\n")
         follower = await _follower(gateway, both)
-        # It keeps its log itself, within a limit.
+        # The process writes its log itself, within a limit.
         assert os.readlink(f"/proc/{follower}/fd/2") == str(state.directory / "gateway.log")
         assert f"--log={state.directory / 'gateway.log'}".encode() in _command(follower)
-        # Those of both processes, each under a label of its own, and each metric once.
+        # The metrics of both processes, each with its own label, and each metric once.
         async with asyncio.timeout(20):
             while (text := (await _get(url + "/metrics"))[1].decode()).count("dsv4_gateway_active{") != 2:
                 await asyncio.sleep(0.1)
@@ -230,7 +230,7 @@ async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path, super
         routes = [GatewayRoute.model_validate_json((state.directory / name).read_bytes()) for name in ROUTES]
         assert [[group.group for group in route.groups] for route in routes] == [[0, 1], [1, 0]]
         assert {await _number(url) for _ in range(40)} <= {"0", "1"}
-        # Stopped, it accepts nothing: the other one answers alone, and at once.
+        # A stopped process accepts nothing: the other one responds alone and at once.
         first, second = pids(gateways)
         assert first is not None
         assert second is not None
@@ -256,7 +256,7 @@ async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path, super
 async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(
     tmp_path: Path, supervised: Supervised
 ) -> None:
-    """The groups are stand-ins; tests/engine/test_two_groups.py does it with real ones."""
+    """The groups are stand-ins; tests/engine/test_two_groups.py runs the same with real engines."""
     state = DeploymentState(tmp_path, "n")
     with gateway_groups.groups() as (ports, doomed):
         places = [f"http://127.0.0.1:{port}" for port in ports]
@@ -272,7 +272,7 @@ async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(
             await processes.close()
     assert (found.failures, found.under) == ([], 8)
     assert len(found.after) >= 8
-    # What is new does not wait for the lost group's verdict.
+    # New requests do not wait for the verdict on the lost group.
     assert max(found.after) < 1.0
 
 
@@ -288,7 +288,7 @@ async def test_a_stopped_gateway_loses_no_request_and_a_frozen_one_is_replaced(
         os.kill(stopped, signal.SIGSTOP)
         begun = time.monotonic()
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n")
-        # The other one answers what is new.
+        # The other process responds to new requests.
         assert {await _number(url) for _ in range(3)} == {str(1 - before.index(stopped))}
         async with asyncio.timeout(20):
             assert b" 200 " in await reader.readline()
@@ -313,7 +313,7 @@ def _post(body: dict[str, object], **headers: str) -> bytes:
 
 
 async def _answered(reader: asyncio.StreamReader) -> bytes:
-    """One response, to its end as its framing has it."""
+    """Return one complete response according to its framing."""
     async with asyncio.timeout(30):
         head = await reader.readuntil(b"\r\n\r\n")
         if b"transfer-encoding: chunked" not in head.lower():
@@ -329,7 +329,7 @@ async def _answered(reader: asyncio.StreamReader) -> bytes:
 
 @pytest.fixture
 async def fronts(tmp_path: Path, supervised: Supervised) -> AsyncIterator[tuple[LocalGateways, int, int, list[int]]]:
-    """Two gateways in front of one group; they, their port, the group's port, and their process ids."""
+    """Start two gateways in front of one group; yield them, their port, the group's port, and their process ids."""
     port = free_port()
     place = f"http://127.0.0.1:{port}"
     given = deployment()
@@ -348,13 +348,13 @@ async def fronts(tmp_path: Path, supervised: Supervised) -> AsyncIterator[tuple[
 
 @contextlib.contextmanager
 def engine(port: int, pause: float = gateway_groups.PAUSE) -> Iterator[subprocess.Popen[bytes]]:
-    """A group whose streams have a pause before each token."""
+    """Run a group whose streams pause before each token."""
     with running([sys.executable, standin.__file__, str(port), str(pause)]) as process:
         wait_for_port(port)
         yield process
 
 
-# Answered by the gateway itself, as a request with a valid key.
+# The gateway itself responds to it as to a request with a valid key.
 _CARD = f"GET /v1/models/{gateway_groups.BODY['model']} HTTP/1.1\r\nHost: g\r\n\r\n".encode()
 Fronts = tuple[LocalGateways, int, int, list[int]]
 
@@ -363,8 +363,9 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def _connections_of_each(both: list[int], front: int, count: int) -> list[Connection]:
-    """Open idle connections, `count` of the first process and then as many of the second, while the other is stopped:
-    otherwise the kernel chooses which one accepts.
+    """Open `count` idle connections to the first process and then as many to the second.
+
+    The other process is stopped meanwhile, because the kernel chooses the process that accepts.
     """
     found: list[Connection] = []
     for stopped in reversed(both):
@@ -384,7 +385,7 @@ async def test_a_killed_gateway_costs_no_request_that_has_no_response_and_no_idl
     gateways, front, port, both = fronts
     waiting = await _connections_of_each(both, front, 6)
     idle = await _connections_of_each(both, front, 4)
-    # The longer one goes to the heir in a memory file.
+    # The longer request is handed over to the heir in a memory file.
     body = {**gateway_groups.BODY, "prompt": "x"}
     for number, (_, writer) in enumerate(waiting):
         writer.write(_post({**body, "prompt": "x" * (100_000 if number % 2 == 0 else 10)}))
@@ -415,7 +416,7 @@ async def test_streams_of_a_gateway_killed_together_with_the_engine_end_with_an_
         killed = both[0]
         os.kill(killed, signal.SIGKILL)
         group.kill()
-        # The others are with the other gateway, which waits for the engine.
+        # The other requests are in the other gateway, which waits for the engine.
         async with asyncio.timeout(30):
             ends = [await reader.readuntil(b"\r\n0\r\n\r\n") for reader, _ in asked[:6]]
         assert all(b"gateway process with this request ended" in end and b"[DONE]" not in end for end in ends), ends
@@ -454,7 +455,7 @@ async def test_a_request_outlives_one_gateway_only_and_half_of_one_is_refused(fr
         return b""
 
     found = [one for one in await asyncio.gather(*(read(reader) for reader, _ in asked)) if one]
-    # Of the first process: repeated by the second, and refused after its end. The second's own are repeated.
+    # The second process repeats requests of the first, and refuses them after its own end. Its own are repeated.
     assert len(found) == 6
     assert all(one.startswith(b"HTTP/1.1 502") and b"for the second time" in one for one in found), found
     refused = await asyncio.gather(*(read(reader) for reader, _ in halves))
@@ -467,7 +468,7 @@ async def test_a_closed_connection_ends_although_the_other_gateway_has_it_too(fr
     gateways, front, _, both = fronts
     os.kill(both[1], signal.SIGSTOP)
     try:
-        # Nothing that the heir does is needed for it.
+        # The response does not depend on the heir.
         for _ in range(4):
             reader, writer = await asyncio.open_connection("127.0.0.1", front)
             writer.write(_CARD.replace(b"Host: g\r\n", b"Host: g\r\nConnection: close\r\n"))
@@ -500,13 +501,13 @@ async def _replaced(gateways: LocalGateways, pid: int) -> None:
 
 
 def _handles(pid: int, front: int) -> int:
-    """The number of client connections that a process has, its own and those of the other one."""
+    """Return the number of client connections that a process holds, including those of the other process."""
     found = psutil.Process(pid).net_connections("tcp4")
     return sum(one.laddr.port == front and one.status != psutil.CONN_LISTEN for one in found)
 
 
 def _connections(processes: list[int], front: int) -> list[int]:
-    """The processes that have client connections, once for each."""
+    """Return the processes that have client connections, one entry per connection."""
     return [
         connection.pid
         for connection in psutil.net_connections("tcp4")
@@ -553,7 +554,7 @@ async def test_the_next_loop_adopts_the_gateways(tmp_path: Path, supervised: Sup
 
 
 async def _connected(url: str, processes: list[int]) -> dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to each process, by its id; the kernel chooses which one accepts."""
+    """Open a connection to each process, by process id; the kernel chooses the process that accepts."""
     found: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
     port = int(url.rpartition(":")[2])
     async with asyncio.timeout(30):
@@ -578,7 +579,7 @@ async def _connected(url: str, processes: list[int]) -> dict[int, tuple[asyncio.
 
 
 async def _follower(gateways: LocalGateways, before: list[int | None]) -> int:
-    """The process that replaced the first of `before`."""
+    """Return the process that replaced the first of `before`."""
     async with asyncio.timeout(20):
         while (found := pids(gateways)[0]) is None or found in before:
             await asyncio.sleep(0.02)
@@ -586,7 +587,7 @@ async def _follower(gateways: LocalGateways, before: list[int | None]) -> int:
 
 
 async def _number(url: str) -> str:
-    """Which of several gateways answered."""
+    """Return the number of the gateway that responded."""
     text = (await _get(url + "/dsv4/process/metrics"))[1].decode()
     (found,) = {line.partition('gateway="')[2][:1] for line in text.splitlines() if not line.startswith("#")}
     return found

@@ -1,4 +1,4 @@
-"""This machine's GPUs: found, claimed, and given to members; what is missing is named."""
+"""GPUs of this machine: detection, claims, assignment to members, and errors that name a missing part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RTX = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
 
 
 def cards(count: int, name: str = "NVIDIA H100 80GB HBM3") -> list[Gpu]:
-    # Claims are of the whole machine, where another process may run these tests too.
+    # Claims are valid for the whole machine, and another process may run these tests too.
     return [Gpu(uuid=f"GPU-{os.getpid()}-{number}", name=name) for number in range(count)]
 
 
@@ -172,7 +172,7 @@ with claimed(TopologySpec(hardware=Hardware.H100), gpus.find()) as cards:
         assert f"is held by the deployment 'first' (process {other.pid}); end that deployment" in str(refused.value)
         other.kill()
         other.wait()
-        # A killed loop holds nothing, and neither does the attempt that was refused.
+        # A killed loop holds no claim, and neither does the refused attempt.
         with claimed(nano(devices_per_node=2).spec.topology, found) as both:
             assert [card.index for card in both] == [0, 1]
     finally:
@@ -243,7 +243,7 @@ def test_the_flags_of_a_nano_on_a_gpu(driver: FakeNvml) -> None:
     wanted = {"--max-model-len=4096", "--block-size=256", "--kv-cache-dtype=fp8", "--gpu-memory-utilization=0.3"}
     assert wanted <= set(plan.engine.args)
     names = [argument.partition("=")[0] for argument in plan.engine.args]
-    # The made checkpoint has none of them; vLLM refuses an empty name.
+    # The generated checkpoint has none of them; vLLM refuses an empty name.
     assert not {"--tokenizer-mode", "--reasoning-parser", "--tool-call-parser", "--enable-auto-tool-choice"} & set(
         names
     )
@@ -265,7 +265,7 @@ def test_an_engine_that_does_not_fit_beside_another_program_is_refused_and_that_
 
 
 async def test_what_is_free_is_asked_again_while_no_member_runs(driver: FakeNvml, supervised: Supervised) -> None:
-    """Their own memory is free for the plan that follows them; a program that came before it is not."""
+    """Memory of ended members is free for the next plan; memory of other programs is not."""
     with tempfile.TemporaryDirectory(prefix="d4-") as root:
         state = DeploymentState(Path(root), "nano-gpu")
         state.prepare()
@@ -291,7 +291,7 @@ async def test_what_is_free_is_asked_again_while_no_member_runs(driver: FakeNvml
 async def test_copies_between_the_gpus_are_tested_once(
     driver: FakeNvml, supervised: Supervised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, text: str
 ) -> None:
-    """By `dsv4 up` here, and by the service of a machine of `--hosts`."""
+    """`dsv4 up` runs the test on this machine, and so does the service of a machine of `--hosts`."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(build_cuda(tmp_path)))
     monkeypatch.setenv("FAKE_FAULT", fault)
     with tempfile.TemporaryDirectory(prefix="d4-") as root:

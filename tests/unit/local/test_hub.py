@@ -1,4 +1,4 @@
-"""Sizes of a checkpoint on a hub: read with range requests from a server of real files, never the weights."""
+"""Sizes of a checkpoint on a hub, read with range requests from a server of real files, without the weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def serving(files: Files) -> Iterator[Files]:
                 self.send_header("Content-Range", f"bytes 0-{len(part) - 1}/{len(data)}")
             self.send_header("Content-Length", str(len(part)))
             self.end_headers()
-            with suppress(ConnectionError):  # without ranges, the reader closes after the header
+            with suppress(ConnectionError):  # without range support, the reader closes after the header
                 self.wfile.write(part)
             files.sent += len(part)
 
@@ -101,7 +101,7 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    # Client and servers share a process and, on a busy machine, little time.
+    # Client and servers share a process and, on a busy machine, little processor time.
     monkeypatch.setattr(facts, "_REQUEST_SECONDS", 120.0)
     monkeypatch.setattr(facts, "_ALL_SECONDS", 600.0)
 

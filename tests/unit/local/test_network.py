@@ -1,4 +1,4 @@
-"""The private network, made for real. Left out of a machine that does not allow it, as the engine ring is."""
+"""The private network, created for real. Skipped on machines that do not allow it, as is the engine ring."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from dsv4_operator.backends.local import network
 
-# In a process of its own: it changes its own network. A member's namespace outlives its process as long as somebody
-# holds it, as a socket does that has something to send; here an open file does.
+# Runs in a process of its own, because it changes its own network. A member's namespace outlives its process while it
+# is referenced, for example by a socket with unsent data; here by an open file.
 SCRIPT = """
 import os, subprocess, sys, time
 from dsv4_operator.backends.local import network
@@ -52,12 +52,12 @@ def test_a_fenced_member_answers_for_its_address_no_more() -> None:
     if done.stderr.startswith("not here"):
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
-    # A refusal comes from a network that is there; without one there is none.
+    # A refused connection proves that the address exists; without the network there is no response.
     assert done.stdout.splitlines() == ["first: True", "dead but held: True", "unplugged: False", "second: True"]
 
 
 def test_members_have_different_addresses() -> None:
-    # 32 groups of 16 members, the most that a specification may ask for, in one network with the bridge.
+    # 32 groups of 16 members, the maximum of a specification, in one network with the bridge.
     found = [ip_address(network.address(place)) for place in range(32 * 16)]
     assert str(found[0]) == "10.88.0.10"
     assert len(set(found)) == 32 * 16

@@ -12,7 +12,7 @@ from dsv4_testkit.waiting import free_port
 
 async def test_bytes_pass_both_ways_and_an_end_passes_on() -> None:
     async def upper(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Answers only once the other side has said all it had to say.
+        # Responds only after the other side has closed its direction.
         writer.write((await reader.read(-1)).upper())
         writer.close()
 

@@ -1,4 +1,4 @@
-"""What is installed for engines on GPUs, told from metadata alone, and what is missing named."""
+"""Detection of the software for engines on GPUs from metadata alone, and errors that name a missing package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "nano-gpu.yaml"
 
 
 class Site:
-    """A directory on the path with the distributions that a test wants, and nothing else."""
+    """A directory on the path that contains only the distributions of the test."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    # Loaded already, they would be found where they are.
+    # Modules that are already loaded would be found at their real place.
     for name in ("torch", "ray", "instanttensor"):
         monkeypatch.delitem(software.importlib.util.sys.modules, name, raising=False)
     return Site(tmp_path)

@@ -31,7 +31,7 @@ NANO = (Path(__file__).parents[3] / "examples" / "nano.yaml").read_text()
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    # Not tmp_path: a state directory must be short.
+    # tmp_path is not usable: a state directory must be short.
     with tempfile.TemporaryDirectory(prefix="d4-") as path:
         yield Path(path)
 
@@ -53,7 +53,7 @@ with DeploymentState(Path(sys.argv[1]), "nano").lock():
 
 
 def test_nobody_else_reads_what_a_deployment_has(root: Path, nano: DSV4Deployment) -> None:
-    """Whatever the umask of whoever starts it: also what its loop writes itself, and what that starts."""
+    """Independent of the umask: files of the state, of the loop itself, and of processes that it starts."""
     before = os.umask(0)
     try:
         state = DeploymentState(root, "nano")
@@ -80,7 +80,7 @@ def test_only_one_loop_at_a_time_and_the_second_learns_who_it_is(root: Path) -> 
         assert state.holder() == other.pid
         with raises_naming(AlreadyRunning, "'nano'", f"process {other.pid})"), state.lock():
             pass
-        # However it ends, the lock is free again.
+        # The lock is free again however the process ends.
         other.kill()
         other.wait(10)
         assert state.holder() is None
@@ -138,7 +138,7 @@ def test_two_groups_share_the_machine_and_nothing_else(root: Path, nano: DSV4Dep
     asked = nano.model_copy(update={"spec": nano.spec.model_copy(update={"replicas": 2})})
     state = DeploymentState(root, "nano")
     one, two = local_facts(nano, state, memory=64 * GIB), local_facts(asked, state, memory=64 * GIB)
-    # Each member's share is that of as many as there are.
+    # Each member's share corresponds to the number of members.
     assert [node.memory_bytes for node in two.nodes] == [node.memory_bytes // 2 for node in (*one.nodes, *one.nodes)]
     plans = [plan_group(asked, two, group=group, incarnation=3) for group in (0, 1)]
     members = [member for plan in plans for member in plan.members]
@@ -174,7 +174,7 @@ def test_a_deployments_directory_has_nothing_of_others(name: str) -> None:
 def test_directories_that_all_share_are_no_deployments_directories(root: Path, nano: DSV4Deployment, name: str) -> None:
     with pytest.raises(StateError, match=rf"metadata\.name: '{name}' is a directory of .* that all deployments share"):
         DeploymentState(root, name)
-    # As an earlier version left it.
+    # State of an earlier version.
     (root / name).mkdir()
     (root / name / "manifest.json").write_text(nano.to_json())
     assert deployments(root) == []

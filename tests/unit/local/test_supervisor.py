@@ -1,4 +1,4 @@
-"""The supervisor with real processes; its loop is a script that starts one child and gives it what a loop would."""
+"""The supervisor with real processes; the loop is a script that starts one child and keeps a socket and a status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsv4_operator.backends.local.supervisor import (
 )
 from dsv4_testkit.supervised import frozen
 
-# Only a bound; a busy machine may take long.
+# Only a bound: a busy machine may take long.
 SECONDS = 60.0
 
 SUPERVISOR = """\
@@ -93,7 +93,7 @@ class World:
         return found
 
     def until(self, true: Callable[[], bool], seconds: float = SECONDS) -> float:
-        """Seconds until it was true."""
+        """Wait until it is true; return the seconds."""
         begun = time.monotonic()
         while not true():
             assert time.monotonic() - begun < seconds, (self.status, read_report(self.process.pid))
@@ -143,7 +143,7 @@ def test_a_stopped_loop_is_continued_and_a_frozen_one_is_replaced(world: World) 
     assert (world.report.loop, world.report.count) == (loop, 0)
 
     with frozen(loop):
-        # Not even SIGKILL is waited for, and the child lives on.
+        # The supervisor does not wait for SIGKILL either, and the child survives.
         world.until(lambda: world.report.count == 1, 3 * FROZEN_SECONDS)
         assert world.life(2)["child"] == first["child"]
     assert world.report.restarts[-1][1].startswith("did not respond for ")
@@ -196,7 +196,7 @@ def test_a_first_start_that_fails_is_not_repeated_and_a_later_one_is(tmp_path: P
         world.until(lambda: world.report.count >= 3)
         assert world.report.restarts[-1][1] == "ended with exit code 2"
         assert psutil.pid_exists(found["child"])
-        # No loop can end the child now.
+        # No loop is left that could end the child.
         world.process.send_signal(signal.SIGTERM)
         assert world.process.wait(SECONDS) == 2
         world.until(lambda: not psutil.pid_exists(found["child"]))
@@ -225,7 +225,7 @@ def test_a_start_may_use_a_minute_of_processor_time(
         if liveness.hangs(clock):
             break
     assert clock == (600.0 if replaced is None else replaced)
-    # After its first response it has less.
+    # After its first response the loop has less time.
     liveness = supervisor.Liveness(1, clock)
     liveness.respond(clock)
     begun = clock

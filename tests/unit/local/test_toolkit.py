@@ -1,4 +1,4 @@
-"""Which CUDA toolkit an engine gets, and what is missing to compile kernels named."""
+"""Choice of the CUDA toolkit for an engine, and errors that name parts that are missing to compile kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CUDA = (13, 0)
 
 
 def made(home: Path, release: str, headers: str = "", *, folder: str = "lib64") -> Path:
-    """A toolkit whose nvcc says `release`, with headers of another one if that is asked for."""
+    """Create a toolkit whose nvcc reports `release`, optionally with headers of another release."""
     for name in ("bin", "include", "nvvm", folder):
         (home / name).mkdir(parents=True)
     nvcc = home / "bin" / "nvcc"
@@ -31,7 +31,7 @@ def made(home: Path, release: str, headers: str = "", *, folder: str = "lib64") 
 
 @pytest.fixture(autouse=True)
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A machine without a toolkit: neither on PATH, nor NVIDIA's, nor among the packages of Python."""
+    """A machine without a toolkit: neither on PATH, nor NVIDIA's default, nor among Python packages."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(software, "_SYSTEM", tmp_path / "system")
     monkeypatch.setattr("sys.path", [str(tmp_path / "site")])
@@ -65,11 +65,11 @@ def test_the_users_own_must_fit(bare: Path, release: str | None, what: str) -> N
 def test_that_of_path_comes_before_nvidias(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system, other = made(bare / "system", "13.0"), made(bare / "other", "13.2")
     assert home_of(bare) == system
-    # As installers do: a link, in a folder that is not the toolkit's.
+    # Installers create a link in a directory outside the toolkit.
     (bare / "bin").mkdir()
     (bare / "bin" / "nvcc").symlink_to(other / "bin" / "nvcc")
     assert home_of(bare) == other
-    # Debian's own is years older than torch's.
+    # Debian's own toolkit is years older than torch's.
     (other / "bin" / "nvcc").write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.0, V12.0.140'\n")
     assert home_of(bare) == system
 
@@ -89,7 +89,7 @@ def test_that_of_the_packages_is_laid_out_as_nvidias(bare: Path, monkeypatch: py
         "libcudart_static.a": packages / "lib" / "libcudart_static.a",
     }
     assert (home / "lib64" / "stubs" / "libcuda.so").readlink() == driver
-    # Again, after the environment was made anew elsewhere.
+    # Repeated after the environment was created again elsewhere.
     packages.parent.rename(bare / "site" / "old")
     again = made(bare / "site" / "nvidia" / "cu13", "13.0", folder="lib")
     assert home_of(bare) == home
@@ -98,7 +98,7 @@ def test_that_of_the_packages_is_laid_out_as_nvidias(bare: Path, monkeypatch: py
 
 
 def test_packages_of_several_releases_are_no_toolkit(bare: Path) -> None:
-    """As pip resolves vLLM's own requirements: nvcc of one release, the runtime's headers of torch's."""
+    """pip resolves vLLM's requirements to nvcc of one release and the runtime's headers of torch's release."""
     made(bare / "site" / "nvidia" / "cu13", "13.5", "13.0", folder="lib")
     assert home_of(bare, needed=False) is None
     with pytest.raises(StateError, match=r"is of CUDA 13\.5 and the headers beside it of 13\.0\); `make gpu-setup`"):
@@ -137,7 +137,7 @@ def test_missing_host_compilers_are_named_with_their_packages(bare: Path, monkey
     monkeypatch.setattr(software.ctypes, "CDLL", lambda name: open(bare / name, "rb"))  # noqa: SIM115
     with pytest.raises(StateError, match=r"and libnuma\.so\.1 cannot be found; .*apt-get install libnuma1\)"):
         check_compilers(cpu=True)
-    # What the user names is what Triton takes.
+    # Triton uses the compiler that the user names.
     monkeypatch.setenv("CC", str(bare / "bin" / "icx"))
     with pytest.raises(StateError, match=r"a C compiler \(gcc\) cannot be found"):
         check_compilers(cpu=False)

@@ -13,7 +13,7 @@ from dsv4_runtime.nano.checkpoint import NotANanoCheckpointError, make
 from dsv4_runtime.nano.recipe import Drafts, Precision, model_config, recipe_for, word_ids
 from dsv4_runtime.nano.weights import Kind, RandomStreams, draws, from_fp8, from_mxfp4
 
-FEW = 8  # experts: what is tested here does not depend on their number
+FEW = 8  # experts: the properties under test do not depend on their number
 
 
 @pytest.fixture(autouse=True)

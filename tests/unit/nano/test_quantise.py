@@ -27,7 +27,7 @@ def test_fp8_uses_the_smallest_scale_that_does_not_saturate():
     stored, _ = to_fp8(weight)
     peaks = stored.float().abs().reshape(2, 128, 3, 128).amax(dim=(1, 3))
     assert (peaks <= 448).all()
-    assert (peaks > 448 / 2 * 0.96).all()  # a scale half as large would have saturated, rounding apart
+    assert (peaks > 448 / 2 * 0.96).all()  # half the scale would have saturated, apart from rounding
 
 
 @pytest.mark.parametrize(("peak", "byte"), [(448.0, 127), (449.0, 128), (224.0, 126), (0.0, 0)])

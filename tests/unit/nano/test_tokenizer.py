@@ -14,7 +14,7 @@ from dsv4_runtime.nano.recipe import (
     word_ids,
 )
 
-# What vLLM 0.32's tokenizers/deepseek_v4_encoding.py and parser/deepseek_v4.py name.
+# Tokens named in tokenizers/deepseek_v4_encoding.py and parser/deepseek_v4.py of vLLM 0.32.
 NAMED_BY_VLLM = """
 <｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <think> </think> ｜DSML｜ <｜User｜> <｜Assistant｜> <｜latest_reminder｜>
 <｜deepseek_image｜> <｜action｜> <｜query｜> <｜authority｜> <｜domain｜> <｜title｜> <｜read_url｜>

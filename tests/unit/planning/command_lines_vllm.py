@@ -1,6 +1,6 @@
-"""Gives command lines to the parser, the argument classes and the executors of the vLLM that Python imports.
+"""Check command lines with the parser, argument classes and executors of the vLLM that Python imports.
 
-Reads `[{"args": [...], "env": {...}}, …]` from stdin; writes one text for each, empty where vLLM takes it.
+Reads `[{"args": [...], "env": {...}}, …]` from stdin; writes one text for each, empty if vLLM accepts it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Parser(FlexibleArgumentParser):
 
 
 def problem(args: list[str], env: dict[str, str]) -> str:
-    """Return what vLLM says against one command line; empty if nothing."""
+    """Return vLLM's error for one command line; empty if there is none."""
     kept = dict(os.environ)
     os.environ |= env
     try:
@@ -30,12 +30,12 @@ def problem(args: list[str], env: dict[str, str]) -> str:
         validate_parsed_serve_args(parsed)
         engine = AsyncEngineArgs.from_cli_args(parsed)
         backend = engine.distributed_executor_backend or "uni"
-        # As in VllmConfig.__post_init__, which needs the model's configuration and an accelerator.
+        # From VllmConfig.__post_init__, which needs the model's configuration and an accelerator.
         parallel = SimpleNamespace(distributed_executor_backend=backend)
         executor = Executor.get_class(SimpleNamespace(parallel_config=parallel))  # type: ignore[arg-type]
         if engine.async_scheduling and not executor.supports_async_scheduling():
             return f"`{backend}` does not support async scheduling yet."
-    except (Exception, SystemExit) as error:  # whatever it is, vLLM would not start
+    except (Exception, SystemExit) as error:  # vLLM would not start after any error
         return f"{type(error).__name__}: {error}"
     finally:
         os.environ.clear()

@@ -20,7 +20,7 @@ WINDOW, HEAD, INDEX = 128, 512, 128
 
 
 def caches(layer: int, ratio: int) -> dict[str, KVCacheSpec]:
-    """As the model's layers ask for them (`models/deepseek_v4`, `v1/attention/backends/mla/sparse_swa.py`)."""
+    """Return the caches that the layers declare (`models/deepseek_v4`, `v1/attention/backends/mla/sparse_swa.py`)."""
     common: dict[str, Any] = {"num_kv_heads": 1, "max_tp_shards": 1, "alignment": 576}
     packed = {
         "dtype": torch.uint8,
@@ -50,7 +50,7 @@ def caches(layer: int, ratio: int) -> dict[str, KVCacheSpec]:
 
 
 def shared_caches(layer: int, ratio: int, case: dict[str, Any]) -> dict[str, KVCacheSpec]:
-    """As V4.1's layers ask for them on SM12x (`models/deepseek_v41/attention.py`, `compressor.py`)."""
+    """Return the caches that V4.1's layers declare on SM12x (`models/deepseek_v41/attention.py`, `compressor.py`)."""
     common: dict[str, Any] = {"num_kv_heads": 1, "alignment": 576}
     packed = {
         "dtype": torch.uint8,

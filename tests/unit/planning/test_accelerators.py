@@ -1,4 +1,4 @@
-"""Plans for GB10 and RTX PRO 6000: members, bounds, fabric, memory, and what users may change."""
+"""Plans for GB10 and RTX PRO 6000: members, bounds, fabric, memory, and settings that users may change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsv4_testkit.planspecs import IMAGE, manifest
 
 
 def deployment(hardware: str = "GB10", variant: str = "Flash", **parts: object) -> DSV4Deployment:
-    """A deployment with `topology`, `engine`, `network` replaced by `parts`."""
+    """Return a deployment whose `topology`, `engine` and `network` are replaced by `parts`."""
     wide = {"nodesPerGroup": 2} if hardware == "GB10" else {"devicesPerNode": 2}
     topology = {"hardware": hardware, **wide, **parts.pop("topology", {})}  # type: ignore[dict-item]
     spec = {"model": {"variant": variant, "source": {"path": f"/m/DeepSeek-V4-{variant}"}}, "topology": topology}
@@ -190,7 +190,7 @@ def test_the_ports_are_those_of_the_specification() -> None:
 def test_bounds_follow_from_bytes_and_the_slowest_disk() -> None:
     found = plan(deployment())
     assert found.environment(0)["VLLM_ENGINE_READY_TIMEOUT_S"] == str(int(found.timeouts.load))
-    # 1200 s, and twice 159.6 GB at 1 GB/s, or slower once that is measured.
+    # 1200 s, plus twice the time for 159.6 GB at 1 GB/s, or at a lower measured rate.
     rates = None, 4e9, 1e9, 0.5e9, 0.1e9, 20e6, 1.0
     assert [round(found.timeouts.load_at(rate)) for rate in rates] == [1520, 1520, 1520, 1839, 4393, 17162, 17162]
     given = plan(deployment(engine={"timeouts": {"load": "40m", "executeModel": "20m"}}))
@@ -267,7 +267,7 @@ def test_graphs(mode: str, expected: set[str]) -> None:
 
 
 def test_sizes_of_graphs_that_the_user_gives_are_the_only_ones() -> None:
-    """vLLM refuses them beside another largest size."""
+    """vLLM refuses them together with a different maximum size."""
     sizes = ["--cudagraph-capture-sizes", "1", "2", "4", "512", "1000000"]
     made = plan(deployment(engine={"extraArgs": sizes}))
     assert [arg for arg in made.engine.args if "graph" in arg] == ["--cudagraph-capture-sizes"]
@@ -287,7 +287,7 @@ def test_sizes_of_graphs_that_the_user_gives_are_the_only_ones() -> None:
     ],
 )
 def test_sizes_of_graphs_in_the_compilation_config(args: list[str], count: int) -> None:
-    """Published recipes write them there."""
+    """Published recipes specify the sizes there."""
     made = plan(deployment(engine={"extraArgs": args}))
     assert not any(arg.startswith("--max-cudagraph-capture-size") for arg in made.engine.args)
     assert graph_sizes(args) == count
@@ -301,7 +301,7 @@ def test_invalid_compilation_configs_have_the_default_sizes(text: str) -> None:
 
 
 def graph_sizes(args: list[str]) -> int:
-    """How many graphs the memory plan counts with `extraArgs`."""
+    """Return the number of graphs that the memory plan counts with `extraArgs`."""
     made = deployment(engine={"extraArgs": args})
     engine = engine_of(
         made, model_for(made.spec.model), machine(made.spec.topology.hardware), profile_named("vllm-0.32")
@@ -393,7 +393,7 @@ def test_a_plan_takes_less_than_ten_milliseconds() -> None:
 
 
 def outcome(document: dict[str, Any], isolated: bool) -> str:
-    """How far a file comes: `invalid`, `refused` by the planner, or `planned`; anything else is raised."""
+    """Return the result for a file: `invalid`, `refused` by the planner, or `planned`; other errors are raised."""
     try:
         made = parse(document)
     except InvalidDeployment:
@@ -422,7 +422,7 @@ def test_a_specification_gives_a_plan_or_a_refusal_and_nothing_else() -> None:
         outcomes[outcome(document, isolated)] += 1
 
     tried()
-    # Most must come to the planner, or the property says nothing about it.
+    # Most cases must reach the planner; otherwise the property is not tested.
     assert outcomes["planned"] + outcomes["refused"] > outcomes.total() / 2, outcomes
     assert outcomes["planned"] > outcomes.total() / 10, outcomes
 

@@ -1,4 +1,4 @@
-"""The last valid specification, read without today's rules."""
+"""The last valid specification, parsed without the current rules."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def leaves(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("field", ["accepted", "served"])
 def test_a_stored_specification_that_breaks_a_rule_of_today_is_read_as_it_was(path: Path, field: str) -> None:
-    """Every text becomes one that is refused today: what an earlier version took."""
+    """Replaces every text by one that is refused today and that an earlier version accepted."""
     deployment = parse(manifest(path))
     texts = 0
     for leaf in leaves(json.loads(formed_from(deployment))):
@@ -61,7 +61,7 @@ def test_a_stored_specification_that_breaks_a_rule_of_today_is_read_as_it_was(pa
         for step in leaf[:-1]:
             holder = holder[step]
         if not isinstance(holder[leaf[-1]], str) or holder[leaf[-1]][:1].isdigit():
-            # Durations and quantities are read as such.
+            # Durations and quantities are parsed as such.
             continue
         holder[leaf[-1]] = "an old value!\x00"
         formed = json.dumps(spec, sort_keys=True, separators=(",", ":"))

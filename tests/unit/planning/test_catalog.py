@@ -1,4 +1,4 @@
-"""The catalog's figures have sources, and a checkpoint read from its files agrees with them to the byte."""
+"""The catalog's figures have sources, and a checkpoint that is read from its files agrees with them to the byte."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_another_architecture_is_refused(nano: Path, tmp_path: Path) -> None:
         read_checkpoint(copy, "Nano")
 
 
-# The names of V4.1's tensors that V4 does not have, as vLLM's `models/deepseek_v41` loads them, beside some of its own.
+# Names of V4.1's tensors that V4 does not have, as vLLM's `models/deepseek_v41` loads them, and some of V4's.
 V41_CONFIG = {
     "architectures": ["DeepseekV41ForCausalLM"],
     "text_config": {
@@ -222,7 +222,7 @@ TABLE = 101_000_000_000
 
 
 def v41(**text: object) -> Model:
-    """The model of a checkpoint of V4.1 with a few tensors in every layer."""
+    """Return the model of a V4.1 checkpoint with a few tensors in every layer."""
     sizes = {"embed.weight": 1000, "head.weight": 1000, "vision.blocks.0.wqkv.weight": 700, "aligner.w1.weight": 30}
     for layer in range(40):
         sizes |= {f"layers.{layer}.attn.wq_b.weight": 800, f"layers.{layer}.ffn.experts.0.w1.weight": 4608}
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_v41_is_read() -> None:
     assert [(part.part, part.bytes) for part in found.host_components] == [(Part.ENGRAM, 2 * (TABLE + 96))]
     assert found.speculative is not None
     assert (found.speculative.method, found.speculative.layers) == ("dspark", 3)
-    # The tables' projection is divided, their gate is not.
+    # The tables' projection is divided between ranks, their gate is not.
     kinds = [{part.division: part.bytes for part in layer if part.part is Part.OTHER} for layer in found.layers]
     assert [number for number, kind in enumerate(kinds) if kind] == [1, 14]
     assert sorted(kinds[1].values()) == [7, 80]
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_v41_needs_its_sources() -> None:
 
 
 def test_a_configuration_alone_says_which_checkpoint(tmp_path: Path) -> None:
-    """Where the name says nothing; of several with that body the greatest."""
+    """The name does not identify the checkpoint; of several checkpoints with this body, the largest is assumed."""
     folder = tmp_path / "ds4"
     folder.mkdir()
     flash = model("V4-Flash")

@@ -1,4 +1,4 @@
-"""Every rendered command line is given to vLLM's own parser: manifests that are kept, and random ones."""
+"""vLLM's own parser accepts every rendered command line: of stored manifests and of random ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsv4_testkit.planspecs import manifest
 
 ROOT = Path(__file__).parents[3]
 VLLM = "0.32.0"
-"""That is installed here; the flags of the others are in planning/images/surface."""
+"""The installed version; the flags of the other versions are in planning/images/surface."""
 KEPT = [*sorted(ROOT.glob("examples/*.yaml")), *sorted(ROOT.glob("tests/unit/planning/golden/*/manifest.yaml"))]
 RANDOM = 2000
 

@@ -1,4 +1,4 @@
-"""Known-good recipes from one-screen manifests; docs/rendering.md explains every difference, and nothing else."""
+"""Known-good recipes from one-screen manifests; docs/rendering.md explains exactly their differences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recipe(name: str) -> dict[str, Any]:
 
 
 def settings(plan: GroupPlan) -> dict[str, object]:
-    """Flags with their values (True without one) and the environment of rank 0."""
+    """Return flags with their values (True without one) and the environment of rank 0."""
     found: dict[str, object] = dict(plan.environment(0))
     last = ""
     for word in plan.engine.args:
@@ -58,7 +58,7 @@ def differences(name: str) -> set[str]:
 
 
 def explained() -> set[tuple[str, str]]:
-    """Recipe and setting of every row of the page's table; `all` stands for every recipe."""
+    """Return recipe and setting of every row of the page's table; `all` stands for every recipe."""
     section = PAGE.read_text().split("## Differences from the recipes")[1].split("\n## ")[0]
     found = set()
     for line in section.splitlines():

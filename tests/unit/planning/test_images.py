@@ -1,4 +1,4 @@
-"""Image profiles: what they know, and what they refuse."""
+"""Image profiles: their properties, and the settings that they refuse."""
 
 from __future__ import annotations
 

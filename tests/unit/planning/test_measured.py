@@ -1,4 +1,4 @@
-"""What starts log about their memory: read, compared with the plan, and used for the next plan of the same."""
+"""Memory figures in logs of starts: parsed, compared with the plan, and used for the next plan of the same engine."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_every_term_has_starts_with_a_source_and_a_date() -> None:
     ids=["since 0.27", "to 0.26"],
 )
 def test_every_item_of_the_budget_is_part_of_a_logged_figure(log: MemoryLog) -> None:
-    """Else a measured start attributes its memory to another item."""
+    """Otherwise a measured start attributes its memory to another item."""
     known = {name for _, names in logged_terms(log) for name in names}
     items = {item for run in runs() for rank in run.plan.ranks for item in rank.items}
     assert {item.name for item in items if item.where is MemoryPool.BUDGET} <= known

@@ -1,4 +1,4 @@
-"""The memory plan: logged runs, rules that hold for every plan, and what is advised."""
+"""The memory plan: logged runs, rules for every plan, and advice."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_blocks_are_laid_out_as_vllm_does(name: str, drafts: int, groups: int, b
 
 
 def test_the_nano_model_is_planned_as_vllm_logs_it() -> None:
-    """vLLM 0.32 with 512 MiB: 13,809 tokens, 13.49x; tests/engine/test_plan_agrees.py asks it again."""
+    """vLLM 0.32 with 512 MiB: 13,809 tokens, 13.49x; tests/engine/test_plan_agrees.py measures it again."""
     cpu = replace(machine_named("cpu"), memory_bytes=8 * GIB)
     plan = memory_plan(model("Nano"), cpu, Parallel(2), EngineSettings(1024, 4, 512, kv_cache_memory=GIB // 2))
     assert plan.kv is not None
@@ -239,11 +239,11 @@ def test_a_model_without_a_known_cache_never_fits() -> None:
 
 @pytest.mark.parametrize(("drafts", "tokens", "windows"), [(0, 0, 4), (3, 5, 4), (3, 7, 4)])
 def test_layers_that_share_a_cache_are_laid_out_as_vllm_does(drafts: int, tokens: int, windows: int) -> None:
-    """test_vllm_plans.py asks vLLM for the same."""
+    """test_vllm_plans.py compares with vLLM itself."""
     found = layout(model("V4.1-Flash"), "fp8_ds_mla", drafts, tokens)
     assert found.bytes_per_block(range(100)) == 230_400
     assert [group.window for group in found.groups] == [128] * windows + [0, 0]
-    # Its whole context once, the window in each group of its own, and one ring however long it is.
+    # The whole context once, the window in each group of its own, and one ring of fixed size.
     assert found.blocks_per_request(1024, 512) == 8 + windows * (20 + 1) + 1
     assert found.blocks_per_request(2048, 512) == 16 + windows * (20 + 1) + 1
 
@@ -259,12 +259,12 @@ def test_how_v41_fits() -> None:
     (change,) = advice(four)
     assert change.settings == {"topology.nodesPerGroup": 8, "topology.tensorParallelSize": 8}
     assert change.plan.fits
-    # Where 16 machines cannot be divided so that it runs, fewer still may.
+    # If 16 machines have no suitable division, fewer machines may have one.
     pair = memory_plan(flash, RTX, Parallel(2, 1, 2), SMALL)
     (change,) = advice(pair)
     sizes = {"topology.tensorParallelSize": 2, "topology.pipelineParallelSize": 2}
     assert change.settings == {"topology.nodesPerGroup": 2, **sizes}
-    # The tables are in the host's memory there, and in the only memory that there is on a Spark.
+    # With RTX the tables are in the host's memory; a Spark has only one memory, which contains them.
     assert Part.ENGRAM not in dict(pair.ranks[0].weights)
     assert dict(four.ranks[0].weights)[Part.ENGRAM] > 45 * GIB
 
@@ -280,7 +280,7 @@ def test_advice_of_refusals_is_accepted() -> None:
 def test_no_plan_fits_beyond_its_memory(seed: int) -> None:
     try:
         plan = memory_plan(*random_case(random.Random(seed)))  # type: ignore[arg-type]
-    except ValueError:  # it cannot be divided so
+    except ValueError:  # this division is impossible
         return
     assert broken(plan) == ""
 

@@ -31,7 +31,7 @@ def test_every_offer_is_accepted_as_written_and_has_published_settings(kind: str
     found = offers(machine_named(kind), nodes, devices)
     assert found
     for offer in found:
-        # Contexts above are planned with all users; that of fewer users is the default of `dsv4 init`.
+        # Contexts above this one are planned with all users; the one for fewer users is the default of `dsv4 init`.
         chosen = planned(offer, USERS[0], offer.context)
         assert chosen.memory.verdict is FitVerdict.FITS
         assert [one for one in broken_rules(chosen) if one.severity is Severity.REFUSE] == []
@@ -46,7 +46,7 @@ def test_every_offer_is_accepted_as_written_and_has_published_settings(kind: str
 
 
 def test_drafts_that_do_not_fit_are_left_out() -> None:
-    """V4-Flash-0731-NVFP4 with its draft layers needs more than two RTX PRO 6000 have with this build."""
+    """With this build, V4-Flash-0731-NVFP4 with its draft layers needs more memory than two RTX PRO 6000 have."""
     found = offers(machine_named("rtx-pro-6000-workstation"), 1, 2)
     assert {offer.drafts for offer in found} == {True, False}
     for offer in found:

@@ -1,4 +1,4 @@
-"""The plan of the Nano model on CPU, and what is refused."""
+"""The plan of the Nano model on CPU, and refusals."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_machine_without_accelerators_is_refused_in_one_sentence(name: str) ->
 def test_the_nano_sample_is_planned() -> None:
     found = plan(load((EXAMPLES / "nano.yaml").read_text()))
     assert found.expectations.world_size == 2
-    # A GPU of the machine does not work for it, and is no sign of its life.
+    # A GPU of the machine is not used by the engine, so it is no sign of its life.
     assert not found.health.gpus
 
 
@@ -290,7 +290,7 @@ def test_groups_that_share_a_machine_have_a_token_each() -> None:
     made = [plan(nano(replicas=2), facts, group) for group in range(2)]
     assert [one.ray_token_file for one in made] == ["/state/tiny/token", "/state/tiny/g1/token"]
     assert [one.env["RAY_AUTH_TOKEN_PATH"] for one in made] == [one.ray_token_file for one in made]
-    # In pods each member has its own at the same place.
+    # In pods each member has its own token file at the same path.
     assert plan(nano(replicas=2), ISOLATED, 1).ray_token_file == "/state/tiny/token"
 
 

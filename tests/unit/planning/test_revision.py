@@ -1,4 +1,4 @@
-"""What members are formed from, and an earlier specification come back."""
+"""Revisions of specifications, and reconstruction of an earlier specification."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_members_do_not_read_is_no_other_revision(spec: dict[str, object]) 
     "text", ["", "{", "7", '{"model":{}}', '{"engine":{"unknown":1}}', '{"engine":{"maxNumSeqs":4}}']
 )
 def test_what_reads_differently_does_not_come_back(text: str) -> None:
-    """The last one names a default, which this version would not have written."""
+    """The last text contains a default, which this version would omit."""
     deployment = read(EXAMPLES[0])
     known = json.loads(formed_from(deployment))
     strange = (

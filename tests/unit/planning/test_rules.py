@@ -32,7 +32,7 @@ def deployment(
 def facts_for(made: DSV4Deployment) -> Facts:
     kind = machine(made.spec.topology.hardware)
     facts = catalog_facts(made, kind, state_root="/s", weights_root="/w")
-    # On CPU only the machine itself tells its memory.
+    # On CPU only the machine itself knows its memory.
     nodes = tuple(replace(node, memory_bytes=node.memory_bytes or 2**36) for node in facts.nodes)
     return replace(facts, nodes=nodes)
 

@@ -1,4 +1,4 @@
-"""The memory plan and vLLM's own planner, called directly; `tests/engine/test_plan_agrees.py` has an engine's log."""
+"""The memory plan against vLLM's planner, called directly; `tests/engine/test_plan_agrees.py` uses an engine's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is asked while the head's agent is silent, and that nobody waits for one who is gone."""
+"""Requests to agents while the head's agent is silent; lost agents do not delay the others."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def status(rank: int, phase: Phase, incarnation: int = 3) -> AgentStatus:
 
 
 class Member:
-    """An agent that answers, or takes questions and says nothing."""
+    """An agent that responds, or accepts requests and never responds."""
 
     def __init__(self, rank: int, *, answers: bool, incarnation: int = 3) -> None:
         self.phase, self.asked, self.answers = Phase.SERVING, 0, answers
         self.report: GroupReport | None = None
-        """What it says of its group again and again, if it has a stream."""
+        """Report that the agent repeats on its stream; None: it has no stream."""
         self._rank, self.incarnation = rank, incarnation
 
     async def __aenter__(self) -> Endpoint:
@@ -80,7 +80,7 @@ async def agents() -> AsyncIterator[tuple[AgentWatch, asyncio.Event]]:
 
 
 async def failed(listening: AgentWatch, news: asyncio.Event) -> None:
-    """Wait until rank 1 is known to have failed."""
+    """Wait until rank 1 has reported its failure."""
     async with asyncio.timeout(10):
         while (report := listening.report(1)) is None or report.status.phase is not Phase.FAILED:
             await news.wait()
@@ -93,19 +93,19 @@ async def test_a_member_that_is_gone_does_not_keep_another_from_saying_so(
     listening, news = agents
     gone, witness = Member(0, answers=False), Member(1, answers=True)
     async with gone as first, witness as second:
-        # The head is not followed here: only questions are asked.
+        # The head's stream is not followed here: the watch only sends status requests.
         listening.follow({1: second, 2: first})
         async with asyncio.timeout(5):
             await news.wait()
         report = listening.report(1)
         assert report is not None
         assert report.status.phase is Phase.SERVING
-        # It is silent from the next question on, which it answers as soon as it is asked.
+        # Its agent never responds, so it counts as silent; the witness responds to each request at once.
         witness.phase = Phase.FAILED
         news.clear()
         asked = time.monotonic()
         await failed(listening, news)
-        # 2.5 s until it counts as silent and 0.5 s between looks; one that hangs would add its own 1.5 s.
+        # 2.5 s until it counts as silent and 0.5 s between rounds; a blocking request would add its own 1.5 s.
         assert time.monotonic() - asked < 4.0
         assert gone.asked > 1
 
@@ -122,7 +122,7 @@ async def test_once_the_head_is_silent_the_others_are_asked_again_and_again(
                 await news.wait()
                 news.clear()
         head.answers = False
-        # Heard for the last time a moment ago, it counts as silent after 2.5 s.
+        # The last report arrived just now, so the head counts as silent after 2.5 s.
         await asyncio.sleep(4.5)
         witness.phase = Phase.FAILED
         told = time.monotonic()

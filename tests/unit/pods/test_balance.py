@@ -1,4 +1,4 @@
-"""Gateways that share a node move apart once another node is there, and never while anything is not well."""
+"""Gateways that share a node are spread once another node is available, and never while anything is unhealthy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def status(value: ConditionStatus = ConditionStatus.TRUE) -> DeploymentStatus:
 
 
 class Server(FakeKube):
-    """Evicts what it is asked to, unless a budget does not allow it."""
+    """Evicts pods on request, unless a disruption budget forbids it."""
 
     allows = True
 
@@ -54,7 +54,7 @@ class Server(FakeKube):
 
 
 class World:
-    """Two gateways of one group on one node of two."""
+    """Two gateways of one group on one of two nodes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *nodes: Manifest, replicas: int = 1) -> None:
         self.server = Server()
@@ -78,7 +78,7 @@ class World:
         return [{**one, "metadata": {"uid": "u", "resourceVersion": "1", **one["metadata"]}} for one in self.others]
 
     async def looks(self, seconds: float) -> list[str]:
-        """Look once a second for so long; return the pods that were evicted meanwhile."""
+        """Rebalance once a second for `seconds`; return the pods that were evicted."""
         self.server.requests.clear()
         end = self.now + seconds
         while self.now < end:

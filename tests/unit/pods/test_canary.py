@@ -1,4 +1,4 @@
-"""Requests of the operator through the endpoint of a deployment, over real sockets."""
+"""Requests of the operator to the endpoint of a deployment, over real sockets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pod(name: str, *, ready: bool = True, address: str = "127.0.0.1", **status: 
 
 
 class World:
-    """Canaries of one deployment, whose requests are answered by `answer`."""
+    """Canaries of one deployment; `answer` is the response to their requests."""
 
     def __init__(self, *, through_service: bool = False, key: str | None = KEY, real: bool = False) -> None:
         self.pods: list[Manifest] = [pod("a"), pod("b")]
@@ -82,7 +82,7 @@ class World:
         return self.canaries.problem(self.deployment, groups)
 
     async def settled(self, groups: tuple[GroupStatus, ...] = SERVING) -> str | None:
-        """Look, wait until no request is under way, and look once more."""
+        """Check, wait until no request is under way, and return the result of a second check."""
         self.problem(groups)
         for known in self.canaries._known.values():
             if known.task is not None:

@@ -1,4 +1,4 @@
-"""How members end: under their own uid, and without their kubelet's word only where its node is known to be lost."""
+"""Fencing of members: deletion by uid, and without the kubelet's confirmation only if the node is known to be lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pod(incarnation: int = 1, rank: int = 0, on: str = "a") -> dict[str, Any]:
 
 
 class Clock:
-    """Monotonic time that a test has pass."""
+    """Monotonic clock that the test advances."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -69,7 +69,7 @@ def fencer(kube: FakeKube, clock: Clock) -> Fencer:
 
 
 def end(kube: FakeKube) -> None:
-    """The kubelet ends what was deleted."""
+    """Remove the deleted pods, as kubelets do."""
     kube.objects = {
         name: one for name, one in kube.objects.items() if "deletionTimestamp" not in one.get("metadata", {})
     }
@@ -90,7 +90,7 @@ async def test_another_pod_of_its_name_is_left_alone(kube: FakeKube, fencer: Fen
 
     async def late(*arguments: Any, **options: Any) -> Any:
         found = await real(*arguments, **options)
-        # Deleted and made again by somebody else, between the list and the delete.
+        # Deleted and created again by another client, between the list and the delete.
         for name in [name for name in kube.objects if name[0] == "Pod"]:
             kube._put(name, kube.objects.pop(name))
         return found
@@ -108,14 +108,14 @@ DAY = 86_400.0
 async def test_a_lost_nodes_pods_are_removed_by_force_after_the_time_asked_for_whatever_the_clock(
     kube: FakeKube, fencer: Fencer, clock: Clock, offset: float
 ) -> None:
-    """The API server's clock is behind the operator's, the same, or ahead of it."""
+    """The API server's clock is behind the operator's, equal to it, or ahead of it."""
     kube.objects.update(FakeKube([machine("Unknown", time.time() + offset)]).objects)
     assert not await fencer.fence(KEY, 1, POLICY)
     assert [one["grace_seconds"] for one in deleted(kube)] == [2, 2], "its kubelet is asked first"
     kube.requests.clear()
     clock.seconds += 30.0
     for _ in range(2):
-        # Nothing that went wrong, although they are overdue: whoever is told so asks less and less often.
+        # No error although the pods are overdue: after errors, the loop retries with increasing delays.
         assert not await fencer.fence(KEY, 1, POLICY)
         assert deleted(kube) == []
         clock.seconds += 9.0
@@ -126,7 +126,7 @@ async def test_a_lost_nodes_pods_are_removed_by_force_after_the_time_asked_for_w
 
 async def test_a_node_that_was_ready_between_is_lost_anew(kube: FakeKube, fencer: Fencer, clock: Clock) -> None:
     await fencer.fence(KEY, 1, POLICY)
-    # The second is of a loss that nobody saw the end of.
+    # The second loss follows one whose end was not observed.
     for since in (10.0, 20.0):
         kube.objects.update(FakeKube([machine("Unknown", since)]).objects)
         clock.seconds += 8.0
@@ -162,7 +162,7 @@ async def test_a_pod_that_does_not_end_is_told_with_its_node_and_not_removed(
 
 
 async def test_names_and_plan_go_after_the_last_member(kube: FakeKube, fencer: Fencer) -> None:
-    # The second is the name that plans had before it contained the UID.
+    # The second name is the one that plans had before names contained the UID.
     plans = names.mounted_name("d", "uid-d", 0, 1), "d-0-i1"
     for name in plans:
         about = {"namespace": "team", "name": name, "ownerReferences": owners("d", "uid-d")}

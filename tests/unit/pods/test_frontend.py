@@ -1,4 +1,4 @@
-"""Which gateways and routes there are while deployments come, scale and end."""
+"""Gateways and routes while deployments are created, scaled and deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members as pods of a RayCluster: its parts, how it ends, and what an operator does without KubeRay."""
+"""Members as pods of a RayCluster: its parts, its end, and the behaviour of an operator without KubeRay."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ray_cluster(deployment: DSV4Deployment, incarnation: int = 1) -> dict[str, A
 
 
 def made_by_kuberay(cluster: dict[str, Any]) -> list[dict[str, Any]]:
-    """The pods of a RayCluster, as KubeRay makes them."""
+    """Return the pods of a RayCluster as KubeRay creates them."""
     spec, name = cluster["spec"], cluster["metadata"]["name"]
     groups = [("head", spec["headGroupSpec"])]
     groups += [(f"{one['groupName']}-worker", one) for one in spec["workerGroupSpecs"]]
@@ -73,7 +73,7 @@ def made_by_kuberay(cluster: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class Kube(FakeKube):
-    """An API server whose pods with finalizers stay until these are gone."""
+    """An API server that keeps pods until their finalizers are removed."""
 
     async def delete(self, resource: Any, namespace: Any, name: str, **options: Any) -> None:
         where = (resource.kind, namespace or "", name)
@@ -83,7 +83,7 @@ class Kube(FakeKube):
         if held is not None and held["metadata"].get("finalizers"):
             held["metadata"] |= {"deletionTimestamp": "2026-11-23T00:00:00Z"}
             grace = options.get("grace_seconds") or 0
-            # A later deletion only shortens it.
+            # A later deletion can only shorten the grace period.
             held["metadata"]["deletionGracePeriodSeconds"] = grace if before is None else min(before, grace)
             self.objects[where] = held
 
@@ -95,7 +95,7 @@ class Kube(FakeKube):
         return found
 
     def confirm(self) -> None:
-        """As a kubelet once all containers have ended."""
+        """Confirm the end of all containers, as a kubelet does."""
         for (kind, _, _), one in self.objects.items():
             if kind == "Pod" and one["metadata"].get("deletionTimestamp"):
                 one["metadata"]["deletionGracePeriodSeconds"] = 0
@@ -154,7 +154,7 @@ def test_a_pod_of_kuberay_belongs_to_the_deployment_that_its_template_names(kube
     assert names.belongs(pod, UID)
     assert not names.belongs(pod, "uid-other")
     assert not names.belongs(pod, pod["metadata"]["ownerReferences"][0]["uid"])
-    # The annotation alone says nothing.
+    # The annotation alone is not sufficient.
     assert not names.belongs({"metadata": {**pod["metadata"], "ownerReferences": []}}, UID)
     other = [{**pod["metadata"]["ownerReferences"][0], "kind": "ReplicaSet"}]
     assert not names.belongs({"metadata": {**pod["metadata"], "ownerReferences": other}}, UID)
@@ -164,7 +164,7 @@ def test_a_pod_of_kuberay_belongs_to_the_deployment_that_its_template_names(kube
 
 
 def generated(deployment: DSV4Deployment, rank: int) -> str:
-    """`ray start` as KubeRay 1.6 writes it (`generateRayStartCommand`, `convertParamMap`)."""
+    """Return `ray start` in the form of KubeRay 1.6 (`generateRayStartCommand`, `convertParamMap`)."""
     spec = ray_cluster(deployment)["spec"]
     params = spec["headGroupSpec" if rank == 0 else "workerGroupSpecs"]
     params = dict((params if rank == 0 else params[rank - 1])["rayStartParams"])
@@ -188,7 +188,7 @@ def test_the_agent_starts_ray_by_the_command_of_kuberay(rank: int) -> None:
     assert found.members[rank].ray_args == tuple(shlex.split(command)[1:])
     assert set(found.members[rank].ray_args) >= {"start", "--block", "--metrics-export-port=8080"}
     assert found.members[1 - rank] == plan.members[1 - rank]
-    # Nothing of the plan is lost.
+    # All arguments of the plan remain.
     wanted = {word.replace("=false", "=no") for word in plan.members[rank].ray_args}
     assert wanted <= set(found.members[rank].ray_args)
 
@@ -222,7 +222,7 @@ async def test_kuberay_stops_before_the_pods_are_ended_and_they_are_let_go_last(
         "delete Pod d-0-i1-r1-worker",
     ]
     assert kube.objects["RayCluster", "team", "d-0-i1"]["spec"]["suspend"] is True
-    # Not again.
+    # A second call does not repeat the requests.
     kube.requests.clear()
     assert not await ends.fence(KEY, 1, REPLACE)
     assert kube.writes() == []
@@ -361,7 +361,7 @@ def test_a_name_that_kuberay_would_shorten_is_refused_with_the_longest() -> None
     with pytest.raises(InvalidDeployment, match=r"metadata.name: .* is too long for the backend KubeRay; .* 36 char"):
         deployed("a" * 37)
     assert deployed("a" * 37, backend="Pods")
-    # Its pods, of the last group and rank and of a late incarnation, are named in full.
+    # The names of its pods are not shortened, even for the last group and rank and a late incarnation.
     assert len(names.member_name(deployed("a" * 36).metadata.name, 31, 99_999, 15)) == 50
 
 

@@ -1,4 +1,4 @@
-"""Pods as members, from what API servers and kubelets really say of them."""
+"""Pods as members, from real states of pods as API servers and kubelets report them."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class View:
 async def test_a_pod_waits_as_long_as_it_was_seen_to_whatever_the_clock(
     deployment: DSV4Deployment, monkeypatch: pytest.MonkeyPatch, offset: float
 ) -> None:
-    """The API server's clock is behind the operator's, the same, or ahead of it."""
+    """The API server's clock is behind the operator's, equal to it, or ahead of it."""
     nobody: Any = None
     backend = PodsBackend(
         Cluster(nobody, View(pod(UNSCHEDULABLE, on=None)), runtime_image="none"), changed=lambda *_: None

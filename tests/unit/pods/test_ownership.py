@@ -1,4 +1,4 @@
-"""Objects of a wanted name that belong to somebody else: never written or deleted, and reported with their owner."""
+"""Foreign objects with the name of a wanted object are never written or deleted, and reported with their owner."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WRITES = {"create", "apply", "patch", "replace", "delete"}
 
 
 class View:
-    """Caches that are never late."""
+    """A cache without delay."""
 
     def __init__(self, kube: FakeKube) -> None:
         self._kube = kube
@@ -68,7 +68,7 @@ def version_of(replicas: int, generation: int) -> DSV4Deployment:
 
 
 def end_pods(kube: FakeKube) -> None:
-    """The kubelets end what the operator deleted."""
+    """Remove the pods that the operator deleted, as kubelets do."""
     deleted = [
         name
         for name, one in kube.objects.items()
@@ -88,9 +88,9 @@ def serving(incarnation: int) -> DeploymentStatus:
 
 
 async def life(kube: FakeKube) -> tuple[list[Exception], set[str]]:
-    """Call every method of the backend that writes, as a deployment that is formed twice, scaled and stopped does.
+    """Call every writing method of the backend, as for a deployment that is formed twice, scaled and stopped.
 
-    Returns the errors, and the methods that were called. A part that fails does not keep the others from being tried.
+    Returns the errors and the names of the called methods. The other calls are made even if one fails.
     """
     backend, errors, called = backend_of(kube), list[Exception](), set[str]()
     two, one = version_of(2, 1), version_of(1, 2)
@@ -110,7 +110,7 @@ async def life(kube: FakeKube) -> tuple[list[Exception], set[str]]:
         await call("ensure", two, plan)
         await call("observe", two, 0)
         await call("ensure_frontend", two, serving(incarnation))
-        # Somebody removed one of the Services that members are found by.
+        # A client has deleted one of the Services that lead to members.
         service = ("Service", "team", names.incarnation_name(NAME, 0, incarnation))
         if names.belongs(kube.objects.get(service, {"metadata": {}}), UID):
             del kube.objects[service]
@@ -121,7 +121,7 @@ async def life(kube: FakeKube) -> tuple[list[Exception], set[str]]:
             await call("collect_evidence", two, 0, number)
         await call("drain", two, 0, incarnation, 0.1)
         if incarnation == 1:
-            # An operator that was killed here left the rest to its successor.
+            # An operator that was killed here left the remaining work to its successor.
             kube.objects = {
                 name: one for name, one in kube.objects.items() if name[0] != "Pod" or not names.belongs(one, UID)
             }
@@ -143,7 +143,7 @@ async def collected(errors: list[Exception], work: Awaitable[object]) -> None:
 
 
 async def written() -> dict[_Object, set[str]]:
-    """Every object that a deployment's life writes, with the verbs; found by recording the requests."""
+    """Return every object that a deployment's life writes, with the verbs, from the recorded requests."""
     kube, found = server(), dict[_Object, set[str]]()
     errors, _ = await life(kube)
     assert errors == []
@@ -168,7 +168,7 @@ FOREIGN: dict[str, Callable[[], Manifest]] = {
 
 
 def foreign(name: _Object, about: Manifest) -> Manifest:
-    """An object of somebody else with all labels that the operator looks for."""
+    """Return an object of another owner with all labels that the operator selects by."""
     kind, namespace, called = name
     api = {"Deployment": "apps/v1", "NetworkPolicy": "networking.k8s.io/v1", "PodDisruptionBudget": "policy/v1"}
     labels = names.labels(NAME, component=names.MEMBER, group=0, incarnation=1, rank=0)
@@ -185,7 +185,7 @@ async def test_the_life_that_the_tests_take_calls_every_method_of_a_backend() ->
     kube = server()
     _, called = await life(kube)
     methods = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
-    # The canary reads, and writes nothing.
+    # The canary only reads.
     assert called == methods - {"endpoint_problem"}
 
 
@@ -212,7 +212,7 @@ async def test_no_write_path_touches_an_object_of_somebody_else(owner: str) -> N
 
 @pytest.mark.parametrize("existed", [False, True])
 async def test_a_foreign_object_created_between_the_look_and_the_write_is_not_adopted(existed: bool) -> None:
-    """The operator saw no object of that name, or its own, which was deleted then."""
+    """The operator read no object of that name, or its own one, which was then deleted."""
     replaced = 0
     for name, verbs in (await written()).items():
         if not verbs & {"create", "apply"}:
@@ -274,7 +274,7 @@ async def test_the_text_names_the_object_its_owner_and_the_remedy() -> None:
 
 
 class Contended(FakeKube):
-    """An API server on which another object of the name comes or goes before every write."""
+    """An API server on which another object of the name appears or disappears before every write."""
 
     async def apply(self, manifest: Manifest, **_: object) -> Manifest:
         raise Conflict("there is another one")
@@ -289,7 +289,7 @@ async def test_an_object_that_is_replaced_again_and_again_is_given_up_after_six_
 
 
 class Elsewhere(FakeKube):
-    """An API server that refuses what is applied."""
+    """An API server that rejects every apply."""
 
     async def apply(self, manifest: Manifest, **_: object) -> Manifest:
         raise Invalid("spec.ports: Required value")
@@ -338,7 +338,7 @@ def accepted(name: str) -> DSV4Deployment | None:
 
 
 def objects_of(wanted: DSV4Deployment) -> set[tuple[str, str]]:
-    """Kind and name of all objects of a few groups and incarnations."""
+    """Return kind and name of all objects of a few groups and incarnations."""
     name, uid = wanted.metadata.name, wanted.metadata.uid
     found = {("Service", name), ("PodDisruptionBudget", f"{name}-gateways"), ("NetworkPolicy", f"{name}-members")}
     found |= {("Secret", names.token_key_name(name, uid)), ("Secret", names.earlier_token_key_name(name))}
@@ -367,7 +367,7 @@ def test_names_of_other_deployments_services_are_refused(name: str) -> None:
     assert accepted(name) is None
     data = deployment().to_dict()
     data["metadata"] |= {"name": name}
-    # One that exists from before the rule has a status, and goes on.
+    # A deployment from before the rule has a status and stays valid.
     data["status"] = {"phase": "Serving"}
     assert DSV4Deployment.model_validate(data).metadata.name == name
 
@@ -388,7 +388,7 @@ def again(uid: str) -> DSV4Deployment:
 
 
 async def test_a_deployment_that_is_created_again_mounts_nothing_of_its_predecessor() -> None:
-    """Kubelets keep immutable objects by name for as long as a pod mounts them, whatever the API server has."""
+    """Kubelets keep immutable objects by name while a pod mounts them, independent of the API server."""
 
     def mounted(wanted: DSV4Deployment, kube: FakeKube) -> set[str]:
         found = set()
@@ -425,7 +425,7 @@ async def test_secrets_of_an_earlier_deployment_are_not_taken_over() -> None:
     await keys.make_token(newer, 0, 1)
     assert key != "OLD"
     assert {name: kube.objects[name] for name in before} == before
-    # The garbage collector removes what was the older one's.
+    # The garbage collector removes the objects of the older one.
     kube.objects = {name: one for name, one in kube.objects.items() if name not in before}
     assert await keys.ensure(newer, -1.0) == key
     assert len(kube.objects) == 2
@@ -441,7 +441,7 @@ async def test_a_deployment_from_before_names_contained_the_uid_keeps_its_key() 
         }
         kube: Any = FakeKube([{**named, "metadata": about}])
         assert (await TokenKeys(kube).ensure(wanted) == "EARLIER") is expected
-        # And the next operator finds it under the name that gateways mount.
+        # The next operator finds the key under the name that gateways mount.
         made = await kube.get(SECRETS, "team", names.token_key_name(NAME, UID))
         assert (base64.b64decode(made["data"]["key"]) == b"EARLIER") is expected
         assert not made.get("immutable"), "gateways that run would keep the key of one that was deleted"
@@ -458,7 +458,7 @@ async def test_times_of_an_end_are_of_one_deployment_and_are_dropped_with_it() -
         about = names.metadata(again(uid), "flash-0-i1-r0", component="member", group=0, incarnation=1, rank=0)
         kube._put(("Pod", "team", "flash-0-i1-r0"), {"metadata": about, "spec": {"nodeName": "spark-1"}})
         key = GroupKey("team", NAME, 0, uid)
-        # A day after the first one, whose end nobody saw.
+        # A day after the first one, whose end was not observed.
         seconds[0] += 86_400.0
         for _ in range(2):
             assert not await fencer.fence(key, 1, NodeLossSpec())
@@ -479,7 +479,7 @@ async def test_a_new_deployment_takes_no_number_whose_pods_an_earlier_one_still_
     second = backend_of(kube)
     seen = await second.observe(newer, 0)
     assert (seen.members, seen.used_incarnation) == ((), 3)
-    # What they take of their nodes is not the new one's to have.
+    # Their share of the nodes is not available to the new one.
     assert [one.name for one in (await second.facts(newer)).placed[0]] == ["spark-3", "spark-4"]
 
 
@@ -487,7 +487,7 @@ async def test_a_new_deployment_takes_no_number_whose_pods_an_earlier_one_still_
 
 
 class Refusing(FakeKube):
-    """An API server that does not make the pod of rank 1."""
+    """An API server that refuses to create the pod of rank 1."""
 
     error: Exception = Forbidden("quota")
 
@@ -498,7 +498,7 @@ class Refusing(FakeKube):
 
 
 class Blind(View):
-    """A cache that is late."""
+    """A cache that lags behind."""
 
     def all(self) -> list[Manifest]:
         return []
@@ -549,7 +549,7 @@ async def test_a_head_service_without_a_selector_is_brought_back() -> None:
 
 
 async def test_the_text_says_how_to_go_on_with_a_head_service_of_a_later_incarnation() -> None:
-    """As after the restore of a backup."""
+    """This is the state after the restore of a backup."""
     wanted = deployment()
     kube: Any = server(member.head_service(wanted, 0, 9))
     said = r"Service team/flash-0-head\); if no other operator runs, .* delete the Service, and it is made again"

@@ -1,4 +1,4 @@
-"""Groups whose nodes another scheduler chooses: membership, waits, removals, and the scheduler's absence."""
+"""Groups whose nodes another scheduler chooses: membership, waits, removals, and absence of the scheduler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHORT = "couldn't assign flavors: insufficient unused quota for nvidia.com/gpu"
 
 @pytest.fixture(params=SchedulerType)
 async def queued(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    """A deployment whose scheduler is in the cluster and has not placed its group."""
+    """A deployment with a scheduler in the cluster that has not placed its group."""
     kind: SchedulerType = request.param
     topology = {"hardware": "CPU", "nodesPerGroup": 2, "nodeSelector": {"pool": "a"}, "scheduler": SPECS[kind]}
     world = World(monkeypatch, schedulers=tuple(SchedulerType), topology=topology)
@@ -64,7 +64,7 @@ def pod_groups(world: World) -> list[str]:
 
 
 def refuse(world: World, incarnation: int = 1) -> None:
-    """Have the scheduler report why the group waits."""
+    """Report the reason why the group waits, as the scheduler does."""
     kind, version, condition, status = OBJECTS[kind_of(world)]
     name = kind, "team", f"nano-0-i{incarnation}"
     live = copy.deepcopy(world.kube.objects.get(name)) or {
@@ -75,7 +75,7 @@ def refuse(world: World, incarnation: int = 1) -> None:
 
 
 def remove(world: World, incarnation: int, rank: int) -> None:
-    """Delete a member as a preempting scheduler does; its kubelet has not ended it yet."""
+    """Delete a member as a preempting scheduler does, before its kubelet has ended it."""
     name = "Pod", "team", names.member_name("nano", 0, incarnation, rank)
     pod = copy.deepcopy(world.kube.objects[name])
     pod["metadata"] |= {"deletionTimestamp": "2026-11-26T00:00:00Z", "deletionGracePeriodSeconds": 30}

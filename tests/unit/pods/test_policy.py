@@ -1,4 +1,4 @@
-"""The operator makes nothing that its administrator does not allow, whoever let the specification pass."""
+"""The operator creates nothing that its administrator does not allow, even if the specification passed admission."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELD = r"spec\.network\.mode: HostNetwork .* is not allowed in the namespace te
 
 
 class Nothing:
-    """A cache that has not seen anything yet."""
+    """A cache that is still empty."""
 
     def pods(self, *_: object) -> list[Any]:
         return []
@@ -39,7 +39,7 @@ def kube() -> FakeKube:
 
 
 def asking(**source: Any) -> DSV4Deployment:
-    """With a Hub token and API keys in Secrets."""
+    """Return a deployment with a Hub token and API keys in Secrets."""
     manifest = deployment().to_dict()
     hub = {"repo": "deepseek-ai/DeepSeek-V4-Flash", "revision": "0" * 40}
     hub["secretKeyRef"] = {"name": "hub", "key": "token"}
@@ -71,7 +71,7 @@ async def test_a_plan_from_before_the_policy_is_not_formed_either(kube: FakeKube
 async def test_nothing_that_is_made_or_said_has_a_users_secret_in_it(
     kube: FakeKube, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Marked secrets: every object is searched for them, as text and as base64 has them."""
+    """Searches every object for marked secrets, as text and in base64."""
     caplog.set_level("DEBUG")
     canaries = {"hub": ("token", "hf_canary7f3a"), "callers": ("keys", "canary-of-callers-7f3a")}
     for name, (key, word) in canaries.items():
@@ -91,7 +91,7 @@ async def test_nothing_that_is_made_or_said_has_a_users_secret_in_it(
     for _, word in canaries.values():
         for form in (word, base64.b64encode(word.encode()).decode()):
             assert [text for text in told if form in text] == []
-    # They are named, so that whoever runs finds them.
+    # The pods reference the Secrets by name.
     pods = [one for (kind, _, _), one in kube.objects.items() if kind == "Pod"]
     assert all("'secretName': 'hub'" in str(pod) for pod in pods)
 

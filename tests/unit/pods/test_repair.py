@@ -1,4 +1,4 @@
-"""What leads to members is made again when somebody removes or changes it, and nothing is written at rest."""
+"""Objects that lead to members are restored after deletion or change, and nothing is written at rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {"Service", "ConfigMap", "Deployment", "NetworkPolicy", "PodDisruptionBu
 
 
 class View:
-    """Caches that are never late, and see no pods."""
+    """A cache without delay that contains no pods."""
 
     def __init__(self, kube: FakeKube) -> None:
         self._kube = kube
@@ -47,7 +47,7 @@ class View:
 
 
 class Applied(FakeKube):
-    """Server-side apply, which writes nothing where nothing differs."""
+    """Server-side apply that writes nothing if nothing differs."""
 
     async def apply(self, manifest: Any, **options: object) -> Any:
         about = manifest["metadata"]
@@ -87,7 +87,7 @@ async def test_every_owned_object_that_somebody_removed_is_back_at_the_next_look
     running: tuple[Applied, PodsBackend, DSV4Deployment],
 ) -> None:
     kube, backend, wanted = running
-    # Members have read their plan and their token by now; neither can be made again as it was.
+    # Members have already read their plan and token; neither can be created again with the same content.
     read = names.mounted_name(wanted.metadata.name, wanted.metadata.uid, 0, 1)
     owned = [
         name
@@ -122,7 +122,7 @@ async def test_what_is_removed_again_before_its_return_was_seen_is_made_once_mor
     kube, backend, wanted = running
     name = ("NetworkPolicy", wanted.metadata.namespace, f"{wanted.metadata.name}-members")
     for _ in range(3):
-        # The watch shows the same each time: it is not there.
+        # The watch shows the same state each time: the policy is absent.
         kube.objects.pop(name)
         await backend.ensure_frontend(wanted, STATUS)
         assert name in kube.objects
@@ -137,5 +137,5 @@ def test_a_label_or_an_owner_that_changed_is_another_version() -> None:
         _version({"metadata": {**about, "generation": 2}}),
     }
     assert len(versions) == 4
-    # A status changes the resource version alone.
+    # A change of the status only changes the resource version.
     assert _version({"metadata": {**about, "resourceVersion": "6"}}) in versions

@@ -1,4 +1,4 @@
-"""Reports of members that run the user's image: whatever their size and shape, reading them costs little."""
+"""Reports of members with the user's image: parsing is cheap for reports of any size and shape."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dsv4_runtime.contract import (
 from dsv4_testkit.documents import agent_status
 
 MOST_CPU_SECONDS = 1.0
-"""For one answer, on a busy machine; 12 MiB took 1.7 s."""
+"""For one response, on a busy machine; 12 MiB took 1.7 s."""
 
 WHOLE = agent_status(
     processes=(Process(name="agent", pid=1),),
@@ -53,7 +53,7 @@ WHOLE = agent_status(
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Every value of a document that can be replaced."""
+    """Yield the paths of all values of a document that can be replaced."""
     yield path
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in pairs:
@@ -69,7 +69,7 @@ def replaced(value: Any, path: tuple[str | int, ...], new: Any) -> Any:
 
 
 def largest(value: Any) -> tuple[int, int, float]:
-    """The longest text, the most items and the largest number of a report."""
+    """Return the longest text, the most items and the largest number of a report."""
     if isinstance(value, str):
         return len(value), 0, 0
     if isinstance(value, dict):
@@ -104,7 +104,7 @@ HUGE: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("size", HUGE)
 @pytest.mark.parametrize("kind", [AgentStatus, GroupReport, DrainReport])
 def test_a_report_with_one_field_of_any_size_is_bounded(kind: type[BaseModel], size: str) -> None:
-    """Replace each value of a report in turn."""
+    """Replaces each value of a report in turn."""
     document: dict[str, Any] = {
         AgentStatus: WHOLE,
         GroupReport: {"ages": {"0": 0.0, "1": 1.0}, "members": [WHOLE]},
@@ -188,7 +188,7 @@ async def test_the_longest_answer_costs_little(reader: str) -> None:
     client, costs = AgentClient(), []
     async with agent(text.encode() + b"\n") as url:
         try:
-            # The least of three: a collection of the garbage of other tests in this process counts too.
+            # The minimum of three runs: a garbage collection of objects from other tests counts too.
             for _ in range(3):
                 begun = time.process_time()
                 report = await READERS[reader](client, url)

@@ -1,4 +1,4 @@
-"""Many groups look for nodes at once: none gets what another one has found, and nothing is asked twice."""
+"""Many groups choose nodes at once: reservations do not overlap, and no request is repeated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dsv4_testkit.pod_objects import ALLOWED, Manifest, deployment, made, node, 
 
 
 class Seen:
-    """A cache that shows what it is told to."""
+    """A cache that shows the pods of `shown`."""
 
     def __init__(self) -> None:
         self.shown: list[Manifest] = []
@@ -35,7 +35,7 @@ class Seen:
 
 
 def shown(pods: Iterable[Manifest], version: str = "1") -> list[Manifest]:
-    """`pods` as the API server has them."""
+    """Return `pods` as the API server stores them."""
     named = []
     for pod in pods:
         metadata = pod["metadata"]
@@ -49,7 +49,7 @@ def named(name: str, **topology: Any) -> DSV4Deployment:
 
 
 class Watched(FakeKube):
-    """One that nobody asks for all pods."""
+    """An API server that fails on a list of all pods."""
 
     async def list(self, resource: Resource, *where: Any, **options: Any) -> list[Manifest]:
         assert resource.kind != "Pod" or "labels" in options, "all pods of a cluster are watched, not listed"
@@ -83,7 +83,7 @@ async def test_what_one_group_has_found_is_not_found_by_the_next() -> None:
     other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
     assert nodes_of(await found(shared, one)) == ["spark-1", "spark-2"]
     assert nodes_of(await found(shared, other)) == ["spark-3", "spark-4"]
-    # Who looks again finds its own.
+    # A group that chooses again finds its own reservation.
     assert nodes_of(await found(shared, one)) == ["spark-1", "spark-2"]
 
 
@@ -101,7 +101,7 @@ async def test_pods_that_no_listing_shows_yet_keep_their_room() -> None:
     seen = Seen()
     shared = cluster_of(server_of([node(name, room=room) for name in ("a", "b")]), seen)
     one, two, three = named("one"), named("two"), named("three")
-    # Everybody looks anew, and the API server has no pod yet.
+    # Each group reads a new snapshot, and the API server has no pods yet.
     first = await found(shared, one, seconds=-1.0)
     shared.reserve_made(made(one, first))
     shared.reserve_made(made(two, await found(shared, two, seconds=-1.0)))
@@ -109,7 +109,7 @@ async def test_pods_that_no_listing_shows_yet_keep_their_room() -> None:
         await found(shared, three, seconds=-1.0)
     assert caught.value.reason is Reason.MEMORY_SHORT
     assert re.findall(r"[\d.]+ GiB", caught.value.message) == ["1.0 GiB", "3.5 GiB"]
-    # Seen and expected is not counted twice.
+    # A pod that is both observed and expected counts once.
     seen.shown = shown(made(one, first))
     snapshot = await shared.snapshot(-1.0)
     assert (len(snapshot.requests), len(snapshot.expected)) == (2, 2)
@@ -139,7 +139,7 @@ async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
             f"create ConfigMap {mounted}",
             f"create Secret {names.token_key_name(name, 'uid-of-it')}",
             f"create Secret {mounted}",
-            # Looked at first: such a name may be somebody else's, or the head of the incarnation before.
+            # Read first: the name may belong to another owner, or to the head of the previous incarnation.
             f"get Service {name}-0-i1",
             f"create Service {name}-0-i1",
             f"apply Service {name}-0-i1",
@@ -154,14 +154,14 @@ async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
     assert max(map(asked.index, (f"create Service {name}-0-head", f"create Service {name}-0-i1"))) < min(
         asked.index(f"create Pod {name}-0-i1-r{rank}") for rank in range(2)
     )
-    # The cache is late: nothing is made twice.
+    # The cache lags behind: nothing is created twice.
     server.requests.clear()
     await backend.ensure(wanted, plan)
     assert server.asked() == []
 
 
 async def test_a_node_that_was_lost_since_the_plan_gets_no_member() -> None:
-    """As after the removal of what was on it: the nodes were looked at just before Kubernetes called it not ready."""
+    """Pods of a lost node were removed, and the nodes were read just before Kubernetes reported it as not ready."""
     server = server_of(sparks(3))
     wanted, seen = deployment(), Seen()
     backend = PodsBackend(cluster_of(server, seen), changed=lambda *_: None)

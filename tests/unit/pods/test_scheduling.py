@@ -1,4 +1,4 @@
-"""Who gets which node, from objects in the API server's shape."""
+"""Assignment of nodes to groups, from objects in the API server's format."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ INITIAL = st.lists(
 def test_requests_are_the_most_that_runs_at_once(
     containers: list[Manifest], initial: list[Manifest], own: int | None, overhead: int
 ) -> None:
-    """Run the containers of a pod in their order, and measure."""
+    """Compares with a simulation that runs the containers of a pod in their order."""
 
     def size(container: Manifest) -> int:
         return int(container["resources"]["requests"]["memory"].removesuffix("Gi"))

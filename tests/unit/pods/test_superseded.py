@@ -1,4 +1,4 @@
-"""Two operators form a group: the one that lost its lease and does not know it yet must not bring back what was."""
+"""Two operators form a group: one that has lost its lease without noticing must not restore an earlier state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsv4_testkit.pod_objects import ALLOWED, deployment, sparks
 
 
 class Nothing:
-    """A cache that has not seen anything yet."""
+    """A cache that is still empty."""
 
     def pods(self, *_: object) -> list[Any]:
         return []

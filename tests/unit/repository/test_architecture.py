@@ -1,6 +1,6 @@
-"""What docs/architecture.md names is there: files everywhere, and functions where it follows them in their order.
+"""The files that docs/architecture.md names exist, and so do the functions in its step-by-step parts.
 
-Where it follows them, a code span that ends with `.py` names the file, and one that ends with `()` a function in it.
+In those parts, a code span that ends with `.py` names the file, and one that ends with `()` a function in it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def place(name: str) -> Path | None:
 
 
 def functions(path: Path) -> set[str]:
-    """The functions of a file, methods with their class."""
+    """Return the functions of a file, methods with their class."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
 
     def named(body: list[ast.stmt], prefix: str) -> Iterator[str]:
@@ -67,7 +67,7 @@ def test_every_function_on_the_way_is_there(section: str) -> None:
 def files(cell: str) -> Iterator[tuple[str, bool]]:
     """Yield the files of a cell, and whether each exists.
 
-    A bare file name is in the folder of the last path before it, or in the root.
+    A bare file name refers to the directory of the last path before it, or to the root.
     """
     folder = ROOT
     for span in spans(cell):

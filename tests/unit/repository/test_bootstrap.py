@@ -56,9 +56,9 @@ def bootstrap(
 
 
 def read_all(master: int) -> str:
-    """Return the text that a terminal without writers has shown."""
+    """Return the text of a terminal that has no writers left."""
     shown = b""
-    # The kernel reports the end as EIO.
+    # The kernel reports the end of the file as EIO.
     with contextlib.suppress(OSError):
         while part := os.read(master, 4096):
             shown += part

@@ -1,4 +1,4 @@
-"""The documentation is whole: a page for each cause, and no relative link that leads nowhere."""
+"""The documentation is complete: each cause has a page, and no relative link is broken."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def page_of(cause: Cause) -> str:
 
 
 def links(page: Path) -> list[str]:
-    """The relative links of a page; code is no text, and `https:` and its like lead elsewhere."""
+    """Return the relative links of a page, without code and without `https:` and other schemes."""
     found = [inline or reference for inline, reference in LINK.findall(CODE.sub("", page.read_text()))]
     return [link for link in found if not re.match(r"[a-z][a-z0-9+.-]*:", link)]
 
 
 def anchors(page: Path) -> set[str]:
-    """Its headings as the names that links use after `#`."""
+    """Return the anchors of the headings, as links use them after `#`."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
 

@@ -1,4 +1,4 @@
-"""The repository's folder `operator` must never be taken for the standard library's module."""
+"""The repository's directory `operator` must not shadow the module of the standard library."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What pure code may import of others and may call. Who may import whom within dsv4 is for `lint-imports` to say.
+"""Imports and calls that pure code may use. `lint-imports` checks the imports between packages of dsv4.
 
-Pure code has no clock, no files, no network and no tasks: time and observations are arguments. All that it imports of
-dsv4 is held to the same, so nothing comes in through a helper.
+Pure code has no clock, files, network or tasks: time and observations are arguments. The same rules apply to all
+modules of dsv4 that it imports, so helpers cannot add such access.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FILES = frozenset(
      "rename", "resolve", "rglob", "rmdir", "stat", "touch", "unlink", "write_bytes", "write_text"}
 )  # fmt: skip
 STATE = frozenset({"sys", "signal"})
-"""Of the process, but for the names of signals, and what a module does as a program."""
+"""State of the process. The names of signals, and code that runs only as a program, are allowed."""
 BUILTINS = frozenset({"__import__", "breakpoint", "eval", "exec", "input", "open", "print"})
 
 
@@ -47,14 +47,14 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def file_of(module: str) -> Path | None:
-    """The file of a module of dsv4; None if there is none, as of a class."""
+    """Return the file of a module of dsv4; None if there is none, as for a class."""
     side, *rest = module.split(".")
     place = ROOT / side.removeprefix("dsv4_") / side / Path(*rest)
     return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Every module that is imported anywhere in `tree`, and every name of one, which may be a module too."""
+    """Yield every imported module in `tree`, and every imported name, which may be a module too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -65,7 +65,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def pure_files() -> dict[Path, str]:
-    """The files of the pure packages, and of all modules of dsv4 that these import, and which module each is."""
+    """Return the files of the pure packages and of all modules of dsv4 that these import, with the module's name."""
     found: dict[Path, str] = {}
     waiting = list(PURE)
     for package in PURE:
@@ -89,7 +89,7 @@ def allowed(name: str) -> bool:
 
 
 def is_package_data(call: ast.Call) -> bool:
-    """Whether it reads a file that is installed with the code."""
+    """Return whether the call reads a file that is installed with the code."""
     return any(isinstance(node, ast.Name) and node.id == "resources" for node in ast.walk(call.func))
 
 

@@ -32,7 +32,7 @@ time.sleep(60)
 
 @pytest.fixture
 def keeper(tmp_path: Path) -> Iterator[Keeper]:
-    # Longer than the address of a socket can be.
+    # Longer than the maximum length of a socket address.
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     kept = Keeper(folder / "weights.sock")
@@ -68,7 +68,7 @@ def open_files() -> int:
 
 
 def until_open(count: int) -> None:
-    """Wait: the keeper closes a connection after its answer."""
+    """Wait until this many files are open: the keeper closes a connection after its response."""
     deadline = time.monotonic() + 10
     while open_files() != count:
         assert time.monotonic() < deadline, f"{open_files()} open files, expected {count}"
@@ -89,7 +89,7 @@ def test_replaced_dropped_and_closed_sets_leave_no_descriptor(keeper: Keeper) ->
     until_open(before)
     client.offer("a", {"bytes": 1}, [file])
     keeper.close()
-    until_open(before - 1)  # the listener too
+    until_open(before - 1)  # the listener is closed too
     os.close(file)
     with pytest.raises(KeeperError, match=r"weights\.sock"):
         client.sizes()

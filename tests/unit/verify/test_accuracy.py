@@ -33,7 +33,7 @@ real = pytest.mark.skipif(not HAS_IT, reason="no lm-eval; DSV4_TEST_LM_EVAL name
 
 
 def test_the_built_in_questions_have_right_answers() -> None:
-    """The answers follow from the numbers of the text, in the order of the four kinds."""
+    """The answers follow from the numbers in the text, in the order of the four kinds."""
     files = arithmetic_files("/tasks")
     rows = [json.loads(line) for line in files["questions.jsonl"].splitlines()]
     assert len({row["prompt"] for row in rows}) == 200
@@ -44,7 +44,7 @@ def test_the_built_in_questions_have_right_answers() -> None:
         word = question.split()[0] + question.split()[1]
         kinds.add(word)
         if word == "Atrain":
-            # "2 wagons of 11 seats, and 3 are taken".
+            # The text is "2 wagons of 11 seats, and 3 are taken".
             one, two = two, one
         expected = {
             "Adahas": one + two * three,
@@ -148,7 +148,7 @@ def test_a_limit_ends_it_and_a_later_run_asks_only_the_rest(tmp_path: Path, caps
     with serving(engine := Engine(key=KEY)) as url:
         command = ["verify", "--url", url, "--key-file", str(key), "--only", "accuracy", "--resume", str(file)]
         command += ["--accuracy", f"{ARITHMETIC}=0", "--questions", "64", "--python", PYTHON, "-o", "json"]
-        # After the first answers to lm-eval the others take longer than the limit.
+        # After the first responses to lm-eval, the others take longer than the limit.
         slow = threading.Thread(target=slow_down, args=(engine, 24))
         slow.start()
         assert run([*command, "--limit", "25s"]) == 3
@@ -160,7 +160,7 @@ def test_a_limit_ends_it_and_a_later_run_asks_only_the_rest(tmp_path: Path, caps
         assert run([*command, "--limit", "5m"]) == 0
         second = results(capsys)[f"accuracy.{ARITHMETIC}"]
         probes = 8
-        # At least 24 requests, less the probes and those that were not answered yet.
+        # At least 24 requests, less the probes and the requests without a response so far.
         assert engine.requests - asked <= 64 + probes - (24 - probes - 8), "answers of the first run are kept"
         assert second["figures"]["questions"] == 64
         assert sorted(each.name for each in tmp_path.iterdir()) == ["key", "run.json"], "answers are removed"

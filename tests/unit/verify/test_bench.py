@@ -130,7 +130,7 @@ def test_a_run_ends_with_its_time_limit_and_keeps_rows(tmp_path: Path, capsys: p
     with serving(Engine()) as url:
         assert run([*command, "--url", url, "--limit", "1s", "--concurrency", "2"]) == 3
     capsys.readouterr()
-    # Rows of other options are not lost.
+    # Rows of other options are kept.
     assert len(json.loads(file.read_text())["runs"]) == 1
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
 
@@ -277,7 +277,7 @@ pathlib.Path(given["result-dir"], given["result-filename"]).write_text(json.dump
 def test_another_endpoint_in_alternation(
     slower: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The generator of this test writes fixed figures; the one of vLLM is tested above."""
+    """The generator of this test writes fixed figures; vLLM's is tested above."""
     record, python, file = tmp_path / "record", tmp_path / "python", tmp_path / "run.json"
     key = tmp_path / "key"
     key.write_text(KEY)

@@ -184,7 +184,7 @@ def test_a_file_of_another_kind_is_refused_and_kept(
 
 
 def cut(reference: dict[str, Any], number: int) -> dict[str, Any]:
-    """The reference without one value, in a different place for each number."""
+    """Return the reference without one value, at a different place for each number."""
     case = dict(reference["cases"][0])
     changed = {**reference, "cases": [case]}
     paths: list[tuple[dict[str, Any], str]] = [(changed, key) for key in ("format", "model", "top", "noise", "cases")]

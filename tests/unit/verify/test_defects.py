@@ -1,6 +1,6 @@
-"""Each check finds the defects that it is for, in a server that answers like vLLM; without a defect none of them fails.
+"""Each check finds its defects in a server that responds like vLLM; without a defect none of the checks fails.
 
-The table has every defect of the server. A check that finds none of them would be missed by the last test.
+The table lists every defect of the server. The last test fails if a check finds no defect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STREAMED_CALLS = ("tools.streamed", "tools.reasoning-streamed", "tools.parallel-
 PARALLEL = ("tools.parallel", "tools.parallel-streamed")
 SCHEMA = ("structured.json", "structured.json-streamed")
 
-# Defect -> checks that find it with any weights, and those that need a model that answers.
+# Defect -> checks that find it with any weights, and checks that need a model with sensible answers.
 FOUND_BY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "scaled logits": ((REFERENCE,), ()),
     "noisy logits": ((REFERENCE, "speculative.tokens"), ()),
@@ -97,7 +97,7 @@ def test_the_defect_is_found(defect: str, weak: bool, verify: Verify) -> None:
     if not expected:
         pytest.skip("needs a model that answers")
     only = [option for name in sorted(expected) for option in ("--only", name)]
-    # Long enough that requests at the same time meet.
+    # Long enough that simultaneous requests overlap.
     delay = 0.1 if defect == "batch crosstalk" else 0.002
     timeout = "5s" if defect == "hanging stream" else "30s"
     with serving(Engine("", weak=weak)) as good, serving(Engine(defect, weak=weak, delay=delay)) as url:
@@ -112,7 +112,7 @@ def test_the_defect_is_found(defect: str, weak: bool, verify: Verify) -> None:
 
 @pytest.mark.parametrize("number", range(20))
 def test_no_false_alarm(number: int, verify: Verify) -> None:
-    """Logits with the noise of kernels whose order of summation varies, capable and weak models in turn."""
+    """Logits have the noise of kernels whose order of summation varies; capable and weak models in turn."""
     weak, noise = bool(number % 2), 0.002 * (number % 10)
     engines = [Engine("", weak=weak, noise=noise, noise_seed=2 * number + each) for each in (0, 1)]
     with serving(engines[0]) as good, serving(engines[1]) as url:

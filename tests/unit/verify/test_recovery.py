@@ -56,7 +56,7 @@ REPAIR_SECONDS = 1.0
 
 
 class Scripted:
-    """A source of one deployment, whose engine answers no request for a second after a signal."""
+    """A source of one deployment, whose engine does not respond for a second after a signal."""
 
     poll_seconds = 0.05
 
@@ -174,7 +174,7 @@ def test_a_run_leaves_a_restart_of_the_budget(capsys: pytest.CaptureFixture[str]
             recovery.run(source, "nano", options(repeat=4))  # type: ignore[arg-type]
         assert caught.value.code is ExitCode.BAD_INPUT
         assert source.struck == []
-        # Failures of its own during the run leave less than planned.
+        # The deployment's own failures during the run leave less budget than planned.
         strike = source.strike
 
         def twice(*given: Any) -> float:

@@ -223,7 +223,7 @@ def drawn(source: random.Random, count: int, mean: float, spread: float) -> list
     return [source.gauss(mean, mean * spread) for _ in range(count)]
 
 
-# The table in docs/bench.md: repetitions, spread, comparisons, found slowdowns of 5 % of 400.
+# The table in docs/bench.md: repetitions, spread, comparisons, share of detected slowdowns of 5 % among 400.
 POWER = [(3, 0.01, 1, 0.95), (3, 0.005, 6, 0.95), (5, 0.01, 18, 0.95), (8, 0.015, 18, 0.95), (8, 0.02, 6, 0.95)]
 
 
@@ -251,7 +251,7 @@ def equal_row(source: random.Random, clients: int, count: int, spread: float) ->
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("spread", [0.01, 0.1])
 def test_equal_runs_rarely_fail(count: int, spread: float) -> None:
-    """At most 5 % of comparisons of whole runs fail, with all their figures together."""
+    """At most 5 % of comparisons of whole runs fail, over all their figures together."""
     source, failures, runs = random.Random(11), 0, 200
     for _ in range(runs):
         rows = [[equal_row(source, clients, count, spread) for clients in (1, 2, 4)] for _ in range(2)]

@@ -1,7 +1,7 @@
 """Child process of `test_prefill.py`: vLLM's own attention beside the bundled prefill and front, in the interpreter.
 
-Prints one JSON object. FlashMLA's kernel, which only a GPU has, is the bundled operation's reference here; everything
-around it (metadata, gathers, index lists, chunks) is vLLM's own code.
+Prints one JSON object. FlashMLA's kernel requires a GPU; the bundled operation's reference replaces it. All code around
+it (metadata, gathers, index lists, chunks) is vLLM's own.
 """
 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
@@ -34,12 +34,12 @@ os.environ[VARIABLE] = str(ALL_BUNDLED)
 interpreter.install()
 WINDOW, LENGTH, TOKENS, HEADS = 32, 640, 32, 8
 NEW, SEEN = (1, 9, 5, 3), (21, 40, 600, 6)
-"""Tokens of a step by request, the first of which decodes; and the context that each then has."""
+"""New tokens of a step by request, the first of which decodes; and the context of each request afterwards."""
 RANDOM = torch.Generator().manual_seed(3)
 
 
 class Workspace:
-    """In place of vLLM's: notes its largest size."""
+    """Replacement for vLLM's workspace manager; records its largest size."""
 
     largest = 0
 
@@ -50,7 +50,7 @@ class Workspace:
 
 
 def cache(entries: int, page: int) -> torch.Tensor:
-    """Return a packed cache [pages, page, 584] of random entries, its pages further apart than they are long."""
+    """Return a packed cache [pages, page, 584] of random entries, with pages further apart than their length."""
     count = -(-entries // page)
     raw = torch.zeros((count, ds_mla(page).page_bytes + 576), dtype=torch.uint8)
     rows = torch.randn((count * page, 512), generator=RANDOM).bfloat16()
@@ -110,13 +110,13 @@ def metadata(ratio: int) -> tuple[Any, Any]:
         return window, None
     buffer = torch.full((TOKENS, 128), -1, dtype=torch.int32)
     buffer[: sum(NEW[1:]), :5] = chosen(5, 128, all_of_them=True)[0][1:]
-    # vLLM's rows are narrower than its buffer's where contexts are short.
+    # With short contexts, vLLM's rows are narrower than those of its buffer.
     narrow = buffer[: sum(NEW[1:]), :64]
     return window, SimpleNamespace(block_table=table(256), block_size=256, c128a_prefill_topk_indices=narrow)
 
 
 def prefill_agrees(ratio: int) -> dict[str, object]:
-    """Compare one step's prefill tokens with vLLM's own class; say whether the workspace was reserved for them."""
+    """Compare one step's prefill tokens with vLLM's class; report also whether the workspace was reserved for them."""
     made, (window, compressed) = layer(ratio), metadata(ratio)
     if compressed is not None and ratio == 4:
         made.topk_indices_buffer = chosen(24, 4)[0]
@@ -143,12 +143,12 @@ def reference(
     *, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, attn_sink: torch.Tensor,
     topk_length: torch.Tensor, out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Stand for FlashMLA's sparse prefill."""
+    """Replacement for FlashMLA's sparse prefill."""
     out.copy_(mla_prefill(q, kv[:, 0], indices[:, 0], topk_length, attn_sink)[0])
 
 
 def classes() -> dict[str, str]:
-    """Name the class that a layer gets in place of the one that vLLM picks on SM12x, by what is bundled."""
+    """Name the class that replaces vLLM's choice on SM12x, by the bundled operations."""
     model = SimpleNamespace(**vars(flashinfer_sparse) | vars(flashmla))
     images = SimpleNamespace(vision_n_layers=2, vision_max_n_token=64)
     found = {}
@@ -188,7 +188,7 @@ def front_agrees() -> dict[str, object]:
     made.rotary_emb = SimpleNamespace(cos_sin_cache=torch.randn((64, 64), generator=RANDOM))
     made.swa_cache_layer.kv_cache = store
     q, kv = (torch.randn(shape, generator=RANDOM).bfloat16() for shape in ((4, HEADS, 512), (4, 512)))
-    # The first has no slot, and the last is padding of a graph's.
+    # The first token has no slot, and the last one is padding of a CUDA graph.
     slots, positions = torch.tensor([-1, 70, 3]), torch.tensor([9, 8, 7, 6])
     copied = plans.pages(store).clone()
     expected, entries = operation("front_insert").reference(

@@ -1,7 +1,6 @@
-"""Child process of `test_reserve.py`: vLLM's own classes, before and after what dsv4 does to them.
+"""Child process of `test_reserve.py`: vLLM's own classes, before and after the changes of dsv4.
 
-Prints one JSON object. Tensors lie in the memory of this machine; what a step of attention would compute is left out
-where vLLM leaves it out, in a step without metadata.
+Prints one JSON object. Tensors are in host memory; a step without metadata skips the computation of attention.
 """
 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
@@ -29,7 +28,7 @@ torch.accelerator.empty_cache = lambda: None
 
 
 class Largest(TorchDispatchMode):
-    """Keeps the bytes of every tensor that is made."""
+    """Records the size in bytes of every tensor that is made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +61,7 @@ def config() -> SimpleNamespace:
 
 
 def builder_bytes() -> int:
-    """The buffers of ratio 128 that vLLM's builder makes."""
+    """Return the bytes of the buffers of ratio 128 that vLLM's builder makes."""
     made = sparse_mla.DeepseekV4SparseMLAMetadataBuilder(spec(128), [], config(), torch.device("cpu"))
     return sum(
         value.nbytes for name, value in vars(made).items() if name.startswith("c128a") and hasattr(value, "nbytes")
@@ -70,7 +69,7 @@ def builder_bytes() -> int:
 
 
 def profiled(ratios: tuple[int, ...]) -> list[int]:
-    """The tensors that are made around a profile, by a runner whose own one makes none."""
+    """Return the sizes of the tensors made around a profile by a runner whose own profile makes none."""
     runner = SimpleNamespace(
         vllm_config=config(), device="cpu", get_kv_cache_spec=lambda: {str(ratio): spec(ratio) for ratio in ratios}
     )
@@ -93,7 +92,7 @@ def dummy_step(forward: Callable[..., None], one: Any, heads: int = 64) -> None:
 
 
 def gather_workspace(forward: Callable[..., None]) -> int:
-    """Bytes of the workspace after a dummy step of a layer of ratio 128."""
+    """Return the bytes of the workspace after a dummy step of a layer of ratio 128."""
     manager = workspace.WorkspaceManager(torch.device("cpu"))
     workspace._manager = manager
     one = layer(128)
@@ -103,7 +102,7 @@ def gather_workspace(forward: Callable[..., None]) -> int:
 
 
 def needed_workspace() -> int:
-    """What `_forward_prefill` asks for at the longest context: rows of the index buffers' width."""
+    """Return the workspace that `_forward_prefill` needs at the longest context: rows of the index buffers' width."""
     manager = workspace.WorkspaceManager(torch.device("cpu"))
     columns = flashmla.round_up(loading.c128_width(LENGTH) + 128, 128)
     manager.get_simultaneous(
@@ -123,7 +122,7 @@ def prefill_copies(forward: Callable[..., None], ratio: int) -> list[int]:
 
 
 def prepared() -> int:
-    """Bytes of the queries that a prefill of 8 heads copies into 64."""
+    """Return the bytes of the queries that a prefill of 8 heads copies into 64."""
     one = layer(128)
     q, output = (torch.zeros((TOKENS, heads, 512), dtype=torch.bfloat16) for heads in (8, 64))
     return flashinfer_sparse.DeepseekV4FlashInferSM120Attention._prepare_query(one, q, output).nbytes

@@ -1,4 +1,4 @@
-"""The operators for processors without AVX-512 BF16, against the arithmetic written out one number at a time."""
+"""The operators for processors without AVX-512 BF16, compared with explicit arithmetic on single numbers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def _seeded() -> None:
 
 
 def mla_cache(blocks: int) -> torch.Tensor:
-    """Rows of a wider buffer, as vLLM's layers share one: a row is longer than its block needs."""
+    """Return rows of a wider buffer, as shared by vLLM's layers: a row is longer than its block needs."""
     return torch.zeros(blocks, 2 * BLOCK * 600, dtype=torch.uint8)[:, : BLOCK * 584]
 
 
 def rotated(x: torch.Tensor, position: int) -> torch.Tensor:
-    """One vector of 64, pair by pair."""
+    """Return one rotated vector of 64, computed pair by pair."""
     found = x.clone()
     for pair in range(ROPE // 2):
         turn = complex(float(ANGLES[position, pair].cos()), float(ANGLES[position, pair].sin()))
@@ -70,7 +70,7 @@ def test_what_is_written_is_read_within_fp8():
             # Half a step of three bits of mantissa, or of the smallest numbers.
             bound = (nope[token, part].float().abs() / 16).clamp_min(scale * 2**-10) * 1.01
             assert bool(((found[token, part] - nope[token, part].float()).abs() <= bound).all())
-    # A block has its tokens first, then their scales.
+    # A block contains its tokens, followed by their scales.
     assert int(cache[4, BLOCK * 576 + 3 * 8]) == 127 + math.ceil(
         math.log2(max(float(nope[1, :64].abs().max()) / 448, 1e-4))
     )
@@ -144,7 +144,7 @@ def test_a_group_of_tokens_becomes_one_key(head, ratio, overlap):
             members = []
             for place, position in enumerate(range(last - window + 1, last + 1)):
                 if position >= 0:
-                    # Of two groups that overlap, the earlier has the first half of the columns.
+                    # Of two overlapping groups, the earlier one has the first half of the columns.
                     at = column + head * (overlap and place >= ratio)
                     logit = float(score[position, at] + bias[position % ratio, at])
                     members.append((math.exp(logit), float(kv[position, at])))
@@ -261,5 +261,5 @@ def test_a_token_among_many_gets_what_it_gets_alone():
     assert together.dtype == torch.bfloat16
     torch.testing.assert_close(together.double(), x.double() @ weight.double().T + bias, atol=1e-2, rtol=2**-8)
     alone = torch.cat([linear(row[None], weight, bias) for row in x])
-    # Sums of float32 in another order part only where they lie next to a border between two numbers.
+    # float32 sums in another order only differ if they are next to a rounding boundary.
     assert float((alone != together).double().mean()) < 1e-3

@@ -15,7 +15,7 @@ import pytest
 import dsv4_faults
 from dsv4_runtime.vllm_plugin import patch
 
-# In a process of its own: importing vLLM's worker takes seconds, and the plugin changes it for good.
+# Runs in a separate process: the import of vLLM's worker takes seconds, and the plugin changes it permanently.
 WITH_VLLM = """
 import json, os
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def write(file: Path, **order: Any) -> None:
 
 
 def test_the_installed_plugin_is_that_of_this_checkout():
-    """vLLM's processes load the installed wheel; `make setup` renews it."""
+    """vLLM's processes load the installed wheel; `make setup` updates it."""
     found = distribution("dsv4-faults")
     (point,) = found.entry_points.select(group="vllm.general_plugins")
     assert (point.name, point.value) == ("dsv4_faults", "dsv4_faults:register")

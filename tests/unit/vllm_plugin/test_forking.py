@@ -1,4 +1,4 @@
-"""Functions that are called in a forked child, and the inspection of a model's class that is one."""
+"""Functions that run in a forked child, and the inspection of a model's class, which is one of them."""
 
 from __future__ import annotations
 

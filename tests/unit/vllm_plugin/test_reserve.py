@@ -1,4 +1,4 @@
-"""What attention takes after vLLM's memory profile is seen by the profile, as vLLM's own classes take it."""
+"""vLLM's memory profile includes the memory that attention allocates after it, as vLLM's own classes allocate it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4_testkit.vllm_script import told_by_fork
 
 TOKENS = 64
 WIDTH = 8192
-"""Of an index row at a context of 1 Mi tokens."""
+"""Width of an index row at a context of 1 Mi tokens."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Retained weights, with the host's memory in place of a GPU's: descriptors, mappings and addresses are real."""
+"""Retained weights, in host memory instead of GPU memory: descriptors, mappings and addresses are real."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Allocator:
-    """The part of PyTorch's allocator that matters: small storages share segments, large ones have their own."""
+    """The relevant part of PyTorch's allocator: small storages share segments, large ones have their own."""
 
     def __init__(self, memory: HostMemory, *, hollow: bool, odd: int = 0) -> None:
         self.pool = Pool(memory, hollow=hollow)
@@ -96,7 +96,7 @@ class Allocator:
     def empty(self, size: int) -> torch.Tensor:
         rounded = -(-size // 512) * 512
         if size > LARGE:
-            # A reused segment may be larger than needed.
+            # A reused segment may be larger than necessary.
             address = self.pool.allocate(rounded + self._odd)
         else:
             if self._free[1] < rounded:
@@ -120,7 +120,7 @@ Scratch.__module__ = "dsv4_kernels.test"
 
 
 def build(allocate: Callable[[int], torch.Tensor], sizes: list[int], tied: bool, scratch: list[int]) -> torch.nn.Module:
-    """Make a model; the same code for both engines, as in vLLM. What it computes from weights is garbage at first."""
+    """Make a model; the same code for both engines, as in vLLM. Values derived from weights are garbage at first."""
     model = torch.nn.Module()
     for number, size in enumerate(sizes):
         layer = torch.nn.Module()
@@ -202,7 +202,7 @@ def test_the_next_engine_has_the_same_weights_in_the_same_memory(
         assert memory.created - made < kept.about["bytes"] - large + 200_000 + 2 * LARGE
         second.pool.trim(second.active)
         about, descriptors = describe(model, second.pool, "key")
-        # Nothing of the common blocks is left.
+        # No common block remains.
         assert sum(os.fstat(file).st_size for file in memory.files - before) <= about["bytes"]
         assert about["storages"][0][3] == kept.about["storages"][0][3]
         kept.close()

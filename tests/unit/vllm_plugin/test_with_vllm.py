@@ -1,4 +1,4 @@
-"""The patches on the installed vLLM: each finds the symbol that it knows, and what it puts there computes the same."""
+"""The patches on the installed vLLM: each finds its known symbol, and its replacement computes the same results."""
 
 import tempfile
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Child process of `test_with_vllm.py`: importing vLLM takes seconds and brings warnings of its own.
+"""Child process of `test_with_vllm.py`: the import of vLLM takes seconds and emits warnings.
 
-Prints one JSON object: what each patch did, and whether the replaced functions give vLLM's own results.
+Prints one JSON object: the result of each patch, and whether the replaced functions give vLLM's own results.
 """
 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
@@ -101,7 +101,7 @@ def block_tables_agree() -> bool:
 
 
 def compressed_slots_agree() -> bool:
-    """A request that decodes onto the end of a group, one that prefills, with a token that has no slot of its own."""
+    """A request that decodes at the end of a group, one that prefills, with a token without a slot of its own."""
     starts, lengths = torch.tensor([0, 1, 31], dtype=torch.int32), torch.tensor([24, 37], dtype=torch.int32)
     table = torch.randperm(32, generator=torch.Generator().manual_seed(0)).to(torch.int32).reshape(2, 16)
     slots = torch.arange(31)
@@ -121,7 +121,7 @@ def compressed_slots_agree() -> bool:
 
 
 def prefill_lists_agree() -> bool:
-    """The registry's cases, with windows that vLLM's kernel takes."""
+    """The cases of the registry, with windows that vLLM's kernel supports."""
     for case in operation("mla_prefill_lists").cases_with("cpu"):
         given = operation("mla_prefill_lists").make_inputs({**case.params, "window": 32}, torch.device("cpu"), 3)
         chosen = given["chosen"].clamp_min(0)  # vLLM moves an entry of -1 like any other
@@ -135,7 +135,7 @@ def prefill_lists_agree() -> bool:
 
 
 def scores_of_drafts() -> dict[str, object]:
-    """Two requests verify three tokens each; then a step has shorter drafts, which vLLM's own warm-up never had."""
+    """Two requests verify three tokens each; then a step has shorter drafts, which vLLM's warm-up never contains."""
     os.environ[VARIABLE] = str(ALL_BUNDLED)
     interpreter.install()
     choice._ROWS[0] = 4
@@ -158,7 +158,7 @@ def unreached(*_: object, **__: object) -> None:
 
 
 def products() -> dict[str, object]:
-    """A layer's product of five tokens of two requests, and who is asked for it with more of them or other scales."""
+    """A layer's product of six tokens of two requests, and the fallback for more tokens or other scales."""
     params = {"tokens": 6, "n": 80, "k": 256}
     given = operation("fp8_gemm").make_inputs(params, torch.device("cpu"), 5)
     layer, odd = torch.nn.Module(), torch.nn.Module()
@@ -172,7 +172,7 @@ def products() -> dict[str, object]:
     x = torch.randn((2, 3, 256), generator=torch.Generator().manual_seed(0)).bfloat16()
     found = kernel.apply_weights(layer, x, torch.ones(80, dtype=torch.bfloat16))
     code, scale = fp8_quant(x=x.view(6, 256))
-    # Codes of other values than x: what comes out tells which were taken.
+    # Codes of values other than x: the result shows which codes were used.
     doubled = plans.give_codes(x.view(6, 256).clone(), (code, scale + 1))
     wanted = fp8_gemm(a=code, a_scale=scale, w=given["w"], w_scale=given["w_scale"]).float() + 1.0
     return {
@@ -184,7 +184,7 @@ def products() -> dict[str, object]:
 
 
 def inputs_with_codes() -> dict[str, bool]:
-    """Whether each kernel that makes a product's input hands over the codes that the quantiser makes of it."""
+    """Return whether each kernel that makes a product's input provides the same codes as the quantiser."""
     plans.want_codes(256, 4)
     cpu = torch.device("cpu")
     norm = operation("front_norm").make_inputs({"tokens": 4, "rank": 256}, cpu, 1)
@@ -212,9 +212,9 @@ def inputs_with_codes() -> dict[str, bool]:
 
 
 def decode_plans() -> dict[str, int]:
-    """For each kind of layer how many plans decode makes: one ahead, and no other when a step asks for it."""
+    """Return the number of decode plans for each kind of layer: one is made ahead, and a step needs no other."""
     made = {}
-    # DSpark's layers have no compressed cache, and list their block of drafts beside the window.
+    # DSpark's layers have no compressed cache, and list their block of drafts after the window.
     for name, ratio, columns in (("1", 1, 128), ("4", 4, 128), ("128", 128, 128), ("dspark", 1, 192)):
         layer = attention.BundledAttention.__new__(attention.BundledAttention)
         page = 256 // ratio
@@ -226,7 +226,7 @@ def decode_plans() -> dict[str, int]:
         )  # fmt: skip
         before = len(plans._PLANS)
         layer.plan_decode_ahead()
-        # As `_forward_decode` asks: rows of the full width, and pages of 64 where there is no compressed cache.
+        # As in `_forward_decode`: rows of the full width, and pages of 64 if there is no compressed cache.
         topk = {1: 0, 4: 512, 128: 128}[ratio]
         used = [plans.pages(cache) for cache in (caches[0], caches[0] if ratio == 1 else caches[1])]
         layer._decode_plan(columns, topk, (64, 64 if ratio == 1 else page), tuple(used), o8=True)
@@ -235,7 +235,7 @@ def decode_plans() -> dict[str, int]:
 
 
 def columns_of_window() -> list[int]:
-    """Columns of the window's rows without drafts, with MTP's, of DSpark's target and of the model that drafts."""
+    """Return the columns of the window's rows without drafts, with MTP, for DSpark's target and for the draft model."""
 
     def columns(speculative: object, non_causal: bool) -> int:
         causal = SimpleNamespace(use_non_causal=non_causal)
@@ -259,7 +259,7 @@ def zeroed_words() -> list[int]:
 
 
 def loaded(form: str) -> dict[str, object]:
-    """Two files of a checkpoint, read by the loader that vLLM has for `form`."""
+    """Read two files of a checkpoint with vLLM's loader for `form`."""
     lines: list[str] = []
 
     class Kept(logging.Handler):
@@ -278,7 +278,7 @@ def loaded(form: str) -> dict[str, object]:
 
 
 def draft_norms_agree() -> bool:
-    """Three tokens, the first at position 0; what vLLM's kernels give is rounded to bfloat16."""
+    """Three tokens, the first at position 0; the results of vLLM's kernels are rounded to bfloat16."""
     random = torch.Generator().manual_seed(0)
     embeds, state = torch.randn((3, 96), generator=random), torch.randn((3, 4, 96), generator=random)
     weights = [1 + torch.randn(96, generator=random).bfloat16() / 10 for _ in range(2)]
@@ -287,12 +287,12 @@ def draft_norms_agree() -> bool:
     last = (args[2][:, 0].contiguous(), weights[0], 1e-6)
     own += (drafts.rms_norm(*last),)
     theirs = (*theirs, fused_mtp_input_rmsnorm._MTP_SHARED_HEAD_RMSNORM_KERNEL(*last))
-    # A sum in another order may round to the neighbour.
+    # A sum in another order may round to the neighbouring value.
     return all(torch.allclose(a.float(), b.float(), rtol=1 / 128, atol=0) for a, b in zip(own, theirs, strict=True))
 
 
 def block_attention_agrees() -> bool:
-    """Two requests with blocks of three tokens, which see all of their block and the window before it."""
+    """Two requests with blocks of three tokens, which attend to their whole block and the window before it."""
     random = torch.Generator().manual_seed(0)
     width, block, heads = 8, 32, 2
     keys = torch.randn((64, 512), generator=random).bfloat16()

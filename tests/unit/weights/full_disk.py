@@ -1,4 +1,4 @@
-"""Stages on a disk of its own that is full until later: run in a mount namespace, prints what became of it."""
+"""Stages onto a separate disk that is full until later; runs in a mount namespace and prints the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
     folder = Path(plan.path)
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "d4-small", str(folder)], check=True)
-    # Another program takes the room after it was looked at.
+    # Another program uses the space after the check.
     other = folder / "other"
     other.write_bytes(bytes(14 << 20))
     staging.check_free_space = lambda *_: None

@@ -1,4 +1,4 @@
-"""The agent's part: processes of its own, news as progress, causes, and little memory."""
+"""Staging by the agent: separate processes, progress reports, causes, and bounded memory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_the_token_of_a_source_is_nowhere_but_in_its_file_and_in_requests(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A marked token goes to the source, which takes it, cuts, and refuses it; all outputs are searched."""
+    """A marked token is sent to the source, which accepts it, cuts transfers and refuses it; outputs are searched."""
     canary = "hf_canaryOfTheSource7f3acanaryOfTheSource"
     secret = tmp_path / "secret" / "token"
     secret.parent.mkdir()

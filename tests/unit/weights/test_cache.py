@@ -1,4 +1,4 @@
-"""Reading ahead, within the memory that there is."""
+"""Reading ahead, within the available memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_files_leave_the_page_cache_when_free_memory_is_low(tmp_path: Path, monk
     monkeypatch.setattr(writer, "FLOOR_BYTES", 1 << 60)
     assert writer.keep_free(tmp_path)
     assert cached_share(file) < 0.05
-    # What is not the checkpoint's is left alone.
+    # Files that do not belong to the checkpoint keep their pages.
     assert cached_share(other) > 0.99
 
 
@@ -65,7 +65,7 @@ def test_reading_ends_when_memory_runs_low(tmp_path: Path, monkeypatch: pytest.M
     [
         (10 * GIB, 10 * GIB, 5 * GIB),
         (5 * GIB, 10 * GIB, 2.5 * GIB),
-        # Nearly all was in memory: the disk had no chance to show what it can do.
+        # Nearly all of it was in memory, so the speed of the disk is unknown.
         (GIB, 150 * GIB, None),
         (1 << 25, 1 << 25, None),
     ],
@@ -115,7 +115,7 @@ def test_a_stage_needs_only_the_files_of_its_layers(tmp_path: Path) -> None:
 
 
 def division_of_vllm() -> Callable[[int, int, int], tuple[int, int]]:
-    """vLLM's own function, alone: importing the package for it would take seconds."""
+    """Return vLLM's function without an import of its package, which takes seconds."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None

@@ -1,4 +1,4 @@
-"""The examples of the page about weights are specifications that dsv4 takes, and give the plan that they promise."""
+"""The examples of docs/weights.md are valid specifications, and result in the plan that the page describes."""
 
 from __future__ import annotations
 

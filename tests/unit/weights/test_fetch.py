@@ -1,4 +1,4 @@
-"""One file: what is hashed is what was written, wherever it was begun, cut off or stopped."""
+"""Transfer of one file: the digest is that of the written bytes, after any start, cut or stop."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dsv4_testkit.weights_servers import cached_share
 CONTENT = random.Random(5).randbytes(6 * BLOCK_BYTES + 77)
 FILE = ManifestFile(name="a.safetensors", size=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest())
 FLOW = TransferContext(Limiter(None), Meter(), lambda: False)
-# No divisor of a block, nor of a page.
+# Neither a divisor of a block nor of a page.
 _AT_ONCE = 300_001
 
 
 class Source:
-    """A place that gives `content`, and cuts the first transfer off after so many reads."""
+    """A source that returns `content`, and cuts the first transfer after `cut_after` reads."""
 
     name = "the source"
 
@@ -58,7 +58,7 @@ def test_every_byte_is_written_and_hashed(tmp_path: Path, direct: bool, cut_afte
     part.write_bytes(CONTENT[:have])
     assert fetch(FILE, None, part, source, FLOW, tries=3, direct=direct) == FILE.sha256
     assert part.read_bytes() == CONTENT
-    # A direct write begins with a page; a file that is whole is not asked for.
+    # A direct write begins at a page boundary; a complete file is not requested.
     missing = len(CONTENT) - have
     assert missing <= source.given <= (missing and missing + 4095)
     assert "hash" not in {thread.name for thread in threading.enumerate()}

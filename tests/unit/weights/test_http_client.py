@@ -46,7 +46,7 @@ def read(client: HttpClient, url: str, start: int = 0, room: int = 300_001) -> b
 
 
 class Raw:
-    """A server of plain sockets, which answers every request with `parts` and then closes the connection."""
+    """A server of plain sockets that responds to every request with `parts` and then closes the connection."""
 
     def __init__(self, parts: list[bytes], context: ssl.SSLContext | None = None, silent: float = 0.0) -> None:
         self._parts, self._context, self._silent = parts, context, silent
@@ -98,7 +98,7 @@ def raw() -> Iterator[Callable[..., Raw]]:
 
 @pytest.fixture
 def secure(tmp_path: Path) -> tuple[ssl.SSLContext, str]:
-    """Context of a server, and the file of its authority."""
+    """Return the context of a server, and the file of its certificate authority."""
     authority = certificate(tmp_path, "files", loopback=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(authority, tmp_path / "tls.key")
@@ -173,7 +173,7 @@ def test_an_unknown_authority_is_refused(
 
 
 class Proxy:
-    """An HTTP proxy: passes on tunnels, and answers plain requests itself."""
+    """An HTTP proxy: forwards tunnels, and responds to plain requests itself."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -323,7 +323,7 @@ def test_a_socks_proxy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pause_of_the_receiver_is_no_silence_of_the_server(
     raw: Callable[..., Raw], secure: tuple[ssl.SSLContext, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the rate limit makes them."""
+    """A rate limit causes such pauses."""
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", secure[1])
     server = raw([whole() + CONTENT], secure[0])
     client, room, data = HttpClient(timeout=(5.0, 0.3)), memoryview(bytearray(1 << 20)), bytearray()

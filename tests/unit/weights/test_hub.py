@@ -1,4 +1,4 @@
-"""A Hugging Face hub: its own client and our transfers against a server that answers as the hub does."""
+"""A Hugging Face hub: its own client and dsv4's transfers against a server with the hub's responses."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ INVALID = "Invalid credentials in Authorization header"
 
 
 class Hub:
-    """The hub's list of a repository's files, and redirects to a second server that has the bytes.
+    """The hub's list of files in a repository, and redirects to a second server that has the bytes.
 
-    Statuses and headers of refusals are those of the public hub: they are what its client goes by.
+    Statuses and headers of refusals are those of the public hub, because its client depends on them.
     """
 
     def __init__(self, folder: Path, content: str) -> None:
@@ -35,13 +35,13 @@ class Hub:
         self.token: str | None = None
         self.gated = False
         self.asked = 0
-        """Times that the list was asked for."""
+        """Number of requests for the list."""
         self.answer: Callable[[web.Request], web.Response | None] = lambda _: None
-        """Instead of the list."""
+        """Replacement for the list; None from it: the list."""
         self.stalls = 0.0
-        """Seconds before the list comes."""
+        """Delay of the list in seconds."""
         self.cuts = 0
-        """How many more lists end in the middle."""
+        """Number of further lists that end in the middle."""
         self.app = web.Application()
         self.app.router.add_get("/api/models/{owner}/{name}/revision/{revision}", self.info)
         self.app.router.add_get(f"/deepseek-ai/Nano/resolve/{COMMIT}/{{name:.+}}", self.resolve)
@@ -90,7 +90,7 @@ class Hub:
     async def resolve(self, request: web.Request) -> web.Response:
         self._check(request)
         if self.gated:
-            # The list is public all the same.
+            # The list is public nevertheless.
             raise web.HTTPUnauthorized(
                 headers={
                     "X-Error-Code": "GatedRepo",
@@ -102,7 +102,7 @@ class Hub:
 
 @pytest.fixture(autouse=True)
 def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No token of whoever runs the tests, and no long pauses."""
+    """Disable the token of the user who runs the tests, and long pauses."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
     monkeypatch.setattr("dsv4_runtime.weights.transfer._FIRST_WAIT_SECONDS", 0.01)
 
@@ -171,7 +171,7 @@ def test_the_token_opens_it_and_stays_with_the_hub(
         given.append(request.headers.get("Authorization"))
 
     content.answer = see
-    # Another host name: the token must not go along with the redirect.
+    # Another host name: a redirect to it must not carry the token.
     hub.content = hub.content.replace("127.0.0.1", "localhost")
     hub.token = "hf_secret"
     assert "Nano is not on 127.0.0.1, or is not public; check the name, or give a token" in refused(plan)
@@ -262,7 +262,7 @@ def test_what_is_no_hub_is_named_at_once(plan: WeightsPlan, hub: Hub, body: str)
 async def test_offline_mode_is_named_and_kept_to(
     plan: WeightsPlan, hub: Hub, content: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In a process of its own, as the agent does it: the client reads the variable when it is imported.
+    # In a separate process, as the agent does: the client reads the variable at import.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     news: list[StagingReport] = []
     assert await _run("stage", StagingJob(weights=plan), news.append) == 1

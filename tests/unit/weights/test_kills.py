@@ -1,4 +1,4 @@
-"""A staging that is killed goes on where it was: the short form of `benchmarks/weights.py --only kills`."""
+"""A killed staging continues at its position: the short form of `benchmarks/weights.py --only kills`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_kills_at_any_byte_cost_a_chunk_at_most(tmp_path: Path, policy: PageCach
 
 
 def begin(job: StagingJob) -> subprocess.Popen[str]:
-    """A staging as the agent starts it."""
+    """Start a staging process as the agent does."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(bench.STAGE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     assert process.stdin
@@ -49,7 +49,7 @@ def begin(job: StagingJob) -> subprocess.Popen[str]:
 
 
 def content(folder: Path) -> int:
-    """Bytes of the checkpoint that are there, finished or not."""
+    """Return the present bytes of the checkpoint, complete or not."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and ".dsv4" not in path.parts)
 
 
@@ -93,7 +93,7 @@ def test_a_part_from_a_member_is_continued_from_the_origin(
         StagingJob(weights=whole.model_copy(update={"path": str(folder)}), rank=1), lambda _: None
     ).fetched
     assert same_files(checkpoint, folder)
-    # A damaged part comes whole, is not what the manifest says, and comes once more.
+    # A damaged part arrives completely, does not match the manifest, and is fetched once more.
     again = 3_300_000 if damaged else 0
     assert missing + again <= fetched <= missing + again + 1000 * damaged
 

@@ -1,4 +1,4 @@
-"""Several members: one fetches from the origin, the others from it, through their agents' real HTTP API."""
+"""Several members: one fetches from the origin, the others from it, over the real HTTP API of their agents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHARD = "model-00002-of-00003.safetensors"
 
 @dataclass
 class Member:
-    """A member's directory, what its agent serves of it, and a staging like that of its agent."""
+    """A member's directory, the server with which its agent shares it, and a staging like that of its agent."""
 
     rank: int
     plan: WeightsPlan
@@ -143,7 +143,7 @@ def test_a_member_that_goes_away_in_between_is_replaced_by_the_origin(
     assert not thread.is_alive()
     assert slow.error is None
     assert same_files(files.folder, slow.folder)
-    # What had come from the member was kept.
+    # The bytes that came from the member were kept.
     assert slow.fetched == sum((files.folder / name).stat().st_size for name in wanted_files(files.folder))
     assert all(not given.endswith("=0-") for name, given in files.requests if name == SHARD)
 
@@ -221,7 +221,7 @@ def test_files_are_for_the_group_alone(make: Callable[[int], list[Member]]) -> N
         assert httpx.get(base + path, timeout=5).status_code == 401
     assert httpx.get(base, params={"identity": "another"}, headers=token, timeout=5).status_code == 409
     assert httpx.get(f"{base}/files/none", headers=token, timeout=5).status_code == 404
-    # Only files of the manifest, never a path.
+    # Only files of the manifest are served, never a path.
     for name in ("..%2f..%2fetc%2fpasswd", ".dsv4%2fverified.json", "%2fetc%2fpasswd"):
         assert httpx.get(f"{base}/files/{name}", headers=token, timeout=5).status_code == 404
     answer = httpx.get(f"{base}/files/{SHARD}", headers={**token, "Range": "bytes=100-"}, timeout=5)

@@ -1,4 +1,4 @@
-"""Stores and directories, each with its real client against a real server where there is one."""
+"""Object stores and directories, each with its real client, and with a real server where one exists."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def s3_plan(endpoint: str, target: Path, origin: str = "s3://models/v4/nano") ->
     return WeightsPlan(source=WeightsSource.S3, path=str(target), origin=origin, endpoint=endpoint)
 
 
-@pytest.mark.filterwarnings("default")  # moto's and botocore's own
+@pytest.mark.filterwarnings("default")  # warnings of moto and botocore
 @pytest.mark.parametrize("sums", [True, False])
 def test_a_store(store: tuple[str, object], checkpoint: Path, tmp_path: Path, sums: bool) -> None:
     url, client = store
@@ -131,10 +131,10 @@ def test_a_shared_directory(checkpoint: Path, tmp_path: Path, sums: bool) -> Non
 def test_a_list_of_sums_that_is_made_again(
     checkpoint: Path, tmp_path: Path, serve: Serve, source: WeightsSource, command: str, turns: int
 ) -> None:
-    """The second time a shell's pattern finds the list itself."""
+    """In the second run, the shell's pattern also matches the list itself."""
     (checkpoint / "SHA256SUMS").unlink()
     for _ in range(turns):
-        # `sha256sum` fails for the folder, and lists all files.
+        # `sha256sum` fails for the directory, and lists all files.
         subprocess.run(command, shell=True, cwd=checkpoint, check=False, stderr=subprocess.DEVNULL, timeout=20)
     app = web.Application()
     app.router.add_static("/", checkpoint)
@@ -186,7 +186,7 @@ def test_a_server_that_sends_another_range(serve: Serve, given: str) -> None:
 
 
 def test_credentials_come_from_the_plan_alone(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the request nor what follows a redirect gets an entry of `.netrc`."""
+    """Neither the request nor a redirected one uses an entry of `.netrc`."""
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login a password b\ndefault login a password b\n")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     shown: list[str | None] = []
@@ -222,7 +222,7 @@ def test_a_damaged_shared_directory(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [SHARD, "config.json", "notes.txt"])
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_a_shared_directory_with_what_is_no_file(checkpoint: Path, tmp_path: Path, kind: str, name: str) -> None:
-    """A link could be to any file of the node; a FIFO would be waited for without end."""
+    """A link could point to any file of the node; reading a FIFO would block forever."""
     (checkpoint / "SHA256SUMS").unlink()
     (checkpoint / name).unlink(missing_ok=True)
     put(checkpoint / name, kind)
@@ -238,7 +238,7 @@ def put(path: Path, kind: str) -> None:
         os.mkfifo(path)
 
 
-# A directory that is used where it is.
+# A directory that is used in place.
 
 
 def path_plan(folder: Path) -> WeightsPlan:

@@ -1,4 +1,4 @@
-"""Files that are in use are read again, and a wrong one is found whether its times show it or not."""
+"""Files in use are read again, and a damaged one is found whether or not its times show the change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plan(checkpoint: Path, serve: Serve, tmp_path: Path) -> WeightsPlan:
 
 
 def zero(path: Path, *, keep_time: bool) -> None:
-    """64 KiB of zeros inside a file that stays as long as it was."""
+    """Write 64 KiB of zeros into the middle of a file without a change of its size."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(before.st_size // 2)

@@ -1,4 +1,4 @@
-"""The files that deployments of a node share: read where they are, believed only after they were read."""
+"""Files that deployments of a node share: read in place, and only trusted after they were read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def files(checkpoint: Path) -> FileServer:
 
 @pytest.fixture
 def plan(files: FileServer, serve: Serve, tmp_path: Path) -> WeightsPlan:
-    """Of a deployment on a node whose shared files are in `store`."""
+    """Return the plan of a deployment on a node whose shared files are in `store`."""
     return WeightsPlan(
         source=WeightsSource.HTTP,
         path=str(tmp_path / "own"),
@@ -55,7 +55,7 @@ def test_what_is_shared_is_not_fetched_and_not_kept_twice(plan: WeightsPlan, fil
     assert [path for path in files.requests if "safetensors" in path and "HEAD" not in path] == []
     assert same_files(files.folder, Path(plan.path))
     assert (Path(plan.path) / SHARD).readlink() == store / published[SHARD]
-    # The next start reads nothing, and what is gone from the store is fetched.
+    # The next start reads nothing, and fetches a file that is missing from the store.
     assert stage(plan) == 0
     of(plan, SHARD).unlink()
     assert stage(plan) == (files.folder / SHARD).stat().st_size
@@ -72,7 +72,7 @@ def test_a_file_that_is_not_what_it_is_called_is_fetched_instead(plan: WeightsPl
     assert stage(plan) == len(data)
     assert same_files(files.folder, Path(plan.path))
     assert not (Path(plan.path) / SHARD).is_symlink()
-    # The bad one is as it was: members do not write there.
+    # The damaged file is unchanged: members do not write to the store.
     assert place.read_bytes() == data
 
 

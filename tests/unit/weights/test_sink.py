@@ -22,7 +22,7 @@ CONTENT = random.Random(1).randbytes(2 * BLOCK_BYTES + 5000)
 
 @pytest.fixture(params=["disk", "memory"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file on a disk, and one on a file system that may know no direct writes."""
+    """Yield a file on a disk, and one on a file system that may not support direct writes."""
     if request.param == "disk":
         yield tmp_path / "file"
     else:
@@ -31,7 +31,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def append(path: Path, data: bytes, pieces: list[int], *, direct: bool) -> None:
-    """Append `data` in pieces of these sizes, again and again, and see that it is what was hashed."""
+    """Append `data` in pieces of these sizes, repeatedly, and verify that the written bytes are the hashed ones."""
     descriptor, digest = os.open(path, os.O_RDWR | os.O_CREAT), hashlib.sha256()
     before = os.fstat(descriptor).st_size
     found, at, turn = HashingWriter(descriptor, before, digest.update, direct=direct), 0, 0

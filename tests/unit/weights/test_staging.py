@@ -1,4 +1,4 @@
-"""One member stages from a web server: right files, resumed transfers, named errors."""
+"""One member stages from a web server: correct files, resumed transfers, named errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_cut_transfer_goes_on_where_it_stopped(plan: WeightsPlan, files: FileS
     fetched, _ = stage(plan)
     assert same_files(files.folder, Path(plan.path))
     ranges = [given for name, given in files.requests if name == SHARD]
-    # Two cuts in a shard of 3.3 MB; each loses less than one chunk of what had been sent.
+    # Two cuts in a shard of 3.3 MB; each loses less than one chunk of the sent bytes.
     assert len(ranges) >= 3
     assert 1_500_000 - 2**20 <= int(ranges[1].removeprefix("bytes=").removesuffix("-")) <= 1_600_000
     assert fetched == sum(
@@ -162,7 +162,7 @@ def test_the_marker_notices_changed_files(plan: WeightsPlan, files: FileServer, 
     else:
         shard.unlink()
     fetched, _ = stage(plan)
-    # A file that only looks changed is read again, not fetched.
+    # A file with changed times but the same bytes is read again, not fetched.
     assert fetched == (0 if change == "touched" else (files.folder / SHARD).stat().st_size)
     assert same_files(files.folder, Path(plan.path))
 
@@ -181,7 +181,7 @@ def test_a_disk_without_room_is_named_before_anything_comes(
 
 
 def test_nothing_is_written_any_more_once_it_has_failed(plan: WeightsPlan, files: FileServer) -> None:
-    """The directory's lock is free again: another process may stage into it."""
+    """The lock of the directory is free again: another process may stage into it."""
     files.pace = 1e6
     files.answer = lambda request: (
         web.Response(status=403) if SHARD in request.path and request.method == "GET" else None
@@ -204,7 +204,7 @@ def test_a_disk_that_becomes_full_is_named_and_what_has_come_is_kept(
     plan: WeightsPlan, files: FileServer, policy: PageCache
 ) -> None:
     plan = plan.model_copy(update={"page_cache": policy})
-    # A mount namespace of its own: whoever is not root makes it in a user namespace, and nothing is left of it.
+    # A separate mount namespace: other users than root create it in a user namespace, and it leaves no remains.
     own = ["--user", "--map-root-user"] if os.geteuid() else []
     script = str(Path(__file__).with_name("full_disk.py"))
     done = subprocess.run(
@@ -242,7 +242,7 @@ def test_no_more_files_come_at_once_than_allowed(plan: WeightsPlan, files: FileS
 def test_unified_memory_keeps_no_file_in_the_page_cache(plan: WeightsPlan) -> None:
     stage(plan.model_copy(update={"page_cache": PageCache.UNIFIED}))
     shard = Path(plan.path) / SHARD
-    # Its header was read again, and the kernel reads ahead of that: 512 KiB of 3.1 MiB with Python 3.14's buffers.
+    # Its header was read again, and the kernel reads ahead: 512 KiB of 3.1 MiB with Python 3.14's buffers.
     assert cached_share(shard) < 0.25
 
 
@@ -262,7 +262,7 @@ def test_names_that_leave_the_directory_are_refused(plan: WeightsPlan, files: Fi
 
 @pytest.mark.parametrize("compressed", [True, False])
 def test_a_list_of_files_without_end_is_refused(plan: WeightsPlan, files: FileServer, compressed: bool) -> None:
-    """A few hundred kilobytes of gzip become hundreds of megabytes for whoever expands them."""
+    """A few hundred kilobytes of gzip expand to hundreds of megabytes."""
     size = 300 << 20
     bomb = gzip.compress(b"\n" * size) if compressed else b""
 
@@ -294,7 +294,7 @@ def test_what_is_no_file_where_one_was_is_replaced_and_not_followed(
     shard, outside = Path(plan.path) / SHARD, tmp_path / "outside"
     shard.rename(outside)
     if kind == "link":
-        # Even one to the very same bytes: what it leads to can become another file.
+        # Even a link to the same bytes is refused: its target can be replaced by another file.
         shard.symlink_to(outside)
     else:
         os.mkfifo(shard)
@@ -309,7 +309,7 @@ def test_what_is_no_file_where_one_was_is_replaced_and_not_followed(
 def test_a_part_that_is_a_link_is_not_written_through(plan: WeightsPlan, files: FileServer, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    # The list of files has to be known for the names of parts.
+    # Names of parts require the list of files.
     stage(plan)
     store = Store(Path(plan.path), plan.identity)
     manifest = store.manifest()
@@ -323,7 +323,7 @@ def test_a_part_that_is_a_link_is_not_written_through(plan: WeightsPlan, files: 
 
 
 def flip(path: Path) -> None:
-    """One bit of a file, whose size, times and inode stay."""
+    """Change one bit of a file without a change of its size, times and inode."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(before.st_size - 1)

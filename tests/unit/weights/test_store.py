@@ -1,4 +1,4 @@
-"""What the marker of verified files promises."""
+"""Guarantees of the marker of verified files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def finish(store: Store) -> None:
 
 
 def test_a_file_is_on_the_disk_before_the_marker_vouches_for_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should the power go in between, the marker must not outlive the bytes."""
+    """After a power failure in between, the marker must not exist without the bytes."""
     done: list[tuple[str, str]] = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
@@ -73,14 +73,14 @@ def test_a_file_that_changed_since_is_not_finished(store: Store, change: str) ->
         path.write_bytes(DATA + b"x")
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     else:
-        # As long as before: only the time tells.
+        # The length is unchanged: only the time differs.
         path.write_bytes(DATA[::-1])
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1000))
     assert store.finished(MANIFEST) == {}
 
 
 def test_a_file_that_was_put_back_in_its_place_is_not_finished(store: Store) -> None:
-    """With the size and the time of the one that was verified; it is another file."""
+    """Size and time are those of the verified file, but it is another file."""
     finish(store)
     path = store.folder / FILE.name
     before = path.stat()

@@ -1,7 +1,7 @@
-"""Child process of `test_cache_ahead.py`: the caches that are foreseen, and those that vLLM makes of its own layers.
+"""Child process of `test_cache_ahead.py`: the predicted caches, and those that vLLM makes for its own layers.
 
-Prints one JSON object. The layers are those of Flash that have a cache: the window's, compressed entries of ratio 4
-and 128, the compressors' states and the indexer's keys.
+Prints one JSON object. The layers are those of Flash that have a cache: the window's, compressed entries of ratio 4 and
+128, the compressors' states and the indexer's keys.
 """
 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
@@ -33,7 +33,7 @@ MEMORY = 1 << 28
 
 
 def attention(config: Any, prefix: str, ratio: int) -> None:
-    """Give the model's context a layer of attention with compressed entries, and what it has caches for."""
+    """Add a layer of attention with compressed entries and the owners of its caches to the model's context."""
     made = DeepseekV4FlashMLAAttention.__new__(DeepseekV4FlashMLAAttention)
     torch.nn.Module.__init__(made)
     vars(made).update(
@@ -51,7 +51,7 @@ def attention(config: Any, prefix: str, ratio: int) -> None:
 
 
 def of_vllm(config: Any) -> dict[str, torch.Tensor]:
-    """Return the caches that an engine with `MEMORY` bytes for them has."""
+    """Return the caches of an engine that has `MEMORY` bytes for them."""
     specs = get_kv_cache_spec(config)
     supported = WorkerBase.get_supported_kv_cache_layouts(SimpleNamespace(vllm_config=config))
     layout = resolve_kv_cache_layout(config, [supported], specs.values())
@@ -76,7 +76,7 @@ engine = EngineArgs(
     max_num_batched_tokens=1024, enable_prefix_caching=False,
 )  # fmt: skip
 config = engine.create_engine_config()
-# As the first of the model's layers resolves it.
+# The value that the first layer of the model resolves.
 config.cache_config.cache_dtype = "fp8_ds_mla"
 with set_current_vllm_config(config):
     for number, ratio in enumerate((1, 4, 128, 4)):

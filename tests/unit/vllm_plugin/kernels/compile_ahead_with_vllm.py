@@ -1,8 +1,8 @@
 """Compile some of the installed vLLM's kernels for an SM12x card, as if vLLM were a CUDA build: ahead, then by itself.
 
-First the processes of `compile_ahead` do it, from a worker's `init_device` to vLLM's warm-up, then vLLM's own warm-up
-in another process. Each prints a line: the messages that were logged, how many kernels the process compiled and found,
-and how many of each name are in the cache.
+First the processes of `compile_ahead` compile, from a worker's `init_device` to vLLM's warm-up, then vLLM's own warm-up
+in another process. Each prints a line: the logged messages, the numbers of kernels that the process compiled and found,
+and the number of each name in the cache.
 """
 
 import functools
@@ -74,10 +74,10 @@ choices = compile_ahead.choice_calls
 
 
 class Later(CompressedSlotMappingKernel):
-    """A kernel whose keys nobody knows before there is a KV cache."""
+    """A kernel whose keys are unknown before a KV cache exists."""
 
     def get_warmup_keys(self, vllm_config: object) -> list[object]:
-        """Fail as it does then."""
+        """Fail as without a KV cache."""
         raise AttributeError("kv_cache")
 
 
@@ -85,7 +85,7 @@ _LATER_KERNEL = Later()
 
 
 def make_model(vllm_config: object) -> None:
-    """Register what two layers would."""
+    """Register the warm-ups of two layers."""
     for _ in range(2):
         _COMPUTE_PREFILL_METADATA_KERNEL.register_warmup()
         _COMPRESSED_SLOT_MAPPING_KERNEL.register_warmup()
@@ -93,12 +93,12 @@ def make_model(vllm_config: object) -> None:
 
 
 def fewer_choices(vllm_config: object) -> list[functools.partial[None]]:
-    """Return an eighth of top-k and top-p."""
+    """Return an eighth of the variants of top-k and top-p."""
     return choices(vllm_config)[5::8]
 
 
 def penalise() -> None:
-    """Have vLLM's own sampler apply penalties to its own batch, on a device without memory."""
+    """Let vLLM's own sampler apply penalties to its own batch, on a device without memory."""
     device, vocabulary = torch.device("meta"), config.model_config.get_vocab_size()
     penalties.UvaBackedTensor = buffer_on(device)
     state = penalties.PenaltiesState(
@@ -116,7 +116,7 @@ def penalise() -> None:
 
 
 def sample() -> None:
-    """Have vLLM's own functions sample on a device without memory, as its sampler calls them for one random request."""
+    """Run vLLM's sampling functions on a device without memory, as its sampler calls them for one random request."""
     logits = torch.empty((1, config.model_config.get_vocab_size()), dtype=torch.float32, device="meta")
     states = [torch.empty(2, dtype=dtype, device="meta") for dtype in (torch.float32, torch.int64)]
     batch = InputBatch.make_dummy(1, 1, InputBuffers(2, 64, torch.device("meta")))
@@ -127,7 +127,7 @@ def sample() -> None:
 
 
 def buffer_on(device: torch.device) -> type:
-    """Return vLLM's `UvaBackedTensor` without memory that host and GPU share."""
+    """Return vLLM's `UvaBackedTensor` without memory shared by host and GPU."""
 
     class Buffer:
         def __init__(self, size: int, dtype: torch.dtype) -> None:
@@ -141,7 +141,7 @@ def buffer_on(device: torch.device) -> type:
 
 
 def compiled_ahead() -> None:
-    """Go from a worker's `init_device` to vLLM's warm-up, with the processes that compile."""
+    """Run the steps from a worker's `init_device` to vLLM's warm-up, with the processes that compile."""
     compile_ahead.has_cuda = lambda: False
     compile_ahead._arch = lambda: Arch.SM_121
     compile_ahead.plans.compilers = lambda: 4
@@ -156,9 +156,9 @@ def compiled_ahead() -> None:
 
 
 def compiled_by_vllm() -> None:
-    """Compile the same as vLLM's own warm-ups do, in this process, for a GPU that is not there."""
+    """Compile the same kernels with vLLM's own warm-ups, in this process, for an absent GPU."""
     compile_ahead.use_no_gpu(Arch.SM_121)
-    # An engine that drafts launches as much; nothing is compiled yet.
+    # An engine with drafts has as many launches; nothing is compiled yet.
     compile_ahead.runner_calls(SimpleNamespace(**vars(config) | {"num_speculative_tokens": 3}), 1)
     compile_ahead.compile_all(fewer_choices(config))
     penalise()
@@ -169,7 +169,7 @@ def compiled_by_vllm() -> None:
 
 
 def report(compiled: Callable[[], None]) -> None:
-    """Compile, and print what came of it."""
+    """Compile, and print the result."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -1,6 +1,6 @@
 """Child process of `test_decoding.py`: the bundled decode with the entries that vLLM's indexer chose, interpreted.
 
-Prints one JSON object. vLLM's kernel that makes slots of the entries says what is right.
+Prints one JSON object. The reference is vLLM's kernel that computes slots from the entries.
 """
 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
@@ -39,7 +39,7 @@ def cache(count: int, page: int) -> torch.Tensor:
 
 
 def chosen() -> torch.Tensor:
-    """Return entries of each token's request, int32 [5, 32]: all of them, few, none, and what padding is left with."""
+    """Return entries of each token's request, int32 [5, 32]: all entries, few, none, and remains in the padding."""
     rows = torch.full((TOKENS, TOPK), -1, dtype=torch.int32)
     for token, count in enumerate((TOPK, 5, 0, TOPK, 7)):
         rows[token, :count] = torch.randperm(3 * PAGE, generator=random)[:count].sort().values.int()
@@ -70,7 +70,7 @@ def layer() -> Any:
 
 
 def decoded(made: Any, lookup: bool, steps: tuple[Any, Any], compressed: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return what a layer decodes; without `lookup` vLLM's kernel makes slots."""
+    """Return the decoded output of a layer; without `lookup`, vLLM's kernel computes the slots."""
     plans._PLANS.clear()
     looks_up = DecodePlan.looks_up
     if not lookup:

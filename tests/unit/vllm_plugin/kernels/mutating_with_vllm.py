@@ -1,7 +1,7 @@
-"""Child process of `test_hooks.py`: every symbol that a hook names, changed in the installed vLLM's own modules.
+"""Child process of `test_hooks.py`: every symbol of a hook, changed in the installed vLLM's own modules.
 
-Prints one JSON object. For each change all hooks of the symbol's operations are run anew; afterwards no attribute of
-the hook's module, of its classes and of its dictionaries may differ from what it was.
+Prints one JSON object. For each change, all hooks of the symbol's operations run again; afterwards every attribute of
+the hook's module, of its classes and of its dictionaries must have its original value.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOGGER.propagate = False
 
 
 def state(module: ModuleType) -> dict[str, Any]:
-    """Return what the module and its own classes and dictionaries hold."""
+    """Return the attributes of the module and of its own classes, and the entries of its dictionaries."""
     found: dict[str, Any] = {}
     for name, value in vars(module).items():
         found[name] = value
@@ -60,14 +60,14 @@ def owner(module: Any, symbol: str) -> tuple[Any, str]:
 
 
 def function_of(names: Sequence[str]) -> Any:
-    """Return a function that has the parameters `names` and does nothing."""
+    """Return a function with the parameters `names` that does nothing."""
     made: dict[str, Any] = {}
     exec(f"def f({', '.join(names)}):\n    return None", made)
     return made["f"]
 
 
 def mutations(target: Any, known: tuple[str, ...] | Known | None) -> Iterator[tuple[str, Callable[[Any, str], Any]]]:
-    """Yield names of changes, and what each makes of a symbol's owner and name."""
+    """Yield the name of each change, and a function that applies it to a symbol's owner and name."""
     yield "deleted", lambda place, name: delattr(place, name)
     yield "renamed", lambda place, name: (setattr(place, f"{name}_v2", getattr(place, name)), delattr(place, name))
     yield "nothing", lambda place, name: setattr(place, name, None)
@@ -107,7 +107,7 @@ for hook in v033.HOOKS:
         hooks.prepared(hook, module)
     except hooks.HookMismatchError:
         refused |= set(hook.ops)
-        # Another release has these functions.
+        # Substitute functions with the parameters that another release has.
         for symbol, expected in hook.symbols.items():
             if isinstance(expected, tuple):
                 place, name = owner(module, symbol)
@@ -118,7 +118,7 @@ for hook in v033.HOOKS:
 changed, silent, count = [], [], 0
 for hook in v033.HOOKS:
     module = importlib.import_module(hook.module)
-    # Those that stand or fall with it, itself last, so that there is something to take back.
+    # The hooks that are only valid together with it; the hook itself comes last, so that earlier ones are undone.
     group = [one for one in v033.HOOKS if set(one.ops) & set(hook.ops) and one is not hook]
     modules = {one.module: importlib.import_module(one.module) for one in (*group, hook)}
     for symbol, expected in hook.symbols.items():
@@ -133,7 +133,7 @@ for hook in v033.HOOKS:
                 attached = Attached()
                 for one in (*group, hook):
                     attached.run(one)
-                # What stays are hooks that another operation needs too.
+                # The remaining hooks are also required by another operation.
                 for one in reversed(list(attached.before)):
                     if one.ops and not set(one.ops) <= set(attached.refused):
                         hooks.undo(attached.before[one])

@@ -1,6 +1,6 @@
 """Child process of `test_projections.py`: the bundled projections inside the installed vLLM's own attention.
 
-Prints one JSON object. What `compressor_save` writes of torch's products says what is right.
+Prints one JSON object. The reference is `compressor_save` with torch's products.
 """
 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
@@ -49,7 +49,7 @@ def matrix(rows: int) -> torch.Tensor:
 
 
 class Compressor(DeepseekCompressor):
-    """vLLM's compressor, made of what the projections need; its entries are noted instead of stored."""
+    """vLLM's compressor with only the parts that the projections need; records its entries instead of storing them."""
 
     def __init__(self, name: str, head: int, ratio: int) -> None:
         torch.nn.Module.__init__(self)
@@ -67,7 +67,7 @@ class Compressor(DeepseekCompressor):
 
 
 class Attention(attention.DeepseekV4Attention):
-    """vLLM's attention up to where the compressors are called, made of what is given."""
+    """vLLM's attention up to the call of the compressors, built from the given parts."""
 
     backend_cls = forward_mqa = get_padded_num_q_heads = None
 
@@ -110,7 +110,7 @@ class Attention(attention.DeepseekV4Attention):
 
 
 class Indexer(torch.nn.Module):
-    """The indexer's parts; notes the weights of the heads."""
+    """The indexer's parts; records the weights of the heads."""
 
     def __init__(self, compressor: Compressor, head: torch.nn.Module) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def step(layer: Attention, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def saved(ratio: int) -> bool:
-    """Few tokens: states and weights are those of the single products, and the compressors get nothing to save."""
+    """Few tokens: states and weights equal those of the single products, and the compressors have nothing to save."""
     layer = Attention(ratio)
     before = {one: one.state_cache.kv_cache.clone() for one in compressor._compressors(layer)}
     compressor.plan_projections(layer)
@@ -163,7 +163,7 @@ def original(self: Any, hidden_states: torch.Tensor) -> Any:
 
 
 def kept() -> dict[str, bool]:
-    """Where the products stay vLLM's."""
+    """Return the cases in which vLLM computes the products."""
     theirs = compressor.at_once(original)
     found = {}
 
@@ -195,7 +195,7 @@ def kept() -> dict[str, bool]:
 
 
 def stored() -> list[int]:
-    """Of the bundled compressor, called with products and without: how often it saves and stores."""
+    """Return the numbers of saves and stores of the bundled compressor, called with products and without."""
     counts = [0, 0]
 
     def count(place: int) -> Any:

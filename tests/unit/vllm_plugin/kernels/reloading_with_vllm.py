@@ -34,14 +34,14 @@ X = torch.randn((TOKENS, K), generator=torch.Generator().manual_seed(0)).bfloat1
 
 
 def checkpoint(seed: int, odd: bool = False) -> dict[str, torch.Tensor]:
-    """Return weight and scales as a checkpoint has them; odd: scales that are no powers of two."""
+    """Return weight and scales in the format of a checkpoint; odd: scales that are no powers of two."""
     given = operation("fp8_gemm").make_inputs(PARAMS, torch.device("cpu"), seed)
     scale = torch.exp2(given["w_scale"].float() - 127)
     return {"weight": given["w"].view(torch.float8_e4m3fn), "weight_scale_inv": scale * (1.5 if odd else 1.0)}
 
 
 class Stock:
-    """vLLM's own kernel in the place of another one: takes scales of float32, transposed."""
+    """vLLM's kernel as the replacement of another one: requires scales of float32, transposed."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         packed = layer.weight_scale_inv.data.t().contiguous()
@@ -62,7 +62,7 @@ def kernel(stock: Any) -> linear.BundledFp8BlockScaledMMKernel:
 
 
 class Method(QuantizeMethodBase):
-    """vLLM's FP8 method, as far as weights are concerned."""
+    """The part of vLLM's FP8 method that handles weights."""
 
     def __init__(self, stock: Any) -> None:
         self.fp8_linear = kernel(stock)
@@ -114,14 +114,14 @@ def made(odd: bool = False) -> torch.nn.Module:
 
 
 def reloaded(model: torch.nn.Module, seed: int, odd: bool = False) -> None:
-    """Have vLLM reload the weights of `model`."""
+    """Let vLLM reload the weights of `model`."""
     reload.initialize_layerwise_reload(model)
     load(model, seed, odd)
     reload.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))
 
 
 def agrees(model: torch.nn.Module, seed: int) -> dict[str, bool]:
-    """Tell of each layer whether it multiplies by the weights of checkpoint `seed`."""
+    """Return for each layer whether it multiplies by the weights of checkpoint `seed`."""
     given = operation("fp8_gemm").make_inputs(PARAMS, torch.device("cpu"), seed)
     code, scale = fp8_quant(x=X)
     want = fp8_gemm(a=code, a_scale=scale, w=given["w"], w_scale=given["w_scale"])
@@ -139,7 +139,7 @@ def tensors(model: torch.nn.Module) -> dict[str, tuple[int, torch.Tensor]]:
 
 
 def reload_keeps_graphs() -> dict[str, Any]:
-    """Reload other weights; a graph reads the same addresses, where the new values must be."""
+    """Reload other weights; a graph reads the same addresses, which must contain the new values."""
     model = made()
     before = tensors(model)
     first = agrees(model, 1)
@@ -161,7 +161,7 @@ def reload_keeps_graphs() -> dict[str, Any]:
 
 
 def slept() -> dict[str, Any]:
-    """Lose all memory as sleep of level 2 does, with the buffers put back, and load the weights again."""
+    """Lose all memory as in sleep level 2, restore the buffers, and load the weights again."""
     model = made()
     saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for layer in model.children():
@@ -180,7 +180,7 @@ def slept() -> dict[str, Any]:
 
 
 def other_scales() -> dict[str, Any]:
-    """Reload scales that are no powers of two where they were, and the other way round."""
+    """Reload scales that are no powers of two in place of powers of two, and the reverse."""
     said = []
     for first, then in ((False, True), (True, False)):
         model = made(odd=first)
@@ -201,7 +201,7 @@ def other_scales() -> dict[str, Any]:
 
 
 def output_of_prompts() -> list[bool]:
-    """Quantise the attention's output of prompts, with what the layers share full of garbage before each run."""
+    """Quantise the attention's output of prompts; the shared buffers contain garbage before each run."""
     heads, tokens = 2, 3
     given = operation("mla_merge_o8").make_inputs(
         {"parts": 1, "tokens": tokens, "heads": heads}, torch.device("cpu"), 4

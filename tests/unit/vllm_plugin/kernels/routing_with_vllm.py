@@ -1,6 +1,6 @@
 """Child process of `test_routing.py`: the bundled router and choice of keys inside the installed vLLM's own classes.
 
-Prints one JSON object. vLLM's routers for CPU and its choice in torch say what is right.
+Prints one JSON object. The references are vLLM's routers for CPU and its choice in torch.
 """
 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
@@ -37,7 +37,7 @@ random = torch.Generator().manual_seed(0)
 
 
 class Experts:
-    """Note what is asked of vLLM's routed experts."""
+    """Records the calls of vLLM's routed experts."""
 
     def __init__(self, **method: Any) -> None:
         kinds = {"is_monolithic": False, "topk_indices_dtype": torch.int32, "supports_internal_mk": True}
@@ -63,7 +63,7 @@ class Shared(torch.nn.Module):
 
 
 class Runner(MoERunner):
-    """vLLM's runner, made of what is given."""
+    """vLLM's runner, built from the given parts."""
 
     def __init__(self, chooses: Any, gate: Any, experts: Experts, **more: Any) -> None:
         torch.nn.Module.__init__(self)
@@ -81,7 +81,7 @@ class Runner(MoERunner):
 
 
 class Gate(torch.nn.Module):
-    """A gate that is not to be asked."""
+    """A gate that must not be called."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def by_expert(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def routed(kind: dict[str, Any]) -> bool:
-    """The experts and the shared experts get what they would get from vLLM's own routing, of tokens in int32 too."""
+    """Return whether experts and shared experts get the same inputs as from vLLM's routing, also for int32 tokens."""
     chooses, experts = FusedTopKBiasRouter(**COMMON, **kind), Experts()
     captured: list[torch.Tensor] = []
     chooses.set_capture_fn(lambda ids: captured.append(ids.clone()))
@@ -131,7 +131,7 @@ def routed(kind: dict[str, Any]) -> bool:
 
 
 def padding() -> list[list[int]]:
-    """The experts of a step whose last two tokens are padding."""
+    """Return the experts of a step whose last tokens are padding."""
     context = SimpleNamespace(is_padding=torch.arange(8) >= 3)
     moe._routers().is_forward_context_available, moe._routers().get_forward_context = lambda: True, lambda: context
     experts = Experts()
@@ -140,7 +140,7 @@ def padding() -> list[list[int]]:
 
 
 def refused() -> dict[str, str | None]:
-    """Why vLLM keeps the router, and that it keeps its gate."""
+    """Return the reasons for which vLLM keeps the router, and thus its gate."""
     reasons: list[str] = []
     moe.warn_once = lambda message, reason: reasons.append(reason)
 
@@ -169,7 +169,7 @@ def refused() -> dict[str, str | None]:
 
 
 def chosen_keys() -> dict[str, object]:
-    """Rows without keys, with few, and with more than are chosen; then what no plan has, which vLLM keeps."""
+    """Rows without keys, with few, and with more than are chosen; then cases without a plan, which vLLM computes."""
     hooks.apply(hooks.assignments(HOOK_OF["indexer:topk_decode"], indexer_topk))
     asked: list[str] = []
     indexer_topk.SparseIndexerTopk._per_row = staticmethod(lambda *_: asked.append("decode"))
@@ -207,7 +207,7 @@ def chosen_keys() -> dict[str, object]:
 
 
 def filled_rows() -> dict[str, object]:
-    """How many rows vLLM's operator is asked to fill, and what is filled for vLLM's kernels instead."""
+    """Return the number of rows that vLLM's operator fills, and whether rows are filled for vLLM's kernels instead."""
     asked: list[int] = []
 
     def operator(hidden_states: torch.Tensor, *_: Any, **__: Any) -> None:
@@ -239,7 +239,7 @@ def filled_rows() -> dict[str, object]:
         "another count": rows(topk_tokens=20, width=20),
         "wider buffer": rows(width=20),
     }
-    # No plan holds rows of this width.
+    # No plan supports rows of this width.
     buffer = torch.full((2, 16), 7, dtype=torch.int32)
     indexer_topk.SparseIndexerTopk("auto")(
         torch.zeros((1, 301)), torch.tensor([[3]], dtype=torch.int32), 1, buffer[:1], 16, 301
@@ -248,7 +248,7 @@ def filled_rows() -> dict[str, object]:
 
 
 def hooks_that_do_not_fit() -> list[str]:
-    """The symbols of this vLLM that the two operations' hooks do not know."""
+    """Return the symbols of this vLLM that the two operations' hooks do not know."""
     found = []
     for hook in v033.HOOKS:
         if hook.ops in ((Op.ROUTER,), (Op.TOPK,)):

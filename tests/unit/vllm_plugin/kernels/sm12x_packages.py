@@ -1,6 +1,6 @@
-"""Stand-ins for FlashInfer 0.7.2 and b12x 1.5.1: the parameters and checks that their sources have, computed in torch.
+"""Stand-ins for FlashInfer 0.7.2 and b12x 1.5.1: parameters and checks as in their sources, computed in torch.
 
-What each function got is noted in `CALLS` as dtype and shape by name.
+`CALLS` records the arguments of each function as dtype and shape by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsv4_kernels.moe.api import moe_w4a16
 
 CALLS: list[dict[str, Any]] = []
 FACTOR = [1.0]
-"""What FlashInfer's results are multiplied by."""
+"""Factor by which FlashInfer's results are multiplied."""
 
 
 def note(**arguments: Any) -> None:
@@ -36,7 +36,7 @@ def need(holds: bool, what: str) -> None:
 
 
 def rows(cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the entries [T, K, 512] and whether they count; refuse what the package refuses."""
+    """Return the entries [T, K, 512] and whether they count; fails on inputs that the package refuses."""
     pages, page, one, row = cache.shape
     need(cache.dtype == torch.uint8 and (one, row) == (1, 584) and cache.stride()[1:] == (584, 584, 1), "cache")
     need(cache.stride(0) % 16 == 0 and cache.stride(0) >= page * 584 and cache.data_ptr() % 16 == 0, "stride of pages")
@@ -130,7 +130,7 @@ def plan_weights(
     hidden_size: int, intermediate_size: int, w13_layout: str = "w13",
 ) -> Any:  # fmt: skip
     note(modes=quant_modes, source=source_format, activation=activation, layout=w13_layout, dtype=params_dtype)
-    # As the package's own: the prepared weights take the place of the layer's.
+    # As in the package, the prepared weights replace the layer's.
     return SimpleNamespace(discards_source_parameters=True, sizes=(num_experts, hidden_size, intermediate_size))
 
 
@@ -175,7 +175,7 @@ def run(*, binding: Any) -> None:
 
 
 def install() -> None:
-    """Let the packages be found, as they would be installed."""
+    """Make the packages importable, as if installed."""
     decode = trtllm_batch_decode_sparse_mla_dsv4
     shapes = {(heads, window) for heads in (8, 16, 32, 64, 128) for window in (64, 128)}
     there = {"is_supported": lambda device=None: True}

@@ -1,4 +1,4 @@
-"""Child process of `test_sm12x.py`: FlashInfer and b12x, standing in, called through the installed vLLM's own classes.
+"""Child process of `test_sm12x.py`: stand-ins for FlashInfer and b12x, called by the installed vLLM's own classes.
 
 Prints one JSON object.
 """
@@ -40,7 +40,7 @@ EXPERTS = {"tokens": 4, "hidden": 256, "inter": 64, "experts": 16, "topk": 6}
 
 
 def tried(op: Op, name: str, operation: str, **params: Any) -> dict[str, Any]:
-    """Return what a provider's process would print, what the package got, and whether it would be timed."""
+    """Return the output of a provider's process, the arguments of the package, and whether the call would be timed."""
     packages.CALLS.clear()
     seen, call = trial.try_one(op, name, Trial(op, "t", operation, params), CPU)
     if call is not None:
@@ -61,7 +61,7 @@ def main() -> None:
     packages.FACTOR[0] = 1.01
     found["rough"] = tried(Op.MLA_DECODE, "flashinfer", "mla_decode", **DECODE)
     packages.FACTOR[0] = 1.0
-    # As if the packages were other versions.
+    # As if the packages had other versions.
     flashinfer, blockscaled, fused = (
         packages.sys.modules[name] for name in ("flashinfer.decode", "b12x.gemm.blockscaled", "b12x.moe.fused_moe")
     )

@@ -1,6 +1,6 @@
 """Child process of `test_expert_sum.py`: vLLM's own MoE runner, whose shared experts the bundled ones add.
 
-Prints one JSON object. The same runner without the hook says what is right.
+Prints one JSON object. The reference is the same runner without the hook.
 """
 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
@@ -52,7 +52,7 @@ told: list[str] = []
 
 
 class Router:
-    """The choice of experts, made already."""
+    """A fixed choice of experts."""
 
     eplb_state = None
 
@@ -62,7 +62,7 @@ class Router:
 
 
 class Method:
-    """vLLM's method of MXFP4 experts, which makes their kernel once weights are loaded."""
+    """vLLM's method of MXFP4 experts, which makes their kernel after the weights are loaded."""
 
     is_monolithic, skip_forward_padding, has_unpadded_output, topk_indices_dtype = False, False, False, None
     supports_internal_mk = True
@@ -99,7 +99,7 @@ class Experts(torch.nn.Module):
 
 
 class Event:
-    """An event of a stream of its own, which is done when somebody waits for it."""
+    """An event of a separate stream, which completes on a wait."""
 
     def __init__(self, name: str, layer: Layer) -> None:
         self.name, self.layer = name, layer
@@ -114,7 +114,7 @@ class Event:
 
 
 class Layer(torch.nn.Module):
-    """Shared experts. On a stream of their own the result is not there before the event that says so."""
+    """Shared experts. On a separate stream, the result is not available before its event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Layer(torch.nn.Module):
 
 
 class Runner(MoERunner):
-    """vLLM's runner, made of what is given."""
+    """vLLM's runner, built from the given parts."""
 
     def __init__(self, moe: dict[str, Any] | None = None, router: Any = None, **more: Any) -> None:
         torch.nn.Module.__init__(self)
@@ -160,7 +160,7 @@ class Runner(MoERunner):
 
 
 def aside(runner: Any, shared: Any) -> None:
-    """Have `shared` run on a stream of its own, as on CUDA."""
+    """Let `shared` run on a separate stream, as on CUDA."""
     runner.layer.aside = True
     shared._determine_shared_experts_order = lambda x: stock.SharedExpertsOrder.MULTI_STREAM_OVERLAPPED
     shared._stream, shared._input_ready_event = "aux", [Event("input", runner.layer)]
@@ -201,7 +201,7 @@ def summed(**options: Any) -> dict[str, object]:
 
 
 def reduced() -> list[object]:
-    """Return whether two ranks give vLLM's sum, how many reductions both made, and whether of the same."""
+    """Return whether two ranks give vLLM's sum, the number of reductions, and whether both are of equal tensors."""
     asked: list[torch.Tensor] = []
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def reduced() -> list[object]:
 
 
 class Model(torch.nn.Module):
-    """The layer of the model, which holds the shared experts as well."""
+    """The layer of the model, which contains the shared experts as well."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Model(torch.nn.Module):
 
 
 def refused() -> dict[str, str]:
-    """Return the reasons for which vLLM adds by case; "taken" where it has no shared experts left."""
+    """Return the reasons for which vLLM adds, by case; "taken" if it has no shared experts left."""
     reasons: list[str] = []
     moe.warn_once = lambda message, reason: reasons.append(reason)
     found = {}
@@ -249,7 +249,7 @@ def refused() -> dict[str, str]:
     reasons.clear()
     Hooked()
     found["adapters"] = "; ".join(reasons)
-    # No line: other experts, or none that are shared.
+    # No message: other experts, or no shared ones.
     Method.experts_cls = mk.FusedMoEExpertsModular
     reasons.clear()
     Hooked()
@@ -257,7 +257,7 @@ def refused() -> dict[str, str]:
 
 
 class Gathering:
-    """The communication of two data parallel ranks that have the same tokens."""
+    """The communication of two data parallel ranks with equal tokens."""
 
     def dispatch(self, *given: torch.Tensor, is_sequence_parallel: bool, extra_tensors: Any = None) -> Any:
         return tuple(torch.cat([one, one]) for one in given)
@@ -270,7 +270,7 @@ class Gathering:
 
 
 def gathered() -> dict[str, object]:
-    """Return whether the experts take the tokens of two data parallel ranks, and the reasons against other ways."""
+    """Return whether the experts accept the tokens of two data parallel ranks, and why other methods are refused."""
     naive_dp_ep.get_ep_group = Gathering
     quant = mxfp4_w4a16_moe_quant_config(given["w13_scale"], given["w2_scale"])
 
@@ -316,7 +316,7 @@ def gone() -> str:
 
 
 def ids_of_ranks() -> list[list[list[int]]]:
-    """The ids that the experts of four ranks get: a token of all ranks' experts, and one that is padding."""
+    """Return the ids that the experts of four ranks get: a token with experts of all ranks, and a padding token."""
     ids, found = torch.tensor([[0, 5, 2, 7, 3, 6], [-1] * 6], dtype=torch.int32), []
     for rank in range(4):
         expert_map = torch.full((8,), -1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The choice of a process: the lines that the agent reads, and configurations in which everything is vLLM's own."""
+"""The choice of a process: the log lines that the agent reads, and configurations that use only vLLM's kernels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PARALLEL = {
 def configuration(
     fields: dict[str, Any], parallel: dict[str, Any] | None = None, load_format: str = "auto"
 ) -> SimpleNamespace:
-    """Return as much of vLLM's configuration as the choice reads."""
+    """Return the part of vLLM's configuration that the choice reads."""
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_config=SimpleNamespace(**fields)),
         parallel_config=SimpleNamespace(**{**PARALLEL, **(parallel or {})}),
@@ -65,7 +65,7 @@ def configuration(
 
 
 class Engine:
-    """A process of an engine: its configuration, its evidence, and the lines that it logs."""
+    """A process of an engine: its configuration, its evidence, and its log."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         self.config: Any = configuration(V4)
@@ -118,7 +118,7 @@ def test_evidence_is_asked_for_the_shapes_of_the_rank(engine: Engine) -> None:
 def test_another_model_is_vllms_own(
     engine: Engine, text: str, missing: set[str], value: Any, architectures: list[str] | None
 ) -> None:
-    """With any of the sizes missing or of another kind: nothing is bundled, nothing raises, one line says so."""
+    """A size is missing or has another type: nothing is bundled, no error is raised, and one warning is logged."""
     fields = {name: size for name, size in V4.items() if name not in missing}
     if value is not ...:
         fields |= dict.fromkeys(missing, value)

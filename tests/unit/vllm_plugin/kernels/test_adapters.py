@@ -1,4 +1,4 @@
-"""vLLM's modules and symbols are named by the adapters alone, and all adapters have the same interface."""
+"""Only the adapters name modules and symbols of vLLM, and all adapters have the same interface."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def strings(tree: ast.AST) -> Iterator[str]:
 
 
 def own_names(tree: ast.AST) -> frozenset[str]:
-    """Names that a module defines itself: of functions, classes and attributes of `self`, and keys of `type(...)`."""
+    """Return the names that a module defines: functions, classes, attributes of `self`, and keys of `type(...)`."""
     found = set[str]()
     for node in ast.walk(tree):
         match node:
@@ -82,7 +82,7 @@ def test_the_adapter_lists_every_private_attribute_of_vllm_that_the_plugin_uses(
 
 
 def test_adapters_have_the_same_interface() -> None:
-    """That of the newest one: its constants, and the functions that it defines itself."""
+    """The interface is that of the newest adapter: its constants, and the functions that it defines."""
     own = {name for name, value in vars(v033).items() if getattr(value, "__module__", v033.__name__) == v033.__name__}
     interface = {name for name in own if not name.startswith("_") and (name.isupper() or callable(vars(v033)[name]))}
     assert set(v032.__all__) == interface

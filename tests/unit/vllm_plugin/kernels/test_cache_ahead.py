@@ -1,4 +1,4 @@
-"""Attention's plans that are announced before there is a KV cache."""
+"""Plans of attention that are announced before a KV cache exists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_caches_that_are_foreseen_lie_as_vllms_do(tmp_path: Path) -> None:
     assert len(told["real"]) == 14
     assert told["bytes"] > 1 << 27, "vLLM's own have memory"
     assert told["devices"] == ["meta"]
-    # The layers have them for a moment, and vLLM resolves the layout of its own by itself.
+    # The layers have these caches temporarily, and vLLM resolves the layout of its own independently.
     assert told["inside"]["model.layers.1.attn"] == [64, 584]
     assert told["kept"] is True
     assert (told["resolved"], told["layout"]) == (None, "BLHNC")
@@ -84,7 +84,7 @@ def configuration(*models: Model, drafts: object = None) -> Any:
 
 
 def foresee(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """Have vLLM plan caches with rows of `width` bytes."""
+    """Let vLLM plan caches with rows of `width` bytes."""
 
     def caches(config: Any) -> dict[str, torch.Tensor]:
         names = config.compilation_config.static_forward_context
@@ -104,12 +104,12 @@ def test_what_attention_will_launch_is_compiled_with_the_layers(
     assert loaded is model
     assert plans._PLANS == {}, "plans without memory are not kept"
     assert model.layer.kv_cache is empty
-    # The profile waits for the first alone; the process goes on with the other.
+    # The profile only waits for the first one; the process continues with the other.
     begin_anew()
     running = plans._Compiler.running
     assert running is not None
     assert (len(running.asked), len(running.later)) == (2, 1)
-    # The layer's own plan, with the real cache, asks for nothing new.
+    # The layer's own plan, with the real cache, requires no new compilation.
     model.layer.bind_kv_cache(torch.empty((3, 256), dtype=torch.uint8))
     model.layer.plan_decode_ahead()
     assert len(plans._PLANS) == 1
@@ -119,7 +119,7 @@ def test_what_attention_will_launch_is_compiled_with_the_layers(
     assert waited.startswith("dsv4 kernels: waited ")
     assert waited.endswith(" s for 1 announced plans")
     assert "2 of 2 announced plans were compiled" in compiled
-    # On the next start both are there.
+    # At the next start both are present.
     warmup.announcing_attention(lambda vllm_config: model)(configuration(model))
     assert plans._Compiler.running is None
 

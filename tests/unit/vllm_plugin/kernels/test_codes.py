@@ -1,4 +1,4 @@
-"""FP8 codes on their way from the kernel that makes a layer's input to the products that take it."""
+"""FP8 codes from the kernel that makes a layer's input to the products that use it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_tensor_without_codes_has_none_and_neither_has_a_part_of_one_that_has(
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_codes_get_through_a_custom_operator(mode: Callable[[], Any]) -> None:
-    """As the mixture of experts is one, whose shared experts have an FP8 product."""
+    """The mixture of experts is such an operator, and its shared experts have an FP8 product."""
     library, seen = torch.library.Library(f"dsv4_test_{mode.__name__}", "FRAGMENT"), []
 
     def forward(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_the_querys_norm_is_vllms_where_no_product_takes_codes(monkeypatch: pyte
 
 
 class SiluAndMulWithClamp:
-    """Stands for vLLM's."""
+    """Stand-in for vLLM's class."""
 
     alpha, beta, swiglu_limit = 1.0, 0.0, 10.0
 
@@ -114,13 +114,13 @@ class SiluAndMulWithClamp:
 
 
 class Biased(SiluAndMulWithClamp):
-    """One that computes something else."""
+    """A variant that computes something else."""
 
     beta = 1.0
 
 
 class Mlp:
-    """Stands for vLLM's `DeepseekV4MLP`; its second product returns its input."""
+    """Stand-in for vLLM's `DeepseekV4MLP`; its second product returns its input."""
 
     def __init__(self, act: type) -> None:
         self.act_fn = act()

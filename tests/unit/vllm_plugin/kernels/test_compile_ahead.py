@@ -1,4 +1,4 @@
-"""The processes that compile vLLM's own kernels beside the weights."""
+"""The processes that compile vLLM's own kernels while the weights are loaded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RUNNER = {
     "_token_request_mapping_kernel": 1,
     "_topk_log_softmax_kernel": 7,
 }
-"""Kernels of vLLM's runner besides top-k and top-p, and how many of each: what an engine on an H100 compiled itself."""
+"""Kernels of vLLM's runner except top-k and top-p, with the number of each that an engine on an H100 compiled."""
 
 
 def worker(*, jit: bool = True, rank: int = 0, second: bool = True) -> Any:
@@ -58,7 +58,7 @@ def wait_until(there: Callable[[], bool]) -> None:
 
 
 def after(wanted: Path, made: Path) -> None:
-    """Make `made` once `wanted` is there."""
+    """Create `made` once `wanted` exists."""
     wait_until(wanted.exists)
     made.touch()
 
@@ -96,7 +96,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
 
 
 class Compiles:
-    """The runner's set of calls and the layers', as the process that has them compiled finds them."""
+    """The calls of the runner and of the layers, as the compiling process finds them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runner: list[Any] = []
@@ -118,7 +118,7 @@ def test_both_sets_are_compiled_while_the_worker_goes_on(
 ) -> None:
     compiles.runner = [functools.partial(after, tmp_path / "device", tmp_path / f"s{i}") for i in range(4)]
     compiles.layers = [functools.partial(after, tmp_path / "weights", tmp_path / f"l{i}") for i in range(2)]
-    # The worker gets its device and its model without waiting, and what is compiled waits for them.
+    # The worker gets its device and its model without waiting; the compilations wait for them.
     ahead.before_device(lambda worker: (tmp_path / "device").touch())(worker())
     assert ahead.after_model(lambda **options: options)(prefix="a") == {"prefix": "a"}
     ahead.finish_runner()
@@ -255,14 +255,14 @@ def test_one_kernel_that_fails_leaves_the_others() -> None:
     def fail() -> None:
         raise ValueError
 
-    # Its process comes to no good end, which is counted.
+    # The process of a failed call ends with an error, which is counted.
     with pytest.raises(RuntimeError, match="2 of 4 calls failed"):
         ahead.compile_all([fail, lambda: done.append(1), fail, lambda: done.append(2)])
     assert done == [1, 2]
 
 
 def test_vllms_own_warm_up_compiles_nothing_after_them(tmp_path: Path) -> None:
-    """The installed vLLM's kernels, without a GPU: its own warm-up finds all of them in Triton's cache."""
+    """Kernels of the installed vLLM, without a GPU: its own warm-up finds all of them in Triton's cache."""
     script = Path(__file__).with_name("compile_ahead_with_vllm.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "VLLM_PLUGINS": ""}

@@ -1,4 +1,4 @@
-"""From what was seen of the providers to the choice."""
+"""From observations of the providers to the choice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRIED = (Trial(Op.MOE, "t1", "moe_w4a16", {}), Trial(Op.MOE, "t8", "moe_w4a16", 
 
 
 def seen(provider: str, *times: float | str) -> list[Seen]:
-    """What a provider did with `TRIED`: its microseconds, or the fault that was seen."""
+    """Return a provider's results of `TRIED`: its microseconds, or the observed fault."""
     return [
         Seen(Op.MOE, trial.name, provider, **({"fault": t} if isinstance(t, str) else {"microseconds": t}))
         for trial, t in zip(TRIED, times, strict=False)
@@ -121,7 +121,7 @@ def test_every_trial_of_flash_is_a_shape_that_its_operation_supports(
     ({"expert_parallel": True, "redundant_experts": 16}, 2048, 34),
 ])  # fmt: skip
 def test_experts_are_tried_as_vllm_spreads_them(options: dict[str, Any], inter: int, experts: int) -> None:
-    """Eight tensor parallel ranks: a share of every expert, or whole experts, most of whose tokens are elsewhere."""
+    """Eight tensor parallel ranks: a share of every expert, or whole experts, with most tokens on other ranks."""
     moe = [trial.params for trial in trials(FLASH, 8, **options) if trial.op is Op.MOE]
     assert {(one["inter"], one["experts"]) for one in moe} == {(inter, experts)}
     spread = 8 * options.get("data_parallel", 1)
@@ -131,7 +131,7 @@ def test_experts_are_tried_as_vllm_spreads_them(options: dict[str, Any], inter: 
 
 
 def test_one_rank_has_all_experts_with_expert_parallelism_too() -> None:
-    """As in vLLM, which then spreads nothing."""
+    """vLLM then distributes no experts either."""
     assert trials(FLASH, 1, expert_parallel=True) == trials(FLASH, 1)
 
 
@@ -143,7 +143,7 @@ def test_expert_parallel_ids_are_mostly_of_other_ranks() -> None:
 
 
 def test_what_prompts_are_computed_by_is_tried_on_a_piece_of_one() -> None:
-    """FP8 products of prompts only where they are bundled."""
+    """FP8 products of prompts are only tried if they are bundled."""
 
     def most(op: Op, **options: Any) -> int:
         sizes = [t.params.get("tokens", t.params.get("rows", 0)) for t in trials(FLASH, 1, **options) if t.op is op]
@@ -168,7 +168,7 @@ START = st.fixed_dictionaries({(name, t.name): st.one_of(CONCLUSIVE, TRANSIENT) 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(START, min_size=1, max_size=6))
 def test_only_conclusive_outcomes_are_kept_over_any_starts(starts: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
-    """Whatever passed between: no transient fault excludes before the third start, and a conclusive one stays."""
+    """In any sequence, no transient fault excludes before the third start, and a conclusive result is kept."""
     kept, failed = Kept(), dict.fromkeys(NAMES, 0)
     for start in starts:
         wanted = kept.open(JOBS, TRIED)

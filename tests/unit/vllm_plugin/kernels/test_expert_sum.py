@@ -21,7 +21,7 @@ def test_vllm_is_as_the_hook_knows_it(found: dict[str, Any]) -> None:
 
 
 def test_the_sum_is_vllms_bit_for_bit_in_vllms_order(found: dict[str, Any]) -> None:
-    """Without a stream for them the shared experts come first, with one they are waited for after the routing."""
+    """With one stream the shared experts run first; with their own stream the wait for them is after the routing."""
     assert found["sum"] == {
         "one stream": [True, True, True, True, True, ["shared", "routed"]],
         "two streams": [
@@ -32,7 +32,7 @@ def test_the_sum_is_vllms_bit_for_bit_in_vllms_order(found: dict[str, Any]) -> N
 
 
 def test_ranks_reduce_the_sum_once(found: dict[str, Any]) -> None:
-    """Two all-reduces of the same: vLLM's own and the one behind the hook."""
+    """Two all-reduces of the same tensor: vLLM's own and the one behind the hook."""
     assert found["reduced"] == [True, 2, True]
 
 
@@ -58,7 +58,7 @@ def test_what_is_not_added_here_vllm_adds_for_a_reason(found: dict[str, Any]) ->
 
 
 def test_the_experts_take_the_tokens_of_all_data_parallel_ranks(found: dict[str, Any]) -> None:
-    """vLLM's own gathering dispatch hands them over; ways with any number of tokens are refused."""
+    """vLLM's gathering dispatch provides them; dispatches with an unbounded number of tokens are refused."""
     gathered = found["gathered"]
     assert gathered["same"] is True
     assert gathered["sizes"] == [5, 10, 16, 10]
@@ -67,7 +67,7 @@ def test_the_experts_take_the_tokens_of_all_data_parallel_ranks(found: dict[str,
 
 
 def test_padding_is_no_expert_of_any_rank(found: dict[str, Any]) -> None:
-    """The id -1 of padding, as an index into the map of experts, would be the last one's."""
+    """As an index into the map of experts, the id -1 of padding would select the last one."""
     for rank, (token, padding) in enumerate(found["ids"]):
         assert token == [one - 2 * rank if one // 2 == rank else -1 for one in (0, 5, 2, 7, 3, 6)]
         assert padding == [-1] * 6

@@ -1,4 +1,4 @@
-"""Hooks on modules that look like vLLM's, and on vLLM's own: all of an operation's or none, and never half of one."""
+"""Hooks on modules similar to vLLM's, and on vLLM's own: an operation has all of its hooks or none."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_an_assignment_that_fails_takes_back_those_before_it(module: Any) -> Non
 def test_an_operation_is_in_force_only_with_all_of_its_hooks(
     module: Any, other: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was attached before is taken back; hooks of other operations on the same symbols stay."""
+    """Hooks that were attached before are undone; hooks of other operations on the same symbols remain."""
     module.f = lambda: "stock"
     attached = Attached()
     first = Hook((Op.MOE,), NAME, {"f": ()}, wrapping("f", "moe"))
@@ -194,13 +194,13 @@ def mutated() -> dict[str, Any]:
 
 
 def test_the_hooks_know_this_vllm(mutated: dict[str, Any]) -> None:
-    """The scores of the indexer, and what follows them, are known since vLLM 0.33."""
+    """The scores of the indexer and the operations after them are supported since vLLM 0.33."""
     assert set(mutated["refused"]) <= {"indexer", "topk"}
     assert mutated["hooks"] == len(v033.HOOKS)
 
 
 def test_a_symbol_that_is_gone_or_another_one_leaves_its_module_as_it_was(mutated: dict[str, Any]) -> None:
-    """Every symbol of every hook: deleted, renamed, with another parameter, no function; the import still succeeds."""
+    """Every symbol of every hook is deleted, renamed, given another parameter, or no function; the import succeeds."""
     assert mutated["mutations"] > 100
     assert mutated["changed"] == []
     assert mutated["silent"] == []

@@ -1,4 +1,4 @@
-"""Decodes of different lengths beside a prompt, in the installed vLLM's own sparse indexer."""
+"""Decodes of different lengths together with a prompt, in the installed vLLM's own sparse indexer."""
 
 from __future__ import annotations
 

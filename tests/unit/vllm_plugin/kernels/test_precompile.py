@@ -1,4 +1,4 @@
-"""Compilation of announced plans beside the worker, on which nothing depends."""
+"""Compilation of announced plans in parallel with the worker, which does not depend on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, announce, begin, begi
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     monkeypatch.setattr(plans, "gpu_target", lambda: TargetGPU(Arch.SM_121, 48))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    # vLLM's configuration of its loggers, if an earlier test brought it, tells the root logger nothing.
+    # If an earlier test has loaded vLLM's configuration of loggers, they do not propagate to the root logger.
     monkeypatch.setattr(plans, "LOGGER", logging.getLogger(__name__))
     caplog.set_level(logging.INFO, __name__)
     yield
@@ -42,7 +42,7 @@ def test_what_layers_announce_is_compiled_once(tmp_path: Path, caplog: pytest.Lo
     assert "k is 100, needs a multiple of 128" in refused
     finish()
     assert len(caplog.records) == 2, "there is nothing to wait for any more"
-    # The next engine on this machine starts no process for it, and asks again for what could not be compiled.
+    # The next engine on this machine starts no process for it, and retries the compilations that failed.
     announce(QuantPlan, 64, 256, DEVICE)
     assert plans._Compiler.running is None
     announce(QuantPlan, tokens=64, k=100, device=DEVICE)
@@ -76,7 +76,7 @@ def test_the_next_process_starts_early_where_there_was_something_to_compile(
     process = plans._Compiler.running.process
     assert process is not None
     assert process.poll() is None
-    # Nothing was asked of it, so that it is not waited for.
+    # It received no plans, so `finish` does not wait for it.
     finish()
     assert process.poll() is not None
     assert len(caplog.records) == 1
@@ -139,7 +139,7 @@ def test_a_machine_without_a_gpu_that_the_kernels_know(monkeypatch: pytest.Monke
 
 
 def test_the_compilers_are_as_many_as_the_plan_allows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On GB10 they take from the memory that the weights go to."""
+    """On GB10 the compilers use the memory of the weights."""
     program = tmp_path / "python"
     program.write_text(f"""#!/bin/sh
 for one; do printf '%s ' "$one"; done > {tmp_path}/arguments; echo "$CUDA_VISIBLE_DEVICES." >> {tmp_path}/arguments

@@ -21,7 +21,7 @@ def test_vllm_is_as_the_hooks_know_it(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("ratio", ["4", "128"])
 def test_few_tokens_are_projected_and_saved_at_once(found: dict[str, Any], ratio: str) -> None:
-    """With the plan that was made ahead, for both compressors, and the weights of the indexer's heads."""
+    """Uses the plan that was made ahead, for both compressors and the weights of the indexer's heads."""
     assert found["saved"][ratio] is True
 
 

@@ -1,4 +1,4 @@
-"""Bundled FP8 products in vLLM's own reload of weights and after sleep: no state beside parameters and buffers."""
+"""Bundled FP8 products in vLLM's own reload of weights and after sleep: no state except parameters and buffers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_eager_products_use_the_reloaded_weights(found: dict[str, Any]) -> None:
 
 
 def test_scales_are_persistent_buffers_and_nothing_else_is_kept(found: dict[str, Any]) -> None:
-    """vLLM saves buffers before sleep, exports them, and skips those that are not persistent in a reload."""
+    """vLLM saves buffers before sleep, exports them, and skips non-persistent ones in a reload."""
     assert found["reload"]["exported"] == [f"{name}.dsv4_weight_scale" for name in LAYERS]
     assert found["reload"]["persistent"] == []
     assert found["reload"]["others"] == []

@@ -21,7 +21,7 @@ def found() -> dict[str, Any]:
 
 
 def test_vllm_is_as_the_hooks_know_it(found: dict[str, Any]) -> None:
-    """Since vLLM 0.33 the scores of prompts begin at column 0: before that the hook must not be attached."""
+    """Since vLLM 0.33 the scores of prompts begin at column 0: for earlier versions the hook must not be attached."""
     assert found["unknown"] in ([], ["as_fp32_logits is gone"])
 
 
@@ -58,7 +58,7 @@ def test_keys_are_chosen_as_vllm_does_in_decode_and_in_prompts(found: dict[str, 
 
 
 def test_vllm_fills_no_rows_that_are_written_whole(found: dict[str, Any]) -> None:
-    """Where vLLM's kernels may be asked, which leave places unwritten, somebody fills them."""
+    """If vLLM's kernels may run, which leave positions unwritten, the rows are filled before."""
     assert found["filled"] == {
         "rows": {
             "planned": 0,

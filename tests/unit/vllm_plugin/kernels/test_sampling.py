@@ -1,4 +1,4 @@
-"""What dsv4 puts around vLLM's sampler: no FlashInfer where it is not there, and a warm-up that ends no engine."""
+"""Changes around vLLM's sampler: no FlashInfer where it is missing, and a warm-up whose failure ends no engine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_warm_up_comes_before_vllms_profile(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_sampler_that_cannot_be_warmed_up_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vllm.dsv4"):
-        # Its runner has no model to ask for logits.
+        # Its runner has no model that could compute logits.
         assert compile_ahead.before_profile(lambda worker: 7)(worker(sampler=object())) == 7
     (record,) = caplog.records
     assert record.getMessage().startswith("dsv4 sampling: not compiled before it serves (AttributeError: ")

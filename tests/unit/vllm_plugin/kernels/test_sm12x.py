@@ -1,4 +1,4 @@
-"""FlashInfer and b12x as providers: offered on 12.x alone, called as vLLM calls them, excluded for a reason."""
+"""FlashInfer and b12x as providers: only offered on 12.x, called as vLLM calls them, and excluded with a reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MISSING = (
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let nothing be registered for another card."""
+    """Remove registrations for another card."""
     monkeypatch.setattr(registry, "_ADDED", {})
     providers.register.cache_clear()
     yield
@@ -80,7 +80,7 @@ def found() -> dict[str, Any]:
 
 @pytest.mark.parametrize("what", ["decode", "window", "prefill", "linear", "experts"])
 def test_what_they_are_given_means_what_the_contract_means(found: dict[str, Any], what: str) -> None:
-    """The stand-ins refuse what the packages refuse, and compute in torch what their sources say."""
+    """The stand-ins refuse the same inputs as the packages, and compute in torch according to their sources."""
     seen = found[what]["seen"]
     assert "fault" not in seen
     assert seen["error"] < 5e-3
@@ -112,7 +112,7 @@ def test_b12x_gets_what_vllms_layers_give_it(found: dict[str, Any]) -> None:
     weights, call = found["experts"]["calls"][:2]
     assert (weights["modes"], weights["source"], weights["layout"]) == ("w4a16", "fp4_e8m0_k32", "w31")
     assert (call["a"], call["ids"], call["limit"]) == (["bfloat16", 4, 256], ["int32", 4, 6], 10.0)
-    # The weights are prepared once, before what is timed.
+    # The weights are prepared once, before the timed calls.
     assert [("modes" in one) for one in found["experts"]["calls"]] == [True, False, False]
 
 

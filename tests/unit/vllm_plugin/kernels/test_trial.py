@@ -1,4 +1,4 @@
-"""Providers that end, lie or never return, as real processes."""
+"""Providers that end, give wrong results or never return, as real processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_wrong_a_crashing_and_a_hanging_provider_are_excluded_within_the_bound
 
 
 def ends(pid: int) -> bool:
-    """Whether the process has ended, now or within 2 s; init collects it."""
+    """Return whether the process ends within 2 s; init collects it."""
     for _ in range(20):
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return True
@@ -83,7 +83,7 @@ OK = {(name, trial.name): Seen(Op.MOE, trial.name, name, microseconds=2.0) for _
 
 
 class Starts:
-    """Engine starts with one cache: each gathers what the test lets it see."""
+    """Engine starts with one cache; each gathers the results that the test provides."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.machine = {"gpu": "card", "capability": "9.0"}
@@ -93,7 +93,7 @@ class Starts:
         monkeypatch.setattr(trial, "trials", lambda config, tensor_parallel, **cut: TRIED)
         monkeypatch.setattr(trial, "names", lambda op: tuple(name for _, name in MOE))
         monkeypatch.setattr(trial, "gather", self._gather)
-        # Every start is a day after the one before.
+        # Treat every start as a day after the previous one.
         monkeypatch.setattr(trial, "_AGAIN_SECONDS", 0.0)
         self.faults: dict[str, str] = {}
 
@@ -150,7 +150,7 @@ TRANSIENT = (
 
 @pytest.mark.parametrize("fault", TRANSIENT)
 def test_what_may_pass_is_tried_again_at_the_next_start(starts: Starts, fault: str) -> None:
-    """With the others of its operation, so that all are timed under the same conditions."""
+    """It is tried together with the others of its operation, so that all are timed under the same conditions."""
     found = starts.start(marlin=fault)["marlin"]
     assert found == f"t1: {fault} (attempt 1 of 3, at most one a day)"
     assert starts.start() == {"bundled": None, "bundled_w4a8": None, "marlin": None}
@@ -210,7 +210,7 @@ def test_a_right_provider_stays_right_when_it_fails_later(starts: Starts) -> Non
 
 
 def test_another_rank_of_the_same_start_does_not_try_again(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one that waited for the first nor one that comes later; a process made after the trial does."""
+    """Neither a rank that waited for the first one nor a later one; a process made after the trial tries again."""
     starts.start(marlin="not done after 20 s")
     (asked,) = starts.asked
     monkeypatch.setattr(trial.os, "getpid", lambda: 1)
@@ -259,7 +259,7 @@ ERRORS = (
 def test_no_file_operation_ends_an_engine(
     starts: Starts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, operation: str, error: Exception
 ) -> None:
-    """At the first start and at the second, with one warning at most; the evidence is as with files."""
+    """At the first and second start there is at most one warning, and the evidence is the same as with files."""
     trial.sources.cache_clear()
     if operation == "pathlib.Path.home":
         monkeypatch.delenv(trial.DIRECTORY)
@@ -280,7 +280,7 @@ def test_no_place_for_evidence_ends_an_engine(
     starts: Starts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:
     (tmp_path / "a file").write_text("x")
-    # What a variable of the environment cannot hold is refused by it.
+    # os.environ rejects values that a variable of the environment cannot hold.
     environment = {**os.environ, trial.DIRECTORY: place if place.startswith("/") else f"{tmp_path}/{place}"}
     monkeypatch.setattr(trial.os, "environ", environment)
     with caplog.at_level(logging.WARNING, "vllm.dsv4"):
@@ -314,7 +314,7 @@ GPU, MIG = "GPU-6a2b", "MIG-77aa"
 def test_a_trial_sees_the_device_of_its_rank(
     index: int, name: str, uuid: str, given: str | None, expected: str | None
 ) -> None:
-    """By its UUID; under Ray, whose workers see one card as number 0, and on parts of a card too."""
+    """Selected by UUID, also under Ray, whose workers see one card as number 0, and for partitions of a card."""
     assert trial.visible(index, name, uuid, given) == expected
 
 

@@ -1,4 +1,4 @@
-"""Plans that are compiled side by side before the engine serves."""
+"""Plans that are compiled in parallel before the engine serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4_runtime.vllm_plugin.kernels import plans, warmup
 
 @dataclass
 class Plan:
-    """A plan whose warm-up ends once as many others are in theirs as `beside` has parties."""
+    """A plan whose warm-up ends once as many plans are in theirs as `beside` has parties."""
 
     beside: threading.Barrier
     fault: Exception | None = None
@@ -70,7 +70,7 @@ def test_vllm_profiles_with_the_announced_kernels_compiled(monkeypatch: pytest.M
 
 @dataclass
 class Layer:
-    """A layer of attention that notes when it was planned, or a draft model's."""
+    """A layer of attention, or of a draft model, that records when it was planned."""
 
     order: list[str]
     name: str
@@ -128,7 +128,7 @@ def test_attention_is_compiled_while_vllm_compiles_its_own_kernels(order: list[s
 def test_the_front_of_every_layer_with_a_window_is_planned_too(
     order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where attention is vLLM's own class."""
+    """This also holds if attention is vLLM's own class."""
     stock = SimpleNamespace(swa_cache_layer=None, name="stock")
     monkeypatch.setattr(
         warmup.sublayers, "plan_ahead_of_requests", lambda layer: order.append(f"front of {layer.name}")
