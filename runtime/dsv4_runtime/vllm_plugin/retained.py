@@ -222,13 +222,19 @@ def whole_segments() -> Iterator[None]:
     With expandable segments it splits every segment, whatever `max_split_size_mb` is and also in pools that have none
     (`should_split` in `CUDACachingAllocator.cpp`): storages of other sizes would then be copied instead of mapped.
     """
-    before = torch._C._accelerator_getAllocatorSettings()
+    before = _allocator_settings()
     others = [part for part in before.split(",") if part and not part.strip().startswith(_EXPANDABLE)]
     torch._C._accelerator_setAllocatorSettings(",".join([*others, f"{_EXPANDABLE}:False"]))
     try:
         yield
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
+
+
+def _allocator_settings() -> str:
+    # As vLLM, for versions of PyTorch without the getter.
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return str(read() if read else torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
 
 
 @dataclass

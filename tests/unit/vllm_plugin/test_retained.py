@@ -422,16 +422,21 @@ def test_a_loaded_model_serves_even_if_it_cannot_be_retained(keeper: Keeper, mon
     assert worker.load()
 
 
-def test_segments_are_whole_in_the_pool_only() -> None:
-    before = torch._C._accelerator_getAllocatorSettings()
+@pytest.mark.parametrize("getter", [True, False])
+def test_segments_are_whole_in_the_pool_only(getter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, given = torch._C._accelerator_getAllocatorSettings(), "expandable_segments:True,max_split_size_mb:20"
+    if not getter:
+        monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+
+    def settings() -> tuple[bool, int]:
+        found = torch.cuda.memory._snapshot()["allocator_settings"]
+        return found["expandable_segments"], found["max_split_size"]
+
     try:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True,max_split_size_mb:20")
+        torch._C._accelerator_setAllocatorSettings(given)
         with retained.whole_segments():
-            inside = torch._C._accelerator_getAllocatorSettings()
-            settings = torch.cuda.memory._snapshot()["allocator_settings"]
-        assert inside == "max_split_size_mb:20,expandable_segments:False"
-        assert (settings["expandable_segments"], settings["max_split_size"]) == (False, 20 << 20)
-        assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True,max_split_size_mb:20"
+            assert settings() == (False, 20 << 20)
+        assert settings() == (True, 20 << 20)
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
 
