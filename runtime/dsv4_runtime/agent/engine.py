@@ -77,17 +77,6 @@ _log = logging.getLogger(__name__)
 _PID = re.compile(r"\(EngineCore\w{0,40} pid=(\d{1,9})\)")
 EXECUTOR = "executor"
 """Role of vLLM's process on other ranks than 0, the parent of the workers there."""
-_DOUBTFUL = frozenset(
-    {
-        Cause.CANARY_FAILED,
-        Cause.ENGINE_WRONG,
-        Cause.KV_CACHE_TOO_SMALL,
-        Cause.OUT_OF_MEMORY_GPU,
-        Cause.WEIGHTS_CORRUPT,
-        Cause.XID_ERROR,
-    }
-)
-"""Causes after which retained weights may be wrong, or their memory is needed."""
 _STARTING = frozenset({Phase.LOADING, Phase.WARMING})
 _TICK_SECONDS = 0.25
 # Ray ends the actors of a driver that is gone within about a second.
@@ -139,8 +128,6 @@ class EngineRunner:
             case act.ReportSuspicion(failure=suspicion):
                 self._record.suspect(suspicion)
             case act.ReportDead(failure=failure):
-                if self._context.keeper is not None and failure.cause in _DOUBTFUL:
-                    self._context.keeper.drop(f"after {failure.cause}")
                 self._record.mark_dead(failure)
             case act.SaveEvidence(failure=failure):
                 start(Task.EVIDENCE, self._save_evidence(failure))

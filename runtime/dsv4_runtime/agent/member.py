@@ -222,6 +222,8 @@ class Member:
                     self.loop.feed(EngineGone())
             case act.SweepSharedMemory():
                 self._background.append(start_background(context.sweep()))
+            case act.ReleaseWeights(cause=cause):
+                self._release_weights(cause)
             case act.DoubtWeights(why=why):
                 _log.warning("the weights are read again before the next start: %s", why)
                 record.weights_doubted = why
@@ -239,6 +241,12 @@ class Member:
             case _:
                 assert self.engine is not None  # noqa: S101  (the other actions need vLLM on this member)
                 self.engine.act(action)
+
+    def _release_weights(self, cause: Cause) -> None:
+        if self.context.keeper is not None:
+            # Not in the event loop: the driver of a broken GPU may not answer.
+            drop = run_in_daemon_thread(self.context.keeper.drop, f"after {cause}")
+            self._background.append(start_background(drop))
 
     def _work(self, task: Task) -> Coroutine[Any, Any, AgentEvent]:
         match task:

@@ -23,6 +23,7 @@ from dsv4_runtime.agent.decide.actions import (
     RecordFailure,
     RecordRepair,
     RecordRestart,
+    ReleaseWeights,
     ReportDead,
     ReportServing,
     ReportSuspicion,
@@ -65,6 +66,7 @@ from dsv4_runtime.agent.decide.events import (
     TimerFired,
 )
 from dsv4_runtime.agent.decide.state import (
+    RELEASING,
     TICK_SECONDS,
     Clear,
     EngineState,
@@ -355,7 +357,8 @@ def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now
     state = replace(state, failures=(*state.failures[:-1], repaired), attempts=state.attempts + 1)
     state = _with(state, replace(engine, repair=Clear(following)))
     state, entered = enter(state, Enter(Phase.RESTARTING, f"{failure.cause}: clearing the old engine"), now)
-    return state, (RecordFailure(failure), RecordRepair(repaired), entered, StartTask(Task.CLEAR))
+    release = (ReleaseWeights(failure.cause),) if failure.cause in RELEASING else ()
+    return state, (RecordFailure(failure), RecordRepair(repaired), *release, entered, StartTask(Task.CLEAR))
 
 
 def _wait(state: MemberState, now: Now) -> StepResult:
