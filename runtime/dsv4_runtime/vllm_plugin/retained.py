@@ -704,10 +704,16 @@ def retaining(default: type) -> type:
             return iter(())
         return default.get_all_weights(self, model_config, model)  # type: ignore[attr-defined, no-any-return]
 
+    def track_weights_loading(self: Any, *args: Any, **options: Any) -> None:
+        # Of unquantized models vLLM requires that files have every parameter.
+        if not getattr(self, "dsv4_restores", False):
+            default.track_weights_loading(self, *args, **options)  # type: ignore[attr-defined]
+
     methods = {
         "get_external_weight_memory": get_external_weight_memory,
         "load_model": load_model,
         "get_all_weights": get_all_weights,
+        "track_weights_loading": track_weights_loading,
     }
     return type(f"Retaining{default.__name__}", (default,), methods)
 
