@@ -24,13 +24,14 @@ import psutil
 from dsv4_runtime.agent.cleanup import SHM, short_of_memory
 from dsv4_runtime.agent.context import AgentContext, run_in_daemon_thread
 from dsv4_runtime.agent.decide.events import AgentEvent, Done, Staged, Task, TaskFailed, WeightsRead
+from dsv4_runtime.agent.processes import waited_for
 from dsv4_runtime.agent.ray import RayNode
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, read_again, stage
 from dsv4_runtime.agent.standby import Standby
 from dsv4_runtime.contract import Cause, FabricStatus, GpuSignals, GroupPlan, Progress
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
 from dsv4_runtime.health.gpu import DriverSilentError, Gpus, within_seconds
-from dsv4_runtime.util.peer_copies import UNSAFE_COPIES, try_copies
+from dsv4_runtime.util.peer_copies import UNSAFE_COPIES, CopyTest, try_copies
 from dsv4_runtime.weights import store
 from dsv4_runtime.weights.members import StagingReport, WeightsServer
 
@@ -305,7 +306,11 @@ async def check_copies(plan: GroupPlan, rank: int) -> None:
     member = plan.members[rank]
     if member.gpus is not None or member.devices < 2 or _NO_COPIES in {**os.environ, **plan.environment(rank)}:
         return
-    found = await run_in_daemon_thread(try_copies)
+
+    def test() -> CopyTest:
+        return try_copies(waited_for=waited_for)
+
+    found = await run_in_daemon_thread(test)
     _log.info("copies between the GPUs: %s: %s", found.outcome, found.found)
     if found.problem:
         command = f"kubectl annotate node {member.node or 'NODE'} {UNSAFE_COPIES}={shlex.quote(found.problem)}"

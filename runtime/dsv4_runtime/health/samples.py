@@ -188,13 +188,17 @@ _WAITING = b"vllm:num_requests_waiting"
 
 
 def _total(metrics: bytes, name: bytes) -> int | None:
-    """Return the sum of a metric over its label sets, one for each engine."""
+    """Return the sum of a metric over its label sets, one for each engine; None if there is none, or no number."""
     total, at = None, 0
     for opening in (b"\n" + name + b"{", b"\n" + name + b" "):
         while (at := metrics.find(opening, at)) >= 0:
             end = metrics.find(b"\n", at + 1)
             line = metrics[at + 1 : end if end >= 0 else len(metrics)]
-            total = (total or 0) + int(float(line.rsplit(b" ", 1)[1]))
+            try:
+                total = (total or 0) + int(float(line.rsplit(b" ", 1)[1]))
+            except (ValueError, OverflowError):
+                # `NaN`, `+Inf`, or no number.
+                return None
             at += len(name)
         at = 0
     return total
