@@ -30,11 +30,16 @@ def replace_file(path: Path, text: str, *, mode: int = 0o600) -> None:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        # On a full disk it would take the space that the next attempt needs.
+        partial.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
