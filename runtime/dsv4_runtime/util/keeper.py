@@ -292,14 +292,14 @@ def _receive_line(connection: socket.socket) -> dict[str, Any]:
 
 def _send(connection: socket.socket, descriptors: Sequence[int]) -> None:
     for start in range(0, len(descriptors), _BATCH):
-        batch = array.array("i", descriptors[start : start + _BATCH])
-        connection.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, batch)])
+        socket.send_fds(connection, [b"."], descriptors[start : start + _BATCH])
 
 
 def _receive(connection: socket.socket, count: int) -> list[int]:
     found: list[int] = []
     try:
         while len(found) < count:
+            # `socket.recv_fds` of Python 3.11 ignores flags, and a child that inherits a descriptor keeps the memory.
             size = socket.CMSG_LEN(_BATCH * array.array("i").itemsize)
             data, control, flags, _ = connection.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
             received = array.array("i")

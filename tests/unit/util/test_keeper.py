@@ -61,6 +61,9 @@ def test_what_a_killed_process_offered_is_there(keeper: Keeper, count: int) -> N
     kept = Client(keeper.path).take("0.0-0")
     assert kept is not None
     assert kept.about == {"key": "k", "bytes": 7}
+    # A child that inherits one would keep the memory.
+    held = keeper._sets["0.0-0"].descriptors
+    assert not any(map(os.get_inheritable, [*kept.descriptors, *held]))
     assert contents(kept.descriptors) == [f"content {number}" for number in range(count)]
 
 
