@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.cleanup import ENGINE_ROLES, with_retained
+from dsv4_runtime.agent.cleanup import with_retained
 from dsv4_runtime.agent.context import AgentContext, run_in_daemon_thread, start_background
 from dsv4_runtime.agent.decide import actions as act
 from dsv4_runtime.agent.decide.events import (
@@ -46,6 +46,7 @@ from dsv4_runtime.agent.standby import Standby
 from dsv4_runtime.agent.start import StartRunner
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Phase
 from dsv4_runtime.engine.logs import bound
+from dsv4_runtime.health.samples import ENGINE_ROLES
 from dsv4_runtime.health.vitals import SAMPLE_SECONDS
 from dsv4_runtime.util.clock import tick, unix_time
 from dsv4_runtime.weights import store

@@ -14,6 +14,8 @@ from dsv4_runtime.contract import GpuSignals, Signals
 
 FATAL_XIDS = frozenset({48, 74, 79, 94, 95, 119, 120, 140, 154})
 """The driver ends the programs on the GPU, or the GPU has fallen off the bus (NVIDIA's XID catalogue)."""
+ENGINE_ROLES = frozenset({"engine-core", "executor", "worker"})
+"""Roles of the engine's processes besides vLLM's API process."""
 _PACE_KEPT = 400
 _IDLE_WATTS_FACTOR = 1.3
 GPU_FRESH_SECONDS = 3.0

@@ -82,8 +82,8 @@ from dsv4_runtime.agent.decide.state import (
 )
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase, Signals, permit
 from dsv4_runtime.health.rules import judge_start, start_idle, stopped_since
+from dsv4_runtime.health.samples import ENGINE_ROLES
 
-_ENGINE_ROLES = frozenset({"api", "engine-core", "executor", "worker"})
 # Two failed attempts in a row end level 1.
 MAX_ATTEMPTS = 2
 
@@ -264,7 +264,7 @@ def _check_start(state: MemberState, now: Now) -> MemberState:
     }
     known = {rank: (signals, arrived) for rank, (signals, arrived) in members.items() if signals is not None}
     signals = {rank: found for rank, (found, _) in known.items()}
-    stopped = stopped_since(engine.stopped, signals, _ENGINE_ROLES, now.clock, now.awake)
+    stopped = stopped_since(engine.stopped, signals, ENGINE_ROLES | {"api"}, now.clock, now.awake)
     engine = replace(engine, stopped=stopped)
     progressed = max(engine.progressed, now.awake)
     policy, passed = state.plan.health, now.clock - engine.started
