@@ -268,11 +268,18 @@ class LedgerWriter:
     """
 
     def __init__(self, pid: int | None = None) -> None:
-        self._path = _ledger_path(os.getpid() if pid is None else pid)
+        """Make the file.
+
+        Raises:
+            OSError: shared memory has no room for it, or another user's file is in its place.
+        """
+        path = _ledger_path(os.getpid() if pid is None else pid)
         self._count = 0
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # Every user of the machine can write there.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.ftruncate(descriptor, _COUNT.size)
+            # Reserved now: in a full file system the first count would end the process with SIGBUS.
+            os.posix_fallocate(descriptor, 0, _COUNT.size)
             self._memory = mmap.mmap(descriptor, _COUNT.size)
         finally:
             os.close(descriptor)
