@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.contract import Cause, GpuProcess, GpuSignals, MemberPlan, Signals
-from dsv4_runtime.health.samples import GPU_FRESH_SECONDS
+from dsv4_runtime.health.samples import ENGINE_ROLES, GPU_FRESH_SECONDS
 from dsv4_runtime.util.keeper import Keeper
 
-ENGINE_ROLES = frozenset({"engine-core", "executor", "worker"})
 SHM = Path("/dev/shm")  # noqa: S108  (shared memory of Ray and vLLM, not temporary files)
 # The driver keeps a little memory after the first use of a GPU.
 _GPU_SLACK_BYTES = 1 << 30

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dsv4_runtime.agent.cleanup import ENGINE_ROLES, sweep, sweep_sockets
+from dsv4_runtime.agent.cleanup import sweep, sweep_sockets
 from dsv4_runtime.agent.decide.events import AgentEvent, Crashed, GroupSeen, Task
 from dsv4_runtime.agent.peers import Peers
 from dsv4_runtime.agent.processes import Child, ProcessWatch, kill_stopped_workers
@@ -22,6 +22,7 @@ from dsv4_runtime.agent.record import Changes, MemberRecord
 from dsv4_runtime.contract import AgentStatus, GroupPlan, Signals
 from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.fabric.member import MemberFabric
+from dsv4_runtime.health.samples import ENGINE_ROLES
 from dsv4_runtime.health.vitals import ExitCauses, Vitals, memory_usage
 from dsv4_runtime.util import keeper
 from dsv4_runtime.util.secrets import is_secret_name

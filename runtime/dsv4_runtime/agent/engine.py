@@ -16,7 +16,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
 import sys
 import time
@@ -70,6 +69,7 @@ from dsv4_runtime.engine.logs import (
     worker_lost,
 )
 from dsv4_runtime.util.clock import tick
+from dsv4_runtime.util.files import replace_file
 from dsv4_runtime.util.log_lines import memory_figures
 
 _log = logging.getLogger(__name__)
@@ -77,17 +77,6 @@ _log = logging.getLogger(__name__)
 _PID = re.compile(r"\(EngineCore\w{0,40} pid=(\d{1,9})\)")
 EXECUTOR = "executor"
 """Role of vLLM's process on other ranks than 0, the parent of the workers there."""
-_DOUBTFUL = frozenset(
-    {
-        Cause.CANARY_FAILED,
-        Cause.ENGINE_WRONG,
-        Cause.KV_CACHE_TOO_SMALL,
-        Cause.OUT_OF_MEMORY_GPU,
-        Cause.WEIGHTS_CORRUPT,
-        Cause.XID_ERROR,
-    }
-)
-"""Causes after which retained weights may be wrong, or their memory is needed."""
 _STARTING = frozenset({Phase.LOADING, Phase.WARMING})
 _TICK_SECONDS = 0.25
 # Ray ends the actors of a driver that is gone within about a second.
@@ -139,8 +128,6 @@ class EngineRunner:
             case act.ReportSuspicion(failure=suspicion):
                 self._record.suspect(suspicion)
             case act.ReportDead(failure=failure):
-                if self._context.keeper is not None and failure.cause in _DOUBTFUL:
-                    self._context.keeper.drop(f"after {failure.cause}")
                 self._record.mark_dead(failure)
             case act.SaveEvidence(failure=failure):
                 start(Task.EVIDENCE, self._save_evidence(failure))
@@ -377,7 +364,8 @@ async def _healthy(session: aiohttp.ClientSession, base: str) -> bool:
 def answer_key(plan: GroupPlan) -> str:
     """Return the digest of all inputs that the answer to the known question depends on."""
     env = {name: value for name, value in plan.env.items() if name not in _IRRELEVANT_VARIABLES}
-    text = json.dumps([plan.model_digest, env, _vllm_version(), plan.expectations.memory_of], sort_keys=True)
+    facts = [plan.model_digest, env, _vllm_version(), plan.expectations.memory_of, completion.known_request("")]
+    text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -392,7 +380,8 @@ def stored_answer(folder: Path, key: str) -> KnownAnswer | None:
     try:
         kept = _read_answers(folder)[key]
         logprobs, margins = (tuple(map(float, kept[name])) for name in ("logprobs", "margins"))
-        return KnownAnswer(tuple(map(str, kept["tokens"])), logprobs, margins)
+        tokens = tuple(map(str, kept["tokens"]))
+        return KnownAnswer(tokens, logprobs, margins) if len(tokens) == len(logprobs) == len(margins) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -406,14 +395,9 @@ def store_answer(folder: Path, key: str, answer: KnownAnswer) -> bool:
     kept.pop(key, None)
     kept[key] = {"tokens": answer.tokens, "logprobs": answer.logprobs, "margins": answer.margins}
     kept = dict(list(kept.items())[-_KEEP_ANSWERS:])
-    target = answer_file(folder)
-    partial = target.with_name(f"{target.name}.{os.getpid()}")
     try:
-        partial.write_text(f"{json.dumps(kept, indent=1)}\n")
-        partial.replace(target)
+        replace_file(answer_file(folder), f"{json.dumps(kept, indent=1)}\n", mode=0o644)
     except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         return False
     return True
 

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.cleanup import ENGINE_ROLES, with_retained
+from dsv4_runtime.agent.cleanup import with_retained
 from dsv4_runtime.agent.context import AgentContext, run_in_daemon_thread, start_background
 from dsv4_runtime.agent.decide import actions as act
 from dsv4_runtime.agent.decide.events import (
@@ -46,6 +46,7 @@ from dsv4_runtime.agent.standby import Standby
 from dsv4_runtime.agent.start import StartRunner
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Phase
 from dsv4_runtime.engine.logs import bound
+from dsv4_runtime.health.samples import ENGINE_ROLES
 from dsv4_runtime.health.vitals import SAMPLE_SECONDS
 from dsv4_runtime.util.clock import tick, unix_time
 from dsv4_runtime.weights import store
@@ -222,6 +223,8 @@ class Member:
                     self.loop.feed(EngineGone())
             case act.SweepSharedMemory():
                 self._background.append(start_background(context.sweep()))
+            case act.ReleaseWeights(cause=cause):
+                self._release_weights(cause)
             case act.DoubtWeights(why=why):
                 _log.warning("the weights are read again before the next start: %s", why)
                 record.weights_doubted = why
@@ -239,6 +242,12 @@ class Member:
             case _:
                 assert self.engine is not None  # noqa: S101  (the other actions need vLLM on this member)
                 self.engine.act(action)
+
+    def _release_weights(self, cause: Cause) -> None:
+        if self.context.keeper is not None:
+            # Not in the event loop: the driver of a broken GPU may not answer.
+            drop = run_in_daemon_thread(self.context.keeper.drop, f"after {cause}")
+            self._background.append(start_background(drop))
 
     def _work(self, task: Task) -> Coroutine[Any, Any, AgentEvent]:
         match task:

@@ -187,7 +187,10 @@ class Child:
         return self.running and await self._line.alive(self.pid)
 
     def tree(self) -> list[psutil.Process]:
-        """Return the child and everything below it that still runs."""
+        """Return the child and everything below it that still runs; nothing after its end, when its id may be
+        another's."""
+        if not self.running:
+            return []
         try:
             root = psutil.Process(self.pid)
             return [root, *root.children(recursive=True)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import importlib.util
 import logging
 import os
@@ -24,13 +23,14 @@ import psutil
 from dsv4_runtime.agent.cleanup import SHM, short_of_memory
 from dsv4_runtime.agent.context import AgentContext, run_in_daemon_thread
 from dsv4_runtime.agent.decide.events import AgentEvent, Done, Staged, Task, TaskFailed, WeightsRead
+from dsv4_runtime.agent.processes import waited_for
 from dsv4_runtime.agent.ray import RayNode
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, read_again, stage
 from dsv4_runtime.agent.standby import Standby
 from dsv4_runtime.contract import Cause, FabricStatus, GpuSignals, GroupPlan, Progress
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
-from dsv4_runtime.health.gpu import DriverSilentError, Gpus, within_seconds
-from dsv4_runtime.util.peer_copies import UNSAFE_COPIES, try_copies
+from dsv4_runtime.health.gpu import Gpus
+from dsv4_runtime.util.peer_copies import UNSAFE_COPIES, CopyTest, try_copies
 from dsv4_runtime.weights import store
 from dsv4_runtime.weights.members import StagingReport, WeightsServer
 
@@ -282,12 +282,11 @@ async def check_gpus(plan: GroupPlan, rank: int) -> None:
     deadline = time.monotonic() + _GPU_SECONDS
     while True:
         try:
-            sample = functools.partial(within_seconds, _DRIVER_SECONDS, functools.partial(_sample_or_error, plan, rank))
-            found = await asyncio.to_thread(sample)
-        except DriverSilentError as error:
-            raise PreflightError(f"{error}; see `dmesg` and `nvidia-smi`", Cause.XID_ERROR) from None
-        if isinstance(found, PreflightError):
-            raise found
+            async with asyncio.timeout(_DRIVER_SECONDS):
+                found = await run_in_daemon_thread(sample_gpus, plan, rank)
+        except TimeoutError:
+            silent = f"the NVIDIA driver has not answered for {_DRIVER_SECONDS:.0f} s"
+            raise PreflightError(f"{silent}; see `dmesg` and `nvidia-smi`", Cause.XID_ERROR) from None
         short = short_of_memory(found, plan.expectations.gpu_bytes)
         if short is None:
             return
@@ -305,16 +304,12 @@ async def check_copies(plan: GroupPlan, rank: int) -> None:
     member = plan.members[rank]
     if member.gpus is not None or member.devices < 2 or _NO_COPIES in {**os.environ, **plan.environment(rank)}:
         return
-    found = await run_in_daemon_thread(try_copies)
+
+    def test() -> CopyTest:
+        return try_copies(waited_for=waited_for)
+
+    found = await run_in_daemon_thread(test)
     _log.info("copies between the GPUs: %s: %s", found.outcome, found.found)
     if found.problem:
         command = f"kubectl annotate node {member.node or 'NODE'} {UNSAFE_COPIES}={shlex.quote(found.problem)}"
         raise PreflightError(f"{found.problem}; to disable these copies: {command}", Cause.PEER_TO_PEER_HANG)
-
-
-def _sample_or_error(plan: GroupPlan, rank: int) -> tuple[GpuSignals, ...] | PreflightError:
-    """Return the error of `sample_gpus`: `within_seconds` does not pass exceptions on from its thread."""
-    try:
-        return sample_gpus(plan, rank)
-    except PreflightError as error:
-        return error

@@ -75,9 +75,10 @@ def known_answer(status: int, body: bytes) -> KnownAnswer:
         raise BadCompletion(f"{_ANSWER_TOKENS} tokens were requested, not {tokens!r:.80}")
     try:
         margins = [
-            max((a - b for a, b in pairwise(sorted(one.values(), reverse=True)[:2])), default=0.0) for one in best
+            max((a - b for a, b in pairwise(sorted(one.values(), reverse=True)[:2])), default=0.0)
+            for one, _ in zip(best, tokens, strict=True)
         ]
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise BadCompletion(f"the two most likely tokens of each position were requested, not {best!r:.80}") from error
     return KnownAnswer(tuple(map(str, tokens)), tuple(map(float, found["token_logprobs"])), tuple(margins))
 

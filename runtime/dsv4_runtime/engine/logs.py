@@ -22,6 +22,7 @@ from typing import BinaryIO
 from dsv4_runtime.contract import Cause, KernelStatus, Progress, WeightsProgress
 from dsv4_runtime.engine.signatures import SIGNATURES, match
 from dsv4_runtime.util.log_lines import FATAL_SECONDS, LineFilter, head, log_reader
+from dsv4_runtime.util.procfs import entry
 
 _log = logging.getLogger(__name__)
 
@@ -210,19 +211,27 @@ class WorkerLogs:
         """Take the log directory of Ray's session; it need not exist yet."""
         self._folder = ray_logs
         self._tails: dict[Path, LogTail] = {}
+        self._ended: set[Path] = set()
+        """Logs of workers that ended before the present engine."""
 
     def read(self) -> list[str]:
         """Return the new lines of all files, file after file. After a start they may quote requests."""
         for path in sorted(self._folder.glob("worker-*")):
-            if path.suffix in (".out", ".err") and path not in self._tails:
+            if path.suffix in (".out", ".err") and path not in self._tails.keys() | self._ended:
                 self._tails[path] = LogTail(path)
         return [line for tail in self._tails.values() for line in tail.read()]
 
     def forget(self) -> None:
-        """Discard the lines up to now: they belong to an ended engine."""
+        """Discard the lines up to now: they belong to an ended engine. Logs of workers that have ended are closed."""
         self.read()
-        for tail in self._tails.values():
+        for path, tail in list(self._tails.items()):
             tail.forget()
+            # Ray's names end in the process id.
+            pid = path.stem.rpartition("-")[2]
+            if pid.isdecimal() and entry(int(pid)) is None:
+                tail.close()
+                del self._tails[path]
+                self._ended.add(path)
 
     def close(self) -> None:
         for tail in self._tails.values():

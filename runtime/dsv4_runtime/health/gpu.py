@@ -10,10 +10,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dsv4_runtime.contract import GpuProcess, GpuSignals
 from dsv4_runtime.health.samples import FATAL_XIDS
@@ -37,11 +37,6 @@ _THROTTLING = {
 """NVML's bits of `nvmlDeviceGetCurrentClocksEventReasons`."""
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
-
-
-class DriverSilentError(Exception):
-    """The driver has not answered in time."""
 
 
 class Gpus:
@@ -245,21 +240,6 @@ def _conditions(gpu: GpuSignals) -> Iterator[tuple[str, bool | None, str]]:
         limits = f"{gpu.power_limit_watts:.0f} of {gpu.power_default_watts:.0f} W"
         text = f"GPU {gpu.index} is slowed by its power limit of {limits} (nvidia-smi --power-limit)"
         yield "power", capped if loaded else None, text
-
-
-def within_seconds(seconds: float, call: Callable[[], _T]) -> _T:
-    """Return the result of `call`, a call to the driver, which runs in a thread of its own.
-
-    Raises:
-        DriverSilentError: it took longer than `seconds`; the thread is left behind.
-    """
-    answers: list[_T] = []
-    thread = threading.Thread(target=lambda: answers.append(call()), name="nvml", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not answers:
-        raise DriverSilentError(f"the NVIDIA driver has not answered for {seconds:.0f} s")
-    return answers[0]
 
 
 def _process(found: Any) -> GpuProcess:

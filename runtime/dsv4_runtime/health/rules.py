@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dsv4_runtime.contract import Cause, Health, HealthPolicy, Signals
-from dsv4_runtime.health.samples import FATAL_XIDS, ProcessView, RankView, Sample, xid_message
+from dsv4_runtime.health.samples import ENGINE_ROLES, FATAL_XIDS, ProcessView, RankView, Sample, xid_message
 
 WINDOW_SECONDS = 60.0
 """Age of the oldest sample that the rules need."""
@@ -22,7 +22,6 @@ GAP_SECONDS = 3.0
 _BEATS_SECONDS = 1.4
 _SAMPLE_SECONDS = 1.6
 """Interval after which a heartbeat counts as missing."""
-_ENGINE = frozenset({"engine-core", "executor", "worker"})
 _WANTS_TO_RUN = frozenset("RD")
 _STOPPED = frozenset("Tt")
 # Follows other deaths more often than it causes one.
@@ -180,7 +179,7 @@ def _stopped(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgeme
         (_since(run, functools.partial(_is_stopped, rank=rank.rank, role=process.role)), rank.rank, process.role)
         for rank in run[-1].ranks
         for process in rank.processes
-        if process.state == "T" and process.role in _ENGINE | {"api"}
+        if process.state == "T" and process.role in ENGINE_ROLES | {"api"}
     ]
     if not stopped:
         return None
@@ -358,7 +357,7 @@ def _engine_lives(before: Sample, sample: Sample, policy: HealthPolicy) -> bool:
         if rank.gpu_busy is not None:
             if rank.gpu_busy:
                 return True
-        elif _computes(_processes(before, rank.rank), rank, _ENGINE, policy):
+        elif _computes(_processes(before, rank.rank), rank, ENGINE_ROLES, policy):
             return True
     return False
 
@@ -413,7 +412,7 @@ def _culprit(run: Sequence[Sample]) -> int | None:
     """
     last = run[-1]
     for rank in last.ranks:
-        if any(process.state == "T" for process in rank.processes if process.role in _ENGINE):
+        if any(process.state == "T" for process in rank.processes if process.role in ENGINE_ROLES):
             return rank.rank
     counted = {rank.rank: rank.collectives for rank in last.ranks if rank.collectives is not None}
     if len(counted) == len(last.ranks) > 1 and len(set(counted.values())) > 1:

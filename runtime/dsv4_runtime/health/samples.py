@@ -14,6 +14,8 @@ from dsv4_runtime.contract import GpuSignals, Signals
 
 FATAL_XIDS = frozenset({48, 74, 79, 94, 95, 119, 120, 140, 154})
 """The driver ends the programs on the GPU, or the GPU has fallen off the bus (NVIDIA's XID catalogue)."""
+ENGINE_ROLES = frozenset({"engine-core", "executor", "worker"})
+"""Roles of the engine's processes besides vLLM's API process."""
 _PACE_KEPT = 400
 _IDLE_WATTS_FACTOR = 1.3
 GPU_FRESH_SECONDS = 3.0
@@ -188,13 +190,17 @@ _WAITING = b"vllm:num_requests_waiting"
 
 
 def _total(metrics: bytes, name: bytes) -> int | None:
-    """Return the sum of a metric over its label sets, one for each engine."""
+    """Return the sum of a metric over its label sets, one for each engine; None if there is none, or no number."""
     total, at = None, 0
     for opening in (b"\n" + name + b"{", b"\n" + name + b" "):
         while (at := metrics.find(opening, at)) >= 0:
             end = metrics.find(b"\n", at + 1)
             line = metrics[at + 1 : end if end >= 0 else len(metrics)]
-            total = (total or 0) + int(float(line.rsplit(b" ", 1)[1]))
+            try:
+                total = (total or 0) + int(float(line.rsplit(b" ", 1)[1]))
+            except (ValueError, OverflowError):
+                # `NaN`, `+Inf`, or no number.
+                return None
             at += len(name)
         at = 0
     return total

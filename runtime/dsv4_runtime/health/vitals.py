@@ -14,14 +14,13 @@ import psutil
 from dsv4_runtime.contract import Cause, GpuSignals, ProcessSignals, Signals
 from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.health.gpu import GpuWatch, Throttling
-from dsv4_runtime.health.samples import GPU_FRESH_SECONDS
+from dsv4_runtime.health.samples import ENGINE_ROLES, GPU_FRESH_SECONDS
 from dsv4_runtime.util.files import LedgerReader, read_ledger
-from dsv4_runtime.util.procfs import FROZEN, Work, below, command_of, entry, is_frozen, trees
+from dsv4_runtime.util.procfs import FROZEN, Work, below, command_of, entry, is_frozen, meminfo, trees
 
 SAMPLE_SECONDS = 0.5
 """Interval of the samples."""
-ENGINE_ROLES = frozenset({"api", "engine-core", "executor", "worker"})
-ROLES = ENGINE_ROLES | {"raylet", "gcs"}
+ROLES = ENGINE_ROLES | {"api", "raylet", "gcs"}
 _GPU_GROWTH_BYTES = 1 << 20
 # Compilers are short-lived children of a worker; a wait for one has a bound of many seconds.
 _TREE_SECONDS = 2.0
@@ -29,7 +28,6 @@ _SLOW_SECONDS = 2.0
 _SHM = "/dev/shm"  # noqa: S108  (shared memory's place)
 _CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")
 _VMSTAT = Path("/proc/vmstat")
-_MEMINFO = Path("/proc/meminfo")
 
 
 class Vitals:
@@ -64,7 +62,11 @@ class Vitals:
             self._starting = {pid for pid in rays if _is_worker(command_of(pid))}
             self._treed = now
         if now - self._measured >= _SLOW_SECONDS:
-            self._slow = {"memory_available": available(), "shm_free": shm_free(), "oom_kills": oom_kills()}
+            self._slow = {
+                "memory_available": meminfo().get("MemAvailable"),
+                "shm_free": shm_free(),
+                "oom_kills": oom_kills(),
+            }
             self._measured = now
         gpus, age = self._gpus.latest() if self._gpus is not None else ((), 0.0)
         if age <= GPU_FRESH_SECONDS:
@@ -102,7 +104,7 @@ class Vitals:
 
     def _measure_work(self, watched: Mapping[int, str], gpus: Sequence[GpuSignals], now: float) -> dict[str, float]:
         """Return `idle` and `stagnant` of `Signals`."""
-        roots = {pid for pid, role in watched.items() if role in ENGINE_ROLES}
+        roots = {pid for pid, role in watched.items() if role in ENGINE_ROLES | {"api"}}
         # A worker of Ray imports vLLM before it is the engine's.
         others = {pid for root in roots for pid in self._trees.get(root, ())} | self._starting
         own, below = (Work.of(filter(None, map(entry, pids)), now) for pids in (roots, others - roots))
@@ -126,14 +128,6 @@ class Vitals:
                 self._ledgers[pid] = reader
         counts = [reader.count for reader in self._ledgers.values()]
         return min(counts, default=None)
-
-
-def available() -> int | None:
-    """Return the bytes of available memory."""
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def shm_free() -> int | None:

@@ -30,11 +30,16 @@ def replace_file(path: Path, text: str, *, mode: int = 0o600) -> None:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        # On a full disk it would take the space that the next attempt needs.
+        partial.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
@@ -263,11 +268,18 @@ class LedgerWriter:
     """
 
     def __init__(self, pid: int | None = None) -> None:
-        self._path = _ledger_path(os.getpid() if pid is None else pid)
+        """Make the file.
+
+        Raises:
+            OSError: shared memory has no room for it, or another user's file is in its place.
+        """
+        path = _ledger_path(os.getpid() if pid is None else pid)
         self._count = 0
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # Every user of the machine can write there.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.ftruncate(descriptor, _COUNT.size)
+            # Reserved now: in a full file system the first count would end the process with SIGBUS.
+            os.posix_fallocate(descriptor, 0, _COUNT.size)
             self._memory = mmap.mmap(descriptor, _COUNT.size)
         finally:
             os.close(descriptor)

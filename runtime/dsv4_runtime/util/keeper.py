@@ -3,9 +3,9 @@
 Memory that a worker allocates through CUDA's virtual memory management and exports as a file descriptor
 (`cuMemExportToShareableHandle`) stays allocated as long as any process holds the descriptor or a mapping, also after
 the exporting process was killed (NVIDIA, CUDA driver API, "Virtual Memory Management"). The keeper needs neither CUDA
-nor a copy: it holds descriptors and one JSON document per set. A set belongs to one loaded model of one worker; a
-later offer for the same slot replaces it. When the agent ends, the kernel closes the descriptors, and the memory is
-free.
+nor a copy: it holds descriptors and one JSON document per set. A set belongs to one loaded model of one worker, with
+the name of its slot (`<rank>-<number>`); a later offer for this slot replaces it. When the agent ends, the kernel
+closes the descriptors, and the memory is free.
 
 Protocol over a Unix stream socket, one request per connection: a line of JSON in each direction. An offer is followed
 by its descriptors, an answer with a set too, in messages of at most 200 with one byte each.
@@ -37,7 +37,10 @@ _MOST = 16_384
 """Descriptors of one set."""
 _LINE = 64 << 20
 _SECONDS = 20.0
+"""Limit of one step of a request in the keeper, which answers one at a time; a client waits twice as long."""
+_PAUSE_SECONDS = 0.5
 _BACKLOG = 16
+_NOT_LOADED = "the engine that mapped them last did not load its model"
 _UCRED = struct.Struct("3i")
 
 
@@ -55,6 +58,11 @@ class Kept:
     descriptors: list[int]
     taken: bool = False
     """Whether a worker mapped it and has not offered it again: that worker's start failed."""
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the memory."""
+        return int(self.about["bytes"])
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -76,6 +84,7 @@ class Keeper:
         self.path = path
         self._sets: dict[str, Kept] = {}
         self._lock = threading.Lock()
+        self._ended = threading.Event()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -94,21 +103,21 @@ class Keeper:
     def held(self) -> int:
         """Return the bytes of all sets."""
         with self._lock:
-            return sum(int(kept.about.get("bytes", 0)) for kept in self._sets.values())
+            return sum(kept.size for kept in self._sets.values())
 
-    def drop(self, reason: str) -> int:
-        """Release all sets; return their bytes."""
+    def drop(self, reason: str, rank: str | None = None) -> None:
+        """Release all sets, or those of one rank."""
         with self._lock:
-            sets, self._sets = self._sets, {}
-        for kept in sets.values():
+            dropped = [self._sets.pop(slot) for slot in list(self._sets) if rank in (None, _rank_of(slot))]
+        for kept in dropped:
             kept.close()
-        freed = sum(int(kept.about.get("bytes", 0)) for kept in sets.values())
-        if sets:
-            _log.info("released %.1f GiB of retained weights: %s", freed / 2**30, reason)
-        return freed
+        if dropped:
+            size = sum(kept.size for kept in dropped)
+            _log.info("released %.1f GiB of retained weights: %s", size / 2**30, reason)
 
     def close(self) -> None:
         """Stop listening and release everything."""
+        self._ended.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -119,13 +128,17 @@ class Keeper:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._ended.is_set():
+                    return
+                _log.warning("retained weights: no request can be accepted: %s", error)
+                self._ended.wait(_PAUSE_SECONDS)
+                continue
             with connection:
                 connection.settimeout(_SECONDS)
                 try:
                     self._answer(connection)
-                except (OSError, ValueError, KeyError, TypeError) as error:
+                except Exception as error:  # the next request may be a good one
                     _log.warning("retained weights: a request failed: %s: %s", type(error).__name__, error)
 
     def _answer(self, connection: socket.socket) -> None:
@@ -134,44 +147,52 @@ class Keeper:
             raise ValueError(f"a process of user {user} asked")
         request = _receive_line(connection)
         slot = str(request["slot"])
+        rank = _rank_of(slot)
         match request["do"]:
             case "offer":
                 count = int(request["descriptors"])
                 if not 0 < count <= _MOST:
                     raise ValueError(f"{count} descriptors")
-                kept = Kept(dict(request["about"]), _receive(connection, count))
+                about = dict(request["about"])
+                size = int(about["bytes"])
+                kept = Kept(about, _receive(connection, count))
                 with self._lock:
                     before, self._sets[slot] = self._sets.get(slot), kept
                 if before is not None:
                     before.close()
                 _send_line(connection, {"ok": True})
-                _log.info("retains %.1f GiB of weights (%s)", kept.about.get("bytes", 0) / 2**30, slot)
+                _log.info("retains %.1f GiB of weights (%s)", size / 2**30, slot)
             case "take":
-                with self._lock:
-                    found = self._sets.get(slot)
-                if found is not None and found.taken:
-                    self.drop("the engine that mapped them last did not load its model")
-                with self._lock:
-                    found = self._sets.get(slot)
-                    if found is not None:
-                        found.taken = True
-                    # Copies: a drop in another thread closes the originals.
-                    copies = [os.dup(one) for one in found.descriptors] if found else []
+                if slot in self._taken(rank):
+                    self.drop(_NOT_LOADED, rank)
+                copies: list[int] = []
                 try:
+                    with self._lock:
+                        found = self._sets.get(slot)
+                        if found is not None:
+                            found.taken = True
+                            # Copies: a drop in another thread closes the originals.
+                            copies.extend(map(os.dup, found.descriptors))
                     _send_line(connection, {"about": found.about if found else None, "descriptors": len(copies)})
                     _send(connection, copies)
                 finally:
                     for one in copies:
                         os.close(one)
             case "sizes":
+                if self._taken(rank):
+                    self.drop(_NOT_LOADED, rank)
                 with self._lock:
-                    sizes = {name: one.about.get("bytes", 0) for name, one in self._sets.items()}
+                    sizes = {name: one.size for name, one in self._sets.items() if _rank_of(name) == rank}
                 _send_line(connection, {"sizes": sizes})
             case "drop":
                 self.drop(str(request.get("reason", "")))
                 _send_line(connection, {"ok": True})
             case other:
                 raise ValueError(f"unknown request {other!r}")
+
+    def _taken(self, rank: str) -> set[str]:
+        with self._lock:
+            return {slot for slot, kept in self._sets.items() if kept.taken and _rank_of(slot) == rank}
 
 
 class Client:
@@ -204,13 +225,16 @@ class Client:
         answer, descriptors = self._ask({"do": "take", "slot": slot})
         return None if answer.get("about") is None else Kept(dict(answer["about"]), descriptors)
 
-    def sizes(self) -> dict[str, int]:
-        """Return slot to bytes of every set.
+    def sizes(self, rank: str) -> dict[str, int]:
+        """Return slot to bytes of every set of a rank, before its worker loads.
+
+        The rank's sets are released first if the last worker that mapped one did not load it: after this call they
+        count as memory outside of the engine.
 
         Raises:
             KeeperError: the keeper did not answer.
         """
-        answer, _ = self._ask({"do": "sizes", "slot": ""})
+        answer, _ = self._ask({"do": "sizes", "slot": f"{rank}-"})
         return {str(slot): int(size) for slot, size in answer["sizes"].items()}
 
     def drop(self, reason: str) -> None:
@@ -224,7 +248,7 @@ class Client:
     def _ask(self, request: dict[str, Any], give: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
         try:
             with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(_SECONDS)
+                connection.settimeout(2 * _SECONDS)
                 with _short(self._path) as name:
                     connection.connect(name)
                 _send_line(connection, request)
@@ -233,6 +257,10 @@ class Client:
                 return answer, _receive(connection, int(answer.get("descriptors", 0)))
         except (OSError, ValueError) as error:
             raise KeeperError(f"{self._path}: {type(error).__name__}: {error}") from error
+
+
+def _rank_of(slot: str) -> str:
+    return slot.rpartition("-")[0]
 
 
 @contextlib.contextmanager
@@ -264,22 +292,23 @@ def _receive_line(connection: socket.socket) -> dict[str, Any]:
 
 def _send(connection: socket.socket, descriptors: Sequence[int]) -> None:
     for start in range(0, len(descriptors), _BATCH):
-        batch = array.array("i", descriptors[start : start + _BATCH])
-        connection.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, batch)])
+        socket.send_fds(connection, [b"."], descriptors[start : start + _BATCH])
 
 
 def _receive(connection: socket.socket, count: int) -> list[int]:
     found: list[int] = []
     try:
         while len(found) < count:
+            # `socket.recv_fds` of Python 3.11 ignores flags, and a child that inherits a descriptor keeps the memory.
             size = socket.CMSG_LEN(_BATCH * array.array("i").itemsize)
-            data, control, _, _ = connection.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
+            data, control, flags, _ = connection.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
             received = array.array("i")
             for level, kind, payload in control:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
             found += received
-            if not data or not received:
+            if not data or not received or flags & socket.MSG_CTRUNC:
+                # Truncated: this process may not open more files.
                 raise ValueError(f"{len(found)} of {count} descriptors arrived")  # noqa: TRY301  (they are closed)
     except BaseException:
         for one in found:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -149,7 +149,13 @@ _END_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
 
-def try_copies(uuids: Sequence[str] = (), *, seconds: float = STEP_SECONDS, nvlink: bool = False) -> CopyTest:
+def try_copies(
+    uuids: Sequence[str] = (),
+    *,
+    seconds: float = STEP_SECONDS,
+    nvlink: bool = False,
+    waited_for: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> CopyTest:
     """Copy between every two GPUs without NVLink, in a process that is killed if a step hangs.
 
     CUDA is not initialized in this process. Blocks for 2 minutes at most.
@@ -158,6 +164,7 @@ def try_copies(uuids: Sequence[str] = (), *, seconds: float = STEP_SECONDS, nvli
         uuids: the GPUs; default: all visible ones.
         seconds: limit of each step.
         nvlink: whether pairs with NVLink are tested too.
+        waited_for: excludes a process id from the collection of ended children in this process.
     """
     begun = time.monotonic()
     chosen = {"CUDA_VISIBLE_DEVICES": ",".join(uuids)} if uuids else {}
@@ -172,13 +179,14 @@ def try_copies(uuids: Sequence[str] = (), *, seconds: float = STEP_SECONDS, nvli
             start_new_session=True,
         )
         stuck = ""
-        try:
-            stuck = _watch(child, output.fileno(), begun, seconds)
-        finally:
-            if child.poll() is None:
-                child.kill()
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(_END_SECONDS)
+        with waited_for(child.pid):
+            try:
+                stuck = _watch(child, output.fileno(), begun, seconds)
+            finally:
+                if child.poll() is None:
+                    child.kill()
+                    with suppress(subprocess.TimeoutExpired):
+                        child.wait(_END_SECONDS)
         lines = _lines(os.pread(output.fileno(), _OUTPUT_BYTES, 0))
     remains = f"; process {child.pid} cannot be killed, restart the machine" if child.returncode is None else ""
     outcome, found = _result(lines, stuck, child.returncode)

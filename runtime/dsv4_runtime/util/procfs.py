@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -130,6 +131,12 @@ class Work(NamedTuple):
             or self.storage - before.storage >= _WORK_BYTES
             or abs(self.memory - before.memory) >= _GROWTH_BYTES
         )
+
+
+def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
+    """Return the values of `/proc/meminfo` in bytes."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if len(row) == 3}
 
 
 def storage_bytes(pid: int) -> int:

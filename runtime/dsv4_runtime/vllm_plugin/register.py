@@ -6,6 +6,7 @@ vLLM calls `register` in the API server, the engine core and every worker. The p
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +16,23 @@ from dsv4_runtime.vllm_plugin.kernels import choice
 from dsv4_runtime.vllm_plugin.kernels.v033 import COLLECTIVES, MODEL_LOADER, PARALLEL_STATE
 from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, after_import, apply_after_import, is_cpu_build, refuse
 
+_LOGGER = logging.getLogger("vllm.dsv4")
+
 
 @functools.cache  # the first collective of a process creates the file
-def _ledger() -> LedgerWriter:
-    return LedgerWriter()
+def _ledger() -> LedgerWriter | None:
+    try:
+        return LedgerWriter()
+    except OSError as error:
+        _LOGGER.warning("collectives are not counted, so a hang will have no culprit: %s", error)
+        return None
 
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *rest: Any, **more: Any) -> Any:
-        if self.world_size > 1:
-            _ledger().begin()
+        if self.world_size > 1 and (ledger := _ledger()) is not None:
+            ledger.begin()
         return original(self, *rest, **more)
 
     return method

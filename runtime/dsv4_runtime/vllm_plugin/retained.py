@@ -50,6 +50,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _COMMON = frozenset(vars(torch.nn.Module()))
 """Attributes of every module."""
 _FORMAT = 1
+_EXPANDABLE = "expandable_segments"
 
 
 class RetainedError(RuntimeError):
@@ -214,6 +215,28 @@ class CudaMemory:
         torch.cuda.synchronize(self._device)
 
 
+@contextlib.contextmanager
+def whole_segments() -> Iterator[None]:
+    """Have PyTorch split no segment of a large storage, as vLLM's own memory pool does (`device_allocator/cumem.py`).
+
+    With expandable segments it splits every segment, whatever `max_split_size_mb` is and also in pools that have none
+    (`should_split` in `CUDACachingAllocator.cpp`): storages of other sizes would then be copied instead of mapped.
+    """
+    before = _allocator_settings()
+    others = [part for part in before.split(",") if part and not part.strip().startswith(_EXPANDABLE)]
+    torch._C._accelerator_setAllocatorSettings(",".join([*others, f"{_EXPANDABLE}:False"]))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
+def _allocator_settings() -> str:
+    # As vLLM, for versions of PyTorch without the getter.
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return str(read() if read else torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
+
+
 @dataclass
 class Segment:
     """Memory that the allocator of PyTorch asked for."""
@@ -327,7 +350,7 @@ class Pool:
         # They must outlive every tensor, and the interpreter: the process ends with its memory.
         for one in (functions, allocator, pool, self):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
-        with torch.cuda.use_mem_pool(pool):
+        with whole_segments(), torch.cuda.use_mem_pool(pool):
             yield
 
     def trim(self, active: Sequence[tuple[int, int]]) -> None:
@@ -474,7 +497,9 @@ def checksum(content: torch.Tensor) -> list[int]:
 def constant(content: torch.Tensor) -> int | None:
     """Return the value that all bytes have, if they are equal."""
     first = content[:1]
-    return int(first) if bool((content == first).all()) else None
+    # In parts: a comparison needs as much memory as its operand.
+    same = all(bool((part == first).all()) for part in content.split(_CHUNK))
+    return int(first) if same else None
 
 
 def describe(model: torch.nn.Module, pool: Pool, key: str) -> tuple[dict[str, Any], list[int]]:
@@ -642,6 +667,9 @@ def unsupported(vllm_config: Any) -> str | None:
 
 
 _COUNT: dict[str, int] = {}
+"""Rank to the models that its worker has begun to load in this process."""
+_outside: dict[str, int] = {}
+"""Slot to the bytes that vLLM counted as memory outside of this engine."""
 
 
 def retaining(default: type) -> type:
@@ -654,12 +682,12 @@ def retaining(default: type) -> type:
         client = Client.here()
         if client is None:
             return int(default.get_external_weight_memory(self, vllm_config))  # type: ignore[attr-defined]
-        mine = f"{_rank_of(vllm_config)}-"
+        _outside.clear()
         try:
-            return sum(size for slot, size in client.sizes().items() if slot.startswith(mine))
+            _outside.update(client.sizes(_rank_of(vllm_config)))
         except KeeperError as error:
             LOGGER.warning("dsv4 retained weights: %s", error)
-            return 0
+        return sum(_outside.values())
 
     def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         client = Client.here()
@@ -676,10 +704,16 @@ def retaining(default: type) -> type:
             return iter(())
         return default.get_all_weights(self, model_config, model)  # type: ignore[attr-defined, no-any-return]
 
+    def track_weights_loading(self: Any, *args: Any, **options: Any) -> None:
+        # Of unquantized models vLLM requires that files have every parameter.
+        if not getattr(self, "dsv4_restores", False):
+            default.track_weights_loading(self, *args, **options)  # type: ignore[attr-defined]
+
     methods = {
         "get_external_weight_memory": get_external_weight_memory,
         "load_model": load_model,
         "get_all_weights": get_all_weights,
+        "track_weights_loading": track_weights_loading,
     }
     return type(f"Retaining{default.__name__}", (default,), methods)
 
@@ -696,11 +730,20 @@ def _load(default: Any, loader: Any, client: Client, vllm_config: Any, model_con
     slot = f"{rank}-{_COUNT.get(rank, 0)}"
     _COUNT[rank] = _COUNT.get(rank, 0) + 1
     key = key_of(vllm_config, model_config, prefix)
+    kept, lacking = None, ""
     try:
         memory = CudaMemory(torch.cuda.current_device())
         kept = client.take(slot)
     except (RetainedError, KeeperError) as error:
-        LOGGER.warning("dsv4 retained weights: none: %s", error)
+        lacking = str(error)
+    if kept is None and slot in _outside:
+        # Their bytes are missing in the budget of this engine, and the memory may still be in use.
+        with contextlib.suppress(KeeperError):
+            client.drop(f"{slot} was not mapped")
+        reason = lacking or "they are no longer there"
+        raise RetainedError(f"retained weights were released, the next start loads from disk: {reason}")
+    if lacking:
+        LOGGER.warning("dsv4 retained weights: none: %s", lacking)
         return default.load_model(loader, vllm_config, model_config, prefix)
     pool = Pool(memory, hollow=kept is not None)
     try:
@@ -731,7 +774,8 @@ def _load(default: Any, loader: Any, client: Client, vllm_config: Any, model_con
                 os.close(one)
             if kept is not None:
                 kept.close()
-    except (RetainedError, KeeperError, OSError) as error:
+    except (RuntimeError, KeeperError, OSError) as error:
+        # `RetainedError`, or PyTorch's: the model itself is loaded.
         LOGGER.warning("dsv4 retained weights: the next start loads from disk: %s", error)
         return model
     LOGGER.info(

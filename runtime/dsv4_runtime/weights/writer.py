@@ -15,6 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from dsv4_runtime.contract import PageCache
+from dsv4_runtime.util.procfs import meminfo
 
 _WINDOW_SECONDS = 5.0
 
@@ -215,15 +216,9 @@ _REPORT_SECONDS = 1.0
 _MEASURE_BYTES = 1 << 26
 
 
-def meminfo(text: str) -> dict[str, int]:
-    """Return `/proc/meminfo` in bytes."""
-    rows = (line.split() for line in text.splitlines())
-    return {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if len(row) == 3}
-
-
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the available memory without swapping, within the limit of this container."""
-    available = meminfo((proc / "meminfo").read_text()).get("MemAvailable", 0)
+    available = meminfo(proc / "meminfo").get("MemAvailable", 0)
     with contextlib.suppress(OSError, ValueError, KeyError):
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
@@ -258,7 +253,7 @@ def drop(paths: Sequence[Path]) -> None:
 
 def keep_free(folder: Path) -> bool:
     """Drop the checkpoint's files if free memory is below the floor; return whether it was."""
-    if meminfo(Path("/proc/meminfo").read_text()).get("MemFree", FLOOR_BYTES) >= FLOOR_BYTES:
+    if meminfo().get("MemFree", FLOOR_BYTES) >= FLOOR_BYTES:
         return False
     drop(sorted(folder.rglob("*.safetensors")))
     return True

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.agent.cleanup import Obstacle, find_obstacle, gpu_memory, port_free, short_of_memory, with_retained
+from dsv4_runtime.agent.decide.actions import ReleaseWeights
 from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.agent.member import Member
-from dsv4_runtime.contract import Cause, GpuProcess, GpuSignals, Health, Phase, Process, Signals, Verdict
+from dsv4_runtime.contract import Cause, GpuProcess, GpuSignals, GroupPlan, Health, Phase, Process, Signals, Verdict
 from dsv4_runtime.util.keeper import VARIABLE, Client
 from dsv4_testkit.documents import agent_status
 
@@ -130,11 +132,13 @@ def card(used: int, *processes: GpuProcess, total: int = 80 * 2**30) -> Signals:
     return Signals(time=0.0, gpus=(gpu,))
 
 
+def retaining(plan: GroupPlan) -> GroupPlan:
+    return plan.model_copy(update={"engine": plan.engine.model_copy(update={"retain_weights": True})})
+
+
 def test_retained_weights_are_no_memory_of_the_ended_engine(left: Any, make_plan: Any, tmp_path: Path) -> None:
     """The next engine maps the retained weights. The same memory without retained weights is an obstacle."""
-    plan = make_plan()
-    plan = plan.model_copy(update={"engine": plan.engine.model_copy(update={"retain_weights": True})})
-    member = Member(plan, 0, tmp_path, "token")
+    member = Member(retaining(make_plan()), 0, tmp_path, "token")
     keeper = member.context.keeper
     assert keeper is not None
     file = os.memfd_create("weights")
@@ -151,6 +155,25 @@ def test_retained_weights_are_no_memory_of_the_ended_engine(left: Any, make_plan
     finally:
         os.close(file)
         keeper.close()
+
+
+def test_every_member_releases_its_weights(make_plan: Any, tmp_path: Path) -> None:
+    async def release() -> None:
+        member = Member(retaining(make_plan()), 1, tmp_path, "token")
+        keeper = member.context.keeper
+        assert keeper is not None
+        try:
+            with open(os.memfd_create("weights"), "rb") as file:
+                await asyncio.to_thread(Client(keeper.path).offer, "0.1-0", {"bytes": GIB}, [file.fileno()])
+            assert keeper.held() == GIB
+            member.act(ReleaseWeights(Cause.CANARY_FAILED))
+            async with asyncio.timeout(10):
+                while keeper.held():
+                    await asyncio.sleep(0.01)
+        finally:
+            keeper.close()
+
+    asyncio.run(release())
 
 
 def test_without_the_setting_nothing_is_retained(make_plan: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from dsv4_runtime.agent import engine
 from dsv4_runtime.contract import EnginePlan, GroupPlan, WeightsPlan, WeightsSource
+from dsv4_runtime.engine import completion
 from dsv4_runtime.engine.completion import (
     BadCompletion,
     KnownAnswer,
@@ -78,7 +79,11 @@ def test_the_known_question_has_an_answer_of_tokens_with_their_margins() -> None
 
 
 @pytest.mark.parametrize(
-    "changes", [{"tokens": ["token_id:1"]}, {"tokens": None}, {"top_logprobs": None}, {"top_logprobs": [None] * 8}]
+    "changes",
+    [
+        *({"tokens": ["token_id:1"]}, {"tokens": None}, {"top_logprobs": None}, {"top_logprobs": [None] * 8}),
+        *({"top_logprobs": [{"token_id:1": -1.0}] * count} for count in (0, 7, 9)),
+    ],
 )
 def test_half_an_answer_is_none(changes: dict[str, object]) -> None:
     with pytest.raises(BadCompletion):
@@ -128,9 +133,18 @@ def test_answers_are_kept_by_what_they_depend_on(make_plan: Callable[..., GroupP
         {"weights": WeightsPlan(source=WeightsSource.NANO, path="/nowhere", seed=1)},
     ]
     assert len({key, *(engine.answer_key(make_plan(**change)) for change in others)}) == 5
-    engine.answer_file(folder).write_text("{")
-    assert engine.stored_answer(folder, key) is None
+    for damaged in ("{", "[]", f'{{"{key}": {{"tokens": ["a", "b"], "logprobs": [-1, -2], "margins": [1]}}}}'):
+        engine.answer_file(folder).write_text(damaged)
+        assert engine.stored_answer(folder, key) is None
     assert engine.store_answer(folder, key, KNOWN)
+
+
+def test_an_answer_to_another_question_is_not_compared(
+    make_plan: Callable[..., GroupPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = engine.answer_key(make_plan())
+    monkeypatch.setattr(completion, "_ANSWER_TOKENS", 9)
+    assert engine.answer_key(make_plan()) != key
 
 
 def test_only_the_newest_answers_are_kept_and_a_full_disk_keeps_none(tmp_path: Path) -> None:

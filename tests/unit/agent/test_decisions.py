@@ -19,6 +19,7 @@ from dsv4_runtime.agent.decide.actions import (
     RecordFailure,
     RecordRepair,
     RecordRestart,
+    ReleaseWeights,
     ReportDead,
     ReportSuspicion,
     StartEngine,
@@ -47,6 +48,8 @@ from dsv4_runtime.agent.decide.events import (
 )
 from dsv4_runtime.contract import (
     Cause,
+    EngineStatus,
+    Failure,
     Health,
     Phase,
     RecoveryPolicy,
@@ -199,6 +202,21 @@ def test_a_restart_in_place(serving: MakeReplay) -> None:
     assert replay.phases[-1] is Phase.SERVING
 
 
+@pytest.mark.parametrize("cause", [Cause.OUT_OF_MEMORY_GPU, Cause.XID_ERROR, Cause.RAY_MEMORY_KILL])
+def test_weights_that_may_be_wrong_are_released_after_the_final_cause(serving: MakeReplay, cause: Cause) -> None:
+    """The first observation of a death is an ended process; logs and drivers explain it later."""
+    replay = serving()
+    replay.feed(ProcessEnded("engine-core"))
+    assert replay.all(ReleaseWeights) == []
+    replay.feed(ProcessEnded("worker", False, (cause, "the reason in the log of the worker")))
+    replay.pass_to(replay.clock + 4)
+    assert replay.failure[0] is cause
+    expected = [] if cause is Cause.RAY_MEMORY_KILL else [ReleaseWeights(cause)]
+    assert replay.all(ReleaseWeights) == expected
+    order = [action for _, action in replay.done if action in [*expected, StartTask(Task.CLEAR)]]
+    assert order == [*expected, StartTask(Task.CLEAR)], "their memory is free before the next engine is to start"
+
+
 def test_the_second_restart_waits_and_says_how_long(serving: MakeReplay) -> None:
     replay = serving()
     replay.restart()
@@ -283,6 +301,26 @@ def test_a_worker_follows_the_head(serving: MakeReplay) -> None:
     assert replay.all(FollowGeneration) == [FollowGeneration(1)]
     assert len(replay.all(SweepSharedMemory)) == 1
     assert len(replay.all(FindProcesses)) == 1
+
+
+@pytest.mark.parametrize("seen", [(Phase.RESTARTING,), (), (Phase.RESTARTING, Phase.LOADING, Phase.SERVING)])
+def test_a_worker_releases_its_weights_once_for_each_death_that_makes_them_doubtful(
+    serving: MakeReplay, seen: tuple[Phase, ...]
+) -> None:
+    replay = serving(1)
+    replay.head_says(1, Phase.SERVING)
+    deaths = [Failure(time=1.0, cause=Cause.ENGINE_CORE_DIED, message="", detected_by="process", generation=1)]
+    for phase in seen:
+        replay.tell(0, engine=EngineStatus(generation=1, failures=tuple(deaths)), phase=phase)
+    assert replay.all(ReleaseWeights) == []
+    for generation in (2, 3):
+        death = Failure(
+            time=2.0, cause=Cause.CANARY_FAILED, message="", detected_by="completion", generation=generation
+        )
+        deaths.append(death)
+        for phase in (*seen, Phase.LOADING):
+            replay.tell(0, engine=EngineStatus(generation=generation + 1, failures=tuple(deaths)), phase=phase)
+    assert replay.all(ReleaseWeights) == [ReleaseWeights(Cause.CANARY_FAILED)] * 2
 
 
 def test_a_restart_ends_the_engines_processes_here_on_fresh_news_alone(serving: MakeReplay) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -319,6 +321,30 @@ def test_workers_of_ray_are_read_from_files_of_their_own(tmp_path: Path) -> None
     assert found.weights is not None
     assert (found.weights.bytes_done, found.weights.bytes_total) == (115_000_000, 115_000_000)
     logs.close()
+
+
+def test_logs_of_ended_workers_are_closed_before_the_next_engine(tmp_path: Path) -> None:
+    def open_logs() -> int:
+        links = (os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink())
+        return sum(link.startswith(str(tmp_path)) for link in links)
+
+    logs = WorkerLogs(tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as waits, subprocess.Popen(["true"]) as ended:
+        ended.wait(10)
+        for worker in (waits, ended):
+            for kind in ("out", "err"):
+                (tmp_path / f"worker-{'0' * 56}-ffffffff-{worker.pid}.{kind}").write_text("an earlier line\n")
+        assert len(logs.read()) == 4
+        assert open_logs() == 4
+        logs.forget()
+        assert open_logs() == 2
+        for path in tmp_path.iterdir():
+            with path.open("a") as file:
+                file.write(f"{path.name}\n")
+        assert [str(waits.pid) in line for line in logs.read()] == [True, True]
+        waits.kill()
+    logs.close()
+    assert open_logs() == 0
 
 
 def test_tail_gives_each_whole_line_once(tmp_path: Path) -> None:

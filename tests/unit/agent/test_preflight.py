@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.agent import start
+from dsv4_runtime.agent.processes import reap_orphans
 from dsv4_runtime.agent.start import (
     PreflightError,
     check_copies,
@@ -103,6 +105,28 @@ async def test_copies_between_the_gpus_of_a_pod(
     assert await refused(devices=1) is None
     assert await refused(gpus=("GPU-a", "GPU-b")) is None
     assert await refused(env={"NCCL_P2P_DISABLE": "1"}) is None
+
+
+async def test_the_signal_that_ended_a_test_of_copies_is_reported(
+    make_plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent collects ended children meanwhile."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(build_cuda(tmp_path)))
+    monkeypatch.setenv("FAKE_FAULT", "cuMemcpyPeer:1:crash")
+    plan = on_gpus(make_plan)
+    head = plan.head.model_copy(update={"devices": 2})
+
+    async def collect() -> None:
+        while True:
+            reap_orphans(frozenset())
+            await asyncio.sleep(0.001)
+
+    collecting = asyncio.create_task(collect())
+    try:
+        with pytest.raises(PreflightError, match=rf"ended its process \(signal {signal.SIGABRT}\)"):
+            await check_copies(plan.model_copy(update={"members": (head, *plan.members[1:])}), 0)
+    finally:
+        collecting.cancel()
 
 
 async def test_what_an_engine_had_that_has_just_ended_is_waited_for(make_plan: Any, driver: FakeNvml) -> None:

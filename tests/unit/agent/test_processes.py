@@ -210,3 +210,15 @@ def test_roles(command: list[str], role: str | None) -> None:
 
 def test_exit_codes_for_people() -> None:
     assert [describe_exit(code) for code in (0, 3, -9)] == ["exit code 0", "exit code 3", "killed by SIGKILL"]
+
+
+async def test_the_process_that_got_the_id_of_an_ended_child_is_left_alone(tmp_path: Path) -> None:
+    child = await Child.start("x", ["true"], {"PATH": os.environ["PATH"]}, tmp_path / "log")
+    assert await child.wait() == 0
+    with subprocess.Popen(["sleep", "60"]) as other:
+        # The kernel gives ids again.
+        child._process.pid = other.pid
+        assert child.tree() == []
+        await child.end(0.0)
+        assert other.poll() is None
+        other.kill()

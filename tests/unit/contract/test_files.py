@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -43,6 +44,20 @@ def test_a_link_in_the_way_is_not_written_through(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         replace_file(tmp_path / "file", "text")
     assert victim.read_text() == "mine"
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            replace_file(file, "x" * (1 << 17))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.timeout(10)

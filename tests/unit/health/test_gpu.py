@@ -15,7 +15,7 @@ import pytest
 
 from dsv4_runtime.contract import GpuProcess, GpuSignals, Signals
 from dsv4_runtime.health import gpu, vitals
-from dsv4_runtime.health.gpu import DriverSilentError, Gpus, GpuWatch, Throttling, within_seconds
+from dsv4_runtime.health.gpu import Gpus, GpuWatch, Throttling
 from dsv4_runtime.health.samples import GPU_FRESH_SECONDS, Viewer
 from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu
 from dsv4_testkit.waiting import wait_until
@@ -130,13 +130,6 @@ def test_a_gpu_that_fell_off_the_bus_is_named(driver: FakeNvml) -> None:
     driver.gpus = [Gpu(), Gpu(lost=True)]
     gpus = Gpus()
     assert (len(gpus.sample()), gpus.silent, gpus.problem) == (1, {"GPU 1": "GPU is lost"}, "")
-
-
-def test_an_answer_is_waited_for_within_a_bound(driver: FakeNvml) -> None:
-    assert within_seconds(5.0, lambda: 7) == 7
-    driver.answers.clear()
-    with pytest.raises(DriverSilentError, match="the NVIDIA driver has not answered for 0 s"):
-        within_seconds(0.05, Gpus)
 
 
 def signals(**values: Any) -> GpuSignals:

@@ -18,7 +18,7 @@ from aiohttp import web
 from dsv4_runtime.contract import GpuSignals, HealthPolicy
 from dsv4_runtime.health import vitals
 from dsv4_runtime.health.prober import Prober
-from dsv4_runtime.util import procfs
+from dsv4_runtime.util import files, procfs
 from dsv4_runtime.util.files import LedgerWriter, read_ledger
 from dsv4_testkit.faults import groups
 from dsv4_testkit.waiting import wait_until
@@ -122,6 +122,16 @@ def test_a_ledger_outlives_its_name() -> None:
     writer.begin()
     assert reader.count == 4
     reader.close()
+
+
+def test_a_link_in_place_of_a_ledger_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    monkeypatch.setattr(files, "_SHARED_MEMORY", tmp_path)
+    (tmp_path / "dsv4-ledger.7").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        LedgerWriter(7)
+    assert victim.read_text() == "mine"
 
 
 class Api:

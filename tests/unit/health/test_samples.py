@@ -31,6 +31,11 @@ def test_without_the_numbers_there_are_none(text: bytes) -> None:
     assert steps_and_requests(text) is None
 
 
+@pytest.mark.parametrize("value", [b"NaN", b"+Inf", b"many", b"1e999"])
+def test_values_that_are_no_numbers_are_none(value: bytes) -> None:
+    assert steps_and_requests(METRICS.replace(b" 4.0", b" " + value)) is None
+
+
 def test_shares_are_of_the_time_between_two_looks() -> None:
     viewer = Viewer(1)
     assert viewer.view(signals(10.0, 5.0), 0.0, None).processes == (ProcessView("worker", "S", None),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -60,6 +61,9 @@ def test_what_a_killed_process_offered_is_there(keeper: Keeper, count: int) -> N
     kept = Client(keeper.path).take("0.0-0")
     assert kept is not None
     assert kept.about == {"key": "k", "bytes": 7}
+    # A child that inherits one would keep the memory.
+    held = keeper._sets["0.0-0"].descriptors
+    assert not any(map(os.get_inheritable, [*kept.descriptors, *held]))
     assert contents(kept.descriptors) == [f"content {number}" for number in range(count)]
 
 
@@ -80,48 +84,106 @@ def test_replaced_dropped_and_closed_sets_leave_no_descriptor(keeper: Keeper) ->
     file = os.memfd_create("part")
     before = open_files()
     for number in range(3):
-        client.offer("a", {"bytes": number}, [file] * 5)
-        client.offer(f"b{number}", {"bytes": 10}, [file])
-    assert client.sizes() == {"a": 2, "b0": 10, "b1": 10, "b2": 10}
+        client.offer("a-0", {"bytes": number}, [file] * 5)
+        client.offer(f"b-{number}", {"bytes": 10}, [file])
+    assert client.sizes("a") == {"a-0": 2}
+    assert client.sizes("b") == {"b-0": 10, "b-1": 10, "b-2": 10}
     client.drop("a test")
-    assert client.sizes() == {}
-    assert client.take("a") is None
+    assert client.sizes("a") == client.sizes("b") == {}
+    assert client.take("a-0") is None
     until_open(before)
-    client.offer("a", {"bytes": 1}, [file])
+    client.offer("a-0", {"bytes": 1}, [file])
     keeper.close()
     until_open(before - 1)  # the listener is closed too
     os.close(file)
     with pytest.raises(KeeperError, match=r"weights\.sock"):
-        client.sizes()
+        client.sizes("a")
+
+
+def mapped(client: Client, slot: str) -> bool:
+    kept = client.take(slot)
+    if kept is not None:
+        kept.close()
+    return kept is not None
 
 
 def test_a_set_is_not_mapped_twice_by_engines_that_do_not_load(keeper: Keeper) -> None:
     client = Client(keeper.path)
     file = os.memfd_create("part")
-    client.offer("a", {"bytes": 1}, [file])
-    for expected in (True, False, False):
-        kept = client.take("a")
-        assert (kept is not None) is expected
-        if kept is not None:
-            kept.close()
-    client.offer("a", {"bytes": 1}, [file])
-    first = client.take("a")
+    client.offer("a-0", {"bytes": 1}, [file])
+    assert [mapped(client, "a-0") for _ in range(3)] == [True, False, False]
+    client.offer("a-0", {"bytes": 1}, [file])
+    first = client.take("a-0")
     assert first is not None
-    client.offer("a", {"bytes": 1}, first.descriptors)
-    second = client.take("a")
-    assert second is not None
-    for one in (first, second):
-        one.close()
+    client.offer("a-0", {"bytes": 1}, first.descriptors)
+    first.close()
+    assert mapped(client, "a-0")
+    os.close(file)
+
+
+def test_sets_of_a_worker_that_did_not_load_are_released_before_they_are_counted(keeper: Keeper) -> None:
+    """vLLM reduces the KV cache by the counted bytes, so a set that is counted must not be released later."""
+    client = Client(keeper.path)
+    file = os.memfd_create("part")
+    for slot in ("0.0-0", "0.0-1", "0.1-0", "0.10-0"):
+        client.offer(slot, {"bytes": 5}, [file])
+    assert mapped(client, "0.0-0")
+    client.offer("0.0-0", {"bytes": 5}, [file])
+    assert mapped(client, "0.0-1")  # and this worker ends here
+    # Workers of the next engine, of which another one is faster.
+    assert client.sizes("0.1") == {"0.1-0": 5}
+    assert mapped(client, "0.1-0")
+    assert client.sizes("0.0") == {}
+    assert client.sizes("0.10") == {"0.10-0": 5}
+    client.offer("0.1-0", {"bytes": 5}, [file])
+    assert mapped(client, "0.1-0")
+    os.close(file)
+
+
+def test_a_process_that_may_not_open_more_files_retains_nothing_and_answers_later(keeper: Keeper) -> None:
+    client = Client(keeper.path)
+    file = os.memfd_create("part")
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    # Fewer than the descriptors of one message.
+    limit = [number for number in range(1000) if number not in used][100]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    folder = os.open(keeper.path.parent, os.O_RDONLY)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        connection.connect(f"/proc/self/fd/{folder}/{keeper.path.name}")
+        connection.close()
+        time.sleep(0.2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        begun = time.monotonic()
+        with pytest.raises(KeeperError):
+            client.offer("a-0", {"bytes": 1}, [file] * 200)
+        assert time.monotonic() - begun < 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        connection.close()
+        os.close(folder)
+    assert client.sizes("a") == {}
+    client.offer("a-0", {"bytes": 1}, [file])
+    assert client.sizes("a") == {"a-0": 1}
     os.close(file)
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"{", b"[]\n", b"{}\n", b'{"do":"offer","slot":"a","about":{},"descriptors":2}\n', b"\xff\n"]
+    "sent",
+    [
+        *(b"", b"{", b"[]\n", b"{}\n", b"\xff\n", b"[" * 100_000 + b"\n"),
+        b'{"do":"offer","slot":"a-0","about":{"bytes":1},"descriptors":2}\n',
+        b'{"do":"offer","slot":"a-0","about":{"bytes":1},"descriptors":1e999}\n',
+        b'{"do":"offer","slot":"a-0","about":{"bytes":"many"},"descriptors":1}\n',
+        b'{"do":"offer","slot":"a-0","about":{},"descriptors":1}\n',
+    ],
+    ids=lambda sent: sent[:60].decode(errors="replace") or "nothing",
 )
 def test_a_broken_request_changes_nothing(keeper: Keeper, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     client = Client(keeper.path)
     file = os.memfd_create("part")
-    client.offer("a", {"bytes": 1}, [file])
+    client.offer("a-0", {"bytes": 1}, [file])
     time.sleep(0.2)
     before = open_files()
     folder = os.open(keeper.path.parent, os.O_RDONLY)
@@ -132,7 +194,7 @@ def test_a_broken_request_changes_nothing(keeper: Keeper, sent: bytes, caplog: p
         connection.shutdown(socket.SHUT_WR)
         connection.settimeout(10)
         assert connection.recv(1) == b""
-    assert client.sizes() == {"a": 1}
+    assert client.sizes("a") == {"a-0": 1}
     until_open(before)
     assert "a request failed" in caplog.text
     os.close(file)

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dsv4_runtime.util import files
 from dsv4_runtime.vllm_cpu import patches as cpu_patches
 from dsv4_runtime.vllm_plugin import register
 from dsv4_runtime.vllm_plugin.patch import _FINDER, Patch, PatchOutcome, PatchRefusedError, after_import, refuse
@@ -203,3 +205,18 @@ from dsv4_runtime.vllm_plugin import register
 def test_the_plugin_loads_where_the_kernels_are_not_installed() -> None:
     """Images for CPU have no kernels; vLLM skips a plugin that fails to load, with its patches, and starts."""
     subprocess.run([sys.executable, "-c", _WITHOUT_KERNELS], check=True, timeout=60)
+
+
+def test_collectives_that_cannot_be_counted_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The count only names a culprit."""
+    monkeypatch.setattr(files, "_SHARED_MEMORY", tmp_path / "missing")
+    register._ledger.cache_clear()
+    collective = register._counted(lambda group: group.world_size)
+    try:
+        with caplog.at_level(logging.WARNING, "vllm.dsv4"):
+            assert [collective(SimpleNamespace(world_size=size)) for size in (2, 2, 1)] == [2, 2, 1]
+    finally:
+        register._ledger.cache_clear()
+    assert caplog.text.count("collectives are not counted") == 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsv4_runtime.util.keeper import Kept
+from dsv4_runtime.util.keeper import VARIABLE, Keeper, Kept
 from dsv4_runtime.vllm_plugin import retained
 from dsv4_runtime.vllm_plugin.retained import Pool, RetainedError, checksum, describe, restore
 
@@ -298,3 +301,148 @@ def test_checksums_depend_on_every_bit_and_on_the_order(data: bytes, place: int,
     if len(data) >= 16 and data[:8] != data[8:16]:
         swapped = torch.cat([plain[8:16], plain[:8], plain[16:]])
         assert checksum(swapped) != checksum(plain)
+
+
+class Worker:
+    """The part of vLLM's worker that matters: it counts outside memory, then loads; each one is a new process."""
+
+    def __init__(self, memory: HostMemory, patch: pytest.MonkeyPatch, *, rank: int = 0, key: str = "key") -> None:
+        allocators: list[Allocator] = []
+
+        @contextlib.contextmanager
+        def used(pool: Pool) -> Iterator[None]:
+            allocator = Allocator(memory, hollow=False)
+            allocator.pool = pool
+            allocators.append(allocator)
+            yield
+
+        class Loader:
+            read = False
+
+            def get_external_weight_memory(self, _: object) -> int:
+                return 0
+
+            def load_model(self, _: object, __: object, prefix: str) -> torch.nn.Module:
+                allocate = allocators[-1].empty if allocators else HostLoads().empty
+                model = build(allocate, [100, 2 * LARGE], False, [])
+                for name, tensor in self.get_all_weights(None, model):
+                    Loader.read = True
+                    dict(model.named_parameters())[name].data.copy_(tensor)
+                return model
+
+            def get_all_weights(self, _: object, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+                for name, weight in model.named_parameters():
+                    yield name, torch.arange(weight.numel()).to(torch.uint8)
+
+        class HostLoads:
+            def empty(self, size: int) -> torch.Tensor:
+                return torch.empty(size, dtype=torch.uint8)
+
+        patch.setattr(retained, "_COUNT", {})
+        patch.setattr(retained, "_outside", {})
+        patch.setattr(retained, "CudaMemory", lambda _: memory)
+        patch.setattr(retained.torch.cuda, "current_device", lambda: 0)
+        patch.setattr(retained, "key_of", lambda *_: key)
+        patch.setattr(retained, "active_blocks", lambda: allocators[-1].active)
+        patch.setattr(Pool, "used", used)
+        parallel = SimpleNamespace(rank=rank, data_parallel_rank=0)
+        self._config = SimpleNamespace(model_config=None, load_config=None, parallel_config=parallel)
+        self._kind = Loader
+        self._loader = retained.retaining(Loader)()
+
+    def count(self) -> int:
+        return int(self._loader.get_external_weight_memory(self._config))
+
+    def load(self) -> bool:
+        """Load a model; return whether that read weights."""
+        model = self._loader.load_model(self._config, None)
+        for weight in model.parameters():
+            assert torch.equal(weight.data, torch.arange(weight.numel()).to(torch.uint8))
+        return self._kind.read
+
+
+@pytest.fixture
+def keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeper]:
+    kept = Keeper(tmp_path / "weights.sock")
+    monkeypatch.setenv(VARIABLE, str(kept.path))
+    yield kept
+    kept.close()
+
+
+def test_workers_load_once_and_map_from_then_on(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory()
+    sizes = []
+    for reads in (True, False, False):
+        worker = Worker(memory, monkeypatch)
+        sizes.append(worker.count())
+        assert worker.load() is reads
+    assert sizes[0] == 0
+    assert sizes[1] == sizes[2] == keeper.held() > 2 * LARGE
+
+
+def test_a_worker_that_cannot_map_what_it_counted_ends(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would load a second copy, with the memory of the first one missing in its budget."""
+    memory = HostMemory()
+    assert Worker(memory, monkeypatch).load()
+    worker = Worker(memory, monkeypatch)
+    assert worker.count() == keeper.held()
+    keeper.drop("a test")
+    with pytest.raises(RetainedError, match="the next start loads from disk: they are no longer there"):
+        worker.load()
+    assert Worker(memory, monkeypatch).load()
+    other = Worker(memory, monkeypatch, key="another checkpoint")
+    assert other.count() == keeper.held()
+    with pytest.raises(RetainedError, match="another configuration, version or checkpoint"):
+        other.load()
+    assert keeper.held() == 0
+    last = Worker(memory, monkeypatch)
+    assert last.count() == 0
+    assert last.load()
+    worker = Worker(memory, monkeypatch)
+    assert worker.count() > 0
+    keeper.close()
+    with pytest.raises(RetainedError, match=r"weights\.sock"):
+        worker.load()
+
+
+def test_a_loaded_model_serves_even_if_it_cannot_be_retained(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory()
+    worker = Worker(memory, monkeypatch)
+
+    def no_memory(_: torch.Tensor) -> list[int]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retained, "checksum", no_memory)
+        assert worker.load()
+    assert keeper.held() == 0
+    keeper.close()
+    worker = Worker(memory, monkeypatch)
+    assert worker.count() == 0
+    assert worker.load()
+
+
+@pytest.mark.parametrize("getter", [True, False])
+def test_segments_are_whole_in_the_pool_only(getter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, given = torch._C._accelerator_getAllocatorSettings(), "expandable_segments:True,max_split_size_mb:20"
+    if not getter:
+        monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+
+    def settings() -> tuple[bool, int]:
+        found = torch.cuda.memory._snapshot()["allocator_settings"]
+        return found["expandable_segments"], found["max_split_size"]
+
+    try:
+        torch._C._accelerator_setAllocatorSettings(given)
+        with retained.whole_segments():
+            assert settings() == (False, 20 << 20)
+        assert settings() == (True, 20 << 20)
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
+def test_a_constant_is_found_without_a_copy_of_the_content() -> None:
+    content = torch.full((200_000,), 7, dtype=torch.uint8)
+    assert retained.constant(content) == 7
+    content[-1] = 8
+    assert retained.constant(content) is None

@@ -95,3 +95,9 @@ def test_the_registered_loader_reads_the_same_and_tells_how_far_it_is(found: dic
     assert told.weights is not None
     assert (told.weights.bytes_done, told.weights.bytes_total) == (8_000_000, 8_000_000)
     assert found["other loader"] == "DummyModelLoader"
+
+
+def test_an_unquantized_model_is_restored_without_its_files(found: dict[str, Any]) -> None:
+    from_files, retained = found["restored"]
+    assert from_files.startswith("Following weights were not initialized from checkpoint")
+    assert retained == "loaded"

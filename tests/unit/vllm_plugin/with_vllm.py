@@ -17,9 +17,11 @@ load_general_plugins()
 import torch
 from safetensors.torch import save_file
 from torch._inductor import codecache
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.load import LoadConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import registry
 from vllm.models.deepseek_v4 import DeepSeekV4MTP, DSparkDeepseekV4ForCausalLM
 from vllm.models.deepseek_v4.common.ops import cache_utils, fused_mtp_input_rmsnorm
@@ -37,7 +39,7 @@ from dsv4_kernels.mla_prefill.api import mla_prefill_lists
 from dsv4_kernels.registry import operation
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
 from dsv4_runtime.vllm_cpu import drafts, model_runner, operators
-from dsv4_runtime.vllm_plugin import loading
+from dsv4_runtime.vllm_plugin import loading, retained
 from dsv4_runtime.vllm_plugin.kernels import attention, choice, indexer, linear, plans, sublayers
 
 WINDOW, BLOCK = 8, 4
@@ -258,6 +260,24 @@ def zeroed_words() -> list[int]:
     return (cache == 0).nonzero().flatten().tolist()
 
 
+def restored(files: bool) -> str:
+    """Load the weights of an unquantized model: from files that have none of them, or in place of retained ones."""
+    loader = retained.retaining(DefaultModelLoader)(LoadConfig())
+    loader.dsv4_restores = not files
+    if files:
+        loader.get_all_weights = lambda *_: iter(())
+        loader.counter_before_loading_weights = 0.0
+    model = torch.nn.LayerNorm(4)
+    model.load_weights = lambda weights: {name for name, _ in weights}
+    config = SimpleNamespace(quantization=None, is_moe=False, multimodal_config=None)
+    try:
+        with set_current_vllm_config(VllmConfig()):
+            loader.load_weights(model, config)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
 def loaded(form: str) -> dict[str, object]:
     """Read two files of a checkpoint with vLLM's loader for `form`."""
     lines: list[str] = []
@@ -351,6 +371,7 @@ print(
             "header": codecache._HEADER_DIR,
             "inductor cache": os.environ["TORCHINDUCTOR_CACHE_DIR"],
             "loads": {form: loaded(form) for form in ("auto", "safetensors")},
+            "restored": [restored(files) for files in (True, False)],
             "other loader": get_model_loader(LoadConfig(load_format="dummy")).__class__.__name__,
             "operators missing": [n for n in operators.SIGNATURES if not hasattr(torch.ops._C, n)],
         }

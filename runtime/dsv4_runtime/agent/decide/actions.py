@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4_runtime.agent.decide.events import Task
-from dsv4_runtime.contract import Failure, Phase
+from dsv4_runtime.contract import Cause, Failure, Phase
 from dsv4_runtime.engine.completion import KnownAnswer
 
 
@@ -105,6 +105,14 @@ class KillEngine(AgentAction):
 @dataclass(frozen=True, slots=True)
 class SweepSharedMemory(AgentAction):
     """Remove shared memory that a dead engine left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseWeights(AgentAction):
+    """Release the weights that were to outlive the engine."""
+
+    cause: Cause
+    """Of the engine's death."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from dsv4_runtime.agent.decide.actions import (
     RecordFailure,
     RecordRepair,
     RecordRestart,
+    ReleaseWeights,
     ReportDead,
     ReportServing,
     ReportSuspicion,
@@ -65,6 +66,7 @@ from dsv4_runtime.agent.decide.events import (
     TimerFired,
 )
 from dsv4_runtime.agent.decide.state import (
+    RELEASING,
     TICK_SECONDS,
     Clear,
     EngineState,
@@ -80,8 +82,8 @@ from dsv4_runtime.agent.decide.state import (
 )
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase, Signals, permit
 from dsv4_runtime.health.rules import judge_start, start_idle, stopped_since
+from dsv4_runtime.health.samples import ENGINE_ROLES
 
-_ENGINE_ROLES = frozenset({"api", "engine-core", "executor", "worker"})
 # Two failed attempts in a row end level 1.
 MAX_ATTEMPTS = 2
 
@@ -262,7 +264,7 @@ def _check_start(state: MemberState, now: Now) -> MemberState:
     }
     known = {rank: (signals, arrived) for rank, (signals, arrived) in members.items() if signals is not None}
     signals = {rank: found for rank, (found, _) in known.items()}
-    stopped = stopped_since(engine.stopped, signals, _ENGINE_ROLES, now.clock, now.awake)
+    stopped = stopped_since(engine.stopped, signals, ENGINE_ROLES | {"api"}, now.clock, now.awake)
     engine = replace(engine, stopped=stopped)
     progressed = max(engine.progressed, now.awake)
     policy, passed = state.plan.health, now.clock - engine.started
@@ -355,7 +357,8 @@ def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now
     state = replace(state, failures=(*state.failures[:-1], repaired), attempts=state.attempts + 1)
     state = _with(state, replace(engine, repair=Clear(following)))
     state, entered = enter(state, Enter(Phase.RESTARTING, f"{failure.cause}: clearing the old engine"), now)
-    return state, (RecordFailure(failure), RecordRepair(repaired), entered, StartTask(Task.CLEAR))
+    release = (ReleaseWeights(failure.cause),) if failure.cause in RELEASING else ()
+    return state, (RecordFailure(failure), RecordRepair(repaired), *release, entered, StartTask(Task.CLEAR))
 
 
 def _wait(state: MemberState, now: Now) -> StepResult:

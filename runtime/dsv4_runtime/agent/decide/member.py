@@ -21,6 +21,7 @@ from dsv4_runtime.agent.decide.actions import (
     FollowGeneration,
     KillEngine,
     RecordFailure,
+    ReleaseWeights,
     ReportJoined,
     ReportServing,
     ReportVerified,
@@ -57,7 +58,15 @@ from dsv4_runtime.agent.decide.events import (
     TimerFired,
     WeightsRead,
 )
-from dsv4_runtime.agent.decide.state import TICK_SECONDS, EngineState, MemberState, StepResult, enter, fail
+from dsv4_runtime.agent.decide.state import (
+    RELEASING,
+    TICK_SECONDS,
+    EngineState,
+    MemberState,
+    StepResult,
+    enter,
+    fail,
+)
 from dsv4_runtime.contract import Cause, Failure, Phase
 from dsv4_runtime.health.rules import stopped_since
 
@@ -292,6 +301,10 @@ def _follow(state: MemberState, now: Now) -> StepResult:
         verified = state.verified if state.generation == 0 else None
         state = replace(state, generation=head.engine.generation, verified=verified, doubted=False)
         actions += [FollowGeneration(head.engine.generation), ReportVerified(verified), SweepSharedMemory()]
+    for death in head.engine.failures:
+        if death.cause in RELEASING and (death.generation or 0) > state.released:
+            state = replace(state, released=death.generation or 0)
+            actions.append(ReleaseWeights(death.cause))
     if head.engine.weights_doubted is not None and not state.doubted:
         state = replace(state, doubted=True)
         actions += [DoubtWeights(head.engine.weights_doubted), *([] if state.verified else [StartTask(Task.VERIFY)])]

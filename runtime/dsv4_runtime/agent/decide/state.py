@@ -136,6 +136,8 @@ class MemberState:
     """Rank 0: generation of the engine. Others: the latest generation in the head's status."""
     doubted: bool = False
     """Not rank 0: whether rank 0 reported that this engine casts doubt on the weights."""
+    released: int = 0
+    """Not rank 0: generation after whose death the retained weights were released last."""
     gone: bool = False
     """Not rank 0: whether nothing is left here of the engine that is being restarted."""
     engine: EngineState | None = None
@@ -156,6 +158,18 @@ def initial(plan: GroupPlan, rank: int) -> MemberState:
 
 
 StepResult = tuple[MemberState, tuple[AgentAction, ...]]
+
+RELEASING = frozenset(
+    {
+        Cause.CANARY_FAILED,
+        Cause.ENGINE_WRONG,
+        Cause.KV_CACHE_TOO_SMALL,
+        Cause.OUT_OF_MEMORY_GPU,
+        Cause.WEIGHTS_CORRUPT,
+        Cause.XID_ERROR,
+    }
+)
+"""Causes after which retained weights may be wrong, or their memory is needed."""
 
 
 TICK_SECONDS = 0.25
