@@ -34,6 +34,7 @@ from dsv4_operator.backends.hosts.ssh import (
     Place,
     Ssh,
     SshError,
+    connections,
     rdma_bandwidth,
     tcp_bandwidth,
 )
@@ -166,9 +167,7 @@ async def _run(
     scratch: Path,
     ssh_options: Sequence[str],
 ) -> ExitCode:
-    (scratch / "s").mkdir(mode=0o700)
-    ssh = Ssh(scratch / "s", options=ssh_options)
-    try:
+    async with connections(options=ssh_options) as ssh:
         found = await _survey(ssh, names, root)
         print_line(render_table(["MACHINE", "GPU", "MEMORY", "CPUS", "SYSTEM", "DISK FREE"], [*map(_row, found)]))
         networks = [_network(one, scratch) for one in found]
@@ -181,8 +180,6 @@ async def _run(
             link, more = await _link(ssh, found, networks, measure=options.measure)
             problems += more
         _report(problems)
-    finally:
-        await ssh.close()
     return _choose(options, prompts, found, link, networks, folder, root)
 
 

@@ -24,7 +24,7 @@ from dsv4_operator.api import (
 )
 from dsv4_operator.api.values import format_duration
 from dsv4_operator.backends.hosts.documents import INVENTORY
-from dsv4_operator.backends.local.state import AlreadyRunning, DeploymentState, StateError, deployments
+from dsv4_operator.backends.local.state import REMOTE, AlreadyRunning, DeploymentState, StateError, deployments
 from dsv4_operator.cli import processes
 from dsv4_operator.cli.output import (
     CommandError,
@@ -57,6 +57,11 @@ def run(
     """
     deployment = read_file(file, detect_hardware=True)
     state = deployment_state(root, deployment.metadata.name)
+    if (state.directory / INVENTORY).exists() or (root / REMOTE / f"{state.name}.json").exists():
+        raise bad_input(
+            f"{state.name} is a deployment on several machines; start it with --hosts, or run `dsv4 uninstall "
+            f"{state.name}` before, or choose another name"
+        )
     _claim(state, deployment)
     # Signals are counted from here on: there is a loop to stop.
     with processes.SignalCounter() as signals:

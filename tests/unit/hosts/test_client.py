@@ -16,12 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv4_operator.api import DSV4Deployment, load
 from dsv4_operator.backends.hosts import bootstrap
 from dsv4_operator.backends.hosts.documents import INVENTORY, Host, Inventory
-from dsv4_operator.cli import hosts, sources
+from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.cli import hosts, init, machine, main, sources, up
 from dsv4_operator.cli.machine import Record, Settings, save_record
-from dsv4_operator.cli.output import CommandError
+from dsv4_operator.cli.output import CommandError, ExitCode
 
+NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
 TOKEN = b"a" * 64
 UV = Path(sys.prefix).parent / ".uv" / "bin" / "uv"
 NAMES = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
@@ -274,10 +277,158 @@ def test_the_state_directory_of_the_client_is_not_forwarded() -> None:
     assert sources._without_state_dir(words) == ["status", "nano", "-o", "json"]
 
 
+def nano(name: str = "nano", **gateway: object) -> DSV4Deployment:
+    found = load(NANO.read_text()).to_dict()
+    spec = found["spec"] | {"gateway": gateway}  # type: ignore[operator]
+    return DSV4Deployment.model_validate({**found, "metadata": {"name": name}, "spec": spec})
+
+
 def test_settings_survive_the_way_to_a_machine() -> None:
-    sent = Settings(record=record(), host="spark-2", deployment=hosts._named("nano"), secrets={"keys/api": "x"})
+    sent = Settings(record=record(), host="spark-2", deployment=nano(), secrets={"keys/api": "x"})
     again = Settings.model_validate_json(sent.to_json())
     assert again == sent
     assert not again.first
     assert again.digest() == sent.model_copy(update={"timeout": 9.0}).digest()
     assert again.digest() != sent.model_copy(update={"secrets": {}}).digest()
+
+
+def test_a_newer_client_ends_a_deployment_of_an_older_version() -> None:
+    sent = json.loads(Settings(record=record(), host="spark-2").to_json())
+    newer = {**sent, "added": 1, "record": {**sent["record"], "added": 1}}
+    assert Settings.model_validate(newer) == Settings(record=record(), host="spark-2")
+
+
+def test_without_ssh_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = "the program 'ssh' is not installed"
+    with pytest.raises(CommandError, match=missing):
+        hosts.down(tmp_path, record(), uninstall=False)
+    for words in (["status"], ["logs"]):
+        with pytest.raises(CommandError, match=missing):
+            hosts.forward(record(), words)
+    with pytest.raises(CommandError, match=missing):
+        init.run(init.InitOptions(hosts=("a", "b"), yes=True), tmp_path, tmp_path)
+
+
+def test_a_long_name_of_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CommandError, match="'ssh' is not installed"):
+        hosts.forward(record(), ["status"])
+
+
+@pytest.mark.parametrize("fails", ["stop-loop", "stop-host", None])
+def test_nothing_is_removed_where_something_may_run(
+    fails: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    async def check(self: object, target: str, state_dir: str) -> dict[str, object]:
+        return {"software": ["abc"]}
+
+    async def act(self: object, action: str, settings: Settings, seconds: float) -> None:
+        done.append(f"{action} {settings.host}")
+        if action == fails and settings.host == "spark-1":
+            raise CommandError("spark-1: it runs on")
+
+    monkeypatch.setattr(hosts._Client, "_check", check)
+    monkeypatch.setattr(hosts._Client, "_machine", act)
+    save_record(tmp_path, record())
+    if fails is None:
+        assert hosts.down(tmp_path, record(), uninstall=True) is ExitCode.OK
+        assert done[-2:] == ["remove spark-1", "remove spark-2"]
+        assert hosts.find(tmp_path, "nano") is None
+        return
+    with pytest.raises(CommandError, match="spark-1: it runs on\nnano may run on these machines"):
+        hosts.down(tmp_path, record(), uninstall=True)
+    assert done == ["stop-loop spark-1", "stop-host spark-1", "stop-host spark-2"]
+    assert hosts.find(tmp_path, "nano") == record(), "the next attempt needs it"
+
+
+def test_a_removal_leaves_other_deployments_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_COMMAND", tmp_path / "bin" / "dsv4")
+    inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
+    keys = {"apiKeys": {"secretKeyRef": {"name": "keys", "key": "api"}}}
+    for name in ("nano", "two"):
+        state = inventory.members(name)
+        state.directory.mkdir(parents=True)
+        state.save_manifest(nano(name, **keys))
+    for secret in ("keys/api", "keys/own"):
+        (tmp_path / "secrets" / secret).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "secrets" / secret).touch()
+    elsewhere = record("elsewhere")
+    save_record(tmp_path, elsewhere)
+    (tmp_path / "software" / "abc").mkdir(parents=True)
+    known = [
+        record(name).model_copy(update={"inventory": inventory, "secrets": ("keys/api", "keys/own")})
+        for name in ("nano", "two")
+    ]
+    for own in known:
+        save_record(tmp_path, own)
+    for own in known:
+        name = own.name
+        machine.remove(Settings(record=own, host="spark-2"))
+        assert sorted(hosts._records(tmp_path)) == (["elsewhere", "two"] if name == "nano" else ["elsewhere"])
+        assert (tmp_path / "secrets" / "keys" / "api").exists() is (name == "nano"), "the other one uses it"
+        assert not (tmp_path / "secrets" / "keys" / "own").exists()
+        assert (tmp_path / "software").exists() is (name == "nano")
+    assert hosts.find(tmp_path, "elsewhere") == elsewhere
+
+
+def test_one_client_at_a_time_changes_a_machine(tmp_path: Path) -> None:
+    inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
+    sent = Settings(record=record().model_copy(update={"inventory": inventory}), host="spark-2")
+    command = [sys.executable, "-m", "dsv4_operator.cli.machine", "stop-host"]
+    with machine._alone(tmp_path):
+        other = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert other.stdin is not None
+        other.stdin.write(sent.to_json().encode())
+        other.stdin.close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(2)
+    assert other.wait(20) == 0
+
+
+def test_the_only_argument_may_be_the_prompt_or_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forwarded = []
+    monkeypatch.setattr(hosts, "forward", lambda record, words: forwarded.append((record.name, list(words))) or 0)
+    save_record(tmp_path, record())
+    for words in (["chat", "Where is the river?"], ["logs", "0"], ["logs", "nano", "0"], ["status"]):
+        monkeypatch.setattr(sys, "argv", ["dsv4", *words])
+        assert main.run([*words, "--state-dir", str(tmp_path)]) == 0
+        assert forwarded.pop() == ("nano", words)
+    assert main.run(["logs", "other", "0", "--state-dir", str(tmp_path)]) == ExitCode.BAD_INPUT
+    assert not forwarded
+
+
+def test_one_name_is_on_one_or_on_several_machines(tmp_path: Path) -> None:
+    state = DeploymentState(tmp_path, "nano")
+    save_record(tmp_path, record())
+    with pytest.raises(CommandError, match="nano is a deployment on several machines; start it with --hosts"):
+        up.run(str(NANO), tmp_path, detach=True, timeout=1)
+    (tmp_path / "remote" / "nano.json").unlink()
+    state.directory.mkdir()
+    with state.lock(), pytest.raises(CommandError, match="nano runs on this machine alone; run `dsv4 down nano`"):
+        hosts.up(str(NANO), "a,b", tmp_path, timeout=1)
+    (state.directory / INVENTORY).touch()
+    with pytest.raises(CommandError, match="on several machines"):
+        up.run(str(NANO), tmp_path, detach=True, timeout=1)
+
+
+def test_known_machines_are_checked_with_their_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+
+    async def check(self: object, target: str, state_dir: str) -> dict[str, object]:
+        checked.append((target, state_dir))
+        raise CommandError("that is enough")
+
+    monkeypatch.setattr(hosts._Client, "_check", check)
+    inventory = record().inventory.model_copy(update={"state_dir": "/srv/dsv4"})
+    save_record(tmp_path, record().model_copy(update={"inventory": inventory}))
+    for names, folder in (("spark-1,spark-2", "/srv/dsv4"), ("spark-1,spark-3", "/var/lib/dsv4")):
+        checked.clear()
+        with pytest.raises(CommandError, match="enough"):
+            hosts.up(str(NANO), names, tmp_path, timeout=1)
+        assert {each for _, each in checked} == {folder}

@@ -137,7 +137,7 @@ class HostsBackend:
         self._changed = changed
         self._software = software or Software()
         self._gateways = gateways
-        self._members_state = inventory.members(deployment)
+        self._members_state = inventory.members(deployment.metadata.name)
         self._machines = {host.name: _Machine(host, inventory.url(host)) for host in inventory.hosts}
         self._client = _HostClient(key)
         self._agents = AgentClient()

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 MAX_MEMBER_PATH = 44
 _LOCK_TRIES, _LOCK_PAUSE = 10, 0.05
 
-RESERVED = frozenset({"weights", "secrets", "remote", "software", "cache"})
+REMOTE = "remote"
+"""Directory with the records of deployments whose loop runs on another machine."""
+RESERVED = frozenset({"weights", "secrets", REMOTE, "software", "cache"})
 """Directories that all deployments of a state directory share."""
 
 PEER_COPIES = "peer-copies.json"

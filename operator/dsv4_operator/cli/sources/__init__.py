@@ -132,7 +132,9 @@ def with_target_options(
             if (root / "remote").is_dir():
                 from dsv4_operator.cli import hosts
 
-                record = hosts.find(root, given.get("name") or given.get("name_or_rank"))
+                # The only argument of `chat` may be the prompt, and that of `logs` the rank.
+                alone = given.get("prompt", "") is None or given.get("rank", "") is None
+                record = hosts.find(root, given.get("name") or given.get("name_or_rank"), uncertain=alone)
                 if record and not hosts.is_here(root, record):
                     return hosts.forward(record, _without_state_dir(sys.argv[1:]))
         return command(target, **given)
