@@ -361,22 +361,25 @@ class HostsBackend:
             if self._claim is not None:
                 return self._claim
             await self._refresh()
-            leases = {one.host.name: one.report.lease for one in self._machines.values() if one.report is not None}
-            if not leases:
-                raise HostUnreachable("; ".join(machine.unreachable for machine in self._machines.values()))
-            for name, lease in leases.items():
-                if lease.holder not in ("", self._holder) and lease.seconds > 0:
+            reports = [(one, one.report, one.heard) for one in self._machines.values() if one.report and one.heard]
+            if not reports:
+                raise self._all_unreachable()
+            for machine, report, heard in reports:
+                lease, age = report.lease, time.monotonic() - heard
+                if lease.holder not in ("", self._holder) and lease.seconds > age:
                     raise BackendError(
-                        f"{lease.holder!r} manages the members on {name}; end that loop, or wait until it has ended"
+                        f"{lease.holder!r} manages the members on {machine.host.name}; end that loop, or wait until it "
+                        "has ended"
                     )
-            claim = Claim(holder=self._holder, epoch=max(one.epoch for one in leases.values()) + 1)
+            claim = Claim(holder=self._holder, epoch=max(report.lease.epoch for _, report, _ in reports) + 1)
             request = LeaseRequest(claim=claim)
 
             async def take(machine: _Machine) -> bool:
                 try:
                     async with asyncio.timeout(_TAKE_SECONDS):
                         self._update(machine, await self._client.post(machine.url + "/v1/lease", request))
-                except AGENT_ERRORS as error:
+                except (*AGENT_ERRORS, BackendError) as error:
+                    # Also with a full disk, where the lease cannot be saved.
                     machine.problem = _reason(error)
                     return False
                 return True
@@ -386,10 +389,13 @@ class HostsBackend:
             except LeaseRefused as error:
                 raise BackendError(f"the lease cannot be taken: {error}") from error
             if not any(taken):
-                raise HostUnreachable("; ".join(machine.unreachable for machine in self._machines.values()))
+                raise self._all_unreachable()
             _log.info("took the lease with epoch %d", claim.epoch)
             self._claim = claim
             return claim
+
+    def _all_unreachable(self) -> HostUnreachable:
+        return HostUnreachable("; ".join(machine.unreachable for machine in self._machines.values()))
 
     async def _act(self, machine: _Machine, path: str, request: BaseModel) -> HostReport:
         """Send a change to a machine; return its state after that.
