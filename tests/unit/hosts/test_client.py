@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import hashlib
 import json
 import os
 import subprocess
@@ -144,6 +146,73 @@ def test_an_environment_starts_from_an_earlier_one(tmp_path: Path) -> None:
     assert not (earlier / site / "thing.py").samefile(later / site / "thing.py")
     assert (later / bootstrap.COMPLETE).exists()
     assert not list(software.glob("*.part"))
+
+
+def test_an_installation_after_a_power_loss_has_no_empty_file(tmp_path: Path) -> None:
+    folder, requirements = tmp_path / "wheels", tmp_path / "requirements.txt"
+    folder.mkdir()
+    wheel = folder / "base-1.0-py3-none-any.whl"
+    content = {"base.py": b"VALUE = 1\n", "other.py": b"VALUE = 2\n"}
+    info = {"METADATA": b"Metadata-Version: 2.1\nName: base\nVersion: 1.0\n", "WHEEL": b"Wheel-Version: 1.0\n"}
+    info["WHEEL"] += b"Root-Is-Purelib: true\n"
+    files = {**content, **{f"base-1.0.dist-info/{name}": data for name, data in info.items()}}
+    rows = [f"{name},sha256={digest(data)},{len(data)}\n" for name, data in files.items()]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+        archive.writestr("base-1.0.dist-info/RECORD", "".join([*rows, "base-1.0.dist-info/RECORD,,\n"]))
+    requirements.write_text(f"base @ file://{wheel}\n")
+    directory, none = tmp_path / "software" / "one", tmp_path / "software" / "one.input"
+    none.mkdir(parents=True)
+    (none / wheel.name).symlink_to(wheel)
+
+    def install() -> None:
+        bootstrap.install(str(directory), str(UV), str(requirements), str(none))
+
+    install()
+    packages = next((directory / "lib").glob("python*")) / "site-packages"
+    (packages / "base.py").write_bytes(b"")
+    (directory / bootstrap.COMPLETE).unlink()
+    assert bootstrap._damaged(str(directory)) == str(packages / "base.py")
+    # The only wheel is installed anew, which hides the damage; so it is taken away.
+    (none / wheel.name).unlink()
+    (none / "thing-1.0-py3-none-any.whl").write_bytes(minimal_wheel("thing"))
+    install()
+    assert {name: (packages / name).read_bytes() for name in content} == content
+    (packages / "base-1.0.dist-info" / "RECORD").write_bytes(b"")
+    assert bootstrap._damaged(str(directory)).endswith("base-1.0.dist-info/RECORD")
+
+
+def digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+
+
+def minimal_wheel(name: str) -> bytes:
+    buffer, info = BytesIO(), f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return buffer.getvalue()
+
+
+def test_two_clients_do_not_write_one_environment_at_once(tmp_path: Path) -> None:
+    target = tmp_path / "software" / "one.input"
+    with bootstrap._alone(str(target)):
+        process = start("receive", str(target))
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.communicate(hosts._archive({"good": b"1"}), timeout=1)
+        assert not target.exists()
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert content(target) == {"good": b"1"}
+
+
+def test_a_blocked_link_is_named(tmp_path: Path, unused_tcp_port: int) -> None:
+    with start("fetch", str(tmp_path / "one"), "127.0.0.1", str(unused_tcp_port)) as process:
+        _, errors = process.communicate(TOKEN + b"\n", timeout=60)
+    assert process.returncode == 3
+    assert f"127.0.0.1:{unused_tcp_port} cannot be reached (Connection refused); check the link".encode() in errors
 
 
 def test_without_links_an_environment_starts_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
