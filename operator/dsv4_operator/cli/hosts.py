@@ -152,7 +152,7 @@ class _Client:
         self, deployment: DSV4Deployment, hosts: str, known: Record | None, root: Path, limit: float
     ) -> ExitCode:
         named = _read_inventory(hosts)
-        if known and not isinstance(named, Inventory) and _same_targets(known, named):
+        if known and named == [host.target for host in known.inventory.hosts]:
             named = known.inventory
         targets = [host.target for host in named.hosts] if isinstance(named, Inventory) else named
         given = named.state_dir if isinstance(named, Inventory) else Inventory.model_fields["state_dir"].default
@@ -345,7 +345,7 @@ class _Client:
     async def _copy(self, record: Record, first: Host, others: Iterable[Host]) -> None:
         """Copy the software over the link between the machines, with a token for this copy."""
         token = secrets.token_hex(32).encode() + b"\n"
-        words = [*_sudo(record), "sh", "-c", _FIND_PYTHON, "sh", "-c", _script()]
+        words = [*record.prefix, "sh", "-c", _FIND_PYTHON, "sh", "-c", _script()]
         pipe = asyncio.subprocess.PIPE
         server = await self.ssh.start(
             first.target, [*words, "serve", record.software, first.address], stdin=pipe, stdout=pipe, stderr=pipe
@@ -383,7 +383,7 @@ class _Client:
     async def _bootstrap(
         self, record: Record, host: Host, words: Sequence[str], *, given: bytes = b"", seconds: float = _STEP_SECONDS
     ) -> None:
-        command = [*_sudo(record), "sh", "-c", _FIND_PYTHON, "sh", "-c", _script(), *words]
+        command = [*record.prefix, "sh", "-c", _FIND_PYTHON, "sh", "-c", _script(), *words]
         latest = time.monotonic()
 
         def progress(line: str) -> None:
@@ -410,10 +410,6 @@ class _Client:
 
 def _exit_code(code: int) -> ExitCode:
     return ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
-
-
-def _sudo(record: Record) -> list[str]:
-    return ["sudo", "-n"] if record.sudo else []
 
 
 def _about_loop(arguments: Sequence[str]) -> bool:
@@ -471,10 +467,6 @@ def _check_machines(known: Record | None, inventory: Inventory) -> None:
         raise bad_input(
             f"{known.name} is on {names}, with another inventory than this one; run `dsv4 uninstall {known.name}` first"
         )
-
-
-def _same_targets(record: Record, targets: Sequence[str]) -> bool:
-    return [host.target for host in record.inventory.hosts] == list(targets)
 
 
 def _discovered(targets: Sequence[str], checks: dict[str, Any]) -> Inventory:

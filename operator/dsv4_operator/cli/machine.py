@@ -81,11 +81,15 @@ class Record(Report):
     secrets: tuple[str, ...] = ()
     """Paths of its secrets below the directory of secrets."""
 
+    @property
+    def prefix(self) -> list[str]:
+        """Return the start of command lines with the rights of root on the machines."""
+        return ["sudo", "-n"] if self.sudo else []
+
     def program(self) -> list[str]:
         """Return the start of command lines of dsv4 on the machines."""
-        prefix = ["sudo", "-n"] if self.sudo else []
         variable = f"DSV4_STATE_DIR={self.inventory.state_dir}"
-        return [*prefix, "env", variable, f"{self.software}/bin/python", "-m"]
+        return [*self.prefix, "env", variable, f"{self.software}/bin/python", "-m"]
 
 
 class Settings(Report):

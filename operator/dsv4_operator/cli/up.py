@@ -455,7 +455,8 @@ def down(root: Path, name: str | None, *, all_deployments: bool, purge: bool) ->
 def _end(state: DeploymentState, *, purge: bool) -> str | None:
     """End one deployment; return the error message if that failed."""
     if (state.directory / INVENTORY).exists():
-        return _end_members(state)
+        remedy = f"run `dsv4 uninstall {state.name}` on the machine with hosts.yaml"
+        return f"--purge: {state.name} is on several machines; {remedy}" if purge else _end_members(state)
     try:
         ran = end_loop(state)
         with convert_os_errors(f"{state.name}: cannot tidy up"), state.lock():

@@ -484,6 +484,9 @@ def test_one_name_is_on_one_or_on_several_machines(tmp_path: Path) -> None:
     (state.directory / INVENTORY).touch()
     with pytest.raises(CommandError, match="on several machines"):
         up.run(str(NANO), tmp_path, detach=True, timeout=1)
+    state.save_manifest(nano())
+    with pytest.raises(CommandError, match="--purge: nano is on several machines; run `dsv4 uninstall nano`"):
+        up.down(tmp_path, "nano", all_deployments=False, purge=True)
 
 
 def test_known_machines_are_checked_with_their_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

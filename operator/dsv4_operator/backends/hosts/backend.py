@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import aiohttp
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus, Hardware
+from dsv4_operator.api import DSV4Deployment, Hardware
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.hosts.documents import (
     EVIDENCE_BYTES,
@@ -32,7 +32,7 @@ from dsv4_operator.backends.hosts.documents import (
     Refusal,
     StartRequest,
 )
-from dsv4_operator.backends.local.gateway import LocalGateways
+from dsv4_operator.backends.local.gateway import LocalGateways, OwnGateways
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, save_evidence
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
@@ -102,7 +102,7 @@ class _Seen:
     request: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
-class HostsBackend:
+class HostsBackend(OwnGateways):
     """Members of one deployment on several machines.
 
     Every change carries a claim: a fencing token, which the host services check. It is taken with the first change,
@@ -131,12 +131,13 @@ class HostsBackend:
         software: installed software for engines on GPUs, the same on all machines; none on CPU.
         gateways: the front end; None if users connect to the engines directly.
         """
-        self._state = state
+        # The members of an earlier loop have tokens of its key.
+        key_of_tokens = state.token_key.read_text() if state.token_key.exists() else new_key()
+        super().__init__(state, key_of_tokens, gateways)
         self._inventory = inventory
         self._holder = holder
         self._changed = changed
         self._software = software or Software()
-        self._gateways = gateways
         self._members_state = inventory.members(deployment.metadata.name)
         self._machines = {host.name: _Machine(host, inventory.url(host)) for host in inventory.hosts}
         self._client = _HostClient(key)
@@ -146,12 +147,6 @@ class HostsBackend:
         self._seen: dict[Key, _Seen] = {}
         self._awaiting: asyncio.Task[None] | None = None
         """Queries the machines that do not answer."""
-        self._token_key = self._read_token_key()
-
-    def _read_token_key(self) -> str:
-        with contextlib.suppress(FileNotFoundError):
-            return self._state.token_key.read_text()
-        return new_key()
 
     async def close(self) -> None:
         """See `Backend`."""
@@ -166,26 +161,6 @@ class HostsBackend:
         await asyncio.gather(*running, return_exceptions=True)
         await self._agents.close()
         await self._client.close()
-
-    async def release(self, namespace: str, name: str) -> None:
-        """See `Backend`. The deployment is reconciled until `close`."""
-
-    async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
-        """See `Backend`.
-
-        Raises:
-            OSError: the token key or a route of the gateways cannot be written.
-        """
-        self._state.save_token_key(self._token_key)
-        if self._gateways is not None:
-            self._gateways.update_routes(deployment, status)
-
-    def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
-        """See `Backend`. Users connect to the gateways of this machine."""
-        return None
-
-    def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
-        """See `Backend`. The machines of a group are fixed by the inventory."""
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`. A group always gets the same machines, in the order of the inventory."""

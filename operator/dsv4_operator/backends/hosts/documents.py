@@ -238,28 +238,26 @@ class HostReport(Report):
     """Memory that drivers kept over the ends of all members since the start of the machine."""
 
 
-class StartRequest(Document):
-    """Body of `POST /v1/start`: start a member unless it exists."""
+class LeaseRequest(Document):
+    """Body of `POST /v1/lease`: take or renew the lease. All other changes do it too."""
 
     claim: Claim
+
+
+class StartRequest(LeaseRequest):
+    """Body of `POST /v1/start`: start a member unless it exists."""
+
     plan: GroupPlan
     rank: Number
     token: str = Field(pattern=r"^[0-9a-f]{32,256}$", repr=False)
     """The incarnation's token."""
 
 
-class EndRequest(Document):
+class EndRequest(LeaseRequest):
     """Body of `POST /v1/fence` and `POST /v1/forget`."""
 
-    claim: Claim
     group: Number
     incarnation: Number
-
-
-class LeaseRequest(Document):
-    """Body of `POST /v1/lease`: take or renew the lease."""
-
-    claim: Claim
 
 
 class Refusal(Report):

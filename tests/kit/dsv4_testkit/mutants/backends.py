@@ -122,6 +122,34 @@ BACKENDS = (
         ("tests/unit/hosts/test_client.py",),
     ),
     Mutant(
+        "packages with empty files count as installed",
+        f"{_OPERATOR}/backends/hosts/bootstrap.py",
+        "os.path.getsize(path) != int(size):\n",
+        "os.path.getsize(path) < 0:\n",
+        ("tests/unit/hosts/test_client.py",),
+    ),
+    Mutant(
+        "a full disk of one machine keeps the loop from all",
+        f"{_OPERATOR}/backends/hosts/backend.py",
+        "                except (*AGENT_ERRORS, BackendError) as error:\n                    # Also",
+        "                except AGENT_ERRORS as error:\n                    # Also",
+        ("tests/unit/hosts/test_lease.py",),
+    ),
+    Mutant(
+        "files of running members are removed",
+        f"{_OPERATOR}/cli/hosts.py",
+        '            if action == "remove" and failed:\n',
+        '            if action == "remove" and failed == []:\n',
+        ("tests/unit/hosts/test_client.py",),
+    ),
+    Mutant(
+        "a removal takes secrets of other deployments",
+        f"{_OPERATOR}/cli/machine.py",
+        "set(settings.record.secrets) - used:",
+        "set(settings.record.secrets):",
+        ("tests/unit/hosts/test_client.py",),
+    ),
+    Mutant(
         "pods of a node are not counted",
         f"{_OPERATOR}/backends/pods/scheduling.py",
         "    total[PODS] = 1\n",
@@ -286,8 +314,8 @@ BACKENDS = (
     Mutant(
         "the next loop makes another token key",
         f"{_OPERATOR}/backends/local/backend.py",
-        "self._earlier_token_key() or new_key()\n",
-        "new_key()\n",
+        "self._earlier_token_key(state) or new_key()",
+        "new_key()",
         ("tests/unit/backends/test_local.py",),
     ),
     Mutant(
