@@ -243,10 +243,10 @@ def apply(settings: Settings) -> ExitCode:
         replace_file(applied, digest)
         print_line("host service started")
     if settings.first:
-        # Of an earlier attempt.
-        processes.startup_error_file(settings.loop).unlink(missing_ok=True)
+        # Of an earlier attempt, and of an end that was interrupted.
+        for file in (processes.startup_error_file(settings.loop), settings.loop.directory / DOWN):
+            file.unlink(missing_ok=True)
     if settings.first and not loop.running():
-        (settings.loop.directory / DOWN).unlink(missing_ok=True)
         loop.start()
         # Before another client may find that no loop runs.
         _await_lock(loop)

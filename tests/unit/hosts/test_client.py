@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
@@ -20,9 +21,9 @@ from hypothesis import strategies as st
 
 from dsv4_operator.api import DSV4Deployment, load
 from dsv4_operator.backends.hosts import bootstrap
-from dsv4_operator.backends.hosts.documents import INVENTORY, Host, Inventory
+from dsv4_operator.backends.hosts.documents import DOWN, INVENTORY, Host, Inventory
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.cli import hosts, init, machine, main, sources, up
+from dsv4_operator.cli import hosts, init, machine, main, processes, sources, up
 from dsv4_operator.cli.machine import Record, Settings, save_record
 from dsv4_operator.cli.output import CommandError, ExitCode
 
@@ -458,6 +459,48 @@ def test_one_client_at_a_time_changes_a_machine(tmp_path: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(2)
     assert other.wait(20) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces everywhere")
+def test_the_services_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory: Callable[[], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start_loop = processes.start_loop
+    monkeypatch.setattr(machine, "has_systemd", lambda: False)
+    monkeypatch.setattr(processes, "start_loop", lambda *given: started.append(start_loop(*given)))
+    with tempfile.TemporaryDirectory(prefix="d", dir="/tmp") as folder:
+        monkeypatch.setattr(machine, "_COMMAND", Path(folder) / "bin" / "dsv4")
+        spec = {**nano().to_dict()["spec"]}  # type: ignore[dict-item]
+        spec |= {
+            "network": {"ports": {name: unused_tcp_port_factory() for name in ("api", "dashboard", "gcs", "agent")}}
+        }
+        spec |= {"model": {"variant": "Nano", "source": {"path": f"{folder}/missing"}}}
+        places = (Host(name="spark-1", address="127.0.0.1"), Host(name="spark-2", address="127.0.0.2"))
+        inventory = Inventory(hosts=places, state_dir=folder, service_port=unused_tcp_port_factory())
+        known = record().model_copy(update={"inventory": inventory})
+        deployment = nano().model_copy(update={"spec": type(nano().spec).model_validate(spec)})
+        settings = Settings(record=known, host="spark-1", deployment=deployment)
+        try:
+            machine.apply(settings)
+            assert machine.loop_service(settings.loop).running(), "another client finds it"
+            assert machine.host_service(settings).running()
+            assert "host service started\ncontrol loop started" in capsys.readouterr().out
+            # An end that a loss of power interrupted must not apply to the next restart of the machine.
+            (settings.loop.directory / DOWN).touch()
+            machine.apply(settings)
+            assert not (settings.loop.directory / DOWN).exists()
+            assert capsys.readouterr().out == ""
+            other = known.model_copy(update={"key": "z" * 64})
+            with pytest.raises(CommandError, match=r"nano is already running.*other machines, software or secrets"):
+                machine.apply(settings.model_copy(update={"record": other}))
+        finally:
+            machine.stop_loop(settings)
+            machine.stop_host(settings)
+        for process in started:
+            process.wait(20)
+        machine.remove(settings)
+        assert [path.name for path in Path(folder).iterdir() if path.name != "bin"] == ["weights"]
 
 
 def test_the_only_argument_may_be_the_prompt_or_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
