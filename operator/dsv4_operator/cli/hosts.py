@@ -37,6 +37,7 @@ from dsv4_operator.backends.hosts.documents import (
     load_inventory,
 )
 from dsv4_operator.backends.hosts.ssh import CONNECTION_FAILED, Completed, Ssh, SshError, connections
+from dsv4_operator.backends.hosts.survey import CONTAINERS
 from dsv4_operator.backends.local.state import REMOTE, DeploymentState, StateError, deployments
 from dsv4_operator.cli.machine import SOFTWARE, Record, Settings, save_record, secret_paths
 from dsv4_operator.cli.output import (
@@ -479,8 +480,10 @@ def _discovered(targets: Sequence[str], checks: dict[str, Any]) -> Inventory:
     for target in targets:
         for one in checks[target]["addresses"]:
             network = IPv4Interface(f"{one['address']}/{one['prefix']}").network
-            networks.setdefault(network, {}).setdefault(target, one)
-    shared = [found for found in networks.values() if len(found) == len(targets)]
+            if not one["interface"].startswith(CONTAINERS):
+                networks.setdefault(network, {}).setdefault(target, one)
+    # Bridges of one program have the same address on all machines.
+    shared = [found for found in networks.values() if len({one["address"] for one in found.values()}) == len(targets)]
     if not shared:
         raise bad_input(
             f"the machines {', '.join(targets)} share no IPv4 network; configure their link, or name the addresses "

@@ -295,6 +295,15 @@ def test_the_fastest_shared_network_is_chosen() -> None:
     ]
 
 
+def test_bridges_of_containers_connect_no_machines() -> None:
+    docker, nat = ("docker0", "172.17.0.1", 10_000, False), ("nat0", "192.168.122.1", 10_000, False)
+    checks = {
+        name: facts(("eth0", f"10.0.0.{number}", 1000, False), docker, nat, ("br-1", f"10.9.0.{number}", 10_000, False))
+        for number, name in enumerate(("a", "b"), 1)
+    }
+    assert [host.address for host in hosts._discovered(["a", "b"], checks).hosts] == ["10.0.0.1", "10.0.0.2"]
+
+
 def test_machines_without_a_shared_network() -> None:
     checks = {"a": facts(("eth0", "10.0.0.1", 1, False)), "b": facts(("eth0", "10.1.0.1", 1, False))}
     with pytest.raises(CommandError, match=r"a, b share no IPv4 network.*--hosts hosts\.yaml"):

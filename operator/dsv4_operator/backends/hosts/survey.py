@@ -384,7 +384,7 @@ def disk_finding(name: str, survey: Survey, needed: int) -> Finding | None:
     return Finding(name, "DiskTooSmall", message, f"make space there, or mount a larger disk at {survey.disk}")
 
 
-_CONTAINERS = ("docker", "br-", "veth", "virbr", "podman", "cni", "flannel", "cali", "tailscale", "wg", "tun")
+CONTAINERS = ("docker", "br-", "veth", "virbr", "podman", "cni", "flannel", "cali", "tailscale", "wg", "tun")
 """Prefixes of interfaces that do not connect machines directly."""
 _SETTINGS = frozenset({"memlock", "nofile"})
 """Checks of `dsv4 doctor` for limits of a login, which do not apply to the host service."""
@@ -455,7 +455,7 @@ def read_network(name: str, document: Mapping[str, Any]) -> MachineNetwork:
     ports = {rail["address"]: rail["hca"] for rail in document["rails"] if rail.get("hca")}
     ends, idle = [], []
     for link in document["interfaces"]:
-        if link["name"] == "lo" or link["name"].startswith(_CONTAINERS):
+        if link["name"] == "lo" or link["name"].startswith(CONTAINERS):
             continue
         if link["up"] and not link["addresses"] and (link["speed"] or 0) >= 25_000:
             idle.append(link["name"])
