@@ -190,9 +190,8 @@ class _Client:
         await self._machine("apply", settings[0], _STEP_SECONDS)
         await self._all({each.host: self._machine("apply", each, _STEP_SECONDS) for each in settings[1:]})
         self.report(inventory.hosts[0].name, f"starting; at most {format_duration(limit)}")
-        return ExitCode(
-            await self._attached(record, inventory.hosts[0], ["dsv4_operator.cli.machine", "wait"], settings[0])
-        )
+        words = ["dsv4_operator.cli.machine", "wait"]
+        return _exit_code(await self._attached(record, inventory.hosts[0], words, settings[0]))
 
     async def down(self, root: Path, record: Record, *, uninstall: bool) -> ExitCode:
         first, *_ = hosts = record.inventory.hosts
@@ -294,7 +293,15 @@ class _Client:
         """Return the facts about a machine, as root if that is possible without a password."""
         words = ["sh", "-c", _FIND_PYTHON, "sh", "-c", _script(), "check", state_dir]
         done = await self.ssh.run(target, words, seconds=_CHECK_SECONDS)
-        facts: dict[str, Any] = json.loads(_output(target, "the check", done))
+        output = _output(target, "the check", done)
+        try:
+            facts: dict[str, Any] = json.loads(output)
+        except ValueError:
+            printed = output[:80].decode(errors="replace")
+            raise CommandError(
+                f"{target}: its login files print {printed!r}, which programs over ssh would read; let them print in "
+                "interactive shells only"
+            ) from None
         if not facts["root"]:
             done = await self.ssh.run(target, ["sudo", "-n", *words], seconds=_CHECK_SECONDS)
             if done.code == 0:

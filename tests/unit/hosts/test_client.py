@@ -377,6 +377,15 @@ def test_a_newer_client_ends_a_deployment_of_an_older_version() -> None:
     assert Settings.model_validate(newer) == Settings(record=record(), host="spark-2")
 
 
+def test_login_files_that_print_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "ssh"
+    program.write_text("#!/bin/bash\necho 'Welcome to spark-1'\nexec sh -c \"${@: -1}\"\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(CommandError, match=r"spark-1: its login files print 'Welcome to spark-1"):
+        hosts.down(tmp_path, record(), uninstall=False)
+
+
 def test_without_ssh_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     missing = "the program 'ssh' is not installed"
