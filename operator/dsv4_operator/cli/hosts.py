@@ -39,6 +39,7 @@ from dsv4_operator.backends.hosts.documents import (
 from dsv4_operator.backends.hosts.ssh import CONNECTION_FAILED, Completed, Ssh, SshError, connections
 from dsv4_operator.backends.hosts.survey import CONTAINERS
 from dsv4_operator.backends.local.state import REMOTE, DeploymentState, StateError, deployments
+from dsv4_operator.cli.init import host_names
 from dsv4_operator.cli.machine import SOFTWARE, Record, Settings, save_record, secret_paths
 from dsv4_operator.cli.output import (
     CommandError,
@@ -450,18 +451,10 @@ def _read_inventory(hosts: str) -> Inventory | list[str]:
             raise bad_input(
                 f"--hosts {hosts!r}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"
             ) from None
-    targets = [part.strip() for part in hosts.split(",") if part.strip()]
-    try:
-        # Checks the syntax; the addresses are found on the machines.
-        Inventory(hosts=tuple(_host(target, f"192.0.2.{n}") for n, target in enumerate(targets, 1)))
-    except ValidationError as error:
-        raise bad_input(f"--hosts {hosts!r}: {error.errors()[0]['msg']}") from None
-    return targets
-
-
-def _host(target: str, address: str, interface: str | None = None) -> Host:
-    name = target.rpartition("@")[2].lower()
-    return Host(name=name, ssh=target, address=address, interface=interface)
+    names = host_names([part.strip() for part in hosts.split(",") if part.strip()])
+    if not names:
+        raise bad_input(f"--hosts {hosts!r}: names no machine; write a file, or names as in `ssh NAME`")
+    return list(names.values())
 
 
 def _check_machines(known: Record | None, inventory: Inventory) -> None:
@@ -497,8 +490,13 @@ def _discovered(targets: Sequence[str], checks: dict[str, Any]) -> Inventory:
             "in a file: --hosts hosts.yaml"
         )
     best = max(shared, key=lambda found: [min(found[target][key] for target in targets) for key in ("rdma", "speed")])
-    hosts = tuple(_host(target, best[target]["address"], best[target]["interface"]) for target in targets)
-    return Inventory(hosts=hosts)
+    found = ((name, target, best[target]) for name, target in host_names(targets).items())
+    return Inventory(
+        hosts=tuple(
+            Host(name=name, ssh=target, address=one["address"], interface=one["interface"])
+            for name, target, one in found
+        )
+    )
 
 
 def _minor(python: str) -> str:

@@ -10,13 +10,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from ipaddress import IPv4Interface
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_operator.backends.hosts.ssh import Ssh, SshError
+from dsv4_operator.backends.hosts.ssh import Completed, NotMeasured, Place, Ssh, SshError, tcp_bandwidth
+from dsv4_operator.backends.hosts.survey import End
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")
 
@@ -127,3 +129,23 @@ async def test_a_command_that_does_not_end(served: Ssh) -> None:
         await served.run("spark-1", ["sleep", "600"], seconds=1.5)
     assert (await served.run("spark-1", ["true"], seconds=30)).code == 0
     await served.close()
+
+
+class Printing:
+    """Machines whose commands print a text."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+
+    async def run(self, target: str, words: list[str], **_: object) -> Completed:
+        return Completed(0, self.text, "")
+
+
+async def test_login_files_that_print_do_not_hide_a_measurement() -> None:
+    end = End("eth0", IPv4Interface("10.0.0.1/24"), True, 1500, 1000, False, None)
+    places = [Place(name, name, end, frozenset({"python3"})) for name in "ab"]
+    printing = Printing(b'Welcome to {a}\n{"bytes": 1000000000, "seconds": 2.0}\n')
+    assert await tcp_bandwidth(printing, *places) == 4.0  # type: ignore[arg-type]
+    for text in (b"", b"Welcome\n", b"[1]\n"):
+        with pytest.raises(NotMeasured, match=r"a printed .* in place of a result"):
+            await tcp_bandwidth(Printing(text), *places)  # type: ignore[arg-type]

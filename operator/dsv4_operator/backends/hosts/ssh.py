@@ -296,8 +296,12 @@ async def tcp_bandwidth(ssh: Ssh, sender: Place, receiver: Place) -> float:
     if sent.code:
         # The reason of the receiver, such as a missing address, precedes that of the sender.
         raise NotMeasured(_reason(received if received.code and "timed out" not in received.errors else sent))
-    figures = json.loads(sent.output)
-    return float(figures["bytes"]) * 8 / float(figures["seconds"]) / 1e9
+    try:
+        # Login files may print before.
+        figures = json.loads(sent.output.strip().rpartition(b"\n")[2])
+        return float(figures["bytes"]) * 8 / float(figures["seconds"]) / 1e9
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):
+        raise NotMeasured(f"{sender.name} printed {sent.output[:80]!r} in place of a result") from None
 
 
 async def rdma_bandwidth(ssh: Ssh, sender: Place, receiver: Place) -> float | None:
