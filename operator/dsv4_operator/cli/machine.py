@@ -394,7 +394,7 @@ def remove(settings: Settings) -> ExitCode:
     if settings.first:
         shutil.rmtree(settings.loop.directory, ignore_errors=True)
     (root / REMOTE / f"{settings.record.name}.json").unlink(missing_ok=True)
-    others = deployments(settings.members.root)
+    others = [*deployments(settings.members.root), *deployments(root)]
     try:
         used = {path for other in others if (manifest := other.manifest()) for path in secret_paths(manifest)}
     except (OSError, ValueError):
@@ -402,7 +402,9 @@ def remove(settings: Settings) -> ExitCode:
         used = set(settings.record.secrets)
     for secret in set(settings.record.secrets) - used:
         (settings.loop.secrets / secret).unlink(missing_ok=True)
-    if not others:
+    if others:
+        print_line(f"kept the software, for {', '.join(dict.fromkeys(other.name for other in others))}")
+    else:
         if _is_ours(_COMMAND):
             _COMMAND.unlink()
         for name in (settings.members.root.name, "cache", SOFTWARE):

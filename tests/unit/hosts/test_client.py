@@ -435,7 +435,9 @@ def test_nothing_is_removed_where_something_may_run(
     assert hosts.find(tmp_path, "nano") == record(), "the next attempt needs it"
 
 
-def test_a_removal_leaves_other_deployments_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_leaves_other_deployments_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(machine, "_COMMAND", tmp_path / "bin" / "dsv4")
     inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
     keys = {"apiKeys": {"secretKeyRef": {"name": "keys", "key": "api"}}}
@@ -443,14 +445,17 @@ def test_a_removal_leaves_other_deployments_alone(tmp_path: Path, monkeypatch: p
         state = inventory.members(name)
         state.directory.mkdir(parents=True)
         state.save_manifest(nano(name, **keys))
-    for secret in ("keys/api", "keys/own"):
+    for secret in ("keys/api", "keys/own", "keys/local"):
         (tmp_path / "secrets" / secret).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "secrets" / secret).touch()
+    here = DeploymentState(tmp_path, "here")
+    here.directory.mkdir()
+    here.save_manifest(nano("here", apiKeys={"secretKeyRef": {"name": "keys", "key": "local"}}))
     elsewhere = record("elsewhere")
     save_record(tmp_path, elsewhere)
     (tmp_path / "software" / "abc").mkdir(parents=True)
     known = [
-        record(name).model_copy(update={"inventory": inventory, "secrets": ("keys/api", "keys/own")})
+        record(name).model_copy(update={"inventory": inventory, "secrets": ("keys/api", "keys/own", "keys/local")})
         for name in ("nano", "two")
     ]
     for own in known:
@@ -461,7 +466,12 @@ def test_a_removal_leaves_other_deployments_alone(tmp_path: Path, monkeypatch: p
         assert sorted(hosts._records(tmp_path)) == (["elsewhere", "two"] if name == "nano" else ["elsewhere"])
         assert (tmp_path / "secrets" / "keys" / "api").exists() is (name == "nano"), "the other one uses it"
         assert not (tmp_path / "secrets" / "keys" / "own").exists()
-        assert (tmp_path / "software").exists() is (name == "nano")
+        assert (tmp_path / "secrets" / "keys" / "local").exists()
+        assert (tmp_path / "software").exists()
+        assert f"kept the software, for {'two, here' if name == 'nano' else 'here'}" in capsys.readouterr().out
+    here.purge()
+    machine.remove(Settings(record=known[0], host="spark-2"))
+    assert not (tmp_path / "software").exists()
     assert hosts.find(tmp_path, "elsewhere") == elsewhere
 
 
