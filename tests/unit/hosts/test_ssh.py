@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4_operator.backends.hosts import ssh as ssh_module
 from dsv4_operator.backends.hosts.ssh import Completed, NotMeasured, Place, Ssh, SshError, tcp_bandwidth
 from dsv4_operator.backends.hosts.survey import End
 
@@ -149,3 +150,25 @@ async def test_login_files_that_print_do_not_hide_a_measurement() -> None:
     for text in (b"", b"Welcome\n", b"[1]\n"):
         with pytest.raises(NotMeasured, match=r"a printed .* in place of a result"):
             await tcp_bandwidth(Printing(text), *places)  # type: ignore[arg-type]
+
+
+async def test_the_bandwidth_of_two_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real programs; ssh runs them on this machine."""
+    monkeypatch.setattr(ssh_module, "_WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(ssh_module, "_MEASURE_SECONDS", 0.5)
+    (folder / "ssh").write_text('#!/bin/bash\nexec sh -c "${@: -1}"\n')
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def place(name: str, address: str) -> Place:
+        end = End("lo", IPv4Interface(address), True, 65536, None, False, None)
+        return Place(name, name, end, frozenset({"python3"}))
+
+    ssh = Ssh(folder)
+    here = place("a", "127.0.0.1/8")
+    assert await tcp_bandwidth(ssh, here, place("b", "127.0.0.2/8")) > 0.1
+    with pytest.raises(NotMeasured, match="Cannot assign requested address"):
+        await tcp_bandwidth(ssh, here, place("b", "192.0.2.1/24"))
+    (folder / "ssh").write_text("#!/bin/sh\necho gone >&2; exit 255\n")
+    with pytest.raises(NotMeasured, match=r"[ab]: gone; `ssh [ab] true` must work"):
+        await tcp_bandwidth(ssh, here, place("b", "127.0.0.2/8"))

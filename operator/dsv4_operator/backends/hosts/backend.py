@@ -64,10 +64,6 @@ Key = tuple[int, int, int]
 """Group, incarnation, rank."""
 
 
-class HostUnreachable(BackendError):
-    """A machine does not answer; the text contains its name and the remedy."""
-
-
 @dataclass(slots=True)
 class _Machine:
     """A host with its latest report."""
@@ -369,8 +365,8 @@ class HostsBackend(OwnGateways):
             self._claim = claim
             return claim
 
-    def _all_unreachable(self) -> HostUnreachable:
-        return HostUnreachable("; ".join(machine.unreachable for machine in self._machines.values()))
+    def _all_unreachable(self) -> BackendError:
+        return BackendError("; ".join(machine.unreachable for machine in self._machines.values()))
 
     async def _act(self, machine: _Machine, path: str, request: BaseModel) -> HostReport:
         """Send a change to a machine; return its state after that.
@@ -389,10 +385,10 @@ class HostsBackend(OwnGateways):
         except AGENT_ERRORS as error:
             machine.problem = _reason(error)
             remedy = "check its power, its link and the host service, or remove it from the inventory if it is gone"
-            raise HostUnreachable(f"{machine.unreachable}; {remedy}") from error
+            raise BackendError(f"{machine.unreachable}; {remedy}") from error
         self._update(machine, report)
         if report.host != machine.host.name:
-            raise HostUnreachable(machine.unreachable)
+            raise BackendError(machine.unreachable)
         return report
 
     async def _refresh(self) -> None:

@@ -351,23 +351,17 @@ def read_perftest(text: str) -> float:
 async def _both(
     receive: Coroutine[Any, Any, Completed], send: Coroutine[Any, Any, Completed]
 ) -> tuple[Completed, Completed]:
+    receiving = asyncio.create_task(receive)
     try:
-        async with asyncio.TaskGroup() as group:
-            receiving, sending = group.create_task(receive), group.create_task(send)
-            sent = await sending
-            if sent.code:
-                # The receiver would wait for its limit.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(1):
-                        await asyncio.shield(receiving)
-                if not receiving.done():
-                    receiving.cancel()
-                    return Completed(0, b"", ""), sent
-        return receiving.result(), sent
-    except ExceptionGroup as errors:
-        raise NotMeasured(str(next(error for error in errors.exceptions))) from None
+        sent = await send
+        # The receiver of a sender that failed would wait for its limit.
+        await asyncio.wait({receiving}, timeout=1 if sent.code else None)
+        return receiving.result() if receiving.done() else Completed(0, b"", ""), sent
     except SshError as error:
         raise NotMeasured(str(error)) from None
+    finally:
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
 
 
 def _reason(failed: Completed) -> str:

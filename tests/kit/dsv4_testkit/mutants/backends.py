@@ -103,7 +103,7 @@ BACKENDS = (
     Mutant(
         "members of a machine that does not answer count as ended",
         f"{_OPERATOR}/backends/hosts/backend.py",
-        '            raise HostUnreachable(f"{machine.unreachable}; {remedy}") from error\n',
+        '            raise BackendError(f"{machine.unreachable}; {remedy}") from error\n',
         '            return machine.report.model_copy(update={"members": ()})\n',
         ("tests/unit/backends/test_hosts.py",),
     ),
