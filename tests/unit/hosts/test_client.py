@@ -540,6 +540,8 @@ def test_the_only_argument_may_be_the_prompt_or_the_rank(tmp_path: Path, monkeyp
         assert main.run([*words, "--state-dir", str(tmp_path)]) == 0
         assert forwarded.pop() == ("nano", words)
     assert main.run(["logs", "other", "0", "--state-dir", str(tmp_path)]) == ExitCode.BAD_INPUT
+    (tmp_path / "vllm.log").touch()
+    assert main.run(["why", "--log", str(tmp_path / "vllm.log"), "--state-dir", str(tmp_path)]) == ExitCode.FAILED
     assert not forwarded
 
 

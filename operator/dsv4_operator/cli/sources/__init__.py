@@ -126,7 +126,8 @@ def with_target_options(
     @functools.wraps(command)
     def wrapper(**given: Any) -> int:
         target = CommandTarget(**{name: given.pop(name) for name in names})
-        if command.__name__ in _FORWARDED and not target.is_cluster:
+        # `why --log` reads files of this machine, and no deployment.
+        if command.__name__ in _FORWARDED and not target.is_cluster and not given.get("log"):
             root = target.state_root()
             # Checked first: the import takes longer than the command.
             if (root / "remote").is_dir():
