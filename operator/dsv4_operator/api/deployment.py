@@ -268,7 +268,16 @@ class _ManifestLoader(yaml.SafeLoader):
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        # Python refuses to convert thousands of digits, here or for a message.
+        if len(node.value) > _MOST_DIGITS:
+            problem = f"a number has {len(node.value)} digits; write a smaller one"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return int(super().construct_yaml_int(node))
 
+
+_MOST_DIGITS = 200
+_ManifestLoader.add_constructor("tag:yaml.org,2002:int", _ManifestLoader.construct_yaml_int)
 _ManifestLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -299,15 +300,15 @@ def parse_time(value: object) -> float:
     Raises:
         ValueError: `value` is no time, or has no time zone.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool) and _EARLIEST_TIME <= value <= _LATEST_TIME:
-        return round(float(value), 3)
+    time = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             moment = datetime.fromisoformat(value)
-        except ValueError:
-            moment = None
-        if moment is not None and moment.tzinfo is not None:
-            return round((moment - _EPOCH) / timedelta(milliseconds=1)) / 1000
+            if moment.tzinfo is not None:
+                time = round((moment - _EPOCH) / timedelta(milliseconds=1)) / 1000
+    # Others could not be written again.
+    if _EARLIEST_TIME <= time <= _LATEST_TIME:
+        return round(float(time), 3)
     text = "is not a time; write it in RFC 3339 format, for example 2026-01-31T12:00:00Z"
     raise InvalidValue(value, ValueReason.INVALID, text)
 

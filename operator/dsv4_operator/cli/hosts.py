@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib.util
 import io
@@ -35,9 +36,11 @@ from dsv4_operator.backends.hosts.documents import (
     Inventory,
     load_inventory,
 )
-from dsv4_operator.backends.hosts.ssh import CONNECTION_FAILED, Completed, Ssh, SshError
-from dsv4_operator.backends.local.state import DeploymentState, StateError, deployments
-from dsv4_operator.cli.machine import REMOTE, SOFTWARE, Record, Settings, save_record
+from dsv4_operator.backends.hosts.ssh import CONNECTION_FAILED, Completed, Ssh, SshError, connections
+from dsv4_operator.backends.hosts.survey import CONTAINERS
+from dsv4_operator.backends.local.state import REMOTE, DeploymentState, StateError, deployments
+from dsv4_operator.cli.init import host_names
+from dsv4_operator.cli.machine import SOFTWARE, Record, Settings, save_record, secret_paths
 from dsv4_operator.cli.output import (
     CommandError,
     ExitCode,
@@ -45,9 +48,11 @@ from dsv4_operator.cli.output import (
     convert_os_errors,
     format_elapsed,
     invalid,
+    note,
     print_line,
 )
 from dsv4_operator.cli.sources.base import read_file
+from dsv4_operator.cli.sources.local import deployment_state
 
 UV_VERSION = "0.13.8"
 _CHECK_SECONDS = 30.0
@@ -76,6 +81,9 @@ def up(file: str, hosts: str, root: Path, *, timeout: float) -> ExitCode:
         CommandError: a machine or the file is not suitable, a step failed, or the deployment was not ready in time.
     """
     deployment = read_file(file, detect_hardware=False)
+    state = deployment_state(root, deployment.metadata.name)
+    if state.holder() is not None and not (state.directory / INVENTORY).exists():
+        raise bad_input(f"{state.name} runs on this machine alone; run `dsv4 down {state.name}` first")
     known = _records(root).get(deployment.metadata.name)
     return asyncio.run(_with_client(lambda client: client.up(deployment, hosts, known, root, timeout)))
 
@@ -89,8 +97,9 @@ def down(root: Path, record: Record, *, uninstall: bool) -> ExitCode:
     return asyncio.run(_with_client(lambda client: client.down(root, record, uninstall=uninstall)))
 
 
-def find(root: Path, name: str | None) -> Record | None:
-    """Return the deployment on other machines that a command is for; None if it is for this machine.
+def find(root: Path, name: str | None, *, uncertain: bool = False) -> Record | None:
+    """Return the deployment on other machines that a command is for; None if it is for this machine. `uncertain`:
+    `name` may be another argument, without a name.
 
     Raises:
         CommandError: a record cannot be read.
@@ -98,7 +107,7 @@ def find(root: Path, name: str | None) -> Record | None:
     records = _records(root)
     if name in records:
         return records[name]
-    if name is None and len(records) == 1 and not deployments(root):
+    if (name is None or uncertain) and len(records) == 1 and not deployments(root):
         return next(iter(records.values()))
     return None
 
@@ -114,15 +123,11 @@ def forward(record: Record, arguments: Sequence[str]) -> int:
 
 
 async def _with_client(action: Callable[[_Client], Awaitable[T]]) -> T:
-    # A short path, because ssh has sockets there.
-    with tempfile.TemporaryDirectory(prefix="dsv4-") as sockets:
-        client = _Client(Ssh(Path(sockets)))
-        try:
-            return await action(client)
-        except SshError as error:
-            raise CommandError(str(error)) from None
-        finally:
-            await client.ssh.close()
+    try:
+        async with connections() as ssh:
+            return await action(_Client(ssh))
+    except SshError as error:
+        raise CommandError(str(error)) from None
 
 
 def _records(root: Path) -> dict[str, Record]:
@@ -149,11 +154,13 @@ class _Client:
         self, deployment: DSV4Deployment, hosts: str, known: Record | None, root: Path, limit: float
     ) -> ExitCode:
         named = _read_inventory(hosts)
+        if known and named == [host.target for host in known.inventory.hosts]:
+            named = known.inventory
         targets = [host.target for host in named.hosts] if isinstance(named, Inventory) else named
         given = named.state_dir if isinstance(named, Inventory) else Inventory.model_fields["state_dir"].default
         checks = await self._all({target: self._check(target, given) for target in targets})
         if not isinstance(named, Inventory):
-            named = known.inventory if known and _same_targets(known, named) else _discovered(named, checks)
+            named = _discovered(named, checks)
         inventory, spec = named, deployment.spec
         needed = spec.topology.nodes_per_group * max(spec.replicas, 1)
         if needed > len(inventory.hosts):
@@ -184,27 +191,26 @@ class _Client:
         await self._machine("apply", settings[0], _STEP_SECONDS)
         await self._all({each.host: self._machine("apply", each, _STEP_SECONDS) for each in settings[1:]})
         self.report(inventory.hosts[0].name, f"starting; at most {format_duration(limit)}")
-        return ExitCode(
-            await self._attached(record, inventory.hosts[0], ["dsv4_operator.cli.machine", "wait"], settings[0])
-        )
+        words = ["dsv4_operator.cli.machine", "wait"]
+        return _exit_code(await self._attached(record, inventory.hosts[0], words, settings[0]))
 
     async def down(self, root: Path, record: Record, *, uninstall: bool) -> ExitCode:
         first, *_ = hosts = record.inventory.hosts
         checks = {host.name: await self._try(self._check(host.target, record.inventory.state_dir)) for host in hosts}
-        failed = [f"{name}: {found}" for name, found in checks.items() if isinstance(found, Exception)]
+        failed = [str(found) for found in checks.values() if isinstance(found, Exception)]
         there = [
             host
             for host in hosts
             if not isinstance(facts := checks[host.name], Exception) and Path(record.software).name in facts["software"]
         ]
-        deployment = _named(record.name)
-        settings = {host.name: Settings(record=record, host=host.name, deployment=deployment) for host in there}
-        steps = [("stop-loop", there[:1] if first in there else []), ("stop-host", there)]
-        if uninstall and not failed:
-            steps.append(("remove", there))
-        for action, machines in steps:
+        steps = {"stop-loop": there[:1] if first in there else [], "stop-host": there}
+        for action, machines in {**steps, **({"remove": there} if uninstall else {})}.items():
+            if action == "remove" and failed:
+                # Their files are in use, and this machine's record is needed for the next attempt.
+                break
             for host in machines:
-                outcome = await self._try(self._machine(action, settings[host.name], _STEP_SECONDS * 2))
+                settings = Settings(record=record, host=host.name)
+                outcome = await self._try(self._machine(action, settings, _STEP_SECONDS * 2))
                 failed += [str(outcome)] if isinstance(outcome, Exception) else []
         if failed:
             raise CommandError(*failed, f"{record.name} may run on these machines; repeat the command when they answer")
@@ -217,7 +223,7 @@ class _Client:
         first = record.inventory.hosts[0]
         words = ["dsv4_operator.cli.main", *arguments]
         if arguments[:1] == ["logs"] and not _about_loop(arguments):
-            folder = str(record.inventory.members(_named(record.name)).root)
+            folder = str(record.inventory.members(record.name).root)
             return await self._logs(record, [*words, "--state-dir", folder])
         return await self._attached(record, first, words)
 
@@ -225,8 +231,9 @@ class _Client:
         """Print the logs of all machines; success if one of them has some."""
         results = await self._all(
             {
-                host.name: asyncio.create_subprocess_exec(
-                    *self.ssh.command(host.target, [*record.program(), *words]),
+                host.name: self.ssh.start(
+                    host.target,
+                    [*record.program(), *words],
                     stdin=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.PIPE,
                 )
@@ -235,9 +242,10 @@ class _Client:
         )
         outputs = await asyncio.gather(*(process.communicate() for process in results.values()))
         codes = [process.returncode or 0 for process in results.values()]
-        if all(codes):
-            for name, (_, errors) in zip(results, outputs, strict=True):
-                print(f"{name}: {errors.decode(errors='replace').strip()}", file=sys.stderr)
+        for name, code, (_, errors) in zip(results, codes, outputs, strict=True):
+            # Machines without a member of this rank have no logs.
+            if all(codes) or code == CONNECTION_FAILED:
+                note(f"{name}: {errors.decode(errors='replace').strip()}")
         return min(codes)
 
     async def _attached(
@@ -245,13 +253,13 @@ class _Client:
     ) -> int:
         """Run a program of dsv4 with this terminal, and return its exit code."""
         terminal = settings is None and sys.stdin.isatty() and sys.stdout.isatty()
-        command = self.ssh.command(host.target, [*record.program(), *words], terminal=terminal)
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=None if settings is None else asyncio.subprocess.PIPE
-        )
+        stdin = None if settings is None else asyncio.subprocess.PIPE
+        process = await self.ssh.start(host.target, [*record.program(), *words], terminal=terminal, stdin=stdin)
         if process.stdin is not None and settings is not None:
             process.stdin.write(settings.to_json().encode())
-            await process.stdin.drain()
+            # Without a connection, the exit code tells it.
+            with contextlib.suppress(ConnectionError):
+                await process.stdin.drain()
             process.stdin.close()
         code = await process.wait()
         if code == CONNECTION_FAILED:
@@ -286,7 +294,15 @@ class _Client:
         """Return the facts about a machine, as root if that is possible without a password."""
         words = ["sh", "-c", _FIND_PYTHON, "sh", "-c", _script(), "check", state_dir]
         done = await self.ssh.run(target, words, seconds=_CHECK_SECONDS)
-        facts: dict[str, Any] = json.loads(_output(target, "the check", done))
+        output = _output(target, "the check", done)
+        try:
+            facts: dict[str, Any] = json.loads(output)
+        except ValueError:
+            printed = output[:80].decode(errors="replace")
+            raise CommandError(
+                f"{target}: its login files print {printed!r}, which programs over ssh would read; let them print in "
+                "interactive shells only"
+            ) from None
         if not facts["root"]:
             done = await self.ssh.run(target, ["sudo", "-n", *words], seconds=_CHECK_SECONDS)
             if done.code == 0:
@@ -338,21 +354,23 @@ class _Client:
     async def _copy(self, record: Record, first: Host, others: Iterable[Host]) -> None:
         """Copy the software over the link between the machines, with a token for this copy."""
         token = secrets.token_hex(32).encode() + b"\n"
-        words = [*_sudo(record), "sh", "-c", _FIND_PYTHON, "sh", "-c", _script()]
-        server = await asyncio.create_subprocess_exec(
-            *self.ssh.command(first.target, [*words, "serve", record.software, first.address]),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+        words = [*record.prefix, "sh", "-c", _FIND_PYTHON, "sh", "-c", _script()]
+        pipe = asyncio.subprocess.PIPE
+        server = await self.ssh.start(
+            first.target, [*words, "serve", record.software, first.address], stdin=pipe, stdout=pipe, stderr=pipe
         )
-        if server.stdin is None or server.stdout is None:
+        if server.stdin is None or server.stdout is None or server.stderr is None:
             raise CommandError("no pipe to ssh")
         try:
             server.stdin.write(token)
             async with asyncio.timeout(_CHECK_SECONDS):
                 port = (await server.stdout.readline()).decode().strip()
-            if not port.isdecimal():
-                raise CommandError(f"{first.name}: the software cannot be served at {first.address}")
+                if not port.isdecimal():
+                    reason = (await server.stderr.read()).decode(errors="replace").strip().rpartition("\n")[2]
+                    raise CommandError(
+                        f"{first.name}: the software cannot be served at {first.address} ({reason}); its address in "
+                        "hosts.yaml must be that of the link to the other machines"
+                    )
 
             async def copy(host: Host) -> None:
                 self.report(host.name, f"copying the software from {first.name}")
@@ -374,7 +392,7 @@ class _Client:
     async def _bootstrap(
         self, record: Record, host: Host, words: Sequence[str], *, given: bytes = b"", seconds: float = _STEP_SECONDS
     ) -> None:
-        command = [*_sudo(record), "sh", "-c", _FIND_PYTHON, "sh", "-c", _script(), *words]
+        command = [*record.prefix, "sh", "-c", _FIND_PYTHON, "sh", "-c", _script(), *words]
         latest = time.monotonic()
 
         def progress(line: str) -> None:
@@ -401,10 +419,6 @@ class _Client:
 
 def _exit_code(code: int) -> ExitCode:
     return ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED
-
-
-def _sudo(record: Record) -> list[str]:
-    return ["sudo", "-n"] if record.sudo else []
 
 
 def _about_loop(arguments: Sequence[str]) -> bool:
@@ -437,18 +451,10 @@ def _read_inventory(hosts: str) -> Inventory | list[str]:
             raise bad_input(
                 f"--hosts {hosts!r}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"
             ) from None
-    targets = [part.strip() for part in hosts.split(",") if part.strip()]
-    try:
-        # Checks the syntax; the addresses are found on the machines.
-        Inventory(hosts=tuple(_host(target, f"192.0.2.{n}") for n, target in enumerate(targets, 1)))
-    except ValidationError as error:
-        raise bad_input(f"--hosts {hosts!r}: {error.errors()[0]['msg']}") from None
-    return targets
-
-
-def _host(target: str, address: str, interface: str | None = None) -> Host:
-    name = target.rpartition("@")[2].lower()
-    return Host(name=name, ssh=target, address=address, interface=interface)
+    names = host_names([part.strip() for part in hosts.split(",") if part.strip()])
+    if not names:
+        raise bad_input(f"--hosts {hosts!r}: names no machine; write a file, or names as in `ssh NAME`")
+    return list(names.values())
 
 
 def _check_machines(known: Record | None, inventory: Inventory) -> None:
@@ -464,10 +470,6 @@ def _check_machines(known: Record | None, inventory: Inventory) -> None:
         )
 
 
-def _same_targets(record: Record, targets: Sequence[str]) -> bool:
-    return [host.target for host in record.inventory.hosts] == list(targets)
-
-
 def _discovered(targets: Sequence[str], checks: dict[str, Any]) -> Inventory:
     """Return an inventory with the addresses of the fastest network that all machines share.
 
@@ -478,16 +480,23 @@ def _discovered(targets: Sequence[str], checks: dict[str, Any]) -> Inventory:
     for target in targets:
         for one in checks[target]["addresses"]:
             network = IPv4Interface(f"{one['address']}/{one['prefix']}").network
-            networks.setdefault(network, {}).setdefault(target, one)
-    shared = [found for found in networks.values() if len(found) == len(targets)]
+            if not one["interface"].startswith(CONTAINERS):
+                networks.setdefault(network, {}).setdefault(target, one)
+    # Bridges of one program have the same address on all machines.
+    shared = [found for found in networks.values() if len({one["address"] for one in found.values()}) == len(targets)]
     if not shared:
         raise bad_input(
             f"the machines {', '.join(targets)} share no IPv4 network; configure their link, or name the addresses "
             "in a file: --hosts hosts.yaml"
         )
     best = max(shared, key=lambda found: [min(found[target][key] for target in targets) for key in ("rdma", "speed")])
-    hosts = tuple(_host(target, best[target]["address"], best[target]["interface"]) for target in targets)
-    return Inventory(hosts=hosts)
+    found = ((name, target, best[target]) for name, target in host_names(targets).items())
+    return Inventory(
+        hosts=tuple(
+            Host(name=name, ssh=target, address=one["address"], interface=one["interface"])
+            for name, target, one in found
+        )
+    )
 
 
 def _minor(python: str) -> str:
@@ -645,24 +654,8 @@ def _secrets(deployment: DSV4Deployment, root: Path) -> dict[str, str]:
     Raises:
         CommandError: one cannot be read.
     """
-    source, keys = deployment.spec.model.source.secret_key_ref, deployment.spec.gateway.api_keys
-    named = {"spec.model.source": source, "spec.gateway.apiKeys": keys.secret_key_ref if keys else None}
     try:
         state = DeploymentState(root, deployment.metadata.name)
-        return {f"{ref.name}/{ref.key}": state.secret(ref, name) for name, ref in named.items() if ref is not None}
+        return {path: state.secret(ref, field) for path, (field, ref) in secret_paths(deployment).items()}
     except StateError as error:
         raise bad_input(str(error)) from None
-
-
-def _named(name: str) -> DSV4Deployment:
-    """Return a deployment of this name, for actions that need the paths of its files alone."""
-    from dsv4_operator.api import parse
-
-    return parse(
-        {
-            "apiVersion": "dsv4.dev/v1alpha1",
-            "kind": "DSV4Deployment",
-            "metadata": {"name": name},
-            "spec": {"model": {"variant": "Nano", "source": {"nano": {}}}, "topology": {"hardware": "CPU"}},
-        }
-    )

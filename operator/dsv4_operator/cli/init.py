@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ from dsv4_operator.backends.hosts.ssh import (
     Place,
     Ssh,
     SshError,
+    connections,
     rdma_bandwidth,
     tcp_bandwidth,
 )
@@ -129,6 +131,19 @@ class _Prompts:
             except ValueError as error:
                 note(str(error))
 
+    def choose(self, option: str, given: object, question: str, default: str, read: Callable[[str], _T]) -> _T:
+        """Return the value `given` as an option, or else the answer.
+
+        Raises:
+            CommandError: the option is invalid.
+        """
+        if given is None:
+            return self.ask(question, default, read)
+        try:
+            return read(str(given))
+        except ValueError as error:
+            raise bad_input(f"{option}: {error}") from None
+
     def confirm(self, question: str) -> bool:
         """Return the answer; true with `--yes`."""
         return self._yes or bool(typer.confirm(question, default=True, err=True))
@@ -166,9 +181,7 @@ async def _run(
     scratch: Path,
     ssh_options: Sequence[str],
 ) -> ExitCode:
-    (scratch / "s").mkdir(mode=0o700)
-    ssh = Ssh(scratch / "s", options=ssh_options)
-    try:
+    async with connections(options=ssh_options) as ssh:
         found = await _survey(ssh, names, root)
         print_line(render_table(["MACHINE", "GPU", "MEMORY", "CPUS", "SYSTEM", "DISK FREE"], [*map(_row, found)]))
         networks = [_network(one, scratch) for one in found]
@@ -181,8 +194,6 @@ async def _run(
             link, more = await _link(ssh, found, networks, measure=options.measure)
             problems += more
         _report(problems)
-    finally:
-        await ssh.close()
     return _choose(options, prompts, found, link, networks, folder, root)
 
 
@@ -251,20 +262,11 @@ async def _survey_one(run: Callable[..., Any], name: str, target: str | None, da
 
 
 async def _run_here(target: str, words: Sequence[str], *, seconds: float, given: bytes) -> Completed:
-    process = await asyncio.create_subprocess_exec(
-        *words,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
     try:
-        async with asyncio.timeout(seconds):
-            output, errors = await process.communicate(given)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+        done = await asyncio.to_thread(subprocess.run, words, input=given, capture_output=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
         raise SurveyError(f"the facts of {target} were not complete within {seconds:g} s") from None
-    return Completed(process.returncode or 0, output, errors.decode(errors="replace"))
+    return Completed(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
 
 
 def _row(found: _Found) -> list[str]:
@@ -379,15 +381,14 @@ def _choose(
 ) -> ExitCode:
     offer = _offer(options, prompts, found)
     gpus = bool(offer.machine.sm)
-    users = options.users or (prompts.ask("Concurrent requests", str(USERS[1]), _positive) if gpus else USERS[1])
-    longest = max(offer.contexts.values(), default=offer.context)
-    context = options.context or (
-        prompts.ask(f"Tokens of a request, at most {longest:,}", str(offer.context), _positive)
-        if gpus
-        else offer.context
-    )
-    name = prompts.ask("Name of the deployment", "nano" if not gpus else "flash", _name) if options.name is None else ""
-    name = name or _option("--name", _name, options.name or "")
+    users, context = options.users or USERS[1], options.context or offer.context
+    if gpus:
+        users = prompts.choose("--users", options.users, "Concurrent requests", str(USERS[1]), _positive)
+        longest = max(offer.contexts.values())
+        question = f"Tokens of a request, at most {longest:,}"
+        context = prompts.choose("--context", options.context, question, str(offer.context), _at_most(longest))
+    default = "flash" if gpus else "nano"
+    name = prompts.choose("--name", options.name, "Name of the deployment", default, _name)
     state = _state(root, name)
     source = _source(options, prompts, found, offer) if gpus else dict(NANO_SOURCE)
     if gpus and "path" not in source:
@@ -457,24 +458,22 @@ def _offer(options: InitOptions, prompts: _Prompts, found: Sequence[_Found]) -> 
     names = [offer.model.name for offer in usual]
     here = [offer.model.name for offer in usual if _common_checkpoint(found, offer)]
     default = here[0] if here else _PREFERRED if _PREFERRED in names else names[0]
-    if options.model is not None:
-        model = _option("--model", _one_of(names), options.model)
-    else:
-        model = prompts.ask("Checkpoint", default, _one_of(names)) if len(names) > 1 else default
+    given = options.model if options.model is not None or len(names) > 1 else default
+    model = prompts.choose("--model", given, "Checkpoint", default, _one_of(names))
     builds = [offer for offer in fitting if offer.model.name == model]
     titles = [offer.profile.name for offer in builds]
-    if options.build is not None:
-        build = _option("--build", _one_of(titles), options.build)
-    elif len(builds) > 1:
+    build = options.build
+    if build is None and len(builds) > 1:
         print_line("\nBuilds of vLLM for it:")
         contexts = [
             [each.profile.name, *(f"{tokens:,}" for tokens in each.contexts.values()), _speed(each)] for each in builds
         ]
         rows = [[str(number), *row] for number, row in enumerate(contexts, start=1)]
         print_line(render_table(["", "BUILD", *(f"{users} AT ONCE" for users in USERS), "PUBLISHED"], rows))
-        build = prompts.ask("Build; `dsv4 up` installs the first", titles[0], _one_of(titles))
-    else:
+    elif build is None:
         build = titles[0]
+    question = "Build; `dsv4 up` installs the first"
+    build = prompts.choose("--build", build, question, titles[0], _one_of(titles))
     return next(offer for offer in builds if offer.profile.name == build)
 
 
@@ -493,11 +492,8 @@ def _common_checkpoint(found: Sequence[_Found], offer: Offer) -> str | None:
 def _source(options: InitOptions, prompts: _Prompts, found: Sequence[_Found], offer: Offer) -> dict[str, Any]:
     """Return the source of the weights."""
     here = _common_checkpoint(found, offer)
-    answer = options.weights
-    if answer is None:
-        answer = prompts.ask("Weights: `hub`, or a directory that every machine has", here or "hub", _weights)
-    else:
-        answer = _option("--weights", _weights, answer)
+    question = "Weights: `hub`, or a directory that every machine has"
+    answer = prompts.choose("--weights", options.weights, question, here or "hub", _weights)
     if answer != "hub":
         return {"path": answer}
     return {"huggingFace": {"repo": offer.model.repo, "revision": _revision(offer.model.repo)}}
@@ -614,19 +610,11 @@ def _print_summary(
 
 def _words(engine: Mapping[str, Any]) -> str:
     """Return the published settings in one line."""
-    drafts = engine.get("speculative", {})
     words = [f"{key} {value}" for key, value in engine.items() if not isinstance(value, dict | list)]
-    words += (
-        [
-            " ".join(
-                ["drafts of", drafts["method"], *([f"with {drafts['tokens']} tokens"] if "tokens" in drafts else [])]
-            )
-        ]
-        if drafts
-        else []
-    )
-    words += [f"{one['name']}={one['value']}" for one in engine.get("env", ())]
-    return ", ".join(words)
+    if drafts := engine.get("speculative"):
+        tokens = f" with {drafts['tokens']} tokens" if "tokens" in drafts else ""
+        words.append(f"drafts of {drafts['method']}{tokens}")
+    return ", ".join([*words, *(f"{one['name']}={one['value']}" for one in engine.get("env", ()))])
 
 
 def _state(root: Path, name: str) -> DeploymentState:
@@ -648,6 +636,15 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _at_most(most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if (number := _positive(text)) > most:
+            raise ValueError(f"{number:,} tokens do not fit; write at most {most}")
+        return number
+
+    return read
+
+
 def _one_of(names: Sequence[str]) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text.isdecimal() and 1 <= int(text) <= len(names):
@@ -657,10 +654,3 @@ def _one_of(names: Sequence[str]) -> Callable[[str], str]:
         raise ValueError(f"{text!r} is not one of {', '.join(names)}")
 
     return read
-
-
-def _option(option: str, read: Callable[[str], _T], text: str) -> _T:
-    try:
-        return read(text)
-    except ValueError as error:
-        raise bad_input(f"{option}: {error}") from None

@@ -6,6 +6,7 @@ The client starts it over ssh as `python -m dsv4_operator.cli.machine ACTION` wi
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shlex
@@ -13,23 +14,21 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import DSV4Deployment, SecretKeyRef
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, Inventory
 from dsv4_operator.backends.hosts.service import STARTUP_ERROR
-from dsv4_operator.backends.local.state import DeploymentState, StateError
+from dsv4_operator.backends.local.state import REMOTE, DeploymentState, StateError, deployments
 from dsv4_operator.cli import processes, up
 from dsv4_operator.cli.output import CommandError, ExitCode, bad_input, convert_os_errors, note, print_line
-from dsv4_runtime.contract.base import Document
+from dsv4_runtime.contract.base import Report
 from dsv4_runtime.util.files import replace_file
 
-REMOTE = "remote"
-"""Directory of a state directory with the records of deployments whose loop runs on another machine."""
 SOFTWARE = "software"
 _APPLIED = "applied"
 """File with the digest of the settings that a machine's services were started with."""
@@ -69,7 +68,7 @@ WantedBy=multi-user.target
 """
 
 
-class Record(Document):
+class Record(Report):
     """A deployment on several machines, as its clients know it: `remote/NAME.json` in a state directory."""
 
     name: str
@@ -82,20 +81,25 @@ class Record(Document):
     secrets: tuple[str, ...] = ()
     """Paths of its secrets below the directory of secrets."""
 
+    @property
+    def prefix(self) -> list[str]:
+        """Return the start of command lines with the rights of root on the machines."""
+        return ["sudo", "-n"] if self.sudo else []
+
     def program(self) -> list[str]:
         """Return the start of command lines of dsv4 on the machines."""
-        prefix = ["sudo", "-n"] if self.sudo else []
         variable = f"DSV4_STATE_DIR={self.inventory.state_dir}"
-        return [*prefix, "env", variable, f"{self.software}/bin/python", "-m"]
+        return [*self.prefix, "env", variable, f"{self.software}/bin/python", "-m"]
 
 
-class Settings(Document):
-    """One machine's part of a deployment."""
+class Settings(Report):
+    """One machine's part of a deployment. A client of a newer version ends deployments of an older one."""
 
     record: Record
     host: str
     """Name of the machine in the inventory."""
-    deployment: DSV4Deployment
+    deployment: DSV4Deployment | None = None
+    """For `apply`; fields of a newer version are an error."""
     secrets: Mapping[str, str] = {}
     """Contents of secrets by path below the directory of secrets."""
     timeout: float = 600.0
@@ -112,7 +116,7 @@ class Settings(Document):
 
     @property
     def members(self) -> DeploymentState:
-        return self.record.inventory.members(self.deployment)
+        return self.record.inventory.members(self.record.name)
 
     def digest(self) -> str:
         """Return a digest of everything that a restart of the services is needed for."""
@@ -134,6 +138,10 @@ class Service:
         return f"dsv4-{self.kind}@{self.state.name}.service"
 
     @property
+    def role(self) -> str:
+        return "host service" if self.kind == "host" else "control loop"
+
+    @property
     def command(self) -> list[str]:
         words = [sys.executable, "-m", "dsv4_operator.backends.local.supervisor", *self.arguments]
         return [*words, f"--state-dir={self.state.root}", f"--name={self.state.name}"]
@@ -150,9 +158,8 @@ class Service:
         if not has_systemd():
             processes.start_loop(self.state, self.command)
             return
-        role = "host service" if self.kind == "host" else "control loop"
         text = _UNIT.format(
-            role=role,
+            role=self.role,
             name=self.state.name,
             state_dir=self.state.root,
             command=shlex.join(self.command),
@@ -218,47 +225,65 @@ def apply(settings: Settings) -> ExitCode:
     Raises:
         CommandError: another version of the deployment runs, or a service does not start.
     """
+    if (deployment := settings.deployment) is None:
+        raise bad_input("deployment: is required by `apply`")
     host, loop, digest = host_service(settings), loop_service(settings.loop), settings.digest()
     applied = settings.members.directory / _APPLIED
     same = applied.exists() and applied.read_text() == digest
     if settings.first and loop.running() and not same:
         name = settings.record.name
         other = f"; it runs with other machines, software or secrets; to use these, run `dsv4 down {name}` first"
-        raise bad_input(f"{name} is already running{up.difference(settings.loop, settings.deployment) or other}")
+        raise bad_input(f"{name} is already running{up.difference(settings.loop, deployment) or other}")
     if not (same and host.running()):
-        _write_files(settings)
+        # Until then, the files may be those of an attempt that was interrupted.
+        applied.unlink(missing_ok=True)
+        _write_files(settings, deployment)
         host.start()
-        _await_listener(host)
+        _await_lock(host)
         replace_file(applied, digest)
         print_line("host service started")
     if settings.first:
-        # Of an earlier attempt.
-        processes.startup_error_file(settings.loop).unlink(missing_ok=True)
+        # Of an earlier attempt, and of an end that was interrupted.
+        for file in (processes.startup_error_file(settings.loop), settings.loop.directory / DOWN):
+            file.unlink(missing_ok=True)
     if settings.first and not loop.running():
-        (settings.loop.directory / DOWN).unlink(missing_ok=True)
         loop.start()
+        # Before another client may find that no loop runs.
+        _await_lock(loop)
         print_line("control loop started")
     return ExitCode.OK
 
 
-def _write_files(settings: Settings) -> None:
+@contextlib.contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Wait until no other client changes deployments of this machine; the end of the process ends it too."""
+    root.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write_files(settings: Settings, deployment: DSV4Deployment) -> None:
     record, members = settings.record, settings.members
     try:
         with convert_os_errors("the files of the deployment cannot be written"):
             members.root.mkdir(parents=True, exist_ok=True)
-            members.prepare(settings.deployment.spec.replicas)
+            members.prepare(deployment.spec.replicas)
             (members.directory / STARTUP_ERROR).unlink(missing_ok=True)
             replace_file(members.directory / HOST_KEY, record.key + "\n")
-            members.save_manifest(settings.deployment)
+            members.save_manifest(deployment)
             for path, text in settings.secrets.items():
                 file = settings.loop.secrets / path
                 file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 replace_file(file, text)
             if settings.first:
-                settings.loop.prepare(settings.deployment.spec.replicas)
+                settings.loop.prepare(deployment.spec.replicas)
                 replace_file(settings.loop.directory / HOST_KEY, record.key + "\n")
                 replace_file(settings.loop.directory / INVENTORY, record.inventory.to_json())
-                settings.loop.save_manifest(settings.deployment)
+                settings.loop.save_manifest(deployment)
             else:
                 save_record(settings.loop.root, record.model_copy(update={"key": ""}))
             if os.geteuid() == 0 and (not _COMMAND.exists() or _is_ours(_COMMAND)):
@@ -286,14 +311,16 @@ def save_record(root: Path, record: Record) -> None:
     replace_file(root / REMOTE / f"{record.name}.json", record.to_json(indent=2) + "\n")
 
 
-def _await_listener(host: Service) -> None:
-    """Wait until the host service has its lock, which it takes before it listens."""
+def _await_lock(service: Service) -> None:
+    """Wait until a service has its lock, which a host service takes before it listens."""
     deadline = time.monotonic() + _START_SECONDS
-    while not host.running():
-        with contextlib.suppress(OSError):
-            raise bad_input((host.state.directory / STARTUP_ERROR).read_text().strip())
+    while not service.running():
+        if error := processes.startup_error(service.state):
+            raise bad_input(error)
         if time.monotonic() > deadline:
-            raise CommandError(f"the host service did not start within {_START_SECONDS:.0f} s; log: {host.state.log}")
+            raise CommandError(
+                f"the {service.role} did not start within {_START_SECONDS:.0f} s; log: {service.state.log}"
+            )
         time.sleep(0.1)
 
 
@@ -367,17 +394,35 @@ def remove(settings: Settings) -> ExitCode:
     if settings.first:
         shutil.rmtree(settings.loop.directory, ignore_errors=True)
     (root / REMOTE / f"{settings.record.name}.json").unlink(missing_ok=True)
-    for secret in settings.record.secrets:
+    others = [*deployments(settings.members.root), *deployments(root)]
+    try:
+        used = {path for other in others if (manifest := other.manifest()) for path in secret_paths(manifest)}
+    except (OSError, ValueError):
+        # It may use all of them.
+        used = set(settings.record.secrets)
+    for secret in set(settings.record.secrets) - used:
         (settings.loop.secrets / secret).unlink(missing_ok=True)
-    if not [path for path in settings.members.root.glob("*") if path != settings.members.weights]:
+    if others:
+        print_line(f"kept the software, for {', '.join(dict.fromkeys(other.name for other in others))}")
+    else:
         if _is_ours(_COMMAND):
             _COMMAND.unlink()
-        for name in (settings.members.root.name, REMOTE, "cache", SOFTWARE):
+        for name in (settings.members.root.name, "cache", SOFTWARE):
             shutil.rmtree(root / name, ignore_errors=True)
+        # It may have records of deployments on other machines, with their keys.
+        with contextlib.suppress(OSError):
+            (root / REMOTE).rmdir()
     if any((weights := settings.loop.weights).glob("*")):
         size = sum(file.lstat().st_size for file in weights.rglob("*") if file.is_file())
         print_line(f"kept {weights} ({size / 1e9:.1f} GB)")
     return ExitCode.OK
+
+
+def secret_paths(deployment: DSV4Deployment) -> dict[str, tuple[str, SecretKeyRef]]:
+    """Return field and reference of the secrets of a deployment, by path below the directory of secrets."""
+    source, keys = deployment.spec.model.source.secret_key_ref, deployment.spec.gateway.api_keys
+    named = {"spec.model.source": source, "spec.gateway.apiKeys": keys.secret_key_ref if keys else None}
+    return {f"{ref.name}/{ref.key}": (field, ref) for field, ref in named.items() if ref is not None}
 
 
 _ACTIONS: dict[str, Callable[[Settings], ExitCode]] = {
@@ -391,9 +436,14 @@ _ACTIONS: dict[str, Callable[[Settings], ExitCode]] = {
 
 def main() -> int:
     """Run one action; errors are printed as by `dsv4`."""
+    action = sys.argv[1]
     try:
         settings = Settings.model_validate_json(sys.stdin.buffer.read())
-        return _ACTIONS[sys.argv[1]](settings)
+        with (
+            convert_os_errors(f"`{action}` failed"),
+            contextlib.nullcontext() if action == "wait" else _alone(settings.loop.root),
+        ):
+            return _ACTIONS[action](settings)
     except (CommandError, StateError, ValidationError) as error:
         for message in getattr(error, "messages", (str(error),)):
             note(f"error: {message}")

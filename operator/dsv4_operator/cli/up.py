@@ -24,7 +24,7 @@ from dsv4_operator.api import (
 )
 from dsv4_operator.api.values import format_duration
 from dsv4_operator.backends.hosts.documents import INVENTORY
-from dsv4_operator.backends.local.state import AlreadyRunning, DeploymentState, StateError, deployments
+from dsv4_operator.backends.local.state import REMOTE, AlreadyRunning, DeploymentState, StateError, deployments
 from dsv4_operator.cli import processes
 from dsv4_operator.cli.output import (
     CommandError,
@@ -57,6 +57,11 @@ def run(
     """
     deployment = read_file(file, detect_hardware=True)
     state = deployment_state(root, deployment.metadata.name)
+    if (state.directory / INVENTORY).exists() or (root / REMOTE / f"{state.name}.json").exists():
+        raise bad_input(
+            f"{state.name} is a deployment on several machines; start it with --hosts, or run `dsv4 uninstall "
+            f"{state.name}` before, or choose another name"
+        )
     _claim(state, deployment)
     # Signals are counted from here on: there is a loop to stop.
     with processes.SignalCounter() as signals:
@@ -450,7 +455,8 @@ def down(root: Path, name: str | None, *, all_deployments: bool, purge: bool) ->
 def _end(state: DeploymentState, *, purge: bool) -> str | None:
     """End one deployment; return the error message if that failed."""
     if (state.directory / INVENTORY).exists():
-        return _end_members(state)
+        remedy = f"run `dsv4 uninstall {state.name}` on the machine with hosts.yaml"
+        return f"--purge: {state.name} is on several machines; {remedy}" if purge else _end_members(state)
     try:
         ran = end_loop(state)
         with convert_os_errors(f"{state.name}: cannot tidy up"), state.lock():

@@ -8,7 +8,7 @@ from dataclasses import replace
 from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, Reason, Severity
 from dsv4_operator.planning.catalog import GIB, NANO
 from dsv4_operator.planning.facts import Facts
-from dsv4_operator.planning.memory import FitVerdict, advice, memory_plan
+from dsv4_operator.planning.memory import FitVerdict, MemoryPlan, advice, memory_plan
 from dsv4_operator.planning.memory.items import BadDivision
 from dsv4_operator.planning.memory.plan import Change
 from dsv4_operator.planning.rendering import (
@@ -149,13 +149,8 @@ def _refuse(chosen: Setup) -> None:
 def accepted_advice(chosen: Setup) -> Iterator[Change]:
     """Yield the changes of `advice` with which the deployment fits and breaks no rule, each with its plan."""
     for change in advice(chosen.memory):
-        try:
-            after = setup(with_settings(chosen.deployment, change.settings), replace(chosen.facts, placed=None))
-        except (InvalidDeployment, PlanRefused):
-            continue
-        refused = any(one.severity is Severity.REFUSE for one in broken_rules(after))
-        if after.memory.verdict is FitVerdict.FITS and not refused:
-            yield replace(change, plan=after.memory)
+        if (plan := _accepted(chosen.deployment, chosen.facts, change.settings)) is not None:
+            yield replace(change, plan=plan)
 
 
 def with_accepted_division(deployment: DSV4Deployment, facts: Facts, error: BadDivision) -> DivisionRefused:
@@ -178,7 +173,7 @@ def with_accepted_division(deployment: DSV4Deployment, facts: Facts, error: BadD
             "topology.tensorParallelSize": tensor,
             "topology.pipelineParallelSize": stages,
         }
-        if _accepted(deployment, facts, settings):
+        if _accepted(deployment, facts, settings) is not None:
             sizes = f"tensorParallelSize {tensor} with pipelineParallelSize {stages}"
             return DivisionRefused(error, f"use {sizes}" if number == now else f"use nodesPerGroup {number}, {sizes}")
     return DivisionRefused(error, "use another number of machines")
@@ -188,14 +183,14 @@ _MOST_TRIES = 16
 _MOST_NODES = 16
 
 
-def _accepted(deployment: DSV4Deployment, facts: Facts, settings: Mapping[str, object]) -> bool:
+def _accepted(deployment: DSV4Deployment, facts: Facts, settings: Mapping[str, object]) -> MemoryPlan | None:
+    """Return the memory plan with changed settings; None if that does not fit or breaks a rule."""
     try:
         after = setup(with_settings(deployment, settings), replace(facts, placed=None))
     except (InvalidDeployment, PlanRefused):
-        return False
-    return after.memory.verdict is FitVerdict.FITS and not any(
-        one.severity is Severity.REFUSE for one in broken_rules(after)
-    )
+        return None
+    refused = any(one.severity is Severity.REFUSE for one in broken_rules(after))
+    return after.memory if after.memory.verdict is FitVerdict.FITS and not refused else None
 
 
 def _fabric_plan(chosen: Setup) -> FabricPlan | None:

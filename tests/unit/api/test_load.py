@@ -342,6 +342,8 @@ def test_what_the_api_server_leaves_to_the_operator_is_refused_too(path: str, va
 
 
 BAD_TEXTS = [
+    (f"spec: {'9' * 5000}", "InvalidYAML", "line 1, column 7: a number has 5000 digits"),
+    (f"spec: 0x{'f' * 5000}", "InvalidYAML", "line 1, column 7: a number has 5002 digits"),
     ("", "Empty", ""),
     ("# only a comment\n---\n", "Empty", ""),
     ("hello", "NotAMapping", ""),

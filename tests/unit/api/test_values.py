@@ -1,5 +1,6 @@
 """Durations, quantities and times are the same after formatting and parsing."""
 
+from datetime import datetime
 from fractions import Fraction
 
 import pytest
@@ -133,7 +134,21 @@ def test_a_time_is_read_in_any_zone_and_written_in_utc() -> None:
     assert format_time(0) == "1970-01-01T00:00:00Z"
 
 
-@pytest.mark.parametrize("value", ["yesterday", "2026-01-31", "2026-01-31T12:00:00", None, True, float("nan")])
+@given(st.datetimes(timezones=st.timezones()))
+def test_every_accepted_time_can_be_written(moment: datetime) -> None:
+    try:
+        time = parse_time(moment.isoformat())
+    except ValueError:
+        # Beyond the years of the calendar in UTC, or near them.
+        assert not 1938 < moment.year < 5138
+        return
+    assert parse_time(format_time(time)) == time
+
+
+NOT_TIMES = ["yesterday", "2026-01-31", "2026-01-31T12:00:00", "0001-01-01T00:00:00+14:00", None, True, float("nan")]
+
+
+@pytest.mark.parametrize("value", NOT_TIMES)
 def test_what_is_no_time(value: object) -> None:
     with pytest.raises(ValueError, match="is not a time"):
         parse_time(value)

@@ -12,6 +12,7 @@ import pytest
 
 from dsv4_operator.api import load
 from dsv4_operator.backends.hosts.documents import load_inventory
+from dsv4_operator.backends.hosts.survey import parse_survey
 from dsv4_operator.cli import init
 from dsv4_operator.cli.init import InitOptions, host_names, split_hosts
 from dsv4_operator.cli.main import run
@@ -134,3 +135,23 @@ def test_names_of_targets() -> None:
         "spark-1.local": "me@Spark-1.local",
         "192.168.1.5": "192.168.1.5",
     }
+
+
+def test_the_context_of_sparks_has_a_limit(tmp_path: Path) -> None:
+    survey = parse_survey(
+        "@@dsv4 gpus\n0, GPU-1, NVIDIA GB10, 580.95, [N/A]\n@@dsv4 files\n"
+        "proc/meminfo:MemTotal: 125000000 kB\n@@dsv4 disk\nx x x 900000000\n/data\n@@dsv4 end\n"
+    )
+    found = [init._Found(name, name, survey, (0.0, 0.0)) for name in NAMES]
+    prompts = init._Prompts(yes=True)
+    options = InitOptions(NAMES, weights="/weights", yes=True)
+    arguments = (prompts, found, None, (), tmp_path, tmp_path / "s")
+    assert init._choose(options, *arguments) is ExitCode.OK
+    spec = load((tmp_path / "dsv4.yaml").read_text()).spec
+    assert spec.topology.nodes_per_group == 2
+    assert spec.engine.max_model_len == 131_072
+    with pytest.raises(CommandError, match=r"--context: 9,000,000 tokens do not fit; write at most \d+"):
+        init._choose(replace(options, context=9_000_000), *arguments)
+    for option, value in (("model", "V3"), ("build", "vllm-0.1"), ("name", "Flash!"), ("weights", "disk")):
+        with pytest.raises(CommandError, match=f"--{option}: '{value}' is n"):
+            init._choose(replace(options, **{option: value}), *arguments)

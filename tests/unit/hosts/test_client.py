@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
@@ -16,12 +19,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv4_operator.api import DSV4Deployment, load
 from dsv4_operator.backends.hosts import bootstrap
-from dsv4_operator.backends.hosts.documents import INVENTORY, Host, Inventory
-from dsv4_operator.cli import hosts, sources
+from dsv4_operator.backends.hosts.documents import DOWN, INVENTORY, Host, Inventory
+from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.cli import hosts, init, machine, main, processes, sources, up
 from dsv4_operator.cli.machine import Record, Settings, save_record
-from dsv4_operator.cli.output import CommandError
+from dsv4_operator.cli.output import CommandError, ExitCode
 
+NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
 TOKEN = b"a" * 64
 UV = Path(sys.prefix).parent / ".uv" / "bin" / "uv"
 NAMES = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
@@ -143,6 +149,73 @@ def test_an_environment_starts_from_an_earlier_one(tmp_path: Path) -> None:
     assert not list(software.glob("*.part"))
 
 
+def test_an_installation_after_a_power_loss_has_no_empty_file(tmp_path: Path) -> None:
+    folder, requirements = tmp_path / "wheels", tmp_path / "requirements.txt"
+    folder.mkdir()
+    wheel = folder / "base-1.0-py3-none-any.whl"
+    content = {"base.py": b"VALUE = 1\n", "other.py": b"VALUE = 2\n"}
+    info = {"METADATA": b"Metadata-Version: 2.1\nName: base\nVersion: 1.0\n", "WHEEL": b"Wheel-Version: 1.0\n"}
+    info["WHEEL"] += b"Root-Is-Purelib: true\n"
+    files = {**content, **{f"base-1.0.dist-info/{name}": data for name, data in info.items()}}
+    rows = [f"{name},sha256={digest(data)},{len(data)}\n" for name, data in files.items()]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+        archive.writestr("base-1.0.dist-info/RECORD", "".join([*rows, "base-1.0.dist-info/RECORD,,\n"]))
+    requirements.write_text(f"base @ file://{wheel}\n")
+    directory, none = tmp_path / "software" / "one", tmp_path / "software" / "one.input"
+    none.mkdir(parents=True)
+    (none / wheel.name).symlink_to(wheel)
+
+    def install() -> None:
+        bootstrap.install(str(directory), str(UV), str(requirements), str(none))
+
+    install()
+    packages = next((directory / "lib").glob("python*")) / "site-packages"
+    (packages / "base.py").write_bytes(b"")
+    (directory / bootstrap.COMPLETE).unlink()
+    assert bootstrap._damaged(str(directory)) == str(packages / "base.py")
+    # The only wheel is installed anew, which hides the damage; so it is taken away.
+    (none / wheel.name).unlink()
+    (none / "thing-1.0-py3-none-any.whl").write_bytes(minimal_wheel("thing"))
+    install()
+    assert {name: (packages / name).read_bytes() for name in content} == content
+    (packages / "base-1.0.dist-info" / "RECORD").write_bytes(b"")
+    assert bootstrap._damaged(str(directory)).endswith("base-1.0.dist-info/RECORD")
+
+
+def digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+
+
+def minimal_wheel(name: str) -> bytes:
+    buffer, info = BytesIO(), f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return buffer.getvalue()
+
+
+def test_two_clients_do_not_write_one_environment_at_once(tmp_path: Path) -> None:
+    target = tmp_path / "software" / "one.input"
+    with bootstrap._alone(str(target)):
+        process = start("receive", str(target))
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.communicate(hosts._archive({"good": b"1"}), timeout=1)
+        assert not target.exists()
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert content(target) == {"good": b"1"}
+
+
+def test_a_blocked_link_is_named(tmp_path: Path, unused_tcp_port: int) -> None:
+    with start("fetch", str(tmp_path / "one"), "127.0.0.1", str(unused_tcp_port)) as process:
+        _, errors = process.communicate(TOKEN + b"\n", timeout=60)
+    assert process.returncode == 3
+    assert f"127.0.0.1:{unused_tcp_port} cannot be reached (Connection refused); check the link".encode() in errors
+
+
 def test_without_links_an_environment_starts_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     earlier, later = tmp_path / "one", tmp_path / "two"
     (earlier / "lib").mkdir(parents=True)
@@ -222,6 +295,15 @@ def test_the_fastest_shared_network_is_chosen() -> None:
     ]
 
 
+def test_bridges_of_containers_connect_no_machines() -> None:
+    docker, nat = ("docker0", "172.17.0.1", 10_000, False), ("nat0", "192.168.122.1", 10_000, False)
+    checks = {
+        name: facts(("eth0", f"10.0.0.{number}", 1000, False), docker, nat, ("br-1", f"10.9.0.{number}", 10_000, False))
+        for number, name in enumerate(("a", "b"), 1)
+    }
+    assert [host.address for host in hosts._discovered(["a", "b"], checks).hosts] == ["10.0.0.1", "10.0.0.2"]
+
+
 def test_machines_without_a_shared_network() -> None:
     checks = {"a": facts(("eth0", "10.0.0.1", 1, False)), "b": facts(("eth0", "10.1.0.1", 1, False))}
     with pytest.raises(CommandError, match=r"a, b share no IPv4 network.*--hosts hosts\.yaml"):
@@ -274,10 +356,224 @@ def test_the_state_directory_of_the_client_is_not_forwarded() -> None:
     assert sources._without_state_dir(words) == ["status", "nano", "-o", "json"]
 
 
+def nano(name: str = "nano", **gateway: object) -> DSV4Deployment:
+    found = load(NANO.read_text()).to_dict()
+    spec = found["spec"] | {"gateway": gateway}  # type: ignore[operator]
+    return DSV4Deployment.model_validate({**found, "metadata": {"name": name}, "spec": spec})
+
+
 def test_settings_survive_the_way_to_a_machine() -> None:
-    sent = Settings(record=record(), host="spark-2", deployment=hosts._named("nano"), secrets={"keys/api": "x"})
+    sent = Settings(record=record(), host="spark-2", deployment=nano(), secrets={"keys/api": "x"})
     again = Settings.model_validate_json(sent.to_json())
     assert again == sent
     assert not again.first
     assert again.digest() == sent.model_copy(update={"timeout": 9.0}).digest()
     assert again.digest() != sent.model_copy(update={"secrets": {}}).digest()
+
+
+def test_a_newer_client_ends_a_deployment_of_an_older_version() -> None:
+    sent = json.loads(Settings(record=record(), host="spark-2").to_json())
+    newer = {**sent, "added": 1, "record": {**sent["record"], "added": 1}}
+    assert Settings.model_validate(newer) == Settings(record=record(), host="spark-2")
+
+
+def test_login_files_that_print_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "ssh"
+    program.write_text("#!/bin/bash\necho 'Welcome to spark-1'\nexec sh -c \"${@: -1}\"\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(CommandError, match=r"spark-1: its login files print 'Welcome to spark-1"):
+        hosts.down(tmp_path, record(), uninstall=False)
+
+
+def test_without_ssh_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = "the program 'ssh' is not installed"
+    with pytest.raises(CommandError, match=missing):
+        hosts.down(tmp_path, record(), uninstall=False)
+    for words in (["status"], ["logs"]):
+        with pytest.raises(CommandError, match=missing):
+            hosts.forward(record(), words)
+    with pytest.raises(CommandError, match=missing):
+        init.run(init.InitOptions(hosts=("a", "b"), yes=True), tmp_path, tmp_path)
+
+
+def test_a_long_name_of_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CommandError, match="'ssh' is not installed"):
+        hosts.forward(record(), ["status"])
+
+
+@pytest.mark.parametrize("fails", ["stop-loop", "stop-host", None])
+def test_nothing_is_removed_where_something_may_run(
+    fails: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    async def check(self: object, target: str, state_dir: str) -> dict[str, object]:
+        return {"software": ["abc"]}
+
+    async def act(self: object, action: str, settings: Settings, seconds: float) -> None:
+        done.append(f"{action} {settings.host}")
+        if action == fails and settings.host == "spark-1":
+            raise CommandError("spark-1: it runs on")
+
+    monkeypatch.setattr(hosts._Client, "_check", check)
+    monkeypatch.setattr(hosts._Client, "_machine", act)
+    save_record(tmp_path, record())
+    if fails is None:
+        assert hosts.down(tmp_path, record(), uninstall=True) is ExitCode.OK
+        assert done[-2:] == ["remove spark-1", "remove spark-2"]
+        assert hosts.find(tmp_path, "nano") is None
+        return
+    with pytest.raises(CommandError, match="spark-1: it runs on\nnano may run on these machines"):
+        hosts.down(tmp_path, record(), uninstall=True)
+    assert done == ["stop-loop spark-1", "stop-host spark-1", "stop-host spark-2"]
+    assert hosts.find(tmp_path, "nano") == record(), "the next attempt needs it"
+
+
+def test_a_removal_leaves_other_deployments_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "_COMMAND", tmp_path / "bin" / "dsv4")
+    inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
+    keys = {"apiKeys": {"secretKeyRef": {"name": "keys", "key": "api"}}}
+    for name in ("nano", "two"):
+        state = inventory.members(name)
+        state.directory.mkdir(parents=True)
+        state.save_manifest(nano(name, **keys))
+    for secret in ("keys/api", "keys/own", "keys/local"):
+        (tmp_path / "secrets" / secret).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "secrets" / secret).touch()
+    here = DeploymentState(tmp_path, "here")
+    here.directory.mkdir()
+    here.save_manifest(nano("here", apiKeys={"secretKeyRef": {"name": "keys", "key": "local"}}))
+    elsewhere = record("elsewhere")
+    save_record(tmp_path, elsewhere)
+    (tmp_path / "software" / "abc").mkdir(parents=True)
+    known = [
+        record(name).model_copy(update={"inventory": inventory, "secrets": ("keys/api", "keys/own", "keys/local")})
+        for name in ("nano", "two")
+    ]
+    for own in known:
+        save_record(tmp_path, own)
+    for own in known:
+        name = own.name
+        machine.remove(Settings(record=own, host="spark-2"))
+        assert sorted(hosts._records(tmp_path)) == (["elsewhere", "two"] if name == "nano" else ["elsewhere"])
+        assert (tmp_path / "secrets" / "keys" / "api").exists() is (name == "nano"), "the other one uses it"
+        assert not (tmp_path / "secrets" / "keys" / "own").exists()
+        assert (tmp_path / "secrets" / "keys" / "local").exists()
+        assert (tmp_path / "software").exists()
+        assert f"kept the software, for {'two, here' if name == 'nano' else 'here'}" in capsys.readouterr().out
+    here.purge()
+    machine.remove(Settings(record=known[0], host="spark-2"))
+    assert not (tmp_path / "software").exists()
+    assert hosts.find(tmp_path, "elsewhere") == elsewhere
+
+
+def test_one_client_at_a_time_changes_a_machine(tmp_path: Path) -> None:
+    inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
+    sent = Settings(record=record().model_copy(update={"inventory": inventory}), host="spark-2")
+    command = [sys.executable, "-m", "dsv4_operator.cli.machine", "stop-host"]
+    with machine._alone(tmp_path):
+        other = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert other.stdin is not None
+        other.stdin.write(sent.to_json().encode())
+        other.stdin.close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(2)
+    assert other.wait(20) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces everywhere")
+def test_the_services_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory: Callable[[], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start_loop = processes.start_loop
+    monkeypatch.setattr(machine, "has_systemd", lambda: False)
+    monkeypatch.setattr(processes, "start_loop", lambda *given: started.append(start_loop(*given)))
+    with tempfile.TemporaryDirectory(prefix="d", dir="/tmp") as folder:
+        monkeypatch.setattr(machine, "_COMMAND", Path(folder) / "bin" / "dsv4")
+        spec = {**nano().to_dict()["spec"]}  # type: ignore[dict-item]
+        spec |= {
+            "network": {"ports": {name: unused_tcp_port_factory() for name in ("api", "dashboard", "gcs", "agent")}}
+        }
+        spec |= {"model": {"variant": "Nano", "source": {"path": f"{folder}/missing"}}}
+        places = (Host(name="spark-1", address="127.0.0.1"), Host(name="spark-2", address="127.0.0.2"))
+        inventory = Inventory(hosts=places, state_dir=folder, service_port=unused_tcp_port_factory())
+        known = record().model_copy(update={"inventory": inventory})
+        deployment = nano().model_copy(update={"spec": type(nano().spec).model_validate(spec)})
+        settings = Settings(record=known, host="spark-1", deployment=deployment)
+        try:
+            machine.apply(settings)
+            assert machine.loop_service(settings.loop).running(), "another client finds it"
+            assert machine.host_service(settings).running()
+            assert "host service started\ncontrol loop started" in capsys.readouterr().out
+            # An end that a loss of power interrupted must not apply to the next restart of the machine.
+            (settings.loop.directory / DOWN).touch()
+            machine.apply(settings)
+            assert not (settings.loop.directory / DOWN).exists()
+            assert capsys.readouterr().out == ""
+            other = known.model_copy(update={"key": "z" * 64})
+            with pytest.raises(CommandError, match=r"nano is already running.*other machines, software or secrets"):
+                machine.apply(settings.model_copy(update={"record": other}))
+        finally:
+            machine.stop_loop(settings)
+            machine.stop_host(settings)
+        for process in started:
+            process.wait(20)
+        machine.remove(settings)
+        assert [path.name for path in Path(folder).iterdir() if path.name != "bin"] == ["weights"]
+
+
+def test_the_only_argument_may_be_the_prompt_or_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forwarded = []
+    monkeypatch.setattr(hosts, "forward", lambda record, words: forwarded.append((record.name, list(words))) or 0)
+    save_record(tmp_path, record())
+    for words in (["chat", "Where is the river?"], ["logs", "0"], ["logs", "nano", "0"], ["status"]):
+        monkeypatch.setattr(sys, "argv", ["dsv4", *words])
+        assert main.run([*words, "--state-dir", str(tmp_path)]) == 0
+        assert forwarded.pop() == ("nano", words)
+    assert main.run(["logs", "other", "0", "--state-dir", str(tmp_path)]) == ExitCode.BAD_INPUT
+    (tmp_path / "vllm.log").touch()
+    assert main.run(["why", "--log", str(tmp_path / "vllm.log"), "--state-dir", str(tmp_path)]) == ExitCode.FAILED
+    assert not forwarded
+
+
+def test_one_name_is_on_one_or_on_several_machines(tmp_path: Path) -> None:
+    state = DeploymentState(tmp_path, "nano")
+    save_record(tmp_path, record())
+    with pytest.raises(CommandError, match="nano is a deployment on several machines; start it with --hosts"):
+        up.run(str(NANO), tmp_path, detach=True, timeout=1)
+    (tmp_path / "remote" / "nano.json").unlink()
+    state.directory.mkdir()
+    with state.lock(), pytest.raises(CommandError, match="nano runs on this machine alone; run `dsv4 down nano`"):
+        hosts.up(str(NANO), "a,b", tmp_path, timeout=1)
+    (state.directory / INVENTORY).touch()
+    with pytest.raises(CommandError, match="on several machines"):
+        up.run(str(NANO), tmp_path, detach=True, timeout=1)
+    state.save_manifest(nano())
+    with pytest.raises(CommandError, match="--purge: nano is on several machines; run `dsv4 uninstall nano`"):
+        up.down(tmp_path, "nano", all_deployments=False, purge=True)
+
+
+def test_known_machines_are_checked_with_their_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+
+    async def check(self: object, target: str, state_dir: str) -> dict[str, object]:
+        checked.append((target, state_dir))
+        raise CommandError("that is enough")
+
+    monkeypatch.setattr(hosts._Client, "_check", check)
+    inventory = record().inventory.model_copy(update={"state_dir": "/srv/dsv4"})
+    save_record(tmp_path, record().model_copy(update={"inventory": inventory}))
+    for names, folder in (("spark-1,spark-2", "/srv/dsv4"), ("spark-1,spark-3", "/var/lib/dsv4")):
+        checked.clear()
+        with pytest.raises(CommandError, match="enough"):
+            hosts.up(str(NANO), names, tmp_path, timeout=1)
+        assert {each for _, each in checked} == {folder}

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_operator.backends.hosts.documents import LEASE_SECONDS, Claim, Lease, LeaseRefused
+from dsv4_operator.api import load
+from dsv4_operator.backends.base import BackendError
+from dsv4_operator.backends.hosts.backend import HostsBackend
+from dsv4_operator.backends.hosts.documents import LEASE_SECONDS, Claim, HostReport, Inventory, Lease, LeaseRefused
+from dsv4_operator.backends.hosts.documents import Host as Place
+from dsv4_operator.backends.local.state import DeploymentState
+
+NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
 
 LOOPS = ("a", "b", "c")
 
@@ -100,3 +109,68 @@ def test_another_loop_gets_it_after_the_time_limit() -> None:
     with pytest.raises(LeaseRefused, match="outdated"):
         taken.admit(Claim(holder="a", epoch=2), 1e9)
     assert taken.report(5.0 + LEASE_SECONDS).seconds == LEASE_SECONDS
+
+
+class Services:
+    """The client of two host services: each has a lease and perhaps a problem."""
+
+    def __init__(self) -> None:
+        self.hosts = {"10.0.0.1": Host(), "10.0.0.2": Host()}
+        self.problems: dict[str, Exception] = {}
+
+    def _report(self, url: str) -> HostReport:
+        address = url.split("/")[2].partition(":")[0]
+        name = "ab"[list(self.hosts).index(address)]
+        lease = self.hosts[address].lease.report(self.hosts[address].now)
+        return HostReport(host=name, boot="x", lease=lease, members=(), fenced={}, cpus=1, memory_bytes=1)
+
+    async def report(self, url: str) -> HostReport:
+        return self._report(url)
+
+    async def post(self, url: str, body: object) -> HostReport:
+        address = url.split("/")[2].partition(":")[0]
+        if address in self.problems:
+            raise self.problems[address]
+        if not self.hosts[address].ask(body.claim):  # type: ignore[attr-defined]
+            raise LeaseRefused("outdated")
+        return self._report(url)
+
+
+def loop(root: Path, services: Services) -> HostsBackend:
+    inventory = Inventory(hosts=(Place(name="a", address="10.0.0.1"), Place(name="b", address="10.0.0.2")))
+    state = DeploymentState(root, "nano")
+    backend = HostsBackend(state, inventory, load(NANO.read_text()), key="k", holder="me", changed=lambda: None)
+    backend._client = services  # type: ignore[assignment]
+    return backend
+
+
+async def test_a_machine_with_a_full_disk_does_not_keep_the_others_without_a_loop(tmp_path: Path) -> None:
+    services = Services()
+    full = BackendError("No space left on device (lease.json)")
+    services.problems["10.0.0.2"] = full
+    backend = loop(tmp_path, services)
+    assert (await backend._claimed()).epoch == 1
+    assert services.hosts["10.0.0.1"].lease.holder == "me"
+    assert "No space left" in backend._machines["b"].unreachable
+    services.problems["10.0.0.1"] = full
+    with pytest.raises(BackendError, match=r"a \(.*No space left.*; b "):
+        await loop(tmp_path, services)._claimed()
+
+
+async def test_the_lease_in_an_old_report_ends_too(tmp_path: Path) -> None:
+    services = Services()
+    backend = loop(tmp_path, services)
+    assert services.hosts["10.0.0.2"].ask(Claim(holder="other", epoch=7))
+    with pytest.raises(BackendError, match="'other' manages the members on b"):
+        await backend._claimed()
+
+    # That machine, and the other loop on it, lose power.
+    async def silent(url: str) -> HostReport:
+        if "10.0.0.2" in url:
+            raise TimeoutError
+        return services._report(url)
+
+    services.report = silent  # type: ignore[method-assign]
+    services.problems["10.0.0.2"] = TimeoutError()
+    backend._machines["b"].heard = time.monotonic() - LEASE_SECONDS - 1
+    assert (await backend._claimed()).epoch == 8

@@ -10,13 +10,16 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from ipaddress import IPv4Interface
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_operator.backends.hosts.ssh import Ssh, SshError
+from dsv4_operator.backends.hosts import ssh as ssh_module
+from dsv4_operator.backends.hosts.ssh import Completed, NotMeasured, Place, Ssh, SshError, tcp_bandwidth
+from dsv4_operator.backends.hosts.survey import End
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")
 
@@ -127,3 +130,45 @@ async def test_a_command_that_does_not_end(served: Ssh) -> None:
         await served.run("spark-1", ["sleep", "600"], seconds=1.5)
     assert (await served.run("spark-1", ["true"], seconds=30)).code == 0
     await served.close()
+
+
+class Printing:
+    """Machines whose commands print a text."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+
+    async def run(self, target: str, words: list[str], **_: object) -> Completed:
+        return Completed(0, self.text, "")
+
+
+async def test_login_files_that_print_do_not_hide_a_measurement() -> None:
+    end = End("eth0", IPv4Interface("10.0.0.1/24"), True, 1500, 1000, False, None)
+    places = [Place(name, name, end, frozenset({"python3"})) for name in "ab"]
+    printing = Printing(b'Welcome to {a}\n{"bytes": 1000000000, "seconds": 2.0}\n')
+    assert await tcp_bandwidth(printing, *places) == 4.0  # type: ignore[arg-type]
+    for text in (b"", b"Welcome\n", b"[1]\n"):
+        with pytest.raises(NotMeasured, match=r"a printed .* in place of a result"):
+            await tcp_bandwidth(Printing(text), *places)  # type: ignore[arg-type]
+
+
+async def test_the_bandwidth_of_two_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real programs; ssh runs them on this machine."""
+    monkeypatch.setattr(ssh_module, "_WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(ssh_module, "_MEASURE_SECONDS", 0.5)
+    (folder / "ssh").write_text('#!/bin/bash\nexec sh -c "${@: -1}"\n')
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def place(name: str, address: str) -> Place:
+        end = End("lo", IPv4Interface(address), True, 65536, None, False, None)
+        return Place(name, name, end, frozenset({"python3"}))
+
+    ssh = Ssh(folder)
+    here = place("a", "127.0.0.1/8")
+    assert await tcp_bandwidth(ssh, here, place("b", "127.0.0.2/8")) > 0.1
+    with pytest.raises(NotMeasured, match="Cannot assign requested address"):
+        await tcp_bandwidth(ssh, here, place("b", "192.0.2.1/24"))
+    (folder / "ssh").write_text("#!/bin/sh\necho gone >&2; exit 255\n")
+    with pytest.raises(NotMeasured, match=r"[ab]: gone; `ssh [ab] true` must work"):
+        await tcp_bandwidth(ssh, here, place("b", "127.0.0.2/8"))

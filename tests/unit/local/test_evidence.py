@@ -12,7 +12,7 @@ import pytest
 from dsv4_operator.api import DSV4Deployment, Metadata
 from dsv4_operator.backends.local import backend
 from dsv4_operator.backends.local.backend import LocalBackend, describe_end
-from dsv4_operator.backends.local.state import DeploymentState, collect_evidence
+from dsv4_operator.backends.local.state import DeploymentState, collect_evidence, read_logs
 from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_testkit.supervised import Supervised
 
@@ -68,6 +68,25 @@ def test_text_of_clients_is_not_kept(state: DeploymentState) -> None:
     worker_kept = (found / "m0-ray" / "worker-1.err").read_text()
     assert worker_kept.endswith("NCCL WARN x\n")
     assert "Jane" not in "".join(kept) + worker_kept
+
+
+def test_the_latest_logs_of_ray_are_kept_once_also_while_files_go(state: DeploymentState) -> None:
+    ray = state.member(3, 0) / "ray"
+    logs = ray / "session_1" / "logs"
+    for number in range(70):
+        (logs / f"worker-{number}.out").write_text("x")
+        os.utime(logs / f"worker-{number}.out", (number, number))
+    (ray / "session_latest").symlink_to("session_1")
+    (logs / "gone.out").symlink_to("nowhere")
+    names = []
+    for name, _ in read_logs(state.incarnation(3), deadline=time.monotonic() + 20):
+        names.append(name)
+        (logs / "worker-30.out").unlink(missing_ok=True)
+    kept = [name for name in names if name.startswith("m0-ray/worker-") and name.endswith(".out")]
+    assert len(names) == len(set(names))
+    assert "m0-ray/worker-69.out" in kept
+    assert "m0-ray/worker-30.out" not in kept
+    assert len(kept) >= 57
 
 
 def test_no_file_is_begun_after_the_deadline(state: DeploymentState) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from dsv4_operator.backends.local.supervisor import (
     read_kept_status,
     read_report,
 )
-from dsv4_testkit.supervised import frozen
+from dsv4_testkit.supervised import Supervised, frozen
 
 # Only a bound: a busy machine may take long.
 SECONDS = 60.0
@@ -232,3 +233,25 @@ def test_a_start_may_use_a_minute_of_processor_time(
     while not liveness.hangs(clock):
         clock += 0.25
     assert clock - begun == (supervisor.HUNG_SECONDS if seconds_per_second else FROZEN_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("command", "log", "reason"),
+    [
+        (["/nothing/here"], "log", "No such file"),
+        (["true"], "no/folder/log", "No such file"),
+        # Rejected by `subprocess` itself, and not by the kernel.
+        (["true", "a\0b"], "log", "null byte"),
+    ],
+)
+async def test_a_start_that_fails_is_answered(command: list[str], log: str, reason: str, tmp_path: Path) -> None:
+    supervised = Supervised()
+    processes = supervised.again()
+    try:
+        processes.listen()
+        async with asyncio.timeout(20):
+            with pytest.raises(OSError, match=reason):
+                await processes.start("child", command, log=tmp_path / log, death=signal.SIGKILL)
+    finally:
+        await processes.close()
+        supervised.close()

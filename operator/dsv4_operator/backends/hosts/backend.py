@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import aiohttp
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus, Hardware
+from dsv4_operator.api import DSV4Deployment, Hardware
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.hosts.documents import (
     EVIDENCE_BYTES,
@@ -32,7 +32,7 @@ from dsv4_operator.backends.hosts.documents import (
     Refusal,
     StartRequest,
 )
-from dsv4_operator.backends.local.gateway import LocalGateways
+from dsv4_operator.backends.local.gateway import LocalGateways, OwnGateways
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, save_evidence
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
@@ -62,10 +62,6 @@ _LOG_NAME = re.compile(r"m\d{1,4}(-ray/|-)[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
 T = TypeVar("T")
 Key = tuple[int, int, int]
 """Group, incarnation, rank."""
-
-
-class HostUnreachable(BackendError):
-    """A machine does not answer; the text contains its name and the remedy."""
 
 
 @dataclass(slots=True)
@@ -102,7 +98,7 @@ class _Seen:
     request: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
-class HostsBackend:
+class HostsBackend(OwnGateways):
     """Members of one deployment on several machines.
 
     Every change carries a claim: a fencing token, which the host services check. It is taken with the first change,
@@ -131,13 +127,14 @@ class HostsBackend:
         software: installed software for engines on GPUs, the same on all machines; none on CPU.
         gateways: the front end; None if users connect to the engines directly.
         """
-        self._state = state
+        # The members of an earlier loop have tokens of its key.
+        key_of_tokens = state.token_key.read_text() if state.token_key.exists() else new_key()
+        super().__init__(state, key_of_tokens, gateways)
         self._inventory = inventory
         self._holder = holder
         self._changed = changed
         self._software = software or Software()
-        self._gateways = gateways
-        self._members_state = inventory.members(deployment)
+        self._members_state = inventory.members(deployment.metadata.name)
         self._machines = {host.name: _Machine(host, inventory.url(host)) for host in inventory.hosts}
         self._client = _HostClient(key)
         self._agents = AgentClient()
@@ -146,12 +143,6 @@ class HostsBackend:
         self._seen: dict[Key, _Seen] = {}
         self._awaiting: asyncio.Task[None] | None = None
         """Queries the machines that do not answer."""
-        self._token_key = self._read_token_key()
-
-    def _read_token_key(self) -> str:
-        with contextlib.suppress(FileNotFoundError):
-            return self._state.token_key.read_text()
-        return new_key()
 
     async def close(self) -> None:
         """See `Backend`."""
@@ -166,26 +157,6 @@ class HostsBackend:
         await asyncio.gather(*running, return_exceptions=True)
         await self._agents.close()
         await self._client.close()
-
-    async def release(self, namespace: str, name: str) -> None:
-        """See `Backend`. The deployment is reconciled until `close`."""
-
-    async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
-        """See `Backend`.
-
-        Raises:
-            OSError: the token key or a route of the gateways cannot be written.
-        """
-        self._state.save_token_key(self._token_key)
-        if self._gateways is not None:
-            self._gateways.update_routes(deployment, status)
-
-    def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
-        """See `Backend`. Users connect to the gateways of this machine."""
-        return None
-
-    def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
-        """See `Backend`. The machines of a group are fixed by the inventory."""
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`. A group always gets the same machines, in the order of the inventory."""
@@ -361,22 +332,25 @@ class HostsBackend:
             if self._claim is not None:
                 return self._claim
             await self._refresh()
-            leases = {one.host.name: one.report.lease for one in self._machines.values() if one.report is not None}
-            if not leases:
-                raise HostUnreachable("; ".join(machine.unreachable for machine in self._machines.values()))
-            for name, lease in leases.items():
-                if lease.holder not in ("", self._holder) and lease.seconds > 0:
+            reports = [(one, one.report, one.heard) for one in self._machines.values() if one.report and one.heard]
+            if not reports:
+                raise self._all_unreachable()
+            for machine, report, heard in reports:
+                lease, age = report.lease, time.monotonic() - heard
+                if lease.holder not in ("", self._holder) and lease.seconds > age:
                     raise BackendError(
-                        f"{lease.holder!r} manages the members on {name}; end that loop, or wait until it has ended"
+                        f"{lease.holder!r} manages the members on {machine.host.name}; end that loop, or wait until it "
+                        "has ended"
                     )
-            claim = Claim(holder=self._holder, epoch=max(one.epoch for one in leases.values()) + 1)
+            claim = Claim(holder=self._holder, epoch=max(report.lease.epoch for _, report, _ in reports) + 1)
             request = LeaseRequest(claim=claim)
 
             async def take(machine: _Machine) -> bool:
                 try:
                     async with asyncio.timeout(_TAKE_SECONDS):
                         self._update(machine, await self._client.post(machine.url + "/v1/lease", request))
-                except AGENT_ERRORS as error:
+                except (*AGENT_ERRORS, BackendError) as error:
+                    # Also with a full disk, where the lease cannot be saved.
                     machine.problem = _reason(error)
                     return False
                 return True
@@ -386,10 +360,13 @@ class HostsBackend:
             except LeaseRefused as error:
                 raise BackendError(f"the lease cannot be taken: {error}") from error
             if not any(taken):
-                raise HostUnreachable("; ".join(machine.unreachable for machine in self._machines.values()))
+                raise self._all_unreachable()
             _log.info("took the lease with epoch %d", claim.epoch)
             self._claim = claim
             return claim
+
+    def _all_unreachable(self) -> BackendError:
+        return BackendError("; ".join(machine.unreachable for machine in self._machines.values()))
 
     async def _act(self, machine: _Machine, path: str, request: BaseModel) -> HostReport:
         """Send a change to a machine; return its state after that.
@@ -408,10 +385,10 @@ class HostsBackend:
         except AGENT_ERRORS as error:
             machine.problem = _reason(error)
             remedy = "check its power, its link and the host service, or remove it from the inventory if it is gone"
-            raise HostUnreachable(f"{machine.unreachable}; {remedy}") from error
+            raise BackendError(f"{machine.unreachable}; {remedy}") from error
         self._update(machine, report)
         if report.host != machine.host.name:
-            raise HostUnreachable(machine.unreachable)
+            raise BackendError(machine.unreachable)
         return report
 
     async def _refresh(self) -> None:

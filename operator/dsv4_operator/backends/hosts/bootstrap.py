@@ -7,6 +7,8 @@ the action. Results go to stdout, and progress to stderr with one line for each 
 from __future__ import annotations
 
 import contextlib
+import csv
+import fcntl
 import glob
 import hmac
 import io
@@ -24,7 +26,7 @@ import tarfile
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Union
 
@@ -111,10 +113,23 @@ def _addresses() -> list[dict[str, object]]:
     return found
 
 
+@contextlib.contextmanager
+def _alone(directory: str) -> Iterator[None]:
+    """Wait until no other program changes the directories beside `directory`: one that lost its client runs on."""
+    folder = os.path.dirname(directory)
+    os.makedirs(folder, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def receive(directory: str) -> None:
     """Write the files of a tar archive on stdin to `directory`."""
-    os.makedirs(directory, exist_ok=True)
-    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+    with _alone(directory), tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+        os.makedirs(directory, exist_ok=True)
         for entry in archive:
             _extract(archive, entry, directory)
 
@@ -144,12 +159,47 @@ def install(directory: str, uv: str, requirements: str, wheels: str) -> None:
         if process.returncode:
             raise ValueError(f"`uv {' '.join(words)}` failed: {output.decode(errors='replace').strip()}")
 
-    _start_from_earlier(directory)
-    if not os.path.exists(python):
-        run("venv", "--quiet", "--python", sys.executable, directory)
-    run("pip", "sync", "--python", python, requirements)
-    run("pip", "install", "--python", python, "--no-deps", "--reinstall", *sorted(glob.glob(f"{wheels}/*.whl")))
-    _complete(directory)
+    def build() -> str:
+        if not os.path.exists(python):
+            run("venv", "--quiet", "--python", sys.executable, directory)
+        run("pip", "sync", "--python", python, requirements)
+        run("pip", "install", "--python", python, "--no-deps", "--reinstall", *sorted(glob.glob(f"{wheels}/*.whl")))
+        return _damaged(directory)
+
+    with _alone(directory):
+        if os.path.exists(os.path.join(directory, COMPLETE)):
+            return
+        _start_from_earlier(directory)
+        if damaged := build():
+            # After a power loss. The cache of the installer may be damaged too.
+            _progress(f"{damaged} is damaged; all packages are installed again")
+            shutil.rmtree(directory)
+            environment["UV_NO_CACHE"] = "1"
+            if damaged := build():
+                raise ValueError(f"{damaged} is damaged after its installation; check the disk")
+        _complete(directory)
+
+
+def _damaged(directory: str) -> str:
+    """Return a file of a package that is missing or has another size than in the package's list; empty if none is.
+
+    Installers take a package for installed if its list is there, also when a power loss left its files empty.
+    """
+    for record in glob.glob(os.path.join(directory, "lib", "python*", "site-packages", "*.dist-info", "RECORD")):
+        packages, path = os.path.dirname(os.path.dirname(record)), record
+        try:
+            with open(record, newline="", encoding="utf-8") as file:
+                rows = list(csv.reader(file))
+            for name, _, size in rows:
+                path = os.path.normpath(os.path.join(packages, name))
+                # Python replaces compiled files; the list has no size of its own.
+                if size and not name.endswith((".pyc", "/RECORD")) and os.path.getsize(path) != int(size):
+                    return path
+        except (OSError, ValueError, csv.Error):
+            return path
+        if not rows:
+            return record
+    return ""
 
 
 def _start_from_earlier(directory: str) -> None:
@@ -249,23 +299,31 @@ def fetch(directory: str, address: str, port: str) -> None:
     """Copy the directory of another machine; files that are there already are not transferred. The token is on
     stdin."""
     token = sys.stdin.buffer.readline().strip()
-    _start_from_earlier(directory)
-    os.makedirs(directory, exist_ok=True)
-    try:
-        wanted = _receive_missing(directory, address, port, token)
-    except (BrokenPipeError, ConnectionResetError):
-        raise ValueError(_ENDED) from None
-    present = _files(directory)
-    if lacking := [name for name in wanted if present.get(name) != wanted[name]]:
-        raise ValueError(f"{len(lacking)} files were not transferred, such as {lacking[0]}")
-    for name in present.keys() - wanted.keys():
-        os.unlink(os.path.join(directory, name))
-    _complete(directory)
+    with _alone(directory):
+        if os.path.exists(os.path.join(directory, COMPLETE)):
+            return
+        _start_from_earlier(directory)
+        os.makedirs(directory, exist_ok=True)
+        try:
+            wanted = _receive_missing(directory, address, port, token)
+        except (BrokenPipeError, ConnectionResetError):
+            raise ValueError(_ENDED) from None
+        present = _files(directory)
+        if lacking := [name for name in wanted if present.get(name) != wanted[name]]:
+            raise ValueError(f"{len(lacking)} files were not transferred, such as {lacking[0]}")
+        for name in present.keys() - wanted.keys():
+            os.unlink(os.path.join(directory, name))
+        _complete(directory)
 
 
 def _receive_missing(directory: str, address: str, port: str, token: bytes) -> dict[str, list[int]]:
     """Receive the files that `directory` lacks; return those of the other machine."""
-    with socket.create_connection((address, int(port)), CONNECT_SECONDS) as connection:
+    try:
+        connection = socket.create_connection((address, int(port)), CONNECT_SECONDS)
+    except OSError as error:
+        reason = f"{address}:{port} cannot be reached ({error.strerror or error})"
+        raise ValueError(f"{reason}; check the link and the firewalls of both machines") from None
+    with connection:
         connection.settimeout(SILENT_SECONDS)
         with connection.makefile("rwb") as stream:
             stream.write(token)

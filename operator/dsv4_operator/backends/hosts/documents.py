@@ -12,7 +12,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from dsv4_operator.api import DSV4Deployment, Finding, InvalidDeployment
+from dsv4_operator.api import Finding, InvalidDeployment
 from dsv4_operator.api.deployment import read_document
 from dsv4_operator.api.findings import RULES_ERROR, joined, translate
 from dsv4_operator.api.values import InvalidValue, Matches, PortNumber, SpecPart, ValueReason
@@ -124,13 +124,13 @@ class Inventory(SpecPart):
         """Return the base URL of the host service on `host`."""
         return f"http://{host.address}:{self.service_port}"
 
-    def members(self, deployment: DSV4Deployment) -> DeploymentState:
-        """Return the files of the members of `deployment`, with the same path on every machine.
+    def members(self, name: str) -> DeploymentState:
+        """Return the files of the members of the deployment `name`, with the same path on every machine.
 
         Raises:
             StateError: the name is invalid.
         """
-        return DeploymentState(Path(self.state_dir) / MEMBERS, deployment.metadata.name)
+        return DeploymentState(Path(self.state_dir) / MEMBERS, name)
 
 
 class InvalidInventory(ValueError):
@@ -238,28 +238,26 @@ class HostReport(Report):
     """Memory that drivers kept over the ends of all members since the start of the machine."""
 
 
-class StartRequest(Document):
-    """Body of `POST /v1/start`: start a member unless it exists."""
+class LeaseRequest(Document):
+    """Body of `POST /v1/lease`: take or renew the lease. All other changes do it too."""
 
     claim: Claim
+
+
+class StartRequest(LeaseRequest):
+    """Body of `POST /v1/start`: start a member unless it exists."""
+
     plan: GroupPlan
     rank: Number
     token: str = Field(pattern=r"^[0-9a-f]{32,256}$", repr=False)
     """The incarnation's token."""
 
 
-class EndRequest(Document):
+class EndRequest(LeaseRequest):
     """Body of `POST /v1/fence` and `POST /v1/forget`."""
 
-    claim: Claim
     group: Number
     incarnation: Number
-
-
-class LeaseRequest(Document):
-    """Body of `POST /v1/lease`: take or renew the lease."""
-
-    claim: Claim
 
 
 class Refusal(Report):

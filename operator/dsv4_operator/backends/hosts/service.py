@@ -19,12 +19,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from dsv4_operator.backends.hosts.documents import (
     EVIDENCE_BYTES,
@@ -62,7 +62,7 @@ _REFRESH_SECONDS = 5.0
 _GRACE_SECONDS = 2.0
 _IP_FREEBIND = 15
 
-R = TypeVar("R", bound=BaseModel)
+R = TypeVar("R", bound=LeaseRequest)
 
 
 class _UnownedFile(Report):
@@ -221,32 +221,32 @@ class HostService:
     async def _report(self, _: web.Request) -> web.Response:
         return _answer(self.report())
 
-    async def _take(self, request: web.Request) -> web.Response:
-        asked = await _read(LeaseRequest, request)
+    @contextlib.asynccontextmanager
+    async def _admitted(self, kind: type[R], request: web.Request) -> AsyncIterator[R]:
+        """Yield the body of a request with the lease, while no other one acts."""
+        asked = kind.model_validate_json(await request.read())
         async with self._acting:
             await self._admit(asked.claim)
-        return _answer(self.report())
+            yield asked
+
+    async def _take(self, request: web.Request) -> web.Response:
+        async with self._admitted(LeaseRequest, request):
+            return _answer(self.report())
 
     async def _start(self, request: web.Request) -> web.Response:
-        asked = await _read(StartRequest, request)
-        async with self._acting:
-            await self._admit(asked.claim)
+        async with self._admitted(StartRequest, request) as asked:
             await self._members.start(asked.plan, asked.rank, asked.token, self._memory)
         return _answer(self.report())
 
     async def _fence(self, request: web.Request) -> web.Response:
-        asked = await _read(EndRequest, request)
-        async with self._acting:
-            await self._admit(asked.claim)
+        async with self._admitted(EndRequest, request) as asked:
             await self._members.fence(asked.group, asked.incarnation)
         # Other requests do not wait for that.
         await self._members.ended(asked.group, asked.incarnation)
         return _answer(self.report())
 
     async def _forget(self, request: web.Request) -> web.Response:
-        asked = await _read(EndRequest, request)
-        async with self._acting:
-            await self._admit(asked.claim)
+        async with self._admitted(EndRequest, request) as asked:
             await self._members.forget(asked.group, asked.incarnation)
         return _answer(self.report())
 
@@ -285,10 +285,6 @@ def _logs(source: Path, deadline: float) -> str:
             break
         items.append(item)
     return "{" + ", ".join(items) + "}"
-
-
-async def _read(kind: type[R], request: web.Request) -> R:
-    return kind.model_validate_json(await request.read())
 
 
 def _answer(document: Report, status: int = 200) -> web.Response:

@@ -14,7 +14,8 @@ import re
 import secrets
 import shlex
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,24 @@ class Completed:
     errors: str
 
 
+@contextlib.asynccontextmanager
+async def connections(*, options: Sequence[str] = ()) -> AsyncIterator[Ssh]:
+    """Yield connections that end with the context; `options` as of `Ssh`."""
+    usual = tempfile.gettempdir()
+    # On macOS, and in some sessions of users, the usual directory has a long name.
+    folder = usual if _excess(Path(usual, "dsv4-12345678")) <= 0 else "/tmp"  # noqa: S108 - mode 0700, random name
+    with tempfile.TemporaryDirectory(prefix="dsv4-", dir=folder) as sockets:
+        ssh = Ssh(Path(sockets), options=options)
+        try:
+            yield ssh
+        finally:
+            await ssh.close()
+
+
+def _excess(sockets: Path) -> int:
+    return len(str(sockets)) + 1 + _NAME_LENGTH - _LONGEST_PATH
+
+
 class Ssh:
     """Connections to machines."""
 
@@ -57,7 +76,7 @@ class Ssh:
         Raises:
             SshError: the path is too long.
         """
-        if (excess := len(str(sockets)) + 1 + _NAME_LENGTH - _LONGEST_PATH) > 0:
+        if (excess := _excess(sockets)) > 0:
             raise SshError(f"{sockets} is {excess} characters too long for sockets of ssh; choose a shorter directory")
         self._sockets = sockets
         self._options = tuple(options)
@@ -80,6 +99,19 @@ class Ssh:
         options = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
         return ["ssh", *self._options, "-t" if terminal else "-T", *options, "--", target, shlex.join(words)]
 
+    async def start(
+        self, target: str, words: Sequence[str], *, terminal: bool = False, **settings: Any
+    ) -> asyncio.subprocess.Process:
+        """Start a command; `settings` are those of `asyncio.create_subprocess_exec`.
+
+        Raises:
+            SshError: ssh is not installed.
+        """
+        try:
+            return await asyncio.create_subprocess_exec(*self.command(target, words, terminal=terminal), **settings)
+        except FileNotFoundError as error:
+            raise SshError("the program 'ssh' is not installed (Debian: openssh-client)") from error
+
     async def run(
         self,
         target: str,
@@ -95,17 +127,9 @@ class Ssh:
         Raises:
             SshError: there is no connection, it was lost, or the command did not end within `seconds`.
         """
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *self.command(target, words),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                # Ctrl+C at the terminal must not end the shared connection before `close`.
-                start_new_session=True,
-            )
-        except FileNotFoundError as error:
-            raise SshError("the program 'ssh' is not installed (Debian: openssh-client)") from error
+        pipe = asyncio.subprocess.PIPE
+        # Ctrl+C at the terminal must not end the shared connection before `close`.
+        process = await self.start(target, words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         try:
             async with asyncio.timeout(seconds):
                 output, errors = await _communicate(process, given, progress)
@@ -131,24 +155,19 @@ class Ssh:
 
     async def close(self) -> None:
         """End all connections."""
+        null = asyncio.subprocess.DEVNULL
         for target in sorted(self._targets):
             *options, _, _, _ = self.command(target, ())
-            process = await asyncio.create_subprocess_exec(
-                *options,
-                "-O",
-                "exit",
-                "--",
-                target,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.DEVNULL,
-            )
-            try:
-                async with asyncio.timeout(_CLOSE_SECONDS):
+            command = [*options, "-O", "exit", "--", target]
+            # Without ssh there is no connection.
+            with contextlib.suppress(FileNotFoundError):
+                process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=null, stderr=null)
+                try:
+                    async with asyncio.timeout(_CLOSE_SECONDS):
+                        await process.wait()
+                except TimeoutError:
+                    process.kill()
                     await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
         self._targets.clear()
 
 
@@ -277,8 +296,12 @@ async def tcp_bandwidth(ssh: Ssh, sender: Place, receiver: Place) -> float:
     if sent.code:
         # The reason of the receiver, such as a missing address, precedes that of the sender.
         raise NotMeasured(_reason(received if received.code and "timed out" not in received.errors else sent))
-    figures = json.loads(sent.output)
-    return float(figures["bytes"]) * 8 / float(figures["seconds"]) / 1e9
+    try:
+        # Login files may print before.
+        figures = json.loads(sent.output.strip().rpartition(b"\n")[2])
+        return float(figures["bytes"]) * 8 / float(figures["seconds"]) / 1e9
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):
+        raise NotMeasured(f"{sender.name} printed {sent.output[:80]!r} in place of a result") from None
 
 
 async def rdma_bandwidth(ssh: Ssh, sender: Place, receiver: Place) -> float | None:
@@ -328,23 +351,17 @@ def read_perftest(text: str) -> float:
 async def _both(
     receive: Coroutine[Any, Any, Completed], send: Coroutine[Any, Any, Completed]
 ) -> tuple[Completed, Completed]:
+    receiving = asyncio.create_task(receive)
     try:
-        async with asyncio.TaskGroup() as group:
-            receiving, sending = group.create_task(receive), group.create_task(send)
-            sent = await sending
-            if sent.code:
-                # The receiver would wait for its limit.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(1):
-                        await asyncio.shield(receiving)
-                if not receiving.done():
-                    receiving.cancel()
-                    return Completed(0, b"", ""), sent
-        return receiving.result(), sent
-    except ExceptionGroup as errors:
-        raise NotMeasured(str(next(error for error in errors.exceptions))) from None
+        sent = await send
+        # The receiver of a sender that failed would wait for its limit.
+        await asyncio.wait({receiving}, timeout=1 if sent.code else None)
+        return receiving.result() if receiving.done() else Completed(0, b"", ""), sent
     except SshError as error:
         raise NotMeasured(str(error)) from None
+    finally:
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
 
 
 def _reason(failed: Completed) -> str:

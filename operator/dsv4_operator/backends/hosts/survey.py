@@ -34,7 +34,6 @@ section user; id -u; id -nG 2>/dev/null
 section machine; uname -m; uname -r; cat "$root/etc/machine-id" 2>/dev/null || echo
 section cpus; getconf _NPROCESSORS_ONLN
 section os; cat "$root/etc/os-release" 2>/dev/null
-section python; python3 -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null
 section tools
 for tool in python3 ip nvidia-smi sudo ib_write_bw; do command -v $tool >/dev/null 2>&1 && echo $tool; done
 section systemd; [ -d "$root/run/systemd/system" ] && echo yes
@@ -110,17 +109,13 @@ class Survey:
     groups: frozenset[str]
     """Groups of the user."""
     architecture: str
-    kernel: str
     machine_id: str
     """Identity of the installation; empty if unknown."""
     cpus: int
     os: str
-    python: str
-    """Version of python3; empty without it."""
     tools: frozenset[str]
     systemd: bool
     memory_bytes: int
-    memory_free_bytes: int
     disk: str
     """Existing directory on the file system of the weights."""
     disk_free_bytes: int
@@ -207,15 +202,12 @@ def parse_survey(output: str) -> Survey:
         user_id=int(_number(line("user"), -1)),
         groups=frozenset(line("user", 1).split()),
         architecture=line("machine"),
-        kernel=line("machine", 1),
         machine_id=line("machine", 2),
         cpus=int(_number(line("cpus"), 1)),
         os=next((each[12:].strip("\"'") for each in sections.get("os", []) if each.startswith("PRETTY_NAME=")), ""),
-        python=line("python"),
         tools=tools,
         systemd=line("systemd") == "yes",
         memory_bytes=memory.get("MemTotal", 0),
-        memory_free_bytes=memory.get("MemAvailable", 0),
         disk=line("disk", 1),
         disk_free_bytes=int(_number(disk[3])) * 1024 if len(disk) > 3 else 0,
         firewalls=tuple(each for each in sections.get("firewall", []) if each in ("ufw", "firewalld")),
@@ -384,7 +376,7 @@ def disk_finding(name: str, survey: Survey, needed: int) -> Finding | None:
     return Finding(name, "DiskTooSmall", message, f"make space there, or mount a larger disk at {survey.disk}")
 
 
-_CONTAINERS = ("docker", "br-", "veth", "virbr", "podman", "cni", "flannel", "cali", "tailscale", "wg", "tun")
+CONTAINERS = ("docker", "br-", "veth", "virbr", "podman", "cni", "flannel", "cali", "tailscale", "wg", "tun")
 """Prefixes of interfaces that do not connect machines directly."""
 _SETTINGS = frozenset({"memlock", "nofile"})
 """Checks of `dsv4 doctor` for limits of a login, which do not apply to the host service."""
@@ -455,7 +447,7 @@ def read_network(name: str, document: Mapping[str, Any]) -> MachineNetwork:
     ports = {rail["address"]: rail["hca"] for rail in document["rails"] if rail.get("hca")}
     ends, idle = [], []
     for link in document["interfaces"]:
-        if link["name"] == "lo" or link["name"].startswith(_CONTAINERS):
+        if link["name"] == "lo" or link["name"].startswith(CONTAINERS):
             continue
         if link["up"] and not link["addresses"] and (link["speed"] or 0) >= 25_000:
             idle.append(link["name"])

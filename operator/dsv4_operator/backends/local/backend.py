@@ -12,14 +12,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus
+from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import gpus, network
 from dsv4_operator.backends.local.facts import available_memory, local_facts
-from dsv4_operator.backends.local.gateway import LocalGateways
+from dsv4_operator.backends.local.gateway import LocalGateways, OwnGateways
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.network import children, outside_ids
 from dsv4_operator.backends.local.software import Software
@@ -86,7 +86,7 @@ class _RunningMember:
         return f"http://{self.member.address}:{self.member.ports.agent}"
 
 
-class LocalBackend:
+class LocalBackend(OwnGateways):
     """Members of one deployment as processes of this machine."""
 
     def __init__(
@@ -109,26 +109,24 @@ class LocalBackend:
         software: installed software for engines on them; none on CPU.
         gateways: the front end; None if members share the machine's network and users connect to them directly.
         """
-        self._state = state
         self._processes = processes
+        super().__init__(state, self._earlier_token_key(state) or new_key(), gateways)
         self._isolated = isolated
         self._changed = changed
         self._cards = cards
         self._software = software or Software()
-        self._gateways = gateways
         self._members: dict[tuple[int, int, int], _RunningMember] = {}
         self._free: int | None = None
         """Free memory when last no member ran."""
         self._unsafe_copies: str | None = None
-        self._token_key = self._earlier_token_key() or new_key()
         self._agents = AgentClient()
 
-    def _earlier_token_key(self) -> str | None:
+    def _earlier_token_key(self, state: DeploymentState) -> str | None:
         """Return the key with which members of an earlier loop got their tokens; None without such members."""
         if not any(_MEMBER.fullmatch(name) for name in self._processes.children):
             return None
         with contextlib.suppress(OSError):
-            return self._state.token_key.read_text()
+            return state.token_key.read_text()
         return None
 
     def adopt(self) -> None:
@@ -156,23 +154,6 @@ class LocalBackend:
         await asyncio.gather(*requests, return_exceptions=True)
         await self._agents.close()
 
-    async def release(self, namespace: str, name: str) -> None:
-        """See `Backend`. The deployment is reconciled until `close`."""
-
-    async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
-        """See `Backend`.
-
-        Raises:
-            OSError: the token key or a route of the gateways cannot be written.
-        """
-        self._state.save_token_key(self._token_key)
-        if self._gateways is not None:
-            self._gateways.update_routes(deployment, status)
-
-    def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
-        """See `Backend`. The gateways are children of this process, and users connect to them directly."""
-        return None
-
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
         if self._free is None or all(running.ended is not None for running in self._members.values()):
@@ -192,9 +173,6 @@ class LocalBackend:
             software=self._software,
             unsafe_copies=self._unsafe_copies,
         )
-
-    def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
-        """See `Backend`. No other deployment uses these resources."""
 
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """See `Backend`."""

@@ -14,13 +14,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, PortsSpec
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus, PortsSpec
 from dsv4_operator.api.spec import LOOPBACK
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import Child, Liveness, Processes
 from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.status import page_failures
 from dsv4_operator.planning.rendering import gateway_settings
+from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute, api_keys
 from dsv4_runtime.util import LOG_DEPLOYMENT
 from dsv4_runtime.util.files import replace_file
@@ -257,6 +258,33 @@ class LocalGateways:
 
     def _route(self, number: int, heads: Sequence[GroupRoute]) -> GatewayRoute:
         return GatewayRoute.of(number % len(heads), heads, self._token_key_file, self._dashboard)
+
+
+class OwnGateways:
+    """Part of a `Backend` whose gateways are children of this process; no other deployment uses its machines."""
+
+    def __init__(self, state: DeploymentState, token_key: str, gateways: LocalGateways | None) -> None:
+        self._state, self._token_key, self._gateways = state, token_key, gateways
+
+    async def release(self, namespace: str, name: str) -> None:
+        """See `Backend`. The deployment is reconciled until `close`."""
+
+    async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+        """See `Backend`.
+
+        Raises:
+            OSError: the token key or a route of the gateways cannot be written.
+        """
+        self._state.save_token_key(self._token_key)
+        if self._gateways is not None:
+            self._gateways.update_routes(deployment, status)
+
+    def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
+        """See `Backend`. Users connect to the gateways directly."""
+        return None
+
+    def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
+        """See `Backend`."""
 
 
 class _GatewayProcess:

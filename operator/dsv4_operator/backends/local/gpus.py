@@ -33,6 +33,9 @@ _ANSWER_SECONDS = 10.0
 _DEVICE = Path("/dev/nvidia0")
 """Created by the driver for the first GPU."""
 _HOLDERS = 3
+_asking = threading.Lock()
+_threads: list[tuple[threading.Thread, list[GpuInventory]]] = []
+"""The latest call of the driver, and its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +90,14 @@ def find(*, seconds: float = _ANSWER_SECONDS) -> GpuInventory:
     `seconds`. NVML runs in its own thread, because a broken driver may never answer."""
     if pynvml is None:
         return GpuInventory(problem="the package nvidia-ml-py is not installed (pip install nvidia-ml-py)")
-    answers: list[GpuInventory] = []
-    thread = threading.Thread(target=lambda: answers.append(_ask()), name="nvml", daemon=True)
-    thread.start()
+    with _asking:
+        # Of a driver that hangs, one thread waits, however often this function is called.
+        if not _threads or not _threads[-1][0].is_alive():
+            answers: list[GpuInventory] = []
+            thread = threading.Thread(target=lambda: answers.append(_ask()), name="nvml", daemon=True)
+            _threads[:] = [(thread, answers)]
+            thread.start()
+        thread, answers = _threads[-1]
     thread.join(seconds)
     if not answers:
         return GpuInventory(

@@ -30,6 +30,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
 MAX_MEMBER_PATH = 44
 _LOCK_TRIES, _LOCK_PAUSE = 10, 0.05
 
-RESERVED = frozenset({"weights", "secrets", "remote", "software", "cache"})
+REMOTE = "remote"
+"""Directory with the records of deployments whose loop runs on another machine."""
+RESERVED = frozenset({"weights", "secrets", REMOTE, "software", "cache"})
 """Directories that all deployments of a state directory share."""
 
 PEER_COPIES = "peer-copies.json"
@@ -374,13 +377,27 @@ def read_logs(source: Path, *, deadline: float) -> Iterator[tuple[str, bytes]]:
     """
     for directory in sorted(source.glob("m*")):
         logs = [(f"{directory.name}-{log.name}", log) for log in sorted(directory.glob("*.log"))]
-        ray = sorted((directory / "ray").glob("session_*/logs/*"), key=lambda path: path.stat().st_mtime, reverse=True)
-        found = [path for path in ray if path.is_file() and path.stat().st_size > 0][:_RAY_FILES]
-        logs += [(f"{directory.name}-ray/{log.name}", log) for log in found]
+        logs += [(f"{directory.name}-ray/{log.name}", log) for log in _ray_logs(directory / "ray")]
         for name, log in logs:
             if time.monotonic() > deadline:
                 return
-            yield name, _tail(log)
+            # Ray and the agent may remove files meanwhile.
+            try:
+                tail = _tail(log)
+            except OSError:
+                continue
+            yield name, tail
+
+
+def _ray_logs(directory: Path) -> list[Path]:
+    """Return the latest logs that are not empty, of all sessions; `session_latest` is a link to one of them."""
+    found = []
+    for path in directory.glob("session_*/logs/*"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            if not path.parents[1].is_symlink() and stat.S_ISREG(status.st_mode) and status.st_size:
+                found.append((status.st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)[:_RAY_FILES]]
 
 
 def _tail(source: Path) -> bytes:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -336,8 +337,9 @@ class Supervisor:
                 process.kill()
                 process.wait()
                 raise
-        except OSError as error:
-            return {"reply": "start", "name": name, "error": error.errno, "text": str(error)}
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            number = getattr(error, "errno", None) or errno.EINVAL
+            return {"reply": "start", "name": name, "error": number, "text": str(error)}
         self._children[name] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, name)
         return {"reply": "start", **child.document(name)}

@@ -126,13 +126,16 @@ def with_target_options(
     @functools.wraps(command)
     def wrapper(**given: Any) -> int:
         target = CommandTarget(**{name: given.pop(name) for name in names})
-        if command.__name__ in _FORWARDED and not target.is_cluster:
+        # `why --log` reads files of this machine, and no deployment.
+        if command.__name__ in _FORWARDED and not target.is_cluster and not given.get("log"):
             root = target.state_root()
             # Checked first: the import takes longer than the command.
             if (root / "remote").is_dir():
                 from dsv4_operator.cli import hosts
 
-                record = hosts.find(root, given.get("name") or given.get("name_or_rank"))
+                # The only argument of `chat` may be the prompt, and that of `logs` the rank.
+                alone = given.get("prompt", "") is None or given.get("rank", "") is None
+                record = hosts.find(root, given.get("name") or given.get("name_or_rank"), uncertain=alone)
                 if record and not hosts.is_here(root, record):
                     return hosts.forward(record, _without_state_dir(sys.argv[1:]))
         return command(target, **given)

@@ -103,7 +103,7 @@ BACKENDS = (
     Mutant(
         "members of a machine that does not answer count as ended",
         f"{_OPERATOR}/backends/hosts/backend.py",
-        '            raise HostUnreachable(f"{machine.unreachable}; {remedy}") from error\n',
+        '            raise BackendError(f"{machine.unreachable}; {remedy}") from error\n',
         '            return machine.report.model_copy(update={"members": ()})\n',
         ("tests/unit/backends/test_hosts.py",),
     ),
@@ -119,6 +119,34 @@ BACKENDS = (
         f"{_OPERATOR}/backends/hosts/bootstrap.py",
         "        if not hmac.compare_digest(stream.read(_TOKEN_BYTES), token):\n",
         "        if stream.read(_TOKEN_BYTES) is None:\n",
+        ("tests/unit/hosts/test_client.py",),
+    ),
+    Mutant(
+        "packages with empty files count as installed",
+        f"{_OPERATOR}/backends/hosts/bootstrap.py",
+        "os.path.getsize(path) != int(size):\n",
+        "os.path.getsize(path) < 0:\n",
+        ("tests/unit/hosts/test_client.py",),
+    ),
+    Mutant(
+        "a full disk of one machine keeps the loop from all",
+        f"{_OPERATOR}/backends/hosts/backend.py",
+        "                except (*AGENT_ERRORS, BackendError) as error:\n                    # Also",
+        "                except AGENT_ERRORS as error:\n                    # Also",
+        ("tests/unit/hosts/test_lease.py",),
+    ),
+    Mutant(
+        "files of running members are removed",
+        f"{_OPERATOR}/cli/hosts.py",
+        '            if action == "remove" and failed:\n',
+        '            if action == "remove" and failed == []:\n',
+        ("tests/unit/hosts/test_client.py",),
+    ),
+    Mutant(
+        "a removal takes secrets of other deployments",
+        f"{_OPERATOR}/cli/machine.py",
+        "set(settings.record.secrets) - used:",
+        "set(settings.record.secrets):",
         ("tests/unit/hosts/test_client.py",),
     ),
     Mutant(
@@ -286,8 +314,8 @@ BACKENDS = (
     Mutant(
         "the next loop makes another token key",
         f"{_OPERATOR}/backends/local/backend.py",
-        "self._earlier_token_key() or new_key()\n",
-        "new_key()\n",
+        "self._earlier_token_key(state) or new_key()",
+        "new_key()",
         ("tests/unit/backends/test_local.py",),
     ),
     Mutant(

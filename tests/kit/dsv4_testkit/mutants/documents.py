@@ -252,8 +252,8 @@ DOCUMENTS = (
     Mutant(
         "advice may break a rule",
         f"{_OPERATOR}/planning/planner.py",
-        "        if after.memory.verdict is FitVerdict.FITS and not refused:",
-        "        if True:",
+        "if after.memory.verdict is FitVerdict.FITS and not refused else None",
+        "",
         ("tests/unit/planning/test_memory.py",),
     ),
     Mutant(
