@@ -33,10 +33,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import torch
@@ -192,7 +192,7 @@ class _Files:
         with self._noting("be read"), contextlib.suppress(FileNotFoundError):
             text = self.place.read_text()
         # A truncated file, or one of another release, is replaced.
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
             document = json.loads(text)
             return Kept.from_dict(document), float(document["ended"]), int(document["process"])
         return Kept(), 0.0, 0
@@ -250,6 +250,9 @@ def evidence(config: Mapping[str, Any], tensor_parallel: int, seconds: float = S
 
 def _same_start(ended: float, process: int, asked: float) -> bool:
     """Return whether the last trial was made by another rank of this start: while this process ran, or waited."""
+    if ended > time.time():
+        # The clock was set back.
+        return False
     if ended >= asked:
         return True
     with contextlib.suppress(psutil.Error, OSError):
@@ -361,7 +364,7 @@ def _run_all(
         for op, name, trials_of in jobs
     ]
     given = folder / "jobs.json"
-    given.write_text(json.dumps(wanted))
+    given.write_text(json.dumps({"parent": os.getpid(), "jobs": wanted}))
     with given.open() as source:
         process = subprocess.Popen(
             [*child, str(folder)],
@@ -391,13 +394,15 @@ def _results(op: Op, name: str, text: str, tried: Sequence[Trial], ended: int | 
     """Return the outcomes printed by a child, and a fault for each missing trial."""
     seen = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError, TypeError):
-            one = json.loads(line)
-            seen.append(Seen(**{**one, "op": Op(one["op"])}))
+        # A killed process may leave a part of a line.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            seen.append(Seen.from_dict(json.loads(line)))
     if ended is None:
         fault = f"not done after {seconds:.0f} s"
     elif ended < 0:
-        fault = f"its process was ended by {signal.Signals(-ended).name}"
+        # Most real-time signals have no name.
+        known = -ended in list(signal.Signals)
+        fault = f"its process was ended by {signal.Signals(-ended).name if known else f'signal {-ended}'}"
     else:
         fault = f"its process ended with {ended}"
     done = {one.trial for one in seen}
@@ -493,35 +498,41 @@ def time_cold(call: Callable[[], Any]) -> float:
     return float(statistics.median(start.elapsed_time(end) * 1e3 for start, end in marks[2:]))
 
 
-def try_provider(op: Op, name: str, tried: Sequence[Trial], lock: Path) -> None:
-    """Print the outcome of each trial of the provider: correctness, then time, alone on the card."""
+def try_provider(op: Op, name: str, tried: Sequence[Trial], lock: Path, results: IO[str]) -> None:
+    """Write the outcome of each trial of the provider: correctness, then time, alone on the card.
+
+    Not to the standard output, to which libraries print.
+    """
+
+    def write(seen: Seen) -> None:
+        print(json.dumps(seen.to_dict()), file=results, flush=True)
+
     device = torch.device("cuda", torch.cuda.current_device())
     right = []
     for trial in tried:
         seen, call = try_one(op, name, trial, device)
         if call is None:
-            print(json.dumps(seen.to_dict()), flush=True)
+            write(seen)
         else:
             right.append((seen, call))
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         for seen, call in right:
-            print(json.dumps({**seen.to_dict(), "microseconds": time_cold(call)}), flush=True)
+            write(replace(seen, microseconds=time_cold(call)))
 
 
 def _fork_provider(job: Mapping[str, Any], folder: Path) -> int:
     """Start the process of one provider, its output in `folder`; return its pid."""
-    pid = os.fork()
-    if pid:
+    parent = os.getpid()
+    if pid := os.fork():
         return pid
     status = 1
     try:
-        end_with_parent()
+        end_with_parent(parent)
         op, name = Op(job["op"]), job["provider"]
-        sys.stdout = output(folder, op, name).open("w")
         tried = [Trial(op, trial["name"], trial["operation"], trial["params"]) for trial in job["trials"]]
-        try_provider(op, name, tried, folder / "lock")
-        sys.stdout.flush()
+        with output(folder, op, name).open("w") as results:
+            try_provider(op, name, tried, folder / "lock", results)
         status = 0
     finally:
         # Without the parent's exit handlers.
@@ -530,11 +541,11 @@ def _fork_provider(job: Mapping[str, Any], folder: Path) -> int:
 
 def run_child(folder: Path) -> None:
     """Try the providers listed on standard input concurrently, each in a forked process."""
-    end_with_parent()
-    jobs = json.load(sys.stdin)
+    given = json.load(sys.stdin)
+    end_with_parent(given["parent"])
     if torch.cuda.is_initialized():
         raise SystemExit("an import initialised CUDA, which does not live through a fork")
-    running = {_fork_provider(job, folder): output(folder, Op(job["op"]), job["provider"]) for job in jobs}
+    running = {_fork_provider(job, folder): output(folder, Op(job["op"]), job["provider"]) for job in given["jobs"]}
     while running:
         pid, status = os.wait()
         if (place := running.pop(pid, None)) is not None:
