@@ -24,7 +24,6 @@ import inspect
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -427,9 +426,7 @@ class _AheadProcess:
     def end(self) -> None:
         """Kill the process with its children if it has not ended."""
         self.pipe.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        wait_for([self.pid], _FINISH_SECONDS)
+        wait_for([self.pid], 0.0)
 
 
 def before_device(original: Callable[[Any], None]) -> Callable[[Any], None]:

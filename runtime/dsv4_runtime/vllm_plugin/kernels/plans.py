@@ -40,6 +40,7 @@ T = TypeVar("T")
 P = TypeVar("P", bound=Plan)
 LOGGER = logging.getLogger("vllm.dsv4")
 _FINISH_SECONDS = 60.0
+_GONE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 _PLANS: dict[Hashable, Any] = {}
 _WARMED: set[Hashable] = set()
@@ -155,7 +156,8 @@ class _Compiler:
             process.wait(seconds if self.asked else 0.0)
         process.kill()
         process.wait()
-        self.reader.join()
+        # A process that it started may hold the pipe.
+        self.reader.join(_GONE_SECONDS)
         if not self.asked:
             return
         LOGGER.info(
