@@ -113,7 +113,7 @@ def runnable(name: str, shape: tuple[int, ...], candidates: list[tuple[int, ...]
             results = plan.run(**inputs)
             torch.cuda.synchronize()
         except Exception as error:
-            print(shape, candidate, str(error).splitlines()[0][:120])
+            print(shape, candidate, f"{type(error).__name__}: {error}".splitlines()[0][:120])
             continue
         value = as_float(results)
         first = value.clone() if first is None else first
