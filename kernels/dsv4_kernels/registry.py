@@ -180,8 +180,10 @@ def measure(out: torch.Tensor, reference: torch.Tensor, tolerance: Tolerance) ->
     x, y = out.double(), reference.double()
     same_infinity = torch.isinf(y) & (x == y)
     x, y = x.masked_fill(same_infinity, 0.0), y.masked_fill(same_infinity, 0.0)
-    delta = torch.where(torch.isfinite(x), (x - y).abs(), torch.inf)
-    limit = (tolerance.absolute or 0.0) + (tolerance.relative or 0.0) * y.abs()
+    finite = torch.isfinite(x) & torch.isfinite(y)
+    delta = torch.where(finite, (x - y).abs(), torch.inf)
+    # Of the finite ones: no limit is infinite.
+    limit = (tolerance.absolute or 0.0) + (tolerance.relative or 0.0) * y.abs().masked_fill(~finite, 0.0)
     bounded = tolerance.absolute is not None or tolerance.relative is not None
     outside = (delta > limit).double().mean().item() if bounded else 0.0
     norm = (y * y).mean().sqrt().item()

@@ -134,7 +134,7 @@ class CachePlan(Plan):
     def warmup(self) -> None:
         """Both configurations; every slot is −1, so that nothing is written."""
         cache = torch.zeros((1, self.shape["stride"]), dtype=torch.uint8, device=self.device)
-        for count in {1, self.shape["tokens"]}:
+        for count in {min(1, self.shape["tokens"]), self.shape["tokens"]}:
             slots = torch.full((count,), -1, dtype=torch.int64, device=self.device)
             kv = torch.zeros((count, 512), dtype=torch.bfloat16, device=self.device) if self.out is None else None
             self.run(slots=slots, cache=cache, kv=kv)
