@@ -435,15 +435,12 @@ class ProjectionPlan(Plan):
 
     def warmup(self) -> None:
         """Run every configuration that a token count up to the planned one selects; no slot is written."""
-        seen = set()
-        for tokens in range(1, self.tokens + 1):
-            if (config := select_projection(self.arch, tokens)) not in seen:
-                seen.add(config)
-                strides = {"state_stride": self.state_stride, "index_stride": self.index_stride}
-                inputs = _inputs({**self.shape, **strides, "tokens": tokens}, self.device, 0)
-                for name in inputs.keys() & {"slot_mapping", "index_slot_mapping"}:
-                    inputs[name].fill_(-1)
-                self.run(**inputs)
+        strides = {"state_stride": self.state_stride, "index_stride": self.index_stride}
+        for tokens in self.first_of_each(self.tokens, lambda t: select_projection(self.arch, t)):
+            inputs = _inputs({**self.shape, **strides, "tokens": tokens}, self.device, 0)
+            for name in inputs.keys() & {"slot_mapping", "index_slot_mapping"}:
+                inputs[name].fill_(-1)
+            self.run(**inputs)
 
 
 def projections_supported(params: Mapping[str, Any], arch: Arch) -> Support:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import Arch
-from dsv4_kernels.fp8.api import fp8_quant, places
+from dsv4_kernels.fp8.api import CodesPlan, WithCodes, fp8_quant
 from dsv4_kernels.front.kernel import front_insert_kernel, front_norm_kernel
 from dsv4_kernels.mla_cache.api import cache_input, mla_cache_write
 from dsv4_kernels.mla_decode.reference import rope_inputs
@@ -87,10 +87,10 @@ _front_insert = Launcher(front_insert_kernel)
 _front_norm = Launcher(front_norm_kernel)
 
 
-class NormPlan(Plan):
+class NormPlan(CodesPlan):
     """`front_norm` of up to `tokens` tokens with low rank `rank`; results are views of the plan's buffers.
 
-    `quantised`: every run quantises its qr too, see `codes`.
+    `quantised`: every run quantises its qr too.
     """
 
     operation = "front_norm"
@@ -100,22 +100,16 @@ class NormPlan(Plan):
     ) -> None:
         shape = {"tokens": tokens, "rank": rank, "quantised": quantised}
         super().__init__(self.operation, shape, device, arch, is_supported)
-        self.tokens, self.rank, self.quantised = tokens, rank, quantised
+        self.tokens, self.rank = tokens, rank
+        self.make_codes(tokens if quantised else 0, rank)
         self.inputs = self.declare(
             qr=Input(BF16, (Size("tokens", most=tokens), rank), strides=ROWS, step=8),
             kv=Input(BF16, ("tokens", 512), strides=ROWS, step=8),
             q_weight=Input(BF16, (rank,)),
             kv_weight=Input(BF16, (512,)),
         )
-        self._code, self._scale = places(tokens if quantised else 0, rank, device)
         self.qr = torch.empty((tokens, rank), dtype=BF16, device=device)
         self.kv = torch.empty((tokens, 512), dtype=BF16, device=device)
-
-    def codes(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return qr of the last run, of `tokens` tokens, as `fp8_quant` makes it: code uint8 [T, Q] and scale uint8
-        [T, Q/128], views of the plan's buffers. None if it does not quantise.
-        """
-        return (self._code[:tokens], self._scale[:tokens]) if self.quantised else None
 
     def run(
         self, *, qr: torch.Tensor, kv: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor, eps: float
@@ -129,7 +123,7 @@ class NormPlan(Plan):
                 kv_out_ptr=self.kv, code_ptr=self._code.view(torch.float8_e4m3fn), scale_ptr=self._scale,
                 qr_stride=qr.stride(0), kv_stride=kv.stride(0), eps=eps, Q=self.rank,
                 BLOCK=next_power_of_2(self.rank),
-                QUANT=self.quantised,
+                QUANT=tokens <= self.quantised,
                 num_warps=4, num_stages=1,
             )  # fmt: skip
         return self.qr[:tokens], self.kv[:tokens]
@@ -139,16 +133,8 @@ class NormPlan(Plan):
         self.run(**_norm_inputs({"tokens": min(1, self.tokens), "rank": self.rank}, self.device, 0))
 
 
-class NormO8Plan(NormPlan):
+class NormO8Plan(WithCodes, NormPlan):
     """`front_norm_o8`."""
-
-    def __init__(self, tokens: int, rank: int, device: torch.device, arch: Arch | None = None) -> None:
-        super().__init__(tokens, rank, device, arch, quantised=True)
-
-    def run(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Return (qr, kv, code, scale)."""
-        qr, kv = super().run(**inputs)
-        return qr, kv, self._code[: qr.shape[0]], self._scale[: qr.shape[0]]
 
 
 class InsertPlan(Plan):
@@ -312,7 +298,7 @@ OPERATIONS = (
         ),
         make_inputs=_norm_inputs,
         reference=front_norm_o8,
-        plan=lambda p, device, arch: NormO8Plan(p["tokens"], p["rank"], device, arch),
+        plan=lambda p, device, arch: NormO8Plan(p["tokens"], p["rank"], device, arch, quantised=True),
         is_supported=lambda p, arch: is_supported({**p, "quantised": True}, arch),
         nbytes=lambda p: 4 * (p["tokens"] + 1) * (p["rank"] + 512) + p["tokens"] * (p["rank"] + p["rank"] // 128),
         flops=lambda p: 0,
