@@ -294,14 +294,11 @@ def standings(seen: Iterable[Seen], tried: Sequence[Trial]) -> tuple[Standing, .
     for (op, provider), found in by.items():
         reason = excluded[op, provider]
         right = [other for (o, p), other in by.items() if o is op and excluded[o, p] is None]
-        if reason is not None:
-            rough = _slowness(found, right, wanted[op])
-            if rough is not None:
-                trial, _, fault = reason.partition(": ")
-                reason = f"{trial}: {rough:.2f} of the fastest right one's time, but {fault}"
-            result.append(Standing(op, provider, None, reason))
-            continue
-        result.append(Standing(op, provider, _slowness(found, right, wanted[op])))
+        slowness = _slowness(found, right, wanted[op])
+        if reason is not None and slowness is not None:
+            trial, _, fault = reason.partition(": ")
+            reason = f"{trial}: {slowness:.2f} of the fastest right one's time, but {fault}"
+        result.append(Standing(op, provider, slowness if reason is None else None, reason))
     return tuple(result)
 
 

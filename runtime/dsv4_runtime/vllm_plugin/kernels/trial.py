@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -100,10 +100,7 @@ class Evidence:
             "machine": dict(self.machine),
             "choice": {str(op): self.choice.provider(op) for op in Op},
             "seconds": round(self.seconds, 1),
-            "standings": [
-                {"op": s.op, "provider": s.provider, "slowness": s.slowness, "excluded": s.excluded}
-                for s in self.standings
-            ],
+            "standings": [asdict(one) for one in self.standings],
             "seen": [one.to_dict() for one in self.seen],
         }
 
@@ -113,8 +110,6 @@ def machine() -> dict[str, str]:
 
     The card and its limits, the driver, versions, the sources of the kernels, and the environment.
     """
-    import torch
-
     card = torch.cuda.get_device_properties(torch.cuda.current_device())
     found = {"gpu": card.name, "capability": f"{card.major}.{card.minor}", "cuda": str(torch.version.cuda)}
     # These distinguish parts of a card (MIG); the name may be equal.
@@ -236,7 +231,7 @@ def evidence(config: Mapping[str, Any], tensor_parallel: int, seconds: float = S
         is_recent = bool(kept.seen) and 0.0 <= time.time() - ended < _AGAIN_SECONDS
         wanted = () if is_recent else kept.open(jobs, tried)
         if wanted and not _same_start(ended, process, asked):
-            kept = kept.after(_gathered(tried, seconds, wanted if len(wanted) < len(jobs) else None), tried)
+            kept = kept.after(_gathered(tried, seconds, wanted), tried)
             if kept.seen:
                 files.write(kept)
             else:
@@ -260,18 +255,13 @@ def _same_start(ended: float, process: int, asked: float) -> bool:
     return False
 
 
-def _gathered(tried: Sequence[Trial], seconds: float, only: Collection[tuple[Op, str]] | None) -> tuple[Seen, ...]:
+def _gathered(tried: Sequence[Trial], seconds: float, only: Collection[tuple[Op, str]]) -> tuple[Seen, ...]:
     """Return the result of `gather`; if it cannot run, the error as the fault of every provider."""
     try:
-        return gather(tried, seconds) if only is None else gather(tried, seconds, only=only)
+        return gather(tried, seconds, only=only)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         fault = f"{type(error).__name__}: {error}"
-        return tuple(
-            Seen(op, trial.name, name, fault=fault)
-            for op, name in only or _jobs(tried)
-            for trial in tried
-            if trial.op is op
-        )
+        return tuple(Seen(op, trial.name, name, fault=fault) for op, name in only for trial in tried if trial.op is op)
 
 
 def _jobs(tried: Sequence[Trial]) -> tuple[tuple[Op, str], ...]:
@@ -299,8 +289,6 @@ def visible(index: int, name: str, uuid: str, given: str | None) -> str | None:
 
 def _own_device() -> dict[str, str]:
     """Return the environment variable that limits a child to the GPU of this process."""
-    import torch
-
     index, name, uuid = 0, "", ""
     with contextlib.suppress(Exception):
         index = torch.cuda.current_device()
@@ -355,14 +343,7 @@ def _run_all(
     jobs: Sequence[tuple[Op, str, Sequence[Trial]]], seconds: float, child: Sequence[str], folder: Path
 ) -> int | None:
     """Run the providers for at most `seconds`; return the exit code of their parent, None if it had not ended."""
-    wanted = [
-        {
-            "op": op,
-            "provider": name,
-            "trials": [{"name": t.name, "operation": t.operation, "params": dict(t.params)} for t in trials_of],
-        }
-        for op, name, trials_of in jobs
-    ]
+    wanted = [{"op": op, "provider": name, "trials": list(map(asdict, its))} for op, name, its in jobs]
     given = folder / "jobs.json"
     given.write_text(json.dumps({"parent": os.getpid(), "jobs": wanted}))
     with given.open() as source:
@@ -411,8 +392,6 @@ def _results(op: Op, name: str, text: str, tried: Sequence[Trial], ended: int | 
 
 def large_products() -> bool:
     """Return whether FP8 products of prompts are bundled on this card: whether the kernels have a body for them."""
-    import torch
-
     return tuple(torch.cuda.get_device_capability()) == (9, 0)
 
 
@@ -530,7 +509,7 @@ def _fork_provider(job: Mapping[str, Any], folder: Path) -> int:
     try:
         end_with_parent(parent)
         op, name = Op(job["op"]), job["provider"]
-        tried = [Trial(op, trial["name"], trial["operation"], trial["params"]) for trial in job["trials"]]
+        tried = [Trial(**{**one, "op": op}) for one in job["trials"]]
         with output(folder, op, name).open("w") as results:
             try_provider(op, name, tried, folder / "lock", results)
         status = 0

@@ -346,7 +346,7 @@ def test_a_trial_that_cannot_be_run_is_a_fault_of_every_provider(
     with monkeypatch.context() as patched:
         patched.setattr(trial, "CHILD", child)
         patched.setattr(operation, failing(OSError(errno.ENOSPC, "no space left")))
-        seen = trial._gathered(TRIED, 1.0, None)
+        seen = trial._gathered(TRIED, 1.0, trial._jobs(TRIED))
     assert len(seen) == len(PROVIDERS) * len(TRIED)
     assert {one.fault for one in seen} == {"OSError: [Errno 28] no space left"}
 
