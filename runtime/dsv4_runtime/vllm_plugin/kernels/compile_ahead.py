@@ -391,14 +391,14 @@ class _AheadProcess:
 
     pid: int
     pipe: Connection
-    told: bool = False
+    has_kernels: bool = False
     runner_is_done: bool = False
 
     running: ClassVar[_AheadProcess | None] = None
 
-    def tell(self, registered: Sequence[Registered]) -> None:
-        if not self.told:
-            self.told = True
+    def send(self, registered: Sequence[Registered]) -> None:
+        if not self.has_kernels:
+            self.has_kernels = True
             # `finish` logs the end of the process.
             with contextlib.suppress(OSError):
                 self.pipe.send(registered)
@@ -452,7 +452,7 @@ def after_model(original: Callable[..., Any]) -> Callable[..., Any]:
         if (running := _AheadProcess.running) is not None:
             try:
                 if registered := registered_kernels():
-                    running.tell(registered)
+                    running.send(registered)
             except Exception as error:
                 LOGGER.warning(
                     "dsv4 warm-up: vLLM compiles the layers' registered kernels itself: %s: %s",
@@ -503,7 +503,7 @@ def finish_runner() -> None:
     if running is None or running.runner_is_done:
         return
     # No kernels if another loader made the model.
-    running.tell([])
+    running.send([])
     running.runner_is_done = True
     if not running.report("the runner's launches"):
         _AheadProcess.running = None
@@ -607,7 +607,6 @@ def runner_calls(vllm_config: Any, count: int) -> list[Callable[[], None]]:
     Raises:
         AttributeError, ImportError, TypeError: this vLLM has another runner.
     """
-
     runner = HostRunner(vllm_config)
     # An empty share: reports errors before output is discarded, and computes the kernels' hashes for all processes.
     _launch_share(runner, count, count)
@@ -620,7 +619,6 @@ def choice_calls(vllm_config: Any) -> list[Callable[[], None]]:
     Raises:
         AttributeError, ImportError: this vLLM has other kernels.
     """
-
     keys = top_k_top_p_keys(vllm_config, vllm_config.model_config.get_vocab_size())
     return [functools.partial(kernel.compile, key) for kernel, of in keys.items() for key in of]
 

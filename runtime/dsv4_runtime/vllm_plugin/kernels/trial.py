@@ -222,7 +222,7 @@ def evidence(config: Mapping[str, Any], tensor_parallel: int, seconds: float = S
         seconds: time limit of the trials of this start.
         cut: further division among the engine's ranks (`evidence.trials`).
     """
-    asked, begun = time.time(), time.monotonic()
+    called, begun = time.time(), time.monotonic()
     tried, here = trials(config, tensor_parallel, **cut), machine()
     jobs = _jobs(tried)
     files = _Files(json.dumps([here, [(t.op, t.name, dict(t.params)) for t in tried]], sort_keys=True))
@@ -230,7 +230,7 @@ def evidence(config: Mapping[str, Any], tensor_parallel: int, seconds: float = S
         kept, ended, process = files.read()
         is_recent = bool(kept.seen) and 0.0 <= time.time() - ended < _AGAIN_SECONDS
         wanted = () if is_recent else kept.open(jobs, tried)
-        if wanted and not _same_start(ended, process, asked):
+        if wanted and not _same_start(ended, process, called):
             kept = kept.after(_gathered(tried, seconds, wanted), tried)
             if kept.seen:
                 files.write(kept)
@@ -243,12 +243,12 @@ def evidence(config: Mapping[str, Any], tensor_parallel: int, seconds: float = S
     return Evidence(here, seen, found, choose(found, eight_bit_activations=eight), time.monotonic() - begun)
 
 
-def _same_start(ended: float, process: int, asked: float) -> bool:
+def _same_start(ended: float, process: int, called: float) -> bool:
     """Return whether the last trial was made by another rank of this start: while this process ran, or waited."""
     if ended > time.time():
         # The clock was set back.
         return False
-    if ended >= asked:
+    if ended >= called:
         return True
     with contextlib.suppress(psutil.Error, OSError):
         return process != os.getpid() and ended >= psutil.Process().create_time()
