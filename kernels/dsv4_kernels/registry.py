@@ -76,7 +76,7 @@ class Provider:
     rough: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Operation:
     """A row of the registry.
 
@@ -98,10 +98,10 @@ class Operation:
     plan: Callable[[Mapping[str, Any], torch.device, Arch | None], Plan]
     is_supported: Callable[[Mapping[str, Any], Arch], Support]
     nbytes: Callable[[Mapping[str, Any]], int]
-    flops: Callable[[Mapping[str, Any]], int]
+    flops: Callable[[Mapping[str, Any]], int] = field(default=lambda params: 0)
     tolerance: tuple[Tolerance, ...]
     mutates: tuple[str, ...] = ()
-    extra_providers: tuple[Provider, ...] = field(default=())
+    extra_providers: tuple[Provider, ...] = ()
     compared: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = field(default=lambda outputs: outputs)
 
     @property
@@ -146,6 +146,18 @@ def operation(name: str) -> Operation:
         if row.name == name:
             return row
     raise KeyError(f"no operation {name!r}; there are {[row.name for row in operations()]}")
+
+
+def once(make: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Cache the result of the first call of `make`, for preparations of a provider that are not timed."""
+    kept: list[tuple[Any, ...]] = []
+
+    def call(*args: Any) -> tuple[Any, ...]:
+        if not kept:
+            kept.append(make(*args))
+        return kept[0]
+
+    return call
 
 
 def as_outputs(result: Any) -> tuple[torch.Tensor, ...]:

@@ -229,7 +229,6 @@ _FP8_QUANT = (
         plan=lambda p, device, arch: QuantPlan(p["tokens"], p["k"], device, arch),
         is_supported=quant_supported,
         nbytes=lambda p: p["tokens"] * (3 * p["k"] + p["k"] // 128),
-        flops=lambda p: 0,
         tolerance=(Tolerance(bitwise=True), Tolerance(bitwise=True)),
     ),
     Operation(
@@ -249,7 +248,6 @@ _FP8_QUANT = (
         plan=lambda p, device, arch: SiluMulPlan(p["tokens"], p["k"], device, arch),
         is_supported=quant_supported,
         nbytes=lambda p: p["tokens"] * (7 * p["k"] + p["k"] // 128),
-        flops=lambda p: 0,
         # A value next to a rounding boundary may fall on the other side of the float64 one's: one step of E4M3.
         tolerance=(
             Tolerance(absolute=1e-6, relative=2.0**-8),

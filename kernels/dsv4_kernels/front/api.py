@@ -12,7 +12,7 @@ from dsv4_kernels.fp8.api import CodesPlan, WithCodes, fp8_quant
 from dsv4_kernels.front.kernel import front_insert_kernel, front_norm_kernel
 from dsv4_kernels.mla_cache.api import cache_input, mla_cache_write
 from dsv4_kernels.mla_decode.reference import rope_inputs
-from dsv4_kernels.numerics import as_numbers, ds_mla, seeded
+from dsv4_kernels.numerics import as_numbers, ds_mla, rotate, seeded
 from dsv4_kernels.plan import BF16, F32, I64, ROWS, SUPPORTED, Input, Launcher, Plan, Size, Support, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 
@@ -48,14 +48,6 @@ def front_norm_o8(
     return (*results, *fp8_quant(results[0].bfloat16()))
 
 
-def _rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
-    """The last 64 of x float64 [T, ·, 512], as interleaved pairs, turned by the angles of positions [T]."""
-    cos, sin = cos_sin_cache[positions].double()[:, None].split(32, -1)
-    even, odd = x[..., 448::2], x[..., 449::2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
-    return torch.cat((x[..., :448], turned), -1)
-
-
 def front_insert(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -71,9 +63,9 @@ def front_insert(
     """Write the entries into kv_cache in place; return (q bf16 [T, padded_heads, 512], kv_cache); exact: q float64."""
     tokens, heads, _ = q.shape
     out = torch.zeros((tokens, padded_heads, 512), dtype=torch.float64, device=q.device)
-    out[:, :heads] = _rotate(_norm(q, eps), positions, cos_sin_cache)
+    out[:, :heads] = rotate(_norm(q, eps), positions, cos_sin_cache)
     count = slot_mapping.shape[0]
-    rows = _rotate(kv[:count, None].double(), positions[:count], cos_sin_cache)[:, 0]
+    rows = rotate(kv[:count], positions[:count], cos_sin_cache)
     # Through float32, as every result is rounded.
     mla_cache_write(rows.float().bfloat16(), slot_mapping, kv_cache, page)
     return out if exact else out.bfloat16(), kv_cache
@@ -282,7 +274,6 @@ OPERATIONS = (
         plan=lambda p, device, arch: NormPlan(p["tokens"], p["rank"], device, arch),
         is_supported=is_supported,
         nbytes=lambda p: 4 * (p["tokens"] + 1) * (p["rank"] + 512),
-        flops=lambda p: 0,
         tolerance=(_ROUNDED, _ROUNDED),
     ),
     Operation(
@@ -301,7 +292,6 @@ OPERATIONS = (
         plan=lambda p, device, arch: NormO8Plan(p["tokens"], p["rank"], device, arch, quantised=True),
         is_supported=lambda p, arch: is_supported({**p, "quantised": True}, arch),
         nbytes=lambda p: 4 * (p["tokens"] + 1) * (p["rank"] + 512) + p["tokens"] * (p["rank"] + p["rank"] // 128),
-        flops=lambda p: 0,
         tolerance=(_ROUNDED, _ROUNDED, _QUANTISED),
         compared=lambda outputs: (*outputs[:2], *as_numbers(outputs[2:])),
     ),
@@ -325,7 +315,6 @@ OPERATIONS = (
         ),
         is_supported=is_supported,
         nbytes=lambda p: p["tokens"] * (1024 * (p["heads"] + p["padded"] + 1) + 584 + 16 + 256),
-        flops=lambda p: 0,
         tolerance=(_ROUNDED, _BYTES),
         mutates=("kv_cache",),
     ),

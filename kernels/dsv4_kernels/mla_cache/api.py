@@ -201,7 +201,6 @@ OPERATIONS = (
         plan=lambda p, device, arch: CachePlan(True, p["tokens"], p["page"], _stride(p), device, arch),
         is_supported=is_supported,
         nbytes=lambda p: p["tokens"] * (1024 + 584 + 8),
-        flops=lambda p: 0,
         tolerance=(Tolerance(bitwise=True),),
         mutates=("cache",),
     ),
@@ -216,7 +215,6 @@ OPERATIONS = (
         plan=lambda p, device, arch: CachePlan(False, p["tokens"], p["page"], _stride(p), device, arch),
         is_supported=is_supported,
         nbytes=lambda p: p["tokens"] * (1024 + 584 + 8),
-        flops=lambda p: 0,
         tolerance=(Tolerance(bitwise=True),),
     ),
 )

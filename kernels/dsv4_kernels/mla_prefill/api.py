@@ -385,7 +385,6 @@ OPERATIONS = (
         ),
         is_supported=lists_supported,
         nbytes=lambda p: 4 * sum(n for n, _ in p["requests"]) * (p["topk"] + list_width(p["topk"], p["window"]) + 1),
-        flops=lambda p: 0,
         tolerance=(Tolerance(bitwise=True), Tolerance(bitwise=True)),
     ),
 )
