@@ -26,7 +26,7 @@ import torch
 from dsv4_kernels.mla_cache.api import mla_cache_write
 from dsv4_kernels.moe.api import LIMIT
 from dsv4_kernels.numerics import ds_mla, ue8m0_decode
-from dsv4_kernels.registry import Operation, Provider, operation, register_provider
+from dsv4_kernels.registry import Operation, Provider, once, operation, register_provider
 from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, Op
 
 Make = Callable[[Mapping[str, Any], torch.device], Callable[..., Any]]
@@ -38,21 +38,9 @@ def _fp8(codes: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.float8_e4m3fn)
 
 
-def _once(make: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Cache the result of the first call of `make`."""
-    kept: list[tuple[Any, ...]] = []
-
-    def call(*args: Any) -> tuple[Any, ...]:
-        if not kept:
-            kept.append(make(*args))
-        return kept[0]
-
-    return call
-
-
 def _float_scales() -> Callable[..., tuple[torch.Tensor, ...]]:
     """Return a function that decodes the scales of both sides of a product to float32."""
-    return _once(lambda *scales: tuple(ue8m0_decode(scale).float().contiguous() for scale in scales))
+    return once(lambda *scales: tuple(ue8m0_decode(scale).float().contiguous() for scale in scales))
 
 
 def deep_gemm_missing() -> str | None:
@@ -72,7 +60,7 @@ def deep_gemm(params: Mapping[str, Any], device: torch.device) -> Callable[..., 
 
     out = torch.empty((params["tokens"], params["n"]), dtype=torch.bfloat16, device=device)
 
-    @_once
+    @once
     def scales(a_scale: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
         wide = ue8m0_decode(a_scale).float()
         return deep_gemm.get_col_major_tma_aligned_tensor(wide), ue8m0_decode(w_scale).float()
@@ -91,7 +79,7 @@ def deep_gemm_einsum(params: Mapping[str, Any], device: torch.device) -> Callabl
 
     out = torch.empty((params["tokens"], params["groups"], params["n"]), dtype=torch.bfloat16, device=device)
 
-    @_once
+    @once
     def scales(a_scale: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # [T, G, K/128] with T innermost and padded to 4.
         wide = ue8m0_decode(a_scale).float()
@@ -134,7 +122,7 @@ def cutlass(params: Mapping[str, Any], device: torch.device) -> Callable[..., An
     """Return CUTLASS's FP8 product."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import custom_ops as ops
 
-    @_once
+    @once
     def scales(a_scale: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Scales of A with the tokens innermost, those of W transposed.
         wide = ue8m0_decode(a_scale).float()
@@ -163,7 +151,7 @@ def marlin(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any
         silu_and_mul_with_clamp,
     )
 
-    @_once
+    @once
     def pack(w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor) -> tuple[torch.Tensor, ...]:
         layer: Any = SimpleNamespace(params_dtype=torch.bfloat16)
         return tuple(prepare_moe_mxfp4_layer_for_marlin(layer, w13, w2, s13, s2, None, None)[:4])
@@ -173,7 +161,7 @@ def marlin(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any
 
     experts, spread = params["experts"], "routing" in params
 
-    @_once
+    @once
     def mapped(topk_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # vLLM passes global expert ids, and a map with −1 for experts of other ranks.
         local = torch.arange(experts + 1, dtype=torch.int32, device=device)
@@ -237,7 +225,7 @@ def _flash_mla_padding(heads: int) -> tuple[int, Callable[..., tuple[torch.Tenso
     """Return the heads to which vLLM's class pads `heads`, and a function that pads q [T, H, 512] and sink [H]."""
     padded = 64 if heads <= 64 else 128
 
-    @_once
+    @once
     def pad(q: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, ...]:
         wide = torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).contiguous()
         return wide, torch.nn.functional.pad(sink, (0, padded - heads)).contiguous()
@@ -343,7 +331,7 @@ def gate(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
 
     few = capability()[0] in (9, 10) and ll_bf16.is_available() and params["tokens"] <= GateLinear.LL_BF16_MAX_TOKENS
 
-    @_once
+    @once
     def narrow(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (ids.int(),)
 
@@ -505,7 +493,7 @@ def _sparse_attention(
     workspace = torch.zeros((_WORKSPACE_BYTES,), dtype=torch.uint8, device=device)
     out = torch.empty((params["tokens"], padded, 512), dtype=torch.bfloat16, device=device)
 
-    @_once
+    @once
     def pad(q: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sinks = torch.nn.functional.pad(sink, (0, padded - heads), value=-torch.inf).clamp(max=_LARGE_SINK)
         return torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).contiguous(), sinks
@@ -564,7 +552,7 @@ def b12x_moe(params: Mapping[str, Any], device: torch.device) -> Callable[..., A
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import MoEActivation
 
     config = _moe_config(params, device)
-    prepared = _once(functools.partial(_prepared_experts, config, params["tokens"]))
+    prepared = once(functools.partial(_prepared_experts, config, params["tokens"]))
 
     def call(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **w: torch.Tensor) -> Any:
         experts, out, scratch = prepared(w)
