@@ -121,7 +121,7 @@ class _Freezer:
         if str(fn.module).startswith("dsv4_kernels"):
             raise FrozenError(
                 f"{fn.module}.{fn.name} would be compiled after freeze(): warm it up first. "
-                f"It was asked for {event['repr']}"
+                f"Its signature is {event['repr']}"
             )
         return self._previous(**event) if self._previous is not None else None
 

@@ -232,10 +232,10 @@ def _end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _submit(pool: ProcessPoolExecutor, asked: Iterator[str], target: TargetGPU, shares: int) -> bool:
+def _submit(pool: ProcessPoolExecutor, lines: Iterator[str], target: TargetGPU, shares: int) -> bool:
     """Compile every line once, in `shares`; return whether an empty line ended them."""
     seen: set[str] = set()
-    for one in asked:
+    for one in lines:
         signal.alarm(_IDLE_SECONDS)
         if not (described := one.strip()):
             signal.alarm(0)

@@ -315,7 +315,7 @@ _COMPRESSOR = (
 
 
 MOST_TOKENS = 32
-"""Beyond, the weights are no longer most of what is read, and every program reads all of x."""
+"""Beyond, the weights are a smaller part of the reads, and every program reads all of x."""
 
 
 @dataclass(frozen=True)
@@ -422,7 +422,7 @@ class ProjectionPlan(Plan):
         return (state_cache, index_state_cache, heads) if index_state_cache is not None else (state_cache,)
 
     def _compressor(self, which: str, width: int, stride: int) -> dict[str, Input]:
-        """Return what a compressor needs, `which` before the names."""
+        """Return the inputs of a compressor, with the prefix `which`."""
         slots = {f"{which}slot_mapping": Input(I64, (Size(least="saved"),), aligned=False)} if which else {}
         return {
             f"{which}weight": Input(BF16, (2 * width, self.hidden)),

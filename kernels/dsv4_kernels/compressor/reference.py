@@ -74,7 +74,7 @@ def compressor_store(
     compress_ratio: int,
     exact: bool = False,
 ) -> torch.Tensor:
-    """Write into kv_cache in place and return it; its last size (584 or 132) tells the head."""
+    """Write into kv_cache in place and return it; its last size (584 or 132) determines the head."""
     page = kv_cache.shape[1]
     head = 512 if kv_cache.shape[2] == 584 else 128
     tokens = slot_mapping.shape[0]

@@ -402,10 +402,10 @@ def levels(width: int, k: int) -> tuple[Level, ...]:
 
 
 FEW_ROWS = 8
-"""Up to so many rows of more than `FEW_WIDTH` scores all multiprocessors first look for a bound: see `few`."""
+"""Up to so many rows of more than `FEW_WIDTH` scores all multiprocessors first compute a bound: see `few`."""
 FEW_WIDTH = 8192
 MOST_FEW = 1024
-"""The greatest k for which what reaches the bound, about 2k, fits `ROOM`."""
+"""The greatest k for which the scores that reach the bound, about 2k, fit into `ROOM`."""
 PARTS = 128
 SPAN = 4
 ROOM = 4096

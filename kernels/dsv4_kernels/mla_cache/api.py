@@ -84,7 +84,7 @@ _mla_cache_write = Launcher(mla_cache_write_kernel)
 
 
 def cache_input(page: int, stride: int) -> Input:
-    """Return what a plan needs of a cache with pages of `page` tokens that lie `stride` bytes apart."""
+    """Return the requirements of a plan for a cache with pages of `page` tokens, `stride` bytes apart."""
     used = page * (ds_mla(page).data_row + ds_mla(page).scale_row)
     return Input(U8, (None, Size(least=used)), strides=(stride, 1))
 

@@ -122,7 +122,7 @@ class MergePlan(Plan):
 
 
 def _result_inputs(heads: int, o8: bool, aligned: bool = True) -> dict[str, Input]:
-    """Return what a plan needs of its results: o and lse, or the codes and scales of o."""
+    """Return the requirements of a plan for its results: o and lse, or the codes and scales of o."""
     if o8:
         return {"out": Input(U8, ("tokens", heads, 512)), "out_scale": Input(U8, ("tokens", heads, 4), aligned=aligned)}
     return {"out": Input(BF16, ("tokens", heads, 512)), "out_lse": Input(F32, ("tokens", heads), aligned=aligned)}
@@ -277,7 +277,7 @@ class DecodePlan(Plan):
 
     A row of q may hold more heads, `q_heads`, of which the first `heads` count (engines pad them).
     `window` and `topk` are the widths of the two index rows (topk 0: no compressed cache), `pages` the page sizes in
-    tokens, `strides` the bytes between pages. With `lookup` the pages of few tokens are looked up here (`looks_up`).
+    tokens, `strides` the bytes between pages. With `lookup` runs of few tokens take a table of pages (`looks_up`).
     Results are views of the plan's buffers, valid until its next run.
     """
 

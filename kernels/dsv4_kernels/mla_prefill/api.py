@@ -17,7 +17,7 @@ from dsv4_kernels.registry import Case, Operation, Tolerance, case
 
 
 def list_width(topk: int, window: int) -> int:
-    """Columns of a list: a multiple of 128, as FlashMLA wants them."""
+    """Columns of a list: a multiple of 128, as FlashMLA requires."""
     return -(-(topk + window) // 128) * 128
 
 

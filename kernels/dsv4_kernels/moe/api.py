@@ -320,7 +320,7 @@ _moe_sorted_down = Launcher(moe_sorted_down_kernel)
 _moe_sorted_up = Launcher(moe_sorted_up_kernel)
 
 SHAPE = ("tokens", "hidden", "inter", "experts", "topk")
-# The interpreter knows no inline PTX; kernels then take the same steps in plain Triton.
+# The interpreter does not support inline PTX; kernels then use plain Triton with the same steps.
 PTX = os.environ.get("TRITON_INTERPRET") != "1"
 
 
