@@ -161,8 +161,8 @@ PAGED_ROWS: list[Any] = [
 _PREFILL = [(64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 8, 2), (64, 32, 8, 3), (64, 32, 8, 4), (64, 64, 8, 1)]
 _PREFILL += [(64, 128, 8, 1), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (128, 64, 8, 2), (64, 16, 8, 4)]
 PREFILL_ROWS: list[Any] = [
-    ({"heads": [heads, heads]}, [(tokens, heads, topk)], _PREFILL)
-    for tokens, heads, topk in ((512, 64, 512), (2048, 64, 512), (2048, 128, 1024))
+    ({"heads": [heads, heads]}, [(tokens, heads, width)], _PREFILL)
+    for tokens, heads, width in ((512, 64, 640), (2048, 64, 640), (2048, 128, 1152))
 ]
 ROWS: dict[str, list[Any]] = {
     "mla_decode": DECODE_ROWS,
@@ -177,21 +177,20 @@ ROWS: dict[str, list[Any]] = {
 }
 
 
+# Names of a shape's numbers, and the other parameters.
+_PARAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mla_decode": ("tokens heads", {"window": 128, "topk": 512, "dense": True}),
+    "fp8_gemm": ("tokens n k", {}),
+    "mhc_post_pre": ("tokens hidden", {"norm": True}),
+    "moe_w4a16": ("tokens", {"hidden": 4096, "inter": 2048, "experts": 256, "topk": 6}),
+    "mla_merge_o8": ("tokens parts", {"heads": 64}),
+    "router": ("tokens hidden experts", {"k": 6}),
+    "indexer_logits": ("rows keys", {"heads": 64, "dense": True}),
+    "indexer_paged_logits": ("batch next_n keys", {"heads": 64, "page": 64, "dense": True}),
+    "mla_prefill": ("tokens heads width", {"rows": 4096, "dense": True}),
+}
+
+
 def params_of(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    if name == "mla_decode":
-        return {"tokens": shape[0], "heads": shape[1], "window": 128, "topk": 512, "dense": True}
-    if name == "mhc_post_pre":
-        return {"tokens": shape[0], "hidden": shape[1], "norm": True}
-    if name == "moe_w4a16":
-        return {"tokens": shape[0], "hidden": 4096, "inter": 2048, "experts": 256, "topk": 6}
-    if name == "mla_merge_o8":
-        return {"tokens": shape[0], "parts": shape[1], "heads": 64}
-    if name == "router":
-        return {"tokens": shape[0], "hidden": shape[1], "experts": shape[2], "k": 6}
-    if name == "indexer_logits":
-        return {"rows": shape[0], "keys": shape[1], "heads": 64, "dense": True}
-    if name == "indexer_paged_logits":
-        return {"batch": shape[0], "next_n": shape[1], "keys": shape[2], "heads": 64, "page": 64, "dense": True}
-    if name == "mla_prefill":
-        return {"tokens": shape[0], "heads": shape[1], "width": shape[2] + 128, "rows": 4096, "dense": True}
-    return {"tokens": shape[0], "n": shape[1], "k": shape[2]}
+    names, others = _PARAMS[name]
+    return {**dict(zip(names.split(), shape, strict=True)), **others}

@@ -1,8 +1,8 @@
 """Fetch the software for comparison in the gate and the benchmark into third_party/ (ignored by git).
 
 `python benchmarks/kernels/fetch.py tritons`   the three Tritons of the static gate, one folder each
-`python benchmarks/kernels/fetch.py peers`     FlashMLA, DeepGEMM, Marlin and the Triton products of vLLM from a vLLM
-                                               wheel for CUDA; Humming; the sources of FlagGems
+`python benchmarks/kernels/fetch.py peers`     FlashMLA, DeepGEMM, CUTLASS, Marlin and the Triton products of vLLM from
+                                               a vLLM wheel for CUDA; Humming; the sources of FlagGems
 
 Packages have exact versions and come from the configured index of the machine; FlagGems comes from its repository,
 because its package lacks the operations of DeepSeek-V4. Existing files are not fetched again. A peer that cannot be
@@ -21,6 +21,7 @@ TRITONS = ("3.6.0", "3.8.0", "3.9.0")
 VLLM = "vllm==0.26.0"
 VLLM_KEPT = (
     "vllm/_flashmla_C.abi3.so",
+    "vllm/_C_stable_libtorch.abi3.so",
     "vllm/_moe_C_stable_libtorch.abi3.so",
     "vllm/third_party/flashmla",
     "vllm/third_party/deep_gemm",
@@ -123,7 +124,7 @@ def flaggems() -> None:
 
 def peers() -> None:
     """Fetch each peer independently: a failure does not prevent the others from being fetched."""
-    each = {"FlashMLA, DeepGEMM, Marlin, vLLM's Triton": vllm, "Humming": humming, "FlagGems": flaggems}
+    each = {"FlashMLA, DeepGEMM, CUTLASS, Marlin, vLLM's Triton": vllm, "Humming": humming, "FlagGems": flaggems}
     for name, fetch in each.items():
         try:
             fetch()

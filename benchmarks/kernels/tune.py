@@ -16,6 +16,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +40,19 @@ KINDS = {
     "indexer_paged_logits": ("indexer", "LogitsConfig", "select_paged"),
     "mla_prefill": ("mla_prefill", "PrefillConfig", "select"),
 }
-# Only operations with a table written by the tuner have names of fields.
-FIELDS = {
-    "mla_decode": ("block_h", "block_n", "num_warps", "num_stages", "waves"),
-    "fp8_gemm": ("block_m", "block_n", "num_warps", "num_stages", "waves"),
-}
+WITH_TABLE = ("mla_decode", "fp8_gemm")
+"""Operations with a table written by the tuner."""
 
 
-def as_config(name: str, candidate: tuple[int, ...]) -> dict[str, Any]:
-    return dict(zip(FIELDS[name], candidate, strict=True))
+def config_of(name: str, candidate: tuple[int, ...]) -> Any:
+    folder, kind, _ = KINDS[name]
+    return getattr(importlib.import_module(f"dsv4_kernels.{folder}.api"), kind)(*candidate)
 
 
 def use(name: str, candidate: tuple[int, ...]) -> None:
     """Make the operation select `candidate` regardless of its table."""
-    folder, kind, select = KINDS[name]
-    api = importlib.import_module(f"dsv4_kernels.{folder}.api")
-    config = getattr(api, kind)(*candidate)
+    folder, _, select = KINDS[name]
+    api, config = importlib.import_module(f"dsv4_kernels.{folder}.api"), config_of(name, candidate)
     setattr(api, select, lambda *_: config)
     if name == "fp8_gemm":
         api.hopper_from = lambda *_: None
@@ -113,7 +111,7 @@ def runnable(name: str, shape: tuple[int, ...], candidates: list[tuple[int, ...]
             results = plan.run(**inputs)
             torch.cuda.synchronize()
         except Exception as error:
-            print(shape, candidate, str(error).splitlines()[0][:120])
+            print(shape, candidate, f"{type(error).__name__}: {error}".splitlines()[0][:120])
             continue
         value = as_float(results)
         first = value.clone() if first is None else first
@@ -153,7 +151,7 @@ def winners(name: str, times: Times) -> list[dict[str, Any]]:
         # Within the noise the earlier candidate is selected, so that the table has fewer different ones.
         best_score = min(score.values())
         winner = next(c for c in complete if score[c] <= 1.01 * best_score)
-        rows.append({"when": when, "config": as_config(name, winner) if name in FIELDS else winner})
+        rows.append({"when": when, "config": asdict(config_of(name, winner)) if name in WITH_TABLE else winner})
         print("winner", when, winner, f"{score[winner]:.1f}", flush=True)
     return rows
 
@@ -181,7 +179,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table of this architecture")
     parser.add_argument("--part", help="i/n: only compile this share (used by the tuner itself)")
     options = parser.parse_args()
-    if options.write and options.op not in FIELDS:
+    if options.write and options.op not in WITH_TABLE:
         parser.error(f"--write: {options.op} has no table that the tuner writes; change its api.py by hand")
     if options.part:
         index, count = map(int, options.part.split("/"))

@@ -77,7 +77,7 @@ def install() -> None:
     ) -> Any:
         acc = rest[-1]
         if lhs_scale is None or rhs_scale is None:
-            # Without both scales every Triton from 3.6 to 3.9 silently leaves the native instruction.
+            # Without both scales every Triton from 3.6 to 3.9 silently uses another instruction.
             raise ValueError("dot_scaled needs both scales as tensors")
         a = _to_f32(lhs.data, lhs.dtype.scalar) * np.repeat(_ue8m0(lhs_scale.data), 32, axis=-1)
         b = _to_f32(rhs.data, rhs.dtype.scalar) * np.repeat(_ue8m0(rhs_scale.data), 32, axis=-1).swapaxes(-1, -2)

@@ -92,6 +92,18 @@ def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, group: int = 32)
     return (e2m1_decode(packed).unflatten(-1, (-1, group)) * ue8m0_decode(scale).unsqueeze(-1)).flatten(-2)
 
 
+def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, back: bool = False) -> torch.Tensor:
+    """Turn the last 64 of x [T, ..., N], as interleaved pairs, by the angles of positions [T], or back; float64.
+
+    cos_sin: float32 [positions, 64], 32 cosines and 32 sines.
+    """
+    cos, sin = cos_sin[positions].double().view(x.shape[0], *[1] * (x.dim() - 2), 64).split(32, -1)
+    sin = -sin if back else sin
+    even, odd = x[..., -64::2].double(), x[..., -63::2].double()
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    return torch.cat((x[..., :-64].double(), turned), -1)
+
+
 def as_numbers(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """(code [..., N], scale [..., N/128]) → (float64 [..., N],): quantised results as the numbers that they stand
     for.

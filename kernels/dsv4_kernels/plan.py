@@ -83,6 +83,14 @@ class Plan(ABC):
         """Return the declared tensors of a run, with their checks."""
         return Inputs(self.operation, self.device, **inputs)
 
+    @staticmethod
+    def first_of_each(most: int, kind: Callable[[int], Hashable]) -> tuple[int, ...]:
+        """Return the least of the token counts 1 to `most` of each `kind`, for the warm-up."""
+        found: dict[Hashable, int] = {}
+        for tokens in range(1, most + 1):
+            found.setdefault(kind(tokens), tokens)
+        return tuple(found.values())
+
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Launch; same keywords and results as the operation's reference."""
@@ -113,7 +121,7 @@ class _Freezer:
         if str(fn.module).startswith("dsv4_kernels"):
             raise FrozenError(
                 f"{fn.module}.{fn.name} would be compiled after freeze(): warm it up first. "
-                f"It was asked for {event['repr']}"
+                f"Its signature is {event['repr']}"
             )
         return self._previous(**event) if self._previous is not None else None
 

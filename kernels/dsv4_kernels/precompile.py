@@ -217,20 +217,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(1)
         prepare_forks()
         context = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(options.processes, mp_context=context, initializer=_end_with_parent) as pool:
+        with ProcessPoolExecutor(
+            options.processes, mp_context=context, initializer=_end_with_parent, initargs=(os.getpid(),)
+        ) as pool:
             shares = max(1, min(_SHARES, options.processes // _SHARES))
             if not _submit(pool, sys.stdin, TargetGPU(options.arch, options.multiprocessors), shares):
                 os._exit(1)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        # It ended before the request.
+        os._exit(1)
 
 
-def _submit(pool: ProcessPoolExecutor, asked: Iterator[str], target: TargetGPU, shares: int) -> bool:
+def _submit(pool: ProcessPoolExecutor, lines: Iterator[str], target: TargetGPU, shares: int) -> bool:
     """Compile every line once, in `shares`; return whether an empty line ended them."""
     seen: set[str] = set()
-    for one in asked:
+    for one in lines:
         signal.alarm(_IDLE_SECONDS)
         if not (described := one.strip()):
             signal.alarm(0)
@@ -259,7 +264,9 @@ def _collect(found: list[dict[str, Any]], shares: int, target: TargetGPU, done: 
             "error": errors[0] if errors else None,
         }
         if not errors:
-            compiled_mark(whole["plan"], target).touch()
+            # Without the mark a later start compiles the plan again.
+            with contextlib.suppress(OSError):
+                compiled_mark(whole["plan"], target).touch()
         print(json.dumps(whole), flush=True)
 
 

@@ -76,7 +76,7 @@ class Provider:
     rough: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Operation:
     """A row of the registry.
 
@@ -98,10 +98,10 @@ class Operation:
     plan: Callable[[Mapping[str, Any], torch.device, Arch | None], Plan]
     is_supported: Callable[[Mapping[str, Any], Arch], Support]
     nbytes: Callable[[Mapping[str, Any]], int]
-    flops: Callable[[Mapping[str, Any]], int]
+    flops: Callable[[Mapping[str, Any]], int] = field(default=lambda params: 0)
     tolerance: tuple[Tolerance, ...]
     mutates: tuple[str, ...] = ()
-    extra_providers: tuple[Provider, ...] = field(default=())
+    extra_providers: tuple[Provider, ...] = ()
     compared: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = field(default=lambda outputs: outputs)
 
     @property
@@ -148,6 +148,18 @@ def operation(name: str) -> Operation:
     raise KeyError(f"no operation {name!r}; there are {[row.name for row in operations()]}")
 
 
+def once(make: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Cache the result of the first call of `make`, for preparations of a provider that are not timed."""
+    kept: list[tuple[Any, ...]] = []
+
+    def call(*args: Any) -> tuple[Any, ...]:
+        if not kept:
+            kept.append(make(*args))
+        return kept[0]
+
+    return call
+
+
 def as_outputs(result: Any) -> tuple[torch.Tensor, ...]:
     """Return the result of `run` or of a reference as a tuple of tensors."""
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
@@ -180,8 +192,10 @@ def measure(out: torch.Tensor, reference: torch.Tensor, tolerance: Tolerance) ->
     x, y = out.double(), reference.double()
     same_infinity = torch.isinf(y) & (x == y)
     x, y = x.masked_fill(same_infinity, 0.0), y.masked_fill(same_infinity, 0.0)
-    delta = torch.where(torch.isfinite(x), (x - y).abs(), torch.inf)
-    limit = (tolerance.absolute or 0.0) + (tolerance.relative or 0.0) * y.abs()
+    finite = torch.isfinite(x) & torch.isfinite(y)
+    delta = torch.where(finite, (x - y).abs(), torch.inf)
+    # Of the finite ones: no limit is infinite.
+    limit = (tolerance.absolute or 0.0) + (tolerance.relative or 0.0) * y.abs().masked_fill(~finite, 0.0)
     bounded = tolerance.absolute is not None or tolerance.relative is not None
     outside = (delta > limit).double().mean().item() if bounded else 0.0
     norm = (y * y).mean().sqrt().item()

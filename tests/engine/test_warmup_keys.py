@@ -65,7 +65,7 @@ def test_the_windows_entries_are_gathered_from_the_pages_that_there_are(config: 
     config.cache_config = SimpleNamespace(block_size=256)
     config.compilation_config = SimpleNamespace(static_forward_context=dict(enumerate(layers)))
     stock = Kernel().get_warmup_keys(config)
-    hooks.apply(every_gather(Kernel))
+    hooks.apply(every_gather(SimpleNamespace(DequantizeAndGatherKCacheKernel=Kernel)))
     for longest, pointers in ((9216, 2), (9000, 3)):
         config.model_config.max_model_len = longest
         keys = [key for key in Kernel().get_warmup_keys(config) if hasattr(key, "unaligned")]

@@ -62,7 +62,7 @@ def test_what_is_not_quantised(device: torch.device) -> None:
     assert GemmPlan(4, 128, 128, 2, device, quantised=2).codes(3) is None
     for tokens, n in ((17, 128), (4, 144)):
         with pytest.raises(ValueError, match=f"of {tokens} tokens with n {n} are to be quantised, needs up to 16"):
-            api.EinsumO8Plan(tokens, n, 128, 2, device)
+            api.EinsumO8Plan(tokens, n, 128, 2, device, quantised=tokens)
 
 
 def test_results_are_quantised_where_their_tiles_fill_the_machine() -> None:

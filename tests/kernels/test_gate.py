@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import shutil
 import subprocess
@@ -60,6 +62,20 @@ def test_every_broken_promise_is_found(change: dict[str, Any], word: str) -> Non
     broken = child.verdict(RECORD, {**GOOD, **change})
     assert len(broken) == 1
     assert word in broken[0]
+
+
+def test_a_kernel_that_cannot_be_compiled_is_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Assertions of Triton have no text."""
+
+    def fails(record: StaticKernel) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(child, "compile_record", fails)
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps([RECORD.as_json()])))
+    child.main()
+    assert json.loads(capsys.readouterr().out)["broken"] == ["does not compile: AssertionError: "]
 
 
 def test_patterns_tell_block_scaled_from_plain_fp8() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import math
 import pkgutil
 import re
 import zlib
@@ -17,7 +18,7 @@ import dsv4_kernels
 from dsv4_kernels import plan as planning
 from dsv4_kernels import registry
 from dsv4_kernels.arch import Arch
-from dsv4_kernels.registry import FOLDERS, Case, Operation, operations
+from dsv4_kernels.registry import FOLDERS, Case, Operation, Tolerance, operations
 
 CASES = [pytest.param(op, c, id=f"{op.name}-{c.name}") for op in operations() for c in op.cases_with("cpu")]
 GPU_CASES = [pytest.param(op, c, id=f"{op.name}-{c.name}") for op in operations() for c in op.cases_with("gpu")]
@@ -117,3 +118,31 @@ def test_warmup_runs_what_it_would_compile(op: Operation, device: torch.device) 
         (c for c in op.cases_with("cpu") if op.nbytes(c.params)), key=lambda c: op.nbytes(c.params) + op.flops(c.params)
     )
     op.plan(smallest.params, device, Arch.SM_120).warmup()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "op", [op for op in operations() if any(c.name == "empty" for c in op.cases)], ids=lambda op: op.name
+)
+def test_a_plan_for_nothing_warms_up(op: Operation, device: torch.device) -> None:
+    (empty,) = (c for c in op.cases if c.name == "empty")
+    op.plan(empty.params, device, Arch.SM_120).warmup()
+
+
+@pytest.mark.parametrize("tolerance", [
+    Tolerance(absolute=1e-3), Tolerance(relative=1e-3), Tolerance(absolute=1.0, relative=1.0), Tolerance(rms=1e-3),
+    Tolerance(diff=1e-3), Tolerance(bitwise=True),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("out", "reference"), [
+    (5.0, -torch.inf), (5.0, torch.nan), (torch.inf, -torch.inf), (torch.nan, 1.0), (torch.inf, 1.0),
+    (-torch.inf, torch.nan),
+])  # fmt: skip
+def test_only_equal_infinities_agree(out: float, reference: float, tolerance: Tolerance) -> None:
+    found = registry.measure(torch.tensor([out, 1.0]), torch.tensor([reference, 1.0]), tolerance)
+    if tolerance.bitwise or tolerance.absolute is not None or tolerance.relative is not None:
+        assert found.outside == 0.5
+    with pytest.raises(AssertionError, match=r"outside|above"):
+        registry.judge("out", found, tolerance)
+    same = registry.measure(torch.tensor([reference, 1.0]), torch.tensor([reference, 1.0]), tolerance)
+    if not math.isnan(reference):
+        registry.judge("out", same, tolerance)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.numerics import ue8m0_decode
-from dsv4_kernels.registry import Provider, register_provider
+from dsv4_kernels.registry import Provider, once, register_provider
 
 LIBRARY = Path("third_party/peers/vllm/_C_stable_libtorch.abi3.so")
 
@@ -27,14 +27,14 @@ def make(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
     if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
         torch.ops.load_library(LIBRARY)
     out = torch.empty((params["tokens"], params["n"]), dtype=torch.bfloat16, device=device)
-    kept: dict[str, Any] = {}
+
+    @once
+    def scales(a_scale: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ue8m0_decode(a_scale).float().t().contiguous().t(), ue8m0_decode(w_scale).float().t()
 
     def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
-        if not kept:
-            kept["sa"] = ue8m0_decode(a_scale).float().t().contiguous().t()
-            kept["sw"] = ue8m0_decode(w_scale).float().t()
         codes, weights = a.view(torch.float8_e4m3fn), w.view(torch.float8_e4m3fn).t()
-        torch.ops._C.cutlass_scaled_mm(out, codes, weights, kept["sa"], kept["sw"], None)
+        torch.ops._C.cutlass_scaled_mm(out, codes, weights, *scales(a_scale, w_scale), None)
         return out
 
     return call

@@ -15,7 +15,7 @@ import torch
 from benchmarks.kernels.source import installed
 
 from dsv4_kernels.numerics import ue8m0_decode
-from dsv4_kernels.registry import Provider, register_provider
+from dsv4_kernels.registry import Provider, once, register_provider
 
 ROOT = Path("third_party/peers/vllm/third_party")
 
@@ -52,13 +52,11 @@ def make_gemm(params: Mapping[str, Any], device: torch.device) -> Callable[..., 
     """Scales are converted to its layout (fp32, aligned for its copies) before the timed calls."""
     dg = module()
     out = torch.empty((params["tokens"], params["n"]), dtype=torch.bfloat16, device=device)
-    kept: dict[str, Any] = {}
+    scales = once(lambda a_scale, w_scale: (dg.get_mn_major_tma_aligned_tensor(_fp32(a_scale)), _fp32(w_scale)))
 
     def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
-        if not kept:
-            kept["sa"] = dg.get_mn_major_tma_aligned_tensor(_fp32(a_scale))
-            kept["sw"] = _fp32(w_scale)
-        lhs, rhs = (a.view(torch.float8_e4m3fn), kept["sa"]), (w.view(torch.float8_e4m3fn), kept["sw"])
+        sa, sw = scales(a_scale, w_scale)
+        lhs, rhs = (a.view(torch.float8_e4m3fn), sa), (w.view(torch.float8_e4m3fn), sw)
         dg.fp8_gemm_nt(lhs, rhs, out, disable_ue8m0_cast=True)
         return out
 
@@ -68,18 +66,19 @@ def make_gemm(params: Mapping[str, Any], device: torch.device) -> Callable[..., 
 def make_einsum(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
     dg = module()
     out = torch.empty((params["tokens"], params["groups"], params["n"]), dtype=torch.bfloat16, device=device)
-    kept: dict[str, Any] = {}
+
+    @once
+    def scales(a_scale: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # [T, G, K/128] with T innermost and padded to 4, as required by its copies.
+        wide = _fp32(a_scale)
+        rows = -(-wide.shape[0] // 4) * 4
+        buffer = torch.zeros((wide.shape[1], wide.shape[2], rows), device=device)
+        buffer[..., : wide.shape[0]] = wide.permute(1, 2, 0)
+        return buffer[..., : wide.shape[0]].permute(2, 0, 1), _fp32(w_scale)
 
     def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
-        if not kept:
-            # [T, G, K/128] with T innermost and padded to 4, as required by its copies.
-            wide = _fp32(a_scale)
-            rows = -(-wide.shape[0] // 4) * 4
-            buffer = torch.zeros((wide.shape[1], wide.shape[2], rows), device=device)
-            buffer[..., : wide.shape[0]] = wide.permute(1, 2, 0)
-            kept["sa"] = buffer[..., : wide.shape[0]].permute(2, 0, 1)
-            kept["sw"] = _fp32(w_scale)
-        lhs, rhs = (a.view(torch.float8_e4m3fn), kept["sa"]), (w.view(torch.float8_e4m3fn), kept["sw"])
+        sa, sw = scales(a_scale, w_scale)
+        lhs, rhs = (a.view(torch.float8_e4m3fn), sa), (w.view(torch.float8_e4m3fn), sw)
         dg.fp8_einsum("bhr,hdr->bhd", lhs, rhs, out, recipe=(1, 128, 128))
         return out
 

@@ -17,7 +17,7 @@ from benchmarks.kernels.peers.flashmla import decode_call
 from benchmarks.kernels.source import load
 
 from dsv4_kernels.numerics import ue8m0_decode
-from dsv4_kernels.registry import Provider, register_provider
+from dsv4_kernels.registry import Provider, once, register_provider
 
 ROOT = Path("third_party/peers/FlagGems/src/flag_gems")
 DECODE = ROOT / "fused/flash_mla_with_kvcache.py"
@@ -35,13 +35,11 @@ def make_decode(params: Mapping[str, Any], device: torch.device) -> Callable[...
 def make_product(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
     """Scales are decoded before the timed calls; its table may lack configurations for this GPU and shape."""
     module = load(PRODUCT, "flag_gems", flag_gems=SimpleNamespace(device="cuda"))
-    kept: dict[str, torch.Tensor] = {}
+    scales = once(lambda *both: tuple(ue8m0_decode(scale).float() for scale in both))
 
     def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> Any:
-        if not kept:
-            kept["sa"], kept["sw"] = ue8m0_decode(a_scale).float(), ue8m0_decode(w_scale).float()
         codes = a.view(torch.float8_e4m3fn), w.view(torch.float8_e4m3fn)
-        return module.w8a8_block_fp8_matmul(*codes, kept["sa"], kept["sw"], [128, 128], torch.bfloat16)
+        return module.w8a8_block_fp8_matmul(*codes, *scales(a_scale, w_scale), [128, 128], torch.bfloat16)
 
     return call
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from benchmarks.kernels.source import installed
 
-from dsv4_kernels.registry import Provider, register_provider
+from dsv4_kernels.registry import Provider, once, register_provider
 
 ROOT = Path("third_party/peers/vllm")
 
@@ -54,8 +54,13 @@ def decode_call(module: Any, params: Mapping[str, Any], device: torch.device) ->
     schedule, _ = module.get_mla_metadata()
     tokens, heads = params["tokens"], params["heads"]
     padded = 64 if heads <= 64 else 128
-    prepared: dict[str, torch.Tensor] = {}
     out = torch.empty((tokens, 1, padded, 512), dtype=torch.bfloat16, device=device)
+
+    @once
+    def pad(q: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Belongs to the previous layer, so it is not timed.
+        wide = torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).unsqueeze(1).contiguous()
+        return wide, torch.nn.functional.pad(sink, (0, padded - heads)).contiguous()
 
     def view(cache: torch.Tensor, page: int) -> torch.Tensor:
         return cache.as_strided((cache.shape[0], page, 1, 584), (cache.stride(0), 584, 584, 1))
@@ -63,9 +68,7 @@ def decode_call(module: Any, params: Mapping[str, Any], device: torch.device) ->
     def call(
         q: torch.Tensor, sink: torch.Tensor, pages: tuple[int, int], **x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not prepared:  # Padding belongs to the previous layer, so it is not timed.
-            prepared["q"] = torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).unsqueeze(1).contiguous()
-            prepared["sink"] = torch.nn.functional.pad(sink, (0, padded - heads)).contiguous()
+        wide, sinks = pad(q, sink)
         more = {}
         if params["topk"]:
             more = {
@@ -74,7 +77,7 @@ def decode_call(module: Any, params: Mapping[str, Any], device: torch.device) ->
                 "extra_topk_length": x["cmp_len"],
             }
         o, lse = module.flash_mla_with_kvcache(
-            q=prepared["q"],
+            q=wide,
             k_cache=view(x["swa_cache"], pages[0]),
             block_table=None,
             cache_seqlens=None,
@@ -84,7 +87,7 @@ def decode_call(module: Any, params: Mapping[str, Any], device: torch.device) ->
             indices=x["swa_idx"].unsqueeze(1),
             topk_length=x["swa_len"],
             softmax_scale=512**-0.5,
-            attn_sink=prepared["sink"],
+            attn_sink=sinks,
             out=out,
             **more,
         )

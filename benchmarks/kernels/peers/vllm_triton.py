@@ -15,7 +15,7 @@ import torch
 from benchmarks.kernels.source import load_functions
 
 from dsv4_kernels.numerics import ue8m0_decode
-from dsv4_kernels.registry import Provider, register_provider
+from dsv4_kernels.registry import Provider, once, register_provider
 
 FILE = Path("third_party/peers/vllm/model_executor/layers/quantization/utils/fp8_utils.py")
 NAMES = ("_w8a8_triton_block_scaled_mm", "get_w8a8_block_fp8_configs", "w8a8_triton_block_scaled_mm")
@@ -45,13 +45,11 @@ def make(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
         os=os,
         Any=Any,
     )
-    kept: dict[str, torch.Tensor] = {}
+    scales = once(lambda *both: tuple(ue8m0_decode(scale).float() for scale in both))
 
     def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> Any:
-        if not kept:
-            kept["sa"], kept["sw"] = ue8m0_decode(a_scale).float(), ue8m0_decode(w_scale).float()
         codes = a.view(torch.float8_e4m3fn), w.view(torch.float8_e4m3fn)
-        return module.w8a8_triton_block_scaled_mm(*codes, kept["sa"], kept["sw"], [128, 128], torch.bfloat16)
+        return module.w8a8_triton_block_scaled_mm(*codes, *scales(a_scale, w_scale), [128, 128], torch.bfloat16)
 
     return call
 

@@ -281,7 +281,6 @@ def _store_row(name: str, head: int, summary: str, outputs: tuple[str, ...], com
         plan=_plan(StorePlan, name),
         is_supported=is_supported,
         nbytes=_window_bytes,
-        flops=lambda p: 0,
         tolerance=tolerance,
         mutates=("kv_cache",),
         compared=compared,
@@ -300,7 +299,6 @@ _COMPRESSOR = (
         plan=_plan(SavePlan, "compressor_save"),
         is_supported=is_supported,
         nbytes=lambda p: p["tokens"] * (16 * width_of(p) + 16) + 4 * p["ratio"] * width_of(p),
-        flops=lambda p: 0,
         tolerance=(Tolerance(bitwise=True),),
         mutates=("state_cache",),
         compared=lambda outputs: (outputs[0].nan_to_num(0.0),),
@@ -317,7 +315,7 @@ _COMPRESSOR = (
 
 
 MOST_TOKENS = 32
-"""Beyond, the weights are no longer most of what is read, and every program reads all of x."""
+"""Beyond, the weights are a smaller part of the reads, and every program reads all of x."""
 
 
 @dataclass(frozen=True)
@@ -424,7 +422,7 @@ class ProjectionPlan(Plan):
         return (state_cache, index_state_cache, heads) if index_state_cache is not None else (state_cache,)
 
     def _compressor(self, which: str, width: int, stride: int) -> dict[str, Input]:
-        """Return what a compressor needs, `which` before the names."""
+        """Return the inputs of a compressor, with the prefix `which`."""
         slots = {f"{which}slot_mapping": Input(I64, (Size(least="saved"),), aligned=False)} if which else {}
         return {
             f"{which}weight": Input(BF16, (2 * width, self.hidden)),
@@ -435,15 +433,12 @@ class ProjectionPlan(Plan):
 
     def warmup(self) -> None:
         """Run every configuration that a token count up to the planned one selects; no slot is written."""
-        seen = set()
-        for tokens in range(1, self.tokens + 1):
-            if (config := select_projection(self.arch, tokens)) not in seen:
-                seen.add(config)
-                strides = {"state_stride": self.state_stride, "index_stride": self.index_stride}
-                inputs = _inputs({**self.shape, **strides, "tokens": tokens}, self.device, 0)
-                for name in inputs.keys() & {"slot_mapping", "index_slot_mapping"}:
-                    inputs[name].fill_(-1)
-                self.run(**inputs)
+        strides = {"state_stride": self.state_stride, "index_stride": self.index_stride}
+        for tokens in self.first_of_each(self.tokens, lambda t: select_projection(self.arch, t)):
+            inputs = _inputs({**self.shape, **strides, "tokens": tokens}, self.device, 0)
+            for name in inputs.keys() & {"slot_mapping", "index_slot_mapping"}:
+                inputs[name].fill_(-1)
+            self.run(**inputs)
 
 
 def projections_supported(params: Mapping[str, Any], arch: Arch) -> Support:

@@ -141,7 +141,7 @@ def compressor_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr + token)
     cache_slot = tl.load(cache_slot_ptr + token)
-    # Asked for with the others: each load that waits for another one's value is a way to memory more.
+    # Loaded with the others: each load that waits for another one's value is a way to memory more.
     request = tl.load(request_ptr + token, mask=token < mapped, other=0).to(tl.int64)
     table_row = table_ptr + request * table_stride
     if (tl.load(slot_ptr + token) >= 0) & (cache_slot >= 0) & ((position + 1) % RATIO == 0):

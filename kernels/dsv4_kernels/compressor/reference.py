@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.mla_decode.reference import rope_inputs
-from dsv4_kernels.numerics import dequantize_e4m3, ds_mla, e4m3_decode, quantize_e4m3, seeded
+from dsv4_kernels.numerics import dequantize_e4m3, ds_mla, e4m3_decode, quantize_e4m3, rotate, seeded
 
 
 def state_block(ratio: int) -> int:
@@ -60,14 +60,6 @@ def _compressed(
     return (torch.softmax(score, 1) * kv).sum(1)
 
 
-def _rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
-    """The last 64 of x [N, head], as interleaved pairs, turned by the angles of positions [N]."""
-    cos, sin = cos_sin_cache[positions].double().split(32, 1)
-    even, odd = x[:, -64::2], x[:, -63::2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(1)
-    return torch.cat((x[:, :-64], turned), 1)
-
-
 def compressor_store(
     state_cache: torch.Tensor,
     token_to_req_indices: torch.Tensor,
@@ -82,7 +74,7 @@ def compressor_store(
     compress_ratio: int,
     exact: bool = False,
 ) -> torch.Tensor:
-    """Write into kv_cache in place and return it; its last size (584 or 132) tells the head."""
+    """Write into kv_cache in place and return it; its last size (584 or 132) determines the head."""
     page = kv_cache.shape[1]
     head = 512 if kv_cache.shape[2] == 584 else 128
     tokens = slot_mapping.shape[0]
@@ -92,7 +84,7 @@ def compressor_store(
     table = block_table[token_to_req_indices[kept].long()]
     x = _compressed(state_cache, positions, table, head, compress_ratio)
     x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + rms_norm_eps) * rms_norm_weight.double()
-    turned = _rotate(x, positions // compress_ratio * compress_ratio, cos_sin_cache)
+    turned = rotate(x, positions // compress_ratio * compress_ratio, cos_sin_cache)
     flat = kv_cache.flatten(1).clone()
     where, offset = (slots // page)[:, None], (slots % page)[:, None]
 
@@ -251,12 +243,9 @@ def projections(
     ape: torch.Tensor,
     state_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    index_weight: torch.Tensor | None = None,
-    index_ape: torch.Tensor | None = None,
-    index_state_cache: torch.Tensor | None = None,
-    index_slot_mapping: torch.Tensor | None = None,
     head_weight: torch.Tensor | None = None,
     exact: bool = False,
+    **index: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Write into the state caches; return (state_cache,) or (state_cache, index_state_cache, heads)."""
 
@@ -273,14 +262,8 @@ def projections(
         return cache if exact else state_cache
 
     state = saved(weight, ape, state_cache, slot_mapping)
-    if (
-        index_weight is None
-        or index_ape is None
-        or index_state_cache is None
-        or index_slot_mapping is None
-        or head_weight is None
-    ):
+    if head_weight is None:
         return (state,)
     heads = x.double() @ head_weight.double().t()
-    index_state = saved(index_weight, index_ape, index_state_cache, index_slot_mapping)
+    index_state = saved(*(index[f"index_{name}"] for name in ("weight", "ape", "state_cache", "slot_mapping")))
     return state, index_state, heads if exact else heads.bfloat16()

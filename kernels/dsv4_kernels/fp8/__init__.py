@@ -28,7 +28,7 @@ UE8M0 bytes. Products are exact in float32, sums are float32, the result is roun
 bf16 [T, N]. `wo_a_einsum` ("bhr,hdr->bhd"): a [T, G, K], a_scale [T, G, K/128], w [G, N, K], w_scale [G, ⌈N/128⌉,
 K/128] → bf16 [T, G, N]. `wo_a_einsum_o8`: the same of up to 16 tokens, and the result as `fp8_quant` makes it, in the
 same launch → (bf16 [T, G, N], code uint8 [T, G·N], scale uint8 [T, G·N/128]); N is a multiple of 128. A plan does it
-where its `quantised` says so. K must be a multiple of 128, N of 16; N need not be one of 128 otherwise. T = 0 launches
+up to its `quantised` tokens. K must be a multiple of 128, N of 16; N need not be one of 128 otherwise. T = 0 launches
 nothing.
 
 On sm_12x the products are block-scaled MMA ("mx": the 128-blocks' scales are repeated per 32 values, which is exact);

@@ -14,7 +14,7 @@ from dsv4_kernels.arch import Arch, Table, load_table, multiprocessors, native_m
 from dsv4_kernels.fp8.kernel import fp8_gemm_kernel, fp8_quant_kernel, silu_mul_quant_kernel
 from dsv4_kernels.numerics import as_numbers, dequantize_blocks, dequantize_e4m3, quantize_e4m3, seeded
 from dsv4_kernels.plan import BF16, SUPPORTED, U8, Input, Launcher, Plan, Size, Support, counters
-from dsv4_kernels.registry import Case, Operation, Tolerance, case
+from dsv4_kernels.registry import Case, Operation, Tolerance, as_outputs, case
 
 FLOOR = 1e-4
 
@@ -169,6 +169,30 @@ def places(tokens: int, k: int, device: torch.device) -> tuple[torch.Tensor, tor
     return code, torch.empty((tokens, k // 128), dtype=torch.uint8, device=device)
 
 
+class CodesPlan(Plan):
+    """A plan whose runs of up to `quantised` tokens also quantise a result, as `fp8_quant` does."""
+
+    def make_codes(self, quantised: int, k: int) -> None:
+        """Allocate the codes of rows of `k` values."""
+        self.quantised = quantised
+        self._code, self._scale = places(quantised, k, self.device)
+
+    def codes(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the codes of the last run, of `tokens` tokens: uint8 [T, K] and scales uint8 [T, K/128], views of the
+        plan's buffers. None if a run of so many does not quantise.
+        """
+        return (self._code[:tokens], self._scale[:tokens]) if tokens <= self.quantised else None
+
+
+class WithCodes(CodesPlan):
+    """Mixin of plans for operations with codes among their results: every run returns them last."""
+
+    def run(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Return the results, then code and scale."""
+        results = as_outputs(super().run(**inputs))  # type: ignore[safe-super]
+        return *results, *(self.codes(results[0].shape[0]) or ())
+
+
 def quant_supported(params: Mapping[str, Any], arch: Arch) -> Support:
     """Any token count; K must be a multiple of 128."""
     if params["k"] % 128:
@@ -205,7 +229,6 @@ _FP8_QUANT = (
         plan=lambda p, device, arch: QuantPlan(p["tokens"], p["k"], device, arch),
         is_supported=quant_supported,
         nbytes=lambda p: p["tokens"] * (3 * p["k"] + p["k"] // 128),
-        flops=lambda p: 0,
         tolerance=(Tolerance(bitwise=True), Tolerance(bitwise=True)),
     ),
     Operation(
@@ -225,7 +248,6 @@ _FP8_QUANT = (
         plan=lambda p, device, arch: SiluMulPlan(p["tokens"], p["k"], device, arch),
         is_supported=quant_supported,
         nbytes=lambda p: p["tokens"] * (7 * p["k"] + p["k"] // 128),
-        flops=lambda p: 0,
         # A value next to a rounding boundary may fall on the other side of the float64 one's: one step of E4M3.
         tolerance=(
             Tolerance(absolute=1e-6, relative=2.0**-8),
@@ -349,7 +371,7 @@ def quantised_tokens(arch: Arch, n: int, k: int, groups: int, multiprocessors: i
 _fp8_gemm = Launcher(fp8_gemm_kernel)
 
 
-class GemmPlan(Plan):
+class GemmPlan(CodesPlan):
     """Products of up to `tokens` tokens with weights [groups, n, k]; groups None: without that dimension.
 
     Split sums need `tokens` small, so their buffer stays small. `quantised`: runs of up to so many tokens quantise
@@ -386,8 +408,7 @@ class GemmPlan(Plan):
                 f"{self.operation}: results of {quantised} tokens with n {n} are to be quantised, needs up to "
                 f"{QUANTISED_TOKENS} tokens and a multiple of {QUANTISED_N}"
             )
-        self.quantised = min(tokens, quantised)
-        self._code, self._scale = places(self.quantised, n * (groups or 1), device)
+        self.make_codes(min(tokens, quantised), n * (groups or 1))
         parts, tiles = 1, 1
         # The body for many tokens splits no sums.
         for t in range(1, min(tokens, (self.hopper_from or tokens + 1) - 1) + 1):
@@ -413,12 +434,6 @@ class GemmPlan(Plan):
         s = self.shape
         return torch.empty((s["tokens"], s["groups"], s["n"]), dtype=torch.bfloat16, device=self.device)
 
-    def codes(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the result of the last run, of `tokens` tokens, as `fp8_quant` makes it: code uint8 [T, groups·n] and
-        scale uint8 [T, groups·n/128], views of the plan's buffers. None if it does not quantise so many.
-        """
-        return (self._code[:tokens], self._scale[:tokens]) if tokens <= self.quantised else None
-
     def run(
         self,
         *,
@@ -437,76 +452,40 @@ class GemmPlan(Plan):
         self.inputs.check(a=a, a_scale=a_scale, w=w, w_scale=w_scale, out=out)
         if not tokens:
             return out
-        config, splits = self._launch(tokens)
+        c, splits = self._launch(tokens)
+        n, k, groups = self.shape["n"], self.shape["k"], self.shape["groups"]
         codes, weights = a.view(torch.float8_e4m3fn), w.view(torch.float8_e4m3fn)
-        if isinstance(config, HopperConfig):
-            self._run_hopper(config, codes, a_scale, weights, w_scale, out)
-        else:
-            self._run(config, splits, codes, a_scale, weights, w_scale, out)
-        return out
-
-    def _run(
-        self,
-        c: GemmConfig,
-        splits: int,
-        a: torch.Tensor,
-        a_scale: torch.Tensor,
-        w: torch.Tensor,
-        w_scale: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        tokens, n, k, groups = a.shape[0], self.shape["n"], self.shape["k"], self.shape["groups"]
-        grid = (-(-tokens // c.block_m) * -(-n // c.block_n), groups, splits)
-        _fp8_gemm[grid](
-            a_ptr=a, a_scale_ptr=a_scale, w_ptr=w, w_scale_ptr=w_scale, out_ptr=out, part_ptr=self.part,
+        if isinstance(c, HopperConfig):
+            descriptor, kernel = _hopper()
+            kernel[(min(c.tiles(tokens, n, groups), self.multiprocessors),)](
+                a_desc=descriptor(codes.view(tokens, groups * k), 64), a_scale_ptr=a_scale,
+                w_desc=descriptor(weights.view(groups * n, k), HOPPER_N), w_scale_ptr=w_scale,
+                out_desc=descriptor(out.view(tokens, groups * n), 64), tokens=tokens, n=n, blocks=k // 128,
+                groups=groups, WARPGROUPS=c.warpgroups, GROUP=GROUP, STAGES=c.num_stages, num_warps=4,
+            )  # fmt: skip
+            return out
+        _fp8_gemm[(-(-tokens // c.block_m) * -(-n // c.block_n), groups, splits)](
+            a_ptr=codes, a_scale_ptr=a_scale, w_ptr=weights, w_scale_ptr=w_scale, out_ptr=out, part_ptr=self.part,
             count_ptr=self.count, code_ptr=self._code.view(torch.float8_e4m3fn), scale_ptr=self._scale, tokens=tokens,
             splits=splits, N=n, K=k, G=groups, BM=c.block_m, BN=c.block_n, GROUP=GROUP, SPLIT=splits > 1, MX=self.mx,
             QUANT=tokens <= self.quantised,
             num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip
-
-    def _run_hopper(
-        self,
-        c: HopperConfig,
-        a: torch.Tensor,
-        a_scale: torch.Tensor,
-        w: torch.Tensor,
-        w_scale: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        descriptor, kernel = _hopper()
-        tokens, n, k, groups = a.shape[0], self.shape["n"], self.shape["k"], self.shape["groups"]
-        kernel[(min(c.tiles(tokens, n, groups), self.multiprocessors),)](
-            a_desc=descriptor(a.view(tokens, groups * k), 64), a_scale_ptr=a_scale,
-            w_desc=descriptor(w.view(groups * n, k), HOPPER_N), w_scale_ptr=w_scale,
-            out_desc=descriptor(out.view(tokens, groups * n), 64), tokens=tokens, n=n, blocks=k // 128, groups=groups,
-            WARPGROUPS=c.warpgroups, GROUP=GROUP, STAGES=c.num_stages, num_warps=4,
-        )  # fmt: skip
+        return out
 
     def warmup(self) -> None:
         """One token count for every pair of configuration and split or whole."""
-        seen = set()
-        for tokens in range(1, self.shape["tokens"] + 1):
+
+        def kind(tokens: int) -> tuple[GemmConfig | HopperConfig, bool, bool]:
             config, splits = self._launch(tokens)
-            kind = (config, splits > 1, tokens <= self.quantised)
-            if kind not in seen:
-                seen.add(kind)
-                self.run(**self.inputs.zeros(tokens=tokens))
+            return config, splits > 1, tokens <= self.quantised
+
+        for tokens in self.first_of_each(self.shape["tokens"], kind):
+            self.run(**self.inputs.zeros(tokens=tokens))
 
 
-class EinsumO8Plan(GemmPlan):
+class EinsumO8Plan(WithCodes, GemmPlan):
     """`wo_a_einsum_o8`."""
-
-    def __init__(
-        self, tokens: int, n: int, k: int, groups: int, device: torch.device, arch: Arch | None = None
-    ) -> None:
-        super().__init__(tokens, n, k, groups, device, arch, quantised=tokens)
-        self.operation = "wo_a_einsum_o8"
-
-    def run(self, **inputs: Any) -> Any:
-        """Return (out, code, scale)."""
-        out = super().run(**inputs)
-        return out, self._code[: out.shape[0]], self._scale[: out.shape[0]]
 
 
 @functools.cache
@@ -638,7 +617,9 @@ OPERATIONS = (
         ),
         make_inputs=_inputs,
         reference=wo_a_einsum_o8,
-        plan=lambda p, device, arch: EinsumO8Plan(p["tokens"], p["n"], p["k"], p["groups"], device, arch),
+        plan=lambda p, device, arch: EinsumO8Plan(
+            p["tokens"], p["n"], p["k"], p["groups"], device, arch, quantised=p["tokens"]
+        ),
         is_supported=is_supported,
         nbytes=lambda p: _nbytes(p) + p["tokens"] * p["groups"] * (p["n"] + p["n"] // 128),
         flops=lambda p: 2 * p["tokens"] * p["groups"] * p["n"] * p["k"],

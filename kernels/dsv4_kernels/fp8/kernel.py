@@ -47,7 +47,7 @@ def silu_mul_quant_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y of `BLOCK_T` tokens × `BLOCK_K` values, and what `fp8_quant_kernel` makes of it."""
+    """y of `BLOCK_T` tokens × `BLOCK_K` values, and its codes and scales as of `fp8_quant_kernel`."""
     groups: tl.constexpr = BLOCK_K // 128
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)

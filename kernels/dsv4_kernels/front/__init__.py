@@ -5,7 +5,7 @@ x / sqrt(mean(x²) + eps)·weight, in float32, rounded to bf16. qr bf16 [T, Q] a
 projection, with rows apart; q_weight bf16 [Q], kv_weight bf16 [512] → (qr bf16 [T, Q], kv bf16 [T, 512]).
 
 `front_norm_o8`: the same, and qr as `fp8_quant` makes it of the rounded values, in the same launch → (qr, kv, code
-uint8 [T, Q], scale uint8 [T, Q/128]); Q is a multiple of 128. A plan does it where its `quantised` says so.
+uint8 [T, Q], scale uint8 [T, Q/128]); Q is a multiple of 128. A plan with `quantised` does it.
 
 `front_insert`: every head of q bf16 [T, H, 512] is normalised without a weight, x / sqrt(mean(x²) + eps), and its last
 64 turned by RoPE (interleaved pairs) at `positions` int64 [T]: q bf16 [T, P, 512], heads beyond H zero. The KV row, kv

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import Arch
-from dsv4_kernels.fp8.api import fp8_quant, places
+from dsv4_kernels.fp8.api import CodesPlan, WithCodes, fp8_quant
 from dsv4_kernels.front.kernel import front_insert_kernel, front_norm_kernel
 from dsv4_kernels.mla_cache.api import cache_input, mla_cache_write
 from dsv4_kernels.mla_decode.reference import rope_inputs
-from dsv4_kernels.numerics import as_numbers, ds_mla, seeded
+from dsv4_kernels.numerics import as_numbers, ds_mla, rotate, seeded
 from dsv4_kernels.plan import BF16, F32, I64, ROWS, SUPPORTED, Input, Launcher, Plan, Size, Support, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 
@@ -48,14 +48,6 @@ def front_norm_o8(
     return (*results, *fp8_quant(results[0].bfloat16()))
 
 
-def _rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
-    """The last 64 of x float64 [T, ·, 512], as interleaved pairs, turned by the angles of positions [T]."""
-    cos, sin = cos_sin_cache[positions].double()[:, None].split(32, -1)
-    even, odd = x[..., 448::2], x[..., 449::2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
-    return torch.cat((x[..., :448], turned), -1)
-
-
 def front_insert(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -71,9 +63,9 @@ def front_insert(
     """Write the entries into kv_cache in place; return (q bf16 [T, padded_heads, 512], kv_cache); exact: q float64."""
     tokens, heads, _ = q.shape
     out = torch.zeros((tokens, padded_heads, 512), dtype=torch.float64, device=q.device)
-    out[:, :heads] = _rotate(_norm(q, eps), positions, cos_sin_cache)
+    out[:, :heads] = rotate(_norm(q, eps), positions, cos_sin_cache)
     count = slot_mapping.shape[0]
-    rows = _rotate(kv[:count, None].double(), positions[:count], cos_sin_cache)[:, 0]
+    rows = rotate(kv[:count], positions[:count], cos_sin_cache)
     # Through float32, as every result is rounded.
     mla_cache_write(rows.float().bfloat16(), slot_mapping, kv_cache, page)
     return out if exact else out.bfloat16(), kv_cache
@@ -87,10 +79,10 @@ _front_insert = Launcher(front_insert_kernel)
 _front_norm = Launcher(front_norm_kernel)
 
 
-class NormPlan(Plan):
+class NormPlan(CodesPlan):
     """`front_norm` of up to `tokens` tokens with low rank `rank`; results are views of the plan's buffers.
 
-    `quantised`: every run quantises its qr too, see `codes`.
+    `quantised`: every run quantises its qr too.
     """
 
     operation = "front_norm"
@@ -100,22 +92,16 @@ class NormPlan(Plan):
     ) -> None:
         shape = {"tokens": tokens, "rank": rank, "quantised": quantised}
         super().__init__(self.operation, shape, device, arch, is_supported)
-        self.tokens, self.rank, self.quantised = tokens, rank, quantised
+        self.tokens, self.rank = tokens, rank
+        self.make_codes(tokens if quantised else 0, rank)
         self.inputs = self.declare(
             qr=Input(BF16, (Size("tokens", most=tokens), rank), strides=ROWS, step=8),
             kv=Input(BF16, ("tokens", 512), strides=ROWS, step=8),
             q_weight=Input(BF16, (rank,)),
             kv_weight=Input(BF16, (512,)),
         )
-        self._code, self._scale = places(tokens if quantised else 0, rank, device)
         self.qr = torch.empty((tokens, rank), dtype=BF16, device=device)
         self.kv = torch.empty((tokens, 512), dtype=BF16, device=device)
-
-    def codes(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return qr of the last run, of `tokens` tokens, as `fp8_quant` makes it: code uint8 [T, Q] and scale uint8
-        [T, Q/128], views of the plan's buffers. None if it does not quantise.
-        """
-        return (self._code[:tokens], self._scale[:tokens]) if self.quantised else None
 
     def run(
         self, *, qr: torch.Tensor, kv: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor, eps: float
@@ -129,7 +115,7 @@ class NormPlan(Plan):
                 kv_out_ptr=self.kv, code_ptr=self._code.view(torch.float8_e4m3fn), scale_ptr=self._scale,
                 qr_stride=qr.stride(0), kv_stride=kv.stride(0), eps=eps, Q=self.rank,
                 BLOCK=next_power_of_2(self.rank),
-                QUANT=self.quantised,
+                QUANT=tokens <= self.quantised,
                 num_warps=4, num_stages=1,
             )  # fmt: skip
         return self.qr[:tokens], self.kv[:tokens]
@@ -139,16 +125,8 @@ class NormPlan(Plan):
         self.run(**_norm_inputs({"tokens": min(1, self.tokens), "rank": self.rank}, self.device, 0))
 
 
-class NormO8Plan(NormPlan):
+class NormO8Plan(WithCodes, NormPlan):
     """`front_norm_o8`."""
-
-    def __init__(self, tokens: int, rank: int, device: torch.device, arch: Arch | None = None) -> None:
-        super().__init__(tokens, rank, device, arch, quantised=True)
-
-    def run(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Return (qr, kv, code, scale)."""
-        qr, kv = super().run(**inputs)
-        return qr, kv, self._code[: qr.shape[0]], self._scale[: qr.shape[0]]
 
 
 class InsertPlan(Plan):
@@ -296,7 +274,6 @@ OPERATIONS = (
         plan=lambda p, device, arch: NormPlan(p["tokens"], p["rank"], device, arch),
         is_supported=is_supported,
         nbytes=lambda p: 4 * (p["tokens"] + 1) * (p["rank"] + 512),
-        flops=lambda p: 0,
         tolerance=(_ROUNDED, _ROUNDED),
     ),
     Operation(
@@ -312,10 +289,9 @@ OPERATIONS = (
         ),
         make_inputs=_norm_inputs,
         reference=front_norm_o8,
-        plan=lambda p, device, arch: NormO8Plan(p["tokens"], p["rank"], device, arch),
+        plan=lambda p, device, arch: NormO8Plan(p["tokens"], p["rank"], device, arch, quantised=True),
         is_supported=lambda p, arch: is_supported({**p, "quantised": True}, arch),
         nbytes=lambda p: 4 * (p["tokens"] + 1) * (p["rank"] + 512) + p["tokens"] * (p["rank"] + p["rank"] // 128),
-        flops=lambda p: 0,
         tolerance=(_ROUNDED, _ROUNDED, _QUANTISED),
         compared=lambda outputs: (*outputs[:2], *as_numbers(outputs[2:])),
     ),
@@ -339,7 +315,6 @@ OPERATIONS = (
         ),
         is_supported=is_supported,
         nbytes=lambda p: p["tokens"] * (1024 * (p["heads"] + p["padded"] + 1) + 584 + 16 + 256),
-        flops=lambda p: 0,
         tolerance=(_ROUNDED, _BYTES),
         mutates=("kv_cache",),
     ),

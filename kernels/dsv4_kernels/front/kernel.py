@@ -12,7 +12,7 @@ from dsv4_kernels.device import quantize_e4m3
 def _norm(
     x_ptr, weight_ptr, out_ptr, code_ptr, scale_ptr, eps, N: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr
 ):
-    """One row of `N` values, and its FP8 codes if asked for."""
+    """One row of `N` values, and its FP8 codes with QUANT."""
     column = tl.arange(0, BLOCK)
     inside = column < N
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)

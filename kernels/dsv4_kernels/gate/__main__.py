@@ -165,7 +165,7 @@ def main() -> int:
     )
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--full", action="store_true", help="compile everything and write the table")
-    mode.add_argument("--update", action="store_true", help="compile what changed and write the table")
+    mode.add_argument("--update", action="store_true", help="compile changed records and write the table")
     mode.add_argument("--check", action="store_true", help="check the committed table")
     mode.add_argument("--render", action="store_true", help="print the table as Markdown")
     parser.add_argument(

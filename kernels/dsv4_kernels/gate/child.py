@@ -97,7 +97,7 @@ def main() -> None:
             row.update(compile_record(record))
             row["broken"] = verdict(record, row)
         except Exception as error:  # a failed compilation is a row like any other
-            row["broken"] = [f"does not compile: {type(error).__name__}: {str(error).splitlines()[0][:160]}"]
+            row["broken"] = [f"does not compile: {type(error).__name__}: {error}".splitlines()[0][:200]]
         print(json.dumps(row), flush=True)
 
 

@@ -198,7 +198,7 @@ def differences(key: str, version: str, committed: Mapping[str, Any], fresh: Map
     """Return the values of a fresh compilation that differ from those in the table."""
     fresh = result_of(fresh)
     return [
-        f"{key} (Triton {version}): {name} is {fresh.get(name)}, the table says {committed.get(name)}"
+        f"{key} (Triton {version}): {name} is {fresh.get(name)}, in the table {committed.get(name)}"
         for name in sorted(fresh.keys() | committed.keys())
         if committed.get(name) != fresh.get(name)
     ]

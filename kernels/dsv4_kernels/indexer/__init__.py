@@ -30,7 +30,7 @@ The k largest scores of every row, as the indexer's selection of compressed keys
 
 Row r has lengths[r] valid scores, the first of them in column 0. It gets the columns of its k largest, in ascending
 order; of equal scores at the boundary the lower columns are taken, so the result is unique and repeats bit by bit. A
-row with lengths[r] ≤ k gets 0 … lengths[r] − 1 and then −1, without a look at its scores.
+row with lengths[r] ≤ k gets 0 … lengths[r] − 1 and then −1; its scores are not read.
 
 Inputs: logits float32 [R, ·] (rows may be apart), lengths int32 of R values in any shape.
 Output: int32 [R, k], a view of the plan's buffer or `out` (int32 [R, ·], whose rows may be apart).
@@ -41,7 +41,7 @@ NaN is greater than everything if its sign is clear and less if it is set. Any k
 A program keeps a chunk of the row in registers and finds the k-th largest key bit by bit. Rows of more than one chunk
 leave k candidates per chunk, from which the next launch chooses in the same way.
 
-Up to 8 rows of more than 16384 scores, with k up to 1024, go another way, in three launches. 128 programs a row look at
+Up to 8 rows of more than 16384 scores, with k up to 1024, go another way, in three launches. 128 programs a row read
 interleaved parts of it; each finds a bound below its ⌈k/64⌉-th largest. At least k scores reach the 64th largest of the
 bounds, about 2k where the best scores are spread over the row or lie together. 128 programs collect these, and one
 chooses among them. Where far more reach the bound, as with equal scores, that program works on them tile by tile.

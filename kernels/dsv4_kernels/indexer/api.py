@@ -313,7 +313,6 @@ _INDEXER = (
         plan=lambda p, device, arch: QueryPlan(p["tokens"], p["heads"], device, arch),
         is_supported=is_supported,
         nbytes=lambda p: p["tokens"] * p["heads"] * (3 * 128 + 6),
-        flops=lambda p: 0,
         tolerance=(_E4M3, Tolerance(relative=1e-6, mismatch=1e-3)),
     ),
     Operation(
@@ -403,10 +402,10 @@ def levels(width: int, k: int) -> tuple[Level, ...]:
 
 
 FEW_ROWS = 8
-"""Up to so many rows of more than `FEW_WIDTH` scores all multiprocessors first look for a bound: see `few`."""
+"""Up to so many rows of more than `FEW_WIDTH` scores all multiprocessors first compute a bound: see `few`."""
 FEW_WIDTH = 8192
 MOST_FEW = 1024
-"""The greatest k for which what reaches the bound, about 2k, fits `ROOM`."""
+"""The greatest k for which the scores that reach the bound, about 2k, fit into `ROOM`."""
 PARTS = 128
 SPAN = 4
 ROOM = 4096
@@ -631,7 +630,6 @@ OPERATIONS = (
         plan=lambda p, device, arch: TopkPlan(p["rows"], p["width"], p["k"], device, arch),
         is_supported=topk_supported,
         nbytes=lambda p: 4 * p["rows"] * (p["width"] + p["k"] + 1),
-        flops=lambda p: 0,
         tolerance=(Tolerance(bitwise=True),),
         extra_providers=(Provider("torch.topk", lambda: None, _torch, rough="takes any of equal scores"),),
         # Others return them in any order.

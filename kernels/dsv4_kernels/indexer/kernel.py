@@ -167,7 +167,7 @@ def indexer_paged_logits_kernel(
     if NEXT_N <= LP:
         q, weight = _query(q_ptr, weight_ptr, row, NEXT_N, H, HP, LP)
         length = tl.load(length_ptr + row + line, mask=line < NEXT_N, other=0)
-    # A tile's scales are asked for one tile ahead: Triton's pipeline takes only what leads to the product.
+    # A tile's scales are loaded one tile ahead: Triton's pipeline has only the loads of the product.
     scale = _scales(tl.program_id(1), longest, table_row, cache_ptr, PAGE, CACHE_STRIDE, BN)
     for tile in range(tl.program_id(1), tl.cdiv(longest, BN), step):
         position, there, page, slot = _places(tile, longest, table_row, PAGE, BN)
@@ -265,7 +265,7 @@ def topk_kernel(
         else:
             column = tl.load(column_ptr + row * width + at, mask=at < width, other=-1)
             valid = column >= 0
-        # What is not there has the least key and, behind all real columns, loses every tie.
+        # A missing score has the least key and, behind all real columns, loses every tie.
         key = tl.load(score_ptr + row * score_stride + at, mask=valid, other=0)
         key = tl.where(valid, _ordered(key) if FIRST else key.to(tl.uint32, bitcast=True), 0)
         taken, place = _place(key, valid, K)

@@ -21,7 +21,7 @@ of fn over streams → (residual bf16 [T, 4, H], post, comb, y).
 coefficients come from the rounded residual'. Two launches.
 `mhc_post_pre_o8`: the same, and y' as `fp8_quant` makes it of the rounded values, in the same launches → (residual',
 post', comb', y', code uint8 [T, H], scale uint8 [T, H/128]); H is a multiple of 128. Every plan before a sublayer does
-it where its `quantised` says so, and `codes` returns them: bitwise those of `fp8_quant`, which then need not run.
+it up to its `quantised` tokens, and `codes` returns them: bitwise those of `fp8_quant`, which then need not run.
 `mhc_post`: (x, residual, post, comb) → residual'.
 `mhc_head`: hs bf16 [T, 4, H], fn float32 [4, 4H], hc_scale float32 [1], hc_base float32 [4] → Σ_i (σ(m[i]·scale +
 base[i]) + hc_eps)·hs[i], bf16 [T, H].

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import Arch, multiprocessors
-from dsv4_kernels.fp8.api import places
+from dsv4_kernels.fp8.api import CodesPlan, WithCodes
 from dsv4_kernels.interpreter import interpreting
 from dsv4_kernels.mhc.kernel import mhc_apply_kernel, mhc_mix_kernel, mhc_planes_kernel
 from dsv4_kernels.mhc.reference import (
@@ -26,7 +26,7 @@ from dsv4_kernels.mhc.reference import (
     pre_inputs,
 )
 from dsv4_kernels.numerics import as_numbers
-from dsv4_kernels.plan import BF16, F32, SUPPORTED, Input, Launcher, Plan, Size, Support, next_power_of_2
+from dsv4_kernels.plan import BF16, F32, SUPPORTED, Input, Launcher, Size, Support, next_power_of_2
 from dsv4_kernels.registry import Operation, Tolerance, case
 
 
@@ -96,7 +96,7 @@ _mhc_mix = Launcher(mhc_mix_kernel)
 _mhc_planes = Launcher(mhc_planes_kernel)
 
 
-class MhcPlan(Plan):
+class MhcPlan(CodesPlan):
     """Buffers of one form for up to `tokens` tokens of `hidden` values; see the package docstring for `run`.
 
     Results are views of the plan's buffers, valid until its next run, and may be that run's inputs.
@@ -114,16 +114,16 @@ class MhcPlan(Plan):
         norms: tuple[bool, ...] = (True, False),
         quantised: int = 0,
     ) -> None:
-        self.norms, self.quantised = norms, min(quantised, tokens)
-        shape = {"tokens": tokens, "hidden": hidden, "quantised": self.quantised}
+        quantised = min(quantised, tokens)
+        shape = {"tokens": tokens, "hidden": hidden, "quantised": quantised}
         super().__init__(operation, shape, device, arch, is_supported)
-        self.tokens, self.hidden = tokens, hidden
+        self.tokens, self.hidden, self.norms = tokens, hidden, norms
         self.inputs = self.declare(**_declared(operation, tokens, hidden))
         self.early = not interpreting()
         self.multiprocessors = multiprocessors(device, self.arch)
         self.residual = torch.empty((tokens, 4, hidden), dtype=BF16, device=device)
         self.y = torch.empty((tokens, hidden), dtype=BF16, device=device)
-        self._code, self._code_scale = places(self.quantised, hidden, device)
+        self.make_codes(quantised, hidden)
         self.post = torch.empty((tokens, 4, 1), dtype=F32, device=device)
         self.comb = torch.empty((tokens, 4, 4), dtype=F32, device=device)
         configs = [self._config(t) for t in range(1, tokens + 1)]
@@ -131,12 +131,6 @@ class MhcPlan(Plan):
         self.part = torch.empty((rows * 32,), dtype=F32, device=device)
         terms = 3 * _FN_VALUES[operation] * hidden if any(c.apart for c in configs) else 0
         self.terms = torch.empty((terms,), dtype=BF16, device=device)
-
-    def codes(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return y of the last run, of `tokens` tokens, as `fp8_quant` makes it: code uint8 [T, H] and scale uint8
-        [T, H/128], views of the plan's buffers. None if such a run does not quantise.
-        """
-        return (self._code[:tokens], self._code_scale[:tokens]) if tokens <= self.quantised else None
 
     def _config(self, tokens: int) -> MixConfig:
         return select(self.arch, tokens, self.hidden, self.multiprocessors)
@@ -186,7 +180,7 @@ class MhcPlan(Plan):
             part_ptr=self.part, scale_ptr=scale, base_ptr=base, residual_ptr=residual,
             weight_ptr=residual if weight is None else weight, stream_ptr=self.residual,
             post_ptr=self.post, comb_ptr=self.comb, y_ptr=self.y,
-            code_ptr=self._code.view(torch.float8_e4m3fn), code_scale_ptr=self._code_scale,
+            code_ptr=self._code.view(torch.float8_e4m3fn), code_scale_ptr=self._scale,
             tokens=tokens, splits=splits, rms_eps=eps[0], pre_eps=eps[1], sinkhorn_eps=eps[2], post_mult=post_mult,
             norm_eps=eps[3], repeat=repeat, H=self.hidden, STREAMS=streams, NORM=weight is not None, HEAD=head,
             BS=next_power_of_2(splits), CS=block_s, CT=block_t, BH=next_power_of_2(self.hidden),
@@ -206,12 +200,7 @@ class MhcPlan(Plan):
 
     def warmup(self) -> None:
         """Every configuration that a token count up to the planned one selects."""
-        seen = set()
-        for tokens in range(1, self.tokens + 1):
-            variant = (self._config(tokens), tokens <= self.quantised)
-            if variant in seen:
-                continue
-            seen.add(variant)
+        for tokens in self.first_of_each(self.tokens, lambda t: (self._config(t), t <= self.quantised)):
             for norm in self.norms:
                 params = {"tokens": tokens, "hidden": self.hidden, "norm": norm}
                 self.run(**_INPUTS[self.operation](params, self.device, 0))
@@ -277,17 +266,8 @@ class PrePlan(MhcPlan):
         return (self.residual[:tokens], *results) if broadcast or seam else results
 
 
-class SeamO8Plan(PrePlan):
-    """`mhc_post_pre_o8`: every run quantises."""
-
-    def __init__(self, tokens: int, hidden: int, device: torch.device, arch: Arch | None = None) -> None:
-        super().__init__("mhc_post_pre", tokens, hidden, device, arch, quantised=tokens)
-
-    def run(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Return (residual', post', comb', y', code, scale)."""
-        results = super().run(**inputs)
-        code, scale = self._code[: results[-1].shape[0]], self._code_scale[: results[-1].shape[0]]
-        return (*results, code, scale)
+class SeamO8Plan(WithCodes, PrePlan):
+    """`mhc_post_pre_o8`."""
 
 
 class PostPlan(MhcPlan):
@@ -404,7 +384,9 @@ def _seam_o8() -> Operation:
         tolerance=_RESULTS["mhc_post_pre_o8"][1],
         cases=_O8_CASES,
         reference=mhc_post_pre_o8,
-        plan=lambda p, device, arch: SeamO8Plan(p["tokens"], p["hidden"], device, arch),
+        plan=lambda p, device, arch: SeamO8Plan(
+            "mhc_post_pre", p["tokens"], p["hidden"], device, arch, quantised=p["tokens"]
+        ),
         is_supported=lambda p, arch: is_supported({**p, "quantised": p["tokens"]}, arch),
         nbytes=lambda p: seam.nbytes(p) + p["tokens"] * (p["hidden"] + p["hidden"] // 128),
         compared=lambda outputs: (*outputs[:-2], *as_numbers(outputs[-2:])),

@@ -94,7 +94,7 @@ def mhc_mix_kernel(
     APART: tl.constexpr,  # fn_ptr is bf16 [3, ROWS, STREAMS * H], the terms of fn
     EARLY: tl.constexpr,  # the apply kernel may be put in place while this one runs
 ):
-    """Post (if asked for) and partial products of `BT` tokens over `SPAN` columns; see the package docstring."""
+    """Post (with POST) and partial products of `BT` tokens over `SPAN` columns; see the package docstring."""
     if EARLY:
         gdc_launch_dependents()
     # The splits of a block of tokens run side by side, so that the tokens written last are those in L2 at the end.
@@ -249,7 +249,7 @@ def _layer_input(
     splits, rms_eps, pre_eps, norm_eps, H: tl.constexpr, STREAMS: tl.constexpr, NORM: tl.constexpr, BS: tl.constexpr,
     BH: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y of one token, its FP8 codes if asked for and, of a broadcast residual, its four streams."""
+    """y of one token, with QUANT its FP8 codes and, of a broadcast residual, its four streams."""
     h = tl.arange(0, BH)
     inside = h < H
     column = tl.arange(0, WIDTH)
@@ -329,7 +329,7 @@ def mhc_apply_kernel(
     EARLY: tl.constexpr,
 ):
     """First ⌈T/CT⌉ programs for post and comb (not for the head), then one per token for y, from the last token on:
-    that is what the mix kernel left in L2.
+    L2 has them from the mix kernel.
     """
     program = tl.program_id(0).to(tl.int64)
     groups = 0 if HEAD else tl.cdiv(tokens, CT)

@@ -84,7 +84,7 @@ _mla_cache_write = Launcher(mla_cache_write_kernel)
 
 
 def cache_input(page: int, stride: int) -> Input:
-    """Return what a plan needs of a cache with pages of `page` tokens that lie `stride` bytes apart."""
+    """Return the requirements of a plan for a cache with pages of `page` tokens, `stride` bytes apart."""
     used = page * (ds_mla(page).data_row + ds_mla(page).scale_row)
     return Input(U8, (None, Size(least=used)), strides=(stride, 1))
 
@@ -134,7 +134,7 @@ class CachePlan(Plan):
     def warmup(self) -> None:
         """Both configurations; every slot is −1, so that nothing is written."""
         cache = torch.zeros((1, self.shape["stride"]), dtype=torch.uint8, device=self.device)
-        for count in {1, self.shape["tokens"]}:
+        for count in {min(1, self.shape["tokens"]), self.shape["tokens"]}:
             slots = torch.full((count,), -1, dtype=torch.int64, device=self.device)
             kv = torch.zeros((count, 512), dtype=torch.bfloat16, device=self.device) if self.out is None else None
             self.run(slots=slots, cache=cache, kv=kv)
@@ -201,7 +201,6 @@ OPERATIONS = (
         plan=lambda p, device, arch: CachePlan(True, p["tokens"], p["page"], _stride(p), device, arch),
         is_supported=is_supported,
         nbytes=lambda p: p["tokens"] * (1024 + 584 + 8),
-        flops=lambda p: 0,
         tolerance=(Tolerance(bitwise=True),),
         mutates=("cache",),
     ),
@@ -216,7 +215,6 @@ OPERATIONS = (
         plan=lambda p, device, arch: CachePlan(False, p["tokens"], p["page"], _stride(p), device, arch),
         is_supported=is_supported,
         nbytes=lambda p: p["tokens"] * (1024 + 584 + 8),
-        flops=lambda p: 0,
         tolerance=(Tolerance(bitwise=True),),
     ),
 )

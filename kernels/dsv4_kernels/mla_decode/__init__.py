@@ -12,7 +12,7 @@ Inputs
                multiple of 16; scale bytes of named slots up to `numerics.LARGEST_SCALE`, that is values up to 57,344
                (larger bytes give undefined values on a GPU; a normed row with weights below 2,500 has none)
     swa_idx    int32 [T, W] slots (page · page tokens + offset), −1 anywhere means no entry
-    swa_len    int32 [T], entries of the row that count; slots listed behind them are never looked up
+    swa_len    int32 [T], entries of the row that count; slots listed behind them are never read
     cmp_cache, cmp_idx [T, K], cmp_len: the same for the compressed cache; K = 0 where a layer has none
     table      int32 [requests, ·], rows may be apart, in place of cmp_len: cmp_idx then counts the entries of the
                token's own request, whose page n is page table[request, n] of the cache; request int32 [T]; counts

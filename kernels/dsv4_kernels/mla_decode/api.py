@@ -116,13 +116,13 @@ class MergePlan(Plan):
         heads = self.shape["heads"]
         sizes = {min(block, self.shape["parts"]) for block in BLOCKS}
         for parts in {2} if self.operation == "mla_merge_two" else sizes:
-            for tokens in sorted({1, min(MANY_TOKENS, self.shape["tokens"])}):
+            for tokens in sorted({min(1, self.shape["tokens"]), min(MANY_TOKENS, self.shape["tokens"])}):
                 params = {"parts": parts, "tokens": tokens, "heads": heads}
                 self.run(**_INPUTS[self.operation](params, self.device, 0))
 
 
 def _result_inputs(heads: int, o8: bool, aligned: bool = True) -> dict[str, Input]:
-    """Return what a plan needs of its results: o and lse, or the codes and scales of o."""
+    """Return the requirements of a plan for its results: o and lse, or the codes and scales of o."""
     if o8:
         return {"out": Input(U8, ("tokens", heads, 512)), "out_scale": Input(U8, ("tokens", heads, 4), aligned=aligned)}
     return {"out": Input(BF16, ("tokens", heads, 512)), "out_lse": Input(F32, ("tokens", heads), aligned=aligned)}
@@ -277,7 +277,7 @@ class DecodePlan(Plan):
 
     A row of q may hold more heads, `q_heads`, of which the first `heads` count (engines pad them).
     `window` and `topk` are the widths of the two index rows (topk 0: no compressed cache), `pages` the page sizes in
-    tokens, `strides` the bytes between pages. With `lookup` the pages of few tokens are looked up here (`looks_up`).
+    tokens, `strides` the bytes between pages. With `lookup` runs of few tokens take a table of pages (`looks_up`).
     Results are views of the plan's buffers, valid until its next run.
     """
 
@@ -307,7 +307,7 @@ class DecodePlan(Plan):
         self.o = torch.empty((tokens, heads, 512), dtype=torch.uint8 if o8 else torch.bfloat16, device=device)
         self.scale = torch.empty((tokens, heads, 4), dtype=torch.uint8, device=device)
         self.lse = torch.empty((tokens, heads), dtype=torch.float32, device=device)
-        rows = max((t * s for t, s in self._shares() if s > 1), default=0)
+        rows = max((t * s for t in range(1, tokens + 1) if (s := self.splits(t)) > 1), default=0)
         self.part_o = torch.empty((rows * heads * 512,), dtype=torch.bfloat16, device=device)
         self.part_lse = torch.empty((rows * heads,), dtype=torch.float32, device=device)
 
@@ -358,10 +358,6 @@ class DecodePlan(Plan):
         config = select(self.arch, heads, tokens)
         tiles = tile_count(config, self.shape["window"], self.shape["topk"])
         return config, split_count(config, tokens, heads, tiles, self.multiprocessors)
-
-    @functools.lru_cache(maxsize=1)  # noqa: B019  (a plan lives as long as the process)
-    def _shares(self) -> tuple[tuple[int, int], ...]:
-        return tuple((tokens, self.splits(tokens)) for tokens in range(1, self.shape["tokens"] + 1))
 
     def run(
         self,
@@ -435,17 +431,17 @@ class DecodePlan(Plan):
 
     def warmup(self) -> None:
         """Run one token count for every pair of configuration and kind of merge that the planned count can reach."""
-        seen = set()
-        for tokens, splits in self._shares():
-            config, _ = self._launch(tokens)
+
+        def kind(tokens: int) -> tuple[DecodeConfig, bool, MergeConfig | None]:
+            config, splits = self._launch(tokens)
             merge = merge_config(self.arch, splits, tokens, self.shape["heads"]) if splits > 1 else None
-            kind = (config, self._one(tokens), merge)
-            if kind not in seen:
-                seen.add(kind)
-                # No row has an entry, so that no slot is read.
-                inputs = self.looked_up if self.looks_up(tokens) else self.inputs
-                zeros = {name: one for name, one in inputs.zeros(tokens=tokens).items() if not name.startswith("out")}
-                self.run(**{"cmp_cache": zeros["swa_cache"], **zeros})
+            return config, self._one(tokens), merge
+
+        for tokens in self.first_of_each(self.shape["tokens"], kind):
+            # No row has an entry, so that no slot is read.
+            inputs = self.looked_up if self.looks_up(tokens) else self.inputs
+            zeros = {name: one for name, one in inputs.zeros(tokens=tokens).items() if not name.startswith("out")}
+            self.run(**{"cmp_cache": zeros["swa_cache"], **zeros})
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:

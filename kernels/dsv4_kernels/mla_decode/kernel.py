@@ -23,7 +23,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _part_lse(part_lse_ptr, second_lse_ptr, row, rows, start, part: tl.constexpr, parts, TWO: tl.constexpr):
-    """The lse of one part in units of log2; −inf (no entries) also for what is given as +inf and beyond the last."""
+    """The lse of one part in units of log2; −inf (no entries) also for +inf and beyond the last part."""
     if TWO:
         lse = tl.load((part_lse_ptr if part == 0 else second_lse_ptr) + row)
     else:
@@ -74,7 +74,7 @@ def mla_merge_kernel(
         gdc_wait()
     for start in range(0, parts, BS):
         # A thread keeps its columns through all parts, and the weights are scalars, so no thread waits for another.
-        # Two passes over the lse: the loads of all values are in flight while the first looks for the largest.
+        # Two passes over the lse: the loads of all values are in flight while the first finds the largest.
         new_top = top
         for part in tl.static_range(BS):
             new_top = tl.maximum(new_top, _part_lse(part_lse_ptr, second_lse_ptr, row, rows, start, part, parts, TWO))
@@ -202,13 +202,13 @@ def _tile(
     entry = tl.arange(0, BN)
     c64 = tl.arange(0, 64)
     group = tl.arange(0, 2)
-    # A tile lies in one of the two lists, so everything that tells them apart is a scalar.
+    # A tile lies in one of the two lists, so all differences between them are scalars.
     in_swa = tile < swa_tiles
     at = (tile if in_swa else tile - swa_tiles) * BN + entry
     index_at = (swa_row if in_swa else cmp_row) + at
     listed = at < (swa_len if in_swa else cmp_len)
     if FIXED:
-        # The length is not waited for: what lies behind it is read and dropped.
+        # Loads do not wait for the length: entries behind it are read and dropped.
         slot = tl.load(index_at, mask=at < (W if in_swa else K), other=-1)
         slot = tl.where(listed, slot, -1)
     else:
@@ -246,7 +246,7 @@ def _tile(
     scale_low = tl.load(scale_at, mask=valid, other=0)
     scale_high = tl.load(scale_at + 1, mask=valid, other=0)
     if ONE:
-        # Asked for after the cache: whoever waits for q before the loop waits for two trips to memory.
+        # Loaded after the cache: a wait for q before the loop would be two trips to memory.
         q0, q1, q2, q3 = _load_q(q_at, inside)
     k0 = tl.reshape(_dequantize(x0, scale_low, BN, PIN), (BN, 128))
     k1 = tl.reshape(_dequantize(x1, scale_low >> 16, BN, PIN), (BN, 128))
@@ -257,8 +257,8 @@ def _tile(
     # Scores are kept in units of log2, so that exp2 serves.
     if ONE and BH >= 64:
         # A product that leads to another one gets all its warps along its rows; with 64 rows, those beyond the fourth
-        # would repeat what the first ones do. So none starts from the last, and their sum goes through a branch (always
-        # taken), behind which the compiler does not look. In a loop it would cost registers that are not there.
+        # would repeat the first ones. So none starts from the last, and their sum goes through a branch (always
+        # taken), which the compiler does not see through. In a loop it would cost registers that are not there.
         sums = tl.dot(q0, tl.trans(k0)) * SCORE + tl.dot(q1, tl.trans(k1)) * SCORE
         sums += tl.dot(q2, tl.trans(k2)) * SCORE
         sums += tl.dot(q3, tl.trans(k3)) * SCORE

@@ -11,17 +11,9 @@ from typing import Any
 import torch
 
 from dsv4_kernels.mla_cache.api import gather, mla_cache_write
-from dsv4_kernels.numerics import ds_mla, quantize_e4m3, seeded
+from dsv4_kernels.numerics import ds_mla, quantize_e4m3, rotate, seeded
 
 O8_FLOOR = 1e-10
-
-
-def inverse_rope(o: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the last 64 of o [T, H, 512] back by interleaved pairs; float64."""
-    cos, sin = cos_sin[positions].double()[:, None, :].chunk(2, -1)
-    even, odd = o[..., 448::2].double(), o[..., 449::2].double()
-    rotated = torch.stack((even * cos + odd * sin, odd * cos - even * sin), -1).flatten(-2)
-    return torch.cat((o[..., :448].double(), rotated), -1)
 
 
 def mla_merge(
@@ -56,7 +48,7 @@ def mla_merge_o8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge, rotate back, quantise: → (code uint8 [T, H, 512], scale uint8 [T, H, 4]); `exact` changes nothing."""
     merged, _ = mla_merge(o, lse, sink, exact=True)
-    return quantize_e4m3(inverse_rope(merged, positions, cos_sin).float(), 128, O8_FLOOR)
+    return quantize_e4m3(rotate(merged, positions, cos_sin, back=True).float(), 128, O8_FLOOR)
 
 
 SCALE = 512**-0.5
@@ -121,26 +113,11 @@ def mla_decode(
 
 
 def mla_decode_o8(
-    q: torch.Tensor,
-    swa_cache: torch.Tensor,
-    swa_idx: torch.Tensor,
-    swa_len: torch.Tensor,
-    cmp_cache: torch.Tensor,
-    cmp_idx: torch.Tensor,
-    cmp_len: torch.Tensor | None,
-    sink: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    pages: tuple[int, int] = (64, 64),
-    exact: bool = False,
-    table: torch.Tensor | None = None,
-    request: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
+    positions: torch.Tensor, cos_sin: torch.Tensor, exact: bool = False, **inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the package docstring. Returns (code, scale)."""
-    caches = (swa_cache, swa_idx, swa_len, cmp_cache, cmp_idx, cmp_len)
-    o, _ = mla_decode(q, *caches, sink, pages, True, table, request, counts)
-    return quantize_e4m3(inverse_rope(o, positions, cos_sin).float(), 128, O8_FLOOR)
+    """`mla_decode` of `inputs`, rotated back and quantised → (code, scale); `exact` changes nothing."""
+    o, _ = mla_decode(**inputs, exact=True)
+    return quantize_e4m3(rotate(o, positions, cos_sin, back=True).float(), 128, O8_FLOOR)
 
 
 def rope_inputs(tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:

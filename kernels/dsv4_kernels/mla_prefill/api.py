@@ -17,7 +17,7 @@ from dsv4_kernels.registry import Case, Operation, Tolerance, case
 
 
 def list_width(topk: int, window: int) -> int:
-    """Columns of a list: a multiple of 128, as FlashMLA wants them."""
+    """Columns of a list: a multiple of 128, as FlashMLA requires."""
     return -(-(topk + window) // 128) * 128
 
 
@@ -385,7 +385,6 @@ OPERATIONS = (
         ),
         is_supported=lists_supported,
         nbytes=lambda p: 4 * sum(n for n, _ in p["requests"]) * (p["topk"] + list_width(p["topk"], p["window"]) + 1),
-        flops=lambda p: 0,
         tolerance=(Tolerance(bitwise=True), Tolerance(bitwise=True)),
     ),
 )

@@ -38,7 +38,7 @@ def mla_prefill_kernel(
     for start in range(0, length, BN):
         at = start + tl.arange(0, BN)
         row = tl.load(index_ptr + token * K + at, mask=at < length, other=-1)
-        # Rows that are none are never loaded: what lies in an unused one cannot reach a product.
+        # Rows that are none are never loaded: the values of an unused one cannot reach a product.
         valid = row >= 0
         kv = tl.load(kv_ptr + row.to(tl.int64)[:, None] * 512 + column[None, :], mask=valid[:, None], other=0.0)
         score = tl.where(valid[None, :], tl.dot(q, tl.trans(kv)) * SCORE, float("-inf"))

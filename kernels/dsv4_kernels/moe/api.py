@@ -44,39 +44,6 @@ GROUP = 32
 AMAX_FLOOR = 1e-10
 
 
-def moe_w4a16(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    exact: bool = False,
-    addend: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """bf16 activations; shapes in the package's contract. `exact` returns float64 and leaves h unrounded."""
-    routed = _moe(x.double(), topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, exact, a8=False)
-    return routed if addend is None else addend + routed
-
-
-def moe_w4a8(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    exact: bool = False,
-    addend: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """E4M3 activations; shapes in the package's contract. `exact` returns float64; x and h are rounded to E4M3 either
-    way."""
-    routed = _moe(_through_e4m3(x), topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, exact, a8=True)
-    return routed if addend is None else addend + routed
-
-
 def _moe(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -85,9 +52,15 @@ def _moe(
     w13_scale: torch.Tensor,
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
-    exact: bool,
+    exact: bool = False,
+    addend: torch.Tensor | None = None,
+    *,
     a8: bool,
 ) -> torch.Tensor:
+    """Shapes in the package's contract. `exact` returns float64 and leaves h unrounded; with `a8` x and h are rounded
+    to E4M3 either way.
+    """
+    x = _through_e4m3(x) if a8 else x.double()
     experts, inter = w13.shape[0], w13.shape[1] // 2
     out = torch.zeros_like(x)
     for expert in topk_ids.unique().tolist():
@@ -103,7 +76,12 @@ def _moe(
         elif not exact:
             h = h.to(torch.bfloat16).double()
         out.index_add_(0, token, h @ dequantize_mxfp4(w2[expert], w2_scale[expert]).T)
-    return out if exact else out.to(torch.bfloat16)
+    routed = out if exact else out.to(torch.bfloat16)
+    return routed if addend is None else addend + routed
+
+
+moe_w4a16, moe_w4a8 = functools.partial(_moe, a8=False), functools.partial(_moe, a8=True)
+"""References with bf16 activations and with E4M3 ones."""
 
 
 def _through_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -342,7 +320,7 @@ _moe_sorted_down = Launcher(moe_sorted_down_kernel)
 _moe_sorted_up = Launcher(moe_sorted_up_kernel)
 
 SHAPE = ("tokens", "hidden", "inter", "experts", "topk")
-# The interpreter knows no inline PTX; kernels then take the same steps in plain Triton.
+# The interpreter does not support inline PTX; kernels then use plain Triton with the same steps.
 PTX = os.environ.get("TRITON_INTERPRET") != "1"
 
 

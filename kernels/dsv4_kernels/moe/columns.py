@@ -3,8 +3,8 @@
 The body "columns". E2M1 becomes E4M3 without its scale: four codes in a register by shifts and masks, less than an
 instruction each. Scales are applied to sums instead: a column of the product's right side holds one group of 32 of x
 and zeros elsewhere, so every column of the result is the sum of one group, to be multiplied once. With one token the
-instruction's columns would be empty otherwise. x is two planes of E4M3, the second holds what the first leaves of a
-bf16.
+instruction's columns would be empty otherwise. x is two planes of E4M3, the second holds the rest of a bf16 beside
+the first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsv4_kernels.moe.kernel import GROUP, _activate, rounded_sum
 
 # A bf16 is two E4M3 of four significant bits each.
 PLANES = tl.constexpr(2)
-# The second plane counts in sixteenths of the first: what rounding to four bits leaves of eight.
+# The second plane counts in sixteenths of the first: the other four of eight bits.
 SECOND = tl.constexpr(0.0625)
 # Weights become value·2^-6.
 UNBIAS = tl.constexpr(64.0)
@@ -65,7 +65,7 @@ def _store_planes(x, at, factor_at, WIDTH: tl.constexpr):
     """x float32 [1, K] as planes of E4M3, WIDTH apart, with a factor float32 per plane and group, WIDTH/32 apart.
 
     x = Σ plane · factor / 64, exactly for a bf16 within 2^-13 of its group's largest, else up to 2^-21 of the largest.
-    The 64 undoes what widen_e4m3 leaves.
+    The 64 undoes the factor of widen_e4m3.
     """
     width: tl.constexpr = x.shape[1]
     first, scale = quantize_e4m3(x, FLOOR, width // GROUP, GROUP)
@@ -229,7 +229,7 @@ def moe_columns_down_kernel(
     if PTX:
         gdc_wait()
     if addend_ptr is not None:
-        # Behind the wait: launched early, this would run before what writes it has. Not later: at the loop's end
+        # Behind the wait: launched early, this would run before it is written. Not later: at the loop's end
         # nothing would hide the latency.
         addend = tl.load(addend_ptr + token * HIDDEN + row)
     for i in tl.range(0, each * steps, num_stages=STAGES):

@@ -33,7 +33,7 @@ def widen_bf16(w, scale, PTX: tl.constexpr):
 
     E2M1's bits moved to the same place of a bf16 are value·2^-126 exactly (0.5 becomes a subnormal), so one
     multiplication by 2^(scale − 127 + 63) both scales and undoes half of that; the other 2^63 is left to the
-    accumulator. Exact for scale codes 64..190, which the contract asks for. Even and odd k stay apart because a sum
+    accumulator. Exact for scale codes 64..190, as in the contract. Even and odd k stay apart because a sum
     over k does not care for order and interleaving would cost more than widening.
     """
     rows: tl.constexpr = w.shape[0]
@@ -127,7 +127,7 @@ def round_rows(x):
 
 @triton.jit
 def rounded_sum(out, addend):
-    """out float32, rounded to bf16, plus addend bf16, in float32 and rounded: what the sum of two bf16 tensors is."""
+    """out float32, rounded to bf16, plus addend bf16, in float32 and rounded, as the sum of two bf16 tensors."""
     return (addend.to(tl.float32) + out.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
 
 
@@ -378,7 +378,7 @@ def moe_decode_down_kernel(
     if PTX:
         gdc_wait()
     if addend_ptr is not None:
-        # Behind the wait: launched early, this would run before what writes it has. Not later: at the loop's end
+        # Behind the wait: launched early, this would run before it is written. Not later: at the loop's end
         # nothing would hide the latency.
         addend = tl.load(addend_ptr + token * HIDDEN + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None])
     for i in tl.range(0, TOPK * steps, num_stages=STAGES):

@@ -156,12 +156,8 @@ class RouterPlan(Plan):
 
         The selection is the same for every count: with padding or not, and for identifiers of either width.
         """
-        seen = set()
-        for tokens in range(1, self.tokens + 1):
-            config = self._config(tokens)
-            if config not in seen:
-                seen.add(config)
-                self.run(**_inputs({**self.shape, "tokens": tokens}, self.device, 0))
+        for tokens in self.first_of_each(self.tokens, self._config):
+            self.run(**_inputs({**self.shape, "tokens": tokens}, self.device, 0))
         if not self.tokens:
             return
         padding = torch.zeros((1,), dtype=torch.bool, device=self.device)

@@ -49,9 +49,14 @@ def has_cuda() -> bool:
     return bool(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _NOT_INITIALIZED)
 
 
-def end_with_parent() -> None:
-    """Request SIGKILL for this process when its parent ends, so that it cannot outlive a killed engine."""
+def end_with_parent(parent: int) -> None:
+    """Request SIGKILL for this process when its parent ends, so that it cannot outlive a killed engine.
+
+    A process whose parent is no longer `parent` exits: there is no signal for an end before the request.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def start_child(function: Callable[[], object]) -> int:
@@ -60,8 +65,9 @@ def start_child(function: Callable[[], object]) -> int:
     Raises:
         OSError: the fork failed.
     """
+    parent = os.getpid()
     if (child := os.fork()) == 0:
-        end_with_parent()
+        end_with_parent(parent)
         with open(os.devnull, "wb") as nowhere:
             _call(function, nowhere)
     return child

@@ -52,7 +52,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     [
         (fetch.FLAGGEMS, "FlagGems", {"vllm", "humming"}),
         (fetch.HUMMING, "Humming", {"vllm", "FlagGems"}),
-        (fetch.VLLM, "FlashMLA, DeepGEMM, Marlin, vLLM's Triton", {"humming", "FlagGems"}),
+        (fetch.VLLM, "FlashMLA, DeepGEMM, CUTLASS, Marlin, vLLM's Triton", {"humming", "FlagGems"}),
     ],
 )
 def test_a_peer_that_cannot_be_fetched_is_one_line_and_the_others_come(

@@ -88,6 +88,12 @@ def test_a_peer_that_cannot_be_looked_for_or_compiled_is_reported(module: Callab
     assert (call, seen) == (None, {"failed": "ZeroDivisionError: division by zero"})
 
 
+def test_a_result_that_a_peer_does_not_give_is_not_compared(module: Callable[[str], ModuleType]) -> None:
+    call, seen = of_peer(module, Provider("peer", lambda: None, lambda params, device: lambda **inputs: (None,)))
+    assert call is not None
+    assert seen == {"errors": {}}
+
+
 def test_a_peer_that_has_used_its_seconds_up_is_left_out(module: Callable[[str], ModuleType]) -> None:
     op = operation("mhc_post")
     budget = module("run").Budget(2.0)

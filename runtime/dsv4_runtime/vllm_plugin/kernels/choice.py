@@ -75,28 +75,28 @@ def choice() -> KernelChoice:
     _note_tokens()
     text = os.environ.get(VARIABLE)
     if not any(map(possible, Op)):
-        return _told(parse_kernel_choice(text, OFF), ())
+        return _reported(parse_kernel_choice(text, OFF), ())
     config = _config()
     reason = "vLLM's configuration is not set" if config is None and needs_evidence(text) else None
     if config is not None:
         reason = refuses(config.parallel_config, config.load_config) or unknown_model(config.model_config)
     if reason is not None:
         LOGGER.warning("dsv4 kernels: %s=%s has no effect, all operations are vLLM's own: %s", VARIABLE, text, reason)
-        return _told(OFF, ())
+        return _reported(OFF, ())
     if not needs_evidence(text):
-        return _told(ATTACHED.agreed(parse_kernel_choice(text)), ())
+        return _reported(ATTACHED.agreed(parse_kernel_choice(text)), ())
     try:
         seen = _evidence(config)
     except Exception as error:
         named = parse_kernel_choice(text, OFF)
         LOGGER.warning("dsv4 kernels: no choice by evidence (%s: %s)", type(error).__name__, error)
-        return _told(ATTACHED.agreed(named), ())
+        return _reported(ATTACHED.agreed(named), ())
     if absent := sorted({standing.provider for standing in seen.standings if not _tried(standing)}):
         LOGGER.info("dsv4 kernels: not here: %s", ", ".join(absent))
     for standing in filter(_tried, seen.standings):
         if standing.excluded is not None:
             LOGGER.warning("dsv4 kernels: %s of %s is not used: %s", standing.provider, standing.op, standing.excluded)
-    return _told(ATTACHED.agreed(parse_kernel_choice(text, seen.choice)), seen.standings, seen.to_dict())
+    return _reported(ATTACHED.agreed(parse_kernel_choice(text, seen.choice)), seen.standings, seen.to_dict())
 
 
 def refuses(parallel: Any, load: Any = None) -> str | None:
@@ -163,7 +163,9 @@ def _evidence(config: Any) -> Evidence:
     )
 
 
-def _told(found: KernelChoice, standings: Iterable[Standing], report: Mapping[str, Any] | None = None) -> KernelChoice:
+def _reported(
+    found: KernelChoice, standings: Iterable[Standing], report: Mapping[str, Any] | None = None
+) -> KernelChoice:
     """Log `found`, write the report, and return `found`."""
     LOGGER.info("dsv4 kernels: %s", found)
     for line in report_lines(found, standings, _rank()):
@@ -186,8 +188,8 @@ def report_lines(found: KernelChoice, standings: Iterable[Standing], rank: int) 
         slowness = standing.slowness and round(standing.slowness, 3)
         reason = standing.excluded and " ".join(standing.excluded.split())[:_REASON_LENGTH]
         by[standing.op].append(ProviderStatus(provider=standing.provider, slowness=slowness, excluded=reason))
-    told = [KernelStatus(op=op, provider=found.provider(op), standings=tuple(by[op])) for op in Op]
-    return [f"dsv4 kernels of rank {rank}: {one.to_json()}" for one in told]
+    statuses = [KernelStatus(op=op, provider=found.provider(op), standings=tuple(by[op])) for op in Op]
+    return [f"dsv4 kernels of rank {rank}: {one.to_json()}" for one in statuses]
 
 
 def _tried(standing: Standing) -> bool:

@@ -24,7 +24,6 @@ import inspect
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -392,14 +391,14 @@ class _AheadProcess:
 
     pid: int
     pipe: Connection
-    told: bool = False
+    has_kernels: bool = False
     runner_is_done: bool = False
 
     running: ClassVar[_AheadProcess | None] = None
 
-    def tell(self, registered: Sequence[Registered]) -> None:
-        if not self.told:
-            self.told = True
+    def send(self, registered: Sequence[Registered]) -> None:
+        if not self.has_kernels:
+            self.has_kernels = True
             # `finish` logs the end of the process.
             with contextlib.suppress(OSError):
                 self.pipe.send(registered)
@@ -427,9 +426,7 @@ class _AheadProcess:
     def end(self) -> None:
         """Kill the process with its children if it has not ended."""
         self.pipe.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        wait_for([self.pid], _FINISH_SECONDS)
+        wait_for([self.pid], 0.0)
 
 
 def before_device(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -455,7 +452,7 @@ def after_model(original: Callable[..., Any]) -> Callable[..., Any]:
         if (running := _AheadProcess.running) is not None:
             try:
                 if registered := registered_kernels():
-                    running.tell(registered)
+                    running.send(registered)
             except Exception as error:
                 LOGGER.warning(
                     "dsv4 warm-up: vLLM compiles the layers' registered kernels itself: %s: %s",
@@ -506,7 +503,7 @@ def finish_runner() -> None:
     if running is None or running.runner_is_done:
         return
     # No kernels if another loader made the model.
-    running.tell([])
+    running.send([])
     running.runner_is_done = True
     if not running.report("the runner's launches"):
         _AheadProcess.running = None
@@ -610,7 +607,6 @@ def runner_calls(vllm_config: Any, count: int) -> list[Callable[[], None]]:
     Raises:
         AttributeError, ImportError, TypeError: this vLLM has another runner.
     """
-
     runner = HostRunner(vllm_config)
     # An empty share: reports errors before output is discarded, and computes the kernels' hashes for all processes.
     _launch_share(runner, count, count)
@@ -623,7 +619,6 @@ def choice_calls(vllm_config: Any) -> list[Callable[[], None]]:
     Raises:
         AttributeError, ImportError: this vLLM has other kernels.
     """
-
     keys = top_k_top_p_keys(vllm_config, vllm_config.model_config.get_vocab_size())
     return [functools.partial(kernel.compile, key) for kernel, of in keys.items() for key in of]
 

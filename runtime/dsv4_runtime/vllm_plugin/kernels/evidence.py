@@ -66,6 +66,20 @@ class Seen:
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
+    @classmethod
+    def from_dict(cls, document: Any) -> Seen:
+        """Return the object serialized by `to_dict`.
+
+        Raises:
+            KeyError, TypeError, ValueError: invalid document.
+        """
+        found = cls(**{**document, "op": Op(document["op"])})
+        if not all(isinstance(text, str) for text in (found.trial, found.provider, found.fault or "")):
+            raise TypeError(f"no text: {document}")
+        if found.microseconds is not None and not 0.0 < found.microseconds < math.inf:
+            raise ValueError(f"no time: {found.microseconds}")
+        return found
+
 
 @dataclass(frozen=True)
 class Failed:
@@ -98,7 +112,7 @@ class Kept:
         Raises:
             KeyError, TypeError, ValueError: invalid document.
         """
-        seen = tuple(Seen(**{**one, "op": Op(one["op"])}) for one in document["seen"])
+        seen = tuple(map(Seen.from_dict, document["seen"]))
         failed = {
             (Op(one["op"]), str(one["provider"])): Failed(int(one["starts"]), str(one["fault"]))
             for one in document["failed"]
@@ -280,14 +294,11 @@ def standings(seen: Iterable[Seen], tried: Sequence[Trial]) -> tuple[Standing, .
     for (op, provider), found in by.items():
         reason = excluded[op, provider]
         right = [other for (o, p), other in by.items() if o is op and excluded[o, p] is None]
-        if reason is not None:
-            rough = _slowness(found, right, wanted[op])
-            if rough is not None:
-                trial, _, fault = reason.partition(": ")
-                reason = f"{trial}: {rough:.2f} of the fastest right one's time, but {fault}"
-            result.append(Standing(op, provider, None, reason))
-            continue
-        result.append(Standing(op, provider, _slowness(found, right, wanted[op])))
+        slowness = _slowness(found, right, wanted[op])
+        if reason is not None and slowness is not None:
+            trial, _, fault = reason.partition(": ")
+            reason = f"{trial}: {slowness:.2f} of the fastest right one's time, but {fault}"
+        result.append(Standing(op, provider, slowness if reason is None else None, reason))
     return tuple(result)
 
 

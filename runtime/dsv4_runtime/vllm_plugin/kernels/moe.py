@@ -172,14 +172,10 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
 
     def plan(self, device: torch.device) -> MoePlan:
         """Return the shared plan of all layers of this shape."""
-        key = (Op.MOE, self._a8, self.adds, device, self._tokens, *self._shape.values())
-        s = self._shape
-
-        def make() -> MoePlan:
-            sizes = (s["hidden"], s["inter"], s["experts"], s["topk"])
-            return MoePlan(self._tokens, *sizes, a8=self._a8, device=device, adds=self.adds)
-
-        return shared_plan(key, make)
+        return shared_plan(
+            (Op.MOE, self._a8, self.adds, device, self._tokens, *self._shape.values()),
+            lambda: MoePlan(tokens=self._tokens, **self._shape, a8=self._a8, device=device, adds=self.adds),
+        )
 
 
 class AddingMxfp4Experts(BundledMxfp4Experts):
@@ -226,7 +222,7 @@ def gathered_tokens(config: Any) -> int:
     return int(-(-own // sharing) * sharing * parallel.dp_size * getattr(parallel, "pcp_size", 1))
 
 
-def _shape(config: Any) -> dict[str, int]:
+def _shape(config: Any) -> dict[str, Any]:
     return {
         "hidden": config.hidden_dim,
         "inter": config.intermediate_size_per_partition,
@@ -369,13 +365,10 @@ def routing(
 
 
 def _router_plan(router: Any, gate: Any) -> RouterPlan:
-    s, device = _router_shape(router, gate), gate.weight.device
-    return shared_plan(
-        (Op.ROUTER, *s.values(), device),
-        lambda: RouterPlan(s["tokens"], s["hidden"], s["experts"], s["k"], device),
-    )
+    shape, device = _router_shape(router, gate), gate.weight.device
+    return shared_plan((Op.ROUTER, *shape.values(), device), lambda: RouterPlan(**shape, device=device))
 
 
-def _router_shape(router: Any, gate: Any) -> dict[str, int]:
+def _router_shape(router: Any, gate: Any) -> dict[str, Any]:
     experts, hidden = gate.weight.shape
     return {"tokens": most_tokens(1), "hidden": hidden, "experts": experts, "k": router.top_k}

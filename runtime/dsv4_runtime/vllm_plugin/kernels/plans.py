@@ -40,6 +40,7 @@ T = TypeVar("T")
 P = TypeVar("P", bound=Plan)
 LOGGER = logging.getLogger("vllm.dsv4")
 _FINISH_SECONDS = 60.0
+_GONE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 _PLANS: dict[Hashable, Any] = {}
 _WARMED: set[Hashable] = set()
@@ -99,10 +100,10 @@ class _Compiler:
 
     target: TargetGPU
     process: subprocess.Popen[str] | None
-    asked: set[str] = field(default_factory=set)
+    announced: set[str] = field(default_factory=set)
     later: set[str] = field(default_factory=set)
-    """Members of `asked` that vLLM's profile does not launch."""
-    told: list[dict[str, Any]] = field(default_factory=list)
+    """Members of `announced` that vLLM's profile does not launch."""
+    compiled: list[dict[str, Any]] = field(default_factory=list)
     reader: threading.Thread = field(init=False)
 
     running: ClassVar[_Compiler | None] = None
@@ -111,9 +112,9 @@ class _Compiler:
         self.reader = threading.Thread(target=self._read, name="dsv4-precompile", daemon=True)
         self.reader.start()
 
-    def ask(self, described: str) -> None:
-        if self.process is not None and described not in self.asked:
-            self.asked.add(described)
+    def add(self, described: str) -> None:
+        if self.process is not None and described not in self.announced:
+            self.announced.add(described)
             self._write(described)
 
     def _read(self) -> None:
@@ -122,7 +123,7 @@ class _Compiler:
                 for one in self.process.stdout:
                     # The last line of a killed process may be incomplete.
                     with contextlib.suppress(ValueError):
-                        self.told.append(json.loads(one))
+                        self.compiled.append(json.loads(one))
 
     def _write(self, text: str) -> None:
         assert self.process is not None and self.process.stdin is not None  # noqa: S101, PT018  (see `_start`)
@@ -134,8 +135,8 @@ class _Compiler:
     def wait_for_first(self, seconds: float) -> None:
         """Wait at most `seconds` until all plans except `later` are compiled."""
         begun = time.monotonic()
-        first = self.asked - self.later
-        while self.reader.is_alive() and not first <= {one["plan"] for one in tuple(self.told)}:
+        first = self.announced - self.later
+        while self.reader.is_alive() and not first <= {one["plan"] for one in tuple(self.compiled)}:
             if time.monotonic() - begun > seconds:
                 break
             time.sleep(_POLL_SECONDS)
@@ -146,24 +147,25 @@ class _Compiler:
         begun = time.monotonic()
         if (process := self.process) is None:
             return
-        if self.asked:
+        if self.announced:
             self._write("")
         with contextlib.suppress(OSError):
             process.stdin.close()  # type: ignore[union-attr]  # (see `_start`)
         with contextlib.suppress(subprocess.TimeoutExpired):
             # Kernels compiled so far are in the cache.
-            process.wait(seconds if self.asked else 0.0)
+            process.wait(seconds if self.announced else 0.0)
         process.kill()
         process.wait()
-        self.reader.join()
-        if not self.asked:
+        # A process that it started may hold the pipe.
+        self.reader.join(_GONE_SECONDS)
+        if not self.announced:
             return
+        good, made = sum(one["error"] is None for one in self.compiled), sum(one["kernels"] for one in self.compiled)
         LOGGER.info(
             "dsv4 kernels: %s of %s announced plans were compiled beside the weights, %s kernels; waited %.1f s",
-            sum(one["error"] is None for one in self.told), len(self.asked), sum(one["kernels"] for one in self.told),
-            time.monotonic() - begun,
+            good, len(self.announced), made, time.monotonic() - begun,
         )  # fmt: skip
-        for one in self.told:
+        for one in self.compiled:
             if one["error"] is not None:
                 LOGGER.warning("dsv4 kernels: not compiled ahead: %s: %s", one["plan"], one["error"])
 
@@ -200,7 +202,7 @@ def announce(plan: type[Plan], *args: Any, **options: Any) -> None:
         finish(0.0)
     if _Compiler.running is None:
         _Compiler.running = _Compiler(target, _start(target))
-    _Compiler.running.ask(described)
+    _Compiler.running.add(described)
 
 
 def announced_plan(key: Hashable, kind: type[P], *args: Any, **options: Any) -> P:
@@ -216,10 +218,10 @@ def announced_plan(key: Hashable, kind: type[P], *args: Any, **options: Any) -> 
 @contextlib.contextmanager
 def needed_later() -> Iterator[None]:
     """Exclude plans announced within this context from the wait of `begin_anew`."""
-    before = frozenset() if _Compiler.running is None else frozenset(_Compiler.running.asked)
+    before = frozenset() if _Compiler.running is None else frozenset(_Compiler.running.announced)
     yield
     if _Compiler.running is not None:
-        _Compiler.running.later |= _Compiler.running.asked - before
+        _Compiler.running.later |= _Compiler.running.announced - before
 
 
 def begin_anew() -> None:
@@ -242,7 +244,7 @@ def finish(seconds: float = _FINISH_SECONDS) -> bool:
     if running is None:
         return False
     running.finish(seconds)
-    return bool(running.asked)
+    return bool(running.announced)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ import torch
 from dsv4_kernels.mla_cache.api import mla_cache_write
 from dsv4_kernels.moe.api import LIMIT
 from dsv4_kernels.numerics import ds_mla, ue8m0_decode
-from dsv4_kernels.registry import Operation, Provider, operation, register_provider
+from dsv4_kernels.registry import Operation, Provider, once, operation, register_provider
 from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, Op
 
 Make = Callable[[Mapping[str, Any], torch.device], Callable[..., Any]]
@@ -38,16 +38,9 @@ def _fp8(codes: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.float8_e4m3fn)
 
 
-def _once(make: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Cache the result of the first call of `make`."""
-    kept: list[tuple[torch.Tensor, ...]] = []
-
-    def call(*args: Any) -> tuple[torch.Tensor, ...]:
-        if not kept:
-            kept.append(make(*args))
-        return kept[0]
-
-    return call
+def _float_scales() -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return a function that decodes the scales of both sides of a product to float32."""
+    return once(lambda *scales: tuple(ue8m0_decode(scale).float().contiguous() for scale in scales))
 
 
 def deep_gemm_missing() -> str | None:
@@ -67,7 +60,7 @@ def deep_gemm(params: Mapping[str, Any], device: torch.device) -> Callable[..., 
 
     out = torch.empty((params["tokens"], params["n"]), dtype=torch.bfloat16, device=device)
 
-    @_once
+    @once
     def scales(a_scale: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
         wide = ue8m0_decode(a_scale).float()
         return deep_gemm.get_col_major_tma_aligned_tensor(wide), ue8m0_decode(w_scale).float()
@@ -86,7 +79,7 @@ def deep_gemm_einsum(params: Mapping[str, Any], device: torch.device) -> Callabl
 
     out = torch.empty((params["tokens"], params["groups"], params["n"]), dtype=torch.bfloat16, device=device)
 
-    @_once
+    @once
     def scales(a_scale: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # [T, G, K/128] with T innermost and padded to 4.
         wide = ue8m0_decode(a_scale).float()
@@ -107,7 +100,7 @@ def vllm_triton(params: Mapping[str, Any], device: torch.device) -> Callable[...
     """Return vLLM's FP8 product in Triton."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import w8a8_triton_block_scaled_mm
 
-    scales = _once(lambda a_scale, w_scale: (ue8m0_decode(a_scale).float(), ue8m0_decode(w_scale).float()))
+    scales = _float_scales()
 
     def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> Any:
         sa, sw = scales(a_scale, w_scale)
@@ -129,7 +122,7 @@ def cutlass(params: Mapping[str, Any], device: torch.device) -> Callable[..., An
     """Return CUTLASS's FP8 product."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import custom_ops as ops
 
-    @_once
+    @once
     def scales(a_scale: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Scales of A with the tokens innermost, those of W transposed.
         wide = ue8m0_decode(a_scale).float()
@@ -151,8 +144,6 @@ def marlin_missing() -> str | None:
 
 def marlin(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
     """Return Marlin's mixture of experts, its activation included."""
-    from types import SimpleNamespace
-
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import (
         fused_marlin_moe,
         prepare_moe_mxfp4_layer_for_marlin,
@@ -160,7 +151,7 @@ def marlin(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any
         silu_and_mul_with_clamp,
     )
 
-    @_once
+    @once
     def pack(w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor) -> tuple[torch.Tensor, ...]:
         layer: Any = SimpleNamespace(params_dtype=torch.bfloat16)
         return tuple(prepare_moe_mxfp4_layer_for_marlin(layer, w13, w2, s13, s2, None, None)[:4])
@@ -170,7 +161,7 @@ def marlin(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any
 
     experts, spread = params["experts"], "routing" in params
 
-    @_once
+    @once
     def mapped(topk_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # vLLM passes global expert ids, and a map with −1 for experts of other ranks.
         local = torch.arange(experts + 1, dtype=torch.int32, device=device)
@@ -202,13 +193,8 @@ def flash_mla(params: Mapping[str, Any], device: torch.device) -> Callable[..., 
 
     schedule, _ = flashmla.get_mla_metadata()
     tokens, heads = params["tokens"], params["heads"]
-    padded = 64 if heads <= 64 else 128
+    padded, pad = _flash_mla_padding(heads)
     out = torch.empty((tokens, 1, padded, 512), dtype=torch.bfloat16, device=device)
-
-    @_once
-    def pad(q: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        wide = torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).unsqueeze(1).contiguous()
-        return wide, torch.nn.functional.pad(sink, (0, padded - heads)).contiguous()
 
     def pages(cache: torch.Tensor, page: int) -> torch.Tensor:
         return cache.as_strided((cache.shape[0], page, 1, 584), (cache.stride(0), 584, 584, 1))
@@ -223,7 +209,7 @@ def flash_mla(params: Mapping[str, Any], device: torch.device) -> Callable[..., 
                 "extra_topk_length": x["cmp_len"],
             }
         o, lse = flashmla.flash_mla_with_kvcache(
-            q=wide, k_cache=pages(x["swa_cache"], x["pages"][0]), block_table=None, cache_seqlens=None,
+            q=wide.unsqueeze(1), k_cache=pages(x["swa_cache"], x["pages"][0]), block_table=None, cache_seqlens=None,
             head_dim_v=512, tile_scheduler_metadata=schedule, is_fp8_kvcache=True,
             indices=x["swa_idx"].unsqueeze(1), topk_length=x["swa_len"], softmax_scale=512**-0.5, attn_sink=sinks,
             out=out, **more,
@@ -235,19 +221,25 @@ def flash_mla(params: Mapping[str, Any], device: torch.device) -> Callable[..., 
     return call
 
 
+def _flash_mla_padding(heads: int) -> tuple[int, Callable[..., tuple[torch.Tensor, ...]]]:
+    """Return the heads to which vLLM's class pads `heads`, and a function that pads q [T, H, 512] and sink [H]."""
+    padded = 64 if heads <= 64 else 128
+
+    @once
+    def pad(q: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).contiguous()
+        return wide, torch.nn.functional.pad(sink, (0, padded - heads)).contiguous()
+
+    return padded, pad
+
+
 def flash_mla_prefill(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
     """Return FlashMLA's sparse prefill."""
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import flashmla
 
     tokens, heads = params["tokens"], params["heads"]
-    # Padding of vLLM's class.
-    padded = 64 if heads <= 64 else 128
+    padded, pad = _flash_mla_padding(heads)
     out = torch.empty((tokens, padded, 512), dtype=torch.bfloat16, device=device)
-
-    @_once
-    def pad(q: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        wide = torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).contiguous()
-        return wide, torch.nn.functional.pad(sink, (0, padded - heads)).contiguous()
 
     def call(
         q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor, sink: torch.Tensor
@@ -295,8 +287,6 @@ def front_norm(params: Mapping[str, Any], device: torch.device) -> Callable[...,
 
 def tilelang_missing() -> str | None:
     """Return the reason why TileLang's hyper-connections cannot run here, or None."""
-    from importlib.util import find_spec
-
     return None if find_spec("tilelang") else "tilelang is not installed"
 
 
@@ -316,8 +306,6 @@ def cute_missing() -> str | None:
 
 def cute(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
     """Return CuTe's compressor."""
-    from types import SimpleNamespace
-
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL
 
     ratio = params["ratio"]
@@ -343,7 +331,7 @@ def gate(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
 
     few = capability()[0] in (9, 10) and ll_bf16.is_available() and params["tokens"] <= GateLinear.LL_BF16_MAX_TOKENS
 
-    @_once
+    @once
     def narrow(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (ids.int(),)
 
@@ -504,16 +492,18 @@ def _sparse_attention(
     _expect(f"flashinfer.decode.{symbol}", getattr(import_module("flashinfer.decode"), symbol), 0, *plain)
     workspace = torch.zeros((_WORKSPACE_BYTES,), dtype=torch.uint8, device=device)
     out = torch.empty((params["tokens"], padded, 512), dtype=torch.bfloat16, device=device)
-    wide: list[torch.Tensor] = []
+
+    @once
+    def pad(q: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sinks = torch.nn.functional.pad(sink, (0, padded - heads), value=-torch.inf).clamp(max=_LARGE_SINK)
+        return torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).contiguous(), sinks
 
     def call(q: torch.Tensor, sink: torch.Tensor, swa: _Segment, more: _Segment | None = None) -> Any:
-        if not wide:
-            wide.append(torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).contiguous())
-            wide.append(torch.nn.functional.pad(sink, (0, padded - heads), value=-torch.inf).clamp(max=_LARGE_SINK))
+        wide, sinks = pad(q, sink)
         cache, indices, lengths = more or (None, None, None)
         wrappers.flashinfer_trtllm_batch_decode_sparse_mla_dsv4(
-            query=wide[0], swa_kv_cache=swa[0], workspace_buffer=workspace, sparse_indices=swa[1],
-            compressed_kv_cache=cache, out=out, bmm1_scale=512**-0.5, sinks=wide[1], kv_layout="NHD",
+            query=wide, swa_kv_cache=swa[0], workspace_buffer=workspace, sparse_indices=swa[1],
+            compressed_kv_cache=cache, out=out, bmm1_scale=512**-0.5, sinks=sinks, kv_layout="NHD",
             swa_topk_lens=swa[2], extra_sparse_indices=indices, extra_sparse_topk_lens=lengths,
         )  # fmt: skip
         return out[:, :heads], None
@@ -540,13 +530,10 @@ def b12x_linear(params: Mapping[str, Any], device: torch.device) -> Callable[...
         raise ValueError(f"vLLM gives b12x weights of multiples of 128, not {n} x {k}")
     _expect("b12x.gemm.blockscaled.mm_block_fp8", get_b12x_blockscaled().mm_block_fp8, 4, "out_dtype")
     layer = SimpleNamespace(config=SimpleNamespace(out_dtype=torch.bfloat16))
-    scales: list[torch.Tensor] = []
+    scales = _float_scales()
 
     def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> Any:
-        if not scales:
-            scales.extend(ue8m0_decode(scale).float().contiguous() for scale in (a_scale, w_scale))
-        codes, weights = a.view(torch.float8_e4m3fn), w.view(torch.float8_e4m3fn)
-        return B12xFp8BlockScaledMMKernel.apply_block_scaled_mm(layer, codes, weights, *scales)
+        return B12xFp8BlockScaledMMKernel.apply_block_scaled_mm(layer, _fp8(a), _fp8(w), *scales(a_scale, w_scale))
 
     return call
 
@@ -565,12 +552,10 @@ def b12x_moe(params: Mapping[str, Any], device: torch.device) -> Callable[..., A
     from dsv4_runtime.vllm_plugin.kernels.vllm_api import MoEActivation
 
     config = _moe_config(params, device)
-    kept: list[Any] = []
+    prepared = once(functools.partial(_prepared_experts, config, params["tokens"]))
 
-    def call(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **w: torch.Tensor) -> torch.Tensor:
-        if not kept:
-            kept.extend(_prepared_experts(config, x.shape[0], w))
-        experts, out, scratch = kept
+    def call(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **w: torch.Tensor) -> Any:
+        experts, out, scratch = prepared(w)
         experts.apply(
             output=out, hidden_states=x, w1=w["w13"], w2=w["w2"], topk_weights=topk_weights, topk_ids=topk_ids,
             activation=MoEActivation.SILU, global_num_experts=config.num_experts, expert_map=None, a1q_scale=None,
@@ -660,14 +645,7 @@ _SM12X: Mapping[Op, tuple[Provider, ...]] = {
     Op.MOE: (Provider("b12x", b12x_moe_missing, b12x_moe),),
     Op.FP8_LINEAR: (Provider("b12x", b12x_linear_missing, b12x_linear),),
     Op.MLA_DECODE: (Provider("flashinfer", flash_infer_missing, flash_infer, FP8_ATTENTION),),
-    Op.MLA_PREFILL: (
-        Provider(
-            "flashinfer",
-            flash_infer_missing,
-            flash_infer_prefill,
-            FP8_ATTENTION,
-        ),
-    ),
+    Op.MLA_PREFILL: (Provider("flashinfer", flash_infer_missing, flash_infer_prefill, FP8_ATTENTION),),
 }
 """Tried on compute capability 12.x only."""
 

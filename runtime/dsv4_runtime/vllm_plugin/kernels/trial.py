@@ -33,10 +33,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import torch
@@ -100,10 +100,7 @@ class Evidence:
             "machine": dict(self.machine),
             "choice": {str(op): self.choice.provider(op) for op in Op},
             "seconds": round(self.seconds, 1),
-            "standings": [
-                {"op": s.op, "provider": s.provider, "slowness": s.slowness, "excluded": s.excluded}
-                for s in self.standings
-            ],
+            "standings": [asdict(one) for one in self.standings],
             "seen": [one.to_dict() for one in self.seen],
         }
 
@@ -113,8 +110,6 @@ def machine() -> dict[str, str]:
 
     The card and its limits, the driver, versions, the sources of the kernels, and the environment.
     """
-    import torch
-
     card = torch.cuda.get_device_properties(torch.cuda.current_device())
     found = {"gpu": card.name, "capability": f"{card.major}.{card.minor}", "cuda": str(torch.version.cuda)}
     # These distinguish parts of a card (MIG); the name may be equal.
@@ -192,7 +187,7 @@ class _Files:
         with self._noting("be read"), contextlib.suppress(FileNotFoundError):
             text = self.place.read_text()
         # A truncated file, or one of another release, is replaced.
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
             document = json.loads(text)
             return Kept.from_dict(document), float(document["ended"]), int(document["process"])
         return Kept(), 0.0, 0
@@ -227,7 +222,7 @@ def evidence(config: Mapping[str, Any], tensor_parallel: int, seconds: float = S
         seconds: time limit of the trials of this start.
         cut: further division among the engine's ranks (`evidence.trials`).
     """
-    asked, begun = time.time(), time.monotonic()
+    called, begun = time.time(), time.monotonic()
     tried, here = trials(config, tensor_parallel, **cut), machine()
     jobs = _jobs(tried)
     files = _Files(json.dumps([here, [(t.op, t.name, dict(t.params)) for t in tried]], sort_keys=True))
@@ -235,8 +230,8 @@ def evidence(config: Mapping[str, Any], tensor_parallel: int, seconds: float = S
         kept, ended, process = files.read()
         is_recent = bool(kept.seen) and 0.0 <= time.time() - ended < _AGAIN_SECONDS
         wanted = () if is_recent else kept.open(jobs, tried)
-        if wanted and not _same_start(ended, process, asked):
-            kept = kept.after(_gathered(tried, seconds, wanted if len(wanted) < len(jobs) else None), tried)
+        if wanted and not _same_start(ended, process, called):
+            kept = kept.after(_gathered(tried, seconds, wanted), tried)
             if kept.seen:
                 files.write(kept)
             else:
@@ -248,27 +243,25 @@ def evidence(config: Mapping[str, Any], tensor_parallel: int, seconds: float = S
     return Evidence(here, seen, found, choose(found, eight_bit_activations=eight), time.monotonic() - begun)
 
 
-def _same_start(ended: float, process: int, asked: float) -> bool:
+def _same_start(ended: float, process: int, called: float) -> bool:
     """Return whether the last trial was made by another rank of this start: while this process ran, or waited."""
-    if ended >= asked:
+    if ended > time.time():
+        # The clock was set back.
+        return False
+    if ended >= called:
         return True
     with contextlib.suppress(psutil.Error, OSError):
         return process != os.getpid() and ended >= psutil.Process().create_time()
     return False
 
 
-def _gathered(tried: Sequence[Trial], seconds: float, only: Collection[tuple[Op, str]] | None) -> tuple[Seen, ...]:
+def _gathered(tried: Sequence[Trial], seconds: float, only: Collection[tuple[Op, str]]) -> tuple[Seen, ...]:
     """Return the result of `gather`; if it cannot run, the error as the fault of every provider."""
     try:
-        return gather(tried, seconds) if only is None else gather(tried, seconds, only=only)
+        return gather(tried, seconds, only=only)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         fault = f"{type(error).__name__}: {error}"
-        return tuple(
-            Seen(op, trial.name, name, fault=fault)
-            for op, name in only or _jobs(tried)
-            for trial in tried
-            if trial.op is op
-        )
+        return tuple(Seen(op, trial.name, name, fault=fault) for op, name in only for trial in tried if trial.op is op)
 
 
 def _jobs(tried: Sequence[Trial]) -> tuple[tuple[Op, str], ...]:
@@ -296,8 +289,6 @@ def visible(index: int, name: str, uuid: str, given: str | None) -> str | None:
 
 def _own_device() -> dict[str, str]:
     """Return the environment variable that limits a child to the GPU of this process."""
-    import torch
-
     index, name, uuid = 0, "", ""
     with contextlib.suppress(Exception):
         index = torch.cuda.current_device()
@@ -352,16 +343,9 @@ def _run_all(
     jobs: Sequence[tuple[Op, str, Sequence[Trial]]], seconds: float, child: Sequence[str], folder: Path
 ) -> int | None:
     """Run the providers for at most `seconds`; return the exit code of their parent, None if it had not ended."""
-    wanted = [
-        {
-            "op": op,
-            "provider": name,
-            "trials": [{"name": t.name, "operation": t.operation, "params": dict(t.params)} for t in trials_of],
-        }
-        for op, name, trials_of in jobs
-    ]
+    wanted = [{"op": op, "provider": name, "trials": list(map(asdict, its))} for op, name, its in jobs]
     given = folder / "jobs.json"
-    given.write_text(json.dumps(wanted))
+    given.write_text(json.dumps({"parent": os.getpid(), "jobs": wanted}))
     with given.open() as source:
         process = subprocess.Popen(
             [*child, str(folder)],
@@ -391,13 +375,15 @@ def _results(op: Op, name: str, text: str, tried: Sequence[Trial], ended: int | 
     """Return the outcomes printed by a child, and a fault for each missing trial."""
     seen = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError, TypeError):
-            one = json.loads(line)
-            seen.append(Seen(**{**one, "op": Op(one["op"])}))
+        # A killed process may leave a part of a line.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            seen.append(Seen.from_dict(json.loads(line)))
     if ended is None:
         fault = f"not done after {seconds:.0f} s"
     elif ended < 0:
-        fault = f"its process was ended by {signal.Signals(-ended).name}"
+        # Most real-time signals have no name.
+        known = -ended in list(signal.Signals)
+        fault = f"its process was ended by {signal.Signals(-ended).name if known else f'signal {-ended}'}"
     else:
         fault = f"its process ended with {ended}"
     done = {one.trial for one in seen}
@@ -406,8 +392,6 @@ def _results(op: Op, name: str, text: str, tried: Sequence[Trial], ended: int | 
 
 def large_products() -> bool:
     """Return whether FP8 products of prompts are bundled on this card: whether the kernels have a body for them."""
-    import torch
-
     return tuple(torch.cuda.get_device_capability()) == (9, 0)
 
 
@@ -493,35 +477,41 @@ def time_cold(call: Callable[[], Any]) -> float:
     return float(statistics.median(start.elapsed_time(end) * 1e3 for start, end in marks[2:]))
 
 
-def try_provider(op: Op, name: str, tried: Sequence[Trial], lock: Path) -> None:
-    """Print the outcome of each trial of the provider: correctness, then time, alone on the card."""
+def try_provider(op: Op, name: str, tried: Sequence[Trial], lock: Path, results: IO[str]) -> None:
+    """Write the outcome of each trial of the provider: correctness, then time, alone on the card.
+
+    Not to the standard output, to which libraries print.
+    """
+
+    def write(seen: Seen) -> None:
+        print(json.dumps(seen.to_dict()), file=results, flush=True)
+
     device = torch.device("cuda", torch.cuda.current_device())
     right = []
     for trial in tried:
         seen, call = try_one(op, name, trial, device)
         if call is None:
-            print(json.dumps(seen.to_dict()), flush=True)
+            write(seen)
         else:
             right.append((seen, call))
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         for seen, call in right:
-            print(json.dumps({**seen.to_dict(), "microseconds": time_cold(call)}), flush=True)
+            write(replace(seen, microseconds=time_cold(call)))
 
 
 def _fork_provider(job: Mapping[str, Any], folder: Path) -> int:
     """Start the process of one provider, its output in `folder`; return its pid."""
-    pid = os.fork()
-    if pid:
+    parent = os.getpid()
+    if pid := os.fork():
         return pid
     status = 1
     try:
-        end_with_parent()
+        end_with_parent(parent)
         op, name = Op(job["op"]), job["provider"]
-        sys.stdout = output(folder, op, name).open("w")
-        tried = [Trial(op, trial["name"], trial["operation"], trial["params"]) for trial in job["trials"]]
-        try_provider(op, name, tried, folder / "lock")
-        sys.stdout.flush()
+        tried = [Trial(**{**one, "op": op}) for one in job["trials"]]
+        with output(folder, op, name).open("w") as results:
+            try_provider(op, name, tried, folder / "lock", results)
         status = 0
     finally:
         # Without the parent's exit handlers.
@@ -530,11 +520,11 @@ def _fork_provider(job: Mapping[str, Any], folder: Path) -> int:
 
 def run_child(folder: Path) -> None:
     """Try the providers listed on standard input concurrently, each in a forked process."""
-    end_with_parent()
-    jobs = json.load(sys.stdin)
+    given = json.load(sys.stdin)
+    end_with_parent(given["parent"])
     if torch.cuda.is_initialized():
         raise SystemExit("an import initialised CUDA, which does not live through a fork")
-    running = {_fork_provider(job, folder): output(folder, Op(job["op"]), job["provider"]) for job in jobs}
+    running = {_fork_provider(job, folder): output(folder, Op(job["op"]), job["provider"]) for job in given["jobs"]}
     while running:
         pid, status = os.wait()
         if (place := running.pop(pid, None)) is not None:

@@ -3,50 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from dsv4_runtime.vllm_plugin.kernels.v033 import (
-    COLLECTIVES,
-    CUTE_COMPRESSOR,
-    FLASHINFER_SPARSE,
-    FLASHMLA,
-    HOOKS,
-    HYPER_CONNECTIONS,
-    LAYERS,
-    MODEL_LOADER,
-    MODEL_REGISTRY,
-    MODEL_RUNNER,
-    PARALLEL_STATE,
-    PRIVATE,
-    RAY_EXECUTOR,
-    SERVE_COMMAND,
-    SYMBOLS,
-    SYSTEM_UTILS,
-    TILELANG_HYPER_CONNECTIONS,
-    WORKER_MODULES,
-)
+from dsv4_runtime.vllm_plugin.kernels import v033
 
-__all__ = [
-    "COLLECTIVES",
-    "CUTE_COMPRESSOR",
-    "FLASHINFER_SPARSE",
-    "FLASHMLA",
-    "HOOKS",
-    "HYPER_CONNECTIONS",
-    "LAYERS",
-    "MODEL_LOADER",
-    "MODEL_REGISTRY",
-    "MODEL_RUNNER",
-    "PARALLEL_STATE",
-    "PRIVATE",
-    "RAY_EXECUTOR",
-    "SERVE_COMMAND",
-    "SYMBOLS",
-    "SYSTEM_UTILS",
-    "TILELANG_HYPER_CONNECTIONS",
-    "WORKER_MODULES",
-    "compile_together",
-    "grammar_masks",
-]
+
+def __getattr__(name: str) -> Any:
+    return getattr(v033, name)
 
 
 def compile_together(compile_all: Callable[[], None], count: int) -> None:

@@ -459,7 +459,7 @@ HOOKS = (
             "DequantizeAndGatherKCacheKernel.get_warmup_keys": ("self", "vllm_config"),
             "DequantizeAndGatherKCacheKernel.warmup_inputs": ("self", "compile_key"),
         },
-        "warmup:gather_hook",
+        "warmup:every_gather",
     ),
     # Also for DSpark. vLLM 0.33 has one parameter more than 0.32.
     _warm_up(

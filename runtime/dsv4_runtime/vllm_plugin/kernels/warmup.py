@@ -63,12 +63,17 @@ def around_kernel_warmup(original: Any) -> Any:
     def kernel_warmup(worker: Any, *args: Any, **kwargs: Any) -> Any:
         _plan_attention(worker.model_runner)
         result = original(worker, *args, **kwargs)
-        finish()
-        late = warm_up()
-        LOGGER.info("dsv4 kernels: %s plans requested by vLLM's warm-up were compiled after it", late)
+        _compile_plans(time.monotonic(), "requests of vLLM's warm-up")
         return result
 
     return kernel_warmup
+
+
+def _compile_plans(begun: float, what: str) -> None:
+    """Compile all new plans, and log the time since `begun`."""
+    finish()
+    made = warm_up()
+    LOGGER.info("dsv4 kernels: %s plans compiled in %.1f s for %s", made, time.monotonic() - begun, what)
 
 
 def before_attention(original: Any) -> Any:
@@ -76,9 +81,7 @@ def before_attention(original: Any) -> Any:
 
     @functools.wraps(original)
     def deepseek_v4_sparse_mla_attention_warmup(worker: Any) -> None:
-        begun = time.monotonic()
-        finish()
-        LOGGER.info("dsv4 kernels: %s plans compiled in %.1f s", warm_up(), time.monotonic() - begun)
+        _compile_plans(time.monotonic(), "attention")
         original(worker)
 
     return deepseek_v4_sparse_mla_attention_warmup
@@ -115,9 +118,7 @@ def before_profiled_capture(original: Any) -> Any:
         def planned(*args: Any, **kwargs: Any) -> Any:
             begun = time.monotonic()
             _plan_attention(runner)
-            finish()
-            made = warm_up()
-            LOGGER.info("dsv4 kernels: %s plans compiled in %.1f s for profiled graphs", made, time.monotonic() - begun)
+            _compile_plans(begun, "profiled graphs")
             return capture(*args, **kwargs)
 
         manager.capture = planned
@@ -161,19 +162,15 @@ def plan_attention(models: Sequence[Any]) -> None:
                 indexer.plan_ahead_of_requests(layer)
 
 
-def gather_hook(module: ModuleType) -> list[Assignment]:
-    """Return the assignments of `every_gather` for the kernel in `module`."""
-    return every_gather(module.DequantizeAndGatherKCacheKernel)
-
-
-def every_gather(kernel: type) -> list[Assignment]:
+def every_gather(module: ModuleType) -> list[Assignment]:
     """Return the assignments that add all caches and alignments to the warm-up of vLLM's gather of a prefill's window.
 
-    `kernel` is `DequantizeAndGatherKCacheKernel`. vLLM 0.33 compiles it for contiguous pages with the size of the
+    `module` has the kernel. vLLM 0.33 compiles it for contiguous pages with the size of the
     compressed caches; pages of the window have another size and the stride of the largest layer. Lengths start at the
     first request of a chunk of prefills, entries after the compressed ones.
     """
-    keys_of, inputs_of = kernel.get_warmup_keys, kernel.warmup_inputs  # type: ignore[attr-defined]
+    kernel = module.DequantizeAndGatherKCacheKernel
+    keys_of, inputs_of = kernel.get_warmup_keys, kernel.warmup_inputs
 
     @dataclass(frozen=True)
     class Key(kernel.CompileKey):  # type: ignore[misc, name-defined]

@@ -644,7 +644,7 @@ MEMBER = (
     Mutant(
         "every rank of a start tries a failed provider again",
         f"{_KERNELS}/trial.py",
-        "if wanted and not _same_start(ended, process, asked):",
+        "if wanted and not _same_start(ended, process, called):",
         "if wanted:",
         ("tests/unit/vllm_plugin/kernels/test_trial.py",),
     ),

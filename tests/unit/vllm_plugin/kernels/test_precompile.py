@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +116,22 @@ def test_the_wait_for_it_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFix
     announce(QuantPlan, 64, 256, DEVICE)
     finish()
     assert compiled(tmp_path) == 1
+
+
+def test_a_process_that_holds_its_pipe_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program, left = tmp_path / "python", tmp_path / "left"
+    program.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {left}\ncat\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    announce(QuantPlan, 64, 256, DEVICE)
+    for _ in range(1000):
+        if left.exists() and left.read_text().endswith("\n"):
+            break
+        time.sleep(0.01)
+    begun = time.monotonic()
+    finish(0.0)
+    os.kill(int(left.read_text()), signal.SIGKILL)
+    assert time.monotonic() - begun < 10.0
 
 
 @pytest.mark.parametrize("failure", ["it ends", "it cannot be started"])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
+import math
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,8 +27,14 @@ CHILD = """
 import json, os, signal, sys, time
 from dsv4_runtime.vllm_plugin.kernels import trial
 
-def try_provider(op, name, tried, lock):
+def try_provider(op, name, tried, lock, results):
     for number, trial in enumerate(tried):
+        if name == "prints":
+            print("{}", "loading", end="")
+        if name == "is interrupted" and number:
+            results.write('{"op": "moe"}\\n{"op": "mo')
+            results.flush()
+            os.kill(os.getpid(), 36)
         if name == "segfaults" and number:
             os.kill(os.getpid(), signal.SIGSEGV)
         if name == "hangs" and number:
@@ -37,11 +46,14 @@ def try_provider(op, name, tried, lock):
         seen = {"op": op, "trial": trial.name, "provider": name, "microseconds": trial.params["tokens"] * 2.0}
         if name == "wrong":
             seen = {"op": op, "trial": trial.name, "provider": name, "fault": "wrong: out: rms above 5e-3"}
-        print(json.dumps(seen), flush=True)
+        print(json.dumps(seen), file=results, flush=True)
 
 trial.try_provider = try_provider
 trial.run_child(trial.Path(sys.argv[1]))
 """
+
+
+PROVIDERS = ("right", "wrong", "raises", "segfaults", "hangs", "prints", "is interrupted")
 
 
 @pytest.fixture
@@ -49,7 +61,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setenv("HANGS", str(tmp_path / "hangs"))
-    monkeypatch.setattr(trial, "names", lambda op: ("right", "wrong", "raises", "segfaults", "hangs"))
+    monkeypatch.setattr(trial, "names", lambda op: PROVIDERS)
     return sys.executable, str(script)
 
 
@@ -60,9 +72,11 @@ def test_a_wrong_a_crashing_and_a_hanging_provider_are_excluded_within_the_bound
     found = {s.provider: s for s in standings(trial.gather(TRIED, 12.0, child), TRIED)}
     assert time.monotonic() - begun < 15.0
     assert found["right"].slowness == pytest.approx(1.0)
+    assert found["prints"].slowness == pytest.approx(1.0)
     assert found["wrong"].excluded == "t1: wrong: out: rms above 5e-3"
     assert found["raises"].excluded == "t1: its process ended with 1"
     assert found["segfaults"].excluded == "t8: its process was ended by SIGSEGV"
+    assert found["is interrupted"].excluded == "t8: its process was ended by signal 36"
     assert found["hangs"].excluded == "t8: not done after 12 s"
     assert ends(int((tmp_path / "hangs").read_text()))
     script = str(tmp_path / "child.py")
@@ -76,6 +90,16 @@ def ends(pid: int) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+def test_a_trial_whose_engine_has_ended_does_not_begin(child: tuple[str, ...], tmp_path: Path) -> None:
+    """The engine may be killed while the process of the trial imports."""
+    gone = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout
+    one = {"op": "moe", "provider": "hangs", "trials": [{"name": t, "operation": "", "params": {}} for t in "ab"]}
+    given = json.dumps({"parent": int(gone), "jobs": [one]})
+    done = subprocess.run([*child, str(tmp_path)], input=given, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert not (tmp_path / "hangs").exists()
 
 
 MOE = tuple((Op.MOE, name) for name in ("bundled", "bundled_w4a8", "marlin"))
@@ -117,6 +141,9 @@ def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
     return Starts(monkeypatch, tmp_path / "cache")
 
 
+ENDED = {"ended": 0.0, "process": 1}
+
+
 def test_conclusive_outcomes_are_kept_and_not_tried_again(starts: Starts, tmp_path: Path) -> None:
     first = starts.start(marlin="wrong: rms above 5e-3")
     assert first == {"bundled": None, "bundled_w4a8": None, "marlin": "t1: wrong: rms above 5e-3"}
@@ -135,6 +162,21 @@ def test_conclusive_outcomes_are_kept_and_not_tried_again(starts: Starts, tmp_pa
         '{"seen": 1}',
         '{"seen": [{}], "failed": []}',
         '{"seen": [], "failed": [1]}',
+        "[" * 100_000,
+        *(
+            json.dumps({"seen": [{"op": "moe", "trial": "t1", "provider": "marlin"} | wrong], "failed": []} | ENDED)
+            for wrong in (
+                {"microseconds": 0},
+                {"microseconds": -2.0},
+                {"microseconds": "2.0"},
+                {"microseconds": math.nan},
+                {"fault": ["wrong: x"]},
+                {"trial": [], "fault": "wrong: x"},
+                {"provider": 1, "fault": "wrong: x"},
+                {"op": "none", "fault": "wrong: x"},
+                {"more": 1, "fault": "wrong: x"},
+            )
+        ),
     ):
         kept.write_text(text)
         asked = len(starts.asked)
@@ -221,6 +263,14 @@ def test_another_rank_of_the_same_start_does_not_try_again(starts: Starts, monke
     assert len(starts.asked) == 2
 
 
+def test_a_trial_that_ended_in_the_future_is_of_another_start(starts: Starts, tmp_path: Path) -> None:
+    """The clock was set back: no start until then would try the provider again."""
+    starts.start(marlin="not done after 20 s")
+    (kept,) = (tmp_path / "cache").glob("*.json")
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"ended": time.time() + 86400.0}))
+    assert starts.start()["marlin"] is None
+
+
 def test_a_lock_that_is_held_for_too_long_is_no_obstacle(
     starts: Starts, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,8 +346,8 @@ def test_a_trial_that_cannot_be_run_is_a_fault_of_every_provider(
     with monkeypatch.context() as patched:
         patched.setattr(trial, "CHILD", child)
         patched.setattr(operation, failing(OSError(errno.ENOSPC, "no space left")))
-        seen = trial._gathered(TRIED, 1.0, None)
-    assert len(seen) == 5 * len(TRIED)
+        seen = trial._gathered(TRIED, 1.0, trial._jobs(TRIED))
+    assert len(seen) == len(PROVIDERS) * len(TRIED)
     assert {one.fault for one in seen} == {"OSError: [Errno 28] no space left"}
 
 
