@@ -289,6 +289,7 @@ class StartStep(Report):
     step: str = ""
     """Step of the phase, such as `loading weights`; empty: the phase is not divided."""
     seconds: float
+    """Duration in seconds."""
 
 
 class RestartBudget(Report):

@@ -362,7 +362,7 @@ REMEDIES: dict[Cause, str] = {
     Cause.ENGINE_CORE_DIED: "search the issues of this vLLM build for the exception in the message",
     Cause.ENGINE_HUNG: "find the rank that stopped: check its GPU, its link, and a kernel that spins",
     Cause.FABRIC_ERROR: "remove NCCL_IB_GID_INDEX, and check the path with `dsv4 doctor --peer ADDRESS` on both sides",
-    Cause.KERNEL_MISSING: "use a build for this GPU, or the bundled kernels (`spec.engine.kernels: bundled`)",
+    Cause.KERNEL_MISSING: "use a build for this GPU, or the bundled kernels (`spec.engine.kernels: auto`)",
     Cause.KV_CACHE_TOO_SMALL: "lower maxModelLen to the estimate of vLLM, or raise gpuMemoryUtilization",
     Cause.MEMBER_MISSING: "start the missing rank, and check that the machines reach each other on all ports",
     Cause.NCCL_TIMEOUT: "find the rank that stopped first: check its log, its GPU, its link",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,15 @@ def test_every_relative_link_resolves(page: Path) -> None:
 def test_links_are_found() -> None:
     assert "docs/quickstart.md" in links(ROOT / "README.md")
     assert "images/group.svg" in links(ROOT / "docs" / "concepts.md")
+
+
+def test_the_installation_with_kubectl_replaces_both_images() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    [command] = re.findall(r"^(sed .*?install\.yaml)", page, re.MULTILINE | re.DOTALL)
+    script = ["bash", "-c", command]
+    installed = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    images = re.findall(r"(?:^ +image: |--runtime-image=)\"?([^:\s]+)", installed, re.MULTILINE)
+    assert images == ["REGISTRY/dsv4-operator", "REGISTRY/dsv4-runtime"]
 
 
 @pytest.mark.parametrize("record", sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")), ids=lambda path: path.stem)
