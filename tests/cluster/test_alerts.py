@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 import threading
 import time
 import urllib.request
@@ -28,6 +30,7 @@ from dsv4_operator.backends.local.supervisor import read_report
 from dsv4_operator.controller.observability import OperatorMetrics
 from dsv4_testkit import monitoring
 from dsv4_testkit.faults.load import Load, Shape
+from dsv4_testkit.faults.own import Own
 from dsv4_testkit.faults.system import DSV4, HOOK
 from dsv4_testkit.faults.table import BY_NAME
 from dsv4_testkit.harness import MANIFEST, Deployment
@@ -154,18 +157,20 @@ def world(
     nodes: int = 1,
     restarts: int = 50,
     manifest: str = MANIFEST,
+    operator: bool = True,
+    seqs: int = 4,
 ) -> Iterator[World]:
-    """Start a deployment and Prometheus."""
+    """Start a deployment and Prometheus, with the operator's exporter or as on a machine without Kubernetes."""
     rules = folder / "alerts.yaml"
     rules.write_text(faster(monitoring.ALERTS.read_text()))
     system = DSV4()
-    system.deployment = Deployment(name, nodes=nodes, restarts=restarts, manifest=manifest)
+    system.deployment = Deployment(name, nodes=nodes, restarts=restarts, manifest=manifest, seqs=seqs)
     system.deployment.environment[HOOK] = str(system.deployment.root / "order")
     labels = {"namespace": "default", "deployment": name}
     try:
         print(f"{name}: up {system.deployment.up():.0f} s", flush=True)
         with exporter(system.deployment) as port:
-            ports = {"gateway": system.deployment.api, "operator": port}
+            ports = {"gateway": system.deployment.api, **({"operator": port} if operator else {})}
             with prometheus.running(folder, ports, {"operator": {}, "gateway": labels}, rules) as url:
                 found = World(system, url)
                 found.wait(lambda: _scraped(url, len(ports)), 60, lambda: (folder / "log").read_text())
@@ -236,3 +241,51 @@ def test_a_budget_that_ends(tmp_path: Path) -> None:
         found.fires("DSV4RecoveryExhausted", 60)
         assert found.ask() == 503
         found.fires("DSV4RequestsLost", 30)
+
+
+def test_a_token_key_that_cannot_be_read(tmp_path: Path) -> None:
+    """The loop writes a wrong or missing key anew within seconds, so the file is one that it cannot replace."""
+    with world(tmp_path, "key") as found:
+        key = found.deployment.directory / "token-key"
+        key.unlink()
+        key.mkdir()
+        # Running gateways have a token already.
+        for pid in Own.GATEWAY.find(found.system):
+            os.kill(pid, signal.SIGKILL)
+        found.fires("DSV4CredentialsRejected", 60)
+        key.rmdir()
+        found.wait(lambda: not prometheus.firing(found.url), 60)
+        assert found.ask() == 200
+
+
+def test_a_full_cache(tmp_path: Path) -> None:
+    """The cache has room for one request of the longest length, and several wait for it."""
+    manifest = MANIFEST.replace("maxNumBatchedTokens: 512", f"maxNumBatchedTokens: 512, kvCacheMemory: {KV_CACHE}")
+    with world(tmp_path, "cache", manifest=manifest) as found:
+        print([line for line in _engine_log(found) if "KV cache" in line])
+        with Load(
+            found.deployment.api, "cache", Shape(clients=4, prompt_words=(185, 195), tokens=(200, 220), chat=0), "1"
+        ):
+            found.fires("DSV4KvCacheFull", 150)
+        found.wait(lambda: not prometheus.firing(found.url), 60)
+
+
+KV_CACHE = "32Mi"
+
+
+def _engine_log(found):
+    return (found.deployment.directory / "i1/m0/vllm.log").read_text().splitlines()
+
+
+def test_a_silent_agent(tmp_path: Path) -> None:
+    """Nothing may repair it: neither the supervisor nor the loop."""
+    with world(tmp_path, "silent", operator=False) as found:
+        stopped = [found.system.network, *Own.LOOP.find(found.system), found.system.pid(0, "agent")]
+        assert len(stopped) == 3
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            found.fires("DSV4AgentSilent", 150)
+        finally:
+            for pid in reversed(stopped):
+                os.kill(pid, signal.SIGCONT)

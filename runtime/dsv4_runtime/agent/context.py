@@ -23,7 +23,7 @@ from dsv4_runtime.contract import AgentStatus, GroupPlan, Signals
 from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.fabric.member import MemberFabric
 from dsv4_runtime.health.vitals import ExitCauses, Vitals, memory_usage
-from dsv4_runtime.util import keeper
+from dsv4_runtime.util import TRACES, keeper, trace_settings
 from dsv4_runtime.util.secrets import is_secret_name
 
 BRAKE = "DSV4_IMPORT_BRAKE"
@@ -80,6 +80,15 @@ class AgentContext:
         # The credentials for the weights are not passed on: the engine needs only the files.
         inherited = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
         self.env = {**inherited, **own, **plan.environment(rank)}
+        self.trace_arguments: tuple[str, ...] = ()
+        """Further arguments of vLLM on rank 0, for traces."""
+        if rank == 0:
+            try:
+                self.trace_arguments, variables = trace_settings(plan.engine_args(rank), os.environ)
+            except ValueError as error:
+                _log.warning("%s: %s; vLLM sends no traces", TRACES, error)
+            else:
+                self.env = {**variables, **self.env}
         self.keeper = _keeper(directory) if plan.engine.retain_weights else None
         if self.keeper is not None:
             self.env[keeper.VARIABLE] = str(self.keeper.path)
