@@ -1,7 +1,8 @@
 """Alerts on a real engine: each fault of a nano deployment fires its alert in a real Prometheus, and no other one.
 
 Prometheus scrapes the gateways, and the operator's exporter with the status of the deployment. All durations of the
-rules are divided by `FASTER`. `test_monitoring.py` has the alerts of faults that a machine without GPUs cannot have.
+rules are divided by `FASTER`. `test_operator_alerts.py` has the alerts of the operator, `test_monitoring.py` those of
+faults that a machine without GPUs cannot have.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import prometheus
 import pytest
 import yaml
+from prometheus import FASTER, faster
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local.state import DeploymentState
@@ -36,21 +38,9 @@ from dsv4_testkit.faults.table import BY_NAME
 from dsv4_testkit.harness import MANIFEST, Deployment
 
 pytestmark = [prometheus.needed, pytest.mark.long, pytest.mark.timeout(900)]
-FASTER = 20
-"""Thirty minutes become 90 s, an hour three minutes."""
 SETTLE_SECONDS = 8.0
 """Time for a further alert after the expected one."""
 BACKOFF = "backoff: {{base: 0s, max: 0s}}"
-
-
-def faster(text: str) -> str:
-    """Return the rules with shorter durations."""
-    units = {"m": 60, "h": 3600, "d": 86400}
-
-    def seconds(found: re.Match[str]) -> str:
-        return f"{found[1]}{int(found[2]) * units[found[3]] // FASTER}s{found[4]}"
-
-    return re.sub(r"(\[|for: )(\d+)([mhd])(\]|$)", seconds, text, flags=re.MULTILINE)
 
 
 @dataclass

@@ -221,6 +221,7 @@ class Operator:
             lambda: self._lease.holds,
             lambda: len(self._queue),
             lambda: self._admission.certificate_end if self._admission is not None else None,
+            self._deployments.failing,
         )
         self._listed: tuple[float, list[Manifest]] | None = None
         """Monotonic time and result of the latest list for the status page."""
