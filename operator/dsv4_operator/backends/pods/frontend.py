@@ -61,7 +61,8 @@ class TokenKeys:
             BackendError: see `_key_of`; or the Secret belongs to another owner.
             KubeError: see `_key_of`; or the API server refused the Secret.
         """
-        token = new_token(await self.ensure(deployment))
+        # Never from the cache: gateways have the key that the Secret has now, and would reach none of these members.
+        token = new_token(await self.ensure(deployment, -1.0))
         await self._objects.create(member.token_secret(deployment, group_index, incarnation, token))
 
     async def of(self, deployment: DSV4Deployment) -> str | None:
