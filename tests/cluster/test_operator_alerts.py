@@ -6,7 +6,10 @@ Each fault fires its alert and no other one. All durations of the rules are divi
 from __future__ import annotations
 
 import asyncio
+import base64
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -23,8 +26,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from operator_world import NAME, World, addresses, agents, group, kube, manifest, operated
 
-from dsv4_operator.kube import DSV4_DEPLOYMENTS, Client
+from dsv4_operator.api.deployment import RESTART_AT
+from dsv4_operator.backends.local.network import die_with_parent
+from dsv4_operator.builders import names
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, PODS, SECRETS, Client
 from dsv4_runtime.contract import Cause
+from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings
 from dsv4_testkit import monitoring
 from dsv4_testkit.scripted_agent import ScriptedAgents
 
@@ -51,6 +58,61 @@ def certificate(folder: Path, days: float) -> None:
         (folder / "next").replace(folder / file)
 
 
+class Gateway:
+    """A real gateway; its mounted files, which are the kubelet's part, are written by the test."""
+
+    def __init__(self, world: World, folder: Path, port: int) -> None:
+        self._world, self._folder, self._port = world, folder, port
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def mount(self) -> None:
+        """Write the key of the Secret, and the address of the present head."""
+        world, folder = self._world, self._folder
+        folder.mkdir(exist_ok=True)
+        found = await world.live()
+        name = names.token_key_name(NAME, found["metadata"]["uid"])
+        secret = await world.kube.get(SECRETS, world.namespace, name)
+        assert secret is not None
+        head = await world.kube.get(PODS, world.namespace, f"{NAME}-0-i{group(found)['incarnation']}-r0")
+        assert head is not None
+        key, agent = folder / "key", f"http://{head['status']['podIP']}"
+        route = GatewayRoute(agent=f"{agent}:8090", api=f"{agent}:8000", token_key_file=str(key))
+        limits = GatewaySettings(
+            served_names=("nano",),
+            hold_timeout_seconds=10,
+            max_held_requests=10,
+            max_held_bytes=2**20,
+            request_timeout_seconds=60,
+            max_body_bytes=2**20,
+            drain_seconds=0,
+        )
+        files = {
+            "key": base64.b64decode(secret["data"][names.TOKEN_KEY_ENTRY]).decode(),
+            "route.json": route.to_json(),
+            "settings.json": limits.to_json(),
+        }
+        for file, text in files.items():
+            (folder / "next").write_text(text)
+            (folder / "next").replace(folder / file)
+
+    def start(self) -> None:
+        """Start it, instead of the one before: as the pod of a rollout."""
+        self.kill()
+        words = [f"--settings={self._folder}/settings.json", f"--route={self._folder}/route.json"]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dsv4_runtime.gateway.main", *words, f"--listen=127.0.0.1:{self._port}"],
+                stdout=log,
+                stderr=log,
+                preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+            )
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+
+
 @dataclass
 class Watched:
     """An operator with Prometheus."""
@@ -58,6 +120,7 @@ class Watched:
     world: World
     url: str
     certificates: Path
+    gateway: Gateway
     seen: set[str] = field(default_factory=set)
 
     async def fires(self, alert: str, within: float) -> None:
@@ -77,6 +140,13 @@ class Watched:
             assert time.monotonic() < deadline, f"{firing}\n{self.world.operator.log.read_text()[-3000:]}"
             await asyncio.sleep(0.5)
 
+    async def until_metric(self, query: str, seconds: float) -> None:
+        """Wait until a query has a result."""
+        deadline = time.monotonic() + seconds
+        while not await asyncio.to_thread(prometheus.ask, self.url, query):
+            assert time.monotonic() < deadline, query
+            await asyncio.sleep(0.5)
+
     async def firing(self) -> set[str]:
         return await asyncio.to_thread(prometheus.firing, self.url)
 
@@ -94,17 +164,21 @@ async def watched(
     (tmp_path / "alerts.yaml").write_text(yaml.safe_dump(rules))
     more = [f"--webhook-port={free_port()}", f"--webhook-certificates={certificates}"]
     async with operated(operator_kubeconfig, kube, namespace, tmp_path / "operator.log", more) as world:
-        ports = {"operator": world.operator.port}
-        with prometheus.running(tmp_path, ports, {"operator": {}}, tmp_path / "alerts.yaml") as url:
+        ports = {"operator": world.operator.port, "gateway": free_port()}
+        labels = {"operator": {}, "gateway": {"namespace": namespace, "deployment": NAME}}
+        with prometheus.running(tmp_path, ports, labels, tmp_path / "alerts.yaml") as url:
             await world.kube.create(manifest(namespace))
             await world.serving(1)
-            found = Watched(world, url, certificates)
+            found = Watched(world, url, certificates, Gateway(world, tmp_path / "gateway", ports["gateway"]))
             deadline = time.monotonic() + 60
             while not await asyncio.to_thread(_scraped, url):
                 assert time.monotonic() < deadline, (tmp_path / "log").read_text()
                 await asyncio.sleep(0.5)
             assert await found.firing() == set()
-            yield found
+            try:
+                yield found
+            finally:
+                found.gateway.kill()
 
 
 def _scraped(url: str) -> bool:
@@ -158,3 +232,27 @@ async def test_a_quota_and_the_end_of_the_operator(watched: Watched, cluster: Co
     world.operator.start()
     await world.operator.until_leading()
     await watched.ends("DSV4OperatorDown", 30)
+
+
+async def test_another_token_key(watched: Watched) -> None:
+    """A gateway that runs keeps its token; a new one has a key that the agents do not know."""
+    world, gateway = watched.world, watched.gateway
+    await gateway.mount()
+    gateway.start()
+    rejected = "dsv4_gateway_credentials_rejected == 0 and on () dsv4_gateway_watch_age_seconds < 3"
+    await watched.until_metric(rejected, 30)
+    found = await world.live()
+    name = names.token_key_name(NAME, found["metadata"]["uid"])
+    changed = {"data": {names.TOKEN_KEY_ENTRY: base64.b64encode(b"another key").decode()}}
+    await world.kube.patch(SECRETS, world.namespace, name, changed)
+    await gateway.mount()
+    await asyncio.sleep(SETTLE_SECONDS)
+    await watched.until_metric(rejected, 5)
+    gateway.start()
+    await watched.fires("DSV4CredentialsRejected", 60)
+    # The remedy; at once, although the operator has the former key in its cache.
+    await world.change(annotations={RESTART_AT: "2026-11-26T00:00:00Z"})
+    await world.serving(2)
+    await gateway.mount()
+    await watched.ends("DSV4CredentialsRejected", 30)
+    await watched.until_metric(rejected, 10)
