@@ -249,22 +249,14 @@ def test_a_token_key_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_a_full_cache(tmp_path: Path) -> None:
-    """The cache has room for one request of the longest length, and several wait for it."""
-    manifest = MANIFEST.replace("maxNumBatchedTokens: 512", f"maxNumBatchedTokens: 512, kvCacheMemory: {KV_CACHE}")
-    with world(tmp_path, "cache", manifest=manifest) as found:
-        print([line for line in _engine_log(found) if "KV cache" in line])
-        with Load(
-            found.deployment.api, "cache", Shape(clients=4, prompt_words=(185, 195), tokens=(200, 220), chat=0), "1"
-        ):
+    """Many requests begin small and grow, so that a block that becomes free is taken in the next step."""
+    # Blocks for one request of the longest length, the least that is accepted.
+    manifest = MANIFEST.replace("maxNumBatchedTokens: 512", "maxNumBatchedTokens: 512, kvCacheMemory: 39Mi")
+    with world(tmp_path, "full", manifest=manifest, seqs=48) as found:
+        shape = Shape(clients=48, prompt_words=(2, 4), tokens=(300, 400), chat=0.0)
+        with Load(found.deployment.api, "full", shape, "1"):
             found.fires("DSV4KvCacheFull", 150)
         found.wait(lambda: not prometheus.firing(found.url), 60)
-
-
-KV_CACHE = "32Mi"
-
-
-def _engine_log(found):
-    return (found.deployment.directory / "i1/m0/vllm.log").read_text().splitlines()
 
 
 def test_a_silent_agent(tmp_path: Path) -> None:
@@ -276,6 +268,20 @@ def test_a_silent_agent(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGSTOP)
         try:
             found.fires("DSV4AgentSilent", 150)
+        finally:
+            for pid in reversed(stopped):
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_a_stopped_loop(tmp_path: Path) -> None:
+    """The loop of a machine in the place of the operator, whose exporter counts its beats here."""
+    with world(tmp_path, "loop") as found:
+        stopped = [found.system.network, *Own.LOOP.find(found.system)]
+        assert len(stopped) == 2
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            found.fires("DSV4OperatorStalled", 120)
         finally:
             for pid in reversed(stopped):
                 os.kill(pid, signal.SIGCONT)

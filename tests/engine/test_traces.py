@@ -61,7 +61,8 @@ def test_vllms_spans_are_children_of_the_gateways(tmp_path: Path) -> None:
             for one in (stream, whole, held):
                 one.answered()
                 assert one.status == 200
-            found = receiver.until(lambda spans: len(_gateways(spans)) == 4, SECONDS)
+            # Of each request a span of the gateway, and one of the vLLM that answered it.
+            found = receiver.until(lambda spans: len(_gateways(spans)) == 4 and len(spans) == 8, SECONDS)
             events = {tuple(name for name, _ in one.events): one for one in _gateways(found)[1:]}
             print(*events, sep="\n")
             names = {path[-1] for path in events}
@@ -72,7 +73,7 @@ def test_vllms_spans_are_children_of_the_gateways(tmp_path: Path) -> None:
                 assert one.events[-1][1] == {"dsv4.group": 0, "dsv4.incarnation": 1, "dsv4.generation": 2}
                 assert one.attributes["dsv4.held_seconds"] > 1
                 (child,) = (each for each in found if each.parent == one.id)
-                assert child.span.name == "llm_request", "vLLM's, of the engine that answered"
+                assert (child.span.name, child.trace) == ("llm_request", one.trace)
             assert PROMPT not in "".join(str(one.span) for one in found)
             failure = deployment.group()["history"][0]
             assert failure["cause"] == "EngineCoreDied"

@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from dsv4_runtime import util
+from dsv4_runtime.agent import context
+from dsv4_runtime.agent.context import trace_settings
 from dsv4_runtime.gateway.metrics import Traces, open_traces
-from dsv4_runtime.util import trace_receiver, trace_settings
+from dsv4_runtime.util import trace_receiver
 from dsv4_testkit.otlp import Receiver
 from dsv4_testkit.waiting import free_port
 
@@ -187,6 +188,6 @@ def test_vllm_gets_the_receiver_unless_it_has_one() -> None:
 
 
 def test_without_a_package_vllm_starts_without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(util, "_VLLM_IMPORTS", ("opentelemetry.sdk", "opentelemetry.missing.module"))
+    monkeypatch.setattr(context, "_VLLM_IMPORTS", ("opentelemetry.sdk", "opentelemetry.missing.module"))
     with pytest.raises(ValueError, match=r"has no opentelemetry.missing.module; install dsv4\[tracing\]"):
         trace_settings((), {"DSV4_TRACES": "http://c:4317"})

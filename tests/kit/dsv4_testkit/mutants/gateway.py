@@ -633,7 +633,7 @@ GATEWAY = (
     ),
     Mutant(
         "an engine does not start without OpenTelemetry",
-        "runtime/dsv4_runtime/util/__init__.py",
+        "runtime/dsv4_runtime/agent/context.py",
         "        if found is None:\n",
         "        if False:\n",
         ("tests/unit/gateway/test_traces.py",),
