@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import prometheus
@@ -21,9 +20,6 @@ import pytest
 import yaml
 from clusterkit.client import Cluster as ControlPlane
 from clusterkit.layout import free_port
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from operator_world import NAME, World, addresses, agents, group, kube, manifest, operated
 
 from dsv4_operator.api.deployment import RESTART_AT
@@ -33,6 +29,7 @@ from dsv4_operator.kube import DSV4_DEPLOYMENTS, PODS, SECRETS, Client
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings
 from dsv4_testkit import monitoring
+from dsv4_testkit.certificates import certificate
 from dsv4_testkit.scripted_agent import ScriptedAgents
 
 __all__ = ["addresses", "agents", "kube"]
@@ -41,21 +38,6 @@ pytestmark = [prometheus.needed, pytest.mark.long, pytest.mark.usefixtures("defi
 SETTLE_SECONDS = 5.0
 NOT_DIVIDED = {"DSV4OperatorStalled"}
 """A quiet operator reconciles every 5 minutes, whatever the divided window is."""
-
-
-def certificate(folder: Path, days: float) -> None:
-    """Write a certificate that is valid for `days` more."""
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "dsv4-operator-webhook")])
-    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    made = made.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=days))
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    public = made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-    for file, content in (("tls.key", private), ("tls.crt", public)):
-        (folder / "next").write_bytes(content)
-        (folder / "next").replace(folder / file)
 
 
 class Gateway:
@@ -157,7 +139,7 @@ async def watched(
 ) -> AsyncIterator[Watched]:
     certificates = tmp_path / "certificates"
     certificates.mkdir()
-    certificate(certificates, 365)
+    certificate(certificates, "webhook", hours=365 * 24)
     rules = yaml.safe_load(prometheus.faster(monitoring.ALERTS.read_text()))
     for part in rules["groups"]:
         part["rules"] = [rule for rule in part["rules"] if rule["alert"] not in NOT_DIVIDED]
@@ -205,9 +187,9 @@ async def test_reports_of_agents(watched: Watched, agents: ScriptedAgents) -> No
 
 
 async def test_a_certificate_that_expires(watched: Watched) -> None:
-    certificate(watched.certificates, 13)
+    certificate(watched.certificates, "webhook", hours=13 * 24)
     await watched.fires("DSV4WebhookCertificateExpires", 60)
-    certificate(watched.certificates, 365)
+    certificate(watched.certificates, "webhook", hours=365 * 24)
     await watched.ends("DSV4WebhookCertificateExpires", 60)
 
 
@@ -223,7 +205,7 @@ async def test_a_quota_and_the_end_of_the_operator(watched: Watched, cluster: Co
     await world.kube.create(manifest(world.namespace, "other"))
     await watched.fires("DSV4OperatorFailing", 120)
     # It lasts, although the pauses between attempts grow.
-    await asyncio.sleep(45)
+    await asyncio.sleep(30)
     assert await watched.firing() == {"DSV4OperatorFailing"}
     await world.kube.delete(DSV4_DEPLOYMENTS, world.namespace, "other")
     await watched.ends("DSV4OperatorFailing", 60)
