@@ -205,7 +205,7 @@ async def test_a_quota_and_the_end_of_the_operator(watched: Watched, cluster: Co
     await world.kube.create(manifest(world.namespace, "other"))
     await watched.fires("DSV4OperatorFailing", 120)
     # It lasts, although the pauses between attempts grow.
-    await asyncio.sleep(30)
+    await asyncio.sleep(60)
     assert await watched.firing() == {"DSV4OperatorFailing"}
     await world.kube.delete(DSV4_DEPLOYMENTS, world.namespace, "other")
     await watched.ends("DSV4OperatorFailing", 60)
