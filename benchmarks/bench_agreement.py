@@ -1,8 +1,12 @@
 """Agreement of `dsv4 bench` with `vllm bench serve` on the same nano engine: `python benchmarks/bench_agreement.py`.
 
-Both run in turn, N times each: `dsv4 bench` as users run it, and vLLM's benchmark with its own flags, warm-up and the
-tokenizer of the checkpoint. The texts differ but have the same kind and length, because the speed of nano depends on
-the tokens. The output is each run, the ratio of the means, its 95 % interval, and the spread of both.
+Both are run in turn, N times each: `dsv4 bench --quick` as users do, and vLLM's benchmark with its own flags, warm-up
+and the tokenizer of the checkpoint, on the prompts of the run before, because the speed of nano depends on the tokens
+(its engine has no prefix cache). Prints each run, the ratio of the means, its 95 % interval, and the spread of both.
+
+Every step of the engine takes `--pace` seconds, longer than its computation: on a small machine the engine, the load
+generator and other programs share the processors, and differences of 2 % would need hundreds of runs. `--file` keeps
+the runs, so that several calls, each with an engine of its own, are one measurement.
 """
 
 from __future__ import annotations
@@ -15,103 +19,131 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from dsv4_operator.verify import speed
+from dsv4_testkit.faults.system import HOOK
 from dsv4_testkit.harness import Deployment
 
-PROGRAM = """
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
+WRAPPER = """\
+#!{python}
+import os, shutil, sys
+for word in sys.argv:
+    if word.startswith("--dataset-path="):
+        shutil.copy(word.partition("=")[2], {copy!r})
+os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 """
-INPUT, OUTPUT, CLIENTS, REQUESTS = 256, 256, 4, 8
-"""Values of the profile `chat` with 256 input tokens."""
-FIGURES = {"outputTokensPerSecond": "output_throughput", "tpotSeconds.p50": "p50_tpot_ms"}
+"""A Python for `dsv4 bench` that keeps the prompts."""
+OUTPUT, CLIENTS, REQUESTS = 32, 4, 8
+"""Those of the profile `chat` with `--quick`."""
+FIGURES = {
+    "outputTokensPerSecond": "output_throughput",
+    "tpotSeconds.p50": "p50_tpot_ms",
+    "ttftSeconds.p50": "p50_ttft_ms",
+}
 _SECONDS = 300.0
+Runs = dict[str, dict[str, list[float]]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=6, help="runs of each benchmark (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=6, help="of each (default: %(default)s)")
+    parser.add_argument("--pace", type=float, default=0.15, help="seconds of a step, at least (default: %(default)s)")
+    parser.add_argument("--file", type=Path, help="JSON file with earlier runs, to which these are added")
     options = parser.parse_args()
+    runs: Runs = {side: {name: [] for name in FIGURES} for side in ("dsv4", "vllm")}
+    if options.file is not None and options.file.exists():
+        runs = json.loads(options.file.read_text())
+    for pair in pairs(options.runs, options.pace):
+        print(pair, flush=True)
+        for side, found in pair.items():
+            for name in FIGURES:
+                runs[side][name].append(found[name])
+        if options.file is not None:
+            options.file.write_text(json.dumps(runs))
+    print(f"{os.cpu_count()} CPUs, {platform.machine()}, Linux {platform.release()}")
+    ratios = {name: compared(name, runs) for name in FIGURES}
+    # The time to the first token is mostly computed in one step, which is not paced.
+    return int(max(abs(ratios[name] - 1) for name in ("outputTokensPerSecond", "tpotSeconds.p50")) > 0.02)
+
+
+def pairs(number: int, pace: float) -> Iterator[dict[str, dict[str, float]]]:
+    """Run both in turn on an engine of their own; yield the figures of each pair."""
     deployment = Deployment("agree", nodes=1)
-    ours: dict[str, list[float]] = {name: [] for name in FIGURES}
-    theirs: dict[str, list[float]] = {name: [] for name in FIGURES}
+    hook = deployment.root / "order"
+    deployment.environment[HOOK] = str(hook)
     try:
         deployment.up()
+        if pace:
+            order = hook.with_suffix(".new")
+            order.write_text(json.dumps({"kind": "pace", "rank": 0, "seconds": pace}))
+            order.replace(hook)
         (tokenizer,) = (deployment.root / "weights").glob("nano-*")
         deployment.complete(tokens=64)
-        # The first pair is a warm-up of the engine and does not count.
-        for number in range(options.runs + 1):
-            for side in (dsv4, vllm) if number % 2 == 0 else (vllm, dsv4):
-                found = side(deployment, tokenizer, number)
-                print(f"pair {number}, {side.__name__}: {found}", flush=True)
-                for name in FIGURES if number else ():
-                    (ours if side is dsv4 else theirs)[name].append(found[name])
+        for _ in range(number):
+            with tempfile.TemporaryDirectory() as folder:
+                yield {"dsv4": dsv4(deployment, Path(folder)), "vllm": vllm(deployment, tokenizer, Path(folder))}
     finally:
         deployment.destroy()
-    print(f"{os.cpu_count()} CPUs, {platform.machine()}, Linux {platform.release()}")
-    worst = 0.0
-    for name in FIGURES:
-        ratio = statistics.fmean(ours[name]) / statistics.fmean(theirs[name])
-        interval = speed.ratio_interval(theirs[name], ours[name], speed.CONFIDENCE)
-        spreads = [100 * statistics.stdev(each[name]) / statistics.fmean(each[name]) for each in (ours, theirs)]
-        worst = max(worst, abs(ratio - 1))
-        print(f"{name}: ratio {ratio:.4f}, 95 % interval {interval}")
+
+
+def compared(name: str, runs: Runs) -> float:
+    """Print the comparison of a figure; return the ratio dsv4 / vLLM of the means."""
+    ours, theirs = runs["dsv4"][name], runs["vllm"][name]
+    ratio = statistics.fmean(ours) / statistics.fmean(theirs)
+    print(
+        f"{name}: ratio {ratio:.4f} of {len(ours)} pairs, 95 % {speed.ratio_interval(theirs, ours, speed.CONFIDENCE)}"
+    )
+    if len(ours) > 1:
+        spreads = [100 * statistics.stdev(each) / statistics.fmean(each) for each in (ours, theirs)]
         print(f"  spread of dsv4 {spreads[0]:.1f} %, of vllm {spreads[1]:.1f} %")
-    return int(worst > 0.02)
+    return ratio
 
 
-def dsv4(deployment: Deployment, tokenizer: Path, number: int) -> dict[str, float]:
-    words = ["bench", deployment.name, "--profile", "chat", "--input", str(INPUT), "--concurrency", str(CLIENTS)]
-    done = deployment.run(*words, "--repeat", "1", "--seed", str(number), "-o", "json", timeout=_SECONDS)
+def dsv4(deployment: Deployment, folder: Path) -> dict[str, float]:
+    """Run `dsv4 bench`; its prompts are in `prompts.json` of `folder` then."""
+    python = folder / "python"
+    python.write_text(WRAPPER.format(python=sys.executable, copy=str(folder / "prompts.json")))
+    python.chmod(0o755)
+    words = ["bench", deployment.name, "--quick", "--concurrency", str(CLIENTS)]
+    done = deployment.run(*words, "--repeat=1", f"--python={python}", "-o", "json", timeout=_SECONDS)
     if done.returncode:
         raise RuntimeError(done.stderr)
     (row,) = json.loads(done.stdout)["runs"]
     return {"inputTokens": row["measuredInputTokens"], **{name: row["samples"][name][0] for name in FIGURES}}
 
 
-def vllm(deployment: Deployment, tokenizer: Path, number: int) -> dict[str, float]:
-    profile = next(each for each in speed.PROFILES if each.name == "chat")
-    (case,) = speed.cases([profile], (CLIENTS,), (INPUT,))
-    sample = speed.prompts(case, 1, 3.0, seed="sample", nonce=f"s{number}")[0]
-    density = len(sample) / deployment.complete(sample, tokens=1)["usage"]["prompt_tokens"]
-    texts = speed.prompts(case, REQUESTS, density, seed=f"vllm/{number}", nonce=f"v{number}")
-    with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder, "data.json")
-        data.write_text(json.dumps([{"conversations": [{"value": text}, {"value": ""}]} for text in texts]))
-        words = [
-            "--backend=openai",
-            f"--base-url=http://127.0.0.1:{deployment.api}",
-            "--endpoint=/v1/completions",
-            f"--model={deployment.name}",
-            f"--tokenizer={tokenizer}",
-            "--dataset-name=sharegpt",
-            f"--dataset-path={data}",
-            f"--sharegpt-output-len={OUTPUT}",
-            f"--num-prompts={REQUESTS}",
-            f"--max-concurrency={CLIENTS}",
-            f"--num-warmups={CLIENTS}",
-            f"--seed={1000 + number}",
-            "--disable-shuffle",
-            "--ignore-eos",
-            "--temperature=0",
-            "--percentile-metrics=ttft,tpot",
-            "--metric-percentiles=50",
-            "--save-result",
-            f"--result-dir={folder}",
-            "--result-filename=result.json",
-        ]
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
-        file = Path(folder, "result.json")
-        if done.returncode or not file.exists():
-            raise RuntimeError(done.stderr[-2000:])
-        found = json.loads(file.read_text())
+def vllm(deployment: Deployment, tokenizer: Path, folder: Path) -> dict[str, float]:
+    """Run vLLM's benchmark on the same prompts."""
+    words = [
+        "--backend=openai",
+        f"--base-url=http://127.0.0.1:{deployment.api}",
+        "--endpoint=/v1/completions",
+        f"--model={deployment.name}",
+        f"--tokenizer={tokenizer}",
+        "--dataset-name=sharegpt",
+        f"--dataset-path={folder / 'prompts.json'}",
+        f"--sharegpt-output-len={OUTPUT}",
+        f"--num-prompts={REQUESTS}",
+        f"--max-concurrency={CLIENTS}",
+        f"--num-warmups={CLIENTS}",
+        "--disable-shuffle",
+        "--ignore-eos",
+        "--temperature=0",
+        "--percentile-metrics=ttft,tpot",
+        "--metric-percentiles=50",
+        "--save-result",
+        f"--result-dir={folder}",
+        "--result-filename=result.json",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", speed.PROGRAM, *words], capture_output=True, text=True, timeout=_SECONDS, check=False
+    )
+    file = folder / "result.json"
+    if done.returncode or not file.exists():
+        raise RuntimeError(done.stderr[-2000:])
+    found = json.loads(file.read_text())
     figures = {name: found[theirs] / (1000 if theirs.endswith("_ms") else 1) for name, theirs in FIGURES.items()}
     return {"inputTokens": found["total_input_tokens"] / REQUESTS, **figures}
 

@@ -38,6 +38,7 @@ class OperatorProcess:
         identity: str | None = None,
         profile: Path | None = None,
         backends: Sequence[str] = (),
+        more: Sequence[str] = (),
     ) -> None:
         """Args:
         kubeconfig: account of the operator.
@@ -46,16 +47,18 @@ class OperatorProcess:
         identity: None: a new one each time.
         profile: file for cProfile's result, written when the operator ends.
         backends: allowed by its policy besides Pods.
+        more: further flags.
         """
         self.log = log
-        self._port = free_port()
+        self.port = free_port()
+        """Of its metrics."""
         policy = log.with_suffix(".policy")
         policy.write_text(json.dumps({**POLICY, "backends": backends}))
         profiled = ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
         self._command = [sys.executable, *profiled, "-m", "dsv4_operator.controller.operator"]
         self._command += [f"--kubeconfig={kubeconfig}", f"--namespace={namespace}", f"--lease-namespace={namespace}"]
         self._command += [f"--policy={policy}"]
-        self._command += [f"--metrics-port={self._port}", "--runtime-image=dsv4.test/none:1"]
+        self._command += [f"--metrics-port={self.port}", "--runtime-image=dsv4.test/none:1", *more]
         self._command += [f"--identity={identity}"] if identity else []
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -110,7 +113,7 @@ class OperatorProcess:
     def metrics(self) -> dict[str, float]:
         """Return every sample by its name with labels; empty while it does not respond."""
         try:
-            text = httpx.get(f"http://127.0.0.1:{self._port}/metrics", timeout=5, trust_env=False).text
+            text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=5, trust_env=False).text
         except httpx.HTTPError:
             return {}
         pairs = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +165,11 @@ async def kube(cluster: ControlPlane) -> AsyncIterator[Client]:
 
 
 @contextlib.asynccontextmanager
-async def operated(kubeconfig: Path, kube: Client, namespace: str, log: Path) -> AsyncIterator[World]:
+async def operated(
+    kubeconfig: Path, kube: Client, namespace: str, log: Path, more: Sequence[str] = ()
+) -> AsyncIterator[World]:
     """Run a leading operator in the namespace; delete all its deployments and pods at the end of the block."""
-    operator = OperatorProcess(kubeconfig, namespace, log, identity="always-the-same")
+    operator = OperatorProcess(kubeconfig, namespace, log, identity="always-the-same", more=more)
     operator.start()
     try:
         await operator.until_leading()

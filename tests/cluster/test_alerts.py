@@ -1,14 +1,17 @@
 """Alerts on a real engine: each fault of a nano deployment fires its alert in a real Prometheus, and no other one.
 
 Prometheus scrapes the gateways, and the operator's exporter with the status of the deployment. All durations of the
-rules are divided by `FASTER`. `test_monitoring.py` tests the alerts of faults that are impossible without GPUs.
+rules are divided by `FASTER`. `test_operator_alerts.py` tests the alerts of the operator, `test_monitoring.py` those of
+faults that are impossible without GPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 import threading
 import time
 import urllib.request
@@ -21,6 +24,7 @@ from typing import Any
 import prometheus
 import pytest
 import yaml
+from prometheus import FASTER, faster
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local.state import DeploymentState
@@ -28,26 +32,15 @@ from dsv4_operator.backends.local.supervisor import read_report
 from dsv4_operator.controller.observability import OperatorMetrics
 from dsv4_testkit import monitoring
 from dsv4_testkit.faults.load import Load, Shape
+from dsv4_testkit.faults.own import Own
 from dsv4_testkit.faults.system import DSV4, HOOK
 from dsv4_testkit.faults.table import BY_NAME
 from dsv4_testkit.harness import MANIFEST, Deployment
 
 pytestmark = [prometheus.needed, pytest.mark.long, pytest.mark.timeout(900)]
-FASTER = 20
-"""Thirty minutes become 90 s, an hour three minutes."""
 SETTLE_SECONDS = 8.0
 """Time for a further alert after the expected one."""
 BACKOFF = "backoff: {{base: 0s, max: 0s}}"
-
-
-def faster(text: str) -> str:
-    """Return the rules with shorter durations."""
-    units = {"m": 60, "h": 3600, "d": 86400}
-
-    def seconds(found: re.Match[str]) -> str:
-        return f"{found[1]}{int(found[2]) * units[found[3]] // FASTER}s{found[4]}"
-
-    return re.sub(r"(\[|for: )(\d+)([mhd])(\]|$)", seconds, text, flags=re.MULTILINE)
 
 
 @dataclass
@@ -154,18 +147,20 @@ def world(
     nodes: int = 1,
     restarts: int = 50,
     manifest: str = MANIFEST,
+    operator: bool = True,
+    seqs: int = 4,
 ) -> Iterator[World]:
-    """Start a deployment and Prometheus."""
+    """Start a deployment and Prometheus, with the operator's exporter or as on a machine without Kubernetes."""
     rules = folder / "alerts.yaml"
     rules.write_text(faster(monitoring.ALERTS.read_text()))
     system = DSV4()
-    system.deployment = Deployment(name, nodes=nodes, restarts=restarts, manifest=manifest)
+    system.deployment = Deployment(name, nodes=nodes, restarts=restarts, manifest=manifest, seqs=seqs)
     system.deployment.environment[HOOK] = str(system.deployment.root / "order")
     labels = {"namespace": "default", "deployment": name}
     try:
         print(f"{name}: up {system.deployment.up():.0f} s", flush=True)
         with exporter(system.deployment) as port:
-            ports = {"gateway": system.deployment.api, "operator": port}
+            ports = {"gateway": system.deployment.api, **({"operator": port} if operator else {})}
             with prometheus.running(folder, ports, {"operator": {}, "gateway": labels}, rules) as url:
                 found = World(system, url)
                 found.wait(lambda: _scraped(url, len(ports)), 60, lambda: (folder / "log").read_text())
@@ -236,3 +231,57 @@ def test_a_budget_that_ends(tmp_path: Path) -> None:
         found.fires("DSV4RecoveryExhausted", 60)
         assert found.ask() == 503
         found.fires("DSV4RequestsLost", 30)
+
+
+def test_a_token_key_that_cannot_be_read(tmp_path: Path) -> None:
+    """The loop writes a wrong or missing key anew within seconds, so the file is one that it cannot replace."""
+    with world(tmp_path, "key") as found:
+        key = found.deployment.directory / "token-key"
+        key.unlink()
+        key.mkdir()
+        # Running gateways have a token already.
+        for pid in Own.GATEWAY.find(found.system):
+            os.kill(pid, signal.SIGKILL)
+        found.fires("DSV4CredentialsRejected", 60)
+        key.rmdir()
+        found.wait(lambda: not prometheus.firing(found.url), 60)
+        assert found.ask() == 200
+
+
+def test_a_full_cache(tmp_path: Path) -> None:
+    """Many requests begin small and grow, so that a block that becomes free is taken in the next step."""
+    # Blocks for one request of the longest length, the least that is accepted.
+    manifest = MANIFEST.replace("maxNumBatchedTokens: 512", "maxNumBatchedTokens: 512, kvCacheMemory: 39Mi")
+    with world(tmp_path, "full", manifest=manifest, seqs=48) as found:
+        shape = Shape(clients=48, prompt_words=(2, 4), tokens=(300, 400), chat=0.0)
+        with Load(found.deployment.api, "full", shape, "1"):
+            found.fires("DSV4KvCacheFull", 150)
+        found.wait(lambda: not prometheus.firing(found.url), 60)
+
+
+def test_a_silent_agent(tmp_path: Path) -> None:
+    """Nothing may repair it: neither the supervisor nor the loop."""
+    with world(tmp_path, "silent", operator=False) as found:
+        stopped = [found.system.network, *Own.LOOP.find(found.system), found.system.pid(0, "agent")]
+        assert len(stopped) == 3
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            found.fires("DSV4AgentSilent", 150)
+        finally:
+            for pid in reversed(stopped):
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_a_stopped_loop(tmp_path: Path) -> None:
+    """The loop of a machine in the place of the operator, whose exporter counts its beats here."""
+    with world(tmp_path, "loop") as found:
+        stopped = [found.system.network, *Own.LOOP.find(found.system)]
+        assert len(stopped) == 2
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            found.fires("DSV4OperatorStalled", 120)
+        finally:
+            for pid in reversed(stopped):
+                os.kill(pid, signal.SIGCONT)

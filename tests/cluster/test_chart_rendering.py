@@ -185,13 +185,16 @@ def test_the_image_by_tag_or_by_digest() -> None:
     assert container(named)["image"] == f"example.com:5000/a/b@{digest}"
 
 
-def test_json_logs_are_asked_for() -> None:
+def test_json_logs_and_traces_are_asked_for() -> None:
     arguments = [
         one(rendered(*values), "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
-        for values in ((), ("logFormat=text",), ("logFormat=json",))
+        for values in ((), ("logFormat=text",), ("logFormat=json",), ("traces=http://c:4317",))
     ]
     assert arguments[0] == arguments[1]
     assert [each for each in arguments[2] if each not in arguments[0]] == ["--log-format=json"]
+    assert [each for each in arguments[3] if each not in arguments[0]] == ["--traces=http://c:4317"]
+    with pytest.raises(HelmError, match="traces"):
+        rendered("traces=c:4317")
 
 
 def test_the_definition_is_kept_unless_told_otherwise() -> None:

@@ -85,7 +85,7 @@ HEALTHY: Series = {
     series("dsv4_operator_leading", pod="a"): "1x180",
     series("dsv4_operator_leading", pod="b"): "0x180",
     series("dsv4_operator_looks_total", pod="a", result="ok"): "0+3x180",
-    series("dsv4_operator_failures_total", pod="a", part="observe"): "0x140 1 2x40",
+    series("dsv4_operator_failing", pod="a", part="observe"): "1x140 0 0 1x38",
     series("dsv4_groups", pod="a"): "1x180",
     series("dsv4_operator_certificate_expiry_timestamp_seconds", pod="a"): "1300000x180",
 }
@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[Series, ...]] = {
         {series("dsv4_operator_leading", pod=pod): "1x120 _x60" for pod in "ab"},
     ),
     "DSV4OperatorStalled": ({series("dsv4_operator_looks_total", pod="a", result="ok"): "0+3x120 360x60"},),
-    "DSV4OperatorFailing": ({series("dsv4_operator_failures_total", pod="a", part="observe"): "0x100 0+1x80"},),
+    "DSV4OperatorFailing": ({series("dsv4_operator_failing", pod="a", part="observe"): "0x100 1x80"},),
     "DSV4WebhookCertificateExpires": (
         {series("dsv4_operator_certificate_expiry_timestamp_seconds", pod="a"): "1200000x180"},
     ),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, InvalidDeployment
 from dsv4_operator.api.findings import Finding
@@ -34,8 +34,8 @@ class BackendDependencies:
     """Whether this process is a pod of the cluster."""
     ray_clusters: RayClusterCache | None = None
     """None: the policy does not allow the backend KubeRay."""
-    json_logs: bool = False
-    """Whether agents and gateways write their logs as JSON."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """See `Host.variables`."""
     reported: Callable[[str, str, CanaryReport], None] = lambda namespace, name, report: None
     """Called with namespace and name of a deployment and each report of one of its gateways."""
 
@@ -49,7 +49,7 @@ class BackendDependencies:
             policy=self.policy,
             owned=self.owned,
             in_cluster=self.in_cluster,
-            json_logs=self.json_logs,
+            variables=self.variables,
         )
 
 

@@ -28,7 +28,7 @@ from dsv4_operator.builders.names import (
 from dsv4_operator.planning.facts import SECRETS_ROOT
 from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute
-from dsv4_runtime.util import LOG_DEPLOYMENT, LOG_FORMAT
+from dsv4_runtime.util import LOG_DEPLOYMENT
 
 SETTINGS_FILE, ROUTE_FILE = "settings.json", "route.json"
 
@@ -40,6 +40,8 @@ GATEWAY_REQUESTS = {"cpu": "100m", "memory": "128Mi"}
 """Resource requests of a gateway: its usage at idle, so that no further resources are withheld from members."""
 _PROCESS_BYTES = 128 * 2**20
 """Memory of a gateway process beside its buffers for clients: at most 100 MiB were measured."""
+
+_NONE: Mapping[str, str] = {}
 
 
 def limits(deployment: DSV4Deployment) -> GatewaySettings:
@@ -89,8 +91,10 @@ def gateways_of(group: int) -> int:
     return 1 if group else 2
 
 
-def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str, json_logs: bool = False) -> Manifest:
-    """Return the Deployment of a group's gateways, on different nodes if there are several.
+def gateway_deployment(
+    deployment: DSV4Deployment, group: int, *, image: str, variables: Mapping[str, str] = _NONE
+) -> Manifest:
+    """Return the Deployment of a group's gateways, on different nodes if there are several; see `Host.variables`.
 
     A change of limits or image replaces them, each new one before an old one stops. Routes are not part of the pod
     template: gateways reread them from their ConfigMap, so a change of groups or routes replaces no gateway.
@@ -101,12 +105,9 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str, js
     hashes = {f"{DOMAIN}/settings": _hash(settings.to_json())}
     revision = {_REVISION: _hash(image, settings.to_json())}
     pod = _gateway_pod(deployment, group, image, settings)
-    if json_logs:
-        place = f"{deployment.metadata.namespace}/{name}"
-        pod["containers"][0]["env"] += [
-            {"name": LOG_FORMAT, "value": "json"},
-            {"name": LOG_DEPLOYMENT, "value": place},
-        ]
+    if variables:
+        given = {**variables, LOG_DEPLOYMENT: f"{deployment.metadata.namespace}/{name}"}
+        pod["containers"][0]["env"] += [{"name": each, "value": value} for each, value in given.items()]
     about = metadata(deployment, gateway_name(name, group), component=GATEWAY, group=group)
     spec = {
         "replicas": gateways_of(group),

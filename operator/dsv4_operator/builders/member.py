@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from dsv4_operator.api import (
@@ -48,7 +48,6 @@ from dsv4_operator.builders.names import (
 from dsv4_operator.planning.facts import SECRETS_ROOT
 from dsv4_runtime.contract import GroupPlan, MemberPlan
 from dsv4_runtime.contract.plan import RAY_COMMAND
-from dsv4_runtime.util import LOG_FORMAT
 
 GPU = "nvidia.com/gpu"
 
@@ -103,8 +102,8 @@ class Host:
     policy: ClusterPolicy
     runtime_image: str
     """Image of the administrator, the only image with access to a directory of the node as root."""
-    json_logs: bool = False
-    """Whether agents and gateways write their logs as JSON."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of agents and gateways: the format of logs, and the receiver of traces."""
 
 
 def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: Host) -> Manifest:
@@ -133,7 +132,7 @@ def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: 
         "enableServiceLinks": False,
         "securityContext": pod_security(host.policy.device_groups),
         "affinity": _affinity(deployment, member),
-        "containers": [_container(deployment, plan, member, image, volumes, json_logs=host.json_logs)],
+        "containers": [_container(deployment, plan, member, image, volumes, host.variables)],
         "volumes": [{"name": volume, **source} for volume, (source, _) in volumes.items()],
         **marks.spec,
     }
@@ -171,8 +170,7 @@ def _container(
     member: MemberPlan,
     image: str,
     volumes: dict[str, tuple[Manifest, Manifest]],
-    *,
-    json_logs: bool,
+    variables: Mapping[str, str],
 ) -> Manifest:
     # Before it responds, the agent waits for its own address and those of the other members.
     startup_seconds = plan.timeouts.formation + plan.timeouts.preflight + _STARTUP_SLACK_SECONDS
@@ -209,8 +207,7 @@ def _container(
         # The plan has names: its author did not know the addresses.
         arguments.append("--address=$(DSV4_POD_IP)")
         environment.append({"name": "DSV4_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
-    if json_logs:
-        environment.append({"name": LOG_FORMAT, "value": "json"})
+    environment += [{"name": name, "value": value} for name, value in variables.items()]
     container["env"] = environment
     if deployment.spec.engine.image_pull_policy is not None:
         container["imagePullPolicy"] = deployment.spec.engine.image_pull_policy.value

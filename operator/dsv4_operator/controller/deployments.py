@@ -89,6 +89,11 @@ class Deployments:
             if (found := state.observed) is not None:
                 yield found
 
+    def failing(self) -> Iterator[str]:
+        """Yield the name of every part of a reconcile whose latest attempt failed."""
+        for state in self._states.values():
+            yield from state.failing
+
     async def close(self) -> None:
         """Close all connections; objects on the cluster are not changed."""
         for state in self._states.values():
@@ -200,6 +205,11 @@ class _DeploymentController:
     @property
     def status(self) -> DeploymentStatus | None:
         return self._reconciler.status if self._reconciler is not None else None
+
+    @property
+    def failing(self) -> tuple[str, ...]:
+        """Return the names of the parts whose latest attempt failed."""
+        return tuple(part.name for part in self._reconciler.failing) if self._reconciler is not None else ()
 
     @property
     def observed(self) -> DSV4Deployment | None:

@@ -61,6 +61,7 @@ from dsv4_runtime.util.sse import Feed, FeedFullError, payload
 _log = logging.getLogger("dsv4")
 
 _BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 30, 60)
+_PARTS = ("observe", "machines", "decide", "plan", "act", "frontend", "status")
 
 
 class OperatorMetrics:
@@ -86,7 +87,7 @@ class OperatorMetrics:
         # A rate needs a zero before the first increment.
         for result in ("ok", "error"):
             self.reconciles.labels(result)
-        for part in ("observe", "machines", "decide", "plan", "act", "frontend", "status"):
+        for part in _PARTS:
             self.failures.labels(part)
 
     def count_request(self, method: str, status: int) -> None:
@@ -102,6 +103,7 @@ class OperatorMetrics:
         leading: Callable[[], bool],
         waiting: Callable[[], int],
         certificate_end: Callable[[], float | None] = lambda: None,
+        failing: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         """Compute the gauges at every scrape.
 
@@ -110,8 +112,9 @@ class OperatorMetrics:
             leading: whether this process acts.
             waiting: deployments in the work queue.
             certificate_end: Unix time at which the webhook's certificate expires; None without a webhook.
+            failing: the name of every part of a reconcile whose latest attempt failed.
         """
-        self._registry.register(_StatusCollector(deployments, leading, waiting, certificate_end))
+        self._registry.register(_StatusCollector(deployments, leading, waiting, certificate_end, failing))
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -127,6 +130,7 @@ class _StatusCollector:
     leading: Callable[[], bool]
     waiting: Callable[[], int]
     certificate_end: Callable[[], float | None]
+    failing: Callable[[], Iterable[str]]
 
     def collect(self) -> Iterable[Metric]:
         phases: Tally[DeploymentPhase] = Tally()
@@ -150,6 +154,13 @@ class _StatusCollector:
         yield from families.all
         yield GaugeMetricFamily("dsv4_operator_leading", "1 while this process holds the lease", int(self.leading()))
         yield GaugeMetricFamily("dsv4_operator_queue", "Deployments in the work queue", self.waiting())
+        failing = GaugeMetricFamily(
+            "dsv4_operator_failing", "Parts of reconciles whose latest attempt failed", labels=["part"]
+        )
+        now = Tally(self.failing())
+        for part in _PARTS:
+            failing.add_metric([part], now[part])
+        yield failing
         certificate = GaugeMetricFamily(
             "dsv4_operator_certificate_expiry_timestamp_seconds", "Unix time at which the webhook's certificate expires"
         )

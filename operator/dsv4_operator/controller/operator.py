@@ -11,8 +11,8 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment
@@ -42,7 +42,7 @@ from dsv4_operator.kube import (
 from dsv4_operator.kube.access import SERVICE_ACCOUNT
 from dsv4_operator.kube.cache import DeploymentKey, PodKey
 from dsv4_operator.lifecycle import Event
-from dsv4_runtime.util import LOG_FORMAT
+from dsv4_runtime.util import LOG_FORMAT, TRACES, trace_receiver
 from dsv4_runtime.util.files import LOG_FORMATS, format_logs, is_json, log_to
 
 _log = logging.getLogger("dsv4")
@@ -81,8 +81,8 @@ class OperatorOptions:
     """Image of members and gateways whose deployment names none."""
     policy: ClusterPolicy
     """Limits on the use of nodes by deployments."""
-    json_logs: bool = False
-    """Whether agents and gateways write their logs as JSON."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of agents and gateways."""
 
 
 class CannotServe(Exception):
@@ -111,6 +111,13 @@ def main() -> None:
     except (OSError, UnicodeDecodeError, PolicyError) as error:
         print(f"--policy {arguments.policy}: {error}", file=sys.stderr)
         sys.exit(2)
+    variables = {LOG_FORMAT: "json"} if is_json(arguments.log_format) else {}
+    if arguments.traces:
+        try:
+            variables[TRACES] = trace_receiver(arguments.traces)
+        except ValueError as error:
+            print(f"--traces: {error}", file=sys.stderr)
+            sys.exit(2)
     options = OperatorOptions(
         tuple(arguments.namespace),
         arguments.lease_namespace or access.namespace,
@@ -122,7 +129,7 @@ def main() -> None:
         arguments.page_keys,
         arguments.runtime_image,
         policy,
-        is_json(arguments.log_format),
+        variables,
     )
     try:
         asyncio.run(Operator(access, options).run())
@@ -152,6 +159,12 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--log-format", choices=LOG_FORMATS, help=f"also of members (default: ${LOG_FORMAT}, else text)"
+    )
+    parser.add_argument(
+        "--traces",
+        metavar="URL",
+        default=os.environ.get(TRACES),
+        help=f"receiver of OTLP over gRPC for the spans of gateways and vLLM (default: ${TRACES}, else there are none)",
     )
     parser.add_argument("--identity", help="unique identity of this operator (default: the name of the pod, or random)")
     return parser
@@ -195,7 +208,7 @@ class Operator:
             self._agents_changed,
             access.in_cluster,
             self._ray_clusters,
-            options.json_logs,
+            options.variables,
             self._fleet.take,
         )
         self._backends = registry.Backends(given)
@@ -208,6 +221,7 @@ class Operator:
             lambda: self._lease.holds,
             lambda: len(self._queue),
             lambda: self._admission.certificate_end if self._admission is not None else None,
+            self._deployments.failing,
         )
         self._listed: tuple[float, list[Manifest]] | None = None
         """Monotonic time and result of the latest list for the status page."""

@@ -224,6 +224,11 @@ class Backoffs:
         failure = self._failures.get(part)
         return failure.message if failure is not None else None
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Return the parts whose latest attempt failed."""
+        return tuple(self._failures)
+
     def due(self, now: float) -> float:
         """Return the Unix time of the earliest attempt after `now`; infinity if no part waits for one."""
         return min((failure.until for failure in self._failures.values() if failure.until > now), default=math.inf)

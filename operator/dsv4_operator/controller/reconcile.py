@@ -389,6 +389,11 @@ class Reconciler:
         self._backoffs.succeeded(part)
         return result
 
+    @property
+    def failing(self) -> tuple[Part, ...]:
+        """Return the parts whose latest attempt failed."""
+        return self._backoffs.parts
+
     def _fail(self, part: Part, error: Exception, problem: str, what: object = None) -> None:
         """Record a failure of `part`: log it, and report it as an event unless it was reported recently."""
         # Messages of a backend already name the failed operation.

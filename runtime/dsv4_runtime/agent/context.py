@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import importlib.util
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.fabric.member import MemberFabric
 from dsv4_runtime.health.samples import ENGINE_ROLES
 from dsv4_runtime.health.vitals import ExitCauses, Vitals, memory_usage
-from dsv4_runtime.util import keeper
+from dsv4_runtime.util import TRACES, keeper, trace_receiver
 from dsv4_runtime.util.secrets import is_secret_name
 
 BRAKE = "DSV4_IMPORT_BRAKE"
@@ -81,6 +82,15 @@ class AgentContext:
         # The credentials for the weights are not passed on: the engine needs only the files.
         inherited = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
         self.env = {**inherited, **own, **plan.environment(rank)}
+        self.trace_arguments: tuple[str, ...] = ()
+        """Further arguments of vLLM on rank 0, for traces."""
+        if rank == 0:
+            try:
+                self.trace_arguments, variables = trace_settings(plan.engine_args(rank), os.environ)
+            except ValueError as error:
+                _log.warning("%s: %s; vLLM sends no traces", TRACES, error)
+            else:
+                self.env = {**variables, **self.env}
         self.keeper = _keeper(directory) if plan.engine.retain_weights else None
         if self.keeper is not None:
             self.env[keeper.VARIABLE] = str(self.keeper.path)
@@ -166,6 +176,40 @@ class AgentContext:
             _log.info("removed %s unused files of shared memory", len(removed))
         if sockets := await asyncio.to_thread(sweep_sockets, self.temporary):
             _log.info("removed %s unused sockets", len(sockets))
+
+
+_VLLM_IMPORTS = (
+    "opentelemetry.exporter.otlp.proto.grpc",
+    "opentelemetry.exporter.otlp.proto.http",
+    "opentelemetry.sdk",
+)
+
+
+def trace_settings(
+    arguments: tuple[str, ...], environment: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the further arguments and variables of a vLLM that sends its spans to the receiver in `environment`.
+
+    Args:
+        arguments: of vLLM; with a receiver of their own nothing is added.
+        environment: of the agent.
+
+    Raises:
+        ValueError: the variable has a wrong value, or a package is missing, without which vLLM would not start.
+    """
+    receiver = environment.get(TRACES)
+    if not receiver or any(one.startswith("--otlp-traces-endpoint") for one in arguments):
+        return (), {}
+    receiver = trace_receiver(receiver)
+    for module in _VLLM_IMPORTS:
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise ValueError(f"{receiver} is not used, because Python has no {module}; install dsv4[tracing]")
+    variables = {"OTEL_SERVICE_NAME": "vllm", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}
+    return (f"--otlp-traces-endpoint={receiver}",), variables
 
 
 def _keeper(directory: Path) -> keeper.Keeper | None:

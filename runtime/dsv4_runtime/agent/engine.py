@@ -224,6 +224,7 @@ class EngineRunner:
         """Start vLLM and follow its log until its API process, or on other ranks its executor process, ends."""
         context = self._context
         arguments, name = self._plan.engine_args(context.rank), EXECUTOR if context.rank else "api"
+        arguments += context.trace_arguments
         api = await self._standby.take(arguments, str(context.directory / "vllm.log"), name)
         if api is None:
             # Modules, because the CPU build's `vllm` script fails without `vllm` distribution metadata.

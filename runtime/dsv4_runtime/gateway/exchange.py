@@ -19,9 +19,9 @@ from dsv4_runtime.gateway.continuation import Transcript
 from dsv4_runtime.gateway.errors import REQUEST_ID, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.http_client import BrokenMessageError, Fields, Headers, UpstreamResponse
 from dsv4_runtime.gateway.kinds import Kinds, kinds_of
-from dsv4_runtime.gateway.metrics import GatewayMetrics
+from dsv4_runtime.gateway.metrics import TRACE_HEADERS, GatewayMetrics, Trace
 from dsv4_runtime.gateway.request import Request
-from dsv4_runtime.gateway.routing import Exposure
+from dsv4_runtime.gateway.routing import EngineGeneration, Exposure, RoutedGroup
 
 access = logging.getLogger("dsv4.gateway.access")
 
@@ -46,6 +46,7 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", REQUEST_ID.lower()}
 _DIGEST_KEY = secrets.token_bytes(32)
 _KEYS = frozenset({b"authorization", b"x-api-key"})
+_TRACED = frozenset(name.encode() for name in TRACE_HEADERS)
 
 
 def logged_path(request: Request) -> str:
@@ -83,6 +84,7 @@ class Exchange:
         """Model digest of the latest engine; None before the first attempt."""
         self.replays = self.continuations = 0
         self.held = 0.0
+        self.trace: Trace | None = None
         self.outcome = Outcome.CANCELLED
         self._status = 0
         self._bytes = 0
@@ -140,6 +142,8 @@ class Exchange:
     def headers(self, own: Headers, *, keep_key: bool) -> Headers:
         """Return the request headers for vLLM: the client's, in their original spelling, and `own`."""
         dropped = _NOT_UPSTREAM if keep_key else _NOT_UPSTREAM | _KEYS
+        if self.trace is not None:
+            dropped, own = dropped | _TRACED, [*own, *self.trace.headers]
         return [*_passed(self.request.headers, dropped), (REQUEST_ID, self.id.encode()), *own]
 
     def answer_headers(self, upstream: UpstreamResponse) -> Headers:
@@ -216,8 +220,18 @@ class Exchange:
             await asyncio.sleep(_POLL_SECONDS)
         return True
 
+    def event(self, name: str, group: RoutedGroup | None = None, generation: EngineGeneration | None = None) -> None:
+        """Add an event to the span of the request."""
+        if self.trace is None:
+            return
+        attributes: dict[str, str | int] = {}
+        if group is not None and generation is not None:
+            incarnation, number = generation.identity
+            attributes = {"dsv4.group": group.index, "dsv4.incarnation": incarnation, "dsv4.generation": number}
+        self.trace.event(name, attributes)
+
     def record(self, metrics: GatewayMetrics) -> None:
-        """Count the request and write its access log line, without request or response content."""
+        """Count the request, write its access log line and end its span, without request or response content."""
         now = time.monotonic()
         metrics.requests.labels(self.outcome).inc()
         first = "-"
@@ -239,6 +253,16 @@ class Exchange:
             self.replays,
             self.continuations,
         )
+        if self.trace is not None:
+            attributes: dict[str, str | int | float] = {
+                "http.response.status_code": self._status if self.request.begun else 0,
+                "dsv4.held_seconds": self.held,
+                "dsv4.replays": self.replays,
+                "dsv4.continuations": self.continuations,
+            }
+            if self._first is not None:
+                attributes["dsv4.first_byte_seconds"] = self._first - self.began
+            self.trace.end(self.outcome, attributes)
 
 
 def _passed(headers: Fields, dropped: Set[bytes]) -> Headers:

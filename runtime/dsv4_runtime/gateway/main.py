@@ -20,9 +20,10 @@ import uvloop
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway.admission import ApiKeys, ApiKeysError
 from dsv4_runtime.gateway.http_server import RESERVED_CONNECTIONS
+from dsv4_runtime.gateway.metrics import open_traces
 from dsv4_runtime.gateway.routing import RouteFile
 from dsv4_runtime.gateway.server import MAX_CONNECTIONS, Gateway
-from dsv4_runtime.util import LOG_DEPLOYMENT, LOG_FORMAT
+from dsv4_runtime.util import LOG_DEPLOYMENT, LOG_FORMAT, TRACES
 from dsv4_runtime.util.files import LOG_FORMATS, format_logs, log_to
 
 _log = logging.getLogger("dsv4.gateway")
@@ -65,14 +66,26 @@ def main() -> None:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
     connections = _max_connections(2 if inherit is None else 3)
+    traces = open_traces(os.environ.get(TRACES), identity["namespace"], identity["deployment"])
     # Exclude imported modules from garbage collection: a full collection would otherwise take 5 ms.
     gc.collect()
     gc.freeze()
     gateway = partial(
-        Gateway, settings, routes, keys, max_connections=connections, number=options.number, peers=options.peer
+        Gateway,
+        settings,
+        routes,
+        keys,
+        max_connections=connections,
+        number=options.number,
+        peers=options.peer,
+        traces=traces,
     )
     heir = b"\0" + options.heir.encode() if options.heir is not None else None
-    uvloop.run(_serve(gateway, listener, own, inherit, heir))
+    try:
+        uvloop.run(_serve(gateway, listener, own, inherit, heir))
+    finally:
+        if traces is not None:
+            traces.close()
 
 
 def _bind(where: str) -> socket.socket:

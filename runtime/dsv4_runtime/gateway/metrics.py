@@ -1,10 +1,13 @@
-"""Metrics of the gateway; vLLM's are appended under their own names."""
+"""Metrics and traces of the gateway; vLLM's metrics are appended under their own names."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -12,7 +15,11 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from dsv4_runtime.contract.status import RECENT_SECONDS
 from dsv4_runtime.gateway.errors import Outcome, Refusal
 from dsv4_runtime.gateway.routing import Availability, Groups
+from dsv4_runtime.util import TRACES, trace_receiver
 from dsv4_runtime.util.clock import unix_time
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 _HOLD_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 600)
 _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -135,3 +142,101 @@ class _GroupsCollector:
                 for cause, number in recent.items():
                     failures.add_metric([str(index), cause.value], number)
         yield from (states, ages, restarts, failures)
+
+
+_log = logging.getLogger("dsv4.gateway")
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Of W3C Trace Context."""
+_EXPORT_SECONDS = 5.0
+_FLUSH_SECONDS = 2.0
+_FAILED = frozenset({Outcome.ENGINE_ERROR, Outcome.LOST, Outcome.FATAL, Outcome.UNAVAILABLE, Outcome.TIMEOUT})
+
+
+class Trace:
+    """Span of one request."""
+
+    def __init__(self, span: Span, headers: Mapping[str, str]) -> None:
+        self._span = span
+        self.headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        """Headers with which vLLM's span becomes a child of this one."""
+
+    def event(self, name: str, attributes: Mapping[str, str | int]) -> None:
+        """Add an event that happens now."""
+        self._span.add_event(name, attributes)
+
+    def end(self, outcome: Outcome, attributes: Mapping[str, str | int | float]) -> None:
+        """End the span now."""
+        from opentelemetry.trace import StatusCode
+
+        self._span.set_attributes({**attributes, "dsv4.outcome": outcome.value})
+        if outcome in _FAILED:
+            self._span.set_status(StatusCode.ERROR, outcome.value)
+        self._span.end()
+
+
+class Traces:
+    """Spans of requests, which a thread sends to a receiver of OTLP over gRPC; OpenTelemetry is imported only here.
+
+    No request waits for the receiver: while it is away, spans are kept up to the limits of OpenTelemetry's batch
+    processor, then dropped. OpenTelemetry's own variables, such as `OTEL_TRACES_SAMPLER`, apply.
+    """
+
+    def __init__(self, receiver: str, identity: Mapping[str, str]) -> None:
+        """Args:
+        receiver: see `trace_receiver`.
+        identity: further attributes of the resource.
+
+        Raises:
+            ImportError: OpenTelemetry is not installed.
+        """
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        # A failed export is one line, its repetitions are none.
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+        resource = Resource.create({"service.name": "dsv4-gateway", **identity})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(receiver, insecure=True, timeout=_EXPORT_SECONDS)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("dsv4_runtime.gateway")
+        self._context = TraceContextTextMapPropagator()
+
+    def begin(self, name: str, received: Mapping[str, str], attributes: Mapping[str, str]) -> Trace:
+        """Begin the span of a request now.
+
+        Args:
+            name: of the span, without text of clients.
+            received: `TRACE_HEADERS` of the request; with a valid one the span is a child of the client's.
+            attributes: of the span.
+        """
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        parent = self._context.extract(received)
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
+        headers: dict[str, str] = {}
+        self._context.inject(headers, set_span_in_context(span))
+        return Trace(span, headers)
+
+    def close(self) -> None:
+        """Send what is left, within 2 s."""
+        # The thread may wait for the receiver longer.
+        flush = threading.Thread(target=self._provider.shutdown, daemon=True)
+        flush.start()
+        flush.join(_FLUSH_SECONDS)
+
+
+def open_traces(receiver: str | None, namespace: str | None, deployment: str | None) -> Traces | None:
+    """Return the traces of this process; None without a receiver, or, with a line in the log, if there can be none."""
+    if not receiver:
+        return None
+    identity = {"k8s.namespace.name": namespace, "dsv4.deployment": deployment}
+    try:
+        return Traces(trace_receiver(receiver), {name: text for name, text in identity.items() if text})
+    except ValueError as error:
+        _log.warning("%s: %s; there are no traces", TRACES, error)
+    except ImportError as error:
+        _log.warning("%s: %s; install dsv4[tracing]; there are no traces", TRACES, error)
+    return None

@@ -39,7 +39,7 @@ from dsv4_runtime.gateway.continuation import (
     with_token_ids,
 )
 from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError, unavailable
-from dsv4_runtime.gateway.exchange import Deadline, Exchange
+from dsv4_runtime.gateway.exchange import Deadline, Exchange, logged_path
 from dsv4_runtime.gateway.http_client import (
     BrokenMessageError,
     Headers,
@@ -48,7 +48,7 @@ from dsv4_runtime.gateway.http_client import (
     UpstreamResponse,
     encode_headers,
 )
-from dsv4_runtime.gateway.metrics import GatewayMetrics
+from dsv4_runtime.gateway.metrics import TRACE_HEADERS, GatewayMetrics, Traces
 from dsv4_runtime.gateway.request import Request
 from dsv4_runtime.gateway.routing import EngineGeneration, EngineView, EngineWait, Groups, RoutedGroup
 from dsv4_runtime.gateway.suspects import TURN_SECONDS, Suspects, TrialAttempt, Trials, TurnRefusedError
@@ -135,11 +135,20 @@ _VERDICT_SECONDS = 2.0
 class Proxy:
     """Handler of all requests that the gateway does not answer itself."""
 
-    def __init__(self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics, *, keep_key: bool) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        groups: Groups,
+        metrics: GatewayMetrics,
+        *,
+        keep_key: bool,
+        traces: Traces | None = None,
+    ) -> None:
         """Args:
         keep_key: whether vLLM receives the client's API key.
+        traces: of requests; None: there are none.
         """
-        self._settings, self._groups, self._metrics = settings, groups, metrics
+        self._settings, self._groups, self._metrics, self._traces = settings, groups, metrics, traces
         self._keep_key = keep_key
         self._hold = HoldQueue(settings, groups, metrics)
         self.suspects = Suspects(settings.hold_timeout_seconds)
@@ -171,6 +180,8 @@ class Proxy:
         exchange = Exchange(request, self._settings)
         try:
             deadline = self._admit(exchange)
+            if self._traces is not None:
+                self._begin_trace(exchange, self._traces)
             self._deadlines.add(deadline)
             self.idle.clear()
             try:
@@ -205,6 +216,21 @@ class Proxy:
             raise RefusedError(errors.unknown_path(exchange.path))
         seconds = exchange.timeout()
         return Deadline(seconds, f"the request took longer than {seconds:g} s")
+
+    def _begin_trace(self, exchange: Exchange, traces: Traces) -> None:
+        request = exchange.request
+        known = exchange.path if exchange.path in _REPEATABLE else ""
+        received = {name: text for name in TRACE_HEADERS if (text := request.header(name.encode()))}
+        exchange.trace = traces.begin(
+            f"{request.method} {known}".rstrip(),
+            received,
+            {
+                "http.request.method": request.method,
+                "url.path": logged_path(request),
+                # As in vLLM's span.
+                "gen_ai.request.id": exchange.id,
+            },
+        )
 
     async def _check_model(self, exchange: Exchange) -> None:
         """Check the model name, because vLLM logs unknown names; raises RefusedError."""
@@ -343,6 +369,7 @@ class Proxy:
         found = self._groups.pick(admits)
         if found is None:
             since = time.monotonic()
+            exchange.event("held")
             try:
                 async with _keep_alive_comments(exchange):
                     size, changed = len(exchange.body), self.suspects.changed
@@ -363,6 +390,7 @@ class Proxy:
             # The remaining data is buffered; the engine is not needed any more.
             return True
         _log.info("%s: %s", exchange.id, error)
+        exchange.event("engine lost", group, generation)
         if exchange.complete:
             exchange.outcome = Outcome.OK
             await exchange.request.end()
@@ -405,7 +433,7 @@ class Proxy:
             raise RefusedError(errors.engine_lost(message))
         try:
             path, body = await self._prepare(exchange, group)
-            self._count_another(exchange)
+            self._count_another(exchange, group, generation)
             exchange.sent_upstream = True
             exchange.model = generation.model
             own = encode_headers(group.auth)
@@ -481,15 +509,19 @@ class Proxy:
             else:
                 await self._whole(exchange, upstream, generation)
 
-    def _count_another(self, exchange: Exchange) -> None:
+    def _count_another(self, exchange: Exchange, group: RoutedGroup, generation: EngineGeneration) -> None:
+        event = "sent"
         if exchange.turn_refused:
             exchange.turn_refused = False
         elif exchange.request.begun:
+            event = "continued"
             exchange.continuations += 1
             self._metrics.continued.inc()
         elif exchange.sent_upstream:
+            event = "replayed"
             exchange.replays += 1
             self._metrics.replayed.inc()
+        exchange.event(event, group, generation)
 
     async def _prepare(self, exchange: Exchange, group: RoutedGroup) -> tuple[str, Pieces]:
         """Return path and body for this attempt."""

@@ -32,7 +32,7 @@ from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, access, logged_pa
 from dsv4_runtime.gateway.handover import Guard, Heir
 from dsv4_runtime.gateway.http_client import BrokenMessageError, Headers, UnreachableError, Upstream, encode_headers
 from dsv4_runtime.gateway.http_server import HttpServer
-from dsv4_runtime.gateway.metrics import GatewayMetrics, merge_metrics
+from dsv4_runtime.gateway.metrics import GatewayMetrics, Traces, merge_metrics
 from dsv4_runtime.gateway.page import PAGE, PATHS, STREAM, Page
 from dsv4_runtime.gateway.proxy import Proxy
 from dsv4_runtime.gateway.request import Account, Request
@@ -224,6 +224,7 @@ class Gateway:
         max_connections: int = MAX_CONNECTIONS,
         number: int | None = None,
         peers: Sequence[str] = (),
+        traces: Traces | None = None,
     ) -> None:
         """Args:
         settings: limits.
@@ -232,6 +233,7 @@ class Gateway:
         max_connections: of clients.
         number: index of this process among several at one address.
         peers: base URLs of the others' own sockets.
+        traces: of requests to vLLM; None: there are none.
         """
         self._peers = tuple(peers)
         self._max_connections = max_connections
@@ -239,7 +241,7 @@ class Gateway:
         self._settings = settings
         self._metrics = GatewayMetrics(number)
         self._groups = Groups(routes)
-        self._proxy = Proxy(settings, self._groups, self._metrics, keep_key=keys is None)
+        self._proxy = Proxy(settings, self._groups, self._metrics, keep_key=keys is None, traces=traces)
         self._metrics.observe(self._groups, lambda: self._proxy.active, lambda: self._account.used)
         self._keys = keys
         self._refusals = RefusalLog()

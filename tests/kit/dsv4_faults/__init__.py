@@ -13,6 +13,7 @@ each step with a request for structured output:
 | `spin` | keeps the processor busy for `seconds`, like the compilation of a kernel |
 | `nan` | from now on the worker's part of the logits is NaN |
 | `astray` | on CUDA: a kernel writes to an unmapped address |
+| `pace` | from now on every step takes `seconds` at least, so that the speed of the machine does not matter |
 | `eat` | allocates and writes `mebibytes` of memory, like a leak, and fails if the process is not ended before |
 
 On a CPU build the plugin requires the development platform (`DSV4_DEV_PLATFORM=1`).
@@ -84,6 +85,8 @@ def obey(order: dict[str, Any], worker: Any) -> None:
         until = time.monotonic() + order["seconds"]
         while time.monotonic() < until:
             pass
+    elif kind == "pace":
+        worker.pace = order["seconds"]
     elif kind == "nan":
         _poison(worker.model_runner.model)
     elif kind == "astray":
@@ -127,6 +130,11 @@ def attach(file: Path) -> None:
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         if (order := take(file, self.rank, scheduler_output)) is not None:
             obey(order, self)
-        return original(self, scheduler_output)
+        if not (pace := getattr(self, "pace", 0.0)):
+            return original(self, scheduler_output)
+        until = time.monotonic() + pace
+        output = original(self, scheduler_output)
+        time.sleep(max(0.0, until - time.monotonic()))
+        return output
 
     Worker.execute_model = execute_model

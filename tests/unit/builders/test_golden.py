@@ -6,6 +6,7 @@ After an intended change: `DSV4_GOLDEN=write python -m pytest tests/unit/builder
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,24 +216,23 @@ def test_other_limits_replace_a_gateway_and_another_route_does_not() -> None:
     assert frontend.limits(other).api_keys_file == "/etc/dsv4/secrets/callers/list"
 
 
-def test_json_logs_are_one_variable_of_members_and_gateways() -> None:
+def test_variables_of_the_operator_are_those_of_members_and_gateways() -> None:
     wanted = read("nano")
     plan = plan_group(wanted, facts(wanted, Snapshot.of_pods(tuple(NODES["nano"]), ())), group=0, incarnation=3)
 
-    def pods(host: member.Host, **more: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    given = {"DSV4_LOG_FORMAT": "json", "DSV4_TRACES": "http://collector:4317"}
+
+    def pods(host: member.Host, **more: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
         gateway = frontend.gateway_deployment(wanted, 0, image=IMAGE, **more)["spec"]["template"]
         return member.member_pod(wanted, plan, 0, host=host), gateway
 
     found = []
-    for text, json_pod in zip(pods(HOST), pods(replace(HOST, json_logs=True), json_logs=True), strict=True):
-        before, after = (pod["spec"]["containers"][0].pop("env") for pod in (text, json_pod))
-        assert text == json_pod
+    for plain, pod in zip(pods(HOST), pods(replace(HOST, variables=given), variables=given), strict=True):
+        before, after = (one["spec"]["containers"][0].pop("env") for one in (plain, pod))
+        assert plain == pod
         assert after[: len(before)] == before
         found.append([(each["name"], each["value"]) for each in after[len(before) :]])
-    assert found == [
-        [("DSV4_LOG_FORMAT", "json")],
-        [("DSV4_LOG_FORMAT", "json"), ("DSV4_LOG_DEPLOYMENT", "team/nano")],
-    ]
+    assert found == [[*given.items()], [*given.items(), ("DSV4_LOG_DEPLOYMENT", "team/nano")]]
 
 
 def test_every_gateway_knows_every_group() -> None:

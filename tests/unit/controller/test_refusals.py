@@ -169,6 +169,7 @@ async def test_refused_members_are_reported_and_use_no_restart(world: World) -> 
     assert world.status["phase"] == "Failed"
     group = world.status["groups"][0]
     assert (group["phase"], group["incarnation"], group["totalRestarts"]) == ("Forming", 1, 0)
+    assert list(world.deployments.failing()) == ["act"], "also between two attempts"
     assert len(told(world, Reason.ACTION_FAILED)) == 1
     world.now += 3600.0
     await world.step()
@@ -177,6 +178,7 @@ async def test_refused_members_are_reported_and_use_no_restart(world: World) -> 
     await world.until(lambda: world.status["phase"] == "Serving", 90.0)
     assert world.condition("Degraded")[0] == "False"
     assert world.condition("Progressing")[1] == "Steady"
+    assert list(world.deployments.failing()) == []
     await world.close()
 
 

@@ -43,6 +43,7 @@ async def test_probes_say_what_is_wrong_and_metrics_are_there() -> None:
         lambda: [deployment(status=DeploymentStatus(phase=DeploymentPhase.SERVING, ready_replicas=2))],
         lambda: True,
         lambda: 3,
+        failing=lambda: ["act", "act", "frontend"],
     )
     metrics.count_request("PUT", 200)
     port = free_port()
@@ -66,6 +67,9 @@ async def test_probes_say_what_is_wrong_and_metrics_are_there() -> None:
         "dsv4_operator_queue 3.0",
         'dsv4_operator_requests_total{method="PUT",status="200"} 1.0',
         'dsv4_operator_looks_total{result="error"} 0.0',
+        'dsv4_operator_failing{part="act"} 2.0',
+        'dsv4_operator_failing{part="frontend"} 1.0',
+        'dsv4_operator_failing{part="observe"} 0.0',
     ):
         assert line in text
     # Without a webhook there is no certificate.

@@ -26,6 +26,7 @@ from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRo
 from dsv4_runtime.contract.token import CHALLENGE, challenge, token_of
 from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway.admission import ApiKeys
+from dsv4_runtime.gateway.metrics import Traces
 from dsv4_runtime.gateway.routing import RouteFile
 from dsv4_runtime.gateway.server import Gateway
 
@@ -337,10 +338,11 @@ class Lab:
         engine: Engine | None = None,
         listener: socket.socket | None = None,
         peers: tuple[str, ...] = (),
+        traces: Traces | None = None,
         **settings: Any,
     ) -> None:
         self.engine = engine or Engine()
-        self._listener, self._peers = listener, peers
+        self._listener, self._peers, self._traces = listener, peers, traces
         self._keys, self._settings = keys, settings
 
     async def __aenter__(self) -> Lab:
@@ -358,9 +360,8 @@ class Lab:
         if self._keys is not None:
             (root / "keys").write_text(self._keys)
             keys = ApiKeys(root / "keys")
-        self.gateway = Gateway(
-            GatewaySettings(**{**DEFAULTS, **self._settings}), RouteFile(self.route), keys, peers=self._peers
-        )
+        limits = GatewaySettings(**{**DEFAULTS, **self._settings})
+        self.gateway = Gateway(limits, RouteFile(self.route), keys, peers=self._peers, traces=self._traces)
         listener = self._listener or socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.stop = asyncio.Event()

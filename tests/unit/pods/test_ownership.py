@@ -28,6 +28,7 @@ from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Client, Conflict, Forbidden
 from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
+from dsv4_runtime.contract.token import token_of
 from dsv4_testkit.fake_kube import FakeKube
 from dsv4_testkit.pod_objects import ALLOWED, Manifest, deployment, owners, sparks
 
@@ -429,6 +430,20 @@ async def test_secrets_of_an_earlier_deployment_are_not_taken_over() -> None:
     kube.objects = {name: one for name, one in kube.objects.items() if name not in before}
     assert await keys.ensure(newer, -1.0) == key
     assert len(kube.objects) == 2
+
+
+async def test_the_token_of_an_incarnation_is_of_the_key_that_gateways_have() -> None:
+    wanted = deployment()
+    kube: Any = FakeKube([])
+    keys = TokenKeys(kube)
+    await keys.make_token(wanted, 0, 1)
+    # As by `kubectl edit`, just after the operator has read it.
+    secret = kube.objects["Secret", "team", names.token_key_name(NAME, UID)]
+    secret["data"] = {"key": base64.b64encode(b"another").decode()}
+    await keys.make_token(wanted, 0, 2)
+    made = kube.objects["Secret", "team", names.mounted_name(NAME, UID, 0, 2)]
+    token = base64.b64decode(made["data"]["token"]).decode()
+    assert token == token_of("another", token[:32])
 
 
 async def test_a_deployment_from_before_names_contained_the_uid_keeps_its_key() -> None:

@@ -163,6 +163,11 @@ def test_an_engine_on_cuda_obeys_where_it_was_asked_to(file: Path, monkeypatch: 
     dsv4_faults.register.__wrapped__()
     worker = Worker()
     assert worker.execute_model(None) == "computed"
+    write(file, kind="pace", rank=0, seconds=0.05)
+    for _ in range(2):
+        begun = time.monotonic()
+        assert worker.execute_model(None) == "computed"
+        assert time.monotonic() - begun >= 0.05
     write(file, kind="raise", rank=0)
     with pytest.raises(dsv4_faults.InjectedError):
         worker.execute_model(None)

@@ -48,7 +48,7 @@ class Cluster:
         policy: ClusterPolicy = _DEFAULT_POLICY,
         owned: OwnedCache | None = None,
         in_cluster: bool = False,
-        json_logs: bool = False,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Args:
         kube: the API server.
@@ -58,17 +58,17 @@ class Cluster:
         policy: limits on the use of nodes by deployments.
         owned: cache of the other owned objects; None: only changes of the wanted objects are written.
         in_cluster: whether this process is a pod of the cluster, so that names of Services resolve.
-        json_logs: whether agents and gateways write their logs as JSON.
+        variables: see `Host.variables`.
         """
         self.in_cluster = in_cluster
-        self.json_logs = json_logs
+        self.variables = variables or {}
         self.kube: KubeReader = kube
         self.client = kube
         """Only for the construction of `OwnedObjects`; no other code writes."""
         self.objects = OwnedObjects(kube)
         self.owned = owned
         self.pods = pods
-        self._host = member.Host(policy, runtime_image, json_logs)
+        self._host = member.Host(policy, runtime_image, self.variables)
         self._snapshot = Snapshot((), ())
         self._requests: dict[str, tuple[str, PodRequests | None]] = {}
         """By uid of the pod: resource version and requests, because parsing quantities is expensive."""

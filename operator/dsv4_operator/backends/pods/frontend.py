@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase
@@ -61,7 +61,8 @@ class TokenKeys:
             BackendError: see `_key_of`; or the Secret belongs to another owner.
             KubeError: see `_key_of`; or the API server refused the Secret.
         """
-        token = new_token(await self.ensure(deployment))
+        # Never from the cache: gateways have the key that the Secret has now, and would reach none of these members.
+        token = new_token(await self.ensure(deployment, -1.0))
         await self._objects.create(member.token_secret(deployment, group_index, incarnation, token))
 
     async def of(self, deployment: DSV4Deployment) -> str | None:
@@ -165,7 +166,7 @@ class Frontend:
         placed = was_placed(status)
         if self._built is None or self._built[0] is not deployment or self._built[1:3] != (lost, placed):
             image = self._cluster.image(deployment)
-            made = _objects(deployment, lost, image, placed=placed, json_logs=self._cluster.json_logs)
+            made = _objects(deployment, lost, image, placed=placed, variables=self._cluster.variables)
             self._built = deployment, lost, placed, made
         wanted = self._built[3]
         due = time.monotonic() - self._time > _AGAIN_SECONDS
@@ -213,7 +214,7 @@ def routed_groups(deployment: DSV4Deployment, status: DeploymentStatus) -> int:
 
 
 def _objects(
-    deployment: DSV4Deployment, lost: Sequence[str | None], image: str, *, placed: bool, json_logs: bool
+    deployment: DSV4Deployment, lost: Sequence[str | None], image: str, *, placed: bool, variables: Mapping[str, str]
 ) -> list[Manifest]:
     found: list[Manifest] = [
         frontend.public_service(deployment),
@@ -223,7 +224,7 @@ def _objects(
     for group in range(len(lost)):
         found.append(frontend.gateway_config(deployment, group, lost))
         if placed:
-            found.append(frontend.gateway_deployment(deployment, group, image=image, json_logs=json_logs))
+            found.append(frontend.gateway_deployment(deployment, group, image=image, variables=variables))
     return found
 
 

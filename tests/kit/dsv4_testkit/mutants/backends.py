@@ -493,4 +493,11 @@ BACKENDS = (
         "        if least is None or self._lost == 0:\n",
         ("tests/unit/backends/test_hosts.py",),
     ),
+    Mutant(
+        "the token of an incarnation is of a key that gateways no longer have",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        "await self.ensure(deployment, -1.0)",
+        "await self.ensure(deployment)",
+        _OWNERSHIP,
+    ),
 )

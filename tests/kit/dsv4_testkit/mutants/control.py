@@ -529,4 +529,11 @@ CONTROL = (
         "    return stopped or {**specs[0]",
         ("tests/unit/controller/test_admission.py",),
     ),
+    Mutant(
+        "a part that fails is not in the metrics",
+        f"{_OPERATOR}/controller/deployments.py",
+        "            yield from state.failing\n",
+        "            yield from ()\n",
+        ("tests/unit/controller/test_refusals.py",),
+    ),
 )

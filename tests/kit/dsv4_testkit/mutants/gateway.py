@@ -617,4 +617,25 @@ GATEWAY = (
         "if False:",
         ("tests/unit/controller/test_page.py",),
     ),
+    Mutant(
+        "vLLM's span is not a child of the gateway's",
+        "runtime/dsv4_runtime/gateway/exchange.py",
+        "dropped, own = dropped | _TRACED, [*own, *self.trace.headers]",
+        "pass",
+        ("tests/unit/gateway/test_traces.py",),
+    ),
+    Mutant(
+        "a held request has no event",
+        "runtime/dsv4_runtime/gateway/proxy.py",
+        '            exchange.event("held")\n',
+        "",
+        ("tests/unit/gateway/test_traces.py",),
+    ),
+    Mutant(
+        "an engine does not start without OpenTelemetry",
+        "runtime/dsv4_runtime/agent/context.py",
+        "        if found is None:\n",
+        "        if False:\n",
+        ("tests/unit/gateway/test_traces.py",),
+    ),
 )
