@@ -161,6 +161,14 @@ def _finding(detail: ErrorDetails, model: type[BaseModel]) -> Finding:
 
 
 def _problem(kind: str, value: Any, context: Mapping[str, Any], text: str) -> tuple[ValueReason, str, str]:
+    if kind == "string_type" and isinstance(value, bool):
+        words = "on and yes" if value else "off and no"
+        example = "on" if value else "off"
+        return (
+            ValueReason.WRONG_TYPE,
+            "is not text",
+            f'put it in quotes, for example "{example}": YAML reads {words} as {str(value).lower()}',
+        )
     if kind in _TYPES:
         return ValueReason.WRONG_TYPE, *split_remedy(f"is not {_TYPES[kind]}")
     if kind == "enum":

@@ -168,12 +168,7 @@ def gateway_name(deployment: str, group: int) -> str:
 
 def token_key_name(deployment: str, uid: str | None) -> str:
     """Return the name of the Secret with the key for the tokens of all incarnations; suffix as in `mounted_name`."""
-    return f"{earlier_token_key_name(deployment)}-{_digest(uid)}"
-
-
-def earlier_token_key_name(deployment: str) -> str:
-    """Return the former name of the Secret with the token key, without the UID; older deployments still use its key."""
-    return f"{deployment}-token-key"
+    return f"{deployment}-token-key-{_digest(uid)}"
 
 
 def evidence_name(deployment: str, group: int, incarnation: int) -> str:

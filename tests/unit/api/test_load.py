@@ -397,3 +397,12 @@ def test_the_rules_hold_for_objects_made_in_code_too() -> None:
 def test_dates_and_similar_words_stay_text() -> None:
     deployment = load(NANO.replace("metadata: {name: nano}", "metadata: {name: nano, labels: {since: 2026-01-01}}"))
     assert deployment.metadata.labels == {"since": "2026-01-01"}
+
+
+def test_words_that_yaml_reads_as_booleans_need_quotes() -> None:
+    """The remedy for `kernels: off` names the word and not a number."""
+    with pytest.raises(InvalidDeployment) as caught:
+        load(f"{NANO}  engine: {{kernels: off}}\n")
+    (found,) = caught.value.findings
+    assert (found.field, found.value, found.reason) == ("spec.engine.kernels", False, "WrongType")
+    assert 'for example "off"' in found.remedy

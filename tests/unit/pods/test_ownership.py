@@ -24,7 +24,7 @@ from dsv4_operator.backends.pods.frontend import Superseded, TokenKeys, move_hea
 from dsv4_operator.backends.pods.observe import KEPT_EVIDENCE
 from dsv4_operator.backends.pods.ownership import ForeignObject, ObjectTerminating, OwnedObjects, managed_by_apply
 from dsv4_operator.builders import frontend, member, names
-from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Client, Conflict, Forbidden, Invalid, Unavailable
+from dsv4_operator.kube import CONFIG_MAPS, Client, Conflict, Forbidden, Invalid, Unavailable
 from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
@@ -342,7 +342,7 @@ def objects_of(wanted: DSV4Deployment) -> set[tuple[str, str]]:
     """Return kind and name of all objects of a few groups and incarnations."""
     name, uid = wanted.metadata.name, wanted.metadata.uid
     found = {("Service", name), ("PodDisruptionBudget", f"{name}-gateways"), ("NetworkPolicy", f"{name}-members")}
-    found |= {("Secret", names.token_key_name(name, uid)), ("Secret", names.earlier_token_key_name(name))}
+    found |= {("Secret", names.token_key_name(name, uid))}
     for index in (0, 1, 7):
         found |= {("Service", names.head_name(name, index))}
         found |= {(kind, names.gateway_name(name, index)) for kind in ("Deployment", "ConfigMap")}
@@ -444,22 +444,6 @@ async def test_the_token_of_an_incarnation_is_of_the_key_that_gateways_have() ->
     made = kube.objects["Secret", "team", names.mounted_name(NAME, UID, 0, 2)]
     token = base64.b64decode(made["data"]["token"]).decode()
     assert token == token_of("another", token[:32])
-
-
-async def test_a_deployment_from_before_names_contained_the_uid_keeps_its_key() -> None:
-    wanted = deployment().model_copy(update={"status": serving(1)})
-    named = member.token_key_secret(wanted, "EARLIER")
-    for uid, expected in ((UID, True), ("uid-of-another", False)):
-        about = named["metadata"] | {
-            "name": names.earlier_token_key_name(NAME),
-            "ownerReferences": owners(NAME, uid),
-        }
-        kube: Any = FakeKube([{**named, "metadata": about}])
-        assert (await TokenKeys(kube).ensure(wanted) == "EARLIER") is expected
-        # The next operator finds the key under the name that gateways mount.
-        made = await kube.get(SECRETS, "team", names.token_key_name(NAME, UID))
-        assert (base64.b64decode(made["data"]["key"]) == b"EARLIER") is expected
-        assert not made.get("immutable"), "gateways that run would keep the key of one that was deleted"
 
 
 # Fencing.

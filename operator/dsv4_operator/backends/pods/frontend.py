@@ -32,7 +32,6 @@ class TokenKeys:
     """Cache of the token keys of all deployments, so that requests to agents cost no request to the API server."""
 
     def __init__(self, kube: Client) -> None:
-        self._kube: KubeReader = kube
         self._objects = OwnedObjects(kube)
         self._known: dict[tuple[str, str], tuple[str | None, str, float]] = {}
         """By namespace and name: uid of the deployment, key, and monotonic time of the latest confirmation."""
@@ -84,12 +83,11 @@ class TokenKeys:
             BackendError: the Secret belongs to another owner, or is being deleted.
             KubeError: the Secret cannot be read or created, or has no key.
         """
-        # A deployment without groups most likely has no key.
-        older = bool(deployment.status.groups)
         wanted = member.token_key_secret(deployment, earlier or "")
-        known = await self._objects.find(wanted) if older or earlier is not None else None
+        # A deployment without groups most likely has no key.
+        known = await self._objects.find(wanted) if deployment.status.groups or earlier is not None else None
         if known is None:
-            key = earlier or (await self._key_before_uid(deployment) if older else None) or new_key()
+            key = earlier or new_key()
             if await self._objects.create(member.token_key_secret(deployment, key)):
                 return key
             known = await self._objects.find(wanted)
@@ -99,12 +97,6 @@ class TokenKeys:
             what = f"the Secret {name} has no entry {names.TOKEN_KEY_ENTRY}"
             raise KubeError(f"{what}; delete the Secret, and the operator creates it again")
         return found
-
-    async def _key_before_uid(self, deployment: DSV4Deployment) -> str | None:
-        """Return the key in the Secret with the former name, from which the tokens of running agents derive."""
-        metadata = deployment.metadata
-        found = await self._kube.get(SECRETS, metadata.namespace, names.earlier_token_key_name(metadata.name))
-        return _entry(found) if found is not None and names.belongs(found, metadata.uid) else None
 
     def release(self, namespace: str, name: str) -> None:
         """Drop the data of one deployment."""

@@ -228,20 +228,6 @@ BACKENDS = (
         _OWNERSHIP,
     ),
     Mutant(
-        "the key from before names contained the UID is lost",
-        f"{_OPERATOR}/backends/pods/frontend.py",
-        "            key = earlier or (await self._key_before_uid(deployment) if older else None) or new_key()\n",
-        "            key = earlier or new_key()\n",
-        _OWNERSHIP,
-    ),
-    Mutant(
-        "the key of an earlier deployment is taken over",
-        f"{_OPERATOR}/backends/pods/frontend.py",
-        "return _entry(found) if found is not None and names.belongs(found, metadata.uid) else None",
-        "return _entry(found)",
-        _OWNERSHIP,
-    ),
-    Mutant(
         "times of ends outlive their deployment",
         f"{_OPERATOR}/backends/pods/fencing.py",
         "            if (key.namespace, key.deployment) != (namespace, deployment)\n",
@@ -370,8 +356,8 @@ BACKENDS = (
     Mutant(
         "a Secret is made again with another token",
         f"{_OPERATOR}/backends/pods/frontend.py",
-        "            key = earlier or (await self._key_before_uid(deployment) if older else None) or new_key()\n",
-        "            key = (await self._key_before_uid(deployment) if older else None) or new_key()\n",
+        "            key = earlier or new_key()\n",
+        "            key = new_key()\n",
         ("tests/unit/pods/test_repair.py",),
     ),
     Mutant(
