@@ -252,8 +252,8 @@ def test_a_full_cache(tmp_path: Path) -> None:
     """Many requests begin small and grow, so that a block that becomes free is taken in the next step."""
     # Blocks for one request of the longest length, the least that is accepted.
     manifest = MANIFEST.replace("maxNumBatchedTokens: 512", "maxNumBatchedTokens: 512, kvCacheMemory: 39Mi")
-    with world(tmp_path, "full", manifest=manifest, seqs=48) as found:
-        shape = Shape(clients=48, prompt_words=(2, 4), tokens=(300, 400), chat=0.0)
+    with world(tmp_path, "full", manifest=manifest, seqs=40) as found:
+        shape = Shape(clients=40, prompt_words=(2, 4), tokens=(100, 150), chat=0.0)
         with Load(found.deployment.api, "full", shape, "1"):
             found.fires("DSV4KvCacheFull", 150)
         found.wait(lambda: not prometheus.firing(found.url), 60)
