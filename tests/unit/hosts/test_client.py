@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from dsv4_operator.api import DSV4Deployment, load
 from dsv4_operator.backends.hosts import bootstrap
-from dsv4_operator.backends.hosts.documents import DOWN, INVENTORY, Host, Inventory
+from dsv4_operator.backends.hosts.documents import DOWN, INVENTORY, MEMBERS, Host, Inventory
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli import hosts, init, machine, main, processes, sources, up
 from dsv4_operator.cli.machine import Record, Settings, save_record
@@ -349,6 +349,20 @@ def test_the_machine_of_the_loop_forwards_nothing(tmp_path: Path) -> None:
     (tmp_path / "nano").mkdir()
     (tmp_path / "nano" / INVENTORY).touch()
     assert hosts.is_here(tmp_path, record())
+
+
+def test_the_logs_of_the_first_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = DeploymentState(tmp_path, "nano")
+    state.incarnation(3).mkdir(parents=True)
+    state.save_manifest(nano())
+    (state.directory / INVENTORY).touch()
+    state.log.write_text("of the loop\n")
+    member = DeploymentState(tmp_path / MEMBERS, "nano").member(3, 0)
+    member.mkdir(parents=True)
+    (member / "vllm.log").write_text("of the engine\n")
+    for words, shown in ((["logs"], "[0 vllm] of the engine"), (["logs", "-c", "loop"], "of the loop")):
+        assert main.run([*words, "--state-dir", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.strip() == shown
 
 
 def test_the_state_directory_of_the_client_is_not_forwarded() -> None:

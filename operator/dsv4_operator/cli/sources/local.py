@@ -15,7 +15,7 @@ from typing import BinaryIO
 from pydantic import ValidationError
 
 from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, GroupStatus, Reason
-from dsv4_operator.backends.hosts.documents import MEMBERS
+from dsv4_operator.backends.hosts.documents import INVENTORY, MEMBERS
 from dsv4_operator.backends.local.facts import available_memory, local_facts, resident_memory
 from dsv4_operator.backends.local.state import RESERVED, DeploymentState, StateError, default_root, deployments
 from dsv4_operator.cli.output import (
@@ -29,6 +29,7 @@ from dsv4_operator.cli.output import (
     decode_line,
     local_datetime,
     log_time,
+    note,
     print_log_line,
 )
 from dsv4_operator.cli.processes import deployment_processes, signal_member
@@ -131,7 +132,11 @@ class LocalSource:
         yield ServiceAccess(lambda: url, token, permanent=True)
 
     def logs(self, name: str | None, options: LogOptions) -> ExitCode:
-        return print_logs(select_state(self.root, name), options)
+        state = select_state(self.root, name)
+        if options.component is not LogComponent.LOOP and (state.directory / INVENTORY).exists():
+            note(f"{state.name} is on several machines; these are the members of this one")
+            state = DeploymentState(self.root / MEMBERS, state.name)
+        return print_logs(state, options)
 
     def evidence(self, name: str | None, *, complete: bool = False) -> tuple[str, Iterator[EvidenceFile]]:
         state = select_state(self.root, name)
