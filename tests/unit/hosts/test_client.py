@@ -10,8 +10,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import zipfile
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
 from pathlib import Path
 
@@ -19,13 +22,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_operator.api import DSV4Deployment, load
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, load
 from dsv4_operator.backends.hosts import bootstrap
 from dsv4_operator.backends.hosts.documents import DOWN, INVENTORY, MEMBERS, Host, Inventory
+from dsv4_operator.backends.local.backend import query_members
 from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.backends.local.supervisor import LoopReport
 from dsv4_operator.cli import hosts, init, machine, main, processes, sources, up
 from dsv4_operator.cli.machine import Record, Settings, save_record
 from dsv4_operator.cli.output import CommandError, ExitCode
+from dsv4_runtime.contract import Phase
+from dsv4_testkit.documents import agent_status, group_plan
 
 NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
 TOKEN = b"a" * 64
@@ -363,6 +370,35 @@ def test_the_logs_of_the_first_machine(tmp_path: Path, capsys: pytest.CaptureFix
     for words, shown in ((["logs"], "[0 vllm] of the engine"), (["logs", "-c", "loop"], "of the loop")):
         assert main.run([*words, "--state-dir", str(tmp_path)]) == 0
         assert capsys.readouterr().out.strip() == shown
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_agents_are_asked_when_the_loop_does_not_respond(several: bool, tmp_path: Path, unused_tcp_port: int) -> None:
+    state, token = DeploymentState(tmp_path, "nano"), "0" * 96
+    plan = group_plan(("127.0.0.1",))
+    ports = plan.members[0].ports.model_copy(update={"agent": unused_tcp_port})
+    head = plan.members[0].model_copy(update={"ports": ports})
+    state.incarnation(1).mkdir(parents=True)
+    (state.incarnation(1) / "plan.json").write_text(plan.model_copy(update={"members": (head,)}).to_json())
+    # The loop of several machines has a token for each incarnation; its members have their own files.
+    (state.incarnation(1) / "token" if several else state.token()).write_text(token)
+
+    class Agent(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = self.headers["Authorization"] == f"Bearer {token}" and self.path == "/v1/status"
+            self.send_response(200 if known else 401)
+            self.end_headers()
+            self.wfile.write(agent_status(now=time.time()).to_json().encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    group = GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=1)
+    found = nano().model_copy(update={"status": DeploymentStatus(groups=(group,))})
+    with HTTPServer(("127.0.0.1", unused_tcp_port), Agent) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        seen, heard = query_members(state, found, LoopReport(os.getpid(), None, None))
+    assert heard
+    assert [member.phase for member in seen.status.groups[0].members] == [Phase.SERVING]
 
 
 def test_the_state_directory_of_the_client_is_not_forwarded() -> None:
