@@ -358,7 +358,7 @@ def test_the_machine_of_the_loop_forwards_nothing(tmp_path: Path) -> None:
     assert hosts.is_here(tmp_path, record())
 
 
-def test_the_logs_of_the_first_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_and_status_on_the_first_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = DeploymentState(tmp_path, "nano")
     state.incarnation(3).mkdir(parents=True)
     state.save_manifest(nano())
@@ -367,6 +367,10 @@ def test_the_logs_of_the_first_machine(tmp_path: Path, capsys: pytest.CaptureFix
     member = DeploymentState(tmp_path / MEMBERS, "nano").member(3, 0)
     member.mkdir(parents=True)
     (member / "vllm.log").write_text("of the engine\n")
+    group = GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=3)
+    state.save_object(nano().model_copy(update={"status": DeploymentStatus(groups=(group,))}))
+    assert main.run(["status", "nano", "--state-dir", str(tmp_path)]) == 0
+    assert "The loop of nano ended after" in capsys.readouterr().out, "its members may run"
     for words, shown in ((["logs"], "[0 vllm] of the engine"), (["logs", "-c", "loop"], "of the loop")):
         assert main.run([*words, "--state-dir", str(tmp_path)]) == 0
         assert capsys.readouterr().out.strip() == shown

@@ -266,10 +266,11 @@ def _lost(state: DeploymentState, found: DSV4Deployment) -> str:
         return ""
     with suppress(OSError):
         latest = local_datetime((state.directory / "object.json").stat().st_mtime)
-        return (
-            f"All processes of {state.name} were killed, its supervisor too, after the last change of the status "
-            f"({latest}); `dsv4 up FILE` starts it again"
-        )
+        since = f"after the last change of the status ({latest})"
+        if (state.directory / INVENTORY).exists():
+            remedy = "`dsv4 up FILE --hosts HOSTS` starts it again"
+            return f"The loop of {state.name} ended {since}, and its members may run on; {remedy}"
+        return f"All processes of {state.name} were killed, its supervisor too, {since}; `dsv4 up FILE` starts it again"
     return ""
 
 
