@@ -257,7 +257,7 @@ class _Client:
         process = await self.ssh.start(host.target, [*record.program(), *words], terminal=terminal, stdin=stdin)
         if process.stdin is not None and settings is not None:
             process.stdin.write(settings.to_json().encode())
-            # Without a connection, the exit code tells it.
+            # Without a connection, ssh ends with its exit code.
             with contextlib.suppress(ConnectionError):
                 await process.stdin.drain()
             process.stdin.close()

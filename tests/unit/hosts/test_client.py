@@ -377,7 +377,7 @@ def test_logs_and_status_on_the_first_machine(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_agents_are_asked_when_the_loop_does_not_respond(several: bool, tmp_path: Path, unused_tcp_port: int) -> None:
+def test_agents_are_queried_when_the_loop_does_not_respond(several: bool, tmp_path: Path, unused_tcp_port: int) -> None:
     state, token = DeploymentState(tmp_path, "nano"), "0" * 96
     plan = group_plan(("127.0.0.1",))
     ports = plan.members[0].ports.model_copy(update={"agent": unused_tcp_port})
