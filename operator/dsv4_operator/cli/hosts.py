@@ -188,7 +188,7 @@ class _Client:
             for host in inventory.hosts
         ]
         # The first one refuses if another version runs.
-        await self._machine("apply", settings[0], _STEP_SECONDS)
+        await self._machine("apply", settings[0], _STEP_SECONDS * 2)
         await self._all({each.host: self._machine("apply", each, _STEP_SECONDS) for each in settings[1:]})
         self.report(inventory.hosts[0].name, f"starting; at most {format_duration(limit)}")
         words = ["dsv4_operator.cli.machine", "wait"]

@@ -187,6 +187,9 @@ def test_an_installation_after_a_power_loss_has_no_empty_file(tmp_path: Path) ->
     (none / "thing-1.0-py3-none-any.whl").write_bytes(minimal_wheel("thing"))
     install()
     assert {name: (packages / name).read_bytes() for name in content} == content
+    # A file that several packages have is that of one of them.
+    (packages / "thing-1.0.dist-info" / "RECORD").write_text("base.py,,7\n")
+    assert not bootstrap._damaged(str(directory))
     (packages / "base-1.0.dist-info" / "RECORD").write_bytes(b"")
     assert bootstrap._damaged(str(directory)).endswith("base-1.0.dist-info/RECORD")
 
