@@ -188,7 +188,7 @@ class _Client:
             for host in inventory.hosts
         ]
         # The first one refuses if another version runs.
-        await self._machine("apply", settings[0], _STEP_SECONDS)
+        await self._machine("apply", settings[0], _STEP_SECONDS * 2)
         await self._all({each.host: self._machine("apply", each, _STEP_SECONDS) for each in settings[1:]})
         self.report(inventory.hosts[0].name, f"starting; at most {format_duration(limit)}")
         words = ["dsv4_operator.cli.machine", "wait"]
@@ -257,7 +257,7 @@ class _Client:
         process = await self.ssh.start(host.target, [*record.program(), *words], terminal=terminal, stdin=stdin)
         if process.stdin is not None and settings is not None:
             process.stdin.write(settings.to_json().encode())
-            # Without a connection, the exit code tells it.
+            # Without a connection, ssh ends with its exit code.
             with contextlib.suppress(ConnectionError):
                 await process.stdin.drain()
             process.stdin.close()

@@ -263,7 +263,9 @@ async def _survey_one(run: Callable[..., Any], name: str, target: str | None, da
 
 async def _run_here(target: str, words: Sequence[str], *, seconds: float, given: bytes) -> Completed:
     try:
-        done = await asyncio.to_thread(subprocess.run, words, input=given, capture_output=True, timeout=seconds)
+        done = await asyncio.to_thread(
+            lambda: subprocess.run(words, input=given, capture_output=True, timeout=seconds, check=False)
+        )
     except subprocess.TimeoutExpired:
         raise SurveyError(f"the facts of {target} were not complete within {seconds:g} s") from None
     return Completed(done.returncode, done.stdout, done.stderr.decode(errors="replace"))

@@ -235,7 +235,7 @@ def apply(settings: Settings) -> ExitCode:
         other = f"; it runs with other machines, software or secrets; to use these, run `dsv4 down {name}` first"
         raise bad_input(f"{name} is already running{up.difference(settings.loop, deployment) or other}")
     if not (same and host.running()):
-        # Until then, the files may be those of an attempt that was interrupted.
+        # Written again at the end: an interrupted attempt may leave other files.
         applied.unlink(missing_ok=True)
         _write_files(settings, deployment)
         host.start()
@@ -260,7 +260,9 @@ def _alone(root: Path) -> Iterator[None]:
     root.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Some network file systems have no locks of directories.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

@@ -10,8 +10,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import zipfile
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
 from pathlib import Path
 
@@ -19,13 +22,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_operator.api import DSV4Deployment, load
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, load
 from dsv4_operator.backends.hosts import bootstrap
-from dsv4_operator.backends.hosts.documents import DOWN, INVENTORY, Host, Inventory
+from dsv4_operator.backends.hosts.documents import DOWN, INVENTORY, MEMBERS, Host, Inventory
+from dsv4_operator.backends.local.backend import query_members
 from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.backends.local.supervisor import LoopReport
 from dsv4_operator.cli import hosts, init, machine, main, processes, sources, up
 from dsv4_operator.cli.machine import Record, Settings, save_record
 from dsv4_operator.cli.output import CommandError, ExitCode
+from dsv4_runtime.contract import Phase
+from dsv4_testkit.documents import agent_status, group_plan
 
 NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
 TOKEN = b"a" * 64
@@ -180,6 +187,9 @@ def test_an_installation_after_a_power_loss_has_no_empty_file(tmp_path: Path) ->
     (none / "thing-1.0-py3-none-any.whl").write_bytes(minimal_wheel("thing"))
     install()
     assert {name: (packages / name).read_bytes() for name in content} == content
+    # A file that several packages have is that of one of them.
+    (packages / "thing-1.0.dist-info" / "RECORD").write_text("base.py,,7\n")
+    assert not bootstrap._damaged(str(directory))
     (packages / "base-1.0.dist-info" / "RECORD").write_bytes(b"")
     assert bootstrap._damaged(str(directory)).endswith("base-1.0.dist-info/RECORD")
 
@@ -349,6 +359,53 @@ def test_the_machine_of_the_loop_forwards_nothing(tmp_path: Path) -> None:
     (tmp_path / "nano").mkdir()
     (tmp_path / "nano" / INVENTORY).touch()
     assert hosts.is_here(tmp_path, record())
+
+
+def test_logs_and_status_on_the_first_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = DeploymentState(tmp_path, "nano")
+    state.incarnation(3).mkdir(parents=True)
+    state.save_manifest(nano())
+    (state.directory / INVENTORY).touch()
+    state.log.write_text("of the loop\n")
+    member = DeploymentState(tmp_path / MEMBERS, "nano").member(3, 0)
+    member.mkdir(parents=True)
+    (member / "vllm.log").write_text("of the engine\n")
+    group = GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=3)
+    state.save_object(nano().model_copy(update={"status": DeploymentStatus(groups=(group,))}))
+    assert main.run(["status", "nano", "--state-dir", str(tmp_path)]) == 0
+    assert "The loop of nano ended after" in capsys.readouterr().out, "its members may run"
+    for words, shown in ((["logs"], "[0 vllm] of the engine"), (["logs", "-c", "loop"], "of the loop")):
+        assert main.run([*words, "--state-dir", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.strip() == shown
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_agents_are_queried_when_the_loop_does_not_respond(several: bool, tmp_path: Path, unused_tcp_port: int) -> None:
+    state, token = DeploymentState(tmp_path, "nano"), "0" * 96
+    plan = group_plan(("127.0.0.1",))
+    ports = plan.members[0].ports.model_copy(update={"agent": unused_tcp_port})
+    head = plan.members[0].model_copy(update={"ports": ports})
+    state.incarnation(1).mkdir(parents=True)
+    (state.incarnation(1) / "plan.json").write_text(plan.model_copy(update={"members": (head,)}).to_json())
+    # The loop of several machines has a token for each incarnation; its members have their own files.
+    (state.incarnation(1) / "token" if several else state.token()).write_text(token)
+
+    class Agent(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = self.headers["Authorization"] == f"Bearer {token}" and self.path == "/v1/status"
+            self.send_response(200 if known else 401)
+            self.end_headers()
+            self.wfile.write(agent_status(now=time.time()).to_json().encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    group = GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=1)
+    found = nano().model_copy(update={"status": DeploymentStatus(groups=(group,))})
+    with HTTPServer(("127.0.0.1", unused_tcp_port), Agent) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        seen, heard = query_members(state, found, LoopReport(os.getpid(), None, None))
+    assert heard
+    assert [member.phase for member in seen.status.groups[0].members] == [Phase.SERVING]
 
 
 def test_the_state_directory_of_the_client_is_not_forwarded() -> None:

@@ -120,7 +120,9 @@ def _alone(directory: str) -> Iterator[None]:
     os.makedirs(folder, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Some network file systems have no locks of directories.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
@@ -185,20 +187,24 @@ def _damaged(directory: str) -> str:
 
     Installers take a package for installed if its list is there, also when a power loss left its files empty.
     """
+    # Several packages may have one file; the last one wrote it.
+    sizes: dict[str, set[str]] = {}
     for record in glob.glob(os.path.join(directory, "lib", "python*", "site-packages", "*.dist-info", "RECORD")):
-        packages, path = os.path.dirname(os.path.dirname(record)), record
+        packages = os.path.dirname(os.path.dirname(record))
         try:
             with open(record, newline="", encoding="utf-8") as file:
-                rows = list(csv.reader(file))
-            for name, _, size in rows:
-                path = os.path.normpath(os.path.join(packages, name))
-                # Python replaces compiled files; the list has no size of its own.
-                if size and not name.endswith((".pyc", "/RECORD")) and os.path.getsize(path) != int(size):
-                    return path
+                rows = [(name, size) for name, _, size in csv.reader(file)]
         except (OSError, ValueError, csv.Error):
-            return path
+            return record
         if not rows:
             return record
+        for name, size in rows:
+            # Python replaces compiled files; the list has no size of its own.
+            if size and not name.endswith((".pyc", "/RECORD")):
+                sizes.setdefault(os.path.normpath(os.path.join(packages, name)), set()).add(size)
+    for path, expected in sizes.items():
+        if not os.path.exists(path) or str(os.path.getsize(path)) not in expected:
+            return path
     return ""
 
 

@@ -358,9 +358,11 @@ def query_members(state: DeploymentState, found: DSV4Deployment, report: LoopRep
     now, groups, heard = time.time(), [], False
     for group in found.status.groups:
         try:
-            plan_file = state.incarnation(group.incarnation, group.index) / "plan.json"
-            plan = GroupPlan.model_validate_json(plan_file.read_bytes())
-            token = state.token(group.index).read_text().strip()
+            folder = state.incarnation(group.incarnation, group.index)
+            plan = GroupPlan.model_validate_json((folder / "plan.json").read_bytes())
+            # The loop of several machines has the token beside the plan.
+            own = folder / "token"
+            token = (own if own.exists() else state.token(group.index)).read_text().strip()
         except (OSError, ValueError):
             groups.append(group)
             continue

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from pydantic import ValidationError
 
 from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, GroupStatus, Reason
-from dsv4_operator.backends.hosts.documents import MEMBERS
+from dsv4_operator.backends.hosts.documents import INVENTORY, MEMBERS
 from dsv4_operator.backends.local.facts import available_memory, local_facts, resident_memory
 from dsv4_operator.backends.local.state import RESERVED, DeploymentState, StateError, default_root, deployments
 from dsv4_operator.cli.output import (
@@ -29,6 +29,7 @@ from dsv4_operator.cli.output import (
     decode_line,
     local_datetime,
     log_time,
+    note,
     print_log_line,
 )
 from dsv4_operator.cli.processes import deployment_processes, signal_member
@@ -131,7 +132,11 @@ class LocalSource:
         yield ServiceAccess(lambda: url, token, permanent=True)
 
     def logs(self, name: str | None, options: LogOptions) -> ExitCode:
-        return print_logs(select_state(self.root, name), options)
+        state = select_state(self.root, name)
+        if options.component is not LogComponent.LOOP and (state.directory / INVENTORY).exists():
+            note(f"{state.name} is on several machines; these are the members of this one")
+            state = DeploymentState(self.root / MEMBERS, state.name)
+        return print_logs(state, options)
 
     def evidence(self, name: str | None, *, complete: bool = False) -> tuple[str, Iterator[EvidenceFile]]:
         state = select_state(self.root, name)
@@ -261,10 +266,11 @@ def _lost(state: DeploymentState, found: DSV4Deployment) -> str:
         return ""
     with suppress(OSError):
         latest = local_datetime((state.directory / "object.json").stat().st_mtime)
-        return (
-            f"All processes of {state.name} were killed, its supervisor too, after the last change of the status "
-            f"({latest}); `dsv4 up FILE` starts it again"
-        )
+        since = f"after the last change of the status ({latest})"
+        if (state.directory / INVENTORY).exists():
+            remedy = "`dsv4 up FILE --hosts HOSTS` starts it again"
+            return f"The loop of {state.name} ended {since}, and its members may run on; {remedy}"
+        return f"All processes of {state.name} were killed, its supervisor too, {since}; `dsv4 up FILE` starts it again"
     return ""
 
 
