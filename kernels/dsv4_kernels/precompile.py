@@ -25,6 +25,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,7 @@ _LOCK = "dsv4-precompile.lock"
 _MARKS = "dsv4-precompiled"
 _PR_SET_PDEATHSIG = 1
 _IDLE_SECONDS = 300
+_REPORTING = threading.Lock()
 _SHARES = 4
 """Most processes that compile one plan; the largest would else take as long as all others together."""
 
@@ -251,11 +253,16 @@ def _submit(pool: ProcessPoolExecutor, lines: Iterator[str], target: TargetGPU, 
 
 
 def _collect(found: list[dict[str, Any]], shares: int, target: TargetGPU, done: Future[dict[str, Any]]) -> None:
-    """Add a share to those `found` of its plan; print the plan once all are there. Called by one thread."""
+    """Add a share to those `found` of its plan; print the plan once all are there.
+
+    Called by the thread of the pool, and by the main one for a share that ended before its callback was added.
+    """
     if done.cancelled() or done.exception() is not None:
         return
-    found.append(done.result())
-    if len(found) == shares:
+    with _REPORTING:
+        found.append(done.result())
+        if len(found) < shares:
+            return
         errors = [one["error"] for one in found if one["error"] is not None]
         whole = {
             "plan": found[0]["plan"],

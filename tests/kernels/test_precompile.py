@@ -7,11 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
+from dsv4_kernels.arch import Arch, TargetGPU
+from dsv4_kernels.precompile import _collect as collect
 from dsv4_testkit.plans import SMALL
 
 TARGETS = (("sm_121", "48"), ("sm_90", "132"))
@@ -57,6 +61,24 @@ def test_another_process_finds_all_of_it(tmp_path: Path, target: tuple[str, str]
     command = [sys.executable, "-c", _WITH_MEMORY, *target]
     subprocess.run(command, input="\n".join(SMALL), env=environment(tmp_path), text=True, timeout=300, check=True)
     assert kernels(tmp_path) == compiled
+
+
+def test_a_plan_is_reported_once_whichever_threads_end_its_shares(capsys: pytest.CaptureFixture[str]) -> None:
+    """The thread of the pool, and for a share that has ended when its callback is added the main one."""
+
+    class Slow(list[dict[str, object]]):
+        def append(self, share: dict[str, object]) -> None:
+            super().append(share)
+            time.sleep(0.1)
+
+    share: Future[dict[str, object]] = Future()
+    share.set_result({"plan": "p", "kernels": 1, "seconds": 0.1, "error": "TypeError: x"})
+    found = Slow()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            pool.submit(collect, found, 2, TargetGPU(Arch.SM_90, 132), share)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["kernels"] == 2
 
 
 _WITH_LAUNCHERS = """

@@ -369,9 +369,8 @@ _INDEXER = (
 )
 
 
-# 32 warps with 16 keys per thread. A thread of 32 warps has 64 registers, and up to 56 bytes around the scan do not fit
-# them (16 with 16 warps, where Triton 3.8 stops at 64 too); chunks of half the size need a third launch for 262144
-# scores. The limit keeps it from growing.
+# 32 warps with 16 keys per thread; the limit of spilled bytes is in `gate.plans`. Chunks of half the size need a third
+# launch for 262,144 scores.
 LARGEST = 16384
 LEAST = 1024
 

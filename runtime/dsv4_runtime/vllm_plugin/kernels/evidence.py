@@ -10,6 +10,7 @@ next start, and counted, until it is excluded permanently.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -248,26 +249,14 @@ def trials(
         *_at((1, 8, 128, PREFILL), Op.O_PROJ, "wo_a_einsum", groups=groups, n=lora, k=heads // groups * head),
         *_at((1, 8, 128, PREFILL), Op.MHC, "mhc_post_pre", hidden=hidden, norm=True),
     ]
-    found += [
-        Trial(
-            Op.COMPRESSOR,
-            f"r{ratio}-t{tokens}",
-            "compressor_store",
-            {"tokens": tokens, "head": head, "ratio": ratio, "page": 256 // ratio, "dense": True},
-        )
-        for ratio in (4, 128)
-        for tokens in (1, 32, PREFILL)
-    ]
-    found += [
-        Trial(
-            Op.INDEXER,
-            f"b{batch}-k{keys}",
-            "indexer_paged_logits",
-            {"batch": batch, "next_n": 1, "keys": keys, "heads": config["index_n_heads"], "page": 64},
-        )
-        for batch, keys in ((1, 4096), (8, 4096))
-    ]
-    prompt = {"rows": PREFILL, "keys": 4096, "heads": config["index_n_heads"], "dense": True}
+    for ratio, tokens in itertools.product((4, 128), (1, 32, PREFILL)):
+        entries = {"tokens": tokens, "head": head, "ratio": ratio, "page": 256 // ratio, "dense": True}
+        found.append(Trial(Op.COMPRESSOR, f"r{ratio}-t{tokens}", "compressor_store", entries))
+    scores = {"keys": 4096, "heads": config["index_n_heads"]}
+    for batch in (1, 8):
+        paged = {"batch": batch, "next_n": 1, "page": 64, **scores}
+        found.append(Trial(Op.INDEXER, f"b{batch}-k4096", "indexer_paged_logits", paged))
+    prompt = {"rows": PREFILL, "dense": True, **scores}
     found.append(Trial(Op.INDEXER, f"s{PREFILL}-k4096", "indexer_logits", prompt))
     found += _at((1, 8, 128, PREFILL), Op.ROUTER, "router", hidden=hidden, experts=experts, k=topk)
     # Decode steps, with scores of 16 Ki and 128 Ki tokens of context, and a piece of a prompt.

@@ -108,12 +108,12 @@ def test_what_attention_will_launch_is_compiled_with_the_layers(
     begin_anew()
     running = plans._Compiler.running
     assert running is not None
-    assert (len(running.asked), len(running.later)) == (2, 1)
+    assert (len(running.announced), len(running.later)) == (2, 1)
     # The layer's own plan, with the real cache, requires no new compilation.
     model.layer.bind_kv_cache(torch.empty((3, 256), dtype=torch.uint8))
     model.layer.plan_decode_ahead()
     assert len(plans._PLANS) == 1
-    assert len(running.asked) == 2
+    assert len(running.announced) == 2
     finish()
     waited, compiled = (record.getMessage() for record in caplog.records)
     assert waited.startswith("dsv4 kernels: waited ")

@@ -120,7 +120,7 @@ def test_the_wait_for_it_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_a_process_that_holds_its_pipe_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program, left = tmp_path / "python", tmp_path / "left"
-    program.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {left}\ncat\n")
+    program.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {left}\ncat > /dev/null\n")
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
     announce(QuantPlan, 64, 256, DEVICE)
