@@ -374,10 +374,10 @@ class Proxy:
             exchange.outcome = Outcome.OK
             await exchange.request.end()
             return True
-        if not generation.unreachable:
+        # After a planned end all open requests are sent again at once, which is no sign of a fault.
+        if not generation.unreachable and not (died and generation.planned):
             exchange.losses += 1
-            if died and not generation.planned:
-                exchange.deaths += 1
+            exchange.deaths += died
         self._check_retry(exchange)
         return False
 
