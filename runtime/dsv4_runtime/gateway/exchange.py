@@ -45,7 +45,7 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
 }
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", REQUEST_ID.lower()}
 _DIGEST_KEY = secrets.token_bytes(32)
-_KEYS = frozenset({b"authorization", b"x-api-key"})
+KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 
 
 def logged_path(request: Request) -> str:
@@ -139,7 +139,7 @@ class Exchange:
 
     def headers(self, own: Headers, *, keep_key: bool) -> Headers:
         """Return the request headers for vLLM: the client's, in their original spelling, and `own`."""
-        dropped = _NOT_UPSTREAM if keep_key else _NOT_UPSTREAM | _KEYS
+        dropped = _NOT_UPSTREAM if keep_key else _NOT_UPSTREAM | KEY_HEADERS
         return [*_passed(self.request.headers, dropped), (REQUEST_ID, self.id.encode()), *own]
 
     def answer_headers(self, upstream: UpstreamResponse) -> Headers:

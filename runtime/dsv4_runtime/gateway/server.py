@@ -10,7 +10,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import aiohttp
@@ -28,7 +28,7 @@ from dsv4_runtime.contract.token import canary_token
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.admission import ApiKeys
 from dsv4_runtime.gateway.errors import EngineLostError
-from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, access, logged_path
+from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, KEY_HEADERS, access, logged_path
 from dsv4_runtime.gateway.handover import Guard, Heir
 from dsv4_runtime.gateway.http_client import BrokenMessageError, Headers, UnreachableError, Upstream, encode_headers
 from dsv4_runtime.gateway.http_server import HttpServer
@@ -154,7 +154,7 @@ ALONE_SECONDS = 15.0
 """Time without another gateway of the deployment after which a terminating gateway ends open requests."""
 _PEER_CHECK_SECONDS = 2.0
 _PEER_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-_PEER_METRICS_TIMEOUT = aiohttp.ClientTimeout(total=1.0)
+_PEER_METRICS_SECONDS = 1.0
 MAX_CONNECTIONS = 4096
 _TEXT = [(b"Content-Type", b"text/plain; charset=utf-8")]
 _METRICS = [(b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8")]
@@ -506,7 +506,8 @@ class Gateway:
         """Return the fatal requests of all processes at this address, by time, and the kinds refused by this one."""
         own = self._proxy.suspects.found
         found = list(own.requests)
-        for text in await self._ask_peers("fatal-requests", request.header(b"authorization")):
+        key = [(name, value) for lowered, name, value in request.headers if lowered in KEY_HEADERS]
+        for text in await self._ask_peers("fatal-requests", key):
             with contextlib.suppress(ValueError):
                 found += FatalRequests.model_validate_json(text).requests
         return FatalRequests(requests=tuple(sorted(found, key=lambda one: one.time)), kinds=own.kinds)
@@ -523,13 +524,13 @@ class Gateway:
                         kinds.take(peer, KindReport.model_validate_json(text))
                 kinds.judge()
 
-    async def _ask_peers(self, name: str, authorization: str = "") -> list[bytes]:
-        headers = {"Authorization": authorization} if authorization else {}
+    async def _ask_peers(self, name: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[bytes]:
+        """Return the answer of each other process at this address; empty if there is none in time."""
 
         async def ask(peer: str) -> bytes:
-            url = f"{peer}/dsv4/process/{name}"
-            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with self._scraper.get(url, headers=headers, timeout=_PEER_METRICS_TIMEOUT) as answer:
+            asked = self._proxy.upstream.request(peer, "GET", f"/dsv4/process/{name}", headers)
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(_PEER_METRICS_SECONDS), asked as answer:
                     return await answer.read() if answer.status == 200 else b""
             return b""
 
