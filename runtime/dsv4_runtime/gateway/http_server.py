@@ -17,7 +17,7 @@ import httptools
 
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import ClientGoneError, Refusal
-from dsv4_runtime.gateway.handover import Guard, Guarded
+from dsv4_runtime.gateway.handover import UNKNOWN, Guard, Guarded
 from dsv4_runtime.gateway.http_client import Fields, encode_head
 from dsv4_runtime.gateway.request import (
     CONNECTION_BYTES,
@@ -441,7 +441,9 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         self._task = None
         request.release()
         if self._guard is not None and self._guarded is not None:
-            self._guard.idle(self._guarded, self._written, self._taken)
+            begun = self._queue or self._arriving is not None or self._in_head or self._unread
+            # Another process cannot continue in the middle of a request.
+            self._guard.idle(self._guarded, self._written, UNKNOWN if begun else self._taken)
         if not request.ended:
             self.abort()
         elif not request.keep_alive or self._server.closing:
