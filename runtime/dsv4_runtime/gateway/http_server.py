@@ -10,6 +10,7 @@ import functools
 import logging
 import socket
 import struct
+import sys
 import termios
 from collections.abc import Awaitable, Callable
 
@@ -21,6 +22,8 @@ from dsv4_runtime.gateway.handover import UNKNOWN, Guard, Guarded
 from dsv4_runtime.gateway.http_client import Fields, encode_head
 from dsv4_runtime.gateway.request import (
     CONNECTION_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
     REQUEST_BYTES,
     SLOW_CLIENT_BYTES,
     Account,
@@ -34,8 +37,6 @@ _log = logging.getLogger("dsv4.gateway")
 
 _KEEPALIVE_SECONDS = 75.0
 """Limit for starting a request and for completing its head."""
-_MAX_HEAD_BYTES = 2**16
-"""Limit for a request line with headers, and for data between two parts of a body (chunk sizes, trailers)."""
 _MAX_QUEUED = 16
 """Limit of pipelined requests per connection."""
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
@@ -263,8 +264,8 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
                 self.refuse(errors.malformed(str(error)))
         if self._discarding:
             return
-        if self._unsettled > _MAX_HEAD_BYTES + _PARSE_BYTES:
-            self.refuse(errors.head_too_large(_MAX_HEAD_BYTES))
+        if self._unsettled > MAX_HEAD_BYTES + _PARSE_BYTES or len(self._headers) > MAX_HEADERS:
+            self.refuse(errors.head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
         elif self._in_head and not self.charge.take(len(data)):
             self.refuse(errors.NO_MEMORY)
 
@@ -370,7 +371,7 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header; trailers are dropped."""
-        if self._in_head:
+        if self._in_head and len(self._headers) <= MAX_HEADERS:
             self._headers.append((name.lower(), name, value))
             self._head_bytes += len(name) + len(value) + 4
 
@@ -380,19 +381,22 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         self._in_head, self._unsettled = False, 0
         self.charge.shrink(CONNECTION_BYTES)
         version = self._parser.get_http_version()
-        wrong = wrong_head(version, self._headers, self._head_bytes, _MAX_HEAD_BYTES)
+        # An idle connection keeps none of them.
+        headers, self._headers = self._headers, []
+        target, self._target = self._target, b""
+        wrong = wrong_head(version, headers, self._head_bytes)
         if self._discarding or wrong is not None:
             if wrong is not None and not self._discarding:
                 self.refuse(wrong)
             return
         request = Request(self, self._remote, Charge(self.charge.account))
-        request.headers = self._headers
-        request.set_target(self._target)
+        request.headers = headers
+        request.set_target(target)
         request.method = self._parser.get_method().decode()
         request.upgrade, request.keep_alive = self._parser.should_upgrade(), self._parser.should_keep_alive()
         if request.upgrade and request.method != "CONNECT" and "websocket" not in request.header(b"upgrade").lower():
             request.upgrade = False
-            framing = [(name, value) for name, _, value in self._headers if name in _FRAMING]
+            framing = [(name, value) for name, _, value in headers if name in _FRAMING]
             self._ignored_upgrade = encode_head(
                 f"{request.method} / HTTP/{version}".encode(), [(b"Host", b"x"), *framing]
             )
@@ -400,7 +404,8 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         self._arriving = request
         self._queue.append(request)
         own = request.path in self._server.own_paths
-        size = REQUEST_BYTES + self._head_bytes
+        # A decoded path takes up to four bytes for each character.
+        size = REQUEST_BYTES + self._head_bytes + sys.getsizeof(request.path)
         if own and not request.charge.take(size):
             request.charge = Charge(self._server.reserve)
         if self._restriction is not None and not own:
@@ -455,7 +460,7 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
             self.resume()
         elif self._discarding:
             self._close(request)
-        else:
+        elif self.transport is not None:
             self._server.wait(self)
             self._arm(_KEEPALIVE_SECONDS, self.close_gracefully)
 
