@@ -291,8 +291,11 @@ def wrong_head(version: str, headers: Fields, size: int) -> Refusal | None:
     hosts = names.count(b"host")
     if hosts > 1 or (hosts == 0 and version == "1.1"):
         return errors.malformed(f"it has {hosts} Host headers and not one (RFC 9112, 3.2)")
-    if version == "1.0" and b"transfer-encoding" in names:
+    codings = [value for name, _, value in headers if name == b"transfer-encoding"]
+    if version == "1.0" and codings:
         return errors.malformed("HTTP/1.0 has no Transfer-Encoding (RFC 9112, 6.1)")
+    if codings and b",".join(codings).lower() != b"chunked":
+        return errors.malformed("its Transfer-Encoding is not chunked alone; the gateway decodes no other coding")
     return None
 
 

@@ -281,6 +281,7 @@ WRONG = {
     "two Hosts": (b"GET /x HTTP/1.1\r\nHost: x\r\nHost: x\r\n\r\n", 400),
     "HTTP/2.0": (b"GET /x HTTP/2.0\r\nHost: x\r\n\r\n", 400),
     "chunked on 1.0": (b"POST /x HTTP/1.0\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    "gzip in chunks": (b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
     "no HTTP": (b"\x16\x03\x01\x02\x00\x01", 400),
 }
 
