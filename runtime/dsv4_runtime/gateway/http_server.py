@@ -160,11 +160,11 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         self._arm(_KEEPALIVE_SECONDS, self.close_gracefully)
         self._server.admit(self)
 
-    def protect(self) -> None:
-        """Inform another process of this connection."""
+    def protect(self, received: int) -> None:
+        """Inform another process of this connection; `received` bytes, or `UNKNOWN` in the middle of a request."""
         if self._guard is not None and self._guarded is None and self.transport is not None:
             descriptor = self.transport.get_extra_info("socket").fileno()
-            self._guarded = self._guard.open(descriptor, self._written, self._taken, adopted=self._repeats)
+            self._guarded = self._guard.open(descriptor, self._written, received, adopted=self._repeats)
 
     def repeat(self, request: bytes) -> None:
         """Handle a request that another process has read."""
@@ -172,7 +172,7 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def record(self, request: Request, body: bytearray, *, repeatable: bool) -> None:
         # Not before: connections without a valid request are many in an attack.
-        self.protect()
+        self.protect(UNKNOWN)
         if self._guard is not None and self._guarded is not None:
             self._guard.request(self._guarded, request, body, self._written, repeatable=repeatable)
 
@@ -600,7 +600,7 @@ class HttpServer:
             _log.warning("a client connection cannot be continued: %s", error)
             connection.close()
             return
-        made.protect()
+        made.protect(UNKNOWN if request else received)
         if request:
             made.repeat(request)
         if self.closing:

@@ -14,7 +14,7 @@ import pytest
 
 from dsv4_runtime.gateway import handover
 from dsv4_runtime.gateway.handover import Guard, Heir
-from dsv4_runtime.gateway.http_server import HttpServer
+from dsv4_runtime.gateway.http_server import Handler, HttpServer
 from dsv4_runtime.gateway.request import Account, Request
 from dsv4_testkit.waiting import until
 
@@ -67,13 +67,14 @@ async def test_more_connections_than_the_buffer_has_room_for_are_handed_over(mon
 
 # Announces its connection, receives 5 bytes, and announces the connection on another channel.
 _PROCESS = """
-import os, socket, sys, time
+import contextlib, os, socket, sys, time
 from dsv4_runtime.gateway.handover import _HEADER, _OPEN
 
 def announced(received):
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel.connect(b"\\0" + sys.argv[1].encode())
-    socket.send_fds(channel, [_HEADER.pack(_OPEN, 0, 1, 0, received)], [connection.fileno()])
+    with contextlib.suppress(BrokenPipeError):
+        socket.send_fds(channel, [_HEADER.pack(_OPEN, 0, 1, 0, received)], [connection.fileno()])
     return channel
 
 os.setuid(int(sys.argv[2]))
@@ -132,6 +133,21 @@ GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody"
 
 
+@contextlib.asynccontextmanager
+async def guarded(address: str, handle: Handler) -> AsyncIterator[int]:
+    """The port of a server whose connections are handed over to the heir at `address`."""
+    guard = Guard(b"\0" + address.encode())
+    guarding = asyncio.create_task(guard.run())
+    server = HttpServer(handle, Account(2**26), max_connections=4, guard=guard)
+    listener = socket.create_server(("127.0.0.1", 0))
+    await server.start(listener)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        guarding.cancel()
+        await server.close(0.0)
+
+
 @pytest.mark.parametrize("cut", [1, len(POST) - 8, len(POST) - 2])
 async def test_a_connection_with_half_of_a_request_is_not_idle(cut: int) -> None:
     """Otherwise the rest would be taken for the next request."""
@@ -143,27 +159,40 @@ async def test_a_connection_with_half_of_a_request_is_not_idle(cut: int) -> None
         await request.send(200, [], b"")
 
     with inheriting() as (heir, address, _):
-        guard = Guard(b"\0" + address.encode())
-        guarding = asyncio.create_task(guard.run())
-        server, listener = HttpServer(handle, Account(2**26), max_connections=4, guard=guard), socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        await server.start(listener)
-        try:
+        async with guarded(address, handle) as port, asyncio.timeout(10):
             await until(lambda: heir._channels)
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
-            records = next(iter(heir._channels.values()))
+            (records,) = heir._channels.values()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(GET + POST[:cut])
-            async with asyncio.timeout(10):
-                await reader.readuntil(b"\r\n\r\n")
-                await until(lambda: [one.kind for one in records.values()] == [handover._IDLE])
-                (record,) = records.values()
-                sent, received = handover.counters(record.connection)
-                assert record.sent == sent
-                assert record.received != received
-                writer.write(POST[cut:])
-                await reader.readuntil(b"\r\n\r\n")
-                await until(lambda: (record.sent, record.received) == handover.counters(record.connection))
+            await reader.readuntil(b"\r\n\r\n")
+            await until(lambda: [one.kind for one in records.values()] == [handover._IDLE])
+            (record,) = records.values()
+            sent, received = handover.counters(record.connection)
+            assert record.sent == sent
+            assert record.received != received
+            writer.write(POST[cut:])
+            await reader.readuntil(b"\r\n\r\n")
+            await until(lambda: (record.sent, record.received) == handover.counters(record.connection))
             writer.close()
-        finally:
-            guarding.cancel()
-            await server.close(0.0)
+
+
+async def test_a_connection_whose_request_is_too_large_to_hand_over_is_not_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise its client would wait for an answer in vain."""
+    monkeypatch.setattr(handover, "_MAX_BYTES", 3)
+
+    async def handle(request: Request) -> None:
+        request.record(bytearray(await request.part()), repeatable=True)
+        await asyncio.sleep(60)
+
+    with inheriting() as (heir, address, _):
+        async with guarded(address, handle) as port, asyncio.timeout(10):
+            await until(lambda: heir._channels)
+            (records,) = heir._channels.values()
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(POST)
+            await until(lambda: records)
+            (record,) = records.values()
+            assert record.received != handover.counters(record.connection)[1]
+            writer.close()
