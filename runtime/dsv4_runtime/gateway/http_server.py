@@ -13,6 +13,7 @@ import struct
 import sys
 import termios
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 import httptools
 
@@ -155,6 +156,8 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        # More is charged (`pause_writing`), also on a connection without a further request.
+        cast(asyncio.Transport, transport).set_write_buffer_limits(CONNECTION_BYTES, CONNECTION_BYTES)
         peer = transport.get_extra_info("peername")
         self._remote = str(peer[0]) if peer else ""
         self._arm(_KEEPALIVE_SECONDS, self.close_gracefully)

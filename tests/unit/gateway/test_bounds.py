@@ -324,6 +324,33 @@ async def test_an_idle_connection_keeps_nothing_of_its_last_request(kit):
         writer.close()
 
 
+async def test_answers_that_are_not_read_are_charged_before_they_take_more_than_a_connection_is_charged_for(kit):
+    listener = socket.create_server(("127.0.0.1", 0))
+    # Inherited by connections, so that few answers fill the kernel's buffer.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    async with kit.Lab(listener=listener) as lab:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            address = "127.0.0.1", int(lab.url.rpartition(":")[2])
+            await asyncio.get_running_loop().sock_connect(client, address)
+            account, port = lab.gateway._account, client.getsockname()[1]
+            most = 0
+            for _ in range(1000):
+                client.send(b"GET /v1/models/nano HTTP/1.1\r\nHost: x\r\nX-Request-Id: %b\r\n\r\n" % (b"x" * 120))
+                await asyncio.sleep(0.002)
+                if not most:
+                    (one,) = [
+                        one
+                        for one in _objects(http_server._Connection)
+                        if one._server.account is account and one.transport.get_extra_info("peername")[1] == port
+                    ]
+                if one._unsent.size:
+                    break
+                most = max(most, one.transport.get_write_buffer_size(), 1)
+            assert 1 < most <= request_module.CONNECTION_BYTES
+
+
 async def test_a_decoded_path_is_charged(kit):
     """One character beyond the Basic Multilingual Plane makes four bytes of each."""
     async with kit.Lab() as lab:

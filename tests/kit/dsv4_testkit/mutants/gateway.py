@@ -338,6 +338,13 @@ GATEWAY = (
         ("tests/unit/gateway/test_bounds.py",),
     ),
     Mutant(
+        "answers of less than 64 KiB that are not read are not charged",
+        "runtime/dsv4_runtime/gateway/http_server.py",
+        "set_write_buffer_limits(CONNECTION_BYTES, CONNECTION_BYTES)",
+        "set_write_buffer_limits()",
+        ("tests/unit/gateway/test_bounds.py",),
+    ),
+    Mutant(
         "the number of headers has no limit",
         "runtime/dsv4_runtime/gateway/request.py",
         " or len(headers) > MAX_HEADERS",
