@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 import aiohttp
 
+from dsv4_runtime.client import read_content
 from dsv4_runtime.contract.gateway import (
     EVENT_HEADERS,
     VIEW_SECONDS,
@@ -548,16 +549,10 @@ class Gateway:
         """Return the metrics of a group's vLLM; empty while it does not answer."""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with self._scraper.get(group.api + "/metrics", headers=group.auth) as answer:
-                if answer.status != 200:
-                    return b""
-                parts, size = list[bytes](), 0
-                async for part in answer.content.iter_any():
-                    parts.append(part)
-                    size += len(part)
-                    if size > _MAX_METRICS_BYTES:
-                        _log.warning("vLLM's metrics have more than %d bytes: left out", _MAX_METRICS_BYTES)
-                        return b""
-                return b"".join(parts)
+                try:
+                    return await read_content(answer, _MAX_METRICS_BYTES) if answer.status == 200 else b""
+                except ValueError:
+                    _log.warning("vLLM's metrics have more than %d bytes: left out", _MAX_METRICS_BYTES)
         return b""
 
 
