@@ -22,7 +22,7 @@ Adopted = list[tuple[bytes, int, int]]
 
 
 @contextlib.contextmanager
-def inheriting() -> Iterator[tuple[Heir, str, Adopted]]:
+def inheriting(*, started: bool = True) -> Iterator[tuple[Heir, str, Adopted]]:
     """An heir, its abstract address without the zero byte, and what it continues: request, bytes sent and received."""
     adopted: Adopted = []
 
@@ -34,7 +34,8 @@ def inheriting() -> Iterator[tuple[Heir, str, Adopted]]:
         listener.bind("")
         listener.listen()
         heir = Heir(listener, adopt)
-        heir.start()
+        if started:
+            heir.start()
         try:
             yield heir, listener.getsockname()[1:].decode(), adopted
         finally:
@@ -49,7 +50,7 @@ async def test_more_connections_than_the_buffer_has_room_for_are_handed_over(mon
     # Linux grants no more by default (net.core.wmem_max).
     monkeypatch.setattr(handover, "_BUFFER_BYTES", 212_992)
     count = 1500
-    with inheriting() as (heir, address, _), contextlib.ExitStack() as opened:
+    with inheriting(started=False) as (heir, address, _), contextlib.ExitStack() as opened:
         guard = Guard(b"\0" + address.encode())
         for _ in range(count):
             # Any socket that does not hang up.
@@ -57,6 +58,13 @@ async def test_more_connections_than_the_buffer_has_room_for_are_handed_over(mon
             guard.open(connection.fileno(), 0, 0, adopted=False)
         guarding = asyncio.create_task(guard.run())
         try:
+            # Longer than the guard's interval of connections, while nobody reads.
+            await asyncio.sleep(0.1)
+            channel = guard._channel
+            await asyncio.sleep(0.4)
+            assert channel is not None
+            assert guard._channel is channel
+            heir.start()
             await until(lambda: sizes(heir) == [count])
             late = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             guard.open(late.fileno(), 0, 0, adopted=False)
@@ -92,8 +100,8 @@ time.sleep(60)
 
 
 @contextlib.asynccontextmanager
-async def announcing(address: str, user: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process of `user` that has announced a connection."""
+async def announcing(address: str, user: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, socket.socket]]:
+    """A process of `user` that has announced a connection, and the client's side of that."""
     command = [sys.executable, "-c", _PROCESS, address, str(user)]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -103,7 +111,7 @@ async def announcing(address: str, user: int) -> AsyncIterator[asyncio.subproces
             with client:
                 client.sendall(b"bytes")
                 assert await process.stdout.readline() == b"announced\n"
-                yield process
+                yield process, client
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -112,11 +120,13 @@ async def announcing(address: str, user: int) -> AsyncIterator[asyncio.subproces
 
 async def test_a_killed_process_is_continued_from_its_latest_channel() -> None:
     with inheriting() as (heir, address, adopted):
-        async with announcing(address, os.geteuid()) as process:
+        async with announcing(address, os.geteuid()) as (process, client):
             await until(lambda: sizes(heir)[-1:] == [1])
             process.kill()
             await until(lambda: adopted)
             await until(lambda: not heir._channels)
+            client.settimeout(5.0)
+            assert client.recv(100) == b"", "nothing but the end, which the one that continues it made"
     assert adopted == [(b"", 0, 5)]
 
 
