@@ -72,7 +72,7 @@ class Exchange:
         """Reason why a stream cannot be continued, known before it begins."""
         self.sent_upstream = False
         self.deaths = 0
-        """Engines that died during this attempt (`suspects` counts those of all equal requests)."""
+        """Engines that ended during this attempt (`suspects` counts deaths of all equal requests)."""
         self.exposure: Exposure | None = None
         """Exposure of the engine that has the request now."""
         self.turn_refused = False

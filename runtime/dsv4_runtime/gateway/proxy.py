@@ -375,9 +375,9 @@ class Proxy:
             exchange.outcome = Outcome.OK
             await exchange.request.end()
             return True
-        # After a planned end all open requests are sent again at once, which is no sign of a fault.
-        if not generation.unreachable and not (died and generation.planned):
+        if not generation.unreachable:
             exchange.losses += 1
+            # Planned ends too: the retry budget is for connections that break while the engine lives.
             exchange.deaths += died
         self._check_retry(exchange)
         return False
