@@ -45,12 +45,17 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
 }
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", REQUEST_ID.lower()}
 _DIGEST_KEY = secrets.token_bytes(32)
-KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+_KEYS = frozenset({b"authorization", b"x-api-key"})
 
 
 def logged_path(request: Request) -> str:
     """Return the path as received, for a log line: the decoded path may contain line breaks."""
     return request.target.partition("?")[0][:100]
+
+
+def key_headers(request: Request) -> Headers:
+    """Return the headers with the client's API key, as received."""
+    return [(name, value) for lowered, name, value in request.headers if lowered in _KEYS]
 
 
 class Exchange:
@@ -139,7 +144,7 @@ class Exchange:
 
     def headers(self, own: Headers, *, keep_key: bool) -> Headers:
         """Return the request headers for vLLM: the client's, in their original spelling, and `own`."""
-        dropped = _NOT_UPSTREAM if keep_key else _NOT_UPSTREAM | KEY_HEADERS
+        dropped = _NOT_UPSTREAM if keep_key else _NOT_UPSTREAM | _KEYS
         return [*_passed(self.request.headers, dropped), (REQUEST_ID, self.id.encode()), *own]
 
     def answer_headers(self, upstream: UpstreamResponse) -> Headers:

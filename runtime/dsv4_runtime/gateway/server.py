@@ -29,7 +29,7 @@ from dsv4_runtime.contract.token import canary_token
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.admission import ApiKeys
 from dsv4_runtime.gateway.errors import EngineLostError
-from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, KEY_HEADERS, access, logged_path
+from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, access, key_headers, logged_path
 from dsv4_runtime.gateway.handover import Guard, Heir
 from dsv4_runtime.gateway.http_client import BrokenMessageError, Headers, UnreachableError, Upstream, encode_headers
 from dsv4_runtime.gateway.http_server import HttpServer
@@ -507,8 +507,7 @@ class Gateway:
         """Return the fatal requests of all processes at this address, by time, and the kinds refused by this one."""
         own = self._proxy.suspects.found
         found = list(own.requests)
-        key = [(name, value) for lowered, name, value in request.headers if lowered in KEY_HEADERS]
-        for text in await self._ask_peers("fatal-requests", key):
+        for text in await self._ask_peers("fatal-requests", key_headers(request)):
             with contextlib.suppress(ValueError):
                 found += FatalRequests.model_validate_json(text).requests
         return FatalRequests(requests=tuple(sorted(found, key=lambda one: one.time)), kinds=own.kinds)

@@ -179,7 +179,7 @@ GATEWAY = (
     Mutant(
         "a client's key goes to vLLM",
         "runtime/dsv4_runtime/gateway/exchange.py",
-        "dropped = _NOT_UPSTREAM if keep_key else _NOT_UPSTREAM | KEY_HEADERS",
+        "dropped = _NOT_UPSTREAM if keep_key else _NOT_UPSTREAM | _KEYS",
         "dropped = _NOT_UPSTREAM",
         ("tests/unit/gateway/test_wire.py", "tests/unit/gateway/test_clients.py"),
     ),
