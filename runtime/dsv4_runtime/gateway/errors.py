@@ -187,9 +187,9 @@ def malformed(what: str) -> Refusal:
     return _invalid(400, "malformed_request", message)
 
 
-def head_too_large(limit: int) -> Refusal:
-    """Refuse a request line with headers beyond the limit."""
-    message = f"the request's first line and headers are longer than {limit} bytes"
+def head_too_large(size: int, headers: int) -> Refusal:
+    """Refuse a request line with headers beyond the limits."""
+    message = f"the request's first line and headers are longer than {size} bytes, or more than {headers} headers"
     return _invalid(431, "head_too_large", message)
 
 

@@ -54,6 +54,11 @@ def logged_path(request: Request) -> str:
     return request.target.partition("?")[0][:100]
 
 
+def key_headers(request: Request) -> Headers:
+    """Return the headers with the client's API key, as received."""
+    return [(name, value) for lowered, name, value in request.headers if lowered in _KEYS]
+
+
 class Exchange:
     """State of one request, and its response to the client; sending raises `ClientGoneError` after a disconnect."""
 
@@ -73,7 +78,7 @@ class Exchange:
         """Reason why a stream cannot be continued, known before it begins."""
         self.sent_upstream = False
         self.deaths = 0
-        """Engines that died during this attempt (`suspects` counts those of all equal requests)."""
+        """Engines that ended during this attempt (`suspects` counts deaths of all equal requests)."""
         self.exposure: Exposure | None = None
         """Exposure of the engine that has the request now."""
         self.turn_refused = False

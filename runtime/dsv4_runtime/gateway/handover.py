@@ -48,6 +48,9 @@ _BATCH = 64
 # linux/tcp.h: bytes acknowledged and received, without those that this side has not read.
 _TCP_INFO_BYTES, _COUNTERS = 192, struct.Struct("=QQ")
 _COUNTERS_OFFSET = 120
+UNKNOWN = 2**64 - 1
+"""Bytes received on a connection in the middle of a request."""
+_POLL_SECONDS = 0.005
 _RESET = struct.pack("ii", 1, 0)
 # Set for the repeated request.
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect", b"connection", REQUEST_ID.lower()})
@@ -125,8 +128,8 @@ class Guard:
     async def run(self) -> None:
         """Connect, and again after each end of a channel."""
         while True:
-            if self._channel is None:
-                self._connect()
+            if self._channel is None and (channel := self._connect()) is not None:
+                await self._announce_all(channel)
             await asyncio.sleep(_CONNECT_SECONDS)
 
     def open(self, descriptor: int, sent: int, received: int, *, adopted: bool) -> Guarded:
@@ -170,7 +173,7 @@ class Guard:
         self._bytes -= guarded.size
         guarded.request, guarded.body, guarded.size = None, b"", 0
 
-    def _connect(self) -> None:
+    def _connect(self) -> socket.socket | None:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.setblocking(False)
         with contextlib.suppress(OSError):
@@ -179,11 +182,21 @@ class Guard:
             channel.connect(self._address)
         except OSError:
             channel.close()
-            return
+            return None
         self._channel = channel
         asyncio.get_running_loop().add_reader(channel, self._disconnect)
+        return channel
+
+    async def _announce_all(self, channel: socket.socket) -> None:
+        """Announce all connections as fast as the heir reads: a full buffer would close the channel."""
         for guarded in tuple(self._all.values()):
-            self._announce(guarded)
+            while self._channel is channel and not _is_writable(channel):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_SECONDS)
+            if self._channel is not channel:
+                return
+            if guarded.number in self._all:
+                self._announce(guarded)
+            await asyncio.sleep(0)
 
     def _disconnect(self) -> None:
         channel, self._channel = self._channel, None
@@ -210,16 +223,12 @@ class Guard:
             self._transmit(header + payload)
             return
         try:
-            memory = os.memfd_create("request", os.MFD_CLOEXEC)
+            with open(os.memfd_create("request", os.MFD_CLOEXEC), "wb") as file:
+                file.write(payload)
+                file.flush()
+                self._transmit(header, file.fileno())
         except OSError:
             self._disconnect()
-            return
-        try:
-            with open(memory, "wb", closefd=False) as file:
-                file.write(payload)
-            self._transmit(header, memory)
-        finally:
-            os.close(memory)
 
     def _transmit(self, message: bytes, *descriptors: int) -> None:
         if self._channel is not None:
@@ -273,19 +282,26 @@ class Heir:
         loop.remove_reader(self._listener)
         for task in self._settling:
             task.cancel()
-        for channel, records in tuple(self._channels.items()):
-            loop.remove_reader(channel)
-            channel.close()
-            for number in tuple(records):
-                self._take(records, number).connection.close()
-        self._channels.clear()
+        for channel in tuple(self._channels):
+            self._end_channel(channel)
         loop.remove_reader(self._hung_up)
         self._hung_up.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            channel, _ = self._listener.accept()
+        while True:
+            try:
+                channel, _ = self._listener.accept()
+            except OSError:
+                return
+            if _peer(channel)[1] != os.geteuid():
+                # Abstract addresses have no permissions.
+                channel.close()
+                continue
             channel.setblocking(False)
+            for other in tuple(self._channels):
+                if _peer(other) == _peer(channel):
+                    # The process announces all its connections again.
+                    self._end_channel(other)
             self._channels[channel] = {}
             asyncio.get_running_loop().add_reader(channel, self._receive, channel)
 
@@ -333,6 +349,15 @@ class Heir:
         self._hung_up.unregister(descriptor)
         return record
 
+    def _end_channel(self, channel: socket.socket) -> None:
+        """Close a channel, and drop the connections that came over it. Idempotent."""
+        if (records := self._channels.pop(channel, None)) is None:
+            return
+        for number in tuple(records):
+            self._take(records, number).connection.close()
+        asyncio.get_running_loop().remove_reader(channel)
+        channel.close()
+
     def _drop_hung_up(self) -> None:
         for descriptor, _ in self._hung_up.poll(0):
             if (found := self._by_descriptor.get(descriptor)) is not None:
@@ -343,20 +368,14 @@ class Heir:
         try:
             ended = await _has_ended(channel)
             # A process that ended after it had made another channel is continued from there.
-            mine = _peer(channel)
-            ended = ended and not any(_peer(other) == mine for other in self._channels if other is not channel)
+            self._accept()
             self._drop_hung_up()
-            taken = [self._take(records, number) for number in tuple(records)]
-            if not ended:
-                for record in taken:
-                    record.connection.close()
-            elif taken:
-                results = [self._continue(record) for record in taken]
+            if ended and records:
+                results = [self._continue(self._take(records, number)) for number in tuple(records)]
                 counts = ", ".join(f"{results.count(name)} {name}" for name in dict.fromkeys(results))
                 _log.warning("another gateway process ended; its client connections: %s", counts)
         finally:
-            self._channels.pop(channel, None)
-            channel.close()
+            self._end_channel(channel)
 
     def _continue(self, record: _Record) -> str:
         """Continue or end one connection; return what was done."""
@@ -392,7 +411,7 @@ class Heir:
 async def _has_ended(channel: socket.socket) -> bool:
     """Return whether the process at the other end of a closed channel has ended, or ends soon."""
     try:
-        process = os.pidfd_open(_peer(channel))
+        process = os.pidfd_open(_peer(channel)[0])
     except ProcessLookupError:
         return True
     except OSError:
@@ -410,9 +429,10 @@ async def _has_ended(channel: socket.socket) -> bool:
     return True
 
 
-def _peer(channel: socket.socket) -> int:
-    """Return the process id at the other end."""
-    return int(struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+def _peer(channel: socket.socket) -> tuple[int, int]:
+    """Return the ids of the process and of the user at the other end."""
+    process, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return process, user
 
 
 def _read(memory: int) -> bytes:

@@ -168,7 +168,7 @@ BodyPiece = bytes | bytearray | memoryview
 """Part of a request body. A body is sent in parts where joining them would double its memory."""
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=64)
 def _endpoint(api: str) -> tuple[str, _Address]:
     """Return the value of `Host` and the address to connect to."""
     parts = urlsplit(api)

@@ -10,17 +10,21 @@ import functools
 import logging
 import socket
 import struct
+import sys
 import termios
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 import httptools
 
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import ClientGoneError, Refusal
-from dsv4_runtime.gateway.handover import Guard, Guarded
+from dsv4_runtime.gateway.handover import UNKNOWN, Guard, Guarded
 from dsv4_runtime.gateway.http_client import Fields, encode_head
 from dsv4_runtime.gateway.request import (
     CONNECTION_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
     REQUEST_BYTES,
     SLOW_CLIENT_BYTES,
     Account,
@@ -34,8 +38,6 @@ _log = logging.getLogger("dsv4.gateway")
 
 _KEEPALIVE_SECONDS = 75.0
 """Limit for starting a request and for completing its head."""
-_MAX_HEAD_BYTES = 2**16
-"""Limit for a request line with headers, and for data between two parts of a body (chunk sizes, trailers)."""
 _MAX_QUEUED = 16
 """Limit of pipelined requests per connection."""
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
@@ -154,16 +156,18 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        # More is charged (`pause_writing`), also on a connection without a further request.
+        cast(asyncio.Transport, transport).set_write_buffer_limits(CONNECTION_BYTES, CONNECTION_BYTES)
         peer = transport.get_extra_info("peername")
         self._remote = str(peer[0]) if peer else ""
         self._arm(_KEEPALIVE_SECONDS, self.close_gracefully)
         self._server.admit(self)
 
-    def protect(self) -> None:
-        """Inform another process of this connection."""
+    def protect(self, received: int) -> None:
+        """Inform another process of this connection; `received` bytes, or `UNKNOWN` in the middle of a request."""
         if self._guard is not None and self._guarded is None and self.transport is not None:
             descriptor = self.transport.get_extra_info("socket").fileno()
-            self._guarded = self._guard.open(descriptor, self._written, self._taken, adopted=self._repeats)
+            self._guarded = self._guard.open(descriptor, self._written, received, adopted=self._repeats)
 
     def repeat(self, request: bytes) -> None:
         """Handle a request that another process has read."""
@@ -171,7 +175,7 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def record(self, request: Request, body: bytearray, *, repeatable: bool) -> None:
         # Not before: connections without a valid request are many in an attack.
-        self.protect()
+        self.protect(UNKNOWN)
         if self._guard is not None and self._guarded is not None:
             self._guard.request(self._guarded, request, body, self._written, repeatable=repeatable)
 
@@ -263,8 +267,8 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
                 self.refuse(errors.malformed(str(error)))
         if self._discarding:
             return
-        if self._unsettled > _MAX_HEAD_BYTES + _PARSE_BYTES:
-            self.refuse(errors.head_too_large(_MAX_HEAD_BYTES))
+        if self._unsettled > MAX_HEAD_BYTES + _PARSE_BYTES or len(self._headers) > MAX_HEADERS:
+            self.refuse(errors.head_too_large(MAX_HEAD_BYTES, MAX_HEADERS))
         elif self._in_head and not self.charge.take(len(data)):
             self.refuse(errors.NO_MEMORY)
 
@@ -370,7 +374,7 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header; trailers are dropped."""
-        if self._in_head:
+        if self._in_head and len(self._headers) <= MAX_HEADERS:
             self._headers.append((name.lower(), name, value))
             self._head_bytes += len(name) + len(value) + 4
 
@@ -380,19 +384,22 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         self._in_head, self._unsettled = False, 0
         self.charge.shrink(CONNECTION_BYTES)
         version = self._parser.get_http_version()
-        wrong = wrong_head(version, self._headers, self._head_bytes, _MAX_HEAD_BYTES)
+        # An idle connection keeps none of them.
+        headers, self._headers = self._headers, []
+        target, self._target = self._target, b""
+        wrong = wrong_head(version, headers, self._head_bytes)
         if self._discarding or wrong is not None:
             if wrong is not None and not self._discarding:
                 self.refuse(wrong)
             return
         request = Request(self, self._remote, Charge(self.charge.account))
-        request.headers = self._headers
-        request.set_target(self._target)
+        request.headers = headers
+        request.set_target(target)
         request.method = self._parser.get_method().decode()
         request.upgrade, request.keep_alive = self._parser.should_upgrade(), self._parser.should_keep_alive()
         if request.upgrade and request.method != "CONNECT" and "websocket" not in request.header(b"upgrade").lower():
             request.upgrade = False
-            framing = [(name, value) for name, _, value in self._headers if name in _FRAMING]
+            framing = [(name, value) for name, _, value in headers if name in _FRAMING]
             self._ignored_upgrade = encode_head(
                 f"{request.method} / HTTP/{version}".encode(), [(b"Host", b"x"), *framing]
             )
@@ -400,7 +407,8 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         self._arriving = request
         self._queue.append(request)
         own = request.path in self._server.own_paths
-        size = REQUEST_BYTES + self._head_bytes
+        # A decoded path takes up to four bytes for each character.
+        size = REQUEST_BYTES + self._head_bytes + sys.getsizeof(request.path)
         if own and not request.charge.take(size):
             request.charge = Charge(self._server.reserve)
         if self._restriction is not None and not own:
@@ -441,7 +449,9 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         self._task = None
         request.release()
         if self._guard is not None and self._guarded is not None:
-            self._guard.idle(self._guarded, self._written, self._taken)
+            begun = self._queue or self._arriving is not None or self._in_head or self._unread
+            # Another process cannot continue in the middle of a request.
+            self._guard.idle(self._guarded, self._written, UNKNOWN if begun else self._taken)
         if not request.ended:
             self.abort()
         elif not request.keep_alive or self._server.closing:
@@ -453,7 +463,7 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
             self.resume()
         elif self._discarding:
             self._close(request)
-        else:
+        elif self.transport is not None:
             self._server.wait(self)
             self._arm(_KEEPALIVE_SECONDS, self.close_gracefully)
 
@@ -593,7 +603,7 @@ class HttpServer:
             _log.warning("a client connection cannot be continued: %s", error)
             connection.close()
             return
-        made.protect()
+        made.protect(UNKNOWN if request else received)
         if request:
             made.repeat(request)
         if self.closing:

@@ -128,6 +128,7 @@ GENERATING = frozenset({COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1
 FOLLOWED = frozenset({COMPLETIONS, CHAT})
 """Paths whose streams begin with the first output of the engine."""
 _TURN = token_auth.TURN_HEADER.lower().encode()
+_PORT_REFUSED = "vLLM's port did not take the gateway's token"
 _VERDICT_SECONDS = 2.0
 """Limit for vLLM's `/health` to decide whether a 5xx was caused by the engine's death."""
 
@@ -404,8 +405,8 @@ class Proxy:
             return True
         if not generation.unreachable:
             exchange.losses += 1
-            if died and not generation.planned:
-                exchange.deaths += 1
+            # Planned ends too: the retry budget is for connections that break while the engine lives.
+            exchange.deaths += died
         self._check_retry(exchange)
         return False
 
@@ -504,6 +505,8 @@ class Proxy:
             if upstream.status == 200 and _is_stream(upstream):
                 await self._stream(exchange, upstream, group.engine, generation)
             elif exchange.request.begun:
+                if upstream.status == 401 and await upstream.read() == token_auth.REFUSED:
+                    raise EngineLostError(_PORT_REFUSED)
                 message = f"the engine refused to continue the stream (status {upstream.status})"
                 raise RefusedError(errors.engine_lost(message))
             else:
@@ -551,7 +554,7 @@ class Proxy:
                 await exchange.write(bytes(whole))
                 whole.clear()
         if upstream.status == 401 and whole == token_auth.REFUSED:
-            raise EngineLostError("vLLM's port did not take the gateway's token")
+            raise EngineLostError(_PORT_REFUSED)
         self._record_computed(exchange, generation, upstream.status)
         exchange.outcome = _outcome(upstream.status)
         if exchange.request.begun:

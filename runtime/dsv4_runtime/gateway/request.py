@@ -23,6 +23,10 @@ from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import Refusal
 from dsv4_runtime.gateway.http_client import BODILESS, BaseConnection, Fields, Headers, Message, encode_head
 
+MAX_HEAD_BYTES = 2**16
+"""Limit for a request line with headers, and for data between two parts of a body (chunk sizes, trailers)."""
+MAX_HEADERS = 100
+"""Limit of headers, Envoy's default: each takes 200 bytes beside its text."""
 CONNECTION_BYTES = 2**14
 """Charge for a connection: its objects, and received bytes that are not parsed yet."""
 REQUEST_BYTES = 2**14
@@ -174,8 +178,8 @@ class Request(Message):
         self.path = unquote(path) if "%" in path else path
 
     async def send_continue(self) -> None:
-        """Send `100 Continue` to a client that waits for it."""
-        if not self.complete and self.header(b"expect").lower() == "100-continue":
+        """Send `100 Continue` to a client that waits for it; HTTP/1.0 has no interim responses (RFC 9110, 10.1.1)."""
+        if self.chunks and not self.complete and self.header(b"expect").lower() == "100-continue":
             await self._client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     async def send(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
@@ -277,18 +281,21 @@ def _date(now: int) -> bytes:
     return email.utils.formatdate(now, usegmt=True).encode()
 
 
-def wrong_head(version: str, headers: Fields, size: int, limit: int) -> Refusal | None:
+def wrong_head(version: str, headers: Fields, size: int) -> Refusal | None:
     """Return the refusal for an invalid head of `size` bytes that the parser accepts, else None."""
-    if size > limit:
-        return errors.head_too_large(limit)
+    if size > MAX_HEAD_BYTES or len(headers) > MAX_HEADERS:
+        return errors.head_too_large(MAX_HEAD_BYTES, MAX_HEADERS)
     if version not in ("1.0", "1.1"):
         return errors.malformed(f"its version is HTTP/{version}")
     names = [name for name, _, _ in headers]
     hosts = names.count(b"host")
     if hosts > 1 or (hosts == 0 and version == "1.1"):
         return errors.malformed(f"it has {hosts} Host headers and not one (RFC 9112, 3.2)")
-    if version == "1.0" and b"transfer-encoding" in names:
+    codings = [value for name, _, value in headers if name == b"transfer-encoding"]
+    if version == "1.0" and codings:
         return errors.malformed("HTTP/1.0 has no Transfer-Encoding (RFC 9112, 6.1)")
+    if codings and b",".join(codings).lower() != b"chunked":
+        return errors.malformed("its Transfer-Encoding is not chunked alone; the gateway decodes no other coding")
     return None
 
 

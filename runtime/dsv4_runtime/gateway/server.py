@@ -10,11 +10,12 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import aiohttp
 
+from dsv4_runtime.client import read_content
 from dsv4_runtime.contract.gateway import (
     EVENT_HEADERS,
     VIEW_SECONDS,
@@ -28,7 +29,7 @@ from dsv4_runtime.contract.token import canary_token
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.admission import ApiKeys
 from dsv4_runtime.gateway.errors import EngineLostError
-from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, access, logged_path
+from dsv4_runtime.gateway.exchange import FINAL_EVENT_SECONDS, access, key_headers, logged_path
 from dsv4_runtime.gateway.handover import Guard, Heir
 from dsv4_runtime.gateway.http_client import BrokenMessageError, Headers, UnreachableError, Upstream, encode_headers
 from dsv4_runtime.gateway.http_server import HttpServer
@@ -154,7 +155,7 @@ ALONE_SECONDS = 15.0
 """Time without another gateway of the deployment after which a terminating gateway ends open requests."""
 _PEER_CHECK_SECONDS = 2.0
 _PEER_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-_PEER_METRICS_TIMEOUT = aiohttp.ClientTimeout(total=1.0)
+_PEER_METRICS_SECONDS = 1.0
 MAX_CONNECTIONS = 4096
 _TEXT = [(b"Content-Type", b"text/plain; charset=utf-8")]
 _METRICS = [(b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8")]
@@ -508,7 +509,7 @@ class Gateway:
         """Return the fatal requests of all processes at this address, by time, and the kinds refused by this one."""
         own = self._proxy.suspects.found
         found = list(own.requests)
-        for text in await self._ask_peers("fatal-requests", request.header(b"authorization")):
+        for text in await self._ask_peers("fatal-requests", key_headers(request)):
             with contextlib.suppress(ValueError):
                 found += FatalRequests.model_validate_json(text).requests
         return FatalRequests(requests=tuple(sorted(found, key=lambda one: one.time)), kinds=own.kinds)
@@ -525,13 +526,13 @@ class Gateway:
                         kinds.take(peer, KindReport.model_validate_json(text))
                 kinds.judge()
 
-    async def _ask_peers(self, name: str, authorization: str = "") -> list[bytes]:
-        headers = {"Authorization": authorization} if authorization else {}
+    async def _ask_peers(self, name: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[bytes]:
+        """Return the answer of each other process at this address; empty if there is none in time."""
 
         async def ask(peer: str) -> bytes:
-            url = f"{peer}/dsv4/process/{name}"
-            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with self._scraper.get(url, headers=headers, timeout=_PEER_METRICS_TIMEOUT) as answer:
+            asked = self._proxy.upstream.request(peer, "GET", f"/dsv4/process/{name}", headers)
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(_PEER_METRICS_SECONDS), asked as answer:
                     return await answer.read() if answer.status == 200 else b""
             return b""
 
@@ -549,16 +550,10 @@ class Gateway:
         """Return the metrics of a group's vLLM; empty while it does not answer."""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with self._scraper.get(group.api + "/metrics", headers=group.auth) as answer:
-                if answer.status != 200:
-                    return b""
-                parts, size = list[bytes](), 0
-                async for part in answer.content.iter_any():
-                    parts.append(part)
-                    size += len(part)
-                    if size > _MAX_METRICS_BYTES:
-                        _log.warning("vLLM's metrics have more than %d bytes: left out", _MAX_METRICS_BYTES)
-                        return b""
-                return b"".join(parts)
+                try:
+                    return await read_content(answer, _MAX_METRICS_BYTES) if answer.status == 200 else b""
+                except ValueError:
+                    _log.warning("vLLM's metrics have more than %d bytes: left out", _MAX_METRICS_BYTES)
         return b""
 
 

@@ -170,7 +170,7 @@ class Suspects:
             record = self._waiting[self._likeliest()]
         else:
             return True
-        return not record.strict and digest not in self._records
+        return not record.strict and not self.has_deaths(digest)
 
     def has_trial(self, group: object) -> bool:
         """Return whether a trial waits, or runs in `group`."""

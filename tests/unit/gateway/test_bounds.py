@@ -275,10 +275,13 @@ LONG = b"GET /x HTTP/1.1\r\nHost: x\r\nX-Y: " + b"z" * 70_000 + b"\r\n\r\n"
 WRONG = {
     "70 KB head": (LONG, 431),
     "70 KB head in many headers": (b"GET /x HTTP/1.1\r\nHost: x\r\n" + b"X-Y: zzz\r\n" * 7000 + b"\r\n", 431),
+    "101 headers": (b"GET /x HTTP/1.1\r\nHost: x\r\n" + b"X:\r\n" * 100 + b"\r\n", 431),
+    "101 headers and no end": (b"GET /x HTTP/1.1\r\nHost: x\r\n" + b"X:\r\n" * 101, 431),
     "no Host": (b"GET /x HTTP/1.1\r\nX: y\r\n\r\n", 400),
     "two Hosts": (b"GET /x HTTP/1.1\r\nHost: x\r\nHost: x\r\n\r\n", 400),
     "HTTP/2.0": (b"GET /x HTTP/2.0\r\nHost: x\r\n\r\n", 400),
     "chunked on 1.0": (b"POST /x HTTP/1.0\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    "gzip in chunks": (b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
     "no HTTP": (b"\x16\x03\x01\x02\x00\x01", 400),
 }
 
@@ -301,6 +304,64 @@ async def test_a_head_of_60_kb_passes(kit):
     async with kit.Lab() as lab:
         head = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Y: " + b"z" * 60_000 + b"\r\n\r\n"
         assert (await _send(lab, head)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_100_headers_pass(kit):
+    async with kit.Lab() as lab:
+        head = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + b"X:\r\n" * 98 + b"\r\n"
+        assert (await _send(lab, head)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_an_idle_connection_keeps_nothing_of_its_last_request(kit):
+    async with kit.Lab(keys="key\n") as lab:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rpartition(":")[2]))
+        writer.write(b"GET /v1/x HTTP/1.1\r\nHost: x\r\nX-Y: " + b"z" * 60_000 + b"\r\n\r\n")
+        assert b" 401 " in await asyncio.wait_for(reader.readline(), 5)
+        account = lab.gateway._account
+        found = [one for one in _objects(http_server._Connection) if one._server.account is account and one.transport]
+        assert found
+        assert [(one._headers, one._target) for one in found] == [([], b"")] * len(found)
+        writer.close()
+
+
+async def test_answers_that_are_not_read_are_charged_before_they_take_more_than_a_connection_is_charged_for(kit):
+    listener = socket.create_server(("127.0.0.1", 0))
+    # Inherited by connections, so that few answers fill the kernel's buffer.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    async with kit.Lab(listener=listener) as lab:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            address = "127.0.0.1", int(lab.url.rpartition(":")[2])
+            await asyncio.get_running_loop().sock_connect(client, address)
+            account, port = lab.gateway._account, client.getsockname()[1]
+            most = 0
+            for _ in range(1000):
+                client.send(b"GET /v1/models/nano HTTP/1.1\r\nHost: x\r\nX-Request-Id: %b\r\n\r\n" % (b"x" * 120))
+                await asyncio.sleep(0.002)
+                if not most:
+                    (one,) = [
+                        one
+                        for one in _objects(http_server._Connection)
+                        if one._server.account is account and one.transport.get_extra_info("peername")[1] == port
+                    ]
+                if one._unsent.size:
+                    break
+                most = max(most, one.transport.get_write_buffer_size(), 1)
+            assert 1 < most <= request_module.CONNECTION_BYTES
+
+
+async def test_a_decoded_path_is_charged(kit):
+    """One character beyond the Basic Multilingual Plane makes four bytes of each."""
+    async with kit.Lab() as lab:
+        path = b"/v1/embeddings/%F0%9F%98%80" + b"x" * 50_000
+        before = _used(lab)
+        head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+        _, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rpartition(":")[2]))
+        writer.write(head)
+        await until(lambda: _used(lab) - before > 250_000)
+        writer.close()
+        await until(lambda: _used(lab) <= before)
 
 
 @pytest.mark.parametrize("header", [b"Authorization: Bearer \xff\xfe", b"x-api-key: \xff", b"Authorization: \xc3\x28"])

@@ -173,6 +173,15 @@ async def test_a_client_that_waits_is_told_to_go_on():
         assert (await reader.read()).endswith(b"abc")
 
 
+async def test_a_client_of_http_1_0_gets_no_interim_response():
+    async with echo() as (_, port), client(port) as (reader, writer):
+        writer.write(post("/x", b"late", "Expect: 100-continue", version="1.0")[:-4])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 0.2)
+        writer.write(b"late")
+        assert await asyncio.wait_for(reader.readline(), SECONDS) == b"HTTP/1.1 200 OK\r\n"
+
+
 async def test_requests_that_come_at_once_are_answered_in_their_order():
     count = 3 * http_server._MAX_QUEUED
     sent = b"".join(post(f"/stream?{at}", b"%d" % at) for at in range(count)) + post("/x", b"last", LAST)

@@ -144,6 +144,23 @@ async def test_a_refusal_of_vllms_port_is_not_the_clients(kit):
         assert asked == 2
 
 
+async def test_a_refusal_of_vllms_port_does_not_end_a_stream_that_is_continued(kit):
+    refused = 0
+
+    async def script(request, body):
+        nonlocal refused
+        if lab.engine.generation == 1 or refused:
+            return None
+        refused += 1
+        return web.Response(status=401, body=token_auth.REFUSED, content_type="application/json")
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        lab.engine.faults = [kit.Fault(after=3)]
+        _, body = await lab.post(COMPLETIONS, {**ASK, "stream": True, "temperature": 0.0})
+        assert (refused, kit.chunks(body)[-1]) == (1, "[DONE]")
+
+
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\nHost: x\r\n"
 
 

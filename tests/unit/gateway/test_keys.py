@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4_runtime.contract.gateway import FatalRequest
 from dsv4_runtime.gateway.admission import ApiKeys, ApiKeysError
 from dsv4_runtime.gateway.http_client import Message
 from dsv4_runtime.gateway.http_server import _Connection as Connection
@@ -192,3 +193,17 @@ async def test_the_log_of_refusals_is_bounded_and_names_them_all(kit, caplog):
     counted = [int(line.split()[0]) for line in lines if "more requests were refused: invalid_api_key=" in line]
     assert len(own) + sum(counted) == 200
     assert len(own) < 100
+
+
+@pytest.mark.parametrize("header", [b"Authorization: Bearer schl\xc3\xbcssel", b"x-api-key: schl\xfcssel"])
+async def test_fatal_requests_of_all_processes_are_shown_for_each_form_of_a_key(kit, header):
+    async with (
+        kit.Lab(keys="schlüssel\n") as other,
+        kit.Lab(keys="schlüssel\n", peers=(other.url,)) as lab,
+    ):
+        other.gateway._proxy.suspects._found.append(FatalRequest(id="found", size=1, engines=3, time=1.0))
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rpartition(":")[2]))
+        writer.write(b"GET /dsv4/fatal-requests HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%b\r\n\r\n" % header)
+        answer = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        assert [one["id"] for one in json.loads(answer.partition(b"\r\n\r\n")[2])["requests"]] == ["found"]

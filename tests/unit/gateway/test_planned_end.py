@@ -62,6 +62,22 @@ async def test_what_the_engine_does_not_finish_in_time_goes_on_with_the_next(kit
         assert await lab.metric("dsv4_gateway_continued_total") == 1
 
 
+async def test_all_requests_that_a_planned_end_cuts_off_are_sent_again(kit):
+    """Not within the budget for connections that break without a reason."""
+    async with kit.Lab(engine=kit.Engine(pause=1.0, model="the same")) as lab:
+        kinds = [{}, {"stream": True, "temperature": 0.0}]
+        asked = [
+            asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, **kinds[n % 2], "user": str(n)})) for n in range(12)
+        ]
+        await until(lambda: len(lab.engine.requests) == 12)
+        await _drains(lab)
+        lab.engine.pause = 0.02
+        await lab.engine.change(phase="Serving", incarnation=2)
+        answers = await asyncio.gather(*asked)
+        assert {status for status, _ in answers} == {200}
+        assert all(kit.chunks(body)[-1] == "[DONE]" for _, body in answers[1::2])
+
+
 async def test_a_connection_that_breaks_meanwhile_waits_for_the_next_engine(kit):
     async with kit.Lab() as lab:
         hold = asyncio.Event()

@@ -312,6 +312,9 @@ def test_others_wait_while_a_strict_trial_does_and_those_with_deaths_during_any(
     assert (found.admits(group, b"had a death"), found.admits(group, b"new")) == (False, True)
     current = found.begin("exchange", group)
     assert (found.admits(group, b"had a death"), found.admits(other, b"had a death")) == (False, True)
+    # An answer clears it of its deaths.
+    found.answered(b"had a death")
+    assert found.admits(group, b"had a death")
     found.end(current)
     died(found, "3", "one", "new")
     found.wait("exchange", b"one")

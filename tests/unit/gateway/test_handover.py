@@ -1,0 +1,208 @@
+"""Handover of client connections between two gateway processes; tests/unit/local/test_gateway.py kills real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from dsv4_runtime.gateway import handover
+from dsv4_runtime.gateway.handover import Guard, Heir
+from dsv4_runtime.gateway.http_server import Handler, HttpServer
+from dsv4_runtime.gateway.request import Account, Request
+from dsv4_testkit.waiting import until
+
+Adopted = list[tuple[bytes, int, int]]
+
+
+@contextlib.contextmanager
+def inheriting(*, started: bool = True) -> Iterator[tuple[Heir, str, Adopted]]:
+    """An heir, its abstract address without the zero byte, and what it continues: request, bytes sent and received."""
+    adopted: Adopted = []
+
+    def adopt(connection: socket.socket, request: bytes, sent: int, received: int) -> None:
+        connection.close()
+        adopted.append((request, sent, received))
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")
+        listener.listen()
+        heir = Heir(listener, adopt)
+        if started:
+            heir.start()
+        try:
+            yield heir, listener.getsockname()[1:].decode(), adopted
+        finally:
+            heir.close()
+
+
+def sizes(heir: Heir) -> list[int]:
+    return [len(records) for records in heir._channels.values()]
+
+
+async def test_more_connections_than_the_buffer_has_room_for_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Linux grants no more by default (net.core.wmem_max).
+    monkeypatch.setattr(handover, "_BUFFER_BYTES", 212_992)
+    count = 1500
+    with inheriting(started=False) as (heir, address, _), contextlib.ExitStack() as opened:
+        guard = Guard(b"\0" + address.encode())
+        for _ in range(count):
+            # Any socket that does not hang up.
+            connection = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            guard.open(connection.fileno(), 0, 0, adopted=False)
+        guarding = asyncio.create_task(guard.run())
+        try:
+            # Longer than the guard's interval of connections, while nobody reads.
+            await asyncio.sleep(0.1)
+            channel = guard._channel
+            await asyncio.sleep(0.4)
+            assert channel is not None
+            assert guard._channel is channel
+            heir.start()
+            await until(lambda: sizes(heir) == [count])
+            late = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            guard.open(late.fileno(), 0, 0, adopted=False)
+            await until(lambda: sizes(heir) == [count + 1])
+        finally:
+            guarding.cancel()
+
+
+# Announces its connection, receives 5 bytes, and announces the connection on another channel.
+_PROCESS = """
+import contextlib, os, socket, sys, time
+from dsv4_runtime.gateway.handover import _HEADER, _OPEN
+
+def announced(received):
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.connect(b"\\0" + sys.argv[1].encode())
+    with contextlib.suppress(BrokenPipeError):
+        socket.send_fds(channel, [_HEADER.pack(_OPEN, 0, 1, 0, received)], [connection.fileno()])
+    return channel
+
+os.setuid(int(sys.argv[2]))
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+connection, _ = listener.accept()
+first = announced(0)
+assert connection.recv(5, socket.MSG_WAITALL) == b"bytes"
+connection.setblocking(False)
+first.close()
+second = announced(5)
+print("announced", flush=True)
+time.sleep(60)
+"""
+
+
+@contextlib.asynccontextmanager
+async def announcing(address: str, user: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, socket.socket]]:
+    """A process of `user` that has announced a connection, and the client's side of that."""
+    command = [sys.executable, "-c", _PROCESS, address, str(user)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(20):
+            client = socket.create_connection(("127.0.0.1", int(await process.stdout.readline())))
+            with client:
+                client.sendall(b"bytes")
+                assert await process.stdout.readline() == b"announced\n"
+                yield process, client
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_a_killed_process_is_continued_from_its_latest_channel() -> None:
+    with inheriting() as (heir, address, adopted):
+        async with announcing(address, os.geteuid()) as (process, client):
+            await until(lambda: sizes(heir)[-1:] == [1])
+            process.kill()
+            await until(lambda: adopted)
+            await until(lambda: not heir._channels)
+            client.settimeout(5.0)
+            assert client.recv(100) == b"", "nothing but the end, which the one that continues it made"
+    assert adopted == [(b"", 0, 5)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+async def test_processes_of_other_users_hand_nothing_over() -> None:
+    with inheriting() as (heir, address, adopted):
+        async with announcing(address, 65534):
+            await asyncio.sleep(0.2)
+            assert sizes(heir) == []
+    assert adopted == []
+
+
+GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody"
+
+
+@contextlib.asynccontextmanager
+async def guarded(address: str, handle: Handler) -> AsyncIterator[int]:
+    """The port of a server whose connections are handed over to the heir at `address`."""
+    guard = Guard(b"\0" + address.encode())
+    guarding = asyncio.create_task(guard.run())
+    server = HttpServer(handle, Account(2**26), max_connections=4, guard=guard)
+    listener = socket.create_server(("127.0.0.1", 0))
+    await server.start(listener)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        guarding.cancel()
+        await server.close(0.0)
+
+
+@pytest.mark.parametrize("cut", [1, len(POST) - 8, len(POST) - 2])
+async def test_a_connection_with_half_of_a_request_is_not_idle(cut: int) -> None:
+    """Otherwise the rest would be taken for the next request."""
+
+    async def handle(request: Request) -> None:
+        while await request.part():
+            pass
+        request.record(bytearray(), repeatable=True)
+        await request.send(200, [], b"")
+
+    with inheriting() as (heir, address, _):
+        async with guarded(address, handle) as port, asyncio.timeout(10):
+            await until(lambda: heir._channels)
+            (records,) = heir._channels.values()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(GET + POST[:cut])
+            await reader.readuntil(b"\r\n\r\n")
+            await until(lambda: [one.kind for one in records.values()] == [handover._IDLE])
+            (record,) = records.values()
+            sent, received = handover.counters(record.connection)
+            assert record.sent == sent
+            assert record.received != received
+            writer.write(POST[cut:])
+            await reader.readuntil(b"\r\n\r\n")
+            await until(lambda: (record.sent, record.received) == handover.counters(record.connection))
+            writer.close()
+
+
+async def test_a_connection_whose_request_is_too_large_to_hand_over_is_not_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise its client would wait for an answer in vain."""
+    monkeypatch.setattr(handover, "_MAX_BYTES", 3)
+
+    async def handle(request: Request) -> None:
+        request.record(bytearray(await request.part()), repeatable=True)
+        await asyncio.sleep(60)
+
+    with inheriting() as (heir, address, _):
+        async with guarded(address, handle) as port, asyncio.timeout(10):
+            await until(lambda: heir._channels)
+            (records,) = heir._channels.values()
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(POST)
+            await until(lambda: records)
+            (record,) = records.values()
+            assert record.received != handover.counters(record.connection)[1]
+            writer.close()
