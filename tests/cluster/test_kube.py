@@ -204,7 +204,7 @@ async def test_news_of_many_deployments_come_at_once(kube: Client, namespace: st
             news.clear()
             await news.wait()
 
-    watch = DeploymentWatch(kube.access, [namespace], told, lambda: None)
+    watch = DeploymentWatch(kube.access, [namespace], told)
     watch.start()
     try:
         await create("first")

@@ -99,8 +99,9 @@ def main() -> None:
     log_to(None)
     format_logs(arguments.log_format)
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    # kopf warns that it ignores signals, which is intended in its thread.
-    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
+    # It warns that it ignores signals, which is intended in its thread, and logs the end of its watch with a traceback
+    # for each of its tasks; `DeploymentWatch` logs one line.
+    logging.getLogger("kopf._core.reactor").setLevel(logging.CRITICAL)
     try:
         access = find_access(kubeconfig=arguments.kubeconfig)
     except AccessError as error:
@@ -213,7 +214,6 @@ class Operator:
         """Monotonic time and result of the latest list for the status page."""
         self._waits_for: str | None = "starting"
         self._stop = asyncio.Event()
-        self._watch_ended = asyncio.Event()
 
     async def run(self) -> None:
         """Run until SIGTERM or SIGINT.
@@ -301,10 +301,9 @@ class Operator:
         await self._lease.acquire()
         _log.info("%s leads", self._lease.identity)
         self._waits_for = "the pods"
-        watch = DeploymentWatch(self._access, self._options.namespaces, self._on_event, self._watch_ended.set)
+        watch = DeploymentWatch(self._access, self._options.namespaces, self._on_event)
         ends = {
             asyncio.create_task(self._lease.keep()): "the lease",
-            asyncio.create_task(self._watch_ended.wait()): "the watch of the deployments",
             asyncio.create_task(self._pods.run()): "the watch of the pods",
             asyncio.create_task(self._owned.run()): "the watch of owned objects",
             asyncio.create_task(self._recorder.run()): "the events",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -22,7 +23,7 @@ from dsv4_operator.backends.pods.ownership import ObjectTerminating
 from dsv4_operator.controller.admission import judge
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.reconcile import Endpoints
-from dsv4_operator.kube import Client, Manifest
+from dsv4_operator.kube import Client, Conflict, Manifest, Unavailable
 from dsv4_operator.lifecycle import Event
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning.facts import Facts
@@ -279,3 +280,71 @@ async def test_a_backend_that_the_operator_does_not_have_is_refused_with_those_t
     assert not live(server)["status"]["groups"]
     assert judge(live(server)).refusal == accepted["message"]
     await deployments.close()
+
+
+class Unanswering(FakeKube):
+    """An API server whose answers to the next status writes are lost, before or after their execution."""
+
+    def __init__(self, server: FakeKube) -> None:
+        super().__init__()
+        self.objects, self._version = server.objects, server._version
+        self.lost: list[str] = []
+        """For each of the next writes: `executed`, `dropped` or `late`."""
+        self.late: list[Manifest] = []
+
+    async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
+        kind = self.lost.pop(0) if self.lost else ""
+        if kind == "late":
+            self.late.append(copy.deepcopy(manifest))
+        if kind in ("late", "dropped"):
+            raise Unavailable("no answer in time")
+        answer = await super().replace(manifest, subresource=subresource)
+        if kind == "executed":
+            raise Unavailable("the connection broke")
+        return answer
+
+    async def deliver(self) -> None:
+        """Execute the late writes now, as far as their preconditions hold."""
+        late, self.late = self.late, []
+        for manifest in late:
+            with contextlib.suppress(Conflict):
+                await super().replace(manifest, subresource="status")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    losses=st.lists(st.sampled_from(["executed", "dropped", "late", ""]), max_size=6),
+    steps=st.lists(st.sampled_from(["reconcile", "event", "late", "change"]), min_size=4, max_size=14),
+)
+async def test_a_status_write_without_an_answer_never_resets_the_supervision(
+    losses: list[str], steps: list[str]
+) -> None:
+    """Also if it is executed late; each event is reported once, and the status arrives."""
+    server, told, now = Unanswering(server_of()), list[Event](), [1000.0]
+    kube, backend = cast("Any", server), cast("Any", NoMachines())
+    deployments = Deployments(
+        Dependencies(
+            kube, lambda _: backend, lambda _: Endpoints("", ""), lambda _, event: told.append(event), lambda: now[0]
+        )
+    )
+    deployments.handle_event(live(server), gone=False)
+    await deployments.reconcile(KEY)
+    first = deployments._states[KEY]
+    server.lost = list(losses)
+    for step in (*steps, "event", "reconcile", "late", "event", "reconcile", "event", "reconcile"):
+        now[0] += 20.0
+        if step == "reconcile":
+            await deployments.reconcile(KEY)
+        elif step == "event":
+            deployments.handle_event(live(server), gone=False)
+        elif step == "late":
+            await server.deliver()
+        else:
+            changed = live(server)
+            changed["metadata"]["generation"] += 1
+            changed["spec"]["replicas"] = changed["metadata"]["generation"]
+            server._put(("DSV4Deployment", *KEY), changed)
+    assert deployments._states[KEY] is first, "its state was dropped"
+    (seen,) = deployments.observed()
+    assert live(server)["status"] == seen.status.to_dict()
+    assert seen.status.observed_generation == live(server)["metadata"]["generation"]
