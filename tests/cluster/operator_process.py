@@ -38,6 +38,7 @@ class OperatorProcess:
         identity: str | None = None,
         profile: Path | None = None,
         backends: Sequence[str] = (),
+        namespaces: Sequence[str] = (),
     ) -> None:
         """Args:
         kubeconfig: whose account it uses.
@@ -46,6 +47,7 @@ class OperatorProcess:
         identity: None: another one each time.
         profile: where it writes what cProfile saw of it, when it is asked to end.
         backends: that its policy allows besides Pods.
+        namespaces: of further deployments.
         """
         self.log = log
         self._port = free_port()
@@ -54,7 +56,7 @@ class OperatorProcess:
         profiled = ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
         self._command = [sys.executable, *profiled, "-m", "dsv4_operator.controller.operator"]
         self._command += [f"--kubeconfig={kubeconfig}", f"--namespace={namespace}", f"--lease-namespace={namespace}"]
-        self._command += [f"--policy={policy}"]
+        self._command += [f"--policy={policy}", *(f"--namespace={one}" for one in namespaces)]
         self._command += [f"--metrics-port={self._port}", "--runtime-image=dsv4.test/none:1"]
         self._command += [f"--identity={identity}"] if identity else []
         self._process: subprocess.Popen[bytes] | None = None

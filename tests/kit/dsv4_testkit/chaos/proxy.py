@@ -113,7 +113,9 @@ class Proxy:
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=limits, auto_decompress=False, read_bufsize=_LINE_BYTES
         )
-        self._runner = web.ServerRunner(web.Server(self._handle, access_log=None, logger=_QUIET), shutdown_timeout=0.1)
+        self._runner = web.ServerRunner(
+            web.Server(self._handle, handler_cancellation=True, access_log=None, logger=_QUIET), shutdown_timeout=0.1
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
