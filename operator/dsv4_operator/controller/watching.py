@@ -126,9 +126,10 @@ def watch_settings() -> kopf.OperatorSettings:
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
     settings.networking.error_backoffs = _Backoffs()
-    # A worker is kept for 5 s after an event, so a limit would bound the number of active objects; workers only
-    # forward events.
+    # A worker is kept for a time after an event, so a limit would bound the number of active objects; workers only
+    # forward events. A watch that ends is started again only after that time.
     settings.queueing.worker_limit = None
+    settings.queueing.idle_timeout = 0.5
     settings.process.ultimate_exiting_timeout = None
     return settings
 
