@@ -29,10 +29,8 @@ import yaml
 # The test cluster's kit is no package.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster"))
 
-import charts
-from chaos_world import Result, Run, connected
+from chaos_world import Result, namespaces, run_seeds
 from clusterkit import lifetime
-from clusterkit.client import Cluster
 from clusterkit.layout import Settings
 
 from dsv4_testkit.scripted_agent import routed
@@ -50,30 +48,11 @@ def seeds(text: str) -> list[int]:
     return found
 
 
-async def _all(
-    cluster: Cluster, wanted: list[int], configs: dict[str, Path], seconds: float, logs: Path
-) -> list[Result]:
-    queue = list(reversed(wanted))
-    results: list[Result] = []
-    async with connected(cluster.kubeconfig, list(configs)) as (kube, agents, server, tls):
-
-        async def slot(namespace: str, config: Path) -> None:
-            while queue:
-                seed = queue.pop()
-                folder = logs / f"seed-{seed}"
-                folder.mkdir(parents=True)
-                try:
-                    result = await Run(kube, agents, namespace, seed).run(config, server, tls, folder, seconds)
-                except Exception as error:
-                    result = Result(seed, [f"the run itself failed: {type(error).__name__}: {error}"])
-                results.append(result)
-                words = f"{len(result.wrong)} violations" if result.wrong else "ok"
-                print(f"seed {seed}: {words}, settled after {result.settled_seconds:.1f} s", flush=True)
-                for one in result.wrong:
-                    print(f"  seed {seed}: {one}", flush=True)
-
-        await asyncio.gather(*(slot(*one) for one in configs.items()))
-    return results
+def _show(result: Result) -> None:
+    words = f"{len(result.wrong)} violations" if result.wrong else "ok"
+    print(f"seed {result.seed}: {words}, settled after {result.settled_seconds:.1f} s", flush=True)
+    for one in result.wrong:
+        print(f"  seed {result.seed}: {one}", flush=True)
 
 
 def main() -> None:
@@ -94,20 +73,15 @@ def main() -> None:
             cluster = found
         cluster.apply(yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text()))
         stack.enter_context(routed(cluster.state.addresses.fake_pods))
-        configs = {}
-        for number in range(min(options.parallel, len(options.seeds))):
-            namespace = f"chaos-{int(time.time())}-{number}"
-            cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-            stack.callback(cluster.kubectl, "delete", "namespace", namespace, "--wait=false")
-            file = logs / f"{namespace}.kubeconfig"
-            configs[namespace] = stack.enter_context(charts.account(cluster, namespace, file))
+        parallel = min(options.parallel, len(options.seeds))
+        configs = stack.enter_context(namespaces(cluster, parallel, logs))
         begun, used = time.monotonic(), _cpu_seconds()
-        results = asyncio.run(_all(cluster, options.seeds, configs, options.seconds, logs))
+        results = asyncio.run(run_seeds(cluster, options.seeds, configs, options.seconds, logs, _show))
         spent = time.monotonic() - begun
     counts = sum((one.counts for one in results), Counter[str]())
     wrong = sum(bool(one.wrong) for one in results)
     settled = sorted(one.settled_seconds for one in results)
-    print(f"\n{len(results)} runs, {wrong} with violations, {spent:.0f} s, {options.parallel} at once, ", end="")
+    print(f"\n{len(results)} runs, {wrong} with violations, {spent:.0f} s, {parallel} at once, ", end="")
     print(f"{platform.machine()}, {os.cpu_count()} processors, {time.strftime('%Y-%m-%d')}; logs: {logs}")
     print(f"as wanted after the last fault: median {settled[len(settled) // 2]:.1f} s, at most {settled[-1]:.1f} s")
     print(f"processor time of runs and operators: {(_cpu_seconds() - used) / len(results):.1f} s a run")

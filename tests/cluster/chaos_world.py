@@ -13,11 +13,13 @@ import signal
 import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import charts
+from clusterkit.client import Cluster as ControlPlane
 from operator_process import OperatorProcess
 from operator_world import group, manifest, phase
 
@@ -384,3 +386,54 @@ async def connected(
     usual = Script(phase_seconds=0.1)
     async with Client(access) as kube, ScriptedAgents(kube, settled=usual, namespaces=namespaces) as agents:
         yield kube, agents, access.server, access.tls(access.credential)
+
+
+async def run_seeds(
+    cluster: ControlPlane,
+    seeds: Iterable[int],
+    configs: Mapping[str, Path],
+    seconds: float,
+    logs: Path,
+    done: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Run seeds, as many at once as there are namespaces.
+
+    Args:
+        cluster: where they run.
+        seeds: seeds of the runs.
+        configs: kubeconfig with the rights of the chart of each namespace, by its name.
+        seconds: of faults in a run.
+        logs: gets a folder for each run.
+        done: called with each result.
+    """
+    waiting = list(reversed(list(seeds)))
+    results: list[Result] = []
+    async with connected(cluster.kubeconfig, list(configs)) as (kube, agents, server, tls):
+
+        async def slot(namespace: str, config: Path) -> None:
+            while waiting:
+                seed = waiting.pop()
+                folder = logs / f"seed-{seed}"
+                folder.mkdir(parents=True)
+                try:
+                    result = await Run(kube, agents, namespace, seed).run(config, server, tls, folder, seconds)
+                except Exception as error:
+                    result = Result(seed, [f"the run itself failed: {type(error).__name__}: {error}"])
+                results.append(result)
+                done(result)
+
+        await asyncio.gather(*(slot(*one) for one in configs.items()))
+    return results
+
+
+@contextlib.contextmanager
+def namespaces(cluster: ControlPlane, count: int, folder: Path) -> Iterator[dict[str, Path]]:
+    """Make empty namespaces, and yield a kubeconfig with the rights of the chart for each."""
+    with contextlib.ExitStack() as stack:
+        configs = {}
+        for number in range(count):
+            name = f"chaos-{time.time_ns() // 10**6}-{number}"
+            cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+            stack.callback(cluster.kubectl, "delete", "namespace", name, "--wait=false")
+            configs[name] = stack.enter_context(charts.account(cluster, name, folder / f"{name}.kubeconfig"))
+        yield configs

@@ -1,13 +1,14 @@
-"""API faults on a real API server: latency, lost and late requests, 409, 410, 429, 500, broken watches, outages."""
+"""API faults on a real API server: lost, late and delayed requests, 409, 410, 429, 5xx, broken watches, outages.
+
+`benchmarks/api_chaos.py` runs any number of seeds.
+"""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import charts
 import pytest
-from chaos_world import Result, Run, connected
+from chaos_world import namespaces, run_seeds
 from clusterkit.client import Cluster as ControlPlane
 from operator_world import addresses
 
@@ -15,19 +16,17 @@ __all__ = ["addresses"]
 
 pytestmark = pytest.mark.usefixtures("definition")
 
-SHORT_SECONDS, LONG_SECONDS = 8.0, 25.0
 
-
-async def one_run(cluster: ControlPlane, namespace: str, folder: Path, seed: int, seconds: float) -> Result:
-    with charts.account(cluster, namespace, folder / "operator.kubeconfig") as config:
-        async with connected(cluster.kubeconfig, [namespace]) as (kube, agents, server, tls):
-            return await Run(kube, agents, namespace, seed).run(config, server, tls, folder, seconds)
-
-
-@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("seeds", "seconds"),
+    [
+        pytest.param(range(1, 3), 6.0, id="short"),
+        pytest.param(range(1, 9), 25.0, id="long", marks=[pytest.mark.long, pytest.mark.timeout(600)]),
+    ],
+)
 async def test_faults_of_the_api_end_no_member_and_leave_nothing(
-    cluster: ControlPlane, namespace: str, tmp_path: Path
+    cluster: ControlPlane, tmp_path: Path, seeds: range, seconds: float
 ) -> None:
-    result = await one_run(cluster, namespace, tmp_path, int(os.environ.get("DSV4_TEST_SEED", "1")), SHORT_SECONDS)
-    print(f"\n{dict(result.counts)}; settled after {result.settled_seconds:.1f} s")
-    assert result.wrong == []
+    with namespaces(cluster, min(4, len(seeds)), tmp_path) as configs:
+        results = await run_seeds(cluster, seeds, configs, seconds, tmp_path)
+    assert [(one.seed, one.wrong) for one in results if one.wrong] == []

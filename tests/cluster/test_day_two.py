@@ -147,6 +147,8 @@ async def test_a_restored_backup_serves_and_nothing_of_the_old_one_is_left(world
     await world.at_rest()
     uid = found["metadata"]["uid"]
     assert uid != live["metadata"]["uid"]
+    # The status says that it had members, and they are gone.
+    assert group(found).get("totalRestarts", 0) == with_status
     deadline = time.monotonic() + 60
     while strangers := [one async for one in _others(world, uid)]:
         assert time.monotonic() < deadline, strangers

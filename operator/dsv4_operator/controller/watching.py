@@ -127,9 +127,8 @@ def watch_settings() -> kopf.OperatorSettings:
     settings.networking.connect_timeout = 5
     settings.networking.error_backoffs = _Backoffs()
     # A worker is kept for a time after an event, so a limit would bound the number of active objects; workers only
-    # forward events. A watch that ends is started again only after that time.
+    # forward events.
     settings.queueing.worker_limit = None
-    settings.queueing.idle_timeout = 0.5
     settings.process.ultimate_exiting_timeout = None
     return settings
 
