@@ -9,6 +9,13 @@ _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
 
 CONTROL = (
     Mutant(
+        "an eviction uses a restart",
+        f"{_OPERATOR}/builders/member.py",
+        'if disrupted and (placed or one.get("reason") in _TAKEN_BACK):',
+        "if disrupted and placed:",
+        ("tests/unit/pods/test_observe.py",),
+    ),
+    Mutant(
         "a status write without an answer is another client's",
         f"{_OPERATOR}/controller/deployments.py",
         "next((one for one in self._unanswered if one.to_dict() == status), None)",
