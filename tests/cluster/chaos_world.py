@@ -284,7 +284,7 @@ class Run:
                     logs = "\n".join(f"{one.identity}:\n{one.process.log.read_text()[-1500:]}" for one in self._sites)
                     self.result.wrong.append(f"not at rest after {SETTLE_SECONDS:.0f} s: {problem}\n{logs}")
                     return
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(1.0)
 
     async def _problem(self) -> str | None:
         live = {one["metadata"]["name"]: one for one in await self._kube.list(DSV4_DEPLOYMENTS, self._namespace)}

@@ -108,14 +108,14 @@ class Deployments:
             state = None
         if cached is None:
             return None
+        if state is None:
+            # The watch may lag or have missed the deletion, and the first decision builds on the status.
+            live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
+            if live is None or live["metadata"]["uid"] != cached["metadata"]["uid"]:
+                return await self._replace(key, cached, live)
+            state = self._states[key] = _DeploymentController(self._dependencies, live)
         try:
-            if state is None:
-                # The watch may lag or have missed the deletion, and the first decision builds on the status.
-                live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
-                if live is None or live["metadata"]["uid"] != cached["metadata"]["uid"]:
-                    return await self._replace(key, cached, live)
-                state = self._states[key] = _DeploymentController(self._dependencies, live)
-            elif state.due:
+            if state.due:
                 await self._confirm(state, key)
             state.update(cached)
             pause = await state.reconcile()

@@ -282,6 +282,32 @@ async def test_a_backend_that_the_operator_does_not_have_is_refused_with_those_t
     await deployments.close()
 
 
+async def test_a_deployment_that_cannot_be_read_is_tried_again() -> None:
+    server = server_of()
+    deployments = deployments_without_machines(server)
+    deployments.handle_event(live(server), gone=False)
+    server.broken = True
+    with pytest.raises(Unavailable, match="the API server is away"):
+        await deployments.reconcile(KEY)
+    server.broken = False
+    await settled(deployments)
+    assert server.writes() == ["replace DSV4Deployment nano"]
+
+
+async def test_the_supervision_goes_on_while_the_resync_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = server_of()
+    deployments = deployments_without_machines(server)
+    deployments.handle_event(live(server), gone=False)
+    await settled(deployments)
+    monkeypatch.setattr("dsv4_operator.controller.deployments.RESYNC_SECONDS", 0.0)
+    server.broken = True
+    assert await deployments.reconcile(KEY) is not None
+    del server.objects["DSV4Deployment", *KEY]
+    server.broken = False
+    assert await deployments.reconcile(KEY) is None
+    assert list(deployments.observed()) == []
+
+
 class Unanswering(FakeKube):
     """An API server whose answers to the next status writes are lost, before or after their execution."""
 

@@ -69,6 +69,7 @@ class Witness:
         """Monotonic time and holder of the lease at each change of it."""
         self._posted: dict[str, tuple[int, Manifest]] = {}
         """Events by UID, with the version of their creation."""
+        self._earlier: set[str] = set()
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -83,7 +84,11 @@ class Witness:
         tasks = []
         for kind, take, listing in started:
             for one in listing.items:
-                await take("ADDED", one)
+                if kind is EVENTS:
+                    # Of a deployment before.
+                    self._earlier.add(one["metadata"]["uid"])
+                else:
+                    await take("ADDED", one)
             tasks.append(asyncio.create_task(self._follow(kind, take, listing.resource_version)))
         try:
             yield
@@ -161,7 +166,7 @@ class Witness:
     async def _event(self, kind: str, event: Manifest) -> None:
         about = event["metadata"]
         ours = str(event.get("reportingController", "")).startswith("dsv4")
-        if ours and kind != "DELETED" and about["uid"] not in self._posted:
+        if ours and kind != "DELETED" and about["uid"] not in {*self._posted, *self._earlier}:
             self._posted[about["uid"]] = int(about["resourceVersion"]), event
 
     def check_events(self) -> None:
