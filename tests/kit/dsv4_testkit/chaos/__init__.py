@@ -1,1 +1,1 @@
-"""Faults between an operator and a real API server, and a checker of what must hold meanwhile."""
+"""Faults between an operator and a real API server, and a checker of the invariants."""

@@ -40,6 +40,8 @@ class Faults:
     """A request arrives up to 3 s later."""
     lost: float = 0.0
     """The connection breaks before the request arrives."""
+    hung: float = 0.0
+    """The request is neither executed nor answered, and the connection stays open."""
     unanswered: float = 0.0
     """The request is executed and the connection breaks before its answer."""
     late: float = 0.0
@@ -65,10 +67,11 @@ class Faults:
     def drawn(cls, dice: random.Random) -> Faults:
         """Return a random subset of faults with random rates: a fault that hides another one is absent in some runs."""
         rates = {one.name: dice.choice((0.0, dice.uniform(0.01, 0.2))) for one in dataclasses.fields(cls)}
-        return cls(**{name: rate * (2 if name in _OF_WATCHES else 1) for name, rate in rates.items()})
+        return cls(**{name: rate * _SHARES.get(name, 1.0) for name, rate in rates.items()})
 
 
-_OF_WATCHES = frozenset({"gone", "ended", "silent", "behind"})
+_SHARES = {"hung": 0.1, "gone": 2.0, "ended": 2.0, "silent": 2.0, "behind": 2.0}
+"""Factors of the rates: there are few watches, and a request that hangs blocks its part of a reconcile for 30 s."""
 NONE = Faults()
 
 
@@ -206,6 +209,10 @@ class Proxy:
         if self._falls("delay"):
             await asyncio.sleep(self._dice.uniform(0.0, 3.0))
         if self._falls("lost"):
+            _abort(request)
+            return web.Response(status=503)
+        if self._falls("hung"):
+            await asyncio.sleep(_ANSWER_SECONDS)
             _abort(request)
             return web.Response(status=503)
         if writes and self._falls("late"):

@@ -1,4 +1,4 @@
-"""Independent checker: watches the API server directly and remembers every violation of what must always hold.
+"""Independent checker: watches the API server directly and records every violation of an invariant.
 
 Order is that of resource versions, which all objects of one etcd share, so two watches cannot disagree about it.
 """
@@ -182,7 +182,7 @@ class Witness:
                 self.wrong.append(f"{name}: event {event['reason']} ({event['note']}) before its status{late}")
 
     def check_writes(self, identity: str, writes: Iterable[Arrival]) -> None:
-        """Only the holder of the lease writes; a lease itself is what others may ask for."""
+        """Only the holder of the lease writes, except the lease itself."""
         for write in writes:
             if "/leases" in write.path:
                 continue
