@@ -15,7 +15,7 @@ from dsv4_operator.api.status import read_status
 from dsv4_operator.backends.base import Backend
 from dsv4_operator.controller.queue import REPEAT_SECONDS, Part, text_of
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler, Refused, StatusLost
-from dsv4_operator.kube import DSV4_DEPLOYMENTS, Client, Conflict, KubeError, Manifest, NotFound
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, Client, Conflict, KubeError, Manifest, NotFound, Unavailable
 from dsv4_operator.kube.cache import DeploymentKey
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
 from dsv4_operator.lifecycle.decide import RESYNC_SECONDS
@@ -29,6 +29,8 @@ _log = logging.getLogger("dsv4")
 _TRIES = 3
 _CONFIRM_SECONDS = 2.0
 """Time for which a reconcile waits for the object of a deployment that it knows."""
+_WRITE_SECONDS = 5.0
+"""Time for which a reconcile waits for a write of the status: members are supervised by the next one."""
 # Loading takes minutes, and its progress changes every second.
 _PROGRESS_SECONDS = 5.0
 _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
@@ -361,7 +363,8 @@ class _DeploymentController:
                 "status": status.to_dict(),
             }
             try:
-                answer = await self._dependencies.kube.replace(manifest, subresource="status")
+                async with asyncio.timeout(_WRITE_SECONDS):
+                    answer = await self._dependencies.kube.replace(manifest, subresource="status")
             except (Conflict, NotFound):
                 live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, namespace, name)
                 if live is None or live["metadata"]["uid"] != self.uid:
@@ -371,11 +374,13 @@ class _DeploymentController:
                 if self._written is not written:
                     raise Conflict(f"an earlier status of {namespace}/{name} was written without an answer") from None
                 continue
-            except KubeError:
+            except (KubeError, TimeoutError) as error:
                 # It may have been executed.
                 self._unanswered.append(status)
                 self._confirmed = -math.inf
-                raise
+                if isinstance(error, KubeError):
+                    raise
+                raise Unavailable(f"{namespace}/{name}: no answer within {_WRITE_SECONDS:.0f} s") from None
             self._written, self._version = answer.get("status") or {}, answer["metadata"]["resourceVersion"]
             self._unanswered.clear()
             return

@@ -315,11 +315,13 @@ class Unanswering(FakeKube):
         super().__init__()
         self.objects, self._version = server.objects, server._version
         self.lost: list[str] = []
-        """For each of the next writes: `executed`, `dropped` or `late`."""
+        """For each of the next writes: `executed`, `dropped`, `late`, or `hung` and executed late."""
         self.late: list[Manifest] = []
 
     async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
         kind = self.lost.pop(0) if self.lost else ""
+        if kind == "hung":
+            await self.hang(manifest)
         if kind == "late":
             self.late.append(copy.deepcopy(manifest))
         if kind in ("late", "dropped"):
@@ -328,6 +330,10 @@ class Unanswering(FakeKube):
         if kind == "executed":
             raise Unavailable("the connection broke")
         return answer
+
+    async def hang(self, manifest: Manifest) -> None:
+        self.late.append(copy.deepcopy(manifest))
+        await asyncio.sleep(60)
 
     async def deliver(self) -> None:
         """Execute the late writes now, as far as their preconditions hold."""
@@ -374,3 +380,22 @@ async def test_a_status_write_without_an_answer_never_resets_the_supervision(
     (seen,) = deployments.observed()
     assert live(server)["status"] == seen.status.to_dict()
     assert seen.status.observed_generation == live(server)["metadata"]["generation"]
+
+
+async def test_a_status_write_that_hangs_is_given_up_and_recognized_when_it_is_executed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dsv4_operator.controller.deployments._WRITE_SECONDS", 0.05)
+    server, told = Unanswering(server_of()), list[Event]()
+    deployments = deployments_without_machines(server, told)
+    deployments.handle_event(live(server), gone=False)
+    server.lost = ["hung"]
+    async with asyncio.timeout(5):
+        await deployments.reconcile(KEY)
+    assert any("no answer within 0 s" in event.message for event in told)
+    assert "status" not in live(server)
+    await server.deliver()
+    assert deployments.handle_event(live(server), gone=False) == KEY
+    before = len(told)
+    await deployments.reconcile(KEY)
+    assert {event.reason for event in told[before:]} & {"PlanRefused", "NodesMissing"}, "events of the executed write"
