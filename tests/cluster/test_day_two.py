@@ -118,6 +118,27 @@ async def test_a_namespace_that_is_deleted_while_a_group_forms_goes_and_others_a
         await world.serving(2)
 
 
+async def test_a_quota_delays_a_group_with_its_reason_and_uses_no_restart(world: World, cluster: ControlPlane) -> None:
+    about = {"name": "small", "namespace": world.namespace}
+    # One of the two members; the gateways come later.
+    hard = {"count/pods": "1"}
+    cluster.apply({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": about, "spec": {"hard": hard}})
+    await until(
+        "the quota is in force",
+        lambda: bool(cluster.get("resourcequota", "small", "-n", world.namespace).get("status", {}).get("hard")),
+        seconds=30,
+    )
+    await world.kube.create(manifest(world.namespace))
+    told = await world.event("ActionFailed")
+    assert "exceeded quota: small" in told["note"]
+    progressing = condition(await world.live(), "Progressing")
+    assert (progressing["status"], progressing["reason"]) == ("True", "ActionFailed")
+    assert "exceeded quota: small" in progressing["message"]
+    cluster.kubectl("delete", "resourcequota", "small", "-n", world.namespace)
+    found = await world.serving(1)
+    assert group(found).get("totalRestarts", 0) == 0
+
+
 @pytest.mark.parametrize("with_status", [False, True], ids=["objects", "objects and status"])
 async def test_a_restored_backup_serves_and_nothing_of_the_old_one_is_left(world: World, with_status: bool) -> None:
     await world.kube.create(manifest(world.namespace))
