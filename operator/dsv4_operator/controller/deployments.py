@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ _log = logging.getLogger("dsv4")
 _TRIES = 3
 _CONFIRM_SECONDS = 2.0
 """Time for which a reconcile waits for the object of a deployment that it knows."""
+_UNANSWERED = 32
+"""Writes without an answer that may still be executed: API servers give a request up after 60 s."""
 _WRITE_SECONDS = 5.0
 """Time for which a reconcile waits for a write of the status: members are supervised by the next one."""
 # Loading takes minutes, and its progress changes every second.
@@ -198,7 +201,7 @@ class _DeploymentController:
         """Failure of the whole reconcile, and the Unix time of its latest event."""
         self._confirmed = time.monotonic()
         """Monotonic time of the last confirmation by the API server; minus infinity after a write without an answer."""
-        self._unanswered: list[DeploymentStatus] = []
+        self._unanswered: deque[DeploymentStatus] = deque(maxlen=_UNANSWERED)
         """Statuses of writes over the present version that got no answer; at most one of them is executed."""
 
     @property
