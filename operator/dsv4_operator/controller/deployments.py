@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from dsv4_operator.api.status import read_status
 from dsv4_operator.backends.base import Backend
 from dsv4_operator.controller.queue import REPEAT_SECONDS, Part, text_of
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler, Refused, StatusLost
-from dsv4_operator.kube import DSV4_DEPLOYMENTS, Client, Conflict, KubeError, Manifest, NotFound, Unavailable
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, Client, Conflict, KubeError, Listing, Manifest, NotFound, Unavailable
 from dsv4_operator.kube.cache import DeploymentKey
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
 from dsv4_operator.lifecycle.decide import RESYNC_SECONDS
@@ -28,7 +26,7 @@ from dsv4_runtime.util.files import log_context
 _log = logging.getLogger("dsv4")
 
 _TRIES = 3
-_CONFIRM_SECONDS = 2.0
+_READ_SECONDS = 2.0
 """Time for which a reconcile waits for the object of a deployment that it knows."""
 _UNANSWERED = 32
 """Writes without an answer that may still be executed: API servers give a request up after 60 s."""
@@ -83,6 +81,25 @@ class Deployments:
         state = self._states.get(key)
         return None if state is not None and state.is_own_write(manifest) else key
 
+    def handle_listing(self, listing: Listing, namespace: str | None) -> list[DeploymentKey]:
+        """Store a list of all deployments, of `namespace` if given; return those to reconcile.
+
+        The watch does not report deletions during its interruptions.
+        """
+        present, keys = {}, list[DeploymentKey | None]()
+        for item in listing.items:
+            manifest = {"apiVersion": DSV4_DEPLOYMENTS.api_version, "kind": DSV4_DEPLOYMENTS.kind, **item}
+            key = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+            present[key] = manifest["metadata"]["uid"]
+            known = self._cached.get(key)
+            if known is None or _number(manifest) > _number(known):
+                keys.append(self.handle_event(manifest, gone=False))
+        for key, known in list(self._cached.items()):
+            listed = namespace in (None, key[0]) and _number(known) <= int(listing.resource_version)
+            if listed and present.get(key) != known["metadata"]["uid"]:
+                keys.append(self.handle_event(known, gone=True))
+        return [key for key in keys if key is not None]
+
     def knows(self, key: DeploymentKey) -> bool:
         """Return whether the watch has reported such a deployment."""
         return key in self._cached
@@ -120,8 +137,8 @@ class Deployments:
                 return await self._replace(key, cached, live)
             state = self._states[key] = _DeploymentController(self._dependencies, live)
         try:
-            if state.due:
-                await self._confirm(state, key)
+            if state.unread:
+                await self._read_again(state, key)
             state.update(cached)
             pause = await state.reconcile()
         except _DeletedError:
@@ -137,7 +154,7 @@ class Deployments:
         state.report_failure(None)
         return pause
 
-    async def _confirm(self, state: _DeploymentController, key: DeploymentKey) -> None:
+    async def _read_again(self, state: _DeploymentController, key: DeploymentKey) -> None:
         """Read the object of `state`; without an answer the supervision continues, and the next reconcile reads again.
 
         Raises:
@@ -145,14 +162,15 @@ class Deployments:
             _ForeignStatusError: another client has written its status.
         """
         try:
-            async with asyncio.timeout(_CONFIRM_SECONDS):
+            async with asyncio.timeout(_READ_SECONDS):
                 live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
         except (KubeError, TimeoutError) as error:
             _log.debug("%s/%s cannot be read: %s", *key, error)
             return
         if live is None or live["metadata"]["uid"] != state.uid:
             raise _DeletedError("{}/{} was deleted".format(*key))
-        state.confirm(live)
+        state.update(live)
+        state.unread = False
 
     async def _replace(self, key: DeploymentKey, cached: Manifest, live: Manifest | None) -> float | None:
         """Drop the object `cached`, which no longer exists, and continue with `live`, which has its name now."""
@@ -199,27 +217,10 @@ class _DeploymentController:
         self._reconciler: Reconciler | None = None
         self._problem: tuple[str, float] | None = None
         """Failure of the whole reconcile, and the Unix time of its latest event."""
-        self._confirmed = time.monotonic()
-        """Monotonic time of the last confirmation by the API server; minus infinity after a write without an answer."""
+        self.unread = False
+        """Whether to read the object from the API server: a write without an answer may have been executed."""
         self._unanswered: deque[DeploymentStatus] = deque(maxlen=_UNANSWERED)
         """Statuses of writes over the present version that got no answer; at most one of them is executed."""
-
-    @property
-    def due(self) -> bool:
-        """Return whether to read the object from the API server.
-
-        The watch may have missed its deletion, and a write without an answer may have been executed.
-        """
-        return time.monotonic() - self._confirmed >= RESYNC_SECONDS
-
-    def confirm(self, live: Manifest) -> None:
-        """Store the object as the API server has it now.
-
-        Raises:
-            _ForeignStatusError: another client has written its status.
-        """
-        self.update(live)
-        self._confirmed = time.monotonic()
 
     async def close(self) -> None:
         if self._reconciler is not None:
@@ -380,7 +381,7 @@ class _DeploymentController:
             except (KubeError, TimeoutError) as error:
                 # It may have been executed.
                 self._unanswered.append(status)
-                self._confirmed = -math.inf
+                self.unread = True
                 if isinstance(error, KubeError):
                     raise
                 raise Unavailable(f"{namespace}/{name}: no answer within {_WRITE_SECONDS:.0f} s") from None

@@ -42,6 +42,7 @@ from dsv4_operator.kube import (
 from dsv4_operator.kube.access import SERVICE_ACCOUNT
 from dsv4_operator.kube.cache import DeploymentKey, PodKey
 from dsv4_operator.lifecycle import Event
+from dsv4_operator.lifecycle.decide import RESYNC_SECONDS
 from dsv4_runtime.util import LOG_FORMAT
 from dsv4_runtime.util.files import LOG_FORMATS, format_logs, is_json, log_to
 
@@ -307,6 +308,7 @@ class Operator:
             asyncio.create_task(self._pods.run()): "the watch of the pods",
             asyncio.create_task(self._owned.run()): "the watch of owned objects",
             asyncio.create_task(self._recorder.run()): "the events",
+            asyncio.create_task(self._resync()): "the lists of the deployments",
         }
         if self._ray_clusters is not None:
             ends[asyncio.create_task(self._ray_clusters.run())] = "the watch of the RayClusters"
@@ -342,6 +344,20 @@ class Operator:
                 await asyncio.sleep(_DEFINITION_SECONDS)
             else:
                 return
+
+    async def _resync(self) -> None:
+        """List the deployments now and then, until cancelled."""
+        where: Sequence[str | None] = self._options.namespaces or (None,)
+        while True:
+            await asyncio.sleep(RESYNC_SECONDS)
+            for place in where:
+                try:
+                    listing = await self._kube.listing(DSV4_DEPLOYMENTS, place)
+                except KubeError as error:
+                    _log.warning("the deployments cannot be listed: %s", error)
+                    continue
+                for key in self._deployments.handle_listing(listing, place):
+                    self._queue.add(key)
 
     def _on_event(self, manifest: Manifest, gone: bool) -> None:
         key = self._deployments.handle_event(manifest, gone)

@@ -23,7 +23,7 @@ from dsv4_operator.backends.pods.ownership import ObjectTerminating
 from dsv4_operator.controller.admission import judge
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.reconcile import Endpoints
-from dsv4_operator.kube import Client, Conflict, Manifest, Unavailable
+from dsv4_operator.kube import Client, Conflict, Listing, Manifest, Unavailable
 from dsv4_operator.lifecycle import Event
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning.facts import Facts
@@ -176,17 +176,38 @@ def test_the_deployment_that_exists_is_known_whatever_the_order_of_events(
     asyncio.run(run())
 
 
-async def test_a_deployment_whose_end_the_watch_missed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def listing(version: int, *items: Manifest) -> Listing:
+    kept = ("metadata", "spec", "status")
+    return Listing([{name: item[name] for name in kept if name in item} for item in items], str(version))
+
+
+async def test_lists_complete_the_watch() -> None:
     server = server_of()
     deployments = deployments_without_machines(server)
     deployments.handle_event(live(server), gone=False)
     assert await deployments.reconcile(KEY)
+    found = live(server)
+    version = int(found["metadata"]["resourceVersion"])
+    assert deployments.handle_listing(listing(version, found), None) == [], "a list without news"
+    # Of another namespace, and older than the deployment.
+    assert deployments.handle_listing(listing(version), "other") == []
+    assert deployments.handle_listing(listing(version - 1), None) == []
+    changed = copy.deepcopy(found)
+    changed["metadata"] |= {"resourceVersion": str(version + 1), "generation": 2}
+    assert deployments.handle_listing(listing(version + 1, changed), "team") == [KEY]
+    server._put(("DSV4Deployment", *KEY), changed)
+    assert await deployments.reconcile(KEY)
+    # Its end was missed.
     del server.objects["DSV4Deployment", *KEY]
-    # At rest nothing is written, so the API server is asked now and then.
-    monkeypatch.setattr("dsv4_operator.controller.deployments.RESYNC_SECONDS", 0.0)
+    assert deployments.handle_listing(listing(version + 9), None) == [KEY]
     assert await deployments.reconcile(KEY) is None
     assert not deployments.knows(KEY)
     assert list(deployments.observed()) == []
+    # Another one of its name, whose creation was missed.
+    other = copy.deepcopy(changed)
+    other["metadata"] |= {"uid": "v", "resourceVersion": str(version + 20)}
+    assert deployments.handle_listing(listing(version + 20, other), None) == [KEY]
+    assert deployments.knows(KEY)
 
 
 async def test_a_status_that_cannot_be_written_because_the_deployment_is_gone_drops_it() -> None:
@@ -294,18 +315,17 @@ async def test_a_deployment_that_cannot_be_read_is_tried_again() -> None:
     assert server.writes() == ["replace DSV4Deployment nano"]
 
 
-async def test_the_supervision_goes_on_while_the_resync_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_supervision_goes_on_while_the_object_cannot_be_read() -> None:
     server = server_of()
     deployments = deployments_without_machines(server)
     deployments.handle_event(live(server), gone=False)
     await settled(deployments)
-    monkeypatch.setattr("dsv4_operator.controller.deployments.RESYNC_SECONDS", 0.0)
+    deployments._states[KEY].unread = True
     server.broken = True
     assert await deployments.reconcile(KEY) is not None
-    del server.objects["DSV4Deployment", *KEY]
     server.broken = False
-    assert await deployments.reconcile(KEY) is None
-    assert list(deployments.observed()) == []
+    await deployments.reconcile(KEY)
+    assert not deployments._states[KEY].unread
 
 
 class Unanswering(FakeKube):
