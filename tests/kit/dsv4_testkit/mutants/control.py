@@ -371,8 +371,15 @@ CONTROL = (
     Mutant(
         "a deployment whose end the watch missed is kept",
         f"{_OPERATOR}/controller/deployments.py",
-        "        if state is None or state.due:\n",
-        "        if state is None:\n",
+        '            if listed and present.get(key) != known["metadata"]["uid"]:\n',
+        "            if listed and key in present:\n",
+        _DEPLOYMENTS,
+    ),
+    Mutant(
+        "a list from before its creation ends a deployment",
+        f"{_OPERATOR}/controller/deployments.py",
+        " and _number(known) <= int(listing.resource_version)\n",
+        "\n",
         _DEPLOYMENTS,
     ),
     Mutant(
