@@ -85,11 +85,9 @@ class OwnedObjects:
         for _ in range(_TRIES):
             live = await self.find(manifest)
             try:
+                # Apply would create a missing object too, but also adopt one that was created meanwhile.
                 if live is None:
-                    # Apply would create it too, but also adopt one that was created meanwhile. Its fields are marked as
-                    # applied before the first change of it.
-                    await self._kube.create(manifest)
-                    return
+                    live = await self._kube.create(manifest)
                 await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})
             except (AlreadyExists, Conflict, NotFound):
                 # Another object has that name now.
