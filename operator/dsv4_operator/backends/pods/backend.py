@@ -182,7 +182,7 @@ class PodsBackend:
             return scheduling.unplaced_facts(deployment)
         try:
             async with self._cluster.scheduling:
-                snapshot = await self._cluster.snapshot(_FRESH_SECONDS)
+                snapshot = await self._cluster.snapshot(_FRESH_SECONDS, now)
                 found = scheduling.facts(deployment, snapshot)
         except Forbidden as error:
             found = replace(
@@ -455,9 +455,9 @@ class PodsBackend:
         Raises:
             NodesTaken: they have not.
         """
-        key = GroupKey.of(deployment, plan.group)
+        key, asked = GroupKey.of(deployment, plan.group), time.monotonic()
         async with self._cluster.scheduling:
-            problem = scheduling.shortage(deployment, plan, await self._cluster.snapshot(_FRESH_SECONDS))
+            problem = scheduling.shortage(deployment, plan, await self._cluster.snapshot(_FRESH_SECONDS, asked))
             if problem is not None:
                 self._cluster.release(_owner(key))
                 self._facts.pop((key.namespace, key.deployment), None)
