@@ -2,6 +2,7 @@
 
     python benchmarks/operator_scale.py                     # its own cluster: 50 nodes of KWOK, removed afterwards
     python benchmarks/operator_scale.py --cluster NAME      # a running cluster (clusterkit up --nodes 0 --fake 50)
+    python benchmarks/operator_scale.py --kuberay           # and as many RayClusters of KubeRay, with the ratios
 
 The API server, etcd, the scheduler, the controllers and the operator are real and run on this machine, the operator as
 a process with the rights of the chart. Nodes are simulated by KWOK, which reports every pod as running; one process
@@ -11,8 +12,10 @@ bound and run, its Services and its gateway's Deployment exist, its agents have 
 gateways' pods are created by Kubernetes' own controllers, at 20 requests a second each; their time is printed
 separately.
 
-Requests are counted by the API server itself: the operator's account has its own flow schema. Requires root, for the
-pods' addresses. `--profile FILE` writes a cProfile of the operator, which makes it slower.
+Requests are counted by the API server itself: the operator's account has its own flow schema. With `--kuberay` the
+deployments are removed, and KubeRay's operator, with its default settings and its own account, gets as many
+RayClusters of a head and a worker, which count as formed when their state is `ready`. Requires root, for the pods'
+addresses. `--profile FILE` writes a cProfile of the operator, which makes it slower.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import platform
 import signal
@@ -27,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster"))
 
 import charts
+import kuberay_parts
 from clusterkit import lifetime
 from clusterkit.client import Cluster
 from clusterkit.layout import Settings
@@ -45,7 +50,7 @@ from operator_process import OperatorProcess
 
 from dsv4_operator.backends.local.network import die_with_parent
 from dsv4_operator.builders import names
-from dsv4_operator.kube import DSV4_DEPLOYMENTS, PODS, Client, find_access
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, PODS, RAY_CLUSTERS, Client, Manifest, Resource, find_access
 from dsv4_testkit.scale import counts
 from dsv4_testkit.scripted_agent import routed
 
@@ -76,6 +81,61 @@ def manifest(namespace: str, number: int) -> dict[str, Any]:
     }
 
 
+def ray_cluster(namespace: str, number: int) -> dict[str, Any]:
+    """One RayCluster of a head and a worker."""
+
+    def template(name: str) -> dict[str, Any]:
+        resources = {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"cpu": "1", "memory": "1Gi"}}
+        container = {"name": name, "image": "dsv4.test/none:1", "resources": resources}
+        tolerations = [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}]
+        return {"spec": {"containers": [container], "nodeSelector": {"type": "kwok"}, "tolerations": tolerations}}
+
+    worker = {"groupName": "workers", "replicas": 1, "minReplicas": 1, "maxReplicas": 1}
+    return {
+        "apiVersion": RAY_CLUSTERS.api_version,
+        "kind": RAY_CLUSTERS.kind,
+        "metadata": {"name": f"r{number}", "namespace": namespace},
+        "spec": {
+            "rayVersion": "2.55.0",
+            "headGroupSpec": {"rayStartParams": {}, "template": template("ray-head")},
+            "workerGroupSpecs": [{**worker, "rayStartParams": {}, "template": template("ray-worker")}],
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """An operator that is measured."""
+
+    name: str
+    """Of its process among those of the benchmark."""
+    schema: str
+    """Flow schema of its account."""
+    resource: Resource
+    manifest: Callable[[str, int], dict[str, Any]]
+    state: Callable[[Manifest], str]
+    ready: str
+    """State of an object that counts as formed."""
+
+
+OURS = Side(
+    "operator",
+    counts.OPERATOR,
+    DSV4_DEPLOYMENTS,
+    manifest,
+    lambda found: str((found.get("status") or {}).get("phase")),
+    "Serving",
+)
+KUBERAY = Side(
+    "KubeRay",
+    counts.KUBERAY,
+    RAY_CLUSTERS,
+    ray_cluster,
+    lambda found: str((found.get("status") or {}).get("state")),
+    "ready",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
     """Counted figures at one time."""
@@ -95,37 +155,46 @@ class Bench:
         cpu = {name: counts.cpu_seconds(pid) for name, pid in self.processes.items()}
         return Moment(time.monotonic(), cpu, counts.requests(self.cluster.http))
 
-    async def form(self, kube: Client, count: int) -> None:
-        """Create the deployments and wait until all serve."""
+    async def form(self, kube: Client, side: Side, count: int) -> None:
+        """Create the objects and wait until all are ready."""
         began = time.monotonic()
-        start = (await kube.listing(DSV4_DEPLOYMENTS, self.namespace)).resource_version
-        following = asyncio.create_task(self._until_serving(kube, start, count))
+        start = (await kube.listing(side.resource, self.namespace)).resource_version
+        following = asyncio.create_task(self._until_ready(kube, side, start, count))
         slots = asyncio.Semaphore(_CREATING)
 
         async def create(number: int) -> None:
             async with slots:
-                await kube.create(manifest(self.namespace, number))
+                await kube.create(side.manifest(self.namespace, number))
 
         await asyncio.gather(*(create(number) for number in range(count)))
         print(f"created after {time.monotonic() - began:.1f} s", flush=True)
         await following
 
-    async def _until_serving(self, kube: Client, version: str, count: int) -> None:
+    async def _until_ready(self, kube: Client, side: Side, version: str, count: int) -> None:
         began = said = time.monotonic()
-        phases: dict[str, str] = {}
+        states: dict[str, str] = {}
         async with asyncio.timeout(_FORM_SECONDS):
             while True:
-                async for event in kube.watch(DSV4_DEPLOYMENTS, self.namespace, resource_version=version):
+                async for event in kube.watch(side.resource, self.namespace, resource_version=version):
                     version = event.resource_version
                     if event.type != "BOOKMARK":
-                        name = event.object["metadata"]["name"]
-                        phases[name] = (event.object.get("status") or {}).get("phase", "no status")
-                    serving = sum(phase == "Serving" for phase in phases.values())
-                    if serving == count:
+                        states[event.object["metadata"]["name"]] = side.state(event.object)
+                    ready = sum(state == side.ready for state in states.values())
+                    if ready == count:
                         return
                     if time.monotonic() - said > _SAY_SECONDS:
                         said = time.monotonic()
-                        print(f"{said - began:5.0f} s: {serving} of {count} serve", flush=True)
+                        print(f"{said - began:5.0f} s: {ready} of {count} are ready", flush=True)
+
+    async def remove(self, kube: Client, side: Side) -> None:
+        """Delete the objects, and wait until their pods are gone."""
+        for one in await kube.list(side.resource, self.namespace):
+            await kube.delete(side.resource, self.namespace, one["metadata"]["name"])
+        async with asyncio.timeout(_REMOVE_SECONDS):
+            while True:
+                if not await kube.list(PODS, self.namespace):
+                    return
+                await asyncio.sleep(0.5)
 
     async def proven(self, kube: Client, count: int) -> None:
         """Fail unless two members of every group run, each on a node."""
@@ -148,45 +217,144 @@ class Bench:
         return len(pods), sum(pod["status"].get("phase") == "Running" and "nodeName" in pod["spec"] for pod in pods)
 
 
-async def _measure(bench: Bench, count: int, rest: float) -> None:
-    operator = bench.processes["operator"]
-    async with Client(find_access(kubeconfig=bench.cluster.kubeconfig)) as kube:
-        before = bench.now()
-        await bench.form(kube, count)
-        after = bench.now()
-        load = os.getloadavg()[0]
+async def _restart(bench: Bench, count: int) -> None:
+    """End the operator in order, start another one, and wait until it has reconciled every deployment."""
+    _end(bench.operator)
+    begun = time.monotonic()
+    bench.operator.start()
+    bench.processes[OURS.name] = bench.operator.pid
+    await bench.operator.until_leading()
+    leads = time.monotonic() - begun
+    async with asyncio.timeout(_FORM_SECONDS):
+        while True:
+            metrics = await asyncio.to_thread(bench.operator.metrics)
+            if metrics.get('dsv4_operator_looks_total{result="ok"}', 0.0) >= count:
+                break
+            await asyncio.sleep(0.2)
+    took = time.monotonic() - begun
+    await asyncio.sleep(_SETTLE_SECONDS)
+    made = ", ".join(f"{method} {number:.0f}" for method, number in sorted(bench.operator.requests().items()))
+    print(f"\nanother operator leads after {leads:.1f} s and has reconciled all after {took:.1f} s; ", end="")
+    print(f"its requests in {time.monotonic() - begun:.0f} s (PUT: the lease every 2 s): {made}", flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of one operator."""
+
+    rate: float
+    """Groups formed a second."""
+    cpu: float
+    """Its processor time for a group, in ms."""
+    requests: float
+    """Its requests for a group."""
+    memory: int
+    """Its largest resident memory in MiB."""
+
+
+async def _measure(bench: Bench, kube: Client, side: Side, count: int, rest: float) -> Figures:
+    before = bench.now()
+    await bench.form(kube, side, count)
+    after = bench.now()
+    load = os.getloadavg()[0]
+    reached = None
+    if side is OURS:
         await bench.proven(kube, count)
         await bench.gateways(kube, count)
         reached = time.monotonic() - before.time
-        print(f"\n{count} deployments of 2 members on {NODES} nodes of KWOK, {platform.machine()}, ", end="")
-        print(f"{os.cpu_count()} processors, load {load:.1f}, {time.strftime('%Y-%m-%d')}\n")
-        print("| | forming | at rest |\n|---|---|---|")
-        await asyncio.sleep(_SETTLE_SECONDS)
-        quiet = bench.now()
-        await asyncio.sleep(rest)
-        end = bench.now()
-        _table(bench, count, (before, after), (quiet, end))
-        print(f"\noperator: {counts.mebibytes(operator)} MiB at rest, {counts.mebibytes(operator, 'VmHWM')} at most")
-        print(f"all gateways ran {reached:.1f} s after the creation of the first deployment")
-        made = after.requests.since(before.requests)
-        print("writes of all while forming, a group: ", end="")
-        print(", ".join(f"{verb} {what} {n / count:.1f}" for (verb, what), n in made.writes.most_common()))
-        wrote = end.requests.since(quiet.requests).writes
-        print("writes of all at rest: " + ", ".join(f"{verb} {what} {n}" for (verb, what), n in wrote.most_common()))
+    print(
+        f"\n{side.name}: {count} {side.resource.kind} of 2 members on {bench.cluster.state.settings.fake} KWOK nodes, ",
+        end="",
+    )
+    print(f"{platform.machine()}, {os.cpu_count()} processors, load {load:.1f}, {time.strftime('%Y-%m-%d')}\n")
+    print("| | forming | at rest |\n|---|---|---|")
+    await asyncio.sleep(_SETTLE_SECONDS)
+    quiet = bench.now()
+    await asyncio.sleep(rest)
+    end = bench.now()
+    _table(bench, side, count, (before, after), (quiet, end))
+    pid = bench.processes[side.name]
+    print(f"\n{side.name}: {counts.mebibytes(pid)} MiB at rest, {counts.mebibytes(pid, 'VmHWM')} at most")
+    if reached is not None:
+        print(f"all gateways ran {reached:.1f} s after the first deployment was created")
+    made = after.requests.since(before.requests)
+    print("writes of all while forming, a group: ", end="")
+    print(", ".join(f"{verb} {what} {n / count:.1f}" for (verb, what), n in made.writes.most_common()))
+    wrote = end.requests.since(quiet.requests).writes
+    print("writes of all at rest: " + ", ".join(f"{verb} {what} {n}" for (verb, what), n in wrote.most_common()))
+    return Figures(
+        count / (after.time - before.time),
+        1000 * (after.cpu[side.name] - before.cpu[side.name]) / count,
+        made.by_schema[side.schema] / count,
+        counts.mebibytes(pid, "VmHWM"),
+    )
 
 
-def _table(bench: Bench, count: int, forming: tuple[Moment, Moment], rest: tuple[Moment, Moment]) -> None:
+def _table(bench: Bench, side: Side, count: int, forming: tuple[Moment, Moment], rest: tuple[Moment, Moment]) -> None:
     seconds = [end.time - begin.time for begin, end in (forming, rest)]
     asked = [end.requests.since(begin.requests) for begin, end in (forming, rest)]
+    own = [one.by_schema[side.schema] for one in asked]
     print(f"| seconds | {seconds[0]:.1f} | {seconds[1]:.1f} |")
     print(f"| groups/s | {count / seconds[0]:.1f} | |")
-    print(f"| requests of the operator | {asked[0].ours / count:.1f} a group | {asked[1].ours / seconds[1]:.2f}/s |")
+    print(f"| requests of {side.name} | {own[0] / count:.1f} a group | {own[1] / seconds[1]:.2f}/s |")
     everybody = f"| requests of all | {asked[0].everybodys / count:.1f} a group "
     print(f"{everybody}| {asked[1].everybodys / seconds[1]:.2f}/s |")
     for name in bench.processes:
         used = [end.cpu[name] - begin.cpu[name] for begin, end in (forming, rest)]
         shares = [f"{one:.1f} s, {100 * one / span:.0f} %" for one, span in zip(used, seconds, strict=True)]
         print(f"| processor: {name} | {shares[0]} | {shares[1]} |")
+
+
+async def _both(bench: Bench, count: int, rest: float, *, kuberay: bool) -> None:
+    async with Client(find_access(kubeconfig=bench.cluster.kubeconfig)) as kube:
+        ours = await _measure(bench, kube, OURS, count, rest)
+        await _restart(bench, count)
+        if not kuberay:
+            return
+        began = time.monotonic()
+        await bench.remove(kube, OURS)
+        print(f"\nall deployments and their pods were gone {time.monotonic() - began:.1f} s later\n", flush=True)
+        theirs = await _measure(bench, kube, KUBERAY, count, rest)
+        print("\n| | dsv4 | KubeRay | ratio |\n|---|---|---|---|")
+        rows = (
+            ("groups/s", ours.rate, theirs.rate),
+            ("processor time of the operator a group, ms", ours.cpu, theirs.cpu),
+            ("requests of the operator a group", ours.requests, theirs.requests),
+            ("memory of the operator at most, MiB", ours.memory, theirs.memory),
+        )
+        for name, one, other in rows:
+            print(f"| {name} | {one:.1f} | {other:.1f} | {one / other:.2f} |")
+
+
+@contextlib.contextmanager
+def _kuberay(cluster: Cluster, namespace: str, folder: Path) -> Iterator[int]:
+    """KubeRay's operator with an account of its own; yields its process id."""
+    name = f"kuberay-{namespace}"
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"}
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": namespace}},
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "ClusterRoleBinding",
+            "metadata": {"name": name},
+            "subjects": [subject],
+            "roleRef": role,
+        },
+        counts.flow_schema(counts.KUBERAY, namespace, name),
+    )
+    config = json.loads(cluster.kubeconfig.read_text())
+    token = cluster.kubectl("create", "token", name, "--namespace", namespace, "--duration=1h").strip()
+    config["users"][0]["user"] = {"token": token}
+    file = folder / "kuberay.kubeconfig"
+    file.write_text(json.dumps(config))
+    try:
+        with kuberay_parts.defined(cluster), kuberay_parts.operating(cluster, file) as process:
+            # `setpriv` becomes the program.
+            yield process.popen.pid
+    finally:
+        cluster.kubectl("delete", "flowschema", counts.KUBERAY)
+        cluster.kubectl("delete", "clusterrolebinding", name)
 
 
 @contextlib.contextmanager
@@ -227,7 +395,7 @@ def _cluster(name: str | None) -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def _bench(cluster: Cluster, profile: Path | None, *, stays: bool) -> Iterator[Bench]:
+def _bench(cluster: Cluster, profile: Path | None, *, stays: bool, kuberay: bool) -> Iterator[Bench]:
     """Yield the namespace with its operator and agents; on a cluster that stays, it is removed afterwards."""
     cluster.apply(yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text()))
     namespace = f"scale-{int(time.time())}"
@@ -245,8 +413,8 @@ def _bench(cluster: Cluster, profile: Path | None, *, stays: bool) -> Iterator[B
             for one in cluster.get("serviceaccounts", "-n", namespace)["items"]
             if one["metadata"]["name"] != "default"
         )
-        cluster.apply(counts.flow_schema(namespace, account))
-        stack.callback(cluster.kubectl, "delete", "flowschema", counts.SCHEMA)
+        cluster.apply(counts.flow_schema(counts.OPERATOR, namespace, account))
+        stack.callback(cluster.kubectl, "delete", "flowschema", counts.OPERATOR)
         agents = stack.enter_context(_agents(cluster.kubeconfig, namespace))
         log = Path(tempfile.gettempdir()) / f"{namespace}.log"
         operator = OperatorProcess(file, namespace, log, profile=profile)
@@ -254,7 +422,10 @@ def _bench(cluster: Cluster, profile: Path | None, *, stays: bool) -> Iterator[B
         stack.callback(_end, operator)
         asyncio.run(operator.until_leading())
         print(f"the operator leads; its log: {log}", flush=True)
-        processes = {"operator": operator.pid, **counts.children(cluster.state.supervisor), "agents": agents}
+        processes = {OURS.name: operator.pid}
+        if kuberay:
+            processes[KUBERAY.name] = stack.enter_context(_kuberay(cluster, namespace, folder))
+        processes |= {**counts.children(cluster.state.supervisor), "agents": agents}
         yield Bench(cluster, namespace, operator, processes | {"this benchmark": os.getpid()})
 
 
@@ -265,11 +436,15 @@ def main() -> None:
     parser.add_argument(
         "--rest", type=float, default=60.0, metavar="SECONDS", help="time at rest (default: %(default)s)"
     )
+    parser.add_argument("--kuberay", action="store_true", help="measure KubeRay too, in the same run")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="file of the operator's profile, for pstats")
     options = parser.parse_args()
     stays = options.cluster is not None
-    with _cluster(options.cluster) as cluster, _bench(cluster, options.profile, stays=stays) as bench:
-        asyncio.run(_measure(bench, options.deployments, options.rest))
+    with (
+        _cluster(options.cluster) as cluster,
+        _bench(cluster, options.profile, stays=stays, kuberay=options.kuberay) as bench,
+    ):
+        asyncio.run(_both(bench, options.deployments, options.rest, kuberay=options.kuberay))
 
 
 if __name__ == "__main__":

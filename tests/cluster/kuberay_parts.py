@@ -7,6 +7,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,18 +63,19 @@ def defined(cluster: Cluster) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def operating(cluster: Cluster) -> Iterator[None]:
-    """Run KubeRay's operator with its default settings; its definitions must exist."""
+def operating(cluster: Cluster, kubeconfig: Path | None = None) -> Iterator[processes.Process]:
+    """Run KubeRay's operator with its default settings, as the administrator or with `kubeconfig`; its definitions must
+    exist."""
     command = [
         build.built("kuberay") / "kuberay",
-        f"--kubeconfig={cluster.kubeconfig}",
+        f"--kubeconfig={kubeconfig or cluster.kubeconfig}",
         f"--metrics-addr=127.0.0.1:{free_port()}",
         f"--health-probe-bind-address=127.0.0.1:{free_port()}",
         "--enable-leader-election=false",
     ]
     process = processes.start("kuberay", command, log=cluster.state.settings.directory / "logs" / "kuberay.log")
     try:
-        yield
+        yield process
         process.check()
     finally:
         process.stop()

@@ -39,6 +39,7 @@ class OperatorProcess:
         profile: Path | None = None,
         backends: Sequence[str] = (),
         more: Sequence[str] = (),
+        namespaces: Sequence[str] = (),
     ) -> None:
         """Args:
         kubeconfig: account of the operator.
@@ -48,6 +49,7 @@ class OperatorProcess:
         profile: file for cProfile's result, written when the operator ends.
         backends: allowed by its policy besides Pods.
         more: further flags.
+        namespaces: namespaces of further deployments.
         """
         self.log = log
         self.port = free_port()
@@ -57,7 +59,7 @@ class OperatorProcess:
         profiled = ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
         self._command = [sys.executable, *profiled, "-m", "dsv4_operator.controller.operator"]
         self._command += [f"--kubeconfig={kubeconfig}", f"--namespace={namespace}", f"--lease-namespace={namespace}"]
-        self._command += [f"--policy={policy}"]
+        self._command += [f"--policy={policy}", *(f"--namespace={one}" for one in namespaces)]
         self._command += [f"--metrics-port={self.port}", "--runtime-image=dsv4.test/none:1", *more]
         self._command += [f"--identity={identity}"] if identity else []
         self._process: subprocess.Popen[bytes] | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from clusterkit.client import Cluster as ControlPlane
 
+from dsv4_operator.builders.member import removal_of
 from dsv4_operator.controller.watching import DeploymentWatch
 from dsv4_operator.kube import (
     CONFIG_MAPS,
@@ -204,7 +205,7 @@ async def test_news_of_many_deployments_come_at_once(kube: Client, namespace: st
             news.clear()
             await news.wait()
 
-    watch = DeploymentWatch(kube.access, [namespace], told, lambda: None)
+    watch = DeploymentWatch(kube.access, [namespace], told)
     watch.start()
     try:
         await create("first")
@@ -233,3 +234,25 @@ async def test_a_token_that_was_replaced_is_read_again(
         assert await reader.list(PODS, namespace) == []
         with pytest.raises(Forbidden, match="403"):
             await reader.create(config(namespace, "a"))
+
+
+@pytest.mark.parametrize(("evicted", "reason"), [(True, "EvictionByEvictionAPI: "), (False, None)])
+async def test_an_evicted_pod_has_the_reason_for_its_removal(
+    kube: Client, namespace: str, evicted: bool, reason: str | None
+) -> None:
+    """On a node that does not exist, so that nothing confirms its end."""
+    spec = {"nodeName": "nowhere", "containers": [{"name": "agent", "image": "dsv4.test/none:1"}]}
+    about = {"name": "member", "namespace": namespace}
+    made = await kube.create({"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec})
+    assert removal_of(made) is None
+    if evicted:
+        await kube.evict(namespace, "member", uid=made["metadata"]["uid"])
+    else:
+        await kube.delete(PODS, namespace, "member")
+    found = await kube.get(PODS, namespace, "member")
+    assert found is not None
+    assert found["metadata"].get("deletionTimestamp")
+    removal = removal_of(found)
+    assert (removal or "").startswith(reason or "")
+    assert (removal is None) == (reason is None)
+    await kube.delete(PODS, namespace, "member", grace_seconds=0)

@@ -589,14 +589,20 @@ def reason_of(live: Manifest | None) -> str:
     return ""
 
 
+_TAKEN_BACK = frozenset({"EvictionByEvictionAPI", "PreemptionByScheduler"})
+"""Reasons of `DisruptionTarget` with which users and schedulers take a node back; the others follow from its loss."""
+
+
 def removal_of(pod: Manifest) -> str | None:
-    """Return the reason why a pod that a scheduler placed is being removed; None while it is not."""
-    if SCHEDULER not in names.part(pod, "metadata", "labels") or not pod["metadata"].get("deletionTimestamp"):
+    """Return the reason why a scheduler or an eviction takes the node from `pod`; None while nothing does."""
+    if not pod["metadata"].get("deletionTimestamp"):
         return None
+    placed = SCHEDULER in names.part(pod, "metadata", "labels")
     for one in names.parts(pod, "status", "conditions"):
-        if one.get("type") in ("TerminationTarget", "DisruptionTarget") and one.get("status") == "True":
+        disrupted = one.get("type") in ("TerminationTarget", "DisruptionTarget") and one.get("status") == "True"
+        if disrupted and (placed or one.get("reason") in _TAKEN_BACK):
             return ": ".join(str(one[key]) for key in ("reason", "message") if one.get(key))[:500]
-    return "no reason given"
+    return "no reason given" if placed else None
 
 
 def is_queued(pod: Manifest) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import math
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from dsv4_operator.api.status import read_status
 from dsv4_operator.backends.base import Backend
 from dsv4_operator.controller.queue import REPEAT_SECONDS, Part, text_of
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler, Refused, StatusLost
-from dsv4_operator.kube import DSV4_DEPLOYMENTS, Client, Conflict, Manifest, NotFound
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, Client, Conflict, KubeError, Listing, Manifest, NotFound, Unavailable
 from dsv4_operator.kube.cache import DeploymentKey
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
 from dsv4_operator.lifecycle.decide import RESYNC_SECONDS
@@ -26,6 +26,13 @@ from dsv4_runtime.util.files import log_context
 _log = logging.getLogger("dsv4")
 
 _TRIES = 3
+_READ_SECONDS = 2.0
+"""Time for which a reconcile waits for the object of a deployment that it knows."""
+_UNANSWERED = 32
+"""Writes without an answer that may still be executed: API servers give a request up after 60 s."""
+_WRITE_SECONDS = 15.0
+"""Time for which a reconcile waits for a write of the status: members are supervised by the next one. With 5 s, an
+overloaded API server got more writes than it could answer."""
 # Loading takes minutes, and its progress changes every second.
 _PROGRESS_SECONDS = 5.0
 _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
@@ -75,6 +82,25 @@ class Deployments:
         state = self._states.get(key)
         return None if state is not None and state.is_own_write(manifest) else key
 
+    def handle_listing(self, listing: Listing, namespace: str | None) -> list[DeploymentKey]:
+        """Store a list of all deployments, of `namespace` if given; return those to reconcile.
+
+        The watch does not report deletions during its interruptions.
+        """
+        present, keys = {}, list[DeploymentKey | None]()
+        for item in listing.items:
+            manifest = {"apiVersion": DSV4_DEPLOYMENTS.api_version, "kind": DSV4_DEPLOYMENTS.kind, **item}
+            key = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+            present[key] = manifest["metadata"]["uid"]
+            known = self._cached.get(key)
+            if known is None or _number(manifest) > _number(known):
+                keys.append(self.handle_event(manifest, gone=False))
+        for key, known in list(self._cached.items()):
+            listed = namespace in (None, key[0]) and _number(known) <= int(listing.resource_version)
+            if listed and present.get(key) != known["metadata"]["uid"]:
+                keys.append(self.handle_event(known, gone=True))
+        return [key for key in keys if key is not None]
+
     def knows(self, key: DeploymentKey) -> bool:
         """Return whether the watch has reported such a deployment."""
         return key in self._cached
@@ -110,15 +136,15 @@ class Deployments:
             state = None
         if cached is None:
             return None
-        if state is None or state.due:
+        if state is None:
             # The watch may lag or have missed the deletion, and the first decision builds on the status.
             live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
             if live is None or live["metadata"]["uid"] != cached["metadata"]["uid"]:
                 return await self._replace(key, cached, live)
-            if state is None:
-                state = self._states[key] = _DeploymentController(self._dependencies, live)
-            state.confirm()
+            state = self._states[key] = _DeploymentController(self._dependencies, live)
         try:
+            if state.unread:
+                await self._read_again(state, key)
             state.update(cached)
             pause = await state.reconcile()
         except _DeletedError:
@@ -133,6 +159,24 @@ class Deployments:
             raise
         state.report_failure(None)
         return pause
+
+    async def _read_again(self, state: _DeploymentController, key: DeploymentKey) -> None:
+        """Read the object of `state`; without an answer the supervision continues, and the next reconcile reads again.
+
+        Raises:
+            _DeletedError: it was deleted, or replaced by another one of its name.
+            _ForeignStatusError: another client has written its status.
+        """
+        try:
+            async with asyncio.timeout(_READ_SECONDS):
+                live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
+        except (KubeError, TimeoutError) as error:
+            _log.debug("%s/%s cannot be read: %s", *key, error)
+            return
+        if live is None or live["metadata"]["uid"] != state.uid:
+            raise _DeletedError("{}/{} was deleted".format(*key))
+        state.update(live)
+        state.unread = False
 
     async def _replace(self, key: DeploymentKey, cached: Manifest, live: Manifest | None) -> float | None:
         """Drop the object `cached`, which no longer exists, and continue with `live`, which has its name now."""
@@ -179,17 +223,10 @@ class _DeploymentController:
         self._reconciler: Reconciler | None = None
         self._problem: tuple[str, float] | None = None
         """Failure of the whole reconcile, and the Unix time of its latest event."""
-        self._confirmed = -math.inf
-        """Monotonic time of the last confirmation by the API server."""
-
-    @property
-    def due(self) -> bool:
-        """Return whether to read the object from the API server: the watch may have missed its deletion."""
-        return time.monotonic() - self._confirmed >= RESYNC_SECONDS
-
-    def confirm(self) -> None:
-        """Record that the object exists on the API server."""
-        self._confirmed = time.monotonic()
+        self.unread = False
+        """Whether to read the object from the API server: a write without an answer may have been executed."""
+        self._unanswered: deque[DeploymentStatus] = deque(maxlen=_UNANSWERED)
+        """Statuses of writes over the present version that got no answer; at most one of them is executed."""
 
     async def close(self) -> None:
         if self._reconciler is not None:
@@ -228,15 +265,30 @@ class _DeploymentController:
         """Store the object, unless a later version is known.
 
         Raises:
-            _StrangeStatusError: its status is not the one written by this process.
+            _ForeignStatusError: its status is not one that this process wrote.
         """
         if _number(cached) > int(self._version):
-            if (cached.get("status") or {}) != self._written:
-                where = "{namespace}/{name}".format_map(cached["metadata"])
-                raise _ForeignStatusError(f"{where}: another client has written its status")
+            status = cached.get("status") or {}
+            if status != self._written:
+                own = next((one for one in self._unanswered if one.to_dict() == status), None)
+                if own is None:
+                    where = "{namespace}/{name}".format_map(cached["metadata"])
+                    raise _ForeignStatusError(f"{where}: another client has written its status")
+                self._was_written(own, status)
+            # Writes over earlier versions are refused from now on.
+            self._unanswered.clear()
             self._version = cached["metadata"]["resourceVersion"]
         if _number(cached) > _number(self._manifest):
             self._manifest = cached
+
+    def _was_written(self, status: DeploymentStatus, content: object) -> None:
+        """Continue from `status`, whose write got no answer and was executed."""
+        before, self._written = read_status(self._written), content
+        if self._reconciler is not None:
+            self._reconciler.saved(status)
+        else:
+            for event in events(before, status):
+                self._record(event)
 
     async def reconcile(self) -> float:
         deleting = "deletionTimestamp" in self._manifest["metadata"]
@@ -326,14 +378,26 @@ class _DeploymentController:
                 "status": status.to_dict(),
             }
             try:
-                answer = await self._dependencies.kube.replace(manifest, subresource="status")
+                async with asyncio.timeout(_WRITE_SECONDS):
+                    answer = await self._dependencies.kube.replace(manifest, subresource="status")
             except (Conflict, NotFound):
                 live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, namespace, name)
                 if live is None or live["metadata"]["uid"] != self.uid:
                     raise _DeletedError(f"{namespace}/{name} was deleted while it was reconciled") from None
+                written = self._written
                 self.update(live)
+                if self._written is not written:
+                    raise Conflict(f"an earlier status of {namespace}/{name} was written without an answer") from None
                 continue
+            except (KubeError, TimeoutError) as error:
+                # It may have been executed.
+                self._unanswered.append(status)
+                self.unread = True
+                if isinstance(error, KubeError):
+                    raise
+                raise Unavailable(f"{namespace}/{name}: no answer within {_WRITE_SECONDS:.0f} s") from None
             self._written, self._version = answer.get("status") or {}, answer["metadata"]["resourceVersion"]
+            self._unanswered.clear()
             return
         raise Conflict(f"the status of {namespace}/{name} was changed each time before it could be written")
 

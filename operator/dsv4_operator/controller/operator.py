@@ -42,6 +42,7 @@ from dsv4_operator.kube import (
 from dsv4_operator.kube.access import SERVICE_ACCOUNT
 from dsv4_operator.kube.cache import DeploymentKey, PodKey
 from dsv4_operator.lifecycle import Event
+from dsv4_operator.lifecycle.decide import RESYNC_SECONDS
 from dsv4_runtime.util import LOG_FORMAT, TRACES, trace_receiver
 from dsv4_runtime.util.files import LOG_FORMATS, format_logs, is_json, log_to
 
@@ -99,8 +100,9 @@ def main() -> None:
     log_to(None)
     format_logs(arguments.log_format)
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    # kopf warns that it ignores signals, which is intended in its thread.
-    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
+    # It warns that it ignores signals, which is intended in its thread, and logs the end of its watch with a traceback
+    # for each of its tasks; `DeploymentWatch` logs one line.
+    logging.getLogger("kopf._core.reactor").setLevel(logging.CRITICAL)
     try:
         access = find_access(kubeconfig=arguments.kubeconfig)
     except AccessError as error:
@@ -227,7 +229,6 @@ class Operator:
         """Monotonic time and result of the latest list for the status page."""
         self._waits_for: str | None = "starting"
         self._stop = asyncio.Event()
-        self._watch_ended = asyncio.Event()
 
     async def run(self) -> None:
         """Run until SIGTERM or SIGINT.
@@ -315,13 +316,13 @@ class Operator:
         await self._lease.acquire()
         _log.info("%s leads", self._lease.identity)
         self._waits_for = "the pods"
-        watch = DeploymentWatch(self._access, self._options.namespaces, self._on_event, self._watch_ended.set)
+        watch = DeploymentWatch(self._access, self._options.namespaces, self._on_event)
         ends = {
             asyncio.create_task(self._lease.keep()): "the lease",
-            asyncio.create_task(self._watch_ended.wait()): "the watch of the deployments",
             asyncio.create_task(self._pods.run()): "the watch of the pods",
             asyncio.create_task(self._owned.run()): "the watch of owned objects",
             asyncio.create_task(self._recorder.run()): "the events",
+            asyncio.create_task(self._resync()): "the lists of the deployments",
         }
         if self._ray_clusters is not None:
             ends[asyncio.create_task(self._ray_clusters.run())] = "the watch of the RayClusters"
@@ -357,6 +358,20 @@ class Operator:
                 await asyncio.sleep(_DEFINITION_SECONDS)
             else:
                 return
+
+    async def _resync(self) -> None:
+        """List the deployments now and then, until cancelled."""
+        where: Sequence[str | None] = self._options.namespaces or (None,)
+        while True:
+            await asyncio.sleep(RESYNC_SECONDS)
+            for place in where:
+                try:
+                    listing = await self._kube.listing(DSV4_DEPLOYMENTS, place)
+                except KubeError as error:
+                    _log.warning("the deployments cannot be listed: %s", error)
+                    continue
+                for key in self._deployments.handle_listing(listing, place):
+                    self._queue.add(key)
 
     def _on_event(self, manifest: Manifest, gone: bool) -> None:
         key = self._deployments.handle_event(manifest, gone)

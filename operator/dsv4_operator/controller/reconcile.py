@@ -178,6 +178,13 @@ class Reconciler:
         self._tasks.clear()
         self._acting.clear()
 
+    def saved(self, status: DeploymentStatus) -> None:
+        """Continue from `status`: its save raised, and was executed after all."""
+        before, self._saved = self._saved, status
+        self._kept = status
+        for event in events(before, status):
+            self._record(event)
+
     def report(self, part: Part, error: Exception | None, problem: str = "") -> None:
         """Record a failure of a part outside of the reconcile as an event and a condition; None: it succeeded."""
         if error is None:
@@ -204,6 +211,7 @@ class Reconciler:
         known = self._with_results(self._kept if self._kept is not None else deployment.status)
         if self._began is None:
             self._began = self._clock()
+            self._saved = deployment.status
         wanted = {revision(version): version for version in versions(deployment, known)}
         self._drop_tasks(wanted, deleting=deleting)
         machines = {name: await self._machines(name, version, refused) for name, version in wanted.items()}
@@ -527,7 +535,8 @@ class Reconciler:
                 return await self._backend.collect_evidence(deployment, group, incarnation)
         except Exception as error:
             name = deployment.metadata.name
-            _log.error("%s: no evidence of incarnation %d: %s", name, incarnation, error, exc_info=True)
+            unexpected = None if is_expected(error) else error
+            _log.error("%s: no evidence of incarnation %d: %s", name, incarnation, text_of(error), exc_info=unexpected)
             return None
 
     async def _keep(self, deployment: DSV4Deployment, status: DeploymentStatus, *, deleting: bool) -> bool:
@@ -555,8 +564,9 @@ class Reconciler:
             self._kept = saved
             raise
         except Exception as error:
-            self._kept = status if deleting else saved
-            self._fail(_STATUS, error, "the status cannot be saved")
+            self._kept = status if deleting else self._saved
+            if self._saved is saved:
+                self._fail(_STATUS, error, "the status cannot be saved")
             return deleting
         self._backoffs.succeeded(_STATUS)
         self._saved, self._next_progress = status, self._clock() + self._progress_interval

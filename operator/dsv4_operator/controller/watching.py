@@ -1,7 +1,8 @@
 """Watch of the deployments with kopf, which makes no decisions.
 
 kopf runs in its own thread with its own event loop, because it takes over all tasks of its loop and the signals of its
-process, and ends both when it stops.
+process, and ends both when it stops. It stops at a page of a list that has expired, at a watch that begins with status
+410, and at an error event of another code than 410; then it is started again and lists all deployments.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import logging
+import random
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -21,10 +25,14 @@ import kopf
 
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, Access, Manifest
 from dsv4_operator.kube.access import Credential
+from dsv4_runtime.contract.recovery import backoff
 
 _log = logging.getLogger("dsv4")
 
 _STOP_SECONDS = 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 8.0
+_STABLE_SECONDS = 30.0
+"""Duration after which a watch that ended is started again with the shortest pause."""
 
 
 class DeploymentWatch:
@@ -35,16 +43,14 @@ class DeploymentWatch:
         access: Access,
         namespaces: Sequence[str],
         on_change: Callable[[Manifest, bool], None],
-        ended: Callable[[], None],
     ) -> None:
         """Args:
         access: API server and account.
         namespaces: watched namespaces; empty: all.
         on_change: called in the caller's loop with the object, and whether it was deleted.
-        ended: called in the caller's loop when the watch has ended, which only happens on a failure.
         """
         self._access, self._namespaces = access, tuple(namespaces)
-        self._on_change, self._ended = on_change, ended
+        self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._stop: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="kopf", daemon=True)
@@ -58,12 +64,20 @@ class DeploymentWatch:
         await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
 
     def _run(self) -> None:
-        try:
-            asyncio.run(self._watch())
-        except Exception:
-            _log.exception("watching the deployments ended")
-        finally:
-            self._call(self._ended)
+        failures = 0
+        while not self._stop.done():
+            problem, begun = "it ended", time.monotonic()
+            try:
+                asyncio.run(self._watch())
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            if self._stop.done():
+                return
+            failures = 1 if time.monotonic() - begun > _STABLE_SECONDS else failures + 1
+            pause = backoff(failures, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE) * random.uniform(0.8, 1.2)  # noqa: S311
+            _log.warning("watching the deployments is broken, again in %.1f s: %s", pause, problem)
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                self._stop.result(pause)
 
     async def _watch(self) -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -85,12 +99,17 @@ class DeploymentWatch:
         )
 
     def _forward(self, manifest: Manifest, gone: bool) -> None:
-        self._call(self._on_change, manifest, gone)
-
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         # The caller's loop may be closed.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self._loop.call_soon_threadsafe(self._on_change, manifest, gone)
+
+
+class _Backoffs:
+    """Pauses of kopf before it repeats a request, without an end, after which it would stop."""
+
+    def __iter__(self) -> Iterator[float]:
+        failures = itertools.count(1)
+        return (backoff(failure, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE) for failure in failures)
 
 
 def watch_settings() -> kopf.OperatorSettings:
@@ -106,7 +125,8 @@ def watch_settings() -> kopf.OperatorSettings:
     settings.watching.chunk_size = 500
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
-    # A worker is kept for 5 s after an event, so a limit would bound the number of active objects; workers only
+    settings.networking.error_backoffs = _Backoffs()
+    # A worker is kept for a time after an event, so a limit would bound the number of active objects; workers only
     # forward events.
     settings.queueing.worker_limit = None
     settings.process.ultimate_exiting_timeout = None

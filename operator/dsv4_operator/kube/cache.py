@@ -30,7 +30,8 @@ from dsv4_runtime.contract.recovery import backoff
 
 _log = logging.getLogger("dsv4")
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 8.0
+"""Seconds between attempts to open a watch; the longest one delays the news after an outage."""
 _STABLE_SECONDS = 30.0
 """Duration after which an ended watch is opened again immediately; servers end watches after minutes."""
 # Contains only the resource version to continue from.

@@ -59,7 +59,7 @@ class ObservedMember:
     queued: bool = False
     """A scheduler is to choose its node and has not done so; `waiting` has the reason."""
     removal: str | None = None
-    """Reason why its scheduler removes it, although it has not ended yet; None: it does not."""
+    """Reason why a scheduler or an eviction removes it, although it has not ended yet; None: nothing does."""
     status: AgentStatus | None = None
     """Latest status from the agent; None before the first."""
     heard: float | None = None

@@ -386,7 +386,7 @@ def _failure(
     # A queued group has no engine. Its pods may be deleted, and an agent gives up if a scheduler places only some.
     unknown = Cause.PLACEMENT_LOST if group.phase is GroupPhase.QUEUED else Cause.MEMBER_LOST
     if seen is not None and seen.removal is not None:
-        what = f"its scheduler removes it: {seen.removal}"
+        what = f"it is removed from its node: {seen.removal}"
         return _lost(member.rank, now, what, "exit", Cause.PLACEMENT_LOST)
     if status is not None and status.phase is Phase.FAILED:
         reported = status.verdict.failure if status.verdict.health is Health.DEAD else None

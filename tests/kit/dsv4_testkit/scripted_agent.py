@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -212,19 +212,20 @@ class _Running:
 class ScriptedAgents:
     """Responds for every running member pod of a cluster with an address, until closed."""
 
-    def __init__(self, kube: Client, *, settled: Script | None = None) -> None:
+    def __init__(self, kube: Client, *, settled: Script | None = None, namespaces: Sequence[str] = ()) -> None:
         """Create the agents without starting them.
 
         Args:
             kube: the API server.
             settled: behaviour of agents without a script.
+            namespaces: namespaces of the pods; empty: all.
         """
         self._kube = kube
         self._default = settled or Script()
         self._scripts: dict[MemberKey, Script] = {}
         self._running: dict[str, _Running] = {}
         self._news = asyncio.Event()
-        self._pods = PodCache(kube, changed=lambda _: self._news.set())
+        self._pods = PodCache(kube, namespaces=namespaces, changed=lambda _: self._news.set())
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> ScriptedAgents:

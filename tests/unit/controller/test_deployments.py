@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -22,7 +23,7 @@ from dsv4_operator.backends.pods.ownership import ObjectTerminating
 from dsv4_operator.controller.admission import judge
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.reconcile import Endpoints
-from dsv4_operator.kube import Client, Manifest
+from dsv4_operator.kube import Client, Conflict, Listing, Manifest, Unavailable
 from dsv4_operator.lifecycle import Event
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning.facts import Facts
@@ -175,17 +176,38 @@ def test_the_deployment_that_exists_is_known_whatever_the_order_of_events(
     asyncio.run(run())
 
 
-async def test_a_deployment_whose_end_the_watch_missed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def listing(version: int, *items: Manifest) -> Listing:
+    kept = ("metadata", "spec", "status")
+    return Listing([{name: item[name] for name in kept if name in item} for item in items], str(version))
+
+
+async def test_lists_complete_the_watch() -> None:
     server = server_of()
     deployments = deployments_without_machines(server)
     deployments.handle_event(live(server), gone=False)
     assert await deployments.reconcile(KEY)
+    found = live(server)
+    version = int(found["metadata"]["resourceVersion"])
+    assert deployments.handle_listing(listing(version, found), None) == [], "a list without news"
+    # Of another namespace, and older than the deployment.
+    assert deployments.handle_listing(listing(version), "other") == []
+    assert deployments.handle_listing(listing(version - 1), None) == []
+    changed = copy.deepcopy(found)
+    changed["metadata"] |= {"resourceVersion": str(version + 1), "generation": 2}
+    assert deployments.handle_listing(listing(version + 1, changed), "team") == [KEY]
+    server._put(("DSV4Deployment", *KEY), changed)
+    assert await deployments.reconcile(KEY)
+    # Its end was missed.
     del server.objects["DSV4Deployment", *KEY]
-    # At rest nothing is written, so the object is read periodically.
-    monkeypatch.setattr("dsv4_operator.controller.deployments.RESYNC_SECONDS", 0.0)
+    assert deployments.handle_listing(listing(version + 9), None) == [KEY]
     assert await deployments.reconcile(KEY) is None
     assert not deployments.knows(KEY)
     assert list(deployments.observed()) == []
+    # Another one of its name, whose creation was missed.
+    other = copy.deepcopy(changed)
+    other["metadata"] |= {"uid": "v", "resourceVersion": str(version + 20)}
+    assert deployments.handle_listing(listing(version + 20, other), None) == [KEY]
+    assert deployments.knows(KEY)
 
 
 async def test_a_status_that_cannot_be_written_because_the_deployment_is_gone_drops_it() -> None:
@@ -279,3 +301,121 @@ async def test_a_backend_that_the_operator_does_not_have_is_refused_with_those_t
     assert not live(server)["status"]["groups"]
     assert judge(live(server)).refusal == accepted["message"]
     await deployments.close()
+
+
+async def test_a_deployment_that_cannot_be_read_is_tried_again() -> None:
+    server = server_of()
+    deployments = deployments_without_machines(server)
+    deployments.handle_event(live(server), gone=False)
+    server.broken = True
+    with pytest.raises(Unavailable, match="the API server is away"):
+        await deployments.reconcile(KEY)
+    server.broken = False
+    await settled(deployments)
+    assert server.writes() == ["replace DSV4Deployment nano"]
+
+
+async def test_the_supervision_goes_on_while_the_object_cannot_be_read() -> None:
+    server = server_of()
+    deployments = deployments_without_machines(server)
+    deployments.handle_event(live(server), gone=False)
+    await settled(deployments)
+    deployments._states[KEY].unread = True
+    server.broken = True
+    assert await deployments.reconcile(KEY) is not None
+    server.broken = False
+    await deployments.reconcile(KEY)
+    assert not deployments._states[KEY].unread
+
+
+class Unanswering(FakeKube):
+    """An API server whose answers to the next status writes are lost, before or after their execution."""
+
+    def __init__(self, server: FakeKube) -> None:
+        super().__init__()
+        self.objects, self._version = server.objects, server._version
+        self.lost: list[str] = []
+        """For each of the next writes: `executed`, `dropped`, `late`, or `hung` and executed late."""
+        self.late: list[Manifest] = []
+
+    async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
+        kind = self.lost.pop(0) if self.lost else ""
+        if kind == "hung":
+            await self.hang(manifest)
+        if kind == "late":
+            self.late.append(copy.deepcopy(manifest))
+        if kind in ("late", "dropped"):
+            raise Unavailable("no answer in time")
+        answer = await super().replace(manifest, subresource=subresource)
+        if kind == "executed":
+            raise Unavailable("the connection broke")
+        return answer
+
+    async def hang(self, manifest: Manifest) -> None:
+        self.late.append(copy.deepcopy(manifest))
+        await asyncio.sleep(60)
+
+    async def deliver(self) -> None:
+        """Execute the late writes now, as far as their preconditions hold."""
+        late, self.late = self.late, []
+        for manifest in late:
+            with contextlib.suppress(Conflict):
+                await super().replace(manifest, subresource="status")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    losses=st.lists(st.sampled_from(["executed", "dropped", "late", ""]), max_size=6),
+    steps=st.lists(st.sampled_from(["reconcile", "event", "late", "change"]), min_size=4, max_size=14),
+)
+async def test_a_status_write_without_an_answer_never_resets_the_supervision(
+    losses: list[str], steps: list[str]
+) -> None:
+    """Also if it is executed late; each event is reported once, and the status arrives."""
+    server, told, now = Unanswering(server_of()), list[Event](), [1000.0]
+    kube, backend = cast("Any", server), cast("Any", NoMachines())
+    deployments = Deployments(
+        Dependencies(
+            kube, lambda _: backend, lambda _: Endpoints("", ""), lambda _, event: told.append(event), lambda: now[0]
+        )
+    )
+    deployments.handle_event(live(server), gone=False)
+    await deployments.reconcile(KEY)
+    first = deployments._states[KEY]
+    server.lost = list(losses)
+    for step in (*steps, "event", "reconcile", "late", "event", "reconcile", "event", "reconcile"):
+        now[0] += 20.0
+        if step == "reconcile":
+            await deployments.reconcile(KEY)
+        elif step == "event":
+            deployments.handle_event(live(server), gone=False)
+        elif step == "late":
+            await server.deliver()
+        else:
+            changed = live(server)
+            changed["metadata"]["generation"] += 1
+            changed["spec"]["replicas"] = changed["metadata"]["generation"]
+            server._put(("DSV4Deployment", *KEY), changed)
+    assert deployments._states[KEY] is first, "its state was dropped"
+    (seen,) = deployments.observed()
+    assert live(server)["status"] == seen.status.to_dict()
+    assert seen.status.observed_generation == live(server)["metadata"]["generation"]
+
+
+async def test_a_status_write_that_hangs_is_given_up_and_recognized_when_it_is_executed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dsv4_operator.controller.deployments._WRITE_SECONDS", 0.05)
+    server, told = Unanswering(server_of()), list[Event]()
+    deployments = deployments_without_machines(server, told)
+    deployments.handle_event(live(server), gone=False)
+    server.lost = ["hung"]
+    async with asyncio.timeout(5):
+        await deployments.reconcile(KEY)
+    assert any("no answer within 0 s" in event.message for event in told)
+    assert "status" not in live(server)
+    await server.deliver()
+    assert deployments.handle_event(live(server), gone=False) == KEY
+    before = len(told)
+    await deployments.reconcile(KEY)
+    assert {event.reason for event in told[before:]} & {"PlanRefused", "NodesMissing"}, "events of the executed write"

@@ -192,7 +192,7 @@ async def test_watches_that_end_at_once_are_opened_ever_more_slowly(
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     # The first watch is opened again at once, because servers end watches every few minutes.
-    wanted = [1, 2, 4, 8, 16, 30, 30, 30]
+    wanted = [1, 2, 4, 8, 8, 8, 8, 8]
     assert [pytest.approx(pause, rel=0.21) for pause in wanted] == pauses
 
 

@@ -22,6 +22,7 @@ from dsv4_operator.backends.pods.observe import (
     superfluous_evidence,
 )
 from dsv4_operator.builders import names
+from dsv4_operator.builders.member import removal_of
 from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_runtime.contract import AgentStatus, Cause, Phase
 from dsv4_testkit.documents import agent_status
@@ -213,3 +214,18 @@ def test_evidence_fits_whatever_the_agents_tell(deployment: DSV4Deployment) -> N
 def test_only_the_newest_evidence_is_kept() -> None:
     kept = [{"metadata": {"name": f"e-{n}", "labels": {names.INCARNATION: str(n)}}} for n in (10, 9, 2, 30, 4, 5, 6)]
     assert [one["metadata"]["name"] for one in superfluous_evidence(kept)] == ["e-2", "e-4"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "deleted", "removal"),
+    [
+        ("EvictionByEvictionAPI", True, "EvictionByEvictionAPI: drained"),
+        ("PreemptionByScheduler", True, "PreemptionByScheduler: drained"),
+        ("DeletionByTaintManager", True, None),
+        ("EvictionByEvictionAPI", False, None),
+    ],
+)
+def test_an_eviction_is_no_failure_and_a_lost_node_is(reason: str, deleted: bool, removal: str | None) -> None:
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": "drained"}
+    metadata = {"name": "chat-0-i1-r1"} | ({"deletionTimestamp": "2026-11-26T20:00:00Z"} if deleted else {})
+    assert removal_of({"metadata": metadata, "status": {"conditions": [condition]}}) == removal

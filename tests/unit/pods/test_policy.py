@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -11,7 +11,10 @@ import yaml
 from dsv4_operator.api import ClusterPolicy, DeploymentStatus, DSV4Deployment, Reason, parse
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import PodsBackend
+from dsv4_operator.backends.pods import backend as pods_backend
 from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.builders import names
+from dsv4_operator.kube import CONFIG_MAPS, Resource, Unavailable
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_testkit.fake_kube import FakeKube
 from dsv4_testkit.pod_objects import ALLOWED, deployment, sparks
@@ -114,3 +117,53 @@ async def test_a_secret_that_is_missing_is_said_before_pods_wait_for_it(kube: Fa
     with pytest.raises(BackendError, match=r"the Secret team/hub has no entry token"):
         await backend.ensure(wanted, plan)
     assert [name for kind, _, name in kube.objects if kind in {"Pod", "ConfigMap"}] == []
+
+
+class Seen:
+    """A cache that shows every member."""
+
+    def __init__(self, kube: FakeKube) -> None:
+        self._kube = kube
+
+    def pods(self, _namespace: str, _deployment: str, group: int) -> list[Any]:
+        return self.all() if group >= 0 else []
+
+    def all(self) -> list[Any]:
+        return [one for (kind, _, _), one in self._kube.objects.items() if kind == "Pod"]
+
+
+class Unreliable(FakeKube):
+    """The first writes of evidence fail, before or after their execution, and it cannot be listed."""
+
+    def __init__(self, kube: FakeKube) -> None:
+        super().__init__()
+        self.objects, self._version = kube.objects, kube._version
+        self.failures = [True, False, True]
+        """Whether the write was executed."""
+
+    async def create(self, manifest: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
+        evidence = "evidence" in manifest["metadata"]["name"]
+        executed = self.failures.pop() if evidence and self.failures else None
+        if executed is False:
+            raise Unavailable("503")
+        made = await super().create(manifest, strict=strict)
+        if executed:
+            raise Unavailable("504")
+        return made
+
+    async def list(self, resource: Resource, *rest: Any, **options: Any) -> list[dict[str, Any]]:
+        if resource is CONFIG_MAPS and names.EVIDENCE in (options.get("labels") or ""):
+            raise Unavailable("500")
+        return await super().list(resource, *rest, **options)
+
+
+async def test_failed_requests_cost_no_evidence(kube: FakeKube, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pods_backend, "_EVIDENCE_PAUSES", (0.0, 0.0, 0.0))
+    wanted = deployment()
+    unreliable = Unreliable(kube)
+    cluster = Cluster(cast("Any", unreliable), cast("Any", Seen(unreliable)), runtime_image="runtime", policy=ALLOWED)
+    backend = PodsBackend(cluster, changed=lambda *_: None)
+    await backend.ensure(wanted, plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1))
+    where = await backend.collect_evidence(wanted, 0, 1)
+    assert where == "configmap team/flash-0-evidence-1"
+    assert ("ConfigMap", "team", "flash-0-evidence-1") in unreliable.objects

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from dsv4_operator.api import DSV4Deployment, Reason
 from dsv4_operator.backends.pods import PodsBackend, cluster
+from dsv4_operator.backends.pods import backend as pods_backend
 from dsv4_operator.backends.pods.backend import NodesTaken
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.scheduling import facts, group_owner, stand_ins
@@ -205,3 +207,26 @@ async def test_pods_are_taken_from_the_watch_and_read_again_when_they_change() -
     seen.shown = []
     assert (await shared.snapshot(-1.0)).requests == ()
     assert set(server.asked()) == {"list Node"}
+
+
+class Slow(Watched):
+    """An API server that takes longer for a list of nodes than the list may be old."""
+
+    async def list(self, resource: Resource, *where: Any, **options: Any) -> list[Manifest]:
+        found = await super().list(resource, *where, **options)
+        if resource.kind == "Node":
+            await asyncio.sleep(0.6)
+        return found
+
+
+async def test_one_slow_list_of_nodes_answers_all_that_waited_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pods_backend, "_FRESH_SECONDS", 0.3)
+    kube: Any = Slow({"apiVersion": "v1", "kind": "Node", **one} for one in sparks())
+    backend = PodsBackend(
+        Cluster(kube, cast("Any", Seen()), runtime_image="runtime", policy=ALLOWED), changed=lambda *_: None
+    )
+    await asyncio.gather(*(backend.facts(named(f"d{number}")) for number in range(20)))
+    assert kube.asked().count("list Node") == 1
+    await asyncio.sleep(0.4)
+    await backend.facts(named("later"))
+    assert kube.asked().count("list Node") == 2

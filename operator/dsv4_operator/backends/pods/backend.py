@@ -37,7 +37,7 @@ from dsv4_operator.backends.pods.podgroups import PodGroups
 from dsv4_operator.backends.pods.scheduling import Owner, Snapshot
 from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import CONFIG_MAPS, Forbidden, Invalid, KubeError, NotFound, Unavailable
+from dsv4_operator.kube import CONFIG_MAPS, Conflict, Forbidden, Invalid, KubeError, NotFound, Unavailable
 from dsv4_operator.kube.cache import GATEWAYS, PodKey, RayClusterCache
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision
@@ -58,6 +58,8 @@ _MADE_BY_KUBERAY_SECONDS = 15.0
 """Time in which KubeRay makes the pods of a RayCluster, normally less than a second."""
 _UNKNOWN_FIELD = "unknown field"
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+_EVIDENCE_PAUSES = (0.2, 0.5, 1.0, 2.0)
+"""Seconds between attempts to save evidence."""
 
 
 class KubeRayUnavailable(BackendError):
@@ -180,7 +182,7 @@ class PodsBackend:
             return scheduling.unplaced_facts(deployment)
         try:
             async with self._cluster.scheduling:
-                snapshot = await self._cluster.snapshot(_FRESH_SECONDS)
+                snapshot = await self._cluster.snapshot(_FRESH_SECONDS, now)
                 found = scheduling.facts(deployment, snapshot)
         except Forbidden as error:
             found = replace(
@@ -309,12 +311,31 @@ class PodsBackend:
         answers_by_rank = dict(zip(pods, answers, strict=True))
         ordered = sorted(members, key=lambda one: one.rank)
         config = evidence_config(deployment, group, incarnation, ordered, answers_by_rank)
+        await self._save_evidence(config)
+        try:
+            await self._trim_evidence(key)
+        except KubeError as error:
+            # The next collection repeats it.
+            _log.warning("old evidence was not removed: %s", error)
+        return f"configmap {key.namespace}/{config['metadata']['name']}"
+
+    async def _save_evidence(self, config: Manifest) -> None:
+        """Save the evidence, also if some requests fail: the members are ended next, and nothing can be asked again."""
+        for pause in _EVIDENCE_PAUSES:
+            try:
+                await self._objects.apply(config)
+            except (Unavailable, Conflict) as error:
+                _log.warning("evidence is not saved yet: %s", error)
+                await asyncio.sleep(pause)
+            else:
+                return
         await self._objects.apply(config)
-        chosen = names.labels(key.deployment, component=names.EVIDENCE, group=group)
+
+    async def _trim_evidence(self, key: GroupKey) -> None:
+        chosen = names.labels(key.deployment, component=names.EVIDENCE, group=key.group)
         kept = await self._kube.list(CONFIG_MAPS, key.namespace, labels=names.selector(chosen))
         for one in superfluous_evidence([one for one in kept if names.belongs(one, key.uid)]):
             await self._objects.delete(CONFIG_MAPS, one, key.uid)
-        return f"configmap {key.namespace}/{config['metadata']['name']}"
 
     async def forget(self, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
         """See `Backend`."""
@@ -434,9 +455,9 @@ class PodsBackend:
         Raises:
             NodesTaken: they have not.
         """
-        key = GroupKey.of(deployment, plan.group)
+        key, asked = GroupKey.of(deployment, plan.group), time.monotonic()
         async with self._cluster.scheduling:
-            problem = scheduling.shortage(deployment, plan, await self._cluster.snapshot(_FRESH_SECONDS))
+            problem = scheduling.shortage(deployment, plan, await self._cluster.snapshot(_FRESH_SECONDS, asked))
             if problem is not None:
                 self._cluster.release(_owner(key))
                 self._facts.pop((key.namespace, key.deployment), None)

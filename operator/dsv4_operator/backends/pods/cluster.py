@@ -113,13 +113,19 @@ class Cluster:
         """Return the policy violations of `deployment`."""
         return violations(deployment, self._host.policy, self._host.runtime_image)
 
-    async def snapshot(self, seconds: float) -> Snapshot:
-        """Return all nodes and pods, at most `seconds` old. Must be called with `scheduling` held.
+    async def snapshot(self, seconds: float, asked: float | None = None) -> Snapshot:
+        """Return all nodes and pods, at most `seconds` older than the request. Must be called with `scheduling` held.
+
+        Args:
+            seconds: largest age.
+            asked: monotonic time of the request, before `scheduling` was waited for: one list answers all requests that
+                waited for it, however long it took; None: now.
 
         Raises:
             KubeError: the nodes cannot be listed.
         """
-        if self._snapshot_time is None or time.monotonic() - self._snapshot_time > seconds:
+        asked = asked if asked is not None else time.monotonic()
+        if self._snapshot_time is None or asked - self._snapshot_time > seconds:
             begun = time.monotonic()
             nodes = tuple(filter(readable, await self.kube.list(NODES)))
             self._snapshot = Snapshot(nodes, self._requests_of(self.pods.all()))

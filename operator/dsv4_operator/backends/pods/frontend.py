@@ -6,6 +6,7 @@ import base64
 import functools
 import logging
 import math
+import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,8 +132,9 @@ def _entry(secret: Manifest | None) -> str | None:
     return None if text is None else base64.b64decode(text).decode().strip()
 
 
-_AGAIN_SECONDS = 600.0
-"""Interval between checks for changes by other clients, in addition to the watches."""
+_AGAIN_SECONDS = 12 * 3600.0
+"""Interval between checks for changes by other clients, in addition to the watches, which do not compare annotations;
+half of it to all of it, so that deployments do not coincide."""
 _GONE = frozenset({GroupPhase.SUSPENDED, GroupPhase.STOPPED})
 
 
@@ -175,7 +177,7 @@ class Frontend:
             await self._remove_superfluous(deployment, len(lost))
         self._applied = wanted
         if due:
-            self._time = time.monotonic()
+            self._time = time.monotonic() - random.uniform(0.0, 0.5) * _AGAIN_SECONDS  # noqa: S311
 
     async def _remove_superfluous(self, deployment: DSV4Deployment, groups: int) -> None:
         """Remove the gateways and head Services of all groups but the first `groups`."""
@@ -222,7 +224,7 @@ def _objects(
 
 _SETTLE_SECONDS = 3.0
 """Time after a write in which new or changed objects are attributed to it."""
-_SECRET_SECONDS = 600.0
+_SECRET_SECONDS = 3600.0
 """Interval between reads of the Secret of an idle deployment; watching Secrets would need access to all."""
 
 

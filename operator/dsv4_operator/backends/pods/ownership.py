@@ -130,7 +130,10 @@ class OwnedObjects:
                 resource, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace_seconds=grace_seconds
             )
         except Conflict:
-            return
+            # Usually because of another UID.
+            found = await self._kube.get(resource, metadata["namespace"], metadata["name"])
+            if found is not None and found["metadata"]["uid"] == metadata["uid"]:
+                raise
 
     async def change(self, resource: Resource, live: Manifest, owner_uid: str, changes: Manifest) -> None:
         """Patch the object `live`, as the API server returned it, if its owner has `owner_uid`.

@@ -9,6 +9,48 @@ _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
 
 CONTROL = (
     Mutant(
+        "an eviction uses a restart",
+        f"{_OPERATOR}/builders/member.py",
+        'if disrupted and (placed or one.get("reason") in _TAKEN_BACK):',
+        "if disrupted and placed:",
+        ("tests/unit/pods/test_observe.py",),
+    ),
+    Mutant(
+        "a status write without an answer is another client's",
+        f"{_OPERATOR}/controller/deployments.py",
+        "next((one for one in self._unanswered if one.to_dict() == status), None)",
+        "None",
+        _DEPLOYMENTS,
+    ),
+    Mutant(
+        "a failed request loses evidence",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        '            except (Unavailable, Conflict) as error:\n                _log.warning("evidence',
+        '            except ZeroDivisionError as error:\n                _log.warning("evidence',
+        ("tests/unit/pods/test_policy.py",),
+    ),
+    Mutant(
+        "old evidence that is not removed loses the new one",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "        except KubeError as error:\n            # The next collection",
+        "        except ZeroDivisionError as error:\n            # The next collection",
+        ("tests/unit/pods/test_policy.py",),
+    ),
+    Mutant(
+        "connections to a lost API server stay open",
+        f"{_OPERATOR}/kube/client.py",
+        ", socket_factory=_socket)",
+        ")",
+        ("tests/unit/kube/test_lost_server.py",),
+    ),
+    Mutant(
+        "kopf's end is the end of the watch",
+        f"{_OPERATOR}/controller/watching.py",
+        "        while not self._stop.done():\n",
+        "        for _ in range(1):\n",
+        ("tests/unit/controller/test_watching.py",),
+    ),
+    Mutant(
         "a member that its scheduler removed uses a restart",
         f"{_OPERATOR}/lifecycle/decide.py",
         "        charged = repeated and not _lost_placement(group)\n",
@@ -329,8 +371,15 @@ CONTROL = (
     Mutant(
         "a deployment whose end the watch missed is kept",
         f"{_OPERATOR}/controller/deployments.py",
-        "        if state is None or state.due:\n",
-        "        if state is None:\n",
+        '            if listed and present.get(key) != known["metadata"]["uid"]:\n',
+        "            if listed and key in present:\n",
+        _DEPLOYMENTS,
+    ),
+    Mutant(
+        "a list from before its creation ends a deployment",
+        f"{_OPERATOR}/controller/deployments.py",
+        " and _number(known) <= int(listing.resource_version)\n",
+        "\n",
         _DEPLOYMENTS,
     ),
     Mutant(

@@ -16,17 +16,18 @@ _SAMPLE = re.compile(r"(\w+)\{(.*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _WRITES = frozenset({"POST", "PUT", "PATCH", "APPLY", "DELETE", "DELETECOLLECTION"})
 
-SCHEMA = "scale-operator"
+OPERATOR, KUBERAY = "scale-operator", "scale-kuberay"
+"""Names of the flow schemas."""
 
 
-def flow_schema(namespace: str, account: str) -> dict[str, Any]:
+def flow_schema(name: str, namespace: str, account: str) -> dict[str, Any]:
     """Return a flow schema that counts the requests of one service account separately, at their default priority."""
     subject = {"kind": "ServiceAccount", "serviceAccount": {"namespace": namespace, "name": account}}
     anything = {"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"], "clusterScope": True, "namespaces": ["*"]}
     return {
         "apiVersion": "flowcontrol.apiserver.k8s.io/v1",
         "kind": "FlowSchema",
-        "metadata": {"name": SCHEMA},
+        "metadata": {"name": name},
         "spec": {
             "priorityLevelConfiguration": {"name": "workload-low"},
             "matchingPrecedence": 1000,
@@ -46,8 +47,8 @@ def flow_schema(namespace: str, account: str) -> dict[str, Any]:
 class Requests:
     """Requests since the start of the API server, from its /metrics."""
 
-    ours: float
-    """Requests of the operator's account."""
+    by_schema: Counter[str]
+    """Requests of the accounts with a flow schema, by its name."""
     writes: Counter[tuple[str, str]]
     """Writes of all clients, by verb and resource."""
     everybodys: float
@@ -56,8 +57,10 @@ class Requests:
         """Return the difference to `earlier`."""
         writes = Counter(self.writes)
         writes.subtract(earlier.writes)
+        by_schema = Counter(self.by_schema)
+        by_schema.subtract(earlier.by_schema)
         return Requests(
-            self.ours - earlier.ours,
+            by_schema,
             Counter({what: count for what, count in writes.items() if count}),
             self.everybodys - earlier.everybodys,
         )
@@ -69,15 +72,15 @@ def requests(http: httpx.Client) -> Requests:
     Args:
         http: client of an account with access to /metrics.
     """
-    ours, everybodys, writes = 0.0, 0.0, Counter[tuple[str, str]]()
+    by_schema, everybodys, writes = Counter[str](), 0.0, Counter[tuple[str, str]]()
     for name, labels, value in _samples(http.get("/metrics").raise_for_status().text):
-        if name == "apiserver_flowcontrol_dispatched_requests_total" and labels["flow_schema"] == SCHEMA:
-            ours += value
+        if name == "apiserver_flowcontrol_dispatched_requests_total":
+            by_schema[labels["flow_schema"]] += int(value)
         elif name == "apiserver_request_total":
             everybodys += value
             if labels["verb"] in _WRITES:
                 writes[labels["verb"], labels["resource"]] += int(value)
-    return Requests(ours, writes, everybodys)
+    return Requests(by_schema, writes, everybodys)
 
 
 def _samples(text: str) -> list[tuple[str, dict[str, str], float]]:
