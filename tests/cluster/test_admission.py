@@ -45,7 +45,9 @@ def example(namespace: str, name: str, **engine: Any) -> dict[str, Any]:
     return manifest
 
 
-def test_apply_itself_says_what_cannot_be_planned(cluster: Cluster, asked: tuple[str, list[str]]) -> None:
+def test_the_webhook_refuses_specifications_that_cannot_be_planned(
+    cluster: Cluster, asked: tuple[str, list[str]]
+) -> None:
     namespace, command = asked
     unknown = example(namespace, "flash-2x-spark", extraArgs=["--max-model-length", "4096"])
 

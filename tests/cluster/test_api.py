@@ -142,7 +142,9 @@ def test_no_refusal_repeats_a_secret(cluster: Cluster) -> None:
         ("replicas", 33, "should be less than or equal to 32"),
     ],
 )
-def test_a_bound_is_said_as_it_is_written(cluster: Cluster, path: str, value: object, sentence: str) -> None:
+def test_the_api_server_names_bounds_in_the_notation_of_the_specification(
+    cluster: Cluster, path: str, value: object, sentence: str
+) -> None:
     status, said = create(cluster, "default", specifications.placed(path, value), dry=True)
     assert status == 422
     assert f"spec.{path}: " in said["message"]
@@ -184,7 +186,9 @@ def test_the_backend_cannot_change(cluster: Cluster, namespace: str) -> None:
         ("nano", {"topology": {**NANO["spec"]["topology"], "scheduler": {"type": "Volcano"}}}, "topology.scheduler"),
     ],
 )
-def test_what_kuberay_excludes(cluster: Cluster, name: str, spec: dict[str, Any], field: str | None) -> None:
+def test_fields_that_kuberay_excludes_are_refused(
+    cluster: Cluster, name: str, spec: dict[str, Any], field: str | None
+) -> None:
     wanted = {**NANO, "metadata": {"name": name, "namespace": "default"}, "spec": {**NANO["spec"], **spec}}
     assert create(cluster, "default", wanted, dry=True)[0] == 201
     wanted["spec"]["backend"] = "KubeRay"

@@ -55,7 +55,7 @@ def test_a_build_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_
     assert list((tmp_path / "cache").glob("*")) == []
 
 
-def test_what_is_missing_is_one_sentence_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_requirements_are_one_sentence_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(needs.shutil, "which", lambda *_, **__: None)
     monkeypatch.setattr(needs.os, "geteuid", lambda: 0)
     said = needs.lacks(nodes=True, images=True)

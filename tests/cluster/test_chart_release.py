@@ -136,7 +136,9 @@ def test_the_pod_is_admitted_where_only_restricted_pods_are(release: Release) ->
         release.cluster.kubectl("apply", "--dry-run=server", "-f", "-", input=[loose])
 
 
-def test_the_operator_runs_as_the_chart_says_and_another_takes_over(release: Release, operator_image: str) -> None:
+def test_the_operator_runs_as_configured_in_the_chart_and_a_second_takes_over(
+    release: Release, operator_image: str
+) -> None:
     cluster = release.cluster
     repository, tag = operator_image.rsplit(":", 1)
     image = (f"image.repository={repository}", f"image.tag={tag}", "image.pullPolicy=Never")
@@ -219,7 +221,7 @@ def test_with_namespaces_the_account_may_nothing_elsewhere(release: Release, nam
         assert not may(cluster, account, verb, resource)
 
 
-def test_users_of_a_namespace_see_its_deployments_and_edit_them_where_asked(release: Release, namespace: str) -> None:
+def test_users_of_a_namespace_view_its_deployments_and_edit_them_if_enabled(release: Release, namespace: str) -> None:
     cluster = release.cluster
     release.put("replicas=0")
     for role in ("view", "edit"):

@@ -127,13 +127,13 @@ def test_kuberay_gives_the_rights_for_its_objects_and_for_the_finalizers_of_its_
     assert ClusterPolicy.model_validate(policy, by_alias=True, by_name=False).backends == ("KubeRay",)
 
 
-def test_the_lease_is_asked_for_by_name() -> None:
+def test_rights_on_the_lease_are_limited_to_its_name() -> None:
     for rule in one(rendered(), "Role")["rules"]:
         assert rule["verbs"] == ["create"] or rule["resourceNames"] == ["dsv4-operator"]
 
 
 @pytest.mark.parametrize(("values", "given"), [((), set()), (("rbac.aggregateToEdit=true",), {"edit", "admin"})])
-def test_writing_deployments_is_given_to_those_who_edit_only_where_asked(values: tuple[str], given: set[str]) -> None:
+def test_aggregation_to_the_edit_roles_is_optional(values: tuple[str], given: set[str]) -> None:
     editor = one(rendered(*values), "ClusterRole", "dsv4-operator-editor")
     prefix = "rbac.authorization.k8s.io/aggregate-to-"
     assert {key.removeprefix(prefix) for key in editor["metadata"]["labels"] if key.startswith(prefix)} == given
@@ -197,7 +197,7 @@ def test_json_logs_and_traces_are_asked_for() -> None:
         rendered("traces=c:4317")
 
 
-def test_the_definition_is_kept_unless_told_otherwise() -> None:
+def test_the_definition_is_kept_by_default() -> None:
     name = "dsv4deployments.dsv4.dev"
     kept = one(rendered(), "CustomResourceDefinition")
     assert kept["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
@@ -232,7 +232,7 @@ def test_every_selector_finds_the_pod_and_no_member(values: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize(("name", "kind"), MONITORS.items())
-def test_who_is_monitored_by_a_prometheus_that_is_not_there(name: str, kind: str) -> None:
+def test_monitors_are_rendered_only_where_their_kind_exists_or_is_forced(name: str, kind: str) -> None:
     asked = f"metrics.{name}.enabled=true"
     assert not [this for this in rendered(asked) if this["kind"] == kind]
     assert not [this for this in rendered(f"metrics.{name}.renderMode=alwaysRender") if this["kind"] == kind]
@@ -295,7 +295,7 @@ def test_the_dashboards_are_those_of_the_files() -> None:
     assert made == {f"dsv4-{file.name}": json.loads(file.read_text()) for file in files}
 
 
-def test_the_webhook_is_asked_for_and_never_in_the_way() -> None:
+def test_the_webhook_is_optional_and_its_failures_are_ignored() -> None:
     assert not [this for this in rendered() if "webhook" in str(this).lower()]
     objects = rendered("webhook.enabled=true", "watchNamespaces={team-a}")
     (hook,) = one(objects, "ValidatingWebhookConfiguration")["webhooks"]
@@ -313,7 +313,7 @@ def test_the_webhook_is_asked_for_and_never_in_the_way() -> None:
     made.verify_directly_issued_by(authority)
 
 
-def test_what_is_allowed_reaches_the_operator_and_the_api_server() -> None:
+def test_the_policy_is_passed_to_the_operator_and_the_api_server() -> None:
     """A change of the policy restarts the operator, which reads it once."""
 
     def stamp(objects: list[dict[str, Any]]) -> str:
@@ -381,7 +381,7 @@ def test_wrong_values_are_named(value: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("odd", ["2024", "on", "null", "1e3", "0x1f", "true"])
-def test_a_name_that_looks_like_no_text_is_text(odd: str) -> None:
+def test_names_that_yaml_reads_as_other_types_are_quoted(odd: str) -> None:
     values = (
         f"priorityClassName={odd}",
         f"serviceAccount.name={odd}",
@@ -427,7 +427,7 @@ def test_values_that_do_not_go_together_are_named(values: tuple[str, ...], said:
 
 
 @pytest.mark.parametrize("release", ["1x", "a.b"])
-def test_a_release_whose_name_is_none_for_a_service_is_told_what_to_set(release: str) -> None:
+def test_a_release_name_that_is_invalid_for_a_service_is_refused_with_the_remedy(release: str) -> None:
     with pytest.raises(HelmError, match="fullnameOverride"):
         rendered(release=release)
     assert rendered("fullnameOverride=blue", release=release)

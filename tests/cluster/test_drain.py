@@ -54,7 +54,7 @@ async def test_an_update_waits_for_open_requests_also_under_another_operator(
     assert not group(found).get("history"), "nobody died"
 
 
-async def test_a_suspension_waits_for_open_requests_and_no_longer_than_was_said(
+async def test_a_suspension_waits_for_open_requests_up_to_the_drain_timeout(
     world: World, agents: ScriptedAgents
 ) -> None:
     await world.kube.create(manifest(world.namespace, engine={"timeouts": {"drain": "3s"}}))

@@ -209,7 +209,9 @@ async def test_a_selector_key_of_another_applier_is_removed(world: FrontendWorld
     await world.repaired(SERVICES, NAME, before, "a foreign apply")
 
 
-async def test_what_others_may_add_stays_and_is_not_fought_over(world: FrontendWorld, cluster: ControlPlane) -> None:
+async def test_permitted_additions_of_other_clients_stay_without_repeated_writes(
+    world: FrontendWorld, cluster: ControlPlane
+) -> None:
     namespace, gateway = world.deployment.metadata.namespace, f"{NAME}-0-gateway"
     cluster.kubectl("rollout", "restart", f"deployment/{gateway}", "-n", namespace)
     cluster.kubectl("label", "service", NAME, "team=models", "-n", namespace)

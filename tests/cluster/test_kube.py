@@ -136,7 +136,7 @@ async def test_pages_are_put_together(kube: Client, namespace: str, monkeypatch:
     assert sorted(one["metadata"]["name"] for one in found) == [f"c{number}" for number in range(7)]
 
 
-async def test_a_watch_tells_of_everything_however_long_its_lines(kube: Client, namespace: str) -> None:
+async def test_a_watch_returns_every_event_with_lines_of_any_length(kube: Client, namespace: str) -> None:
     start = await kube.listing(CONFIG_MAPS, namespace, labels="for=test")
     long = "x" * 900_000
     await kube.create(config(namespace, "a", big=long))
@@ -186,7 +186,9 @@ async def test_a_cache_follows_the_server(kube: Client, namespace: str) -> None:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_news_of_many_deployments_come_at_once(kube: Client, namespace: str, definition: object) -> None:
+async def test_changes_of_many_deployments_are_reported_at_once(
+    kube: Client, namespace: str, definition: object
+) -> None:
     """This holds for any number of deployments: a change does not wait until the others are quiet."""
     heard, news = set[str](), asyncio.Event()
 

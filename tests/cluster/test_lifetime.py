@@ -115,7 +115,7 @@ def test_the_tests_cluster_ends_with_the_tests() -> None:
     until("the end of its files", lambda: [path.name for path in SETTINGS.directory.iterdir()] == ["logs"], seconds=10)
 
 
-def test_ending_what_is_not_there_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ending_a_cluster_that_does_not_exist_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     lifetime.end("nothing")
     assert "0 processes, 0 mounts, 0 network interfaces, 0 control groups" in capsys.readouterr().out
 

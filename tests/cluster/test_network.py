@@ -92,7 +92,7 @@ def test_a_service_reaches_all_of_its_pods(cluster: Cluster, namespace: str, pai
     until("answers of both pods", lambda: answered() == set(pair), seconds=60, every=0.5)
 
 
-def test_names_resolve_as_members_will_ask_for_them(cluster: Cluster, namespace: str, pair: dict[str, str]) -> None:
+def test_names_resolve_in_every_form_that_members_use(cluster: Cluster, namespace: str, pair: dict[str, str]) -> None:
     for name in (f"two.members.{namespace}.svc", f"two.members.{namespace}.svc.cluster.local", "two.members"):
         assert inside(cluster, namespace, "one", "lookup", name) == pair["two"]
     # The pod on the other node resolves its own name to the same address.

@@ -12,7 +12,7 @@ from clusterkit.client import Cluster, KubectlError
 from clusterkit.waiting import until
 
 
-def test_the_nodes_are_what_was_asked_for(cluster: Cluster) -> None:
+def test_the_nodes_agree_with_the_settings(cluster: Cluster) -> None:
     nodes = cluster.get("nodes")["items"]
     settings = cluster.state.settings
     real = {
@@ -31,7 +31,7 @@ def test_versions_are_real(cluster: Cluster) -> None:
     assert said["serverVersion"]["minor"].isdigit()
 
 
-def test_the_network_is_private_and_every_port_asks_for_credentials(cluster: Cluster) -> None:
+def test_every_port_requires_credentials(cluster: Cluster) -> None:
     """TLS is verified, and unknown clients are refused by the API server, etcd and a kubelet."""
     with httpx.Client(verify=False, timeout=10) as bare:
         assert bare.get(f"{cluster.state.server}/api/v1/pods").status_code == 403
@@ -41,7 +41,7 @@ def test_the_network_is_private_and_every_port_asks_for_credentials(cluster: Clu
         httpx.get(cluster.state.server, timeout=10)
 
 
-def test_a_kubelet_may_only_what_its_node_needs(cluster: Cluster, namespace: str) -> None:
+def test_a_kubelet_has_only_the_rights_of_its_node(cluster: Cluster, namespace: str) -> None:
     """The Node authorizer is active: a node's certificate cannot read a secret of a pod on another node."""
     cluster.kubectl("create", "secret", "generic", "s", "--from-literal=a=b", "-n", namespace)
     own = str(cluster.directory / "spark1-kubelet.kubeconfig")
@@ -104,7 +104,7 @@ def pod(namespace: str, name: str, node: str, **spec: object) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_lost_node_is_noticed_and_comes_back(cluster: Cluster, namespace: str) -> None:
+def test_a_lost_node_is_detected_and_recovers(cluster: Cluster, namespace: str) -> None:
     def ready(name: str) -> str:
         said = {c["type"]: c["status"] for c in cluster.get("node", name)["status"]["conditions"]}
         return str(said["Ready"])

@@ -68,7 +68,7 @@ async def test_a_deployment_serves_and_leaves_nothing(world: World) -> None:
     await until("it is forgotten", lambda: world.operator.metrics()["dsv4_operator_queue"] == 0, seconds=30)
 
 
-async def test_ready_follows_what_comes_back_through_the_endpoint(world: World) -> None:
+async def test_ready_follows_the_responses_through_the_endpoint(world: World) -> None:
     await world.kube.create(manifest(world.namespace))
     found = await world.serving(1)
     assert (condition(found, "Ready")["status"], condition(found, "Ready")["reason"]) == ("False", "EndpointNotReady")
@@ -219,7 +219,7 @@ async def test_a_specification_that_only_the_models_refuse_is_refused_in_their_w
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
-async def test_what_is_not_allowed_is_refused_with_field_value_and_remedy_and_nothing_is_made(world: World) -> None:
+async def test_disallowed_specifications_are_refused_with_a_remedy_and_form_nothing(world: World) -> None:
     """Only the operator refuses: the chart is not installed here."""
     await world.kube.create(manifest(world.namespace, storage={"path": "/etc"}))
     found = await world.until("it is refused", lambda found: bool(condition(found, "Accepted")))
@@ -233,7 +233,7 @@ async def test_what_is_not_allowed_is_refused_with_field_value_and_remedy_and_no
     await world.serving(1)
 
 
-async def test_what_cannot_be_done_is_told_to_users_once(world: World) -> None:
+async def test_a_failed_action_is_reported_in_one_event(world: World) -> None:
     keys = {"secretKeyRef": {"name": "callers", "key": "keys"}}
     await world.kube.create(manifest(world.namespace, gateway={"apiKeys": keys}))
     event = await world.event("ActionFailed")
@@ -244,7 +244,7 @@ async def test_what_cannot_be_done_is_told_to_users_once(world: World) -> None:
     assert after["metadata"]["resourceVersion"] == event["metadata"]["resourceVersion"]
 
 
-async def test_a_status_that_others_wrote_is_where_it_goes_on_from(world: World) -> None:
+async def test_the_operator_continues_from_a_status_written_by_others(world: World) -> None:
     await world.kube.create(manifest(world.namespace))
     found = await world.serving(1)
     groups = [dict(group(found), totalRestarts=7)]
@@ -262,7 +262,7 @@ async def test_a_status_that_others_wrote_is_where_it_goes_on_from(world: World)
 
 
 @pytest.mark.long
-async def test_the_lease_changes_hands_and_nobody_acts_without_it(
+async def test_the_lease_is_handed_over_and_only_its_holder_acts(
     cluster: ControlPlane, kube: Client, namespace: str, tmp_path: Path
 ) -> None:
     one, two = (OperatorProcess(cluster.kubeconfig, namespace, tmp_path / f"{name}.log") for name in ("one", "two"))
@@ -359,7 +359,7 @@ async def orphans(world: World, incarnation: int) -> set[tuple[str, str]]:
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-async def test_killed_at_any_moment_it_does_nothing_twice_and_loses_nothing(world: World) -> None:
+async def test_an_operator_killed_at_any_moment_repeats_and_loses_nothing(world: World) -> None:
     """User actions continue: restart, suspend and resume, and deletion of pods."""
     dice = random.Random(50)
     witness = Witness(world.kube, world.namespace)

@@ -81,7 +81,7 @@ class TestPods(Conformance):
     """See `Conformance`."""
 
 
-async def test_a_group_has_what_it_needs_and_nothing_of_it_outlives_it(world: PodsWorld) -> None:
+async def test_a_groups_objects_exist_exactly_as_long_as_the_group(world: PodsWorld) -> None:
     await formed(world, 1)
     assert await world.all(PODS) == {f"{NAME}-0-i1-r0", f"{NAME}-0-i1-r1"}
     assert await world.all(SERVICES) == {f"{NAME}-0-i1", f"{NAME}-0-head"}
@@ -102,7 +102,7 @@ async def test_a_group_has_what_it_needs_and_nothing_of_it_outlives_it(world: Po
             assert one["metadata"]["ownerReferences"][0]["uid"] == world.deployment.metadata.uid
 
 
-async def test_what_an_operator_left_that_was_killed_between_two_steps_is_removed(world: PodsWorld) -> None:
+async def test_remains_of_an_operator_killed_between_two_steps_are_removed(world: PodsWorld) -> None:
     await formed(world, 1)
     for pod in await world.kube.list(PODS, world.namespace):
         await world.kube.delete(PODS, world.namespace, pod["metadata"]["name"], grace_seconds=0)
@@ -114,7 +114,7 @@ async def test_what_an_operator_left_that_was_killed_between_two_steps_is_remove
     assert not [name for name in frozenset[str]().union(*left) if name.startswith(f"{NAME}-0-i1")]
 
 
-async def test_another_operator_finds_everything_again_and_writes_nothing(world: PodsWorld) -> None:
+async def test_another_operator_adopts_all_objects_without_writing(world: PodsWorld) -> None:
     plan = await formed(world, 1)
     await until(world, "all are heard", lambda seen: all(one.status for one in live(seen)))
     before = {one["metadata"]["uid"]: one["metadata"]["resourceVersion"] for one in await _objects(world)}
@@ -163,9 +163,7 @@ async def test_nodes_that_are_missing_are_named_and_nothing_is_made(world: PodsW
     assert await world.all(PODS) == set()
 
 
-async def test_what_the_scheduler_says_of_a_node_that_changed_meanwhile_is_told(
-    world: PodsWorld, cluster: ControlPlane
-) -> None:
+async def test_the_schedulers_message_about_a_changed_node_is_reported(world: PodsWorld, cluster: ControlPlane) -> None:
     plan = await planned(world, 1)
     node = plan.members[1].node
     assert node is not None
@@ -271,7 +269,7 @@ async def test_another_scheduler_gets_a_pod_group_and_chooses_the_nodes(
     assert await world.kube.list(VOLCANO_POD_GROUPS, world.namespace) == []
 
 
-async def test_without_any_image_nothing_is_made_and_it_is_said(world: PodsWorld) -> None:
+async def test_without_any_image_no_object_is_created_and_the_error_names_the_field(world: PodsWorld) -> None:
     cluster = Cluster(world.kube, world.pods, runtime_image="", policy=POLICY)
     backend = PodsBackend(cluster, changed=lambda *_: None)
     plan = plan_group(world.deployment, await backend.facts(world.deployment), group=0, incarnation=1)
@@ -283,7 +281,7 @@ async def test_without_any_image_nothing_is_made_and_it_is_said(world: PodsWorld
     await backend.close()
 
 
-async def test_a_silent_head_is_asked_through_its_worker_and_a_liar_is_not_heard(world: PodsWorld) -> None:
+async def test_workers_are_polled_while_the_head_is_silent_and_false_statuses_are_ignored(world: PodsWorld) -> None:
     world.script(1).lies = True
     await formed(world, 1)
     await until(world, "the head is heard", lambda seen: of(seen, 1)[0].status is not None)
@@ -317,7 +315,7 @@ async def test_evidence_is_bounded_and_only_the_newest_is_kept(world: PodsWorld)
 
 
 @pytest.mark.long
-async def test_a_pod_that_cannot_be_ended_is_said_with_its_node(world: PodsWorld) -> None:
+async def test_a_pod_that_cannot_be_deleted_is_reported_with_its_node(world: PodsWorld) -> None:
     await formed(world, 1)
     name = f"{NAME}-0-i1-r1"
     await world.kube.patch(PODS, world.namespace, name, {"metadata": {"finalizers": ["dsv4.test/hold"]}})
@@ -470,7 +468,7 @@ def _foreign(namespace: str) -> list[Manifest]:
 
 
 @pytest.mark.parametrize("number", range(8))
-async def test_an_object_of_somebody_else_is_not_touched_and_reported(world: PodsWorld, number: int) -> None:
+async def test_foreign_objects_are_reported_and_not_changed(world: PodsWorld, number: int) -> None:
     wanted = _foreign(world.namespace)[number]
     kept = await world.kube.create(wanted)
     resource, name = resource_of(wanted), wanted["metadata"]["name"]
@@ -514,7 +512,7 @@ async def test_another_object_of_the_same_name_is_not_adopted(world: PodsWorld) 
     assert live["metadata"]["resourceVersion"] == users["metadata"]["resourceVersion"]
 
 
-async def test_fields_that_are_not_wanted_any_more_go_although_the_object_was_created(world: PodsWorld) -> None:
+async def test_fields_of_a_created_object_that_are_no_longer_applied_are_removed(world: PodsWorld) -> None:
     owned = OwnedObjects(world.kube)
     gateway = frontend.gateway_deployment(world.deployment, 0, image="none")
     pod = gateway["spec"]["template"]["spec"]

@@ -58,7 +58,7 @@ async def loop(world: PodsWorld) -> AsyncIterator[Loop]:
     await loop.close()
 
 
-async def test_real_agents_find_each_other_by_name_and_say_what_is_missing(
+async def test_real_agents_connect_by_name_and_report_missing_weights(
     world: PodsWorld, loop: Loop, cluster: ControlPlane
 ) -> None:
     begun = time.monotonic()
@@ -88,7 +88,7 @@ async def test_real_agents_find_each_other_by_name_and_say_what_is_missing(
     assert "Failed" in {status["phase"] for status in statuses if status is not None}
 
 
-async def test_the_gateway_answers_behind_the_service(
+async def test_the_gateway_is_reachable_through_the_service(
     world: PodsWorld, cluster: ControlPlane, runtime_image: str
 ) -> None:
     await world.backend.ensure_frontend(world.deployment, world.deployment.status)

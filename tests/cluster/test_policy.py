@@ -117,7 +117,9 @@ def guarded(cluster: Cluster, namespace: str) -> Iterator[str]:
         yield namespace
 
 
-def test_the_api_server_refuses_what_the_operator_refuses_and_nothing_else(cluster: Cluster, guarded: str) -> None:
+def test_the_api_server_refuses_exactly_the_specifications_that_the_operator_refuses(
+    cluster: Cluster, guarded: str
+) -> None:
     for field, spec in REFUSED:
         wanted = manifest(guarded, **spec)
         said = tried(cluster, wanted)
@@ -132,7 +134,7 @@ def test_the_api_server_refuses_what_the_operator_refuses_and_nothing_else(clust
     assert tried(cluster, manifest("default", storage={"path": "/"})) == ""
 
 
-def test_what_links_to_the_node_alone_is_refused_in_every_notation(cluster: Cluster, guarded: str) -> None:
+def test_link_local_addresses_are_refused_in_every_notation(cluster: Cluster, guarded: str) -> None:
     """The definition covers the usual notations and the policy the others: together they match the models."""
     for url in (
         "http://2852039166/x", "http://0xa9fea9fe/", "http://0251.0376.0251.0376/", "http://169.16689662/",
@@ -150,7 +152,7 @@ def test_what_links_to_the_node_alone_is_refused_in_every_notation(cluster: Clus
                 parse(wanted)
 
 
-def test_the_policy_refuses_what_the_operator_refuses_of_objects_of_every_kind(cluster: Cluster, guarded: str) -> None:
+def test_policy_and_operator_agree_on_random_specifications(cluster: Cluster, guarded: str) -> None:
     url = f"/apis/dsv4.dev/v1alpha1/namespaces/{guarded}/dsv4deployments"
     for told, wanted in specifications.drawn(300, 5):
         if told == "identified":
@@ -164,7 +166,7 @@ def test_the_policy_refuses_what_the_operator_refuses_of_objects_of_every_kind(c
         assert (answer.status_code == 201) == (not refused), (told, answer.text[:500], refused)
 
 
-def test_what_is_older_than_the_policy_can_be_labelled_and_stopped(cluster: Cluster, namespace: str) -> None:
+def test_deployments_older_than_the_policy_can_be_labelled_and_stopped(cluster: Cluster, namespace: str) -> None:
     stops = {"suspend": (True, False), "replicas": (0, 1)}
     old = {field: manifest(namespace, storage={"path": "/"}) for field in stops}
     cluster.kubectl("create", "-f", "-", input=list(old.values()))
@@ -179,7 +181,7 @@ def test_what_is_older_than_the_policy_can_be_labelled_and_stopped(cluster: Clus
 
 
 @pytest.mark.parametrize("stopped", [{"suspend": True}, {"replicas": 0}])
-def test_a_new_deployment_that_is_stopped_is_looked_at(cluster: Cluster, guarded: str, stopped: dict[str, Any]) -> None:
+def test_a_new_stopped_deployment_is_checked_too(cluster: Cluster, guarded: str, stopped: dict[str, Any]) -> None:
     """`kubectl scale` starts it, and neither a policy nor a webhook checks its specification then."""
     for _, spec in REFUSED[:1] + REFUSED[-3:]:
         wanted = manifest(guarded, **spec)
@@ -193,7 +195,7 @@ def test_a_new_deployment_that_is_stopped_is_looked_at(cluster: Cluster, guarded
         cluster.kubectl("patch", "dsv4", taken["metadata"]["name"], "-n", guarded, "--type=merge", "-p", change)
 
 
-def test_no_secret_comes_into_a_deployment(cluster: Cluster, namespace: str) -> None:
+def test_secrets_in_a_specification_are_refused(cluster: Cluster, namespace: str) -> None:
     token = "hf_" + "aB3" * 12
     for engine in (
         {"env": [{"name": "HF_TOKEN", "value": "x"}]},
@@ -239,7 +241,7 @@ def test_members_without_a_directory_of_the_node_are_admitted_where_only_restric
     assert tried(cluster, gateway) == ""
 
 
-def test_who_may_do_what(cluster: Cluster, guarded: str) -> None:
+def test_rights_of_the_roles_agree_with_the_documentation(cluster: Cluster, guarded: str) -> None:
     """The table of docs/trust.md, by `kubectl auth can-i`."""
     release = f"roles-{guarded}"
     roles = [

@@ -89,7 +89,7 @@ async def images(world: World) -> set[str]:
 
 
 @pytest.mark.timeout(900)
-async def test_groups_change_one_after_the_other_and_go_back_from_what_does_not_serve(world: World) -> None:
+async def test_groups_are_updated_one_by_one_and_rolled_back_if_one_does_not_serve(world: World) -> None:
     spec = manifest(world.namespace)["spec"]
     spec["topology"]["nodesPerGroup"] = 1
     await world.kube.create(manifest(world.namespace, **(spec | {"replicas": GROUPS})))

@@ -130,7 +130,7 @@ def reader(
         ("401\n200\n", "200\n200\n", False),
     ],
 )
-def test_what_is_printed_is_compared(expected: str, output: str, as_it_should_be: bool) -> None:
+def test_output_is_compared_with_its_pattern(expected: str, output: str, as_it_should_be: bool) -> None:
     assert matches(expected, output) is as_it_should_be
 
 

@@ -83,7 +83,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, cluster_helpers: Any) -> A
     return Answers(*(json.loads(path.read_text()) for path in (one, two, figures)))
 
 
-def test_two_ranks_over_ray_say_token_for_token_what_one_rank_says(answers: Answers) -> None:
+def test_two_ranks_over_ray_generate_the_same_tokens_as_one_rank(answers: Answers) -> None:
     pairs = list(zip(answers.one_rank["generated"], answers.two_ranks["generated"], strict=True))
     margins = sorted(margin for one, _ in pairs for margin in one["margins"])
     equal, ties, wrong = 0, [], []
@@ -116,7 +116,7 @@ def test_two_ranks_give_the_distributions_of_one_rank(answers: Answers) -> None:
         assert mean <= MEAN_BOUND
 
 
-def test_the_model_says_different_things(answers: Answers) -> None:
+def test_the_model_generates_different_answers(answers: Answers) -> None:
     generated = [tuple(answer["tokens"]) for answer in answers.one_rank["generated"]]
     variety = sum(len(set(tokens)) for tokens in generated) / len(generated)
     different = len(set(generated))
@@ -147,7 +147,7 @@ def test_the_bounds_are_of_the_size_of_bfloat16_itself(answers: Answers) -> None
 
 
 @pytest.mark.parametrize("missing", ["sinks", "half the window", "ratio 4", "ratio 128"])
-def test_the_comparison_notices_a_missing_mechanism(answers: Answers, missing: str) -> None:
+def test_the_comparison_detects_a_missing_mechanism(answers: Answers, missing: str) -> None:
     found = answers.transformers["variants"][f"without {missing}"][-1]
     print(f"\ntransformers without {missing}: {_shown(found)}")
     assert found["mean"] > MEAN_BOUND

@@ -86,7 +86,7 @@ def test_verify_finds_no_defect(deployment: Deployment) -> None:
     assert skipped <= {"ModelTooWeak", "NoReference", "Inconclusive"}
 
 
-def test_greedy_streams_go_on_to_the_letter(deployment: Deployment) -> None:
+def test_greedy_streams_continue_exactly(deployment: Deployment) -> None:
     more = {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}
     whole = {path: Asked(deployment, path, ask | more | LOGPROBS[path]) for path, ask in STREAMED.items()}
     whole_chat = Chat(deployment, **LOGPROBS["/v1/chat/completions"]).answered()
@@ -215,7 +215,7 @@ def test_a_client_that_leaves_ends_its_work_in_vllm(deployment: Deployment) -> N
     assert figures()["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] < 300
 
 
-def test_its_figures_stand_beside_vllms(deployment: Deployment) -> None:
+def test_the_gateways_metrics_are_served_with_those_of_vllm(deployment: Deployment) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{deployment.api}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"):
@@ -250,7 +250,7 @@ def drain(deployment: Deployment) -> dict[str, Any]:
     return found
 
 
-def test_an_engine_that_is_to_end_finishes_what_it_has_begun(deployment: Deployment) -> None:
+def test_a_draining_engine_completes_its_open_requests(deployment: Deployment) -> None:
     before = deployment.group()["incarnation"]
     tell = threading.Event()
     # Such a stream cannot be continued: random draws are counted from the seed on.
@@ -369,7 +369,7 @@ async def test_the_status_page_shows_a_death_and_its_recovery(deployment: Deploy
     assert after["budget"]["left"] == before["budget"]["left"] - 1
 
 
-def test_down_finishes_what_was_begun(deployment: Deployment) -> None:
+def test_down_completes_open_requests(deployment: Deployment) -> None:
     tell = threading.Event()
     body = {"prompt": "Once", **GREEDY, "stream": True}
     asked = Asked(deployment, "/v1/completions", body, tell)

@@ -54,7 +54,10 @@ def faults() -> list[Any]:
 @pytest.fixture(scope="module")
 def budget(request: pytest.FixtureRequest) -> int:
     """Return the restarts of the deployment: one for each fault of this run."""
-    return sum(getattr(item, "originalname", "") == "test_it_comes_back_by_itself" for item in request.session.items)
+    return sum(
+        getattr(item, "originalname", "") == "test_the_deployment_recovers_from_every_fault"
+        for item in request.session.items
+    )
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +97,7 @@ def test_one_rank_on_each_member(deployment: Deployment) -> None:
     assert os.readlink("/proc/self/ns/net") not in networks
 
 
-def test_the_load_was_told_in_bytes(deployment: Deployment) -> None:
+def test_load_progress_is_reported_in_bytes(deployment: Deployment) -> None:
     logs = list(deployment.root.glob(f"{deployment.name}/i*/m0/ray/session_latest/logs/worker-*.*"))
     told = [
         found for log in logs for line in log.read_text().splitlines() if (found := progress(line)) and found.weights
@@ -149,7 +152,7 @@ def test_vllm_bench_serve_works_unmodified(deployment: Deployment, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("header", "status"), [({}, 401), ({"Authorization": "Bearer wrong"}, 403), (None, 200)])
-def test_the_dashboard_asks_for_the_token(deployment: Deployment, header: dict[str, str] | None, status: int) -> None:
+def test_the_dashboard_requires_the_token(deployment: Deployment, header: dict[str, str] | None, status: int) -> None:
     token = (deployment.directory / "token").read_text().strip()
     header = {"Authorization": f"Bearer {token}"} if header is None else header
     request = urllib.request.Request(f"http://127.0.0.1:{deployment.dashboard}/nodes?view=summary", headers=header)
@@ -182,7 +185,7 @@ def test_a_busy_port_is_refused_and_nothing_is_left(deployment: Deployment) -> N
 
 
 @pytest.mark.parametrize("fault", faults())
-def test_it_comes_back_by_itself(deployment: Deployment, fault: Fault) -> None:
+def test_the_deployment_recovers_from_every_fault(deployment: Deployment, fault: Fault) -> None:
     before = deployment.group()
     row = inflict(deployment, fault)
     print(f"\n{fault.name}: noticed {row.detected:.2f} s, answered again {row.answered:.1f} s, {row.cause}")
@@ -199,7 +202,7 @@ def test_it_comes_back_by_itself(deployment: Deployment, fault: Fault) -> None:
         assert Path(death["evidence"]).is_dir()
 
 
-def test_a_spent_budget_ends_it_and_says_so(deployment: Deployment, budget: int) -> None:
+def test_an_exhausted_budget_ends_the_deployment_and_is_reported(deployment: Deployment, budget: int) -> None:
     killed = time.time()
     os.kill(deployment.pid(0, "engine-core"), signal.SIGKILL)
     status = deployment.wait("Failed", since=killed, timeout=60)
@@ -234,7 +237,7 @@ def test_down_leaves_nothing(deployment: Deployment) -> None:
         pytest.param(None, "directory", id="its directory removed", marks=pytest.mark.long),
     ],
 )
-def test_ended_in_the_midst_of_a_start_it_leaves_nothing(
+def test_a_deployment_ended_during_its_start_leaves_nothing(
     deployment: Deployment, number: signal.Signals | None, whom: str
 ) -> None:
     networks, shared = network_namespaces(), shared_memory()

@@ -26,7 +26,7 @@ def deployment() -> Iterator[Deployment]:
     found.destroy()
 
 
-def test_what_vllm_logs_is_what_was_planned(deployment: Deployment) -> None:
+def test_the_sizes_that_vllm_logs_equal_the_plan(deployment: Deployment) -> None:
     log = (deployment.directory / "i1" / "m0" / "vllm.log").read_text(errors="replace")
     logged = next(size for line in log.splitlines() if (size := kv_cache(line)))
     plan = GroupPlan.model_validate_json((deployment.directory / "i1" / "plan.json").read_text())

@@ -72,7 +72,7 @@ def deaths_since(deployment: Deployment, begun: float) -> int:
     return sum(unix(failure["time"]) > begun for failure in history)
 
 
-def test_three_engines_die_of_it_and_everybody_else_is_answered(deployment: Deployment) -> None:
+def test_a_fatal_request_costs_three_engines_and_other_requests_are_answered(deployment: Deployment) -> None:
     tokens = json.loads(Asked(deployment, "/tokenize", {"prompt": POISON}).answered().raw)["tokens"]
     inject(deployment, {"prompt": tokens})
     begun = time.time()

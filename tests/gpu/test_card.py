@@ -12,7 +12,7 @@ from dsv4_runtime.health.gpu import Gpus
 COLUMNS = ("GPU", "what", "catalog", "here")
 
 
-def test_the_catalog_is_right_about_them(found: GpuInventory, page: Page) -> None:
+def test_the_catalog_agrees_with_the_gpus(found: GpuInventory, page: Page) -> None:
     torch = pytest.importorskip("torch")
     wrong = []
     for number, card in enumerate(card for card in found.cards if card.machine):
@@ -33,7 +33,7 @@ def test_the_catalog_is_right_about_them(found: GpuInventory, page: Page) -> Non
     assert wrong == []
 
 
-def test_the_driver_tells_what_the_rules_need(found: GpuInventory, page: Page) -> None:
+def test_the_driver_reports_the_values_that_the_rules_need(found: GpuInventory, page: Page) -> None:
     gpus = Gpus(tuple(card.uuid for card in found.cards))
     try:
         for gpu in gpus.sample():

@@ -66,7 +66,7 @@ def planned(deployment: Deployment) -> str:
     return str(uuid)
 
 
-def test_it_answers(deployment: Deployment, page: Page) -> None:
+def test_a_chat_and_a_completion_are_answered(deployment: Deployment, page: Page) -> None:
     said = deployment.run("chat", deployment.name, "Say something.", "--max-tokens", "16", "--no-thinking", timeout=180)
     assert said.returncode == 0, said.stderr
     assert len(said.stdout.split()) >= 2
@@ -90,7 +90,7 @@ def test_nothing_is_compiled_while_it_serves(deployment: Deployment, page: Page)
     assert compiled == []
 
 
-def test_the_status_tells_who_computes_what(deployment: Deployment, page: Page) -> None:
+def test_the_status_lists_the_provider_of_every_operation(deployment: Deployment, page: Page) -> None:
     said = deployment.run("kernels", deployment.name, "-o", "json", timeout=30)
     assert said.returncode == 0, said.stderr
     operations = json.loads(said.stdout)["groups"][0]["operations"]
@@ -103,7 +103,7 @@ def test_the_status_tells_who_computes_what(deployment: Deployment, page: Page) 
         page.row("Providers", ("operation", "provider", "speed", "note", "excluded"), found["op"], *cells)
 
 
-def test_it_has_its_own_card_and_no_other_deployment_gets_it(deployment: Deployment, found: GpuInventory) -> None:
+def test_a_deployments_card_is_not_available_to_others(deployment: Deployment, found: GpuInventory) -> None:
     pid, mine = deployment.pid(0, "engine-core"), planned(deployment)
     holds = {card.uuid for card in find().cards if pid in dict(card.holders)}
     assert holds == {mine}

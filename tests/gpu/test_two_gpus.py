@@ -34,7 +34,7 @@ def deployment(page: Page) -> Iterator[Deployment]:
         found.destroy()
 
 
-def test_copies_between_them(page: Page) -> None:
+def test_copies_between_the_two_gpus_are_correct(page: Page) -> None:
     found = try_copies(nvlink=True)
     page.row("Engine", ("what", "here"), "two GPUs: copies between them", found.found)
     assert found.outcome is Outcome.PASSED, found.found
@@ -46,7 +46,7 @@ def workers(deployment: Deployment) -> list[int]:
     return [int(one["pid"]) for one in processes if one["name"] == "worker"]
 
 
-def test_it_answers_with_both(deployment: Deployment, page: Page) -> None:
+def test_both_gpus_compute_the_answer(deployment: Deployment, page: Page) -> None:
     begun = time.monotonic()
     answer = deployment.complete("How far is the sea?", tokens=64, timeout=120)
     assert answer["usage"]["completion_tokens"] == 64

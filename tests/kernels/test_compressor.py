@@ -82,7 +82,7 @@ def test_padded_tokens_change_nothing(device: torch.device) -> None:
     assert torch.equal(inputs["kv_cache"], kept)
 
 
-def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+def test_inputs_that_do_not_fit_are_refused_by_name(device: torch.device) -> None:
     with pytest.raises(ValueError, match="ratio is 8"):
         StorePlan("compressor_store", 4, 512, 8, device)
     with pytest.raises(ValueError, match="head is 64"):

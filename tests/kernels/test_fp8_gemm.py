@@ -58,7 +58,7 @@ def test_a_result_comes_with_the_codes_that_the_quantiser_makes(device: torch.de
             assert torch.equal(found, wanted)
 
 
-def test_what_is_not_quantised(device: torch.device) -> None:
+def test_unsupported_shapes_are_not_quantised(device: torch.device) -> None:
     assert GemmPlan(4, 128, 128, 2, device, quantised=2).codes(3) is None
     for tokens, n in ((17, 128), (4, 144)):
         with pytest.raises(ValueError, match=f"of {tokens} tokens with n {n} are to be quantised, needs up to 16"):
@@ -108,7 +108,7 @@ def test_blocks_of_weights_have_their_own_scales(device: torch.device, arch: Arc
 
 
 @pytest.mark.parametrize(("n", "k", "message"), [(64, 100, "multiple of 128"), (40, 128, "multiple of 16")])
-def test_what_is_not_supported_is_said(n: int, k: int, message: str, device: torch.device) -> None:
+def test_unsupported_shapes_are_refused(n: int, k: int, message: str, device: torch.device) -> None:
     with pytest.raises(ValueError, match=message):
         GemmPlan(1, n, k, None, device)
 
@@ -144,7 +144,7 @@ def test_a_plan_refuses_more_tokens_than_it_holds(device: torch.device, arch: Ar
         plan.run(**op.make_inputs({"tokens": 9, "n": 64, "k": 256}, device, 1))
 
 
-def test_the_quantiser_writes_where_it_is_told(device: torch.device, arch: Arch | None) -> None:
+def test_the_quantiser_writes_to_the_given_output(device: torch.device, arch: Arch | None) -> None:
     plan = QuantPlan(20, 256, device, arch)
     x = torch.randn((7, 256), dtype=torch.bfloat16, device=device)
     out = places(7, 256, device)

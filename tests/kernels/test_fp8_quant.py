@@ -25,7 +25,7 @@ def test_both_sides_are_clamped(device: torch.device) -> None:
     assert y[0, 64:].tolist() == [9984.0] * 64
 
 
-def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+def test_inputs_that_do_not_fit_are_refused_by_name(device: torch.device) -> None:
     with pytest.raises(ValueError, match="k is 96"):
         SiluMulPlan(1, 96, device)
     plan = SiluMulPlan(1, 128, device)

@@ -39,7 +39,7 @@ def test_padded_tokens_leave_the_cache_alone_and_get_queries(device: torch.devic
     torch.testing.assert_close(norm, torch.ones_like(norm), atol=2e-2, rtol=0.0)
 
 
-def test_queries_go_where_the_caller_wants_them(device: torch.device) -> None:
+def test_queries_are_written_to_the_callers_buffer(device: torch.device) -> None:
     """An engine provides the output: a plan for thousands of tokens would hold hundreds of megabytes."""
     inputs, own = (_insert_inputs(PARAMS, device, 2) for _ in range(2))
     want, _ = InsertPlan(4, 8, 8, device).run(**own)
@@ -61,7 +61,7 @@ def test_rows_of_zeros_stay_zero(device: torch.device) -> None:
         assert not bool(out.any())
 
 
-def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+def test_inputs_that_do_not_fit_are_refused_by_name(device: torch.device) -> None:
     with pytest.raises(ValueError, match="rank is 60"):
         NormPlan(1, 60, device)
     with pytest.raises(ValueError, match="9 heads of 8 padded"):
@@ -84,7 +84,7 @@ def test_codes_are_those_that_the_quantiser_makes_of_the_normed_query(device: to
         assert torch.equal(got, want)
 
 
-def test_a_query_is_quantised_only_where_it_is_asked_for_and_fits(device: torch.device) -> None:
+def test_a_query_is_quantised_only_on_request_and_for_supported_ranks(device: torch.device) -> None:
     assert NormPlan(1, 72, device).codes(1) is None
     with pytest.raises(ValueError, match="rank is 72, needs a multiple of 128 to be quantised"):
         NormPlan(1, 72, device, quantised=True)

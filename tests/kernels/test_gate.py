@@ -41,7 +41,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_a_row_that_keeps_its_promises_passes() -> None:
+def test_a_row_that_meets_its_requirements_passes() -> None:
     assert child.verdict(RECORD, GOOD) == []
 
 
@@ -58,7 +58,7 @@ def test_a_row_that_keeps_its_promises_passes() -> None:
         ({"foreign": 1}, "does not have"),
     ],
 )
-def test_every_broken_promise_is_found(change: dict[str, Any], word: str) -> None:
+def test_every_unmet_requirement_is_found(change: dict[str, Any], word: str) -> None:
     broken = child.verdict(RECORD, {**GOOD, **change})
     assert len(broken) == 1
     assert word in broken[0]
@@ -78,7 +78,7 @@ def test_a_kernel_that_cannot_be_compiled_is_a_row(
     assert json.loads(capsys.readouterr().out)["broken"] == ["does not compile: AssertionError: "]
 
 
-def test_patterns_tell_block_scaled_from_plain_fp8() -> None:
+def test_patterns_distinguish_block_scaled_and_plain_fp8() -> None:
     scaled = "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0 {%f1}"
     plain = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%f1}"
     found = {name for name, pattern in MMA_PATTERNS.items() if re.search(pattern, scaled)}
@@ -96,7 +96,7 @@ def test_a_change_of_source_or_configuration_makes_a_row_stale() -> None:
     assert "gone" in table.stale([row], [], VERSIONS)[0]
 
 
-def test_the_digest_covers_what_a_kernel_calls_and_no_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_covers_called_functions_and_no_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`fp8_quant_kernel` calls the shared function `quantize_e4m3`, which calls `ue8m0_ceil`."""
     digests: list[str] = []
     sources = table.PACKAGE

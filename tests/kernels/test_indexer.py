@@ -39,7 +39,7 @@ def test_one_key_is_the_same_paged_and_unpaged(device: torch.device) -> None:
     torch.testing.assert_close(out, paged["out"], rtol=1e-5, atol=1e-2)
 
 
-def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+def test_inputs_that_do_not_fit_are_refused_by_name(device: torch.device) -> None:
     with pytest.raises(ValueError, match="129 heads"):
         LogitsPlan(129, device)
     with pytest.raises(ValueError, match="pages are 4356 bytes apart"):

@@ -19,7 +19,7 @@ KIT = HERE.parent / "kit"
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_121"])
-def test_it_launches_what_triton_does(tmp_path: Path, arch: str) -> None:
+def test_launches_equal_those_of_triton(tmp_path: Path, arch: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(filter(None, (str(KIT), os.environ.get("PYTHONPATH"))))
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}

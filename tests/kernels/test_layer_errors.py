@@ -115,7 +115,7 @@ def test_a_wrong_result_is_beyond_it(
     assert "**" in page(recorder.result())
 
 
-def test_a_run_gives_what_it_gives_unrecorded(device: torch.device) -> None:
+def test_recording_does_not_change_results(device: torch.device) -> None:
     for name, case in (("fp8_gemm", "small"), ("mhc_post_pre", "one"), ("compressor_save", "chunks4")):
         first, second = (made(name, case, device) for _ in range(2))
         _, found = recorded(*first)
@@ -209,7 +209,7 @@ def test_entries_of_the_front_are_compared_without_the_rest_of_their_page(device
     assert torch.equal(found, want) is not wrong
 
 
-def test_a_step_without_slots_has_queries_all_the_same(device: torch.device) -> None:
+def test_a_step_without_slots_still_has_queries(device: torch.device) -> None:
     plan, inputs = made("front_insert", "odd", device)
     inputs["slot_mapping"].fill_(-1)
     recorder, _ = recorded(plan, inputs)
@@ -217,7 +217,7 @@ def test_a_step_without_slots_has_queries_all_the_same(device: torch.device) -> 
     assert recorder.rows["front_insert", "2", "decode"].beyond == 0
 
 
-def test_a_failing_comparison_reaches_nobody(device: torch.device) -> None:
+def test_a_failing_comparison_does_not_fail_the_run(device: torch.device) -> None:
     plan, inputs = made("fp8_quant", "odd", device)
     plan.operation = "unheard of"
     recorder, (code, _) = recorded(plan, inputs)
@@ -275,7 +275,7 @@ def test_layers_and_kinds_of_steps(device: torch.device) -> None:
     assert "| fp8_quant | code: share of elements outside | 0 | 3 / 6 | 0 / 0 | 0 / 0 | 0 / 0 |" in text
 
 
-def test_prompts_have_the_length_asked_for() -> None:
+def test_prompts_have_the_requested_length() -> None:
     assert [len(prompt(n, 3)) for n in (9, 600, 2500)] == [9, 600, 2500]
     assert prompt(600, 1)[:4] != prompt(600, 2)[:4]
 

@@ -20,7 +20,7 @@ from dsv4_kernels.mhc.reference import (
 PARAMS = {"tokens": 18, "hidden": 96, "norm": True}
 
 
-def test_a_seam_may_read_what_the_same_plan_returned(device: torch.device) -> None:
+def test_a_seam_may_read_the_outputs_of_the_same_plan(device: torch.device) -> None:
     """An engine passes residual, post and comb of one layer to the next one's seam: they are in the plan's buffers."""
     plan = PrePlan("mhc_post_pre", 18, 96, device)
     first, second = post_pre_inputs(PARAMS, device, 1), post_pre_inputs(PARAMS, device, 2)
@@ -42,7 +42,7 @@ def test_a_seam_may_read_what_the_same_plan_returned(device: torch.device) -> No
     ],
     ids=str,
 )
-def test_terms_apart_and_split_by_split_change_nothing(
+def test_separate_terms_and_splits_do_not_change_the_result(
     device: torch.device, config: MixConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run tiles that the tuner may choose for many tokens, with tokens that fill no tile."""
@@ -83,7 +83,7 @@ def test_infinities_of_one_token_stay_there(device: torch.device) -> None:
         assert not bool(out[7].isfinite().all())
 
 
-def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+def test_inputs_that_do_not_fit_are_refused_by_name(device: torch.device) -> None:
     with pytest.raises(ValueError, match="hidden is 72"):
         PrePlan("mhc_pre", 4, 72, device)
     with pytest.raises(ValueError, match=r"residual has shape \(18, 4, 96\), needs \[tokens ≤ 4, 4, 96\]"):
@@ -116,7 +116,7 @@ def test_codes_are_those_that_the_quantiser_makes_of_y(device: torch.device, for
             assert torch.equal(got, want)
 
 
-def test_only_runs_of_as_many_tokens_as_are_asked_for_are_quantised(device: torch.device) -> None:
+def test_only_runs_of_up_to_the_requested_tokens_are_quantised(device: torch.device) -> None:
     plan = PrePlan("mhc_pre", 4, 128, device, quantised=2)
     plan.run(**pre_inputs({"tokens": 2, "hidden": 128, "norm": True}, device, 1))
     two = [t.clone() for t in plan.codes(2) or ()]

@@ -39,7 +39,7 @@ def check(params: dict[str, Any], inputs: dict[str, Any], device: torch.device, 
     return out
 
 
-def test_nan_bytes_in_slots_nobody_names_change_nothing(device: torch.device, arch: Arch | None) -> None:
+def test_nan_bytes_in_unused_slots_do_not_change_the_result(device: torch.device, arch: Arch | None) -> None:
     inputs = decode_inputs(SMALL, device, 5)
     first = check(SMALL, inputs, device, arch)
     for name in ("swa", "cmp"):
@@ -187,7 +187,7 @@ def test_a_share_of_one_tile(heads: int, device: torch.device, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("heads", [16, 64])
-def test_pages_that_are_looked_up_are_those_of_the_slots(
+def test_pages_from_the_block_table_give_the_result_of_the_slots(
     heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit; a token without entries, such as padding, has no valid row of the table either."""
@@ -204,7 +204,7 @@ def test_pages_that_are_looked_up_are_those_of_the_slots(
         assert torch.equal(ours, theirs)
 
 
-def test_what_does_not_come_as_the_plan_looks_it_up_is_refused(device: torch.device) -> None:
+def test_inputs_that_do_not_match_the_plans_page_lookup_are_refused(device: torch.device) -> None:
     params = {"tokens": 400, "heads": 16, "window": 64, "topk": 32}
     plan = DecodePlan(*params.values(), device, arch=Arch.SM_120, lookup=True)
     assert plan.looks_up(1)
@@ -245,7 +245,7 @@ def test_splits_depend_on_nothing_that_lives_on_the_device() -> None:
         ({"strides": (37_448, 37_440)}, "multiple of 16"),
     ],
 )
-def test_what_is_not_supported_is_said(change: dict[str, Any], message: str, device: torch.device) -> None:
+def test_unsupported_shapes_are_refused(change: dict[str, Any], message: str, device: torch.device) -> None:
     op = operation("mla_decode")
     support = op.is_supported({**SMALL, **change}, Arch.SM_120)
     assert not support

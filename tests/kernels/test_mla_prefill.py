@@ -66,7 +66,7 @@ def test_packed_rows_are_such_as_a_cache_gives() -> None:
     assert rows.float().std() == pytest.approx(0.25, rel=0.05)
 
 
-def test_results_go_where_the_caller_wants_them(device: torch.device) -> None:
+def test_results_are_written_to_the_callers_buffers(device: torch.device) -> None:
     """In an engine, the workspace contains lists and outputs, so the plan has no buffers for them."""
     row = operation("mla_prefill_lists")
     given = row.make_inputs(next(c.params for c in row.cases if c.name == "ratio4"), device, 1)
@@ -95,7 +95,7 @@ def test_results_go_where_the_caller_wants_them(device: torch.device) -> None:
         prefill.run(**inputs)
 
 
-def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+def test_inputs_that_do_not_fit_are_refused_by_name(device: torch.device) -> None:
     with pytest.raises(ValueError, match="129 heads"):
         PrefillPlan(1, 129, 64, device)
     with pytest.raises(ValueError, match="no column"):

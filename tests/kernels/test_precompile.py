@@ -108,7 +108,7 @@ def test_a_triton_that_compiles_launchers_has_each_compiled_once(tmp_path: Path)
     assert other[1:] == [len(kernels(tmp_path))] * 2 != first[1:]
 
 
-def test_a_plan_that_cannot_be_made_is_told_and_the_others_are_compiled(tmp_path: Path) -> None:
+def test_a_plan_that_fails_is_reported_and_the_others_are_compiled(tmp_path: Path) -> None:
     odd = json.dumps({"plan": "dsv4_kernels.fp8.api:QuantPlan", "args": [64, 100, "device"], "options": {}})
     gone = json.dumps({"plan": "dsv4_kernels.fp8.api:NoPlan", "args": [], "options": {}})
     told = precompile(tmp_path, *TARGETS[0], asked="\n".join([odd, gone, "{", SMALL[0], "", ""]))
@@ -126,7 +126,7 @@ precompile.main(sys.argv[1:])
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_it_does_not_outlive_who_asked(tmp_path: Path, silent: bool) -> None:
+def test_the_compile_process_ends_with_its_parent(tmp_path: Path, silent: bool) -> None:
     program = ["-c", _IMPATIENT] if silent else ["-m", "dsv4_kernels.precompile"]
     command = [sys.executable, *program, *TARGETS[0], "--processes", "2"]
     with subprocess.Popen(command, env=environment(tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -51,7 +51,7 @@ def test_a_token_beyond_the_counted_ones_changes_nothing(device: torch.device) -
     assert bool(again[2][4].isnan().all())
 
 
-def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+def test_inputs_that_do_not_fit_are_refused_by_name(device: torch.device) -> None:
     def plan(**other: Any) -> ProjectionPlan:
         return ProjectionPlan(device, **{"tokens": 4, **SMALL, **other})
 

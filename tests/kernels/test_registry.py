@@ -112,7 +112,7 @@ def test_capture_replay_and_freeze(op: Operation, device: torch.device) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("op", operations(), ids=lambda op: op.name)
-def test_warmup_runs_what_it_would_compile(op: Operation, device: torch.device) -> None:
+def test_warmup_runs_on_its_own_inputs(op: Operation, device: torch.device) -> None:
     """Warm-up makes its own inputs; a serving process that cannot warm up cannot freeze."""
     smallest = min(
         (c for c in op.cases_with("cpu") if op.nbytes(c.params)), key=lambda c: op.nbytes(c.params) + op.flops(c.params)

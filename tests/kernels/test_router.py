@@ -86,7 +86,7 @@ def test_warm_up_compiles_every_kind_of_call(device: torch.device, monkeypatch: 
     assert seen == {(*kind, padded) for kind in kinds for padded in (False, True)}
 
 
-def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+def test_inputs_that_do_not_fit_are_refused_by_name(device: torch.device) -> None:
     with pytest.raises(ValueError, match="9 of 24 experts"):
         RouterPlan(1, 64, 24, 9, device)
     plan = RouterPlan(6, 64, 24, 6, device)

@@ -39,7 +39,7 @@ def test_the_callers_rows_may_be_apart_and_lengths_two_dimensional(device: torch
     assert bool((out[:, 16:] == 77).all())
 
 
-def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+def test_inputs_that_do_not_fit_are_refused_by_name(device: torch.device) -> None:
     with pytest.raises(ValueError, match="k is 5000"):
         TopkPlan(1, 9000, 5000, device)
     plan = TopkPlan(2, 64, 16, device)

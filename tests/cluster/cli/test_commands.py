@@ -80,12 +80,14 @@ def test_word_for_word_as_on_this_machine(dsv4: Dsv4, same_here: Path, words: li
     assert told[words[0]] in there.stdout
 
 
-def test_a_document_is_what_kubectl_prints(dsv4: Dsv4, nano: dict[str, Any]) -> None:
+def test_documents_equal_the_output_of_kubectl(dsv4: Dsv4, nano: dict[str, Any]) -> None:
     assert json.loads(dsv4("status", "-o", "json").stdout) == nano
     assert yaml.safe_load(dsv4("status", "nano", "-o", "yaml").stdout) == nano
 
 
-def test_nobody_looked_yet(cluster: Cluster, dsv4: Dsv4, namespace: str) -> None:
+def test_a_deployment_without_an_operator_is_reported_as_not_processed(
+    cluster: Cluster, dsv4: Dsv4, namespace: str
+) -> None:
     cluster.apply({**NANO, "metadata": {"name": "nano", "namespace": namespace}})
     told = "No operator has processed it yet; does dsv4-operator run in this cluster?"
     assert told in dsv4("status").stdout
@@ -171,7 +173,9 @@ def _nobody(directory: Path) -> Path:
     return file
 
 
-def test_who_may_not(cluster: Cluster, namespace: str, nano: dict[str, Any]) -> None:
+def test_the_api_servers_refusal_is_the_error_of_the_command(
+    cluster: Cluster, namespace: str, nano: dict[str, Any]
+) -> None:
     environment = {**cluster.environment, "PATH": f"{PROGRAMS}:{cluster.environment['PATH']}"}
     # kubectl's option for impersonation is not supported; a context of the user can contain it.
     config = json.loads(cluster.kubeconfig.read_text())
@@ -205,7 +209,7 @@ def event(nano: dict[str, Any], name: str, ago: float, **more: object) -> dict[s
     }
 
 
-def test_what_the_operator_said(cluster: Cluster, dsv4: Dsv4, nano: dict[str, Any]) -> None:
+def test_logs_of_the_loop_are_the_events_of_the_deployment(cluster: Cluster, dsv4: Dsv4, nano: dict[str, Any]) -> None:
     nothing = dsv4("logs", "-c", "loop")
     assert nothing.returncode == 0
     assert nothing.stderr.startswith("there are no events of nano; a cluster keeps them for an hour")
@@ -276,7 +280,9 @@ def test_evidence(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, 
     assert "dDBrZW4" not in "".join(found.values()), "nor in base64"
 
 
-def test_a_way_to_nowhere(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, Any]) -> None:
+def test_a_port_forward_without_a_target_is_an_error(
+    cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, Any]
+) -> None:
     done = dsv4("chat", "nano", "Hi")
     assert done.returncode == 1
     assert done.stderr == (

@@ -21,7 +21,7 @@ from dsv4_operator.builders import names
 pytestmark = pytest.mark.usefixtures("definition")
 
 
-def test_ways_into_pods(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, Any]) -> None:
+def test_chat_and_dashboard_connect_to_pods(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, Any]) -> None:
     first, second = (member(nano, number, "serve", ":8265") for number in (2, 3))
     cluster.apply(first, service(nano, "nano-0-head", 8265, 2), service(nano, "nano", 8000, 2))
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "nano-0-i2", "namespace": namespace}}

@@ -95,7 +95,7 @@ def test_the_commands_that_break_and_gather(nano: Nano, tmp_path: Path) -> None:
     assert "nano/missing.txt" not in found, found["nano/missing.txt"]
 
 
-def test_what_an_engine_has_begun_it_finishes_before_an_update(nano: Nano) -> None:
+def test_an_engine_completes_its_open_requests_before_an_update(nano: Nano) -> None:
     """This includes a stream that no other engine could continue; afterwards the next group is formed."""
     seeded = {**COMPLETION, "max_tokens": 100, "temperature": 1.0, "seed": 7, "stream": True}
     change = {"spec": {"engine": {"maxNumSeqs": 3, "timeouts": {"drain": "3m"}}}}

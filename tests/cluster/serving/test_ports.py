@@ -134,7 +134,7 @@ def test_every_port_refuses_or_is_judged(nano: Nano, cluster: Cluster, runtime_i
         assert kinds[one] not in ("gloo", "queue") or one.address == address
 
 
-def test_the_engine_answers_who_knows_the_token(nano: Nano) -> None:
+def test_the_engine_accepts_requests_with_the_token(nano: Nano) -> None:
     """The same request with the token, from within the engine's pod."""
     code = (
         "import urllib.request as asking\n"

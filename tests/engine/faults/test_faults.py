@@ -94,7 +94,7 @@ def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
 
 
 @pytest.mark.parametrize("fault", [pytest.param(BY_NAME[name], id=name, marks=marks(name)) for name in CHOICE])
-def test_it_is_noticed_named_and_repaired(system: DSV4, fault: Fault) -> None:
+def test_every_fault_is_detected_attributed_and_repaired(system: DSV4, fault: Fault) -> None:
     result = inflict(system, fault, 1, SEED, LOAD)
     print(f"\n{fault.name}: {report.line(result)}")
     assert result.false_restarts == 0
@@ -120,7 +120,7 @@ def test_it_is_noticed_named_and_repaired(system: DSV4, fault: Fault) -> None:
 
 # `test_main_job.py` has another test of an exhausted budget.
 @pytest.mark.long
-def test_when_the_budget_is_spent_it_ends_and_says_so(system: DSV4, deaths: int) -> None:
+def test_an_exhausted_budget_ends_the_deployment_with_a_condition(system: DSV4, deaths: int) -> None:
     system.ready()
     deployment, struck = system.deployment, time.time()
     assert deployment is not None

@@ -54,15 +54,15 @@ def grow(mebibytes: int) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_the_kernel_ends_what_grows_beyond_the_limit():
+def test_the_kernel_kills_a_process_beyond_the_memory_limit():
     assert grow(256) == (-signal.SIGKILL, "")
 
 
-def test_what_stays_below_it_lives():
+def test_a_process_below_the_memory_limit_continues():
     assert grow(16) == (0, "16\n")
 
 
-def test_what_is_frozen_stands_still_does_not_look_stopped_and_can_be_killed():
+def test_a_frozen_process_does_not_run_is_not_in_state_stopped_and_can_be_killed():
     with subprocess.Popen([sys.executable, "-c", TICK], stdout=subprocess.PIPE) as process:
         assert process.stdout
         os.set_blocking(process.stdout.fileno(), False)

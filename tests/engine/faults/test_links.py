@@ -81,7 +81,7 @@ finally:
 """
 
 
-def test_links_do_what_they_are_said_to_do():
+def test_links_have_the_configured_loss_delay_and_cut():
     path = ":".join(entry for entry in sys.path if entry)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env={"PYTHONPATH": path, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},

@@ -130,7 +130,7 @@ class Conformance:
             assert member.started == first[rank].started
             assert abs(member.started - time.time()) < 120
 
-    async def test_what_an_agent_says_is_heard_of_its_own_member(self, world: World) -> None:
+    async def test_the_status_of_a_member_comes_from_its_own_agent(self, world: World) -> None:
         plan = await formed(world, 1)
         seen = await until(
             world, "every agent is heard", lambda seen: all(one.status for one in live(seen)), HEARD_SECONDS
@@ -148,7 +148,7 @@ class Conformance:
         )
         assert all(time.time() - (one.heard or 0) < 5 for one in live(again))
 
-    async def test_a_drain_waits_for_nobody_and_comes_to_an_end(self, world: World) -> None:
+    async def test_a_drain_ends_without_an_engine(self, world: World) -> None:
         assert await world.backend.drain(world.deployment, 0, 1, 5.0)
         await formed(world, 1)
         await until(world, "all are heard", lambda seen: all(one.status for one in live(seen)), HEARD_SECONDS)
@@ -206,7 +206,7 @@ class Conformance:
         again = of(await world.backend.observe(world.deployment, 0), 1)[last]
         assert (again.ended, again.ended_time) == (of(seen, 1)[last].ended, of(seen, 1)[last].ended_time)
 
-    async def test_evidence_of_what_was_there(self, world: World) -> None:
+    async def test_evidence_is_collected_from_existing_members(self, world: World) -> None:
         assert await world.backend.collect_evidence(world.deployment, 0, 1) is None
         plan = await formed(world, 1)
         await until(world, "all are heard", lambda seen: all(one.status for one in live(seen)), HEARD_SECONDS)
@@ -217,7 +217,7 @@ class Conformance:
         assert plan.deployment in place
         await fenced(world, 1)
 
-    async def test_what_was_forgotten_is_not_seen_again(self, world: World) -> None:
+    async def test_forgotten_members_are_not_observed_again(self, world: World) -> None:
         await formed(world, 1)
         await fenced(world, 1)
         await world.backend.forget(world.deployment, 0, 1)

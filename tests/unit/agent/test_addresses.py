@@ -59,7 +59,7 @@ async def test_a_plan_of_addresses_stays_as_it_is(make_plan: Any) -> None:
     assert await resolve(plan, 0, None) is plan
 
 
-async def test_the_own_address_is_not_looked_up(make_plan: Any) -> None:
+async def test_the_own_address_is_not_resolved(make_plan: Any) -> None:
     plan = named(make_plan, worker="localhost")
     done = await resolve(plan, 0, "10.1.2.3")
     assert [member.address for member in done.members] == ["10.1.2.3", "127.0.0.1"]
@@ -107,7 +107,7 @@ def test_the_agent_ends_on_sigterm_while_it_waits_for_a_name(make_plan: Any, tmp
     assert (tmp_path / "deep" / "m0").is_dir()
 
 
-async def test_lookups_do_not_hold_up_the_loop(make_plan: Any) -> None:
+async def test_name_resolution_does_not_block_the_loop(make_plan: Any) -> None:
     plan = named(make_plan, worker="localhost")
     ticks = 0
 

@@ -31,7 +31,7 @@ async def test_its_result_and_its_error() -> None:
         await run_in_daemon_thread(lambda: 1 // 0)
 
 
-async def test_the_loop_goes_on_meanwhile_and_what_was_given_up_ends_quietly() -> None:
+async def test_the_loop_continues_and_abandoned_work_ends_without_an_error() -> None:
     begin, ended = threading.Event(), threading.Event()
 
     def work() -> None:

@@ -194,7 +194,7 @@ def test_a_process_of_the_engine_that_still_has_memory_of_a_gpu_is_named(left: A
     )
 
 
-def test_a_gpu_that_tells_no_memory_of_its_own_still_tells_of_processes(left: Any) -> None:
+def test_processes_are_reported_on_gpus_without_memory_of_their_own(left: Any) -> None:
     """GB10 reports no memory per GPU, but processes."""
     shared = GpuSignals(index=0, processes=(WORKER,))
     assert left(signals=Signals(time=0.0, gpus=(shared,)), idle=None) == Obstacle(

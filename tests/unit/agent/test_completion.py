@@ -117,7 +117,7 @@ def test_a_certain_token_shows_a_change_by_its_distance_from_the_next(margin: fl
     assert (found is None) is same, found
 
 
-def test_answers_are_kept_by_what_they_depend_on(make_plan: Callable[..., GroupPlan], tmp_path: Path) -> None:
+def test_answers_are_stored_per_configuration(make_plan: Callable[..., GroupPlan], tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     plan = make_plan()
     key = engine.answer_key(plan)

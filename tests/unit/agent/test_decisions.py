@@ -100,7 +100,7 @@ def test_ray_starts_when_the_weights_are_there_and_the_network_is_proved(fresh: 
     assert StartTask(Task.JOIN) not in replay.all(StartTask)
 
 
-def test_a_member_that_fails_says_so_before_it_ends_anything(fresh: MakeReplay) -> None:
+def test_a_failed_member_reports_its_failure_before_it_ends_its_processes(fresh: MakeReplay) -> None:
     replay = fresh(1)
     replay.feed(Started())
     replay.feed(TaskFailed(Task.PREFLIGHT, Cause.PORT_CONFLICT, "port 1 is taken", "preflight"))
@@ -115,7 +115,7 @@ def test_a_member_that_fails_says_so_before_it_ends_anything(fresh: MakeReplay) 
     assert len(replay.all(RecordFailure)) == 1
 
 
-def test_an_agent_that_cannot_listen_ends(fresh: MakeReplay) -> None:
+def test_an_agent_that_cannot_bind_its_port_ends(fresh: MakeReplay) -> None:
     replay = fresh()
     replay.feed(Started())
     replay.feed(Done(Task.PREFLIGHT))
@@ -217,7 +217,7 @@ def test_weights_that_may_be_wrong_are_released_after_the_final_cause(serving: M
     assert order == [*expected, StartTask(Task.CLEAR)], "their memory is free before the next engine is to start"
 
 
-def test_the_second_restart_waits_and_says_how_long(serving: MakeReplay) -> None:
+def test_the_second_restart_waits_and_reports_the_delay(serving: MakeReplay) -> None:
     replay = serving()
     replay.restart()
     replay.feed(ApiAnswered())
@@ -232,7 +232,7 @@ def test_the_second_restart_waits_and_says_how_long(serving: MakeReplay) -> None
     assert 10.0 <= restarts[1] - restarts[0] < 10.3
 
 
-def test_two_starts_that_fail_are_the_operators_business(serving: MakeReplay) -> None:
+def test_two_failed_starts_end_the_recovery_in_place(serving: MakeReplay) -> None:
     replay = serving(
         recovery=RecoveryPolicy(max_restarts=9, window_seconds=1, backoff_base_seconds=0, backoff_max_seconds=0)
     )
@@ -264,7 +264,7 @@ def test_an_engine_that_was_to_end_anyway_is_not_brought_back(serving: MakeRepla
     assert replay.phases[-1] is Phase.FAILED
 
 
-def test_a_member_that_fell_silent_is_waited_for_until_it_is_lost(serving: MakeReplay) -> None:
+def test_the_verdict_waits_for_a_silent_member_until_it_is_lost(serving: MakeReplay) -> None:
     replay = serving()
     replay.silent.add(1)
     begun = replay.clock
@@ -323,7 +323,7 @@ def test_a_worker_releases_its_weights_once_for_each_death_that_makes_them_doubt
     assert replay.all(ReleaseWeights) == [ReleaseWeights(Cause.CANARY_FAILED)] * 2
 
 
-def test_a_restart_ends_the_engines_processes_here_on_fresh_news_alone(serving: MakeReplay) -> None:
+def test_a_restart_ends_a_members_processes_only_on_recent_statuses(serving: MakeReplay) -> None:
     replay = serving(1)
     replay.head_says(1, Phase.SERVING)
     replay.head_says(1, Phase.RESTARTING)
@@ -345,7 +345,7 @@ def test_a_restart_ends_the_engines_processes_here_on_fresh_news_alone(serving: 
         (CORE, None),
     ],
 )
-def test_the_end_of_a_worker_is_its_members_death_unless_it_was_told_to(
+def test_the_end_of_a_worker_is_a_failure_of_its_member_unless_ordered(
     serving: MakeReplay, event: AgentEvent, cause: Cause | None
 ) -> None:
     replay = serving(1)
@@ -377,7 +377,7 @@ def test_a_head_whose_agent_hangs_is_not_called_a_lost_node(serving: MakeReplay)
     assert replay.failure[:2] == (Cause.AGENT_HUNG, 0)
 
 
-def test_an_agent_that_hangs_is_what_its_engine_died_of(serving: MakeReplay) -> None:
+def test_a_hung_agent_is_the_cause_of_its_engines_death(serving: MakeReplay) -> None:
     replay = serving()
     replay.silent.add(1)
     begun = replay.clock
@@ -390,7 +390,7 @@ def test_an_agent_that_hangs_is_what_its_engine_died_of(serving: MakeReplay) -> 
     assert replay.phases[-1] is Phase.FAILED
 
 
-def test_a_head_that_is_not_heard_is_lost(serving: MakeReplay) -> None:
+def test_a_silent_head_is_lost(serving: MakeReplay) -> None:
     replay = serving(1)
     replay.head_says(1, Phase.SERVING)
     replay.silent.add(0)
@@ -403,7 +403,7 @@ def test_a_head_that_is_not_heard_is_lost(serving: MakeReplay) -> None:
 
 
 @pytest.mark.parametrize(("heard", "cause", "culprit"), [(0.4, Cause.LINK_LOST, None), (9.0, Cause.NODE_LOST, 0)])
-def test_a_head_that_another_member_hears_has_lost_a_link(
+def test_a_head_that_another_member_reaches_has_lost_a_link(
     serving: MakeReplay, heard: float, cause: Cause, culprit: int | None
 ) -> None:
     three = group_plan(["127.0.0.1", "127.0.0.2", "127.0.0.3"])

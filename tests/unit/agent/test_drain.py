@@ -140,7 +140,7 @@ async def test_open_requests_are_waited_for(lab: Lab, monkeypatch: pytest.Monkey
     assert (lab.head.context.record.phase, lab.stage) == (Phase.DRAINING, "all requests are answered")
 
 
-async def test_an_idle_engine_is_asked_until_nothing_can_be_on_its_way(lab: Lab) -> None:
+async def test_an_idle_engine_is_polled_until_no_request_can_be_in_transit(lab: Lab) -> None:
     begun = time.monotonic()
     assert not (await lab.drain()).over
     await lab.over()
@@ -170,7 +170,7 @@ async def test_the_first_question_sets_the_bound(lab: Lab) -> None:
     assert lab.stage == "no longer waiting for 2 open requests: 1.5 s are over"
 
 
-async def test_silence_is_not_emptiness(lab: Lab) -> None:
+async def test_an_engine_without_metrics_is_not_taken_for_idle(lab: Lab) -> None:
     lab.vllm.silent = True
     await lab.drain(2.0)
     await asyncio.sleep(1.5)
@@ -228,7 +228,7 @@ async def test_the_end_of_a_member_ends_the_wait(lab: Lab) -> None:
     assert lab.stage == "ending everything"
 
 
-async def test_the_death_of_a_process_is_noticed_while_it_drains(lab: Lab) -> None:
+async def test_the_death_of_a_process_is_detected_during_a_drain(lab: Lab) -> None:
     lab.vllm.running = 2
     await lab.drain()
     lab.head.process_ended("engine-core", 1)
@@ -251,7 +251,7 @@ async def test_a_bound_must_be_a_number(lab: Lab, seconds: str) -> None:
     assert lab.head.context.record.phase is Phase.SERVING
 
 
-async def test_strangers_end_nothing(lab: Lab) -> None:
+async def test_a_drain_request_without_the_token_is_refused(lab: Lab) -> None:
     async with lab.client.post("/v1/drain?seconds=1") as answer:
         assert answer.status == 401
     assert lab.head.context.record.phase is Phase.SERVING

@@ -119,7 +119,7 @@ async def test_of_two_that_end_together_the_engine_core_took_the_worker_along(
     assert (await died_of(head))[0] is cause
 
 
-def raylet_says(directory: Path, kind: int) -> None:
+def write_raylet_log(directory: Path, kind: int) -> None:
     """Write the raylet's log of the exit of worker `PID`: intended with kind 1, unexpected with 0."""
     logs = directory / "ray" / "session_latest" / "logs"
     logs.mkdir(parents=True)
@@ -128,30 +128,30 @@ def raylet_says(directory: Path, kind: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "cause"), [(1, Cause.ENGINE_CORE_DIED), (0, Cause.RAY_WORKER_DIED)])
-async def test_a_worker_that_was_told_to_end_died_of_its_engine_core(
+async def test_an_ordered_end_of_a_worker_is_attributed_to_engine_core(
     make_member: Callable[..., Member], tmp_path: Path, kind: int, cause: Cause
 ) -> None:
-    raylet_says(tmp_path, kind)
+    write_raylet_log(tmp_path, kind)
     head = serving(make_member(0))
     head.process_ended("worker", PID)
     assert (await died_of(head))[0] is cause
 
 
 @pytest.mark.parametrize(("kind", "dead"), [(1, False), (0, True)])
-async def test_a_worker_that_was_told_to_end_is_no_death_of_its_member(
+async def test_an_ordered_end_of_a_worker_is_no_failure_of_its_member(
     make_member: Callable[..., Member], tmp_path: Path, kind: int, dead: bool
 ) -> None:
-    raylet_says(tmp_path, kind)
+    write_raylet_log(tmp_path, kind)
     member = serving(make_member(1))
     member.process_ended("worker", PID)
     assert [one.cause for one in member.context.record.failures] == [Cause.RAY_WORKER_DIED] * dead
 
 
 @pytest.mark.parametrize(("worker", "cause"), [(False, Cause.ENGINE_CORE_DIED), (True, Cause.RAY_WORKER_DIED)])
-async def test_an_engine_core_that_gave_up_is_dead_before_it_ends(
+async def test_a_fatal_error_of_engine_core_is_a_death_before_its_exit(
     make_member: Callable[..., Member], tmp_path: Path, worker: bool, cause: Cause
 ) -> None:
-    raylet_says(tmp_path, 0)
+    write_raylet_log(tmp_path, 0)
     head = serving(make_member(0))
     assert head.engine is not None
     (tmp_path / "vllm.log").write_text(FATAL)
@@ -204,7 +204,7 @@ async def test_an_api_process_follows_its_engine_core(
     assert (await died_of(head))[0] is cause
 
 
-async def test_the_log_is_read_before_the_end_of_a_process_is_told(
+async def test_the_log_is_read_before_the_end_of_a_process_is_reported(
     make_member: Callable[..., Member], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = serving(make_member(0))
@@ -218,7 +218,7 @@ async def test_the_log_is_read_before_the_end_of_a_process_is_told(
     assert kinds.index(CoreFailed) < kinds.index(ProcessEnded)
 
 
-async def test_an_engine_whose_log_cannot_be_read_is_not_left_to_itself(
+async def test_an_engine_with_an_unreadable_log_is_still_monitored(
     make_member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = serving(make_member(0))
@@ -288,7 +288,7 @@ async def test_a_mistake_in_an_action_ends_the_member_and_not_the_loop(make_memb
     assert head.context.record.phase is Phase.FAILED
 
 
-async def test_a_task_that_was_stopped_is_not_heard() -> None:
+async def test_results_of_stopped_tasks_are_dropped() -> None:
     told: list[AgentEvent] = []
     tasks = Tasks(told.append)
 

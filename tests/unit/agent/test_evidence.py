@@ -80,7 +80,7 @@ async def test_every_rank_ray_and_the_metrics_are_kept(make_plan: MakePlan, tmp_
     assert kept["window"] == [{"steps": 3}]
 
 
-async def test_nobody_answers(make_plan: MakePlan, tmp_path: Path) -> None:
+async def test_evidence_is_saved_although_no_member_answers(make_plan: MakePlan, tmp_path: Path) -> None:
     place = await evidence.save(tmp_path, _here(make_plan(), *(unused_port() for _ in range(3))), FAILURE, {}, "secret")
     assert place is not None
     kept = json.loads((place / "evidence.json").read_text())
@@ -89,7 +89,7 @@ async def test_nobody_answers(make_plan: MakePlan, tmp_path: Path) -> None:
     assert kept["seconds"] < 3
 
 
-async def test_nccl_is_asked_where_there_are_gpus(
+async def test_nccl_reports_are_collected_on_gpus_only(
     make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -110,7 +110,7 @@ async def test_nccl_is_asked_where_there_are_gpus(
     assert "nccl" not in kept[False]
 
 
-async def test_it_cannot_be_written(make_plan: MakePlan, tmp_path: Path) -> None:
+async def test_evidence_that_cannot_be_written_is_omitted(make_plan: MakePlan, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ports = [unused_port() for _ in range(3)]
     assert await evidence.save(tmp_path / "file" / "below", _here(make_plan(), *ports), FAILURE, {}, "secret") is None

@@ -134,7 +134,7 @@ def test_every_fault_of_the_table_is_here() -> None:
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_what_ends_by_itself_costs_nothing(serving: MakeReplay, silent: bool) -> None:
+def test_a_suspicion_that_is_withdrawn_causes_no_action(serving: MakeReplay, silent: bool) -> None:
     """After 8 s without packets or a step of 70 s the rules report a suspicion and withdraw it."""
     replay = serving()
     begun = replay.clock
@@ -160,7 +160,7 @@ def test_what_ends_by_itself_costs_nothing(serving: MakeReplay, silent: bool) ->
         ([worker(None), CORE], 0.0),
     ],
 )
-def test_the_verdict_waits_for_no_more_than_what_may_explain_it(
+def test_the_verdict_waits_only_for_events_that_can_explain_it(
     serving: MakeReplay, events: list[AgentEvent], seconds: float
 ) -> None:
     replay = serving()
@@ -170,7 +170,7 @@ def test_the_verdict_waits_for_no_more_than_what_may_explain_it(
     assert replay.verdict[0] - begun == pytest.approx(seconds)
 
 
-def test_a_worker_that_ends_later_than_together_is_what_engine_core_died_of(serving: MakeReplay) -> None:
+def test_a_worker_that_ends_well_before_engine_core_is_the_cause(serving: MakeReplay) -> None:
     replay = serving()
     replay.play([(0.0, worker(None)), (0.2, CORE)])
     replay.pass_to(replay.clock + 10)
@@ -196,7 +196,7 @@ def test_a_completion_that_got_no_answer_because_its_process_ended_is_not_the_ca
     assert replay.outcome == ("APIServerDied", 0, 1)
 
 
-def test_what_the_log_names_explains_an_api_process_that_ended_by_itself(serving: MakeReplay) -> None:
+def test_the_cause_in_the_log_explains_the_exit_of_the_api_process(serving: MakeReplay) -> None:
     replay = serving()
     replay.feed(FirstError("ERROR something", Cause.OUT_OF_MEMORY_HOST))
     replay.play([(0.0, ApiEnded(1))])
@@ -206,7 +206,7 @@ def test_what_the_log_names_explains_an_api_process_that_ended_by_itself(serving
 
 
 @pytest.mark.parametrize("lived_through", [True, False])
-def test_an_error_before_the_first_answer_is_not_told_of_a_later_death(
+def test_an_error_before_the_first_answer_is_not_reported_for_a_later_death(
     serving: MakeReplay, lived_through: bool
 ) -> None:
     replay = serving()

@@ -33,13 +33,13 @@ async def exchange(*, token: str = "t", incarnation: int = 1) -> list[tuple[int,
     return heard
 
 
-async def test_members_hear_each_other_and_how_long_it_takes() -> None:
+async def test_members_receive_heartbeats_and_measure_the_round_trip() -> None:
     heard = await exchange()
     assert len(heard) >= 5
     assert all(rank == 1 and 0 <= trip < 0.2 for rank, trip in heard)
 
 
-async def test_strangers_and_earlier_incarnations_are_not_heard() -> None:
+async def test_heartbeats_with_another_token_or_incarnation_are_ignored() -> None:
     assert await exchange(token="other") == []
     assert await exchange(incarnation=2) == []
 
@@ -60,7 +60,7 @@ def wired(rank: int, heard: list[int]) -> tuple[Heartbeats, Wire]:
     return beats, wire
 
 
-def test_a_recorded_answer_that_is_sent_again_is_not_heard() -> None:
+def test_replayed_heartbeat_answers_are_ignored() -> None:
     heard: list[int] = []
     (one, asks), (other, answers) = wired(0, heard), wired(1, [])
     one.ask()
@@ -70,7 +70,7 @@ def test_a_recorded_answer_that_is_sent_again_is_not_heard() -> None:
     assert heard == [1]
 
 
-def test_an_answer_to_a_question_of_an_earlier_process_is_not_heard() -> None:
+def test_answers_to_heartbeats_of_an_earlier_process_are_ignored() -> None:
     heard: list[int] = []
     (earlier, asks), (other, answers), (one, _) = wired(0, []), wired(1, []), wired(0, heard)
     earlier.ask()
@@ -80,7 +80,7 @@ def test_an_answer_to_a_question_of_an_earlier_process_is_not_heard() -> None:
     assert heard == []
 
 
-def test_answers_are_taken_out_of_turn_and_not_for_ever() -> None:
+def test_heartbeat_answers_are_accepted_in_any_order_within_a_bound() -> None:
     heard: list[int] = []
     (one, asks), (other, answers) = wired(0, heard), wired(1, [])
     for _ in range(40):
@@ -92,7 +92,7 @@ def test_answers_are_taken_out_of_turn_and_not_for_ever() -> None:
     assert len(heard) == 32
 
 
-async def test_rubbish_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_heartbeats_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     beats = Heartbeats(0, 1, "t", {1: ("127.0.0.1", 1)}, lambda rank, trip: pytest.fail("heard rubbish"))
     for data in (b"", b"x" * 33, b"\0" * 200):
         beats.datagram_received(data, ("127.0.0.1", 9))

@@ -50,7 +50,7 @@ STRANGERS = ("", "Bearer wrong", "secret", "Bearer ", "Bearer s", "Bearer secre"
 
 @pytest.mark.parametrize("header", [{"Authorization": given} if given else {} for given in STRANGERS])
 @pytest.mark.parametrize("path", ["/v1/status", "/v1/watch", "/v1/evidence"])
-async def test_without_the_token_nothing_is_told(served: Any, header: dict[str, str], path: str) -> None:
+async def test_requests_without_the_token_are_refused(served: Any, header: dict[str, str], path: str) -> None:
     session, _ = served
     async with session.get(path, headers=header) as response:
         assert response.status == 401
@@ -171,7 +171,7 @@ async def test_metrics_of_the_machine_the_fabric_and_failures(served: Any) -> No
     assert 'dsv4_gpu_celsius{gpu="1"}' not in text
 
 
-async def test_watchers_hear_of_every_change_at_once_and_of_nothing_each_second(served: Any) -> None:
+async def test_watches_send_changes_at_once_and_the_status_each_second(served: Any) -> None:
     session, reporter = served
     async with session.get("/v1/watch", headers={"Authorization": "Bearer secret"}) as response:
 
@@ -207,7 +207,7 @@ async def test_watchers_hear_of_every_change_at_once_and_of_nothing_each_second(
         assert await asyncio.wait_for(response.content.read(), 3.0) == b""
 
 
-async def test_the_heads_stream_tells_of_the_group_and_of_nothing_twice(
+async def test_the_heads_stream_reports_the_group_without_repetition(
     served: Any, make_plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, reporter = served
@@ -243,7 +243,7 @@ async def test_the_heads_stream_tells_of_the_group_and_of_nothing_twice(
         assert await asyncio.wait_for(response.content.read(), 3.0) == b""
 
 
-async def test_a_member_that_was_never_heard_has_no_age(served: Any) -> None:
+async def test_a_member_that_never_responded_has_no_age(served: Any) -> None:
     session, reporter = served
     reporter.peers[1] = Peer()
     async with session.get("/v1/watch?group=1", headers={"Authorization": "Bearer secret"}) as response:

@@ -389,7 +389,7 @@ def traceback(place: str, code: str, error: str, said: str = "EngineCore encount
         ("/x/dspark.py", "ValueError: DSpark currently requires uniform lengths", None),
     ],
 )
-def test_the_error_of_code_that_handles_requests_is_told_by_its_type(
+def test_errors_of_code_that_handles_requests_are_reported_by_their_type(
     tmp_path: Path, code: str, error: str, told: str | None
 ) -> None:
     path = tmp_path / "vllm.log"
@@ -510,7 +510,7 @@ async def test_facts_that_are_written_just_before_an_engine_serves_count(make_he
 
 
 @pytest.mark.parametrize("piece", [1000, 4096, 4097, 8192, 100_000])
-def test_what_follows_in_a_long_line_is_no_line_of_its_own(tmp_path: Path, piece: int) -> None:
+def test_pieces_of_a_long_line_are_not_separate_lines(tmp_path: Path, piece: int) -> None:
     """Writers flush long lines in pieces, and a client can make each piece begin like a line of EngineCore."""
     path = tmp_path / "vllm.log"
     tail = LogTail(path)
@@ -619,7 +619,7 @@ def test_signs_are_bounded_and_a_death_is_never_pushed_out() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(10.0, True), (10_000.0, False)])
-def test_an_old_first_error_is_not_what_an_engine_died_of(serving: Any, seconds: float, said: bool) -> None:
+def test_an_old_first_error_is_not_the_cause_of_a_death(serving: Any, seconds: float, said: bool) -> None:
     replay = serving(0)
     replay.feed(FirstError(WATCHDOG, Cause.NCCL_TIMEOUT))
     engine = replay.state.engine

@@ -57,7 +57,7 @@ SMALL = "INFO 11-23 [loading.py:99] dsv4 weights: 0.005 of 0.010 GB at 0.251 GB/
         ([SMALL], "loading 5.0/10.0 MB at 0.25 GB/s", 50.0),
     ],
 )
-def test_files_and_bytes_of_the_weights_are_told_together(lines: list[str], stage: str, percent: float) -> None:
+def test_progress_reports_files_and_bytes_of_the_weights_together(lines: list[str], stage: str, percent: float) -> None:
     told = None
     for line in lines:
         told = progress(line, told)
@@ -134,11 +134,11 @@ def test_harmless_lines(line: str) -> None:
         ("RayWorkerProc rank=[1] died unexpectedly, shutting down executor.", False),
     ],
 )
-def test_vllm_says_that_it_ends_itself(line: str, ends: bool) -> None:
+def test_lines_of_a_shutdown_by_vllm_are_recognised(line: str, ends: bool) -> None:
     assert shutting_down(line) is ends
 
 
-def test_enginecore_says_that_it_cannot_go_on() -> None:
+def test_lines_of_a_fatal_error_of_enginecore_are_recognised() -> None:
     assert core_failed("(EngineCore pid=1) ERROR 11-21 16:40:35 [core.py:1512] EngineCore encountered a fatal error.")
     assert core_failed(
         "(EngineCore_DP0 pid=1) ERROR 11-21 16:40:35 [core.py:2663] EngineCore encountered a fatal error."
@@ -155,7 +155,7 @@ def test_enginecore_says_that_it_cannot_go_on() -> None:
         "EngineCore encountered a fatal error.",
     ],
 )
-def test_a_client_cannot_say_so(line: str) -> None:
+def test_text_of_clients_is_no_fatal_error_of_enginecore(line: str) -> None:
     assert not core_failed(line)
 
 
@@ -176,7 +176,7 @@ def test_a_client_cannot_say_so(line: str) -> None:
         ("(APIServer pid=379) INFO [launcher.py:254] [shutdown] API server: shutdown triggered", False),
     ],
 )
-def test_vllm_says_that_its_enginecore_is_gone(line: str, lost: bool) -> None:
+def test_lines_about_a_lost_enginecore_are_recognised(line: str, lost: bool) -> None:
     assert core_lost(line) is lost
 
 
@@ -192,7 +192,7 @@ AT = "11-26 08:28:54 [multiproc_executor.py:315]"
         ("(APIServer pid=1) ERROR 11-21 16:40:35 [serving.py:88] no model `Worker proc X died unexpectedly`", False),
     ],
 )
-def test_enginecore_says_that_a_worker_ended_by_itself(line: str, lost: bool) -> None:
+def test_lines_about_a_lost_worker_are_recognised(line: str, lost: bool) -> None:
     assert worker_lost(line) is lost
 
 

@@ -19,7 +19,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("behind", ["", " [repeated 3x across cluster]"])
-def test_who_computes_an_operation(behind: str) -> None:
+def test_the_provider_of_an_operation_is_read(behind: str) -> None:
     found = kernels(CHOSEN + behind)
     assert found is not None
     rank, status = found
@@ -27,7 +27,7 @@ def test_who_computes_an_operation(behind: str) -> None:
     assert [one.excluded for one in status.standings] == [None, None, "t1: CUDA error: out of memory"]
 
 
-def test_what_was_seen_of_a_provider_is_no_death() -> None:
+def test_errors_of_an_excluded_provider_are_not_fatal() -> None:
     assert fatal(CHOSEN) is None
     said = "dsv4 kernels: tilelang of mla_decode is not used: t1: CUDA error: out of memory"
     assert fatal(f"WARNING 11-23 15:02:11 [active.py:64] {said}") is None

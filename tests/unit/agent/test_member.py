@@ -35,7 +35,7 @@ async def test_logs_are_kept_small(make_plan: MakePlan, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_disk_that_does_not_answer_holds_up_nothing_else(
+async def test_a_disk_that_does_not_answer_blocks_no_other_task(
     make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, asked = threading.Event(), []

@@ -44,7 +44,7 @@ async def thread(answer: str, *, ends: bool = True) -> AsyncIterator[tuple[int, 
         await asyncio.gather(*filter(None, serving))
 
 
-async def test_it_is_asked_and_says_who_is_behind() -> None:
+async def test_the_report_names_the_rank_that_is_behind() -> None:
     async with thread(ANSWER) as (port, asked):
         said = await evidence.nccl_report(port=port)
     assert asked == ["timeout 3", "verbose status"]
@@ -59,13 +59,13 @@ async def test_a_stopped_process_is_not_waited_for(answer: str) -> None:
             await evidence.nccl_report(port=port, seconds=0.3)
 
 
-async def test_nobody_listens() -> None:
+async def test_a_closed_port_is_an_error() -> None:
     async with thread(ANSWER) as (port, _):
         pass
     with pytest.raises(ConnectionRefusedError):
         await evidence.nccl_report(port=port)
 
 
-async def test_what_came_in_time_is_kept() -> None:
+async def test_a_partial_report_is_kept_at_the_timeout() -> None:
     async with thread("OK\nNCCL version", ends=False) as (port, _):
         assert await evidence.nccl_report(port=port, seconds=0.3) == "NCCL version"

@@ -45,7 +45,7 @@ async def pair(make_plan: Any) -> AsyncIterator[tuple[Peers, web.AppRunner]]:
     await runner.cleanup()
 
 
-async def test_an_agent_that_ended_refuses_and_falls_silent(pair: Any) -> None:
+async def test_an_ended_agent_counts_as_refused_and_silent(pair: Any) -> None:
     mine, runner = pair
     await until(lambda: mine.all[1].reachable)
     assert mine.silence(1, time.monotonic()) < 1.5
@@ -91,7 +91,7 @@ async def test_silence_is_since_the_latest_of_answer_and_heartbeat(make_plan: An
     assert mine.silence(1, 109.0) == 0.5, "this agent itself stood still until then"
 
 
-async def test_who_stands_still_hears_nobody_and_blames_nobody(pair: Any) -> None:
+async def test_a_stopped_process_reports_no_silence_of_other_members(pair: Any) -> None:
     mine, runner = pair
     await until(lambda: mine.all[1].reachable)
     await runner.cleanup()
@@ -100,7 +100,7 @@ async def test_who_stands_still_hears_nobody_and_blames_nobody(pair: Any) -> Non
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_whoever_waits_for_news_ends_when_cancelled_also_just_when_they_come(make_plan: Any, turns: int) -> None:
+async def test_waiting_for_changes_can_be_cancelled_at_the_moment_of_a_change(make_plan: Any, turns: int) -> None:
     """Otherwise a head that has detected a death would wait indefinitely for its tasks to end."""
     mine = Peers(make_plan(), 0, "t")
 
@@ -207,7 +207,7 @@ async def test_an_agent_that_is_stopped_for_three_seconds_is_not_hung(stoppable:
 
 
 @pytest.mark.parametrize("incarnation", [0, 2])
-async def test_an_agent_of_another_incarnation_is_not_heard(
+async def test_the_status_of_an_agent_of_another_incarnation_is_ignored(
     pair: Any, monkeypatch: pytest.MonkeyPatch, incarnation: int
 ) -> None:
     mine, _ = pair
@@ -229,7 +229,7 @@ def silent(accepting: float | None) -> Peer:
     return replace(Peer(), heard=100.0, accepting=accepting)
 
 
-def test_a_link_that_comes_back_brings_its_agent_along() -> None:
+def test_an_agent_has_time_to_respond_after_its_link_returns() -> None:
     """After 8 s without packets the machine accepts connections immediately; its agent responds a moment later."""
     assert silent(accepting=108.0).lost(108.3, 0.0, HealthPolicy()) is None
     assert silent(accepting=None).lost(108.9, 0.0, HealthPolicy()) is None

@@ -24,7 +24,7 @@ from dsv4_testkit.fake_cuda import build_cuda
 from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu
 
 
-async def test_an_address_that_is_nowhere(make_plan: Any) -> None:
+async def test_an_address_without_an_interface_is_refused(make_plan: Any) -> None:
     await wait_for_address("127.0.0.1", 0.1)
     with pytest.raises(PreflightError, match=r"no interface has the member's address 192\.0\.2\.1"):
         await wait_for_address("192.0.2.1", 0.1)
@@ -129,7 +129,7 @@ async def test_the_signal_that_ended_a_test_of_copies_is_reported(
         collecting.cancel()
 
 
-async def test_what_an_engine_had_that_has_just_ended_is_waited_for(make_plan: Any, driver: FakeNvml) -> None:
+async def test_the_check_waits_for_the_memory_of_an_engine_that_just_ended(make_plan: Any, driver: FakeNvml) -> None:
     driver.gpus[0].processes = {2**22 + 1: 70 * GIB}
     asyncio.get_running_loop().call_later(0.1, driver.gpus[0].processes.clear)
     await check_gpus(on_gpus(make_plan, "GPU-a"), 0)

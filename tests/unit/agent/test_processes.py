@@ -74,7 +74,7 @@ async def test_a_stubborn_tree_ends_within_its_grace(tmp_path: Path) -> None:
     assert alive == []
 
 
-async def test_an_exit_code_is_left_to_whoever_waits_for_it() -> None:
+async def test_exit_codes_are_left_to_waiting_callers() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(7)")
     with waited_for(process.pid):
         # asyncio waits in its own thread, which may be the first to reap the process.
@@ -85,7 +85,7 @@ async def test_an_exit_code_is_left_to_whoever_waits_for_it() -> None:
         assert await process.wait() == 7
 
 
-async def test_what_outlives_its_kill_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_process_that_survives_its_kill_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(processes, "_KILL_SECONDS", 0.2)
     child = await Child.start("x", ["sleep", "300"], {"PATH": "/usr/bin:/bin"}, tmp_path / "log")
     monkeypatch.setattr(processes, "kill", lambda _: None)  # like a process that waits for a device
@@ -116,7 +116,7 @@ def test_orphans_end_with_the_agent(tmp_path: Path) -> None:
     assert not psutil.pid_exists(orphan)
 
 
-async def test_a_death_is_noticed_without_looking() -> None:
+async def test_a_death_is_reported_without_polling() -> None:
     ended: list[tuple[str, int]] = []
     watch = ProcessWatch(lambda role, pid: ended.append((role, pid)))
     # process title of vLLM's engine

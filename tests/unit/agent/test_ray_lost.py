@@ -88,7 +88,7 @@ def gcs_answers(replay: Any, at: float, answered: float) -> None:
     replay.feed(dataclasses.replace(replay.state.view, gcs_answered=answered))
 
 
-def test_a_gcs_that_does_not_answer_is_lost_whatever_state_its_process_has(serving: MakeReplay) -> None:
+def test_a_gcs_that_does_not_answer_is_lost_in_any_process_state(serving: MakeReplay) -> None:
     replay = serving()
     begun = replay.clock
     gcs_answers(replay, begun + 3.9, begun)
@@ -116,7 +116,7 @@ def test_a_start_that_waits_for_ray_names_the_gcs(fresh: MakeReplay) -> None:
 
 
 @pytest.mark.parametrize("silent", [0.0, 8.0])
-def test_another_member_does_not_blame_the_gcs(serving: MakeReplay, silent: float) -> None:
+def test_another_member_does_not_report_the_gcs(serving: MakeReplay, silent: float) -> None:
     """After a lost link, heartbeats of rank 0 arrive before the next response of the GCS."""
     replay = serving(1)
     begun = replay.clock
@@ -128,7 +128,7 @@ def test_another_member_does_not_blame_the_gcs(serving: MakeReplay, silent: floa
     assert replay.all(RecordFailure) == []
 
 
-def test_an_agent_that_was_stopped_does_not_blame_the_gcs(serving: MakeReplay) -> None:
+def test_an_agent_that_was_stopped_does_not_report_the_gcs(serving: MakeReplay) -> None:
     replay = serving()
     begun = replay.clock
     replay.awake = begun + 30.0

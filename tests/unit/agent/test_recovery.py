@@ -52,7 +52,7 @@ def test_first_restart_is_immediate_and_the_next_ones_wait_longer(make_plan: Any
     assert next_step(make_plan(), {1: peer()}, died, [NOW - 5, NOW], 0, NOW) == Restart(NOW + 20, 2)
 
 
-def test_the_budget_counts_what_earlier_incarnations_spent(make_plan: Any) -> None:
+def test_the_budget_includes_restarts_of_earlier_incarnations(make_plan: Any) -> None:
     plan = make_plan(restarts=(NOW - 100, NOW - 50))
     died = [failure(Cause.ENGINE_CORE_DIED)]
     assert next_step(plan, {1: peer()}, died, [NOW - 10], 0, NOW) == Leave("the budget of 3 restarts is spent")
@@ -60,7 +60,7 @@ def test_the_budget_counts_what_earlier_incarnations_spent(make_plan: Any) -> No
     assert isinstance(an_hour_later, Restart)
 
 
-def test_two_failed_starts_in_a_row_are_the_operators_business(make_plan: Any) -> None:
+def test_two_consecutive_failed_starts_are_left_to_the_operator(make_plan: Any) -> None:
     answer = next_step(make_plan(), {1: peer()}, [failure(Cause.CANARY_FAILED)], [], 2, NOW)
     assert answer == Leave("the engine did not come up 2 times in a row")
 
@@ -94,7 +94,7 @@ def gpu(*xids: int | None) -> Signals:
     return Signals(time=1.0, gpus=tuple(GpuSignals(index=index, xid=xid) for index, xid in enumerate(xids)))
 
 
-def test_a_fatal_error_of_an_accelerator_is_what_its_programs_died_of() -> None:
+def test_a_fatal_error_of_an_accelerator_is_the_cause_of_its_programs_deaths() -> None:
     own = failure(Cause.ENGINE_CORE_DIED, NOW, culprit_rank=0, generation=1)
     found = root(own, peer(), signals={0: gpu(None, 31), 1: gpu(31, 79)})
     assert (found.cause, found.culprit_rank, found.detected_by) == (Cause.XID_ERROR, 1, "gpu")
@@ -127,13 +127,13 @@ def test_a_silent_agent_whose_machine_takes_connections_hangs() -> None:
     assert root(own, silent, clock=53.4) == own, "too early to tell"
 
 
-def test_a_member_that_was_heard_by_its_heartbeat_is_not_lost() -> None:
+def test_a_member_with_a_recent_heartbeat_is_not_lost() -> None:
     own = failure(Cause.ENGINE_CORE_DIED, NOW, generation=1)
     assert root(own, peer(error="TimeoutError", beat=59.0), clock=60.0) == own
     assert root(own, peer(error="TimeoutError"), clock=53.0) == own, "too early to tell"
 
 
-def test_what_nccl_says_counts_only_if_nothing_else_does() -> None:
+def test_an_nccl_timeout_is_the_cause_only_without_another_cause() -> None:
     own = failure(Cause.NCCL_TIMEOUT, NOW - 10, generation=1)
     worker = failure(Cause.RAY_WORKER_DIED, NOW, culprit_rank=1, generation=1)
     assert root(own, peer(dead=worker)) == worker

@@ -17,7 +17,7 @@ def leave(name: str) -> Path:
     return path
 
 
-def test_only_what_is_left_behind_goes() -> None:
+def test_only_abandoned_shared_memory_is_removed() -> None:
     born = time.time() - 0.1
     left = [leave("psm_0123abcd"), leave("12345-tp:0-[0-1]-cpushm_0")]
     foreign = leave("somebody-elses-data")

@@ -27,7 +27,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_only_sockets_that_nobody_has_bound_are_removed(tmp_path: Path) -> None:
+def test_only_sockets_without_a_listener_are_removed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with socket.socket(socket.AF_UNIX) as used, socket.socket(socket.AF_UNIX) as left:
         used.bind(str(tmp_path / "used"))
@@ -56,7 +56,7 @@ async def test_a_killed_engine_leaves_nothing_outside_its_members_directory(
     assert os.environ["TMPDIR"] == str(elsewhere), "the agent's own stays"
 
 
-def test_vllm_makes_its_sockets_where_the_environment_says(tmp_path: Path) -> None:
+def test_vllm_creates_its_sockets_in_tmpdir(tmp_path: Path) -> None:
     """Check vLLM's derivation of the path from `TMPDIR`, to detect versions that use another location."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or vllm.origin is None:

@@ -78,7 +78,7 @@ async def prepared(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     await member.standby.prepare()
 
 
-async def test_it_has_imported_before_it_is_told_what_to_be(
+async def test_the_standby_process_imports_before_it_gets_its_command_line(
     member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     await prepared(member, monkeypatch)
@@ -218,7 +218,7 @@ def test_imports_pause_while_the_brake_is_on(tmp_path: Path, exists: bool | None
     assert left == "False"
 
 
-def test_a_brake_that_is_released_holds_nobody(tmp_path: Path) -> None:
+def test_a_released_brake_lets_imports_continue(tmp_path: Path) -> None:
     """The engine died while the standby processes were importing."""
     file = tmp_path / "brake"
     file.touch()
@@ -267,7 +267,9 @@ async def test_nothing_waits_with_a_device(tmp_path: Path, told: bool, code: int
     assert (tmp_path / "log").exists() is told
 
 
-async def test_one_that_ended_is_not_taken(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_an_ended_standby_process_is_not_used(
+    member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     await prepared(member, monkeypatch)
     (waiting,) = member.context.children
     await waiting.end(0.0)
@@ -275,7 +277,7 @@ async def test_one_that_ended_is_not_taken(member: Member, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("how", ["stopped", "another program", "busy", "well"])
-async def test_one_is_used_only_if_it_answers_or_works(
+async def test_a_standby_process_is_used_only_if_it_answers_or_works(
     member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
 ) -> None:
     begin = member.context.start_child
@@ -413,7 +415,7 @@ async def test_a_stopped_worker_of_ray_waits_for_no_engine() -> None:
             process.wait()
 
 
-async def test_it_waits_once(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_one_standby_process_is_prepared(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     await prepared(member, monkeypatch)
     await member.standby.prepare()
     (waiting,) = member.context.children
@@ -436,7 +438,9 @@ async def test_nothing_waits_where_memory_is_short(member: Member, monkeypatch: 
     assert member.context.children == []
 
 
-async def test_a_first_engine_has_one_too(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_first_engine_uses_a_standby_process_too(
+    member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """vLLM is imported while the weights are fetched, and fetching does not wait for the import."""
 
     async def fetched(*_: object) -> Any:
@@ -451,7 +455,7 @@ async def test_a_first_engine_has_one_too(member: Member, monkeypatch: pytest.Mo
     await taken.end(0.0)
 
 
-async def test_without_one_the_weights_are_fetched_all_the_same(
+async def test_weights_are_fetched_without_a_standby_process_too(
     member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fetched(*_: object) -> Any:
@@ -488,7 +492,7 @@ class Class:
         (None, (1, 0)),
     ],
 )
-def test_the_models_class_is_inspected_before_anybody_waits(
+def test_the_models_class_is_inspected_ahead_of_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: str | None, asked: tuple[int, int]
 ) -> None:
     models = {"DeepseekV4ForCausalLM": Class(), "Other": Class(), "Broken": Class(RuntimeError("no such module"))}
@@ -532,7 +536,9 @@ def test_only_idle_processes_with_the_engines_environment_are_counted() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_it_is_prepared_while_an_engine_serves_and_not_while_one_starts(fresh: Callable[..., Any], rank: int) -> None:
+def test_a_standby_process_is_prepared_while_an_engine_serves_not_while_one_starts(
+    fresh: Callable[..., Any], rank: int
+) -> None:
     replay = fresh(rank)
     replay.serve()
     if rank == 0:
@@ -562,7 +568,7 @@ def test_the_next_engines_worker_is_not_taken_for_the_last_ones(serving: Callabl
     assert len(replay.all(KillEngine)) == 3
 
 
-async def test_what_is_left_of_an_engine_is_looked_for_again(member: Member) -> None:
+async def test_remaining_processes_of_an_engine_are_searched_again(member: Member) -> None:
     member.act(KillEngine())
     assert member.loop.state.phase is Phase.PREFLIGHT
     fed: list[object] = []

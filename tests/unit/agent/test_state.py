@@ -38,7 +38,7 @@ def test_one_completion_ends_every_failure_before_it(make_plan: Any) -> None:
     assert state.failures[0].recover_seconds == first.recover_seconds
 
 
-def test_the_model_is_told_as_the_plan_has_it(make_plan: Any) -> None:
+def test_the_status_has_the_model_digest_of_the_plan(make_plan: Any) -> None:
     plan = make_plan()
     assert MemberRecord(plan, 0).status().model_digest == plan.model_digest
 
@@ -58,7 +58,7 @@ def test_the_logged_kv_cache_is_compared_with_the_plan(make_plan: Any, caplog: p
     assert (engine.kv_cache_tokens, engine.kv_concurrency, engine.kv_planned_tokens) == (9_000, 8.79, 14_000)
 
 
-def test_what_was_logged_beyond_the_plan_is_told(make_plan: Any) -> None:
+def test_logged_memory_beyond_the_plan_is_reported(make_plan: Any) -> None:
     plan = make_plan()
     told = plan.expectations.model_copy(update={"memory_of": "m", "memory": {"weights": 100, "KV cache": 50}})
     state = MemberRecord(plan.model_copy(update={"expectations": told}), 0)
@@ -136,7 +136,7 @@ def test_a_start_is_divided_into_steps(make_plan: Any, monkeypatch: pytest.Monke
     assert steps(state) == [("Restarting", "", 1.0)]
 
 
-def test_only_the_head_tells_of_the_engine(make_plan: Any) -> None:
+def test_only_the_head_reports_the_engine(make_plan: Any) -> None:
     assert MemberRecord(make_plan(), 0).status().engine is not None
     assert MemberRecord(make_plan(), 1).status().engine is None
 
@@ -151,7 +151,7 @@ def told(state: MemberRecord) -> dict[str, tuple[str, str | None]]:
     return {found.op: (found.provider, found.note) for found in engine.kernels}
 
 
-def test_the_lowest_rank_says_who_computes_and_another_choice_is_a_warning(
+def test_the_lowest_rank_determines_the_provider_and_a_different_choice_is_a_warning(
     make_plan: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = MemberRecord(make_plan(), 0)

@@ -63,7 +63,7 @@ def warm(replay: Any, *, restarted: bool = True) -> None:
     replay.done.clear()
 
 
-def test_what_was_verified_before_an_earlier_engine_says_nothing_about_this_one(fresh: MakeReplay) -> None:
+def test_a_verification_before_an_earlier_engine_does_not_count_for_the_present_one(fresh: MakeReplay) -> None:
     replay = fresh()
     replay.verified = True
     warm(replay)
@@ -75,7 +75,7 @@ def test_what_was_verified_before_an_earlier_engine_says_nothing_about_this_one(
 
 @pytest.mark.parametrize(("place", "shared"), [("7:1", True), ("7:2", False), ("", False)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_wrong_file_of_a_shared_directory_is_no_members_fault(
+def test_a_wrong_file_of_a_shared_directory_has_no_culprit_rank(
     serving: MakeReplay, rank: int, place: str, shared: bool
 ) -> None:
     replay = serving(rank)
@@ -130,7 +130,7 @@ def test_a_first_answer_that_is_wrong_has_every_member_read_its_files_first(fres
     assert replay.phases[-1] is Phase.FAILED, "the same files would do the same"
 
 
-def test_an_answer_that_differs_from_right_files_is_the_engines_fault_at_once_where_they_were_read_before(
+def test_a_wrong_answer_with_already_verified_files_is_a_fault_of_the_engine(
     fresh: MakeReplay,
 ) -> None:
     replay = fresh()
@@ -143,7 +143,7 @@ def test_an_answer_that_differs_from_right_files_is_the_engines_fault_at_once_wh
     assert replay.failure[0] is Cause.ENGINE_WRONG
 
 
-def test_a_file_that_is_wrong_is_what_a_wrong_answer_is_called(fresh: MakeReplay) -> None:
+def test_a_wrong_file_is_the_cause_of_a_wrong_answer(fresh: MakeReplay) -> None:
     replay = fresh()
     warm(replay)
     replay.feed(NAN)
@@ -165,7 +165,7 @@ def test_the_wrong_file_of_another_rank_is_named(fresh: MakeReplay) -> None:
 
 
 @pytest.mark.parametrize("own", [None, False])
-def test_files_that_nobody_can_compare_leave_it_open_whose_fault_it_is(fresh: MakeReplay, own: bool | None) -> None:
+def test_without_a_comparison_of_the_files_the_cause_is_the_failed_canary(fresh: MakeReplay, own: bool | None) -> None:
     replay = fresh()
     warm(replay)
     replay.feed(NAN)
@@ -207,7 +207,7 @@ def test_an_answer_is_kept_once_every_members_files_are_known_to_be_right(fresh:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_reading_that_began_in_an_earlier_engines_life_says_nothing(serving: MakeReplay, rank: int) -> None:
+def test_a_verification_begun_under_an_earlier_engine_does_not_count(serving: MakeReplay, rank: int) -> None:
     replay = serving(rank)
     replay.feed(WeightsRead(Task.SCRUB)) if rank == 0 else replay.head_says(1, Phase.SERVING)
     if rank == 0:
@@ -221,7 +221,7 @@ def test_a_reading_that_began_in_an_earlier_engines_life_says_nothing(serving: M
     assert replay.state.verified is None
 
 
-def test_a_loader_that_cannot_read_a_file_casts_doubt_on_the_weights(serving: MakeReplay) -> None:
+def test_a_file_that_the_loader_cannot_read_makes_the_weights_doubted(serving: MakeReplay) -> None:
     replay = serving()
     replay.restart()
     replay.done.clear()
@@ -242,7 +242,7 @@ def test_other_deaths_before_the_first_completion_do_not(fresh: MakeReplay, even
     assert StartTask(Task.CLEAR) in replay.all(StartTask)
 
 
-def test_an_engine_that_served_does_not_cast_doubt_on_the_weights(serving: MakeReplay) -> None:
+def test_failures_of_an_engine_that_served_do_not_make_the_weights_doubted(serving: MakeReplay) -> None:
     replay = serving()
     replay.feed(Judged(Judgement(Health.DEAD, Cause.CANARY_FAILED, None, "completion", "it is nan", 0.0)))
     replay.pass_to(replay.clock + 4)
@@ -251,7 +251,7 @@ def test_an_engine_that_served_does_not_cast_doubt_on_the_weights(serving: MakeR
     assert StartTask(Task.CLEAR) in replay.all(StartTask)
 
 
-def test_a_member_doubts_its_weights_once_the_head_does(serving: MakeReplay) -> None:
+def test_a_member_verifies_its_weights_if_the_head_doubts_them(serving: MakeReplay) -> None:
     replay = serving(1)
     replay.head_says(1, Phase.WARMING)
     assert replay.all(DoubtWeights) == []

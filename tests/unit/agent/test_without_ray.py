@@ -100,7 +100,7 @@ def test_the_next_generation_may_die_of_the_same(serving: MakeReplay, event: Age
     assert failures(replay) == [(Cause.RAY_WORKER_DIED, 1, 1), (Cause.RAY_WORKER_DIED, 1, 2)]
 
 
-def test_its_log_names_the_cause(serving: MakeReplay) -> None:
+def test_the_cause_comes_from_the_members_own_log(serving: MakeReplay) -> None:
     """Only this member has the log of its workers."""
     replay = serving(1, members=MEMBERS)
     replay.head_says(1, Phase.LOADING)

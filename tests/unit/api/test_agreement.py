@@ -110,7 +110,7 @@ def refused(manifest: dict[str, Any]) -> tuple[Finding, ...]:
 
 
 @pytest.mark.parametrize(("path", "schema"), list(fields()), ids=[path for path, _ in fields()])
-def test_what_the_schema_refuses_the_models_refuse_and_the_other_way_round(path: str, schema: dict[str, Any]) -> None:
+def test_schema_and_models_refuse_the_same_values(path: str, schema: dict[str, Any]) -> None:
     listed = {json.dumps(value): value for value in values(schema, path)}
     here = "spec." + path.replace("[]", "[0]").replace("{}", ".key")
     for value in listed.values():
@@ -169,7 +169,7 @@ def test_no_object_of_any_kind_makes_the_models_fail(seed: int) -> None:
         ("replicas", 1.0),
     ],
 )
-def test_what_one_side_alone_refused(path: str, value: Any) -> None:
+def test_values_that_definition_or_models_once_accepted_alone_are_refused(path: str, value: Any) -> None:
     assert refused(placed(path, value))
 
 
@@ -193,7 +193,7 @@ def test_what_one_side_alone_refused(path: str, value: Any) -> None:
         ("network.rdmaResource", "example.com/hca"),
     ],
 )
-def test_what_both_take(path: str, value: Any) -> None:
+def test_definition_and_models_accept_the_same_values(path: str, value: Any) -> None:
     assert refused(placed(path, value)) == ()
 
 

@@ -80,7 +80,7 @@ def always(topology: TopologySpec) -> bool:
 
 
 @pytest.mark.parametrize("predicate", [lower, always])
-def test_what_has_no_equivalent_is_an_error(predicate: Callable[[object], bool]) -> None:
+def test_predicates_without_an_equivalent_in_cel_are_refused(predicate: Callable[[object], bool]) -> None:
     with pytest.raises(ValueError, match=r"no equivalent in CEL|always present"):
         cel.condition(predicate)
 

@@ -62,12 +62,12 @@ def test_every_part_is_structural(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in NODES if path.startswith(".spec") and not path.endswith(("]", "}"))])
-def test_every_field_of_the_specification_says_what_it_is(path: str) -> None:
+def test_every_field_of_the_specification_has_a_description(path: str) -> None:
     assert NODES[path]["description"].endswith((".", "`"))
 
 
 @pytest.mark.parametrize("path", [path for path in NODES if path.startswith(".spec")])
-def test_what_a_rule_walks_is_bounded(path: str) -> None:
+def test_inputs_of_rules_are_bounded(path: str) -> None:
     """The API server estimates the cost of rules, and rejects definitions above its limit."""
     node = NODES[path]
     if node.get("type") == "array":
@@ -106,7 +106,7 @@ def test_patterns_are_those_of_re2() -> None:
     assert [pattern for pattern in found if re.search(r"\(\?[=!<]|\\[1-9]", pattern)] == []
 
 
-def test_conditions_come_first_and_are_told_apart_by_their_type() -> None:
+def test_conditions_come_first_and_are_keyed_by_their_type() -> None:
     status = SCHEMA["properties"]["status"]
     assert next(iter(status["properties"])) == "conditions"
     assert status["properties"]["conditions"]["x-kubernetes-list-map-keys"] == ["type"]
@@ -116,12 +116,12 @@ def test_no_default_is_filled_in_but_the_one_that_scaling_needs() -> None:
     assert [path for path, node in NODES.items() if "default" in node] == [".spec.replicas"]
 
 
-def test_defaults_are_told_as_they_are_written() -> None:
+def test_defaults_are_documented_in_the_notation_of_the_specification() -> None:
     assert NODES[".spec.engine.timeouts.drain"]["description"].endswith("Default: `20s`.")
     assert NODES[".spec.gateway.maxBodyBytes"]["description"].endswith("Default: `64Mi`.")
 
 
-def test_what_a_newer_version_writes_into_the_status_is_taken() -> None:
+def test_status_values_of_a_newer_version_are_accepted() -> None:
     assert [path for path, node in NODES.items() if path.startswith(".status") and "enum" in node] == []
 
 
@@ -139,6 +139,6 @@ class Odd(Document):
     either: int | str
 
 
-def test_what_a_structural_schema_cannot_say_is_refused() -> None:
+def test_types_that_a_structural_schema_cannot_express_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot express"):
         crd.structural(Odd, {})

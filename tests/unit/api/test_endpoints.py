@@ -78,7 +78,7 @@ def test_other_hosts_are_taken(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_what_is_no_url_of_a_host_and_a_path_is_refused(field: str) -> None:
+def test_urls_other_than_a_host_and_a_path_are_refused(field: str) -> None:
     """Numbers in other notations are not accepted as hosts, because programs interpret them as different addresses."""
     for url in (
         "", "mirror.example", "ftp://mirror.example", "https://user:pass@mirror.example", "https://mirror.example/x?token=y",

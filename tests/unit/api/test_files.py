@@ -23,7 +23,7 @@ def test_the_samples_are_there() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_every_sample_is_valid_and_explains_itself(path: Path) -> None:
+def test_every_sample_is_valid_and_begins_with_a_comment(path: Path) -> None:
     text = path.read_text()
     load(text, lambda: Hardware.RTXPRO6000)
     assert text.startswith("# ")

@@ -31,7 +31,7 @@ def changed(path: str, value: object) -> Any:
     return data
 
 
-def test_of_many_findings_the_first_are_told() -> None:
+def test_the_number_of_reported_findings_is_bounded() -> None:
     with pytest.raises(InvalidDeployment) as caught:
         parse(changed("spec.engine", {f"field{number}": 1 for number in range(50)}))
     found = caught.value.findings

@@ -61,7 +61,7 @@ def test_the_shortest_manifest_has_the_documented_defaults() -> None:
     assert (policy.backoff_base_seconds, policy.backoff_max_seconds) == (30, 600)
 
 
-def test_json_is_read_too_and_what_is_written_is_read_back() -> None:
+def test_json_is_accepted_and_written_manifests_load_again() -> None:
     deployment = load(changed("spec.engine", {"kvCacheMemory": "1Gi", "env": [{"name": "A", "value": "1"}]}))
     assert deployment.spec.engine.kv_cache_memory == 2**30
     assert deployment.spec.engine.env == (EnvVar(name="A", value="1"),)
@@ -69,7 +69,7 @@ def test_json_is_read_too_and_what_is_written_is_read_back() -> None:
     assert DSV4Deployment.model_validate_json(deployment.to_json()) == deployment
 
 
-def test_what_kubectl_prints_is_read() -> None:
+def test_output_of_kubectl_is_accepted() -> None:
     data = yaml.safe_load(NANO)
     data["metadata"] |= {"creationTimestamp": "2026-01-01T00:00:00Z", "resourceVersion": "7", "managedFields": [{}]}
     data["metadata"]["generateName"] = "flash-"
@@ -337,7 +337,7 @@ def test_each_refusal_names_field_value_and_reason(path: str, value: object, fou
         ),
     ],
 )
-def test_what_the_api_server_leaves_to_the_operator_is_refused_too(path: str, value: object, found: Found) -> None:
+def test_values_that_only_the_operator_checks_are_refused_too(path: str, value: object, found: Found) -> None:
     assert refusal(changed(path, value)) == [found]
 
 

@@ -68,7 +68,7 @@ def test_every_way_to_write_a_refused_flag_is_found(version: str) -> None:
     assert [arg for arg in unseen() if PARSERS[version].flags(arg) & REFUSED] == []
 
 
-def test_the_parser_of_this_test_reads_what_vllms_does() -> None:
+def test_this_modules_parser_agrees_with_the_one_of_vllm() -> None:
     parser = PARSERS["0.33.0"]
     assert parser.flags("--tensor_par=2") == {"--tensor-parallel-size"}
     assert parser.flags("--speculative_config.method=mtp") == {"--speculative-config"}
@@ -114,7 +114,7 @@ def test_an_owned_flag_is_named_with_its_remedy(arg: str) -> None:
     "-O3", "-1",
     "-q", "-dc", "-cc", "-cc.mode=3", "--hf-overrides.a=1", ""],
 )  # fmt: skip
-def test_other_words_pass(arg: str) -> None:
+def test_other_arguments_are_accepted(arg: str) -> None:
     assert owned_flag(arg) is None
 
 

@@ -35,7 +35,7 @@ def test_the_charts_values_are_the_operators_defaults() -> None:
     assert set(VALUES["policy"]) == {field.alias or name for name, field in ClusterPolicy.model_fields.items()}
 
 
-def test_what_is_allowed_is_not_refused() -> None:
+def test_allowed_specifications_are_accepted() -> None:
     assert refused() == []
     assert refused(engine={"image": OWN}) == []
     assert refused(storage={"type": "EmptyDir", "path": "/anywhere"}) == []
@@ -138,7 +138,7 @@ def test_a_policy_is_read_as_the_chart_writes_it() -> None:
         ({"deviceGroups": [0]}, "policy.deviceGroups[0]: 0 is out of range"),
     ],
 )
-def test_a_policy_that_says_nothing_sensible_is_refused(data: dict[str, Any], words: str) -> None:
+def test_invalid_policies_are_refused(data: dict[str, Any], words: str) -> None:
     with pytest.raises(PolicyError) as told:
         parse_policy(yaml.safe_dump(data))
     assert words in str(told.value)

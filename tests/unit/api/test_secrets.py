@@ -67,7 +67,7 @@ def refused(**engine: Any) -> InvalidDeployment:
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-def test_a_value_that_looks_like_a_secret_is_refused_and_not_repeated(secret: str) -> None:
+def test_a_value_in_the_format_of_a_secret_is_refused_and_not_repeated(secret: str) -> None:
     for error, field in (
         (refused(env=[{"name": "MINE", "value": f"x={secret}"}]), "spec.engine.env[0].value"),
         (refused(extraArgs=["--seed", secret]), "spec.engine.extraArgs[1]"),
@@ -78,7 +78,7 @@ def test_a_value_that_looks_like_a_secret_is_refused_and_not_repeated(secret: st
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_variable_for_a_secret_is_refused_whatever_its_value(name: str) -> None:
+def test_a_variable_for_a_secret_is_refused_for_any_value(name: str) -> None:
     error = refused(env=[{"name": name, "value": "hunter2"}])
     found = error.findings[0]
     assert (found.field, found.value, found.reason) == ("spec.engine.env[0].name", name, "Secret")
@@ -93,12 +93,12 @@ def test_a_flag_for_a_secret_is_refused_without_its_value(flag: str) -> None:
     assert "hunter2" not in f"{error} {found!r} {found.to_dict()}"
 
 
-def test_what_is_harmless_is_taken() -> None:
+def test_harmless_values_are_accepted() -> None:
     assert [text for text in HARMLESS if has_secret(text)] == []
     assert not any(map(is_secret_name, ("TOKENIZERS_PARALLELISM", "AWS_WEB_IDENTITY_TOKEN_FILE", "MAX_TOKENS", "KEY")))
 
 
-def test_no_variable_that_an_engine_image_knows_is_taken_for_a_secret_but_those_that_are() -> None:
+def test_only_secrets_of_the_images_variables_are_recognised_as_secrets() -> None:
     known = {name for profile in profiles() for name in profile.surface.env}
     known |= {name for profile in profiles() for each in profile.libraries for name in library(each)[1]}
     found = {name for name in known if is_secret_name(name)}
@@ -112,7 +112,7 @@ def test_no_field_of_the_specification_names_a_file_with_credentials() -> None:
 
 
 @pytest.mark.parametrize("text", ["eyJ" * 2730, "://" + ":" * 8189, "-----BEGIN " * 744, "://a:" * 1638])
-def test_a_long_value_is_looked_through_in_no_time(text: str) -> None:
+def test_long_values_are_searched_in_linear_time(text: str) -> None:
     began = time.thread_time()
     for _ in range(128):
         assert not has_secret(text)

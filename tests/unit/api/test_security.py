@@ -109,11 +109,11 @@ def test_settings_of_the_engine_are_free(name: str) -> None:
     assert variable_reason(name, ()) is None
 
 
-def test_what_loads_code_by_its_name_is_dsv4s() -> None:
+def test_variables_that_load_code_are_owned() -> None:
     assert all(map(owned_env, ("LD_PRELOAD", "PYTHONPATH", "PYTHONHOME", "PATH", "HOME", "VLLM_PLUGINS")))
 
 
-def test_what_a_profile_needs_is_free() -> None:
+def test_settings_of_the_profiles_need_no_consent() -> None:
     for profile in profiles():
         assert [name for name in (*profile.env, *profile.extra_env) if variable_reason(name, ())] == []
         assert [flag for flag in profile.args if flag_reason(flag, ())] == []

@@ -30,7 +30,7 @@ def test_nothing_is_rejected(data: object) -> None:
     assert isinstance(read_status(data), DeploymentStatus)
 
 
-def test_what_can_be_read_is_kept() -> None:
+def test_readable_parts_of_a_status_are_kept() -> None:
     status = read_status(
         {
             "phase": "FromTheFuture",

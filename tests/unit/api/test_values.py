@@ -58,7 +58,7 @@ def test_the_shortest_way_to_write_a_duration(seconds: float, text: str) -> None
 
 
 @pytest.mark.parametrize("text", ["", "10", "10 m", "1d", "-5s", "1h 30m", "m", "5S", "0.0001s", "1e3s", "٣s"])
-def test_what_is_no_duration(text: str) -> None:
+def test_invalid_durations_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"for example"):
         parse_duration(text)
 
@@ -117,7 +117,7 @@ def test_quantities_of_others_do_not_fill_the_memory() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "8GB", "8 Gi", "-1", "0.5", "100m", 1.5, True, None, -1, "8gi", "1e999"])
-def test_what_is_no_quantity(value: object) -> None:
+def test_invalid_quantities_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"for example"):
         parse_quantity(value)
 
@@ -149,6 +149,6 @@ NOT_TIMES = ["yesterday", "2026-01-31", "2026-01-31T12:00:00", "0001-01-01T00:00
 
 
 @pytest.mark.parametrize("value", NOT_TIMES)
-def test_what_is_no_time(value: object) -> None:
+def test_invalid_times_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match="is not a time"):
         parse_time(value)

@@ -123,7 +123,7 @@ async def asked(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     await runner.cleanup()
 
 
-async def test_it_lasts_until_the_agent_says_that_it_is_over(asked: tuple[Backend, Agent]) -> None:
+async def test_a_drain_lasts_until_the_agent_reports_its_end(asked: tuple[Backend, Agent]) -> None:
     backend, agent = asked
     assert not await backend.drain(DEPLOYMENT, 0, INCARNATION, 7.5)
     assert not await backend.drain(DEPLOYMENT, 0, INCARNATION, 7.5)
@@ -133,20 +133,20 @@ async def test_it_lasts_until_the_agent_says_that_it_is_over(asked: tuple[Backen
 
 
 @pytest.mark.parametrize("status", [401, 404, 405, 500])
-async def test_an_agent_that_cannot_has_nothing_to_wait_for(asked: tuple[Backend, Agent], status: int) -> None:
+async def test_an_agent_that_refuses_the_drain_ends_it(asked: tuple[Backend, Agent], status: int) -> None:
     backend, agent = asked
     agent.answer = web.Response(status=status)
     assert await backend.drain(DEPLOYMENT, 0, INCARNATION, 7.5)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"over": "perhaps"})])
-async def test_what_is_no_answer_is_none(asked: tuple[Backend, Agent], text: str) -> None:
+async def test_an_invalid_answer_ends_the_drain(asked: tuple[Backend, Agent], text: str) -> None:
     backend, agent = asked
     agent.answer = web.Response(text=text)
     assert await backend.drain(DEPLOYMENT, 0, INCARNATION, 7.5)
 
 
-async def test_an_agent_that_is_slow_is_asked_again_and_holds_up_no_turn(asked: tuple[Backend, Agent]) -> None:
+async def test_a_request_to_a_slow_agent_is_repeated_and_delays_no_reconciliation(asked: tuple[Backend, Agent]) -> None:
     backend, agent = asked
     agent.answer = None
     begun = time.monotonic()
@@ -156,13 +156,13 @@ async def test_an_agent_that_is_slow_is_asked_again_and_holds_up_no_turn(asked: 
     assert await backend.drain(DEPLOYMENT, 0, INCARNATION, 600.0)
 
 
-async def test_an_agent_that_three_ask_first_at_once_is_drained_all_the_same(asked: tuple[Backend, Agent]) -> None:
+async def test_concurrent_first_requests_drain_an_agent(asked: tuple[Backend, Agent]) -> None:
     backend, _ = asked
     calls = (backend.drain(DEPLOYMENT, 0, INCARNATION, 7.5) for _ in range(3))
     assert await asyncio.gather(*calls) == [False] * 3
 
 
-async def test_who_is_not_there_is_not_asked(asked: tuple[Backend, Agent]) -> None:
+async def test_an_absent_member_gets_no_request(asked: tuple[Backend, Agent]) -> None:
     backend, agent = asked
     assert await backend.drain(DEPLOYMENT, 0, INCARNATION + 1, 7.5)
     assert agent.asked == []

@@ -96,7 +96,7 @@ async def test_every_incarnation_has_another_token_and_the_one_before_opens_noth
         await fenced(world, incarnation)
 
 
-async def test_a_member_whose_network_takes_long_holds_up_no_turn(
+async def test_a_slow_network_setup_of_a_member_delays_no_reconciliation(
     world: LocalWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine with too few processors the setup of a new process takes seconds."""
@@ -113,7 +113,7 @@ async def test_a_member_whose_network_takes_long_holds_up_no_turn(
     await backend.close()
 
 
-async def test_an_agent_that_does_not_answer_holds_up_no_turn(world: LocalWorld) -> None:
+async def test_an_agent_that_does_not_answer_delays_no_reconciliation(world: LocalWorld) -> None:
     plan = await formed(world, 1)
     heard = (await until(world, "it answers", lambda seen: seen.members[0].heard is not None)).members[0].heard
     agent = world.local._members[0, 1, 0].agent

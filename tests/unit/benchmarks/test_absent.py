@@ -51,7 +51,7 @@ def world(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(ROOT)]), "PATH": str(tools)}
 
 
-def test_what_is_hidden_cannot_be_imported_or_found(world: dict[str, str], tmp_path: Path) -> None:
+def test_hidden_modules_and_programs_cannot_be_imported_or_found(world: dict[str, str], tmp_path: Path) -> None:
     argv = [sys.executable, "-c", PARENT, str(tmp_path / "hidden")]
     done = subprocess.run(argv, env=world, capture_output=True, text=True, timeout=60, check=True)
     found, seen = map(json.loads, done.stdout.splitlines())
@@ -77,7 +77,7 @@ def test_children_do_not_find_it_either(world: dict[str, str], tmp_path: Path) -
     assert (seen["nvcc"], seen["json"]) == (None, True)
 
 
-def test_it_is_too_late_once_torch_has_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hiding_after_the_import_of_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("gpu_absent", ROOT / "benchmarks" / "gpu" / "absent.py")
     assert spec
     assert spec.loader

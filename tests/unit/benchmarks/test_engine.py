@@ -23,7 +23,7 @@ def profile(*names: str) -> list[SimpleNamespace]:
 
 
 @pytest.mark.parametrize("first", [VLLM, "front_insert_kernel"])
-def test_a_layer_begins_where_the_key_is_stored_whoever_does_it(first: str) -> None:
+def test_a_layer_begins_at_the_kernel_that_stores_the_key(first: str) -> None:
     """Two steps of three layers; kernels after the last layer of a step belong to no layer."""
     step = [first, "a", "b", first, "a", first, "a", "head", "sample"]
     assert layers_of(profile(*step, *step), 3) == 2 * [[first, "a", "b"], [first, "a"]]
@@ -42,7 +42,7 @@ def test_time_in_which_two_kernels_run_counts_once() -> None:
     ("text", "method", "tokens", "sampling"),
     [("mtp:3", "mtp", 3, "greedy"), ("dspark:5:probabilistic", "dspark", 5, "probabilistic")],
 )
-def test_drafts_are_greedy_unless_said_otherwise(text: str, method: str, tokens: int, sampling: str) -> None:
+def test_drafts_are_greedy_by_default(text: str, method: str, tokens: int, sampling: str) -> None:
     wanted = {"method": method, "num_speculative_tokens": tokens, "draft_sample_method": sampling}
     assert drafting(text) == wanted
     assert drafting(None) is None

@@ -66,7 +66,7 @@ def test_a_wrong_cause_and_culprit_and_a_restart_too_many():
     assert found.false_restarts == 2
 
 
-def test_no_verdict_is_a_miss_and_says_nothing_of_causes():
+def test_a_run_without_a_verdict_is_a_miss_without_a_cause():
     found = result(STOP, [], restarts=0)
     assert (found.verdict, found.missed, found.cause_right, found.detected) == ("Healthy", True, None, None)
 
@@ -126,7 +126,7 @@ def test_results_are_kept_and_found_again(tmp_path: Path):
     assert "1970-01-01" in again.machines()[0]
 
 
-def test_the_page_has_what_was_measured(tmp_path: Path):
+def test_the_page_has_the_measured_results(tmp_path: Path):
     store = Store(None)
     store.add(result(STOP, [Verdict(STRUCK + 4.0, "EngineHung", 1, 1, "progress", STRUCK + 20.0)], [answered(1030.0)]))
     before = f"# Faults\n\nBy hand.\n{report.BEGIN}\nold\n{report.END}\nMore by hand.\n"
@@ -149,7 +149,7 @@ def test_the_page_has_what_was_measured(tmp_path: Path):
     assert f"| {STOP.name} | 3 | 2.0 / 4.0 / 9.0 | EngineHung | 3 of 3 | 3 of 3 | 1 | 30.0 |" in report.page(store)
 
 
-def test_a_process_of_dsv4_is_replaced_and_the_engine_does_not_notice():
+def test_a_process_of_dsv4_is_replaced_without_an_effect_on_the_engine():
     assert KILLED_GATEWAY.kind is Kind.OWN
     found = judged(KILLED_GATEWAY, [], replaced=0.7, restarts=0)
     assert (found.verdict, found.detected, found.missed, found.false_restarts) == ("Replaced", 0.7, False, 0)
@@ -169,7 +169,7 @@ def test_the_matrix_has_every_process_and_way():
             assert f"{how} {process} of a start" in names
 
 
-def test_a_kept_series_is_what_the_head_saw_but_for_the_clock():
+def test_a_stored_series_equals_the_heads_samples_with_shifted_times():
     ranks = (RankView(0, 7063.5, processes=(ProcessView("worker", "S", 0.0),)), RankView(1, 7061.25, round_trip=0.0004))
     seen = [Sample(time=7000.0 + t, answered=7001.5, stepped=6990.0, outstanding=2, ranks=ranks) for t in range(64)]
     kept = TypeAdapter(list[Sample]).validate_python(series.trimmed([asdict(sample) for sample in seen], 30.0))
@@ -181,7 +181,7 @@ def test_a_kept_series_is_what_the_head_saw_but_for_the_clock():
     )
 
 
-def test_a_soak_tells_a_suspicion_in_a_loss_from_one_without():
+def test_a_soak_separates_suspicions_during_losses_from_others():
     watch = Watch()
     for phase, lines in (("losses", ["Healthy", "Suspect", "Suspect"]), ("pauses", ["Suspect", "Dead", "unreachable"])):
         watch.phase = phase
@@ -191,7 +191,7 @@ def test_a_soak_tells_a_suspicion_in_a_loss_from_one_without():
     assert watch.first("Dead") == [{"in": "pauses"}]
 
 
-def test_what_the_agents_take_is_on_the_page():
+def test_the_page_has_the_resource_usage_of_the_agents():
     store = Store(None)
     agents = [{"rank": 0, "core": 0.0081, "mebibytes": 55.2}, {"rank": 1, "core": 0.004, "mebibytes": 54.0}]
     store.note("costs", {"struck": STRUCK, "minutes": 2.0, "idle": agents, "serving": agents})

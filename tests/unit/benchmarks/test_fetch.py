@@ -80,7 +80,7 @@ def test_a_program_that_is_not_there_is_a_peer_that_cannot_be_fetched() -> None:
         fetch.run("no-such-program", "clone")
 
 
-def test_what_a_command_says_last_is_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line_of_a_command_is_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(fetch.FetchError, match=r"-c: it is so$"):
         fetch.run(sys.executable, "-c", "import sys; sys.exit('first\\nit is so')")
     assert capfd.readouterr().err == ""

@@ -63,7 +63,7 @@ def scaled(by: float) -> Callable[..., Any]:
     return lambda params, device: lambda **inputs: reference(**inputs) * by
 
 
-def test_a_peer_that_is_less_exact_is_timed_only_where_it_says_why_and_is_near(
+def test_a_less_exact_peer_is_timed_only_with_a_declared_reason_and_small_errors(
     module: Callable[[str], ModuleType],
 ) -> None:
     call, seen = of_peer(module, Provider("peer", lambda: None, scaled(1.009), rough="rounds twice"))
@@ -78,7 +78,7 @@ def test_a_peer_that_is_less_exact_is_timed_only_where_it_says_why_and_is_near(
     assert "rough" not in seen
 
 
-def test_a_peer_that_cannot_be_looked_for_or_compiled_is_reported(module: Callable[[str], ModuleType]) -> None:
+def test_a_peer_that_cannot_be_found_or_compiled_is_reported(module: Callable[[str], ModuleType]) -> None:
     def gone() -> str | None:
         raise ImportError("libcuda.so.1: cannot open\nmore")
 

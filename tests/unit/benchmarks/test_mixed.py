@@ -73,7 +73,7 @@ def test_a_seed_gives_the_same_requests_of_every_kind() -> None:
     assert {0, 20} <= numbers <= set(range(21))
 
 
-def test_a_kind_that_is_refused_is_told_once_and_left_out(engine: Engine) -> None:
+def test_a_refused_kind_of_request_is_reported_once_and_left_out(engine: Engine) -> None:
     served = mixed.serve(engine, 0.3, 1024)
     assert served["refused"] == {"logit_bias": "ValueError: no logit_bias here"}
     assert engine.aborted == 1

@@ -92,7 +92,7 @@ def test_the_longest_name_still_makes_valid_names() -> None:
     assert len(plan.members[1].address) <= 253
 
 
-def test_no_secret_is_in_what_people_may_read() -> None:
+def test_only_secret_objects_contain_secrets() -> None:
     texts = [yaml.safe_dump(one) for one in objects("nano") if one["kind"] != "Secret"]
     assert not [text for text in texts if "secret: " in text and "secretName" not in text]
 
@@ -112,7 +112,7 @@ def mounts(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {one["mountPath"]: volumes[one["name"]] for one in pod["spec"]["containers"][0]["volumeMounts"]}
 
 
-def test_members_are_nobody_on_the_node_and_need_no_privilege_beyond_what_rdma_asks_for() -> None:
+def test_members_are_unprivileged_with_no_capability_but_locked_memory_for_rdma() -> None:
     nano, flash = changed("nano"), changed("flash-2x-spark")
     for pod in (nano, flash):
         assert pod["spec"]["securityContext"]["runAsNonRoot"]
@@ -153,7 +153,7 @@ def test_sockets_alone_need_neither_the_device_nor_locked_memory() -> None:
     assert container["command"] == ["dsv4-agent"]
 
 
-def test_of_the_node_a_member_has_its_own_folder_the_shared_weights_and_what_is_allowed() -> None:
+def test_members_mount_only_their_folder_the_shared_weights_and_allowed_paths() -> None:
     def shown(pod: dict[str, Any]) -> dict[str, tuple[str, str, bool]]:
         of = {one["name"]: one["hostPath"] for one in pod["spec"]["volumes"] if "hostPath" in one}
         mounted = (one for one in pod["spec"]["containers"][0]["volumeMounts"] if one["name"] in of)
@@ -175,7 +175,7 @@ def test_of_the_node_a_member_has_its_own_folder_the_shared_weights_and_what_is_
     assert "emptyDir" in mounts(nano)["/var/lib/dsv4/deployments/team/nano"]
 
 
-def test_a_secret_is_mounted_where_the_plan_says_it_is() -> None:
+def test_a_secret_is_mounted_at_the_path_of_the_plan() -> None:
     ref = {"secretKeyRef": {"name": "hub", "key": "token"}}
     source = {"huggingFace": {"repo": "a/DeepSeek-V4-Flash", "revision": "0" * 40, **ref}}
     pod = changed("flash-2x-spark", model={"variant": "Flash", "source": source})
@@ -188,7 +188,7 @@ def test_a_secret_is_mounted_where_the_plan_says_it_is() -> None:
     assert pod["spec"]["securityContext"]["fsGroup"] == pod["spec"]["securityContext"]["runAsGroup"] == 65532
 
 
-def test_what_the_specification_says_of_images_and_taints_is_in_the_pod() -> None:
+def test_image_and_placement_fields_of_the_specification_are_in_the_pod() -> None:
     pod = changed(
         "nano",
         engine={"imagePullPolicy": "Never", "imagePullSecrets": [{"name": "pull"}]},
@@ -235,7 +235,7 @@ def test_variables_of_the_operator_are_those_of_members_and_gateways() -> None:
     assert found == [[*given.items()], [*given.items(), ("DSV4_LOG_DEPLOYMENT", "team/nano")]]
 
 
-def test_every_gateway_knows_every_group() -> None:
+def test_the_route_of_every_gateway_lists_every_group() -> None:
     wanted = read("nano")
     wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"replicas": 3})})
     route = frontend.gateway_route(wanted, 1, [None, None, "spent"])
@@ -301,7 +301,7 @@ def test_a_lost_node_leaves_a_gateway(groups: int, gateways: list[int]) -> None:
             assert selector["matchLabels"]["app.kubernetes.io/component"] == "gateway"
 
 
-def test_a_gateways_memory_is_limited_by_what_it_may_keep() -> None:
+def test_a_gateways_memory_limit_follows_its_buffer_limit() -> None:
     wanted = read("nano")
     (container,) = frontend.gateway_deployment(wanted, 0, image=IMAGE)["spec"]["template"]["spec"]["containers"]
     limit, kept = int(container["resources"]["limits"]["memory"]), frontend.limits(wanted).max_client_bytes

@@ -47,7 +47,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 @pytest.mark.parametrize("image", REQUIREMENTS)
-def test_an_image_has_what_the_tests_ran_with(image: str) -> None:
+def test_an_image_has_the_tested_versions(image: str) -> None:
     tested = (ROOT / "requirements.txt").read_text().lower()
     # A package may have several versions, for several versions of Python.
     pinned = re.findall(r"^([\w.-]+==[^\s;\\]+)", REQUIREMENTS[image], re.MULTILINE)
@@ -64,7 +64,7 @@ def test_an_image_has_all_that_its_program_needs(image: str) -> None:
     assert names - set(pins(REQUIREMENTS[image])) == set(), "make lock"
 
 
-def test_the_gpu_environment_is_pinned_with_what_the_tests_ran_with() -> None:
+def test_the_gpu_environment_is_pinned_to_the_tested_versions() -> None:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
     ours = [*project["dependencies"], *extras["operator"], *extras["runtime"], *extras["test"]]
@@ -80,12 +80,12 @@ def test_the_gpu_environment_is_pinned_with_what_the_tests_ran_with() -> None:
     assert pinned["cuda-python"].split(".")[0] == pinned["cuda-bindings"].split(".")[0]
 
 
-def test_the_build_of_an_image_uses_what_the_project_asks_for() -> None:
+def test_the_build_of_an_image_uses_the_projects_build_requirements() -> None:
     assert {f"{name}=={version}" for name, version in pins(BUILD).items()} >= set(PROJECT["build-system"]["requires"])
 
 
 @pytest.mark.parametrize("text", [*REQUIREMENTS.values(), BUILD], ids=[*REQUIREMENTS, "build"])
-def test_an_image_checks_what_it_fetches(text: str) -> None:
+def test_an_image_verifies_hashes_of_its_packages(text: str) -> None:
     entries = re.split(r"\n(?=\S)", text.strip())
     assert len(entries) == len(re.findall(r"^[\w.-]+==", text, re.MULTILINE)) > 4
     assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
@@ -109,7 +109,7 @@ def test_an_image_is_made_of_a_base_by_its_digest_and_of_hashed_packages_alone(f
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_what_is_copied_is_there_and_not_ignored(file: Path) -> None:
+def test_copied_files_exist_and_are_not_ignored(file: Path) -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     kept = {line.removeprefix("!") for line in ignored if line.startswith("!")}
     assert "*" in ignored
@@ -121,7 +121,7 @@ def test_what_is_copied_is_there_and_not_ignored(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_no_image_runs_as_root_and_says_so_by_number(file: Path) -> None:
+def test_every_image_runs_as_a_numeric_user_other_than_root(file: Path) -> None:
     text = file.read_text()
     assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == [f"{USER}:{USER}"]
     # No later step runs as root.
@@ -149,7 +149,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root takes another identity")
-def test_only_what_the_launcher_starts_may_lock_memory() -> None:
+def test_only_processes_of_the_launcher_may_lock_memory() -> None:
     # Outside pytest's directory, which only root can read.
     with tempfile.TemporaryDirectory(dir="/usr/local") as folder:
         Path(folder).chmod(0o755)

@@ -76,7 +76,7 @@ def server() -> Iterator[Server]:
     found.close()
 
 
-def test_lines_end_only_where_the_protocol_says() -> None:
+def test_lines_end_only_at_the_protocols_line_ends() -> None:
     stream = "data: a\u2028b\x85c\r\n\r\ndata: d".encode()
     for cut in range(len(stream)):
         assert list(chat.events([stream[:cut], stream[cut:]])) == ["a\u2028b\x85c", "d"]
@@ -133,14 +133,14 @@ def test_silence_is_bounded(server: Server) -> None:
         chat.answer_once(server.settings(silence_seconds=0.3), "Hi", terminal=False)
 
 
-def test_nobody_listens() -> None:
+def test_a_closed_port_is_an_error() -> None:
     with pytest.raises(ChatError, match="does not answer"):
         chat.answer_once(
             ChatSettings("http://127.0.0.1:9/v1", "nano", AnswerOptions(None, None, None, 1.0)), "Hi", terminal=False
         )
 
 
-def test_a_conversation_remembers(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_keeps_its_earlier_messages(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     server.answers += [(200, [chunk("One."), DONE]), (503, [b"{}"]), (200, [chunk("Two."), DONE])]
     prompts = iter(["first", "", "lost", "second"])
 
@@ -229,14 +229,16 @@ def test_a_lone_argument_is_a_name_only_if_there_is_one(root: Path, saved: Calla
     assert chat.split_arguments(LocalSource(root), "../nano\0", None) == (None, "../nano\0")
 
 
-def test_while_it_recovers_the_gateway_holds_what_is_asked(
+def test_a_chat_is_permitted_while_the_deployment_recovers(
     root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any
 ) -> None:
     held(saved(make.status(ready=False, phase=DeploymentPhase.RECOVERING)))
     chat.check_serving(LocalSource(root).get(None))
 
 
-def test_not_serving_says_why(root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any) -> None:
+def test_a_chat_with_a_deployment_that_does_not_serve_is_refused_with_its_phase(
+    root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any
+) -> None:
     state = saved(make.status(ready=False, endpoint=None))
     with pytest.raises(CommandError, match="nano is not serving: it is Stopped"):
         chat.run(LocalSource(root), None, "Hi", AnswerOptions(None, None, None, 1.0))

@@ -92,7 +92,7 @@ def test_kubectl_never_ends(world: World) -> None:
         ("", "it said nothing"),
     ],
 )
-def test_the_line_that_says_what_went_wrong(said: str, line: str) -> None:
+def test_the_line_of_the_error_is_found(said: str, line: str) -> None:
     assert first_error_line(said) == line
 
 
@@ -200,7 +200,7 @@ def test_chat_without_the_right_to_see_the_keys(
     assert "Authorization" not in server.seen[0]
 
 
-def test_no_way_to_what_does_not_serve(
+def test_no_port_forward_to_a_deployment_that_does_not_serve(
     world: World, deployed: Callable[..., Any], make: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     deployed(make.status(ready=False))

@@ -39,7 +39,7 @@ def running(saved: Callable[..., DeploymentState]) -> Iterator[Callable[..., Dep
         process.wait(5)
 
 
-def test_down_is_idempotent_and_keeps_what_is_worth_keeping(
+def test_down_is_idempotent_and_keeps_logs_evidence_and_weights(
     running: Callable[..., DeploymentState], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = running()
@@ -67,7 +67,7 @@ def test_all(running: Callable[..., DeploymentState], root: Path) -> None:
     assert [state.holder() for state in states] == [None, None]
 
 
-def test_a_loop_that_does_not_listen_is_killed_with_its_children(running: Callable[..., DeploymentState]) -> None:
+def test_a_loop_that_ignores_signals_is_killed_with_its_children(running: Callable[..., DeploymentState]) -> None:
     state = running(mode="stubborn")
     assert len(processes.deployment_processes(state)) == 2
     began = time.monotonic()
@@ -102,11 +102,11 @@ def test_after_a_loop_that_was_killed(
         ("", False),
     ],
 )
-def test_what_belongs_to_a_deployment(environment: str, expected: bool) -> None:
+def test_processes_are_assigned_to_deployments_by_their_environment(environment: str, expected: bool) -> None:
     assert processes.belongs_to_deployment(environment.encode(), Path("/s/nano")) is expected
 
 
-def test_a_test_or_shell_that_started_us_is_never_a_leftover(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ancestors_of_the_command_are_not_remaining_processes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = DeploymentState(root, "nano")
     code = "import sys; from pathlib import Path; from dsv4_operator.cli import processes as l;"
     code += "from dsv4_operator.backends.local.state import DeploymentState as D;"
@@ -122,7 +122,7 @@ def test_a_test_or_shell_that_started_us_is_never_a_leftover(root: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", ["weights", "secrets"])
-def test_a_deployment_cannot_have_the_name_of_what_all_share(
+def test_names_of_shared_directories_are_refused_for_deployments(
     root: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     kept = [root / "weights" / "model.safetensors", root / "secrets" / "hub" / "token"]

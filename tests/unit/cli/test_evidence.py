@@ -45,7 +45,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "state"
 
 
-def test_all_that_tells_of_deaths_is_in_it_and_no_secret(root: Path, tmp_path: Path) -> None:
+def test_packed_evidence_is_complete_and_without_secrets(root: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.tar.gz"
     assert diagnostics.pack_evidence(LocalSource(root), "nano", target) is ExitCode.OK
     with tarfile.open(target) as archive:
@@ -67,7 +67,7 @@ def test_all_that_tells_of_deaths_is_in_it_and_no_secret(root: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-def test_what_looks_like_a_secret_is_hidden(secret: str) -> None:
+def test_text_in_the_format_of_a_secret_is_hidden(secret: str) -> None:
     document = {"env": [{"name": "X", "value": f"use {secret}"}], secret: 1, "kept": ["a", 2, None, True]}
     cut = json.dumps(document, indent=2)[2:]
     for name, text in (("a.json", json.dumps(document)), ("a.json", cut), ("a.log", f"one\ntwo {secret} three\nfour")):

@@ -40,7 +40,7 @@ def shown(make: Any, *groups: Any, asked: str = "auto", hardware: str = "H100", 
     return DeploymentView(found.model_copy(update={"status": make.status(*groups)}), running, make.now)
 
 
-def test_who_computes_and_what_was_excluded(make: Any) -> None:
+def test_kernels_lists_providers_and_exclusions(make: Any) -> None:
     assert render.kernels_text(shown(make, make.group(kernels=(MOE, INDEXER)))) == (
         "nano (Serving), spec.engine.kernels: auto\n"
         "\n"
@@ -90,7 +90,7 @@ def test_several_groups(make: Any) -> None:
         ("null", "GB10", "No engine has reported its kernel providers yet"),
     ],
 )
-def test_nothing_to_tell_is_said(make: Any, asked: str, hardware: str, said: str) -> None:
+def test_kernels_without_providers_explains_why(make: Any, asked: str, hardware: str, said: str) -> None:
     assert (
         render.kernels_text(shown(make, make.group(), asked=asked, hardware=hardware)).splitlines()[2].startswith(said)
     )

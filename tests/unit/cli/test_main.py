@@ -99,7 +99,7 @@ def test_the_dashboard_of_this_machine(
 
 
 @pytest.mark.parametrize("verb", ["restart", "suspend", "resume"])
-def test_what_this_machine_does_otherwise(
+def test_verbs_for_clusters_are_refused_with_the_local_command(
     verb: str, root: Path, saved: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved()  # type: ignore[operator]

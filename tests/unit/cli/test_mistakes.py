@@ -33,7 +33,9 @@ def text(document: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> lis
     return found or [line for line in out.splitlines() if line.startswith(("It does not fit", "  - "))]
 
 
-def test_there_are_a_hundred_and_the_good_one_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_are_a_hundred_mistakes_and_the_correct_manifest_has_no_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert len(MISTAKES) >= 100
     assert json.loads(plan(GOOD, tmp_path, capsys, "-o", "json")[0])["findings"] == []
 

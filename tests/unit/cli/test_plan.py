@@ -116,7 +116,7 @@ def test_a_plan_has_contexts_by_users_and_the_cost_of_load_formats(
     )
 
 
-def test_what_if(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_fields_are_planned(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(EXAMPLES / "flash-2x-spark.yaml")
     _, out, _ = run(capsys, file, "--state-dir", str(root), "--what-if", "engine.maxNumBatchedTokens=2048")
     assert "2048 batched tokens" in out
@@ -254,7 +254,7 @@ def test_the_build_of_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert not other.exists()
 
 
-def test_what_a_figure_rests_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_lists_the_sources_of_a_figure(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--state-dir", str(root), "--explain", "kv")
     assert code == 0
     assert re.search(r"2026-08-29 +2 RTX, 0731, K5, 1M, 0.975 +8.28 ", out)
@@ -277,7 +277,7 @@ def test_another_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "spec.topology.hardware is GB10" in err
 
 
-def test_what_a_rule_refuses_does_not_say_that_it_fits(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_specification_is_not_reported_as_fitting(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(EXAMPLES / "flash-2x-spark.yaml")
     change = "engine.extraArgs=[--moe-bakend=x]"
     code, out, err = run(capsys, file, "--state-dir", str(root), "--what-if", change)
@@ -319,7 +319,9 @@ def test_a_checkpoint_by_its_name(
 
 
 @pytest.mark.parametrize(("file", "shown"), SAMPLES)
-def test_the_page_shows_what_is_printed(file: str, shown: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_the_printed_output(
+    file: str, shown: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, out, err = run(capsys, str(ROOT / file), "--state-dir", str(root))
     assert out + err == shown
 

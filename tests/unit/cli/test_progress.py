@@ -92,7 +92,7 @@ def test_a_new_incarnation_waits_for_its_turn(make: Any) -> None:
     ]
 
 
-def test_old_deaths_are_no_news(make: Any) -> None:
+def test_earlier_deaths_are_not_reported(make: Any) -> None:
     status = make.status(make.failed_group(make.failure(recover_seconds=3.0)))
     assert up.transitions(None, status, members=False) == ["serving"]
 
@@ -108,7 +108,7 @@ def test_outcome(make: Any) -> None:
 
 
 @pytest.mark.parametrize(("cause", "code"), [(Cause.CONFIG_ERROR, 2), (Cause.RAY_WORKER_DIED, 1)])
-def test_given_up(make: Any, cause: Cause, code: int) -> None:
+def test_a_failed_deployment_is_reported_with_its_cause(make: Any, cause: Cause, code: int) -> None:
     exhausted = make.condition(ConditionType.RECOVERY_EXHAUSTED, true=True, message="5 of 5 restarts are spent.")
     group = make.failed_group(make.failure(cause=cause, culprit_node=None), phase=GroupPhase.FAILED)
     found = up.start_outcome(make.status(group, conditions=(exhausted,)), 1)

@@ -87,7 +87,7 @@ def test_why_when_nothing_died(make: Any) -> None:
     )
 
 
-def test_why_says_how_far_a_start_is(make: Any) -> None:
+def test_why_reports_the_progress_of_a_start(make: Any) -> None:
     message = "loading shards 2/4, 20.1/78.4 GB at 3.10 GB/s (26 %)"
     members = (make.member(0, Phase.LOADING, message), make.member(1, Phase.JOINING))
     item = shown(make, make.status(make.group(GroupPhase.STARTING, members=members), ready=False))
@@ -139,7 +139,7 @@ def test_why_is_short_also_at_its_longest(make: Any) -> None:
     assert "0 of 5 restarts left" in text
 
 
-def test_why_says_nothing_twice(make: Any) -> None:
+def test_why_repeats_nothing(make: Any) -> None:
     first = make.failure(make.now - 500, cause=Cause.MEMBER_LOST, level=2)
     last = make.failure(evidence=None)
     waiting = make.condition(ConditionType.READY, true=False, message="down: killed by SIGKILL")
@@ -255,7 +255,7 @@ def test_the_steps_of_a_start(make: Any) -> None:
     assert render.start_document(unserved)["groups"] == []
 
 
-def test_why_of_what_never_began(make: Any) -> None:
+def test_why_of_a_deployment_that_never_started(make: Any) -> None:
     item = DeploymentView(make.deployment(), False, None)
     assert render.why_text(item, make.now) == "nano (Stopped)\n  verdict   Stopped\n  cause     nothing has died"
 

@@ -174,7 +174,7 @@ class Tags(HTMLParser):
         self.attributes |= {name for name, _ in attrs}
 
 
-def test_what_is_in_a_report() -> None:
+def test_a_report_has_all_permitted_content() -> None:
     document = full().to_dict()
     assert (document["schema"], document["kind"], document["phase"]) == (1, "dsv4-report", "Serving")
     assert document["machine"]["title"] == "DGX Spark, 128 GB (GB10)"

@@ -47,7 +47,7 @@ def test_a_running_deployment_as_json(
     ]
 
 
-def test_a_loop_that_is_gone_promises_nothing(root: Path, saved: Callable[..., Any], make: Any) -> None:
+def test_the_status_without_a_loop_is_stopped(root: Path, saved: Callable[..., Any], make: Any) -> None:
     group = make.failed_group(make.failure())
     item = read_deployment(saved(make.status(group)))
     found = item.document()["status"]

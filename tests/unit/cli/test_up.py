@@ -178,7 +178,7 @@ def test_later_transitions(dsv4: Dsv4) -> None:
     ]
 
 
-def test_given_up_while_serving(dsv4: Dsv4) -> None:
+def test_a_failure_while_serving_ends_up_with_the_cause(dsv4: Dsv4) -> None:
     code, out, err = dsv4.up("gives-up")
     assert code == 1
     assert any("given up" in line for line in out)
@@ -235,7 +235,7 @@ def test_the_loop_is_killed(dsv4: Dsv4) -> None:
     assert dsv4.left() == [], "its child outlived it and was found"
 
 
-def test_someone_else_ends_it(dsv4: Dsv4) -> None:
+def test_up_ends_with_a_loop_that_another_process_ended(dsv4: Dsv4) -> None:
     process = dsv4.start("fine")
     read_until(process, "Ctrl-C ends it.")
     holder = dsv4.state.holder()

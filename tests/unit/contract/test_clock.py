@@ -21,7 +21,7 @@ class Machine:
         return self.clock()
 
 
-def test_it_is_the_machines_time_while_nobody_sets_it() -> None:
+def test_the_clock_follows_the_machines_time_without_jumps() -> None:
     machine = Machine()
     assert machine.after(0.0) == START
     assert machine.after(3600.0) == pytest.approx(START + 3600.0)
@@ -46,7 +46,7 @@ def test_a_jump_is_no_silence(jump: float) -> None:
 
 
 @pytest.mark.parametrize("jump", [DAY, -DAY])
-def test_a_jump_neither_empties_the_budget_nor_keeps_anybody_waiting(jump: float) -> None:
+def test_a_jump_of_the_clock_neither_resets_the_budget_nor_extends_the_wait(jump: float) -> None:
     """With the machine's own clock five restarts would be forgotten and a sixth allowed."""
     machine = Machine()
     policy = RecoveryPolicy(max_restarts=5, window_seconds=3600, backoff_base_seconds=10, backoff_max_seconds=60)

@@ -94,7 +94,7 @@ def test_a_newer_agents_report_is_read() -> None:
     assert status.to_dict()["phaseTime"] == 1.0
 
 
-def test_causes_that_trying_again_cannot_mend() -> None:
+def test_causes_that_a_retry_cannot_fix() -> None:
     assert {cause for cause in Cause if cause.deterministic} == {
         Cause.CONFIG_ERROR,
         Cause.KV_CACHE_TOO_SMALL,
@@ -109,7 +109,7 @@ def test_causes_that_trying_again_cannot_mend() -> None:
     }
 
 
-def test_what_is_not_set_stays_away() -> None:
+def test_unset_fields_are_omitted() -> None:
     failure = Failure(time=1, cause=Cause.UNKNOWN, message="", detected_by="exit")
     assert failure.to_dict() == {"time": 1.0, "cause": "Unknown", "message": "", "detectedBy": "exit"}
 

@@ -12,9 +12,7 @@ import pytest
 from dsv4_runtime.util.files import open_regular, replace_file
 
 
-def test_what_is_kept_is_on_the_disk_under_its_name_when_it_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replaced_files_and_their_directory_are_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     fsync, replace = os.fsync, Path.replace
 

@@ -22,7 +22,7 @@ SOME = KernelChoice({Op.MOE: BUNDLED})
 
 
 @pytest.mark.parametrize("text", ["auto", " auto "])
-def test_auto_is_what_the_evidence_says(text: str | None) -> None:
+def test_auto_follows_the_evidence(text: str | None) -> None:
     assert parse_kernel_choice(text, SOME) == SOME
     assert needs_evidence(text)
 
@@ -50,7 +50,7 @@ def test_nothing_is_tried_when_every_operation_is_named() -> None:
     ("text", "named"),
     [("moe", "'moe'"), ("gemm=bundled", "'gemm=bundled'"), ("moe=marlin", "'marlin'"), ("on", "'on'")],
 )
-def test_what_is_not_there_is_refused_with_what_there_is(text: str, named: str) -> None:
+def test_unknown_choices_are_refused_with_the_available_ones(text: str, named: str) -> None:
     with pytest.raises(KernelChoiceError) as error:
         parse_kernel_choice(text)
     assert named in str(error.value)
@@ -73,7 +73,7 @@ def test_speed_is_against_the_fastest_of_the_other_side(provider: str, compared:
     assert found == (compared[0], pytest.approx(compared[1]))
 
 
-def test_what_vllm_takes_on_request_is_not_taken_for_its_own_pick() -> None:
+def test_providers_that_vllm_uses_only_on_request_are_not_its_default() -> None:
     more = (*STANDINGS, ProviderStatus(provider="b12x", slowness=1.0))
     stock = KernelStatus(op="moe", provider="stock", standings=more).against_next()
     assert stock == ("bundled_w4a8", pytest.approx(1 / 1.32))

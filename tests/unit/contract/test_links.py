@@ -28,7 +28,7 @@ def groups(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 @given(groups())
-def test_one_lost_direction_blames_no_node(group: tuple[int, int, int]) -> None:
+def test_one_lost_direction_is_a_lost_link(group: tuple[int, int, int]) -> None:
     members, observer, lost = group
     for broken in ({(observer, lost)}, {(lost, observer)}, {(observer, lost), (lost, observer)}):
         views = silences(members, broken)
@@ -37,7 +37,7 @@ def test_one_lost_direction_blames_no_node(group: tuple[int, int, int]) -> None:
 
 
 @given(groups(), st.data())
-def test_a_node_that_nobody_hears_is_lost(group: tuple[int, int, int], data: st.DataObject) -> None:
+def test_a_node_that_reaches_no_other_is_lost(group: tuple[int, int, int], data: st.DataObject) -> None:
     members, observer, lost = group
     others = [rank for rank in range(members) if rank != lost]
     broken = {(lost, rank) if data.draw(st.booleans()) else (rank, lost) for rank in others}

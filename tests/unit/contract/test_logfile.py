@@ -35,7 +35,7 @@ def run(file: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, stdout=log, stderr=log, text=True, timeout=60, check=False)
 
 
-def test_a_log_stays_small_and_ends_with_what_ended_its_process(tmp_path: Path) -> None:
+def test_a_log_stays_small_and_ends_with_the_fatal_error(tmp_path: Path) -> None:
     file = tmp_path / "loop.log"
     for _ in range(2):
         assert run(file).returncode == 1

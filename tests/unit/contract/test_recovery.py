@@ -42,7 +42,7 @@ def test_a_huge_budget_does_not_overflow() -> None:
 
 
 @given(st.lists(st.floats(0, 7200), max_size=12), st.integers(0, 6))
-def test_who_obeys_never_exceeds_the_budget(gaps: list[float], budget: int) -> None:
+def test_restarts_at_the_permitted_times_never_exceed_the_budget(gaps: list[float], budget: int) -> None:
     policy = POLICY.model_copy(update={"max_restarts": budget})
     now, restarts = NOW, list[float]()
     for gap in gaps:
@@ -56,7 +56,7 @@ def test_who_obeys_never_exceeds_the_budget(gaps: list[float], budget: int) -> N
         assert sum(first <= time < first + policy.window_seconds for time in restarts) <= budget
 
 
-def test_a_clock_that_is_a_day_ahead_keeps_nobody_waiting_for_a_day() -> None:
+def test_restarts_in_the_future_do_not_extend_the_wait() -> None:
     day = 86_400.0
     assert permit(POLICY, [NOW + day] * 4, NOW) == Permit(NOW, 0)
     # A restart in the near future counts towards the budget, but the wait does not start from it.

@@ -15,7 +15,7 @@ def test_every_incarnation_has_another_token() -> None:
     assert {len(token) for token in made} == {96}
 
 
-def test_a_refusal_says_enough_for_whoever_has_the_key_and_nobody_else() -> None:
+def test_a_refusal_identifies_the_token_only_to_holders_of_the_key() -> None:
     token = new_token(KEY)
     refusal = {CHALLENGE: challenge(token)}
     assert token[32:] not in refusal[CHALLENGE]
@@ -27,13 +27,13 @@ def test_a_refusal_says_enough_for_whoever_has_the_key_and_nobody_else() -> None
     assert guesses.token != token
 
 
-def test_the_same_refusal_again_is_no_reason_to_ask_again() -> None:
+def test_a_repeated_refusal_is_not_retried() -> None:
     credential, refusal = AgentCredential(), {CHALLENGE: challenge(new_token(KEY))}
     assert credential.answer(KEY, {}, refusal)
     assert not credential.answer(KEY, credential.headers, refusal)
 
 
-def test_a_request_that_was_under_way_at_another_ones_refusal_is_asked_again_too() -> None:
+def test_a_request_open_during_another_ones_refusal_is_repeated_too() -> None:
     credential, refusal = AgentCredential(), {CHALLENGE: challenge(new_token(KEY))}
     first, second = credential.headers, credential.headers
     assert credential.answer(KEY, first, refusal)
@@ -43,7 +43,7 @@ def test_a_request_that_was_under_way_at_another_ones_refusal_is_asked_again_too
 @pytest.mark.parametrize(
     "said", ["", "Bearer", 'Bearer realm="dsv4", salt="12"', f'Bearer realm="dsv4", salt="{"z" * 32}"', "x" * 10_000]
 )
-def test_what_names_no_salt_is_not_answered(said: str) -> None:
+def test_a_challenge_without_a_valid_salt_is_ignored(said: str) -> None:
     credential = AgentCredential()
     assert not credential.answer(KEY, {}, {CHALLENGE: said})
     assert credential.headers == {}

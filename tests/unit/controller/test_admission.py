@@ -56,20 +56,20 @@ def test_one_that_no_machine_can_run_is_refused_in_the_words_of_the_planner() ->
     assert judge(bad, policy=SPARKS) == AdmissionResult(said.value.message)
 
 
-def test_what_the_nodes_decide_is_a_warning() -> None:
+def test_findings_that_depend_on_nodes_are_warnings() -> None:
     found = judge(manifest("pro-8x-rtx-pro-6000"), policy=SPARKS)
     assert found.refusal is None
     assert len(found.warnings) == 1
     assert "the weights need" in found.warnings[0]
 
 
-def test_the_planners_warnings_are_told() -> None:
+def test_the_planners_warnings_are_returned() -> None:
     found = judge(manifest("pro-8x-spark"), policy=SPARKS)
     assert found.refusal is None
     assert any("gpuMemoryUtilization" in warning for warning in found.warnings)
 
 
-def test_whoever_changes_something_else_or_stops_it_is_not_refused() -> None:
+def test_unrelated_changes_and_stops_of_an_invalid_deployment_are_accepted() -> None:
     bad = manifest("flash-2x-spark", extraArgs=["--max-model-length", "4096"])
     labelled = {**bad, "metadata": {**bad["metadata"], "labels": {"team": "a"}}}
     assert judge(labelled, bad) == AdmissionResult()
@@ -86,7 +86,7 @@ def test_a_deployment_that_is_older_than_a_rule_can_be_stopped_and_not_started()
 
 
 @pytest.mark.parametrize("stopped", [{"suspend": True}, {"replicas": 0}])
-def test_what_is_not_allowed_is_refused_also_of_one_that_is_stopped(stopped: dict[str, Any]) -> None:
+def test_disallowed_specifications_are_refused_for_stopped_deployments_too(stopped: dict[str, Any]) -> None:
     """`kubectl scale` starts it without passing the specification to webhook or policy."""
     for part in (
         {"storage": {"path": "/"}},

@@ -70,7 +70,7 @@ class NoMachines:
         return
 
 
-async def test_what_was_written_here_is_no_news() -> None:
+async def test_own_writes_cause_no_reconciliation() -> None:
     server, backend = server_of(), NoMachines()
     kube: Any = server
     found: Client = kube
@@ -152,7 +152,7 @@ def lifetimes(draw: st.DrawFn) -> tuple[list[tuple[Manifest, bool]], Manifest | 
 
 @settings(max_examples=200, deadline=None)
 @given(lifetimes())
-def test_the_deployment_that_exists_is_known_whatever_the_order_of_events(
+def test_the_existing_deployment_is_known_after_any_order_of_events(
     case: tuple[list[tuple[Manifest, bool]], Manifest | None],
 ) -> None:
     events, final = case

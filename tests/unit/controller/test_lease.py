@@ -88,7 +88,7 @@ async def test_the_time_of_a_renewal_counts_from_before_it_was_sent() -> None:
     assert not holder.holds
 
 
-async def test_who_cannot_renew_stops_and_says_so() -> None:
+async def test_a_holder_that_cannot_renew_stops() -> None:
     kube, clock = FakeKube(), Clock()
     holder = candidate(kube, "a", clock)
     assert await tries(holder)
@@ -113,7 +113,7 @@ async def test_a_lease_that_another_took_is_not_renewed() -> None:
     assert other.holds
 
 
-async def test_of_two_who_try_at_once_one_gets_it() -> None:
+async def test_of_two_concurrent_candidates_one_gets_the_lease() -> None:
     kube = FakeKube()
     both = [candidate(kube, name) for name in "ab"]
     assert sorted(await asyncio.gather(*map(tries, both))) == [False, True]

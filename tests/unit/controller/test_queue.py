@@ -37,7 +37,7 @@ async def settled(turns: float = 0.05) -> None:
     await asyncio.sleep(turns)
 
 
-async def test_news_during_a_turn_are_a_reason_for_exactly_one_more() -> None:
+async def test_changes_during_a_reconciliation_cause_exactly_one_more() -> None:
     worker = Worker(seconds=0.05)
     work = WorkQueue(worker)
     work.add("a")
@@ -49,7 +49,7 @@ async def test_news_during_a_turn_are_a_reason_for_exactly_one_more() -> None:
     await work.close()
 
 
-async def test_a_key_comes_back_when_it_asked_for_it() -> None:
+async def test_a_key_is_repeated_at_its_requested_time() -> None:
     worker = Worker(pause=0.03)
     work = WorkQueue(worker)
     work.add("a")
@@ -58,7 +58,7 @@ async def test_a_key_comes_back_when_it_asked_for_it() -> None:
     await work.close()
 
 
-async def test_a_key_that_is_done_with_is_forgotten_but_not_its_news() -> None:
+async def test_a_completed_key_is_removed_and_its_later_changes_are_kept() -> None:
     worker = Worker(pause=None, seconds=0.02)
     work = WorkQueue(worker)
     work.add("a")
@@ -86,7 +86,7 @@ async def test_workers_are_bounded_and_keys_do_not_wait_for_each_other_beyond_th
     await work.close()
 
 
-async def test_a_failed_turn_waits_longer_each_time_and_news_cut_that_short_but_for_its_first_second(
+async def test_failed_reconciliations_back_off_and_changes_shorten_the_delay_to_a_minimum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(queue, "FIRST_BACKOFF_SECONDS", 0.1)
@@ -137,7 +137,7 @@ async def test_close_interrupts_turns_and_nothing_begins_afterwards() -> None:
     assert not worker.busy
 
 
-async def test_news_that_come_in_a_crowd_share_a_turn() -> None:
+async def test_bursts_of_changes_share_a_reconciliation() -> None:
     worker = Worker()
     work = WorkQueue(worker, min_interval=1.0)
     work.add("a")
@@ -150,7 +150,7 @@ async def test_news_that_come_in_a_crowd_share_a_turn() -> None:
     await work.close()
 
 
-async def test_who_asks_for_the_next_turn_at_once_gets_it() -> None:
+async def test_a_key_that_requests_an_immediate_repetition_gets_it() -> None:
     worker = Worker(pause=0.0)
     work = WorkQueue(worker, min_interval=10.0)
     work.add("a")

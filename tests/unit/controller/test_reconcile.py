@@ -58,7 +58,7 @@ async def test_a_fence_that_fails_is_tried_again_and_nothing_is_formed_meanwhile
     assert saved[-1].status.condition(ConditionType.PROGRESSING).reason is not Reason.ACTION_FAILED
 
 
-async def test_a_new_process_listens_before_it_calls_anybody_silent(world: tuple) -> None:
+async def test_a_new_process_waits_for_reports_before_it_calls_a_member_silent(world: tuple) -> None:
     members, reconciler, saved, clock = world
     deployment = load(NANO)
     await until_formed(members, reconciler, deployment, 1)
@@ -169,7 +169,7 @@ async def test_a_full_disk_forms_nothing_and_does_not_keep_a_deletion_from_its_e
     assert members.members == {}
 
 
-async def test_no_replicas_are_no_reason_to_look_again_at_once(world: tuple) -> None:
+async def test_zero_replicas_cause_no_early_reconciliation(world: tuple) -> None:
     _, reconciler, _, _ = world
     deployment = load(NANO)
     none = deployment.model_copy(update={"spec": deployment.spec.model_copy(update={"replicas": 0})})

@@ -67,7 +67,7 @@ async def test_groups_are_supervised_by_the_last_valid_specification(world: Worl
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["", "without the stored specification"])
-async def test_a_rule_that_became_stricter_takes_supervision_from_nobody(
+async def test_a_stricter_rule_does_not_end_the_supervision_of_groups(
     world: World, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     world.change(engine={"maxModelLen": 1024, "extraArgs": ["--seed=4"]})
@@ -93,7 +93,7 @@ async def test_a_rule_that_became_stricter_takes_supervision_from_nobody(
     await world.close()
 
 
-async def test_a_change_that_cannot_be_planned_leaves_a_group_that_never_served_what_it_was(world: World) -> None:
+async def test_a_change_that_cannot_be_planned_leaves_a_starting_group_as_it_was(world: World) -> None:
     await world.until(lambda: world.formed(1), 5.0)
     for address in world.reports:
         world.reports.pop(address)
@@ -224,7 +224,7 @@ async def test_the_labels_of_a_member_are_not_its_life(world: World) -> None:
 @pytest.mark.parametrize(
     "state", [{"terminated": {"exitCode": 0}}, {"waiting": {"reason": "CrashLoopBackOff"}}, {"running": {}}]
 )
-async def test_a_container_that_somebody_injected_is_not_the_member(world: World, state: dict[str, Any]) -> None:
+async def test_injected_containers_are_not_taken_for_the_member(world: World, state: dict[str, Any]) -> None:
     await world.serve()
     for rank in (0, 1):
         name = "Pod", "team", f"nano-0-i1-r{rank}"
@@ -255,7 +255,7 @@ async def test_pods_of_others_with_a_members_name_are_ignored_and_reported(world
     await world.close()
 
 
-async def test_groups_that_are_no_longer_wanted_leave_the_status_and_their_numbers_are_not_used_again(
+async def test_removed_groups_leave_the_status_and_their_incarnations_are_not_reused(
     world: World,
 ) -> None:
     world.change(replicas=2)

@@ -36,7 +36,7 @@ ABOUT = {"metadata": {"name": "flash", "namespace": "models", "uid": "1-2-3"}}
 TIME = "2026-11-21T10:00:00.000000Z"
 
 
-async def test_probes_say_what_is_wrong_and_metrics_are_there() -> None:
+async def test_probes_report_the_problem_and_metrics_are_served() -> None:
     metrics = OperatorMetrics()
     wrong: list[str] = []
     metrics.observe(
@@ -138,7 +138,7 @@ def test_the_same_event_has_the_same_name_and_another_one_has_not() -> None:
     assert one["regarding"]["uid"] == "1-2-3"
 
 
-def test_a_note_is_cut_to_what_the_server_takes_between_characters() -> None:
+def test_a_note_is_cut_to_the_servers_limit_between_characters() -> None:
     long = event_manifest(ABOUT, Event(EventType.NORMAL, Reason.STEADY, "×" * 2000), "o", TIME)
     assert len(long["note"].encode()) <= 1024
     assert set(long["note"]) == {"×"}

@@ -63,7 +63,7 @@ async def post(url: str, trusted: str, body: bytes) -> tuple[int, str]:
         return answer.status, await answer.text()
 
 
-async def test_it_answers_over_tls_and_takes_a_renewed_certificate_over(tmp_path: Path) -> None:
+async def test_the_server_answers_over_tls_and_loads_a_renewed_certificate(tmp_path: Path) -> None:
     first = certificate(tmp_path, "first").read_text()
     body = asked()
     async with serving(tmp_path) as (server, url):
@@ -87,12 +87,12 @@ async def test_it_answers_over_tls_and_takes_a_renewed_certificate_over(tmp_path
         assert (await post(url, second, body))[0] == 200
 
 
-def test_a_certificate_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
+def test_a_missing_certificate_fails_the_start(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         AdmissionServer(1, tmp_path, ClusterPolicy(), "")
 
 
-async def test_a_port_that_is_taken_is_said_at_the_start(tmp_path: Path) -> None:
+async def test_a_port_in_use_fails_the_start(tmp_path: Path) -> None:
     certificate(tmp_path, "a")
     async with serving(tmp_path) as (_, url):
         second = AdmissionServer(port_of(url), tmp_path, ClusterPolicy(), "")
@@ -119,7 +119,7 @@ def large(values: int) -> bytes:
     return asked(**{f"k{number:06d}": "" if width < 3 else "x" * (width - 2) for number in range(values)})
 
 
-async def test_what_is_large_is_answered_in_no_time(tmp_path: Path) -> None:
+async def test_large_reviews_are_answered_quickly(tmp_path: Path) -> None:
     trusted = certificate(tmp_path, "a").read_text()
     async with serving(tmp_path) as (_, url):
         for values, wanted in (1_000, 200), (45_000, 200), (250_000, 413):
@@ -185,7 +185,7 @@ class Held:
         return {}
 
 
-async def test_few_are_computed_at_once_and_what_is_too_many_is_told_so(
+async def test_concurrent_reviews_are_bounded_and_excess_reviews_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch)
@@ -200,7 +200,9 @@ async def test_few_are_computed_at_once_and_what_is_too_many_is_told_so(
         assert {status for status, _ in await asyncio.gather(*open_ones)} == {200}
 
 
-async def test_nobody_waits_for_a_review_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_review_that_does_not_end_is_answered_at_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = Held(monkeypatch)
     monkeypatch.setattr(admission, "_SECONDS", 0.3)
     trusted = certificate(tmp_path, "a").read_text()

@@ -187,7 +187,7 @@ def test_lines_of_a_good_start_prove_nothing(line: str) -> None:
     assert diagnose([line]) is None
 
 
-def test_notes_of_people_in_a_log_are_no_evidence() -> None:
+def test_comments_in_a_log_are_no_evidence() -> None:
     note = "# of a run with CUDA out of memory; NCCL timed out"
     assert diagnose([note]) is None
     found = diagnose([note, *dead("ValueError: No available memory for the cache blocks.")])

@@ -28,7 +28,7 @@ def test_no_request_of_another_gateway_is_beside_one_that_is_alone() -> None:
     assert isinstance(found.enter("b", Kind.SHARED), Ticket)
 
 
-def test_who_waits_to_be_alone_keeps_new_requests_out_for_a_while() -> None:
+def test_an_exclusive_request_that_waits_blocks_new_requests_for_a_limited_time() -> None:
     now = 0.0
     found = Turns(lambda: now)
     open_before = found.enter("b", Kind.SHARED)
@@ -43,7 +43,7 @@ def test_who_waits_to_be_alone_keeps_new_requests_out_for_a_while() -> None:
     assert isinstance(found.enter("a", Kind.ALONE), Ticket)
 
 
-def test_what_was_aborted_may_still_be_in_the_engine_until_a_probe_is_answered() -> None:
+def test_an_aborted_request_counts_as_open_until_a_probe_is_answered() -> None:
     found = Turns()
     early = found.enter("b", Kind.PROBE)
     aborted = found.enter("b", Kind.SHARED)
@@ -68,7 +68,7 @@ def test_only_the_owner_releases() -> None:
 
 
 @given(lists(tuples(sampled_from(["a", "b", ""]), sampled_from(list(Kind)), integers(0, 5))))
-def test_whatever_the_order_nobody_else_is_open_beside_one_that_is_alone(steps: list[tuple[str, Kind, int]]) -> None:
+def test_an_exclusive_request_is_open_alone_in_any_order_of_events(steps: list[tuple[str, Kind, int]]) -> None:
     found, tickets = Turns(lambda: 0.0), list[Ticket]()
     alone: Ticket | None = None
     for owner, kind, leave in steps:

@@ -39,7 +39,7 @@ def test_a_spark_uses_both_halves_of_the_cage_that_has_a_cable(tmp_path: Path, c
     assert "NCCL_CROSS_NIC" not in env
 
 
-def test_names_do_not_matter(tmp_path: Path) -> None:
+def test_the_choice_does_not_depend_on_names_of_interfaces(tmp_path: Path) -> None:
     machine = spark()
     for number, card in enumerate(machine.cards):
         card.hca, card.interface = f"zz{9 - number}", f"lan{number}"
@@ -231,7 +231,7 @@ def test_a_container_without_the_device_files(tmp_path: Path) -> None:
     assert "/dev/infiniband" in check(checks, "port rocep1s0f0:1").remedy
 
 
-def test_infiniband_is_said_to_be_none(tmp_path: Path) -> None:
+def test_infiniband_ports_are_reported_as_not_ethernet(tmp_path: Path) -> None:
     machine = rtx_host()
     machine.cards[1].link_layer = "InfiniBand"
     _, checks = seen(machine, tmp_path / "m")
@@ -298,7 +298,7 @@ def _files(root: Path) -> list[Path]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_odd_trees_are_survived(tmp_path: Path, data: st.DataObject) -> None:
+def test_damaged_trees_raise_no_exception(tmp_path: Path, data: st.DataObject) -> None:
     root = data.draw(st.sampled_from([spark, rtx_host]))().build(tmp_path / "m")
     for path in data.draw(st.lists(st.sampled_from(_files(root)), max_size=12, unique=True)):
         match data.draw(st.sampled_from(["gone", "text", "bytes", "folder", "loop", "pipe", "unreadable"])):

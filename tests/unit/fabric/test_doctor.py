@@ -44,7 +44,7 @@ def test_the_text_of_the_checks(machine: Machine, tmp_path: Path, snapshot: Snap
     assert (done.stdout + done.stderr).replace(str(tmp_path), "") == snapshot
 
 
-def test_a_bad_one_as_a_document(tmp_path: Path) -> None:
+def test_failed_checks_as_a_document(tmp_path: Path) -> None:
     machine = spark(memlock="8388608", release="7.0.0-1019-nvidia", cma=(1, 2))
     done = doctor("--root", str(machine.build(tmp_path / "m")), "-o", "json")
     assert done.returncode == 1
@@ -86,7 +86,7 @@ def test_this_machine_through_the_command_line(capfd: pytest.CaptureFixture[str]
         assert next(check["reason"] for check in document["checks"] if check["level"] == "fail") == "NoDevice"
 
 
-def test_bad_words(capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--peer", "spark-2"]) == 2
     assert "--peer 'spark-2' is not an IPv4 address" in capfd.readouterr().err
     assert run(["doctor", "--peer", "198.51.100.9", "--wait", "1s", "-o", "yaml"]) == 1

@@ -29,7 +29,7 @@ def alone(fabric: FabricPlan, **changes: Any) -> GroupPlan:
     return group.model_copy(update={"members": (head,), "fabric": fabric, "expectations": want})
 
 
-async def test_ray_and_vllm_are_told_and_the_plan_s_own_words_win(tmp_path: Path) -> None:
+async def test_ray_and_vllm_get_the_fabrics_variables_and_the_plans_take_precedence(tmp_path: Path) -> None:
     group = alone(FabricPlan(), env={"GLOO_SOCKET_IFNAME": "mine"})
     member = Member(group, 0, tmp_path, "token")
     assert member.context.fabric is not None
@@ -56,7 +56,7 @@ async def test_a_plan_without_a_fabric_changes_nothing(tmp_path: Path) -> None:
     assert member.status().fabric is None
 
 
-async def test_a_machine_without_the_rdma_that_the_plan_asks_for(tmp_path: Path) -> None:
+async def test_a_machine_without_required_rdma_is_refused(tmp_path: Path) -> None:
     if Path("/sys/class/infiniband").exists():
         pytest.skip("this machine has RDMA")
     fabric = FabricPlan(require_rdma=True)
@@ -71,7 +71,7 @@ async def test_an_interface_set_by_hand_that_is_not_there(tmp_path: Path) -> Non
         await MemberFabric(alone(fabric), fabric, 0, "token").open()
 
 
-async def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+async def test_all_problems_are_reported_in_one_error(tmp_path: Path) -> None:
     fabric = FabricPlan(require_rdma=True)
     machine = spark(memlock="65536", release="7.0.0-1019-nvidia", cma=(1, 2))
     with pytest.raises(FabricError) as caught:
@@ -81,7 +81,7 @@ async def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     assert "memlock: 0.0625 MiB" in str(caught.value)
 
 
-async def test_a_failed_proof_is_the_member_s_end(tmp_path: Path) -> None:
+async def test_a_failed_proof_is_a_failure_of_the_member(tmp_path: Path) -> None:
     group = alone(FabricPlan()).model_copy(update={"members": two_members(["127.0.0.1", "127.0.0.2"]).members})
     bounds = group.timeouts.model_copy(update={"staging": 0.2, "formation": 0.2})
     member = Member(group.model_copy(update={"timeouts": bounds}), 0, tmp_path, "token")

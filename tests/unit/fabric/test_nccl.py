@@ -43,7 +43,7 @@ def test_nvlink_makes_no_connection_over_a_network() -> None:
     assert log.network == "Socket"
 
 
-def test_rdma_asked_for_where_there_is_none() -> None:
+def test_required_rdma_without_a_device_is_recognised() -> None:
     text = (LOGS / "nccl-2.28.9-ibrequired.log").read_text()
     log = read(text)
     assert (log.no_device, log.devices, log.network, log.first_socket) == (True, (), None, None)

@@ -192,7 +192,7 @@ async def test_probes_over_loopback() -> None:
     assert not outcome.arrives
 
 
-def test_strangers_get_no_answer_and_none_is_larger_than_its_question() -> None:
+def test_unauthenticated_probes_get_no_answer_and_no_answer_is_larger_than_its_probe() -> None:
     responder = Responder(KEY)
     here = rail("127.0.0.1/8")
     for data in (b"", b"dsv4", bytes(SMALLEST), b"\xff" * 2000):
@@ -231,7 +231,7 @@ def test_a_ring_is_seen() -> None:
     assert not is_ring((MA,), [(MB, B0)])
 
 
-def test_what_cannot_be() -> None:
+def test_impossible_combinations_of_addresses_are_reported() -> None:
     rdma, any_way = FabricPlan(require_rdma=True), FabricPlan()
     assert address_problem(rdma, 0, 1, {0: (A0, A1), 1: (B0, B1)}) is None
     twice = address_problem(any_way, 0, 1, {0: (A0,), 1: (A0,)})

@@ -157,7 +157,7 @@ async def test_a_body_that_is_still_arriving_is_counted_and_given_back(kit):
         assert reader
 
 
-async def test_who_finds_no_room_is_refused_and_the_others_are_answered(kit):
+async def test_requests_beyond_the_buffer_limit_are_refused_and_others_are_answered(kit):
     room = 4 * 2**20
     async with kit.Lab(max_body_bytes=2**22, max_client_bytes=room) as lab:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n"
@@ -189,7 +189,7 @@ async def test_bodies_that_do_not_go_on_make_room_for_others(kit, monkeypatch):
         writer.close()
 
 
-async def test_a_client_that_does_not_read_is_charged_for_what_waits(kit):
+async def test_a_client_that_does_not_read_is_charged_for_buffered_bytes(kit):
     async def script(request, body):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -243,7 +243,7 @@ async def test_a_body_that_takes_long_to_parse_is_passed_on_unparsed(kit, body):
         ["abc"] * 100_000,
     ],
 )
-def test_what_is_parsed_takes_less_than_50_ms(value):
+def test_parsed_bodies_take_less_than_50_ms(value):
     body = json.dumps({"messages": [], "x": value}, separators=(",", ":")).encode()
     took = []
     for _ in range(3):
@@ -371,7 +371,7 @@ async def test_a_key_that_is_no_text_is_refused(kit, header):
         assert (await _send(lab, head % header)).startswith(b"HTTP/1.1 401 ")
 
 
-async def test_a_file_of_keys_that_was_emptied_admits_nobody(kit, caplog):
+async def test_an_emptied_file_of_keys_admits_no_client(kit, caplog):
     async with kit.Lab(keys="first\n") as lab:
         assert (await lab.post(COMPLETIONS, ASK, headers={"x-api-key": "first"}))[0] == 200
         (lab.route.parent / "keys").write_text("# nobody\n")
@@ -395,7 +395,7 @@ def test_connections_are_limited_by_the_files_that_the_process_may_open(monkeypa
     assert main._max_connections(each) == main.MAX_CONNECTIONS
 
 
-def test_what_was_taken_can_be_given_back_once():
+def test_a_charge_is_released_once():
     account = Account(100)
     first, second = Charge(account), Charge(account)
     assert first.take(60)

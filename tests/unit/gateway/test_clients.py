@@ -112,7 +112,7 @@ async def test_a_body_has_a_limit(kit, declared):
         assert len(lab.engine.requests) == 1
 
 
-async def test_a_body_that_says_that_it_is_too_long_is_refused_before_it_is_read(kit):
+async def test_a_body_whose_declared_length_is_too_long_is_refused_before_it_is_read(kit):
     async with kit.Lab(max_body_bytes=1000) as lab:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
@@ -173,7 +173,7 @@ async def test_metrics_of_both(kit):
         assert await lab.metric('dsv4_gateway_engine_state{group="0",state="healthy"}') == 1
 
 
-async def test_whoever_asks_for_metrics_and_does_not_read_them_is_left(kit, monkeypatch):
+async def test_a_connection_that_does_not_read_its_metrics_is_closed(kit, monkeypatch):
     monkeypatch.setattr(server, "_ANSWER_SECONDS", 0.3)
     lines = 4_000_000
     async with kit.Lab(engine=kit.Engine(more_metrics=lines)) as lab:
@@ -274,7 +274,7 @@ async def test_a_stream_has_all_of_the_drain_to_finish(kit):
         await asyncio.wait_for(asyncio.shield(lab.serving), 5)
 
 
-async def test_what_a_drain_cannot_finish_ends_with_an_error(kit):
+async def test_a_stream_that_outlasts_the_drain_ends_with_an_error(kit):
     async with kit.Lab(engine=kit.Engine(pause=0.1), drain_seconds=0.3) as lab:
         streaming = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 90}))
         await until(lambda: lab.engine.requests)

@@ -122,7 +122,7 @@ async def test_every_way_of_dying_between_tokens(kit, path, kind):
             assert ["role" in delta for delta in deltas].count(True) == (path == CHAT)
 
 
-async def test_the_continuation_asks_for_what_is_missing_and_nothing_else(kit):
+async def test_the_continuation_requests_only_the_missing_tokens(kit):
     async with kit.Lab() as lab:
         lab.engine.faults = [kit.Fault(after=12, kind="reset")]
         body = request(
@@ -153,7 +153,7 @@ async def test_the_continuation_asks_for_what_is_missing_and_nothing_else(kit):
         (CHAT, {"max_tokens": 100}, 96),
     ],
 )
-async def test_it_ends_where_the_uninterrupted_one_does(kit, path, limits, count):
+async def test_a_continued_stream_ends_at_the_limit_of_the_uninterrupted_one(kit, path, limits, count):
     """Without a limit in the request, vLLM's limits for completions and chat differ; chat continues as completion."""
     body = request(path, stream_options={"include_usage": True})
     body = {name: value for name, value in body.items() if name != "max_tokens"} | limits
@@ -166,7 +166,7 @@ async def test_it_ends_where_the_uninterrupted_one_does(kit, path, limits, count
         assert broken[-3]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_without_a_known_end_it_is_not_continued(kit):
+async def test_a_stream_without_a_known_context_length_is_not_continued(kit):
     body = request(CHAT, max_tokens=None)
     async with kit.Lab(served_names=("nano", "alias")) as lab:
         lab.engine.faults = [kit.Fault(after=9)]
@@ -202,7 +202,7 @@ async def test_without_a_known_end_it_is_not_continued(kit):
         (COMPLETIONS, {"prompt": [1, 2, 3], "prompt_embeds": "x"}),
     ],
 )
-async def test_what_cannot_be_exact_ends_with_an_error_event(kit, path, more):
+async def test_streams_that_cannot_be_continued_exactly_end_with_an_error_event(kit, path, more):
     async with kit.Lab() as lab:
         lab.engine.faults = [kit.Fault(after=5, kind="error")]
         status, broken = await lab.post(path, request(path) | more)

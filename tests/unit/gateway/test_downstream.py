@@ -164,7 +164,7 @@ async def test_in_one_piece_and_byte_by_byte(sent, answered, understood):
     assert found.asked == [understood, understood]
 
 
-async def test_a_client_that_waits_is_told_to_go_on():
+async def test_a_client_that_expects_100_continue_gets_it():
     request = post("/x", b"abc", LAST, "Expect: 100-continue")
     async with echo() as (_, port), asyncio.timeout(SECONDS), client(port) as (reader, writer):
         writer.write(request[:-3])
@@ -215,7 +215,7 @@ async def test_one_connection_serves_many_requests():
         b"GET /x HTTP/9.9\r\nHost: x\r\n\r\n",
     ],
 )
-async def test_what_is_no_http_is_said_to_be_none(sent):
+async def test_malformed_requests_get_status_400(sent):
     async with echo() as (found, port):
         answered = await until_closed(port, sent)
     head, _, body = answered.partition(b"\r\n\r\n")
@@ -224,7 +224,7 @@ async def test_what_is_no_http_is_said_to_be_none(sent):
     assert found.asked == []
 
 
-async def test_garbage_after_a_good_request_does_not_cost_its_answer():
+async def test_a_valid_request_is_answered_despite_invalid_bytes_behind_it():
     async with echo() as (found, port):
         answered = await until_closed(port, post("/x", b"good") + b"\x00garbage\r\n\r\n")
     assert answered.endswith(b"\r\n\r\ngood")
@@ -241,7 +241,7 @@ async def test_a_head_without_end_is_not_gathered(sent):
         assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
 
 
-async def test_who_is_refused_before_the_body_came_reads_why():
+async def test_a_client_refused_before_its_body_arrived_receives_the_refusal():
     body = b"x" * 2**22
     async with echo() as (_, port):
         answered = await until_closed(port, post("/refused", body))
@@ -251,7 +251,7 @@ async def test_who_is_refused_before_the_body_came_reads_why():
 
 
 @pytest.mark.parametrize("path", ["/broken", "/silent"])
-async def test_a_mistake_of_the_handler_ends_the_connection_and_not_the_server(path, caplog):
+async def test_an_exception_of_the_handler_ends_only_its_connection(path, caplog):
     async with echo() as (_, port):
         with contextlib.suppress(ConnectionError):
             answered = await until_closed(port, post(path, b"x" * 2**20))
@@ -277,7 +277,7 @@ async def test_a_body_that_breaks_off_is_none():
     assert found.asked == []
 
 
-async def test_a_connection_on_which_nothing_is_asked_ends(monkeypatch):
+async def test_an_idle_connection_is_closed(monkeypatch):
     monkeypatch.setattr(http_server, "_KEEPALIVE_SECONDS", 0.2)
     async with echo() as (_, port):
         assert await until_closed(port) == b""

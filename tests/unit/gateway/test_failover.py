@@ -21,7 +21,7 @@ def test_a_killed_group_costs_no_request() -> None:
     assert max(found.after) < 1.0
 
 
-def test_a_gateway_that_is_killed_with_a_group_costs_only_what_it_had_open() -> None:
+def test_the_death_of_a_gateway_and_a_group_breaks_only_that_gateways_requests() -> None:
     """The guarantee of docs/decisions/0007."""
     fronts = free_ports(2)
     urls = [f"http://127.0.0.1:{front}/v1/completions" for front in fronts]

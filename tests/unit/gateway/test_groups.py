@@ -68,7 +68,7 @@ async def test_requests_go_to_the_group_that_is_less_busy(kit):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_a_dying_group_had_goes_on_in_another(kit, stream):
+async def test_requests_of_a_dying_group_continue_in_another(kit, stream):
     async with pair(kit, kit.Engine(model="a"), kit.Engine(model="a")) as (lab, other):
         body = {**ASK, "stream": stream, "max_tokens": 40}
         _, whole = await lab.post(COMPLETIONS, body)
@@ -107,7 +107,7 @@ async def test_a_stream_is_not_continued_by_another_model(kit, model):
 
 
 @pytest.mark.parametrize(("next_life", "goes_on"), [({"generation": 2}, True), ({"incarnation": 2}, False)])
-async def test_an_agent_that_does_not_tell_its_model_keeps_it_within_an_incarnation(kit, next_life, goes_on):
+async def test_without_a_model_digest_streams_continue_only_within_an_incarnation(kit, next_life, goes_on):
     async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 40}))
         await until(lambda: lab.engine.requests)
@@ -124,7 +124,7 @@ async def test_a_request_that_had_not_begun_may_be_answered_by_another_model(kit
         assert len(other.requests) == 1
 
 
-async def test_a_group_that_was_given_up_gets_nothing_and_the_others_are_waited_for(kit):
+async def test_a_failed_group_gets_no_requests_and_the_gateway_waits_for_the_others(kit):
     async with pair(kit, second=kit.Engine(phase="Loading", health="Starting")) as (lab, other):
         await lab.engine.change(phase="Failed", health="Dead")
         lab.point(lab.upstream, given_up="spent", others={lab.other: None})
@@ -153,7 +153,7 @@ async def test_a_gateway_without_an_engine_is_ready_if_it_may_hold(kit, hold, st
         assert await status_of(lab, "/readyz") == 200
 
 
-async def test_what_a_group_had_that_is_no_longer_there_goes_on_in_another(kit):
+async def test_requests_of_a_removed_group_continue_in_another(kit):
     async with pair(kit, kit.Engine(pause=5.0)) as (lab, other):
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
         await until(lambda: lab.engine.requests)

@@ -115,7 +115,7 @@ def test_parts_of_different_requests_at_once(kinds):
         asyncio.run(run())
 
 
-async def test_answers_that_nobody_reads_on_every_connection(kit, few_places):
+async def test_unread_answers_on_every_connection_do_not_block_other_clients(kit, few_places):
     async def script(request, body):
         return web.Response(body=b"x" * (6 << 20 if request.path == "/v1/large" else 1))
 

@@ -55,7 +55,7 @@ def test_a_key_beyond_latin_1_is_known_in_utf_8(tmp_path):
     ),
     comment=st.sampled_from(["", " # ours", "\t#ours", " #", "   ", "\r"]),
 )
-def test_any_key_that_can_be_sent_is_known_whatever_follows_it(tmp_path_factory, key, comment):
+def test_every_valid_key_is_admitted_with_any_comment_behind_it(tmp_path_factory, key, comment):
     keys = ApiKeys(write(tmp_path_factory.mktemp("keys"), f"# all of them\n{key}{comment}\n"))
     assert admits(keys, b"x-api-key", key.encode())
     for other in (comment.strip(), f"{key}{comment}".strip(), "# all of them", ""):

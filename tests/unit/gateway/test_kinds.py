@@ -130,7 +130,7 @@ class History:
 
 
 @pytest.mark.parametrize("kind", [{S}, {T}, {M}, {L}, {S, T}])
-def test_two_deaths_convict_a_kind_and_no_other_one(kind):
+def test_after_two_deaths_a_kind_is_refused_and_no_other_one(kind):
     history = History()
     history.died((0, "one", kind), (0, "plain", ()))
     assert not history.refused(kind)
@@ -141,7 +141,7 @@ def test_two_deaths_convict_a_kind_and_no_other_one(kind):
     assert not any(history.refused({other}) for other in Kind if not {other} >= kind)
 
 
-def test_a_kind_that_was_answered_is_not_convicted():
+def test_a_kind_with_a_recent_answer_is_not_refused():
     for seconds, refused in ((PROVEN_SECONDS - 1, False), (PROVEN_SECONDS + 1, True)):
         history = History()
         history.all[0].answered(frozenset({S, T}))
@@ -163,7 +163,7 @@ def test_a_kind_that_was_answered_is_not_convicted():
     assert history.refused({S})
 
 
-def test_what_else_explains_both_deaths_prevents_a_conviction():
+def test_a_kind_is_not_refused_if_something_else_explains_both_deaths():
     history = History()
     history.died((0, "poison", ()), (0, "one", {S}))
     history.died((0, "poison", ()), (0, "two", {S}))
@@ -319,7 +319,7 @@ def test_a_request_of_a_kind_that_is_not_proven_is_tried_alone_after_one_death()
         assert not found.suspected(b"one", frozenset(kind))
 
 
-def test_ends_that_the_agent_did_not_report_convict_no_kind():
+def test_unreported_ends_cause_no_refusal_of_a_kind():
     for reported in (False, True):
         found = suspects.Suspects()
         for generation in ("1", "2"):
@@ -392,7 +392,7 @@ async def send(session, url, kind, prompt, seconds=0.0):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(8))
-async def test_a_deadly_kind_costs_two_engines_and_no_innocent_request_is_refused(kit, fast, seed):
+async def test_a_fatal_kind_costs_two_engines_and_no_harmless_request_is_refused(kit, fast, seed):
     draw = random.Random(seed)
     deadly = draw.choice([(S,), (T,), (S, T)])
     innocent = [kind for kind in BODIES if not set(deadly) <= set(kind)]

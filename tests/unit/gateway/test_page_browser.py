@@ -238,7 +238,7 @@ async def picture(tab: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_it_is_painted_at_once_fits_a_phone_and_has_no_serious_finding(site: Site, scheme: str) -> None:
+async def test_the_page_renders_quickly_fits_a_phone_and_is_accessible(site: Site, scheme: str) -> None:
     now = time.time()
     await site.serve(lambda: gateway_page(now + (time.time() - now)))
     tab = await site.tab(scheme=scheme, key=None)

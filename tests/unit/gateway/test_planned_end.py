@@ -25,7 +25,7 @@ async def _drains(lab, health="Healthy"):
 
 
 @pytest.mark.parametrize("health", ["Healthy", "Suspect"])
-async def test_what_was_begun_is_finished_by_the_engine_that_began_it(kit, health):
+async def test_open_requests_are_completed_by_their_engine(kit, health):
     async with kit.Lab(engine=kit.Engine(pause=0.05)) as lab:
         stream = asyncio.ensure_future(lab.post(COMPLETIONS, SEEDED))
         whole = asyncio.ensure_future(lab.post("/v1/responses/resp_1/cancel", {"prompt": "x"}))
@@ -45,7 +45,7 @@ async def test_what_was_begun_is_finished_by_the_engine_that_began_it(kit, healt
         assert await lab.metric("dsv4_gateway_cut_total") == 0
 
 
-async def test_what_the_engine_does_not_finish_in_time_goes_on_with_the_next(kit):
+async def test_a_stream_that_outlasts_the_drain_continues_in_the_next_engine(kit):
     greedy = {**ASK, "stream": True, "temperature": 0.0}
     async with kit.Lab(engine=kit.Engine(model="the same")) as lab:
         _, whole = await lab.post(COMPLETIONS, greedy)
@@ -140,7 +140,7 @@ async def test_an_agent_that_ends_is_no_planned_end(kit, health):
         assert await lab.metric("dsv4_gateway_replayed_total") == 1
 
 
-async def test_a_gateway_that_begins_meanwhile_lets_nobody_in(kit):
+async def test_a_gateway_that_starts_during_a_drain_forwards_no_request(kit):
     async with kit.Lab(engine=kit.Engine(phase="Draining"), hold_timeout_seconds=0.5) as lab:
         status, body = await lab.post(COMPLETIONS, ASK)
         assert (status, json.loads(body)["error"]["code"]) == (503, "engine_unavailable")

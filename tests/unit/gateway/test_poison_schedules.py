@@ -128,7 +128,7 @@ async def innocents(draw, session, urls, index, ended, found):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(8))
-async def test_no_innocent_request_is_convicted_and_every_poison_is(kit, fast, seed):
+async def test_all_fatal_and_no_harmless_requests_are_refused(kit, fast, seed):
     draw = random.Random(seed)
     gateways, poisons = 1 + seed % 2, list(poisons_of(draw, 1 + seed % 3 // 2))
     engine = kit.Engine()

@@ -27,7 +27,7 @@ def error(body):
     "path",
     ["/v1/completions", "/v1/embeddings", "/tokenize", "/v1/messages?beta=true", "/v1/path%2Fof?its=own&x=%20"],
 )
-async def test_what_passes_through_is_not_touched(kit, path):
+async def test_forwarded_requests_and_responses_are_not_changed(kit, path):
     seen = []
 
     async def script(request, body):
@@ -52,7 +52,7 @@ async def test_what_passes_through_is_not_touched(kit, path):
 
 
 @pytest.mark.parametrize("kind", ["reset", "error", "hang", "glitch"])
-async def test_an_answer_that_had_not_begun_is_asked_for_again(kit, kind):
+async def test_a_request_without_a_begun_answer_is_repeated(kit, kind):
     async with kit.Lab() as lab:
         _, whole = await lab.post(COMPLETIONS, ASK)
         lab.engine.faults = [kit.Fault(kind=kind)]
@@ -62,7 +62,7 @@ async def test_an_answer_that_had_not_begun_is_asked_for_again(kit, kind):
         assert await lab.metric('dsv4_gateway_requests_total{outcome="ok"}') == 2
 
 
-async def test_an_answer_cut_in_the_middle_is_asked_for_again(kit):
+async def test_a_request_whose_answer_was_cut_is_repeated(kit):
     async def script(request, body):
         if len(lab.engine.requests) > 1:
             return None
@@ -103,7 +103,7 @@ async def test_a_5xx_of_a_living_engine_is_passed_on(kit):
         assert await lab.metric('dsv4_gateway_requests_total{outcome="engine_error"}') == 1
 
 
-async def test_what_may_have_taken_effect_is_not_sent_again(kit):
+async def test_requests_with_possible_side_effects_are_not_repeated(kit):
     async with kit.Lab() as lab:
 
         async def script(request, body):
@@ -117,7 +117,7 @@ async def test_what_may_have_taken_effect_is_not_sent_again(kit):
         assert len(lab.engine.requests) == 1
 
 
-async def test_a_request_that_may_be_the_killer_is_not_sent_for_ever(kit):
+async def test_a_request_that_may_be_fatal_is_sent_three_times_at_most(kit):
     async with kit.Lab() as lab:
         lab.engine.faults = [kit.Fault() for _ in range(10)]
         status, body = await lab.post(COMPLETIONS, ASK)
@@ -125,7 +125,7 @@ async def test_a_request_that_may_be_the_killer_is_not_sent_for_ever(kit):
         assert len(lab.engine.requests) == 3
 
 
-async def test_a_stream_lives_through_two_deaths(kit):
+async def test_a_stream_continues_after_two_deaths(kit):
     async with kit.Lab() as lab:
         body = {**ASK, "stream": True, "max_tokens": 60}
         _, whole = await lab.post(COMPLETIONS, body)
@@ -152,7 +152,7 @@ async def test_new_requests_wait_while_the_engine_is_away(kit):
 
 
 @pytest.mark.parametrize("next_life", [{"generation": 2}, {"incarnation": 2}])
-async def test_another_life_ends_the_one_before_also_if_nobody_said_that_it_died(kit, next_life):
+async def test_a_new_generation_ends_the_previous_one_without_a_reported_death(kit, next_life):
     """No status arrived in between, and the connections of the old engine are silent, as on a cut network."""
 
     async def script(request, body):
@@ -169,7 +169,7 @@ async def test_another_life_ends_the_one_before_also_if_nobody_said_that_it_died
         assert len(lab.engine.requests) == 2
 
 
-async def test_the_ids_of_requests_that_an_engine_had_when_it_died_are_written_down(kit, caplog):
+async def test_ids_of_requests_that_were_open_at_a_death_are_logged(kit, caplog):
     caplog.set_level(logging.INFO, "dsv4.gateway")
 
     def told():
@@ -207,7 +207,7 @@ async def test_the_ids_of_requests_that_an_engine_had_when_it_died_are_written_d
         assert told()[2:] == ["engine 1-g2 is over; open requests: 0"]
 
 
-async def test_suspicion_does_not_cut_what_runs(kit):
+async def test_a_suspicion_does_not_interrupt_open_requests(kit):
     async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True}))
         await until(lambda: lab.engine.requests)
@@ -226,7 +226,7 @@ async def test_holding_is_bounded_in_time(kit):
         assert 0.2 <= time.monotonic() - begun < 2
 
 
-async def test_nobody_waits_for_an_engine_that_was_given_up(kit):
+async def test_requests_to_a_permanently_failed_engine_are_refused_without_a_wait(kit):
     async with kit.Lab(engine=kit.Engine(phase="Failed")) as lab:
         waits = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
         await asyncio.sleep(0.1)
@@ -245,7 +245,7 @@ async def test_nobody_waits_for_an_engine_that_was_given_up(kit):
         assert (await lab.post(COMPLETIONS, ASK))[0] == 200
 
 
-async def test_a_stream_whose_engine_is_given_up_ends_with_an_error(kit):
+async def test_a_stream_of_a_permanently_failed_engine_ends_with_an_error(kit):
     async with kit.Lab(engine=kit.Engine(pause=0.05)) as lab:
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True}))
         await until(lambda: lab.engine.requests)
@@ -268,7 +268,7 @@ async def test_holding_is_bounded_in_requests_and_bytes(kit, count, size):
         assert await lab.metric("dsv4_gateway_held_bytes") == 0
 
 
-async def test_those_that_the_engine_had_find_room_beyond_the_bounds(kit):
+async def test_requests_that_were_open_at_a_death_are_held_beyond_the_bounds(kit):
     async with kit.Lab(engine=kit.Engine(pause=0.05), max_held_requests=1) as lab:
         lab.engine.faults = [kit.Fault(back=0.3) for _ in range(6)]
         found = await asyncio.gather(*(lab.post(COMPLETIONS, ASK) for _ in range(6)))
@@ -297,7 +297,7 @@ async def test_a_watch_that_breaks_is_no_death(kit):
         lab.engine.watch = real
 
 
-async def test_a_refused_connection_makes_it_hold_until_vllm_answers(kit):
+async def test_requests_are_held_after_a_refused_connection_until_vllm_answers(kit):
     """The last status of the agent is Healthy but outdated, and vLLM's port is closed."""
     async with kit.Lab() as lab:
         port = int(lab.upstream.rsplit(":", 1)[1])
@@ -329,7 +329,7 @@ async def test_a_new_incarnation_is_opened_with_its_own_token(kit):
         assert lab.engine.shown == [None, *(f"Bearer {token}" for token in (first, first, second))]
 
 
-async def test_an_agent_whose_token_another_key_made_is_asked_twice_and_not_opened(kit):
+async def test_an_agent_with_a_token_of_another_key_never_gets_the_valid_token(kit):
     """A foreign agent at the address of the head only obtains a token that is valid nowhere."""
     async with kit.Lab() as lab:
         await lab.engine.change(token=new_token("another key"), incarnation=2)

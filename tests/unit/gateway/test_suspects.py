@@ -55,7 +55,7 @@ def poisonous(lab, after=0.05):
     lab.engine.script = script
 
 
-async def test_three_engines_die_of_it_and_no_innocent_request_is_lost(kit, caplog):
+async def test_a_fatal_request_costs_three_engines_and_no_harmless_request(kit, caplog):
     async with kit.Lab(max_held_requests=100) as lab:
         poisonous(lab)
         innocent = [asyncio.ensure_future(lab.post(COMPLETIONS, ASK)) for _ in range(20)]
@@ -119,7 +119,7 @@ async def test_one_suspect_at_a_time_and_others_beside_it(kit):
         assert most == 1
 
 
-async def test_a_hang_acquits_nobody(kit, monkeypatch):
+async def test_a_hang_longer_than_a_trial_clears_no_suspect(kit, monkeypatch):
     """Elapsed time is no proof: the engine hangs for longer than a trial lasts."""
     monkeypatch.setattr(suspects, "TRIAL_SECONDS", 0.05)
     monkeypatch.setattr(suspects, "PROBE_SECONDS", 0.1)
@@ -140,7 +140,7 @@ async def test_a_hang_acquits_nobody(kit, monkeypatch):
         assert deaths == 3
 
 
-async def test_who_kills_late_is_tried_for_longer_the_next_time(kit, monkeypatch):
+async def test_a_late_fatal_request_gets_a_longer_next_trial(kit, monkeypatch):
     """A trial ends with the first output, so the third death proves nothing; the fourth death does."""
     monkeypatch.setattr(suspects, "TRIAL_SECONDS", 0.1)
     async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:
@@ -178,7 +178,7 @@ async def test_a_client_that_leaves_and_comes_back_is_the_same_request(kit):
         assert lab.engine.generation <= 5
 
 
-async def test_two_gateways_refuse_no_innocent_request(kit):
+async def test_two_gateways_refuse_no_harmless_request(kit):
     engine = kit.Engine()
     async with kit.Lab(engine=engine) as first, kit.Lab(engine=engine) as second:
 
@@ -199,7 +199,7 @@ async def test_two_gateways_refuse_no_innocent_request(kit):
         assert (poison[0], (await innocent)[0]) == (422, 200)
 
 
-async def test_a_planned_end_makes_nobody_suspected(kit):
+async def test_a_planned_end_creates_no_suspects(kit):
     async with kit.Lab(engine=kit.Engine(pause=0.05)) as lab:
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 60}))
         for generation in range(2, 6):
@@ -232,7 +232,7 @@ async def test_retries_have_a_budget_while_the_engine_lives(kit, monkeypatch):
         assert all("being sent again already" in error["message"] for error in refused)
 
 
-async def test_who_has_no_key_is_not_told(kit):
+async def test_fatal_requests_are_listed_only_with_a_key(kit):
     async with kit.Lab(keys="key\n") as lab:
         for headers, status in (({}, 401), ({"x-api-key": "key"}, 200)):
             async with lab.client.get(lab.url + "/dsv4/fatal-requests", headers=headers) as answer:
@@ -253,7 +253,7 @@ def convicted(found):
     return [known.id for known in found.found.requests]
 
 
-def test_a_third_death_beside_another_request_convicts_nobody():
+def test_a_third_death_beside_another_request_proves_nothing():
     """The other request has deaths, is new, or was left by its client."""
     for other in ("old", "new"):
         found = suspects.Suspects()
@@ -282,14 +282,14 @@ def test_only_output_of_a_later_request_shows_that_one_that_was_left_is_gone():
     assert not exposures.unsettled
 
 
-def test_an_end_that_was_not_reported_convicts_nobody():
+def test_an_unreported_end_proves_nothing():
     found = suspects.Suspects()
     for generation in range(6):
         died(found, str(generation), "one", alone=("one",), reported=False)
     assert convicted(found) == []
 
 
-def test_a_conviction_explains_deaths_of_others_that_had_output():
+def test_a_proven_fatal_request_clears_requests_with_output():
     found = suspects.Suspects()
     for generation in ("1", "2"):
         exposures = Exposures()
@@ -342,7 +342,7 @@ def test_the_likeliest_cause_is_tried_first():
 
 @settings(max_examples=200, deadline=None)
 @given(data())
-def test_a_conviction_needs_a_life_with_one_request_and_memory_is_bounded(draw):
+def test_proof_requires_a_death_with_one_request_and_records_are_bounded(draw):
     """Deaths in any order, with clients that leave and return."""
     now = 0.0
     found = suspects.Suspects(clock=lambda: now)
@@ -371,7 +371,7 @@ def test_a_conviction_needs_a_life_with_one_request_and_memory_is_bounded(draw):
     assert found.size <= len(names)
 
 
-def test_deaths_of_many_requests_are_forgotten_the_oldest_first_and_all_in_time(monkeypatch):
+def test_records_of_deaths_are_dropped_oldest_first_and_expire(monkeypatch):
     monkeypatch.setattr(suspects, "MAX_RECORDS", 100)
     now = 0.0
     found = suspects.Suspects(clock=lambda: now)

@@ -75,7 +75,7 @@ async def asking() -> AsyncIterator[Upstream]:
 
 @pytest.mark.parametrize("step", [1, 7, 2**16])
 @pytest.mark.parametrize("name", ANSWERS)
-async def test_what_comes_and_whether_the_connection_is_kept(name, step):
+async def test_responses_are_read_and_connections_reused_where_permitted(name, step):
     answer, kept = ANSWERS[name]
     async with scripted(answer, step, closes=name == "until the end") as (server, api), asking() as client:
         for _ in range(3):
@@ -114,7 +114,7 @@ async def test_the_length_of_an_answer_to_head_is_that_of_another():
         (b"SSH-2.0-OpenSSH_9.2\r\n", "not HTTP/1.1"),
     ],
 )
-async def test_an_answer_that_breaks_off_says_so(answer, what):
+async def test_an_incomplete_answer_is_an_error(answer, what):
     async with scripted(answer, closes=True) as (_, api), asking() as client:
         got = bytearray()
 
@@ -128,14 +128,14 @@ async def test_an_answer_that_breaks_off_says_so(answer, what):
         assert got == (b"abc" if OK in answer else b"")
 
 
-async def test_nobody_listens(unused_tcp_port):
+async def test_a_closed_port_is_an_error(unused_tcp_port):
     async with asking() as client:
         with pytest.raises(UnreachableError, match=str(unused_tcp_port)):
             async with client.request(f"http://127.0.0.1:{unused_tcp_port}", "GET", "/x", []):
                 pass
 
 
-async def test_nobody_answers_in_time(monkeypatch):
+async def test_a_connection_that_is_not_accepted_in_time_is_an_error(monkeypatch):
     monkeypatch.setattr(http_client, "_CONNECT_SECONDS", 0.1)
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
@@ -167,7 +167,7 @@ async def test_an_old_connection_is_not_taken(monkeypatch):
     assert len(server.handlers) == 2
 
 
-async def test_who_leaves_in_the_middle_breaks_the_connection():
+async def test_a_response_that_is_not_read_completely_closes_its_connection():
     async with scripted(OK + b"Content-Length: 4\r\n\r\nabc") as (server, api), asking() as client:
         async with client.request(api, "GET", "/x", []) as given:
             assert await given.part() == b"abc"
@@ -176,7 +176,7 @@ async def test_who_leaves_in_the_middle_breaks_the_connection():
     assert len(server.handlers) == 2
 
 
-async def test_what_nobody_reads_stays_with_the_other_side():
+async def test_unread_bytes_are_not_buffered():
     size, sent = 2**26, 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

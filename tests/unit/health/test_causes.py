@@ -21,7 +21,7 @@ def test_nothing_that_explains_it(tmp_path: Path) -> None:
     assert ExitCauses(tmp_path).explain() is None
 
 
-def test_rays_memory_monitor_says_so_in_its_log(tmp_path: Path) -> None:
+def test_kills_by_rays_memory_monitor_are_read_from_its_log(tmp_path: Path) -> None:
     log = tmp_path / "raylet.out"
     log.write_text("[2026] (raylet) Ray killed 1 worker(s) based on the killing policy\n")
     exit_causes = ExitCauses(tmp_path)
@@ -59,7 +59,7 @@ def says(worker: str, kind: int) -> str:
     )
 
 
-def test_the_raylet_says_which_worker_it_told_to_end(tmp_path: Path) -> None:
+def test_the_raylets_log_identifies_workers_that_were_ordered_to_end(tmp_path: Path) -> None:
     for worker, pid in (("e79a", 332), ("aab1", 226), ("cf19", 32)):
         (tmp_path / f"python-core-worker-{worker}_{pid}.log").write_text("Actor creation task finished\n")
     exit_causes = ExitCauses(tmp_path)

@@ -30,7 +30,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
     found.answers.set()
 
 
-def test_what_the_driver_says_and_how_old_it_is(driver: FakeNvml) -> None:
+def test_values_of_the_driver_have_an_age(driver: FakeNvml) -> None:
     watch = GpuWatch()
     wait_until(lambda: watch.latest()[0])
     (seen,), age = watch.latest()
@@ -40,7 +40,7 @@ def test_what_the_driver_says_and_how_old_it_is(driver: FakeNvml) -> None:
     wait_until(lambda: driver.shut)
 
 
-def test_a_driver_that_never_answers_is_waited_for_by_nobody_and_asked_once(driver: FakeNvml) -> None:
+def test_a_driver_that_never_answers_blocks_no_caller_and_gets_one_request(driver: FakeNvml) -> None:
     # Earlier tests may have left idle threads of a pool.
     before = threading.active_count()
     driver.answers.clear()
@@ -64,7 +64,7 @@ def test_a_driver_that_never_answers_is_waited_for_by_nobody_and_asked_once(driv
     sampler.close()
 
 
-def test_errors_of_an_engine_that_has_ended_are_forgotten(driver: FakeNvml) -> None:
+def test_errors_of_an_ended_engine_are_dropped(driver: FakeNvml) -> None:
     watch = GpuWatch()
     driver.errors.append((0, 79))
     wait_until(lambda: watch.latest()[0] and watch.latest()[0][0].xid == 79)
@@ -78,7 +78,7 @@ def test_errors_of_an_engine_that_has_ended_are_forgotten(driver: FakeNvml) -> N
     watch.close()
 
 
-def test_what_was_asked_before_it_is_forgotten_is_forgotten_too(driver: FakeNvml) -> None:
+def test_errors_read_before_a_reset_are_dropped_too(driver: FakeNvml) -> None:
     watch = GpuWatch()
     wait_until(lambda: watch.latest()[0])
     driver.answers.clear()
@@ -107,7 +107,7 @@ def test_only_the_members_own_gpus_are_watched(driver: FakeNvml) -> None:
     mine.close()
 
 
-def test_who_has_memory_and_whether_the_agent_started_it(driver: FakeNvml) -> None:
+def test_processes_with_gpu_memory_are_listed_with_their_origin(driver: FakeNvml) -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
         # The kernel closes the descriptor that ends `Popen`'s wait just before it renames the process.
@@ -211,7 +211,7 @@ def test_warnings_need_a_minute_without_interruption(seed: int) -> None:
         }
 
 
-def test_what_the_driver_reports_of_clock_power_and_temperature(driver: FakeNvml) -> None:
+def test_clock_power_and_temperature_are_read_from_the_driver(driver: FakeNvml) -> None:
     driver.gpus = [Gpu(clock=799, max_clock=3003, celsius=95, limit=300.0, default_limit=600.0, slowed_by=0x4 | 0x80)]
     (seen,) = Gpus().sample()
     assert (seen.sm_mhz, seen.sm_max_mhz, seen.celsius) == (799, 3003, 95)

@@ -89,7 +89,7 @@ def both(**fields: Any) -> Any:
     return lambda now: (rank(0, now, **fields), rank(1, now, **fields))
 
 
-def test_nothing_seen_nothing_wrong() -> None:
+def test_without_samples_the_verdict_is_healthy() -> None:
     assert judge([], POLICY, 0.0) is HEALTHY
 
 
@@ -107,7 +107,7 @@ def test_a_stall_without_life_is_suspect_and_then_dead(series: Series) -> None:
     assert series.now - began <= POLICY.stall_min + TICK
 
 
-def test_a_canary_that_was_just_sent_says_nothing(series: Series) -> None:
+def test_a_recently_sent_canary_proves_no_death(series: Series) -> None:
     """The engine owes a step for long enough, but the canary may still complete."""
     series.run(10.0, steps=True, outstanding=2, ranks=both(**BUSY))
     series.run(POLICY.stall_min + 1.0, outstanding=2)
@@ -119,7 +119,7 @@ def test_a_canary_that_was_just_sent_says_nothing(series: Series) -> None:
     assert POLICY.canary_patience <= series.now - asked <= POLICY.canary_patience + 2 * TICK
 
 
-def test_a_stall_is_told_by_the_canary_alone_when_the_engine_was_idle(series: Series) -> None:
+def test_a_stall_of_an_idle_engine_is_detected_by_the_canary_alone(series: Series) -> None:
     series.run(100.0)
     began = series.now
     dead = series.run(30.0, canary=True)
@@ -127,7 +127,7 @@ def test_a_stall_is_told_by_the_canary_alone_when_the_engine_was_idle(series: Se
     assert series.now - began <= POLICY.stall_min + TICK
 
 
-def test_requests_that_were_given_up_do_not_make_a_stall(series: Series) -> None:
+def test_aborted_requests_do_not_cause_a_stall(series: Series) -> None:
     series.run(10.0, steps=True, outstanding=1)
     assert series.run(120.0, outstanding=1).health is Health.HEALTHY, "vLLM's number stands still when nobody steps"
 
@@ -139,13 +139,13 @@ def test_a_stall_with_life_may_take_a_compilations_time(series: Series) -> None:
     assert series.run(10.0, outstanding=1, steps=True).health is Health.HEALTHY
 
 
-def test_a_rank_that_wants_to_run_and_gets_no_processor_is_alive(series: Series) -> None:
+def test_a_runnable_rank_without_processor_time_is_alive(series: Series) -> None:
     series.run(10.0, steps=True, outstanding=1)
     starved = lambda now: (rank(0, now), rank(1, now, state="R"))  # noqa: E731
     assert series.run(60.0, outstanding=1, canary=True, ranks=starved).health is Health.HEALTHY
 
 
-def test_but_not_for_ever(series: Series) -> None:
+def test_a_stall_with_life_is_dead_after_its_bound(series: Series) -> None:
     series.run(10.0, steps=True, outstanding=1)
     dead = series.run(200.0, outstanding=1, canary=True, ranks=both(**BUSY))
     assert (dead.health, dead.cause) == (Health.DEAD, Cause.ENGINE_HUNG)
@@ -180,7 +180,7 @@ def test_of_several_stopped_processes_the_first_is_the_culprit(series: Series) -
     assert (dead.health, dead.cause, dead.culprit_rank) == (Health.DEAD, Cause.ENGINE_HUNG, 1)
 
 
-def test_a_process_that_goes_on_is_forgiven(series: Series) -> None:
+def test_a_process_that_continues_is_healthy_again(series: Series) -> None:
     series.run(10.0)
     stopped = lambda now: (rank(0, now, stopped=("worker",)), rank(1, now))  # noqa: E731
     for _ in range(5):
@@ -188,7 +188,7 @@ def test_a_process_that_goes_on_is_forgiven(series: Series) -> None:
         assert series.run(1.0).health is Health.HEALTHY
 
 
-def test_the_rank_that_did_not_come_to_the_collective_is_the_culprit(series: Series) -> None:
+def test_the_rank_missing_from_the_collective_is_the_culprit(series: Series) -> None:
     series.run(10.0, steps=True, outstanding=1)
     waits = lambda now: (rank(0, now, collectives=101), rank(1, now, collectives=100))  # noqa: E731
     assert series.run(30.0, outstanding=1, canary=True, ranks=waits).culprit_rank == 1
@@ -301,7 +301,7 @@ def test_the_earliest_death_wins(series: Series) -> None:
     assert (verdict.cause, verdict.culprit_rank) == (Cause.NODE_LOST, 1)
 
 
-def test_a_head_that_stood_still_itself_starts_anew(series: Series) -> None:
+def test_a_head_that_was_stopped_itself_judges_from_the_beginning(series: Series) -> None:
     series.run(10.0, steps=True, outstanding=1)
     series.canary_sent = series.now
     series.now += 60.0

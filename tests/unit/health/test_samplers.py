@@ -37,7 +37,7 @@ def parent() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_the_table_knows_what_runs_below(parent: subprocess.Popen[bytes]) -> None:
+def test_the_table_lists_descendants(parent: subprocess.Popen[bytes]) -> None:
     wait_until(lambda: len(procfs.below(parent.pid)) == 1)
     (child,) = procfs.below(parent.pid).values()
     assert child.parent == parent.pid
@@ -72,7 +72,7 @@ def test_a_frozen_process_is_reported_as_a_stopped_one() -> None:
             process.kill()
 
 
-def test_what_a_compiler_below_uses_counts_for_the_worker(parent: subprocess.Popen[bytes]) -> None:
+def test_processor_time_of_a_compiler_below_counts_for_the_worker(parent: subprocess.Popen[bytes]) -> None:
     wait_until(lambda: len(procfs.below(parent.pid)) == 1)
     sampler = vitals.Vitals()
     roles = {parent.pid: "worker", os.getpid(): "agent"}
@@ -91,7 +91,7 @@ def test_what_a_compiler_below_uses_counts_for_the_worker(parent: subprocess.Pop
     sampler.close()
 
 
-def test_gpus_that_the_engine_does_not_use_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_the_engine_does_not_use_are_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     class Used:
         def __init__(self, uuids: tuple[str, ...] | None) -> None:
             assert uuids == ("GPU-1",)
@@ -204,7 +204,7 @@ async def seen(condition: object, seconds: float = 30.0) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_an_idle_engine_is_asked_for_a_token_now_and_then(api: Api) -> None:
+async def test_an_idle_engine_gets_canaries_periodically(api: Api) -> None:
     async with probing(api, canary_min=0.5) as prober:
         begun = prober.stepped
         await seen(lambda: api.canaries >= 3)
@@ -212,7 +212,7 @@ async def test_an_idle_engine_is_asked_for_a_token_now_and_then(api: Api) -> Non
         await seen(lambda: prober.stepped > begun)  # canaries are steps too
 
 
-async def test_an_engine_that_is_to_become_idle_is_not_asked_for_a_token(api: Api) -> None:
+async def test_an_engine_that_is_to_become_idle_gets_no_canary(api: Api) -> None:
     async with probing(api, canary_min=0.2) as prober:
         await seen(lambda: api.canaries >= 1)
         prober.quiet = True
@@ -222,7 +222,7 @@ async def test_an_engine_that_is_to_become_idle_is_not_asked_for_a_token(api: Ap
         assert api.canaries == count
 
 
-async def test_while_steps_come_nobody_is_disturbed_and_once_they_do_not_the_canary_comes_at_once(api: Api) -> None:
+async def test_no_canary_is_sent_during_steps_and_one_follows_at_once_when_they_stop(api: Api) -> None:
     # Each read of the metrics adds steps, so every read sees some, however late it is on a busy machine.
     api.running, api.pace = 2, 7
     async with probing(api, canary_min=0.2) as prober:
@@ -236,7 +236,7 @@ async def test_while_steps_come_nobody_is_disturbed_and_once_they_do_not_the_can
         assert api.looks - looks <= 4
 
 
-async def test_a_wrong_answer_is_asked_for_again_and_a_right_one_forgives(api: Api) -> None:
+async def test_a_wrong_canary_is_repeated_and_a_right_one_resets_the_count(api: Api) -> None:
     api.answer = {**GOOD, "usage": {"completion_tokens": 7}}
     async with probing(api, canary_min=0.3) as prober:
         await seen(lambda: prober.canary_wrong >= 2)
@@ -245,7 +245,7 @@ async def test_a_wrong_answer_is_asked_for_again_and_a_right_one_forgives(api: A
         await seen(lambda: prober.canary_wrong == 0)
 
 
-async def test_too_busy_is_not_wrong_and_a_dead_engine_is_no_wrong_canary(api: Api) -> None:
+async def test_refused_canaries_are_not_counted_as_wrong(api: Api) -> None:
     api.status = 503
     async with probing(api, canary_min=0.3) as prober:
         await seen(lambda: api.canaries >= 2)

@@ -36,7 +36,7 @@ def test_values_that_are_no_numbers_are_none(value: bytes) -> None:
     assert steps_and_requests(METRICS.replace(b" 4.0", b" " + value)) is None
 
 
-def test_shares_are_of_the_time_between_two_looks() -> None:
+def test_shares_refer_to_the_time_between_two_samples() -> None:
     viewer = Viewer(1)
     assert viewer.view(signals(10.0, 5.0), 0.0, None).processes == (ProcessView("worker", "S", None),)
     assert viewer.view(signals(10.5, 5.4), 0.0, None).processes[0].share == pytest.approx(0.8)
@@ -75,7 +75,7 @@ def test_power_above_that_of_an_idle_gpu_is_work_and_utilisation_is_not() -> Non
     assert viewer.view(two, 0.0, None).xid == 79, "the fatal one of several"
 
 
-def test_a_driver_that_tells_no_utilisation() -> None:
+def test_a_driver_without_utilisation_is_judged_by_power() -> None:
     viewer = Viewer(0)
     told = [
         viewer.view(signals(float(i), 0.0, gpus=(GpuSignals(index=0, power_watts=watts),)), 0.0, None).gpu_busy

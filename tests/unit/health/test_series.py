@@ -62,7 +62,7 @@ def beside_load(looks: list[tuple[GpuSignals, ...]]) -> list[Sample]:
 
 
 @pytest.mark.parametrize("xid", [TOLD, *sorted(FATAL_XIDS)])
-def test_what_a_driver_told(xid: int) -> None:
+def test_recorded_driver_errors_are_judged_by_their_number(xid: int) -> None:
     """The recorded error, and the same series with an error that ends every program, which was not recorded."""
     text = (FOLDER / "gpu" / "xid-31-of-an-h100.json").read_text()
     looks = [TypeAdapter(tuple[GpuSignals, ...]).validate_python(look["gpus"]) for look in json.loads(text)["looks"]]

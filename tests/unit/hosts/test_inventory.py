@@ -67,7 +67,7 @@ def test_mistakes(change: dict[str, Any], field: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "- a", "hosts: [", "a: 1\n---\nb: 2", "hosts: 1\nhosts: 2"])
-def test_what_is_no_inventory(text: str) -> None:
+def test_invalid_inventories_are_refused(text: str) -> None:
     with pytest.raises(InvalidInventory):
         load_inventory(text)
 

@@ -41,7 +41,7 @@ def write(state: DeploymentState, inventory: str, key: str, mode: int = 0o600) -
         (HOSTS, "k" * 32, 0o644, "others may read the host key"),
     ],
 )
-def test_what_keeps_the_loop_from_starting(
+def test_invalid_files_prevent_the_start_of_the_loop(
     state: DeploymentState, supervised: Supervised, inventory: str, key: str, mode: int, text: str
 ) -> None:
     write(state, inventory, key, mode)

@@ -57,7 +57,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def test_a_kubeconfig_says_where_and_as_whom(tmp_path: Path) -> None:
+def test_a_kubeconfig_provides_server_and_credentials(tmp_path: Path) -> None:
     data = base64.b64encode(PEM.encode()).decode()
     found = find_access(kubeconfig=kubeconfig(tmp_path / "c", {"token": "t"}, **{"certificate-authority-data": data}))
     assert (found.server, found.namespace) == ("https://example.invalid:6443", "models")
@@ -538,7 +538,7 @@ def test_any_file_gives_an_access_or_one_clear_error(tmp_path: Path, content: by
         load([file], None, tmp_path)
 
 
-def test_what_is_missing_is_named_with_what_there_is(tmp_path: Path) -> None:
+def test_missing_entries_are_named_with_the_available_ones(tmp_path: Path) -> None:
     with pytest.raises(AccessError, match="no cluster to speak to"):
         find_access()
     file = kubeconfig(tmp_path / "c", {})

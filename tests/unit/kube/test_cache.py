@@ -91,7 +91,7 @@ async def test_objects_come_change_and_go(monkeypatch: pytest.MonkeyPatch) -> No
     assert cache.synced.is_set()
 
 
-async def test_what_went_while_nobody_watched_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_objects_deleted_during_an_interrupted_watch_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script([[pod("x", 1), pod("y", 2)], [pod("y", 2), pod("z", 3)]], [[Gone("too old")]])
     cache, told = await followed(script, monkeypatch)
     assert names(cache) == {"y", "z"}
@@ -127,7 +127,7 @@ async def test_an_object_is_found_under_its_present_key_only(monkeypatch: pytest
     assert told[-2:] == [("a", "d", 0), ("a", "d", 2)]
 
 
-async def test_a_member_is_found_by_its_name_and_owner_whatever_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_member_is_found_by_its_name_and_owner_with_any_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = pod("d-0-i1-r0", 1)
     bare["metadata"] |= {"labels": {}, "ownerReferences": [{"kind": "DSV4Deployment", "name": "d"}]}
     foreign = pod("d-0-i1-r1", 2)
@@ -153,7 +153,7 @@ def program(name: str, version: int, phase: str = "Running") -> dict[str, Any]:
     }
 
 
-async def test_of_other_programs_only_what_they_take_of_a_node_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_the_resource_usage_of_other_programs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[Step] = [
         WatchEvent("ADDED", program("z", 101)),
         WatchEvent("MODIFIED", program("y", 102, "Succeeded")),

@@ -60,7 +60,7 @@ def mute(tmp_path: Path) -> Iterator[Mute]:
     server.close()
 
 
-async def test_a_watch_that_is_given_up_leaves_no_connection(mute: Mute) -> None:
+async def test_a_cancelled_watch_leaves_no_connection(mute: Mute) -> None:
     heard = asyncio.Event()
 
     async def follow(kube: Client) -> None:

@@ -79,7 +79,7 @@ def test_any_fields_that_another_manager_added_are_removed(own: Manifest, foreig
 
 
 @given(_specs)
-def test_nothing_is_written_where_nobody_added_anything(own: Manifest) -> None:
+def test_nothing_is_written_without_foreign_fields(own: Manifest) -> None:
     wanted = {"metadata": {"name": "x"}, "spec": own}
     defaulted = managed({**wanted, "spec": {**own, "default": 1}}, {"metadata": {}})
     defaulted["metadata"]["managedFields"][0]["fieldsV1"] = fields(wanted)
@@ -87,7 +87,7 @@ def test_nothing_is_written_where_nobody_added_anything(own: Manifest) -> None:
 
 
 @pytest.mark.parametrize("manager", ["intruder", MANAGER])
-def test_a_selector_key_is_removed_whoever_added_it(manager: str) -> None:
+def test_a_foreign_selector_key_of_any_manager_is_removed(manager: str) -> None:
     live = managed(SERVICE, {"metadata": {}, "spec": {"selector": {"in": "truder"}}}, manager=manager)
     assert foreign_changes(SERVICE, live) == {"spec": {"selector": {"in": None}}}
 
@@ -167,7 +167,7 @@ def server(added: Manifest) -> tuple[Managed, Client]:
 
 
 @pytest.mark.parametrize("conflicts", [0, 2])
-async def test_apply_removes_what_others_added_though_controllers_write(conflicts: int) -> None:
+async def test_apply_removes_foreign_fields_despite_concurrent_writes(conflicts: int) -> None:
     found, kube = server({"metadata": {}, "spec": {"externalIPs": ["192.0.2.1"]}})
     found.conflicts = conflicts
     after = await apply_exactly(kube, SERVICE)
@@ -178,7 +178,7 @@ async def test_apply_removes_what_others_added_though_controllers_write(conflict
     assert {"uid", "resourceVersion"} <= patches[-1]["metadata"].keys()
 
 
-async def test_what_contradicts_the_own_fields_is_removed_before() -> None:
+async def test_foreign_fields_that_conflict_with_own_fields_are_removed_first() -> None:
     found, kube = server({"metadata": {}, "spec": {"externalIPs": ["192.0.2.1"]}})
     await apply_exactly(kube, SERVICE)
     found.added = {"metadata": {}, "spec": {"externalIPs": ["192.0.2.2"]}}
@@ -190,7 +190,7 @@ async def test_what_contradicts_the_own_fields_is_removed_before() -> None:
     assert content(after)["spec"] == SERVICE["spec"]
 
 
-async def test_an_own_mistake_is_told() -> None:
+async def test_an_invalid_own_object_is_an_error() -> None:
     found, kube = server({})
     found._put(("Service", "team", "chat"), managed(SERVICE, {"metadata": {}}))
     found.refuses, found.added = True, {"metadata": {}}
@@ -198,7 +198,7 @@ async def test_an_own_mistake_is_told() -> None:
         await apply_exactly(kube, SERVICE)
 
 
-async def test_a_config_map_that_somebody_froze_is_made_again() -> None:
+async def test_an_immutable_config_map_is_recreated() -> None:
     kube: Any = FakeKube()
     config = {
         "apiVersion": "v1",

@@ -54,7 +54,7 @@ class Slow(Access):
 POD = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "a", "name": "x"}}
 
 
-async def test_who_may_not_write_only_reads(server: Server) -> None:
+async def test_without_permission_only_reads_are_sent(server: Server) -> None:
     def guard() -> None:
         raise NotAllowed("deposed")
 
@@ -72,7 +72,7 @@ async def test_who_may_not_write_only_reads(server: Server) -> None:
     assert server.taken == ["GET"]
 
 
-async def test_who_was_deposed_while_a_write_waited_for_its_connection_does_not_send_it(server: Server) -> None:
+async def test_a_write_is_not_sent_if_the_permission_ends_before_it_has_a_connection(server: Server) -> None:
     may_write = True
 
     def guard() -> None:

@@ -21,7 +21,7 @@ def failed(known: Canary, now: float) -> Canary:
     return answered(known, known, "401", now, 1.0)
 
 
-def test_nobody_is_reached_before_a_request_was_answered() -> None:
+def test_a_deployment_is_not_reachable_before_the_first_answer() -> None:
     first = seen(Canary(), ONE, GATEWAYS, 10.0)
     assert (first.problem, first.due) == (UNTRIED, 10.0)
     assert ready().problem is None
@@ -42,7 +42,7 @@ def test_a_single_failure_where_nothing_changed_is_confirmed_first() -> None:
     assert failed(again, 66.0).problem is None
 
 
-def test_a_failure_after_a_change_of_the_gateways_counts_at_once_and_is_looked_for_at_once() -> None:
+def test_a_change_of_the_gateways_causes_a_canary_at_once_whose_failure_counts() -> None:
     changed = seen(ready(), ONE, OTHERS, 5.0)
     assert (changed.problem, changed.due) == (None, 5.0)
     assert failed(changed, 5.1).problem == "401"
@@ -67,7 +67,7 @@ def test_one_answer_ends_a_problem() -> None:
     assert answered(bad, bad, None, 12.0, 1.0).problem is None
 
 
-def test_an_operator_that_takes_over_takes_nothing_back_but_tries_at_once() -> None:
+def test_a_new_leader_keeps_the_result_and_sends_a_canary_at_once() -> None:
     known = adopted(None, ONE, GATEWAYS, 7.0)
     assert (known.problem, known.due) == (None, 7.0)
     assert failed(known, 8.0).problem is None

@@ -28,7 +28,7 @@ def test_a_changed_specification_forms_again_without_a_charge(scene: Scene) -> N
     assert scene.status.restarts == ()
 
 
-def test_what_is_applied_without_a_restart(scene: Scene) -> None:
+def test_some_changes_are_applied_without_a_restart(scene: Scene) -> None:
     scene.serve()
     scene.budget, scene.generation = 7, 2
     assert short(scene.look()) == []
@@ -62,7 +62,7 @@ def test_suspend_and_resume(scene: Scene) -> None:
     assert scene.status.restarts == ()
 
 
-def test_what_shows_up_while_suspended_is_ended(new_scene: Any) -> None:
+def test_members_that_appear_while_suspended_are_fenced(new_scene: Any) -> None:
     scene = new_scene(suspend=True)
     scene.look()
     assert scene.phase is GroupPhase.SUSPENDED
@@ -71,7 +71,7 @@ def test_what_shows_up_while_suspended_is_ended(new_scene: Any) -> None:
 
 
 @pytest.mark.parametrize(("change", "drains"), [({"replicas": 0}, True), ({"deleting": True}, False)])
-def test_a_group_that_is_no_longer_wanted(scene: Scene, change: dict[str, Any], drains: bool) -> None:
+def test_a_removed_group_is_fenced_and_stopped(scene: Scene, change: dict[str, Any], drains: bool) -> None:
     scene.serve()
     for name, value in change.items():
         setattr(scene, name, value)
@@ -83,7 +83,7 @@ def test_a_group_that_is_no_longer_wanted(scene: Scene, change: dict[str, Any], 
     assert short(decision) == ["fence 1"], "before the last word, once more"
 
 
-def test_a_restart_that_was_asked_for_is_free_and_happens_once(scene: Scene) -> None:
+def test_a_requested_restart_is_not_charged_and_happens_once(scene: Scene) -> None:
     scene.serve()
     scene.annotations[RESTART_AT] = "2026-11-21T10:00:00Z"
     assert short(scene.look()) == []
@@ -95,7 +95,7 @@ def test_a_restart_that_was_asked_for_is_free_and_happens_once(scene: Scene) -> 
     assert short(scene.look(1.0)) == []
 
 
-def test_a_restart_that_was_asked_for_ends_giving_up(new_scene: Any) -> None:
+def test_a_requested_restart_ends_the_failed_state(new_scene: Any) -> None:
     scene = new_scene(budget=0)
     scene.serve()
     scene.members = [replace(member, ended="exit code 1", ended_time=scene.now) for member in scene.members]
@@ -109,7 +109,7 @@ def test_a_restart_that_was_asked_for_ends_giving_up(new_scene: Any) -> None:
     assert scene.status.incarnation == 2
 
 
-def test_while_paused_nothing_is_done_and_all_is_told(scene: Scene) -> None:
+def test_while_paused_no_action_is_taken_and_the_status_is_updated(scene: Scene) -> None:
     scene.serve()
     scene.annotations[PAUSED] = "true"
     scene.members[1] = replace(scene.members[1], ended="exit code 1", ended_time=scene.now)

@@ -173,7 +173,7 @@ def test_the_second_restart_waits_and_the_third_is_too_many(scene: Scene) -> Non
     assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 4)
 
 
-def test_a_survivor_of_a_group_that_was_given_up_is_fenced(new_scene: Any) -> None:
+def test_a_survivor_of_a_failed_group_is_fenced(new_scene: Any) -> None:
     scene = new_scene(budget=0)
     scene.serve()
     scene.members[0] = replace(scene.members[0], ended="exit code 1")
@@ -207,7 +207,7 @@ def never_serve(scene: Scene, *doubted: bool | None) -> None:
         scene.members = []
 
 
-def test_what_damaged_weights_explain_twice_in_a_row_ends_it_early(new_scene: Any) -> None:
+def test_two_consecutive_failures_with_doubted_weights_end_the_recovery_early(new_scene: Any) -> None:
     """Without reference digests of the files, every new incarnation would die of the same cause."""
     scene = new_scene(budget=9)
     never_serve(scene, True, True)
@@ -218,15 +218,13 @@ def test_what_damaged_weights_explain_twice_in_a_row_ends_it_early(new_scene: An
 
 
 @pytest.mark.parametrize("doubted", [(None, True), (True, None), (None, None)])
-def test_wrong_answers_that_right_files_would_give_too_spend_the_budget(
-    new_scene: Any, doubted: tuple[bool | None, ...]
-) -> None:
+def test_wrong_answers_without_doubted_weights_use_the_budget(new_scene: Any, doubted: tuple[bool | None, ...]) -> None:
     scene = new_scene(budget=9)
     never_serve(scene, *doubted)
     assert scene.phase is GroupPhase.RECOVERING
 
 
-def test_two_members_that_cannot_go_on_are_one_death(new_scene: Any) -> None:
+def test_failures_of_two_members_are_one_death(new_scene: Any) -> None:
     scene = new_scene(budget=9)
     for _ in range(2):
         scene.look(10.0)
@@ -281,7 +279,7 @@ def test_restarts_by_the_heads_agent_are_taken_over(scene: Scene) -> None:
     assert len(form.plan.restarts) == 2, "the next agent knows what both levels have spent"
 
 
-def test_what_an_agent_does_until_it_is_fenced_is_charged(scene: Scene) -> None:
+def test_restarts_by_an_agent_until_its_fence_are_charged(scene: Scene) -> None:
     scene.serve()
     scene.members[1] = replace(scene.members[1], ended="exit code 1")
     scene.look()
@@ -290,7 +288,7 @@ def test_what_an_agent_does_until_it_is_fenced_is_charged(scene: Scene) -> None:
     assert (scene.phase, scene.status.restarts) == (GroupPhase.RECOVERING, (scene.now,))
 
 
-def test_level_one_that_gave_up_becomes_level_two_once(scene: Scene) -> None:
+def test_a_failed_level_one_recovery_is_recorded_once_as_level_two(scene: Scene) -> None:
     scene.serve()
     death = scene.died(0).model_copy(update={"generation": 1})
     engine = EngineStatus(generation=1, failures=(death,))
@@ -330,7 +328,7 @@ def test_a_refused_plan_forms_nothing_and_is_tried_again(scene: Scene) -> None:
     assert short(scene.look(15.0)) == ["form 1"]
 
 
-def test_strangers_are_fenced_and_never_joined(scene: Scene) -> None:
+def test_unknown_incarnations_are_fenced_and_not_adopted(scene: Scene) -> None:
     scene.members = [stranger(scene, 3), stranger(scene, 7)]
     assert short(scene.look()) == ["fence 3", "forget 3", "fence 7", "forget 7"]
     assert scene.phase is GroupPhase.PENDING
@@ -356,7 +354,7 @@ def test_evidence_comes_first_and_the_key_is_right(scene: Scene) -> None:
     assert str(first.key) == "default/nano/0"
 
 
-def test_a_dead_verdict_alone_is_the_heads_business(scene: Scene) -> None:
+def test_a_dead_verdict_alone_is_left_to_the_head(scene: Scene) -> None:
     scene.serve()
     status = scene.members[0].status
     dead = Verdict(health=Health.DEAD, failure=scene.died(0))
@@ -365,7 +363,7 @@ def test_a_dead_verdict_alone_is_the_heads_business(scene: Scene) -> None:
     assert scene.phase is GroupPhase.RESTARTING
 
 
-def test_forget_is_the_only_action_left_for_what_has_ended(scene: Scene) -> None:
+def test_forget_is_the_only_action_for_ended_members(scene: Scene) -> None:
     scene.serve()
     scene.members.append(replace(stranger(scene, 9), ended="exit code 0"))
     assert scene.look().actions == (Forget(scene.look().actions[0].key, 9),)

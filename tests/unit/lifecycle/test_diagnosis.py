@@ -36,7 +36,7 @@ def test_the_earliest_death_wins(scene: Scene) -> None:
     assert (failure.cause, failure.culprit_rank) == (Cause.RAYLET_DIED, 1)
 
 
-def test_who_is_blamed_knows_best(scene: Scene) -> None:
+def test_the_blamed_members_own_failure_takes_precedence(scene: Scene) -> None:
     scene.serve()
     blaming = scene.died(1, Cause.RAY_WORKER_DIED)
     scene.members = [
@@ -46,7 +46,7 @@ def test_who_is_blamed_knows_best(scene: Scene) -> None:
     assert death(scene).cause is Cause.RAYLET_DIED
 
 
-def test_a_lost_member_is_the_cause_of_what_the_head_saw(scene: Scene) -> None:
+def test_a_lost_member_is_the_cause_of_the_heads_failure(scene: Scene) -> None:
     scene.serve()
     scene.members[0] = scene.member(0, Phase.FAILED, failure=scene.died(1, Cause.RAY_WORKER_DIED))
     scene.members[1] = replace(scene.members[1], ended="killed by SIGKILL", ended_time=scene.now + 1)
@@ -76,7 +76,7 @@ def test_failed_without_a_cause(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.DRAINING, Phase.STOPPED])
-def test_stopping_unasked_is_a_death(scene: Scene, phase: Phase) -> None:
+def test_an_unrequested_stop_is_a_death(scene: Scene, phase: Phase) -> None:
     scene.serve()
     scene.members[1] = scene.member(1, phase)
     assert death(scene).cause is Cause.MEMBER_LOST
@@ -107,7 +107,7 @@ def test_silence_becomes_a_death(scene: Scene) -> None:
     assert (failure.cause, failure.detected_by, failure.culprit_rank) == (Cause.NODE_LOST, "timeout", 1)
 
 
-def test_nobody_is_lost_because_nobody_looked(scene: Scene) -> None:
+def test_no_member_is_lost_after_a_pause_of_the_loop(scene: Scene) -> None:
     """The loop was blocked, and its first request afterwards got no immediate response."""
     scene.serve()
     scene.look(300.0)
@@ -126,7 +126,7 @@ def hears(scene: Scene, rank: int, other: int, silent: float) -> Any:
     return replace(member, status=member.status.model_copy(update={"signals": signals}))
 
 
-def test_who_is_heard_by_another_member_is_not_lost(scene: Scene) -> None:
+def test_a_member_that_another_member_reaches_is_not_lost(scene: Scene) -> None:
     scene.serve()
     for _ in range(5):
         scene.now += SILENT_SECONDS
@@ -137,7 +137,7 @@ def test_who_is_heard_by_another_member_is_not_lost(scene: Scene) -> None:
     assert death(scene).cause is Cause.NODE_LOST
 
 
-def test_what_a_silent_member_heard_once_says_nothing(scene: Scene) -> None:
+def test_reports_of_a_silent_member_do_not_count(scene: Scene) -> None:
     scene.serve()
     scene.members = [hears(scene, 0, 1, silent=0.4), hears(scene, 1, 0, silent=0.4)]
     scene.look()
@@ -146,7 +146,7 @@ def test_what_a_silent_member_heard_once_says_nothing(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("heard", [True, False])
-def test_two_that_blame_each_other_and_both_answer_have_lost_their_link(scene: Scene, heard: bool) -> None:
+def test_two_reachable_members_that_report_each_other_have_lost_their_link(scene: Scene, heard: bool) -> None:
     """If one of them does not respond to the operator either, the first report is accepted."""
     scene.serve()
     blaming = scene.died(1, Cause.NODE_LOST)
@@ -163,7 +163,7 @@ def test_two_that_blame_each_other_and_both_answer_have_lost_their_link(scene: S
         assert (failure.cause, failure.culprit_rank) == (Cause.NODE_LOST, 1)
 
 
-def test_a_healthy_member_that_the_head_no_longer_hears_is_not_blamed(scene: Scene) -> None:
+def test_a_healthy_member_that_the_head_cannot_reach_is_not_blamed(scene: Scene) -> None:
     scene.serve()
     scene.members = [scene.member(0, Phase.FAILED, failure=scene.died(1, Cause.NODE_LOST)), scene.member(1)]
     assert death(scene).cause is Cause.LINK_LOST
@@ -220,7 +220,7 @@ def test_a_new_agent_has_longer_for_its_first_answer(scene: Scene) -> None:
     assert scene.phase is GroupPhase.RECOVERING
 
 
-def test_a_decider_that_just_started_gives_everyone_time(scene: Scene) -> None:
+def test_a_new_operator_gives_every_member_time_to_respond(scene: Scene) -> None:
     scene.serve()
     scene.now += 3600.0
     scene.members = [replace(member, status=None, heard=None) for member in scene.members]
@@ -244,7 +244,7 @@ def test_a_member_that_is_gone(scene: Scene) -> None:
     assert scene.status.last_failure.message == "member 1: it is gone"
 
 
-def test_an_answer_about_someone_else_is_no_answer(scene: Scene) -> None:
+def test_a_status_of_another_incarnation_is_ignored(scene: Scene) -> None:
     scene.serve()
     status = scene.members[1].status
     scene.members[1] = replace(

@@ -24,7 +24,7 @@ def updating(scene: Scene) -> None:
     assert scene.phase is GroupPhase.UPDATING
 
 
-def test_open_requests_are_waited_for_and_told(scene: Scene) -> None:
+def test_an_update_waits_for_open_requests_and_reports_their_number(scene: Scene) -> None:
     updating(scene)
     waits = Progress(stage="waiting for 3 open requests")
     head = scene.member(0, Phase.DRAINING)
@@ -40,7 +40,7 @@ def test_open_requests_are_waited_for_and_told(scene: Scene) -> None:
     assert progressing.message.endswith("because the specification changed; waiting for 3 open requests")
 
 
-def test_who_has_not_heard_the_head_yet_asks_it(scene: Scene) -> None:
+def test_a_new_operator_drains_before_the_heads_first_status(scene: Scene) -> None:
     updating(scene)
     scene.members = [replace(member, status=None, heard=None) for member in scene.members]
     assert short(scene.look(1.0)) == ["drain 1", "fence 1", "forget 1"], "another operator goes on"
@@ -58,7 +58,7 @@ def test_open_requests_have_a_bound(scene: Scene) -> None:
     assert short(scene.look(DRAIN_GRACE_SECONDS)) == ["fence 1", "forget 1"]
 
 
-def test_a_head_whose_clock_is_ahead_is_not_waited_for_any_longer(scene: Scene) -> None:
+def test_a_clock_that_is_ahead_does_not_extend_the_drain(scene: Scene) -> None:
     updating(scene)
     bound = scene.deployment.spec.engine.timeouts.drain + DRAIN_GRACE_SECONDS
     head = scene.member(0, Phase.DRAINING, heard=scene.now + 2 * bound)
@@ -67,7 +67,7 @@ def test_a_head_whose_clock_is_ahead_is_not_waited_for_any_longer(scene: Scene) 
     assert short(scene.look(1.0)) == ["fence 1", "forget 1"]
 
 
-def test_a_head_that_says_nothing_is_not_asked_for_ever(scene: Scene) -> None:
+def test_the_drain_of_a_silent_head_ends_at_the_timeout(scene: Scene) -> None:
     updating(scene)
     scene.members = [replace(member, status=None, heard=None) for member in scene.members]
     for _ in range(int(DRAIN_SILENCE_SECONDS) + 1):
@@ -132,7 +132,7 @@ def test_deleted_while_it_drains(scene: Scene) -> None:
     assert short(scene.look()) == ["fence 1", "forget 1"], "its gateway waited already"
 
 
-def test_strangers_do_not_wait_for_open_requests(scene: Scene) -> None:
+def test_unknown_incarnations_are_fenced_without_a_drain(scene: Scene) -> None:
     updating(scene)
     scene.members.append(stranger(scene, 9))
     assert short(scene.look()) == ["fence 9", "forget 9", "drain 1", "fence 1", "forget 1"]

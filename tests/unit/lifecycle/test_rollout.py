@@ -54,7 +54,7 @@ def test_as_many_at_once_as_may_be_down(asked: Mapping[str, object], least: int)
 
 
 @pytest.mark.parametrize("changes", [{"held": 20}, {"limit": 2}, {"strategy": "Recreate"}, {"back": False}])
-def test_what_members_are_not_formed_from_restarts_nobody(changes: Mapping[str, object]) -> None:
+def test_fields_that_members_do_not_depend_on_cause_no_restart(changes: Mapping[str, object]) -> None:
     world = serving_world()
     before = dict(world.members)
     world.asked = world.asked.but(**changes)
@@ -96,7 +96,7 @@ def test_a_bad_specification_is_taken_back_and_not_tried_again(how: str, replica
     assert not condition(world, ConditionType.ROLLED_BACK)[0]
 
 
-def test_without_rollback_it_is_given_up_and_the_others_stay() -> None:
+def test_without_rollback_the_group_fails_and_the_others_keep_serving() -> None:
     world = serving_world(replicas=2, back=False)
     world.bad[1] = "config"
     world.asked = world.asked.but(seed=1)
@@ -156,7 +156,7 @@ def test_a_third_specification_meanwhile() -> None:
     assert least == 2
 
 
-def test_a_change_as_soon_as_all_answer_ends_one_only() -> None:
+def test_a_change_at_the_first_answer_of_all_groups_updates_only_one() -> None:
     """The kept status of both groups is Starting, and there is no specification yet for a rollback."""
     world = World()
     world.until(lambda: {world.group(index).phase for index in range(2)} == {GroupPhase.STARTING})
@@ -190,7 +190,7 @@ def test_suspended_groups_begin_with_the_present_specification() -> None:
     assert all(group.incarnation == 2 for group in world.kept.groups)
 
 
-def test_what_another_version_of_dsv4_wrote_is_not_gone_back_to() -> None:
+def test_no_rollback_to_an_unreadable_specification_of_another_version() -> None:
     world = serving_world()
     served = world.kept.rollout.model_copy(update={"served": '{"model":{"of":"later"}}'})
     world.kept = world.kept.model_copy(update={"rollout": served})
@@ -203,6 +203,6 @@ def test_what_another_version_of_dsv4_wrote_is_not_gone_back_to() -> None:
 
 
 @pytest.mark.parametrize(("phase", "late"), [(GroupPhase.QUEUED, False), (GroupPhase.STARTING, True)])
-def test_a_specification_is_not_given_up_while_its_group_waits_for_nodes(phase: GroupPhase, late: bool) -> None:
+def test_a_specification_does_not_fail_while_its_group_waits_for_nodes(phase: GroupPhase, late: bool) -> None:
     group = GroupStatus(index=0, phase=phase, incarnation=2, revision="new", revision_time=1000.0)
     assert (_failed(group, "new", DEADLINE, 1001.0 + DEADLINE) is not None) is late

@@ -208,7 +208,7 @@ class Group(RuleBasedStateMachine):
             assert len({member.incarnation for member in self.world.alive()}) <= 1
 
     @invariant()
-    def nobody_who_is_to_live_drains(self) -> None:
+    def no_incarnation_that_continues_is_drained(self) -> None:
         if hasattr(self, "world") and self.status().phase in ALIVE:
             drains = {member.incarnation for member in self.world.alive() if member.asked is not None}
             assert self.status().incarnation not in drains

@@ -126,7 +126,7 @@ def test_a_recovery(scene: Scene) -> None:
     assert status_of(scene).phase is DeploymentPhase.SERVING
 
 
-def test_given_up(new_scene: Any) -> None:
+def test_a_failed_deployment_is_reported_with_its_cause(new_scene: Any) -> None:
     scene = new_scene(budget=0)
     scene.serve()
     scene.members[0] = scene.member(0, Phase.FAILED, failure=scene.died(0))
@@ -140,7 +140,7 @@ def test_given_up(new_scene: Any) -> None:
     )
 
 
-def test_given_up_early(new_scene: Any) -> None:
+def test_a_repeated_deterministic_failure_is_reported_as_exhausted(new_scene: Any) -> None:
     scene = new_scene(budget=5)
     for _ in range(2):
         for _ in range(2):
@@ -326,7 +326,7 @@ def test_the_kv_cache_is_that_of_the_present_engine(scene: Scene) -> None:
     assert scene.status.kv_cache is None
 
 
-def test_who_computes_is_of_the_present_engine(scene: Scene) -> None:
+def test_kernels_of_the_status_are_those_of_the_present_engine(scene: Scene) -> None:
     scene.look()
     scene.serve()
     standings = (ProviderStatus(provider="triton", excluded="t8: wrong: rms above 5e-3"),)
@@ -340,7 +340,7 @@ def test_who_computes_is_of_the_present_engine(scene: Scene) -> None:
     assert scene.status.kernels == ()
 
 
-def test_what_was_measured_outlives_the_engine(scene: Scene) -> None:
+def test_measured_memory_is_kept_after_the_engines_end(scene: Scene) -> None:
     scene.look()
     scene.serve()
     told = {"memory_of": "V4-Flash on gb10", "memory": {"weights": 7}}
@@ -385,7 +385,7 @@ def test_events_of_requests(scene: Scene) -> None:
     assert reasons(log.look()) == [Reason.GROUP_STOPPED]
 
 
-def test_a_refusal_is_told_once(scene: Scene) -> None:
+def test_a_refusal_is_reported_once(scene: Scene) -> None:
     log = Log(scene)
     scene.refuse = True
     assert reasons(log.look()) == [Reason.MEMORY_SHORT]
@@ -394,14 +394,14 @@ def test_a_refusal_is_told_once(scene: Scene) -> None:
     assert reasons(log.look(15.0)) == [Reason.PLAN_ACCEPTED, Reason.GROUP_FORMING]
 
 
-def test_pause_is_a_reason_for_people(scene: Scene) -> None:
+def test_a_pause_is_the_reason_of_the_progressing_condition(scene: Scene) -> None:
     scene.serve()
     scene.annotations[PAUSED] = "true"
     scene.look()
     assert reason(status_of(scene), ConditionType.PROGRESSING) is Reason.PAUSED
 
 
-def test_a_specification_that_cannot_be_read_is_refused_and_what_runs_goes_on(scene: Scene) -> None:
+def test_an_unreadable_specification_is_refused_and_running_groups_continue(scene: Scene) -> None:
     nothing = refused_status(DeploymentStatus(), "spec.x: is wrong; write y", 3, scene.now)
     assert true(nothing) == set()
     assert {condition.type for condition in nothing.conditions} == {ConditionType.ACCEPTED, ConditionType.READY}

@@ -201,12 +201,12 @@ class Operators(RuleBasedStateMachine):
             assert len({member.incarnation for member in self.server.alive()}) <= 1
 
     @invariant()
-    def the_head_leads_to_those_who_live(self) -> None:
+    def the_head_service_selects_live_members(self) -> None:
         if hasattr(self, "server"):
             assert {member.incarnation for member in self.server.alive()} <= {self.server.head}
 
     @invariant()
-    def nothing_runs_that_is_said_to_have_ended(self) -> None:
+    def ended_groups_have_no_live_members(self) -> None:
         if hasattr(self, "server") and self.status().phase in ENDED and not self.late:
             assert not self.server.alive(), f"{self.status().phase}, and members live"
 
@@ -230,7 +230,7 @@ class Operators(RuleBasedStateMachine):
             for member in self.server.alive():
                 member.live(2)
             self.one_incarnation()
-            self.the_head_leads_to_those_who_live()
+            self.the_head_service_selects_live_members()
             self.server.now += 2.0
             over = self.status().phase in (*ENDED, GroupPhase.SERVING, GroupPhase.FAILED)
             quiet, looks = quiet + 1 if over and self.settled() == before else 0, looks + 1
@@ -251,7 +251,7 @@ TestOperators.settings = settings(
 )
 
 
-def test_a_deposed_operator_that_moves_the_head_back_would_be_noticed() -> None:
+def test_schedules_detect_a_deposed_operator_that_moves_the_head_back() -> None:
     """First of the two violations that these schedules detect: the one that the API server's comparison prevents."""
     machine = Operators()
     machine.compares = False
@@ -264,7 +264,7 @@ def test_a_deposed_operator_that_moves_the_head_back_would_be_noticed() -> None:
         machine.server.now += 1.0
     machine.server.arrive(machine.late.pop())
     with pytest.raises(AssertionError):
-        machine.the_head_leads_to_those_who_live()
+        machine.the_head_service_selects_live_members()
 
 
 def test_a_suspension_whose_fence_fails_unseen_is_not_over() -> None:
@@ -278,10 +278,10 @@ def test_a_suspension_whose_fence_fails_unseen_is_not_over() -> None:
     machine.user("suspend")
     for _ in range(3):
         machine.step()
-        machine.nothing_runs_that_is_said_to_have_ended()
+        machine.ended_groups_have_no_live_members()
     assert machine.status().phase is GroupPhase.DRAINING
     machine.trouble(broken=False, unobserved=True)
     for _ in range(3):
         machine.step()
     assert machine.status().phase is GroupPhase.SUSPENDED
-    machine.nothing_runs_that_is_said_to_have_ended()
+    machine.ended_groups_have_no_live_members()

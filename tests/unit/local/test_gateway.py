@@ -136,7 +136,7 @@ def test_a_listener_beyond_loopback_requires_keys(listen: str) -> None:
     assert deployment(listen=listen, **KEYS).spec.gateway.listen == listen
 
 
-def test_the_api_listens_at_the_address_of_the_specification() -> None:
+def test_the_api_binds_the_address_of_the_specification() -> None:
     free = {"network.ports.api": free_port(), "network.ports.dashboard": free_port()}
     wanted = with_settings(deployment(listen="127.0.0.2", **KEYS), free)
     listeners = bind_ports(wanted)
@@ -179,13 +179,13 @@ def test_secrets_that_cannot_be_used_are_refused_before_anything_starts(tmp_path
     assert settings(wanted, state).api_keys_file == str(file)
 
 
-def test_keys_are_refused_where_nobody_would_ask_for_them() -> None:
+def test_keys_are_refused_where_they_would_not_be_enforced() -> None:
     with pytest.raises(StateError, match=r"spec\.gateway\.apiKeys: cannot be kept to.*, and there is no ip;"):
         check_keyless(deployment(**KEYS), "there is no ip")
     check_keyless(deployment(), "there is no ip")
 
 
-async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path, supervised: Supervised) -> None:
+async def test_gateways_serve_on_the_socket_restart_and_end(tmp_path: Path, supervised: Supervised) -> None:
     state = DeploymentState(tmp_path, "n")
     gateway, processes, url = await started(deployment(), state, [AWAY], supervised)
     try:
@@ -381,7 +381,7 @@ async def _connections_of_each(both: list[int], front: int, count: int) -> list[
     return found
 
 
-async def test_a_killed_gateway_costs_no_request_that_has_no_response_and_no_idle_connection(fronts: Fronts) -> None:
+async def test_a_killed_gateway_loses_no_unanswered_request_and_no_idle_connection(fronts: Fronts) -> None:
     gateways, front, port, both = fronts
     waiting = await _connections_of_each(both, front, 6)
     idle = await _connections_of_each(both, front, 4)

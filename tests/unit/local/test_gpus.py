@@ -64,7 +64,7 @@ def facts(deployment: DSV4Deployment, found: GpuInventory, *, isolated: bool = T
     )
 
 
-def test_what_the_driver_tells(driver: FakeNvml) -> None:
+def test_cards_are_read_from_the_driver(driver: FakeNvml) -> None:
     driver.gpus[1].processes = {4711: 60 * GIB}
     found = gpus.find()
     assert (found.driver, found.kinds()) == ("580.159.04", "2 × NVIDIA H100 80GB HBM3")
@@ -128,7 +128,7 @@ def test_a_card_that_fell_off_the_bus_does_not_hide_the_others(driver: FakeNvml)
     assert there == before[1]
 
 
-def test_hardware_that_a_file_leaves_out_is_what_is_there(driver: FakeNvml, tmp_path: Path) -> None:
+def test_omitted_hardware_is_detected(driver: FakeNvml, tmp_path: Path) -> None:
     assert read_file(str(EXAMPLE), detect_hardware=True).spec.topology.hardware is Hardware.H100
     driver.gpus = cards(1, RTX)
     assert read_file(str(EXAMPLE), detect_hardware=True).spec.topology.hardware is Hardware.RTXPRO6000
@@ -203,7 +203,7 @@ def test_every_group_has_cards_of_its_own(driver: FakeNvml) -> None:
         pass
 
 
-def test_cards_that_nobody_uses_are_taken_first(driver: FakeNvml) -> None:
+def test_unused_cards_are_taken_first(driver: FakeNvml) -> None:
     driver.gpus[0].processes = {1: 70 * GIB}
     with claimed(nano().spec.topology, gpus.find()) as mine:
         assert [card.index for card in mine] == [1]
@@ -217,7 +217,7 @@ def test_cards_that_nobody_uses_are_taken_first(driver: FakeNvml) -> None:
         (FakeNvml(), "this machine offers none: the driver has no GPU"),
     ],
 )
-def test_what_is_missing_is_named(present: FakeNvml, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpus_and_drivers_are_named(present: FakeNvml, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "pynvml", present)
     with pytest.raises(StateError) as refused, claimed(nano().spec.topology, gpus.find()):
         pass
@@ -272,7 +272,7 @@ def test_an_engine_that_does_not_fit_beside_another_program_is_refused_and_that_
     assert refused.value.reason == "MemoryShort"
 
 
-async def test_what_is_free_is_asked_again_while_no_member_runs(driver: FakeNvml, supervised: Supervised) -> None:
+async def test_free_memory_is_read_again_while_no_member_runs(driver: FakeNvml, supervised: Supervised) -> None:
     """Memory of ended members is free for the next plan; memory of other programs is not."""
     with tempfile.TemporaryDirectory(prefix="d4-") as root:
         state = DeploymentState(Path(root), "nano-gpu")
@@ -318,7 +318,7 @@ async def test_copies_between_the_gpus_are_tested_once(
         await service.close()
 
 
-def test_gpus_that_cannot_be_asked_are_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_behind_a_silent_driver_are_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "find", lambda: GpuInventory(problem="the NVIDIA driver has not answered for 10 s"))
     monkeypatch.setattr(gpus, "_DEVICE", tmp_path / "nvidia0")
     assert gpus.hardware_here() == (Hardware.CPU, "the NVIDIA driver has not answered for 10 s")

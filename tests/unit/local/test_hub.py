@@ -160,7 +160,7 @@ def test_a_hub_that_cannot_be_read(
     assert "HF_HUB_OFFLINE forbids it" in errors(files.url)
 
 
-def test_a_silent_hub_is_given_up(nano: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_hub_is_an_error_after_the_timeout(nano: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_ALL_SECONDS", 0.0)
     with serving(Files(nano)) as files, pytest.raises(BadCheckpoint, match="no complete answer within 0 s"):
         facts.hub_model(load(SPEC % (REVISION, files.url)).spec.model)

@@ -47,7 +47,7 @@ second.wait()
 """
 
 
-def test_a_fenced_member_answers_for_its_address_no_more() -> None:
+def test_the_address_of_a_fenced_member_does_not_answer() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False)
     if done.stderr.startswith("not here"):
         pytest.skip(done.stderr)

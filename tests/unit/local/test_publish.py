@@ -30,7 +30,7 @@ async def test_bytes_pass_both_ways_and_an_end_passes_on() -> None:
     server.close()
 
 
-async def test_nobody_behind_it_means_a_closed_connection() -> None:
+async def test_a_published_port_without_a_server_closes_connections() -> None:
     listeners = bind_loopback({"api": free_port()})
     publisher = Publisher("127.0.0.1", free_port())
     await publisher.start(listeners["api"])

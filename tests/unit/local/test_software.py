@@ -61,7 +61,7 @@ def test_the_profile_is_that_of_the_installed_vllm(site: Site, version: str, nam
     assert (found.name, found.load_formats) == (name, ("instanttensor", "safetensors"))
 
 
-def test_a_loader_that_is_not_installed_is_not_asked_for(site: Site) -> None:
+def test_a_loader_that_is_not_installed_is_not_used(site: Site) -> None:
     site.whole()
     (site.path / "instanttensor" / "__init__.py").unlink()
     (site.path / "instanttensor").rmdir()
@@ -70,14 +70,14 @@ def test_a_loader_that_is_not_installed_is_not_asked_for(site: Site) -> None:
     assert found.load_formats == ("safetensors",)
 
 
-def test_a_version_that_nobody_describes(site: Site) -> None:
+def test_a_version_without_a_profile_is_refused(site: Site) -> None:
     site.whole("0.41.0")
     with raises_naming(StateError, "vLLM 0.41.0", "vllm-0.33, vllm-0.32"):
         cuda_profile()
     assert cuda_profile("vllm-0.33") is None, "the specification says what it is like"
 
 
-def test_what_is_missing_is_named_with_the_remedy(site: Site) -> None:
+def test_missing_packages_are_named_with_the_remedy(site: Site) -> None:
     def refusal() -> str:
         with pytest.raises(StateError) as refused:
             cuda_profile()

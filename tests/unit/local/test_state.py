@@ -52,7 +52,7 @@ with DeploymentState(Path(sys.argv[1]), "nano").lock():
 """
 
 
-def test_nobody_else_reads_what_a_deployment_has(root: Path, nano: DSV4Deployment) -> None:
+def test_files_of_a_deployment_are_private(root: Path, nano: DSV4Deployment) -> None:
     """Independent of the umask: files of the state, of the loop itself, and of processes that it starts."""
     before = os.umask(0)
     try:
@@ -70,7 +70,7 @@ def test_nobody_else_reads_what_a_deployment_has(root: Path, nano: DSV4Deploymen
     assert modes == dict.fromkeys(("manifest.json", "object.json", "loop.log", "own", "childs"), 0o600)
 
 
-def test_only_one_loop_at_a_time_and_the_second_learns_who_it_is(root: Path) -> None:
+def test_a_second_loop_is_refused_with_the_process_of_the_first(root: Path) -> None:
     state = DeploymentState(root, "nano")
     state.prepare()
     assert state.holder() is None

@@ -114,7 +114,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     found.process.wait(10)
 
 
-def test_the_next_loop_adopts_what_the_killed_one_started(world: World) -> None:
+def test_the_next_loop_adopts_processes_of_the_killed_one(world: World) -> None:
     first = world.life(1)
     assert "HIDDEN" not in psutil.Process(first["child"]).environ()
     for number in (2, 3):
@@ -127,7 +127,7 @@ def test_the_next_loop_adopts_what_the_killed_one_started(world: World) -> None:
     assert psutil.Process(first["child"]).status() == psutil.STATUS_SLEEPING
 
 
-def test_a_child_that_ends_without_a_loop_is_known_to_the_next_one(world: World) -> None:
+def test_the_exit_of_a_child_without_a_loop_reaches_the_next_loop(world: World) -> None:
     first = world.life(1)
     os.kill(first["loop"], signal.SIGKILL)
     os.kill(first["child"], signal.SIGTERM)
@@ -152,14 +152,14 @@ def test_a_stopped_loop_is_continued_and_a_frozen_one_is_replaced(world: World) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_ends_with_its_loop_as_asked(world: World, number: signal.Signals) -> None:
+def test_the_supervisor_ends_with_its_loop_on_a_signal(world: World, number: signal.Signals) -> None:
     child = world.life(1)["child"]
     world.process.send_signal(number)
     assert world.process.wait(SECONDS) == 0
     world.until(lambda: not psutil.pid_exists(child))
 
 
-def test_it_ends_also_if_its_loop_is_killed_while_it_ends(world: World) -> None:
+def test_the_supervisor_ends_although_its_loop_is_killed_during_the_end(world: World) -> None:
     loop = world.life(1)["loop"]
     os.kill(loop, signal.SIGSTOP)
     world.process.send_signal(signal.SIGTERM)

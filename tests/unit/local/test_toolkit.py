@@ -44,7 +44,7 @@ def home_of(bare: Path, *, needed: bool = True, **named: str) -> Path | None:
     return cuda_home(CUDA, bare / "links", named, needed=needed)
 
 
-def test_the_users_own_wins(bare: Path) -> None:
+def test_the_users_toolkit_has_precedence(bare: Path) -> None:
     made(bare / "system", "13.0")
     own = made(bare / "own", "13.1")
     assert home_of(bare, CUDA_HOME=str(own)) == own
@@ -62,7 +62,7 @@ def test_the_users_own_must_fit(bare: Path, release: str | None, what: str) -> N
         home_of(bare, needed=False, CUDA_HOME=str(own))
 
 
-def test_that_of_path_comes_before_nvidias(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_toolkit_in_path_precedes_that_of_nvidia(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system, other = made(bare / "system", "13.0"), made(bare / "other", "13.2")
     assert home_of(bare) == system
     # Installers create a link in a directory outside the toolkit.
@@ -105,7 +105,7 @@ def test_packages_of_several_releases_are_no_toolkit(bare: Path) -> None:
         home_of(bare)
 
 
-def test_none_is_an_error_where_it_is_needed(bare: Path) -> None:
+def test_a_missing_toolkit_is_an_error_if_it_is_needed(bare: Path) -> None:
     assert home_of(bare, needed=False) is None
     with pytest.raises(StateError, match=r"there is none of CUDA 13; `make gpu-setup` .* and set CUDA_HOME"):
         home_of(bare)

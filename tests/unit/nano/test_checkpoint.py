@@ -55,7 +55,7 @@ def test_a_complete_checkpoint_is_reused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("harm", ["missing", "short", "no manifest but empty", "other seed"])
-def test_what_is_incomplete_or_another_is_replaced(tmp_path: Path, harm: str):
+def test_incomplete_and_different_checkpoints_are_replaced(tmp_path: Path, harm: str):
     path = make(tmp_path / "nano", seed=1 if harm == "other seed" else 0)
     victim = next(path.glob("model-00001-*"))
     if harm == "missing":
@@ -107,7 +107,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_another_process_published_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_published_by_another_process_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, write = tmp_path / "nano", weights.write
 
     def write_after_another(*arguments: Any) -> Any:

@@ -166,7 +166,7 @@ def test_b12x_on_request() -> None:
     assert "VLLM_B12X_MOE_FP4_FORCE_A16" not in plan(deployment()).env
 
 
-def test_a_ring_whose_nccl_connects_neighbours_alone() -> None:
+def test_a_build_with_ring_only_nccl_connects_only_neighbours() -> None:
     variable = {"name": "NCCL_SWITCHLESS_RING_ONLY", "value": "1"}
     build = {"base": "vllm-0.33", "variables": ["NCCL_SWITCHLESS_RING_ONLY"]}
     ring = plan(deployment(topology={"nodesPerGroup": 4}, engine={"build": build, "env": [variable]}))
@@ -210,7 +210,7 @@ def test_caches_are_kept_apart_by_image_and_capability() -> None:
     assert len({cache(made) for made in (pinned, other, tagged, on_rtx, deployment())}) == 5
 
 
-def test_what_is_proposed_gives_way_and_what_is_owned_does_not() -> None:
+def test_users_override_proposed_flags_and_not_owned_ones() -> None:
     own = ["--load-format", "safetensors", "--tool-call-parser=x", "--no-enable-prefix-caching"]
     args = plan(deployment(engine={"extraArgs": own})).engine.args
     assert [arg for arg in args if "load-format" in arg or "prefix-caching" in arg] == [
@@ -323,7 +323,7 @@ def test_the_fabric_of_the_specification() -> None:
     assert made.setting(0).interface is None
 
 
-def test_what_does_not_fit_names_the_smallest_change() -> None:
+def test_a_plan_that_does_not_fit_names_the_smallest_change() -> None:
     found = refusal(deployment(variant="Flash", topology={"nodesPerGroup": 1}))
     assert found.reason is Reason.MEMORY_SHORT
     assert "the weights need" in found.message
@@ -344,7 +344,7 @@ def test_several_machines_are_not_one() -> None:
     assert refusal(made, shared).reason is Reason.NODES_MISSING
 
 
-def test_every_profile_renders_only_what_its_image_knows() -> None:
+def test_every_profile_renders_only_settings_of_its_image() -> None:
     for profile in profiles():
         for hardware in set(profile.hardware) - {"CPU"}:
             for executor in profile.executors:
@@ -360,7 +360,7 @@ def test_every_profile_renders_only_what_its_image_knows() -> None:
                 assert any(name.startswith("RAY_CGRAPH") for name in env) is legacy
 
 
-def test_the_cpu_rendering_knows_its_image_too() -> None:
+def test_the_cpu_rendering_has_only_settings_of_its_image() -> None:
     made = parse(
         {
             "apiVersion": "dsv4.dev/v1alpha1",

@@ -113,7 +113,7 @@ def test_without_groups_there_is_nothing_to_supervise() -> None:
     assert last_valid(manifest(NANO), DeploymentStatus()) is None
 
 
-def test_a_specification_that_nobody_can_read_forms_nothing() -> None:
+def test_an_unreadable_specification_forms_nothing() -> None:
     deployment = parse(manifest(NANO))
     changed = manifest(NANO)
     changed["spec"]["engine"]["maxNumSeqs"] = -5
@@ -127,7 +127,7 @@ def test_a_specification_that_nobody_can_read_forms_nothing() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "junk", "[]", "{}", '{"generation": "1", "formed": "", "applied": {}}'])
-def test_what_is_no_stored_specification_is_none(text: str) -> None:
+def test_an_invalid_stored_specification_is_ignored(text: str) -> None:
     assert read_accepted(text) is None
 
 

@@ -49,7 +49,7 @@ def test_every_figure_of_a_machine_has_a_source(found: Machine) -> None:
             assert len(source.date) == len("2026-01-01"), field.name
 
 
-def test_what_nobody_confirmed_says_so() -> None:
+def test_unconfirmed_figures_are_marked() -> None:
     assert {
         (found.id, name) for found in machines() for name, source in found.sources.items() if not source.verified
     } >= {("rtx-5090", "memory_bytes"), ("gb10-64gb", "memory_bytes"), ("rtx-pro-6000-server", "bandwidth")}
@@ -131,14 +131,14 @@ def test_every_source_names_its_checkpoint(source: str, name: str) -> None:
         ("/models/DeepSeek-V4-Pro", "spec.model.variant", "Flash", "VariantMismatch"),
     ],
 )
-def test_what_is_not_recognised_is_not_planned(path: str, field: str, value: str, reason: str) -> None:
+def test_unknown_checkpoints_are_refused(path: str, field: str, value: str, reason: str) -> None:
     with pytest.raises(UnknownCheckpoint) as caught:
         model_for(load(FLASH % path).spec.model)
     found = caught.value.finding
     assert (found.field, found.value, found.reason) == (field, value, reason)
 
 
-def test_a_name_that_says_nothing_is_said_by_a_field() -> None:
+def test_a_field_identifies_a_checkpoint_with_an_unknown_name() -> None:
     text = FLASH.replace("source: {path: %s}", "checkpoint: V4-Flash-0731, source: {path: /models/ds4}")
     assert model_for(load(text).spec.model).name == "V4-Flash-0731"
     with pytest.raises(UnknownCheckpoint) as caught:
@@ -271,7 +271,7 @@ def test_a_checkpoint_of_v41_needs_its_sources() -> None:
         model_from_files("/models/v41", "Flash", {**V41_CONFIG, "text_config": text}, {})
 
 
-def test_a_configuration_alone_says_which_checkpoint(tmp_path: Path) -> None:
+def test_a_configuration_alone_identifies_the_checkpoint(tmp_path: Path) -> None:
     """The name does not identify the checkpoint; of several checkpoints with this body, the largest is assumed."""
     folder = tmp_path / "ds4"
     folder.mkdir()

@@ -77,7 +77,7 @@ def test_every_difference_from_the_recipe_is_explained(name: str) -> None:
     assert differences(name) - rows == set()
 
 
-def test_no_row_explains_what_is_the_same_everywhere() -> None:
+def test_every_explained_setting_differs_in_some_recipe() -> None:
     actual = {(name, setting) for name in NAMES for setting in differences(name)}
     used = {setting for _, setting in actual}
     assert {setting for _, setting in explained()} - used == set()
@@ -89,7 +89,7 @@ def test_the_manifest_fits_on_one_screen(name: str) -> None:
     assert len((GOLDEN / name / "manifest.yaml").read_text().splitlines()) <= _ONE_SCREEN
 
 
-def test_what_carries_the_recipe_of_nvidia_is_the_same() -> None:
+def test_essential_settings_equal_the_recipe_of_nvidia() -> None:
     ours, theirs = settings(planned("nvidia-2x-spark")), recipe("nvidia-2x-spark")
     same = {key for key, asked in (theirs["args"] | theirs["env"]).items() if value(ours.get(key)) == value(asked)}
     assert same >= {"--speculative-config", "--compilation-config", "--max-cudagraph-capture-size", "--moe-backend"}

@@ -81,7 +81,7 @@ def test_without_an_image_the_hardware_decides() -> None:
         (["--middleware-x"], "--middleware-x", "did you mean --middleware?"),
     ],
 )
-def test_what_the_parser_would_refuse(args: list[str], value: str, remedy: str) -> None:
+def test_arguments_that_the_parser_refuses_are_reported(args: list[str], value: str, remedy: str) -> None:
     ((index, problem),) = problems(*args)
     assert (index, problem.value, problem.remedy) == (0, value, remedy)
     flag = args[0].partition("=")[0]
@@ -104,7 +104,7 @@ def test_what_the_parser_would_refuse(args: list[str], value: str, remedy: str) 
         ["--kernel-config", '{"enable_jit_warmup": true}'],
     ],
 )
-def test_what_it_takes(args: list[str]) -> None:
+def test_valid_arguments_are_accepted(args: list[str]) -> None:
     assert problems(*args) == []
 
 
@@ -133,7 +133,7 @@ def test_unknown_variables(name: str, value: str, remedy: str) -> None:
     assert problem.remedy == remedy
 
 
-def test_known_variables_and_those_of_nobody_in_particular() -> None:
+def test_known_and_general_variables_are_accepted() -> None:
     stock, b12x = profile_named("vllm-0.33"), profile_named("spark-b12x")
     assert variable_problem("HF_HOME", "/x", stock) is None
     assert variable_problem("NCCL_DEBUG", "INFO", stock) is None
@@ -161,7 +161,7 @@ def test_a_missing_equals_sign_is_suggested(written: str) -> None:
     assert problem.remedy == f"write {written[:14]}=4"
 
 
-def test_a_build_of_the_user_differs_from_its_base_where_it_says_so() -> None:
+def test_a_custom_build_differs_from_its_base_only_in_declared_fields() -> None:
     base = profile_named("spark-b12x")
     same = own_profile(BuildSpec(base="spark-b12x"))
     assert replace(same, name=base.name) == base

@@ -108,7 +108,7 @@ def test_a_log_is_compared_term_by_term() -> None:
     assert found["activations"].logged == round(1.66 * GIB) - round(0.64 * GIB), "less the estimate of the graphs"
 
 
-def test_the_next_plan_has_what_was_measured() -> None:
+def test_the_next_plan_uses_measured_memory() -> None:
     plan = run("2 RTX, 0731, K5, 1M, 0.975")
     for log in (read_memory_log(NEW), read_memory_log(NEW[:5])):
         found = memory_differences(plan.budget_items(), log, KV_CACHE)
@@ -121,7 +121,7 @@ def test_the_next_plan_has_what_was_measured() -> None:
     assert moved.ranks[0].kv_available > again.ranks[0].kv_available, "settings still count"
 
 
-def test_what_was_measured_is_of_one_model_image_and_machine() -> None:
+def test_measurements_apply_to_one_model_image_and_machine() -> None:
     spec = {
         "model": {"variant": "Flash", "source": {"path": "/m/DeepSeek-V4-Flash"}},
         "topology": {"hardware": "GB10", "nodesPerGroup": 2},

@@ -163,12 +163,12 @@ def test_expert_parallelism_moves_no_bytes_where_rows_divide() -> None:
         ("V4-Pro", Parallel(1, 62), "has 61 layers; use 1 to 61"),
     ],
 )
-def test_what_cannot_be_divided(name: str, parallel: Parallel, message: str) -> None:
+def test_indivisible_models_are_refused(name: str, parallel: Parallel, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         memory_plan(model(name), SPARK, parallel, SMALL)
 
 
-def test_asynchronous_scheduling_doubles_what_is_in_flight() -> None:
+def test_asynchronous_scheduling_doubles_the_tokens_in_flight() -> None:
     both, one = pro().kv, pro(async_scheduling=False).kv
     assert both is not None
     assert one is not None
@@ -176,7 +176,7 @@ def test_asynchronous_scheduling_doubles_what_is_in_flight() -> None:
     assert both.in_flight_bytes > 1.9 * one.in_flight_bytes
 
 
-def test_a_plan_that_does_not_fit_says_why_and_what_would() -> None:
+def test_a_plan_that_does_not_fit_has_a_reason_and_fitting_changes() -> None:
     plan = pro()
     assert (plan.fits, plan.verdict) == (False, FitVerdict.UNCERTAIN)
     assert plan.problem.startswith(
@@ -287,7 +287,7 @@ def test_no_plan_fits_beyond_its_memory(seed: int) -> None:
 
 @given(st.integers(min_value=1, max_value=200), st.sampled_from(["V4-Flash", "V4-Pro", "Nano"]))
 @settings(max_examples=40, deadline=None)
-def test_more_memory_never_hurts(gibibytes: int, name: str) -> None:
+def test_a_plan_that_fits_also_fits_with_more_memory(gibibytes: int, name: str) -> None:
     def on(size: int) -> MemoryPlan:
         kind: Machine = replace(SPARK, memory_bytes=size * GIB)
         return memory_plan(model(name), kind, Parallel(2), SMALL)

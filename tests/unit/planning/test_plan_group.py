@@ -174,7 +174,7 @@ def test_the_environment() -> None:
     assert made.environment(0)["OMP_NUM_THREADS"] == "4"
 
 
-def test_the_user_may_set_what_dsv4_only_proposes() -> None:
+def test_users_may_override_proposed_variables() -> None:
     made = plan(nano(engine="env: [{name: OMP_NUM_THREADS, value: '2'}, {name: HF_HUB_OFFLINE, value: '0'}]"))
     assert made.environment(0)["OMP_NUM_THREADS"] == "2"
     assert made.environment(1)["HF_HUB_OFFLINE"] == "0"
@@ -279,7 +279,7 @@ def test_the_nano_sample_is_planned() -> None:
         ("engine: {}", "engine: {timeouts: {load: 1m}}", False),
     ],
 )
-def test_what_needs_a_new_incarnation(old: str, new: str, same: bool) -> None:
+def test_only_fields_of_members_change_the_revision(old: str, new: str, same: bool) -> None:
     text = NANO % {"replicas": 1, "nodes": 2, "devices": 1, "engine": ""}
     assert old in text
     assert (revision(load(text)) == revision(load(text.replace(old, new)))) is same
@@ -294,6 +294,6 @@ def test_groups_that_share_a_machine_have_a_token_each() -> None:
     assert plan(nano(replicas=2), ISOLATED, 1).ray_token_file == "/state/tiny/token"
 
 
-def test_the_dashboard_of_a_member_without_its_own_network_listens_on_its_address_only() -> None:
+def test_without_its_own_network_a_members_dashboard_binds_only_its_address() -> None:
     head = plan(nano(), replace(ISOLATED, own_networks=False), 0).head
     assert f"--dashboard-host={head.address}" in head.ray_args

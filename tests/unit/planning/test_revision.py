@@ -53,7 +53,7 @@ def test_a_restart_comes_back_too() -> None:
 
 
 @pytest.mark.parametrize("spec", [{"rollout": {"strategy": "Recreate"}}, {"gateway": {"drain": "1s"}}, {"replicas": 0}])
-def test_what_members_do_not_read_is_no_other_revision(spec: dict[str, object]) -> None:
+def test_fields_that_members_do_not_read_do_not_change_the_revision(spec: dict[str, object]) -> None:
     deployment = read(EXAMPLES[0])
     assert revision(changed(deployment, **spec)) == revision(deployment)
 
@@ -61,7 +61,7 @@ def test_what_members_do_not_read_is_no_other_revision(spec: dict[str, object]) 
 @pytest.mark.parametrize(
     "text", ["", "{", "7", '{"model":{}}', '{"engine":{"unknown":1}}', '{"engine":{"maxNumSeqs":4}}']
 )
-def test_what_reads_differently_does_not_come_back(text: str) -> None:
+def test_stored_texts_that_parse_differently_are_rejected(text: str) -> None:
     """The last text contains a default, which this version would omit."""
     deployment = read(EXAMPLES[0])
     known = json.loads(formed_from(deployment))

@@ -89,7 +89,7 @@ def test_devices_that_share_the_memory() -> None:
         ({"sharedPath": "models"}, "is not an absolute path"),
     ],
 )
-def test_what_cannot_be_a_source(source: dict[str, Any], text: str) -> None:
+def test_invalid_sources_are_refused(source: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         plan(source)
 

@@ -87,7 +87,7 @@ async def failed(listening: AgentWatch, news: asyncio.Event) -> None:
             news.clear()
 
 
-async def test_a_member_that_is_gone_does_not_keep_another_from_saying_so(
+async def test_an_absent_member_does_not_delay_reports_of_another(
     agents: tuple[AgentWatch, asyncio.Event],
 ) -> None:
     listening, news = agents
@@ -110,7 +110,7 @@ async def test_a_member_that_is_gone_does_not_keep_another_from_saying_so(
         assert gone.asked > 1
 
 
-async def test_once_the_head_is_silent_the_others_are_asked_again_and_again(
+async def test_members_are_polled_repeatedly_once_the_head_is_silent(
     agents: tuple[AgentWatch, asyncio.Event],
 ) -> None:
     listening, news = agents
@@ -130,7 +130,7 @@ async def test_once_the_head_is_silent_the_others_are_asked_again_and_again(
         assert time.monotonic() - told < 1.5
 
 
-async def test_agents_of_another_incarnation_are_not_heard(agents: tuple[AgentWatch, asyncio.Event]) -> None:
+async def test_reports_of_agents_of_another_incarnation_are_ignored(agents: tuple[AgentWatch, asyncio.Event]) -> None:
     listening, _ = agents
     stranger = Member(1, answers=True, incarnation=2)
     async with stranger as endpoint:
@@ -145,7 +145,7 @@ async def test_agents_of_another_incarnation_are_not_heard(agents: tuple[AgentWa
                 await asyncio.sleep(0.05)
 
 
-async def test_what_the_head_heard_long_ago_does_not_replace_what_was_heard_since(
+async def test_older_statuses_from_the_head_do_not_replace_newer_ones(
     agents: tuple[AgentWatch, asyncio.Event],
 ) -> None:
     listening, news = agents

@@ -123,7 +123,9 @@ async def test_a_node_that_was_just_there_has_to_last(world: World) -> None:
         node("n2", room={"cpu": "8", "memory": "64Mi"}),
     ],
 )
-async def test_a_node_that_can_take_no_gateway_is_none(monkeypatch: pytest.MonkeyPatch, other: Manifest) -> None:
+async def test_a_node_that_cannot_run_a_gateway_is_not_considered(
+    monkeypatch: pytest.MonkeyPatch, other: Manifest
+) -> None:
     world = World(monkeypatch, node("n1"), other)
     assert await world.looks(200) == []
 
@@ -175,7 +177,7 @@ async def test_a_gateway_that_ended_long_ago_keeps_nothing_from_moving(world: Wo
     assert await world.looks(CHECK_SECONDS + 2) == ["Pod b"]
 
 
-async def test_the_budget_decides_and_its_refusal_ends_nothing(world: World) -> None:
+async def test_a_refusal_by_the_disruption_budget_is_retried_without_an_end(world: World) -> None:
     world.server.allows = False
     assert await world.looks(400) == ["Pod b"] * 6
     world.server.allows = True

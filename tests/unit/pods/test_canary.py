@@ -102,13 +102,13 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4_operator.lifecycle.observed.AGAIN_SECONDS", 0.0)
 
 
-async def test_nobody_is_asked_while_no_group_serves(world: World) -> None:
+async def test_no_canary_is_sent_while_no_group_serves(world: World) -> None:
     assert world.problem(AWAY) == UNTRIED
     await asyncio.sleep(0)
     assert world.asked == []
 
 
-async def test_the_caller_never_waits_and_is_called_when_something_else_is_known(world: World) -> None:
+async def test_the_caller_never_waits_and_is_notified_of_changed_results(world: World) -> None:
     world.gate.clear()
     began = time.monotonic()
     for _ in range(5):
@@ -122,7 +122,7 @@ async def test_the_caller_never_waits_and_is_called_when_something_else_is_known
     assert world.asked[0][1] == canary_token(KEY)
 
 
-async def test_the_service_is_asked_in_a_pod_and_a_ready_gateway_elsewhere(world: World) -> None:
+async def test_canaries_go_to_the_service_in_a_pod_and_to_a_ready_gateway_elsewhere(world: World) -> None:
     inside = World(through_service=True)
     assert await inside.settled() is None
     assert inside.asked[0][0] == "http://nano.team.svc:8000"
@@ -132,7 +132,7 @@ async def test_the_service_is_asked_in_a_pod_and_a_ready_gateway_elsewhere(world
     assert world.asked[0][0] == "http://[fd00::1]:8000"
 
 
-async def test_a_gateway_that_is_not_ready_tells_why_and_never_counts(world: World) -> None:
+async def test_a_gateway_that_is_not_ready_never_counts_and_its_reason_is_reported(world: World) -> None:
     world.pods = [pod("a", ready=False)]
     world.answer = "agent credentials rejected by group 0 (401)"
     assert await world.settled() == "no gateway is ready: a: agent credentials rejected by group 0 (401)"
@@ -171,7 +171,7 @@ async def test_a_gateway_that_is_not_ready_tells_why_and_never_counts(world: Wor
         ),
     ],
 )
-async def test_gateways_that_do_not_run_are_told_in_kubernetes_words(
+async def test_reasons_of_gateways_that_do_not_run_are_those_of_kubernetes(
     world: World, pods: list[Manifest], told: str
 ) -> None:
     world.pods = pods
@@ -203,7 +203,7 @@ async def test_an_exception_is_a_problem_and_ends_nothing(world: World) -> None:
     assert await world.settled() is None
 
 
-async def test_without_a_token_key_nobody_is_asked() -> None:
+async def test_no_canary_is_sent_without_a_token_key() -> None:
     world = World(key=None)
     assert await world.settled() == "the operator has no token key of the deployment"
     assert world.asked == []
@@ -278,7 +278,7 @@ async def served(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> tuple[web.A
         (503, b'{"ok": false, "reason": "' + b"x\\n" * 5000 + b'"}', "x x x"),
     ],
 )
-async def test_whatever_answers_is_judged(
+async def test_every_response_is_judged(
     status: int, body: bytes, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headers: list[tuple[str, str | None]] = []
@@ -300,7 +300,7 @@ async def test_whatever_answers_is_judged(
     assert len(told or "") < 600
 
 
-async def test_a_gateway_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_gateway_is_a_problem_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer(_: web.Request) -> web.StreamResponse:
         await asyncio.sleep(60)
         return web.Response()
@@ -315,7 +315,7 @@ async def test_a_gateway_that_says_nothing_is_given_up(monkeypatch: pytest.Monke
         await runner.cleanup()
 
 
-async def test_nobody_who_listens_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_connection_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "GATEWAY_PORT", 9)
     world = World(real=True)
     try:

@@ -105,7 +105,7 @@ DAY = 86_400.0
 
 
 @pytest.mark.parametrize("offset", [-DAY, 0.0, DAY])
-async def test_a_lost_nodes_pods_are_removed_by_force_after_the_time_asked_for_whatever_the_clock(
+async def test_pods_of_a_lost_node_are_removed_by_force_at_any_clock_offset(
     kube: FakeKube, fencer: Fencer, clock: Clock, offset: float
 ) -> None:
     """The API server's clock is behind the operator's, equal to it, or ahead of it."""
@@ -138,9 +138,7 @@ async def test_a_node_that_was_ready_between_is_lost_anew(kube: FakeKube, fencer
     assert [one["grace_seconds"] for one in deleted(kube)] == [0, 0]
 
 
-async def test_a_node_that_is_no_longer_part_of_the_cluster_keeps_nobody_waiting(
-    kube: FakeKube, fencer: Fencer
-) -> None:
+async def test_a_node_removed_from_the_cluster_does_not_delay_the_fence(kube: FakeKube, fencer: Fencer) -> None:
     await fencer.fence(KEY, 1, POLICY)
     kube.objects = {name: one for name, one in kube.objects.items() if name[0] != "Node"}
     await fencer.fence(KEY, 1, POLICY)
@@ -148,7 +146,7 @@ async def test_a_node_that_is_no_longer_part_of_the_cluster_keeps_nobody_waiting
 
 
 @pytest.mark.parametrize(("ready", "policy"), [("True", "Replace"), ("Unknown", "Wait")])
-async def test_a_pod_that_does_not_end_is_told_with_its_node_and_not_removed(
+async def test_a_pod_that_does_not_end_is_reported_with_its_node_and_not_removed(
     kube: FakeKube, fencer: Fencer, clock: Clock, ready: str, policy: str
 ) -> None:
     kube.objects.update(FakeKube([machine(ready, 0.0)]).objects)

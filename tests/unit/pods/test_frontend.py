@@ -65,7 +65,7 @@ async def test_a_deployment_that_fits_nowhere_has_no_gateways() -> None:
 
 
 @pytest.mark.parametrize("phase", GroupPhase)
-def test_whoever_was_placed_once_keeps_its_gateways(phase: GroupPhase) -> None:
+def test_a_group_that_was_placed_once_keeps_its_gateways(phase: GroupPhase) -> None:
     assert was_placed(groups(phase))
     assert not was_placed(groups(phase, incarnation=0))
 
@@ -114,7 +114,7 @@ def test_groups_with_a_route(replicas: int, phases: tuple[GroupPhase, ...], numb
     assert routed_groups(deployment("nano.yaml", replicas=replicas), groups(*phases)) == number
 
 
-async def test_a_gateway_whose_label_somebody_removed_is_no_reason_to_fail() -> None:
+async def test_a_gateway_without_its_label_is_no_error() -> None:
     world = World()
     await world.ensure(2, groups(GroupPhase.SERVING, GroupPhase.SERVING))
     del world.server.objects["Deployment", "team", "nano-1-gateway"]["metadata"]["labels"][names.GROUP]

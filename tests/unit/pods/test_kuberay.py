@@ -286,7 +286,7 @@ async def test_a_leftover_of_an_earlier_incarnation_goes_with_its_token(kube: Ku
 # The backend.
 
 
-async def test_a_group_whose_pods_are_there_costs_no_request(kube: Kube) -> None:
+async def test_a_group_with_existing_pods_causes_no_request(kube: Kube) -> None:
     ours = backend(kube)
     kube.requests.clear()
     await ours.ensure(deployed(), planned(deployed()))
@@ -316,7 +316,7 @@ async def test_a_deleted_raycluster_is_not_made_again_beside_its_pods(kube: Kube
         ),
     ],
 )
-async def test_what_kuberay_says_of_pods_that_it_does_not_make(
+async def test_kuberays_conditions_are_reported_for_missing_pods(
     kube: Kube, status: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kube.objects["RayCluster", "team", "d-0-i1"]["status"] = status
@@ -387,7 +387,7 @@ def test_it_needs_the_permission_of_the_administrator() -> None:
         ),
     ],
 )
-def test_what_kuberay_excludes(spec: dict[str, Any], field: str) -> None:
+def test_fields_that_kuberay_excludes_are_refused(spec: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidDeployment) as said:
         deployed(**spec)
     assert [one.field for one in said.value.findings] == [field]

@@ -148,7 +148,7 @@ def test_how_a_member_ended(status: Manifest, text: str, cause: Cause | None) ->
     assert (member.ended, member.cause, member.ended_time) == (text, cause, BORN + 50)
 
 
-def test_the_time_of_an_end_is_that_of_the_first_look() -> None:
+def test_the_time_of_an_end_is_that_of_the_first_observation() -> None:
     found = observed(member(pod({"phase": "Failed"})), None, BORN + 7, BORN + 50, since=BORN, formed=True)
     assert found.ended_time == BORN + 7
 
@@ -167,7 +167,7 @@ class View:
 
 
 @pytest.mark.parametrize("offset", [-86_400.0, 0.0, 86_400.0])
-async def test_a_pod_waits_as_long_as_it_was_seen_to_whatever_the_clock(
+async def test_the_wait_of_a_pod_is_measured_independently_of_clock_offsets(
     deployment: DSV4Deployment, monkeypatch: pytest.MonkeyPatch, offset: float
 ) -> None:
     """The API server's clock is behind the operator's, equal to it, or ahead of it."""
@@ -197,7 +197,7 @@ def test_since_when_a_node_is_lost() -> None:
     assert not_ready_since({"status": {}}) == "never ready"
 
 
-def test_evidence_fits_whatever_the_agents_tell(deployment: DSV4Deployment) -> None:
+def test_evidence_fits_its_limit_for_any_answers_of_agents(deployment: DSV4Deployment) -> None:
     members = [seen(pod({"phase": "Running"}, rank=rank), 10, AgentReport(said(), BORN)) for rank in range(16)]
     long = (
         b'{"firstFatal": {"vllm": "died"}, "lastLines": {"vllm": ['

@@ -196,7 +196,7 @@ async def test_the_kinds_that_are_written() -> None:
 
 
 @pytest.mark.parametrize("owner", FOREIGN)
-async def test_no_write_path_touches_an_object_of_somebody_else(owner: str) -> None:
+async def test_no_write_path_changes_a_foreign_object(owner: str) -> None:
     for name, verbs in (await written()).items():
         kube = server()
         kept = kube._put(name, foreign(name, FOREIGN[owner]()))
@@ -212,7 +212,7 @@ async def test_no_write_path_touches_an_object_of_somebody_else(owner: str) -> N
 
 
 @pytest.mark.parametrize("existed", [False, True])
-async def test_a_foreign_object_created_between_the_look_and_the_write_is_not_adopted(existed: bool) -> None:
+async def test_a_foreign_object_created_between_read_and_write_is_not_adopted(existed: bool) -> None:
     """The operator read no object of that name, or its own one, which was then deleted."""
     replaced = 0
     for name, verbs in (await written()).items():
@@ -281,7 +281,7 @@ class Contended(FakeKube):
         raise Conflict("there is another one")
 
 
-async def test_an_object_that_is_replaced_again_and_again_is_given_up_after_six_tries() -> None:
+async def test_an_object_that_is_replaced_repeatedly_is_an_error_after_six_attempts() -> None:
     wanted = deployment()
     kube: Any = Contended()
     with pytest.raises(Conflict, match="was another object each time"):
@@ -376,7 +376,7 @@ def test_names_of_other_deployments_services_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["x-head", "x-0", "x-i1", "head", "x-0-heads", "x-0-gateway", "v4-0-instruct", "a-0-ix"]
 )
-def test_names_that_only_look_alike_are_accepted(name: str) -> None:
+def test_names_that_are_only_similar_are_accepted(name: str) -> None:
     assert accepted(name) is not None
 
 
@@ -470,7 +470,7 @@ async def test_times_of_an_end_are_of_one_deployment_and_are_dropped_with_it() -
     assert not fencer._begun
 
 
-async def test_a_new_deployment_takes_no_number_whose_pods_an_earlier_one_still_has() -> None:
+async def test_a_new_deployment_skips_incarnations_with_remaining_pods() -> None:
     older, newer = again("uid-1"), again("uid-2")
     kube = server()
     first = backend_of(kube)
@@ -547,7 +547,7 @@ async def test_a_head_service_without_a_selector_is_brought_back() -> None:
     assert kube.objects["Service", "team", "flash-0-head"]["spec"]["selector"][names.INCARNATION] == "1"
 
 
-async def test_the_text_says_how_to_go_on_with_a_head_service_of_a_later_incarnation() -> None:
+async def test_the_error_about_a_head_service_of_a_later_incarnation_has_a_remedy() -> None:
     """This is the state after the restore of a backup."""
     wanted = deployment()
     kube: Any = server(member.head_service(wanted, 0, 9))
@@ -558,7 +558,7 @@ async def test_the_text_says_how_to_go_on_with_a_head_service_of_a_later_incarna
     await move_head(OwnedObjects(kube), wanted, 0, 1)
 
 
-async def test_labels_that_somebody_changed_do_not_stop_the_removal_of_the_rest() -> None:
+async def test_invalid_labels_do_not_prevent_the_removal_of_other_objects() -> None:
     wanted = deployment()
     one, other = (names.mounted_name(NAME, UID, 0, number) for number in (1, 2))
     configs = []

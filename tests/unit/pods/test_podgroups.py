@@ -185,7 +185,7 @@ async def test_an_engine_that_dies_still_uses_a_restart(queued: World) -> None:
     assert len(group(queued)["restarts"]) == 1
 
 
-async def test_an_agent_that_waited_in_vain_for_unplaced_members_uses_no_restart(queued: World) -> None:
+async def test_an_agent_that_fails_while_members_are_unplaced_uses_no_restart(queued: World) -> None:
     await queued.until(lambda: queued.status and group(queued)["phase"] == "Queued", 20.0)
     pod = queued.kube.objects["Pod", "team", "nano-0-i1-r0"]
     pod["spec"]["nodeName"] = "n0"

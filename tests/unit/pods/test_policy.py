@@ -51,7 +51,7 @@ def asking(**source: Any) -> DSV4Deployment:
     return parse(yaml.safe_load(yaml.safe_dump(manifest)))
 
 
-async def test_what_is_not_allowed_is_refused_with_the_plan_and_no_object_is_made(kube: FakeKube) -> None:
+async def test_disallowed_specifications_are_refused_at_planning_without_any_object(kube: FakeKube) -> None:
     wanted, strict = deployment(), operator(kube, ClusterPolicy())
     facts = await strict.facts(wanted)
     with pytest.raises(PlanRefused) as told:
@@ -71,9 +71,7 @@ async def test_a_plan_from_before_the_policy_is_not_formed_either(kube: FakeKube
     assert kube.writes() == []
 
 
-async def test_nothing_that_is_made_or_said_has_a_users_secret_in_it(
-    kube: FakeKube, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_no_object_or_log_line_contains_a_users_secret(kube: FakeKube, caplog: pytest.LogCaptureFixture) -> None:
     """Searches every object for marked secrets, as text and in base64."""
     caplog.set_level("DEBUG")
     canaries = {"hub": ("token", "hf_canary7f3a"), "callers": ("keys", "canary-of-callers-7f3a")}
@@ -99,7 +97,7 @@ async def test_nothing_that_is_made_or_said_has_a_users_secret_in_it(
     assert all("'secretName': 'hub'" in str(pod) for pod in pods)
 
 
-async def test_a_secret_that_is_missing_is_said_before_pods_wait_for_it(kube: FakeKube) -> None:
+async def test_a_missing_secret_is_an_error_before_pods_are_created(kube: FakeKube) -> None:
     wanted, backend = asking(), operator(kube, ALLOWED)
     plan = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
     remedy = r"make it, for example kubectl create secret generic hub -n team --from-file=token=FILE"

@@ -83,7 +83,7 @@ async def test_at_rest_nothing_is_written(running: tuple[Applied, PodsBackend, D
     assert kube.writes() == []
 
 
-async def test_every_owned_object_that_somebody_removed_is_back_at_the_next_look(
+async def test_every_removed_object_is_restored_at_the_next_reconciliation(
     running: tuple[Applied, PodsBackend, DSV4Deployment],
 ) -> None:
     kube, backend, wanted = running
@@ -105,7 +105,7 @@ async def test_every_owned_object_that_somebody_removed_is_back_at_the_next_look
             assert kube.objects[name].get(part) == before.get(part)
 
 
-async def test_what_somebody_changed_is_as_it_was(running: tuple[Applied, PodsBackend, DSV4Deployment]) -> None:
+async def test_changed_services_are_restored(running: tuple[Applied, PodsBackend, DSV4Deployment]) -> None:
     kube, backend, wanted = running
     for name in [name for name in kube.objects if name[0] == "Service"]:
         before = copy.deepcopy(kube.objects[name])
@@ -116,7 +116,7 @@ async def test_what_somebody_changed_is_as_it_was(running: tuple[Applied, PodsBa
         assert kube.objects[name]["spec"] == before["spec"]
 
 
-async def test_what_is_removed_again_before_its_return_was_seen_is_made_once_more(
+async def test_an_object_removed_again_before_the_watch_shows_it_is_restored_again(
     running: tuple[Applied, PodsBackend, DSV4Deployment],
 ) -> None:
     kube, backend, wanted = running

@@ -166,7 +166,7 @@ READERS: dict[str, Callable[[AgentClient, str], Awaitable[Any]]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-async def test_an_answer_without_an_end_is_given_up(reader: str) -> None:
+async def test_an_answer_without_an_end_is_rejected(reader: str) -> None:
     client = AgentClient()
     # 64 MiB, more than any of the bounds.
     async with agent(b" " * 2**20, 64) as url:
@@ -181,7 +181,7 @@ async def test_an_answer_without_an_end_is_given_up(reader: str) -> None:
 
 
 @pytest.mark.parametrize("reader", ["status", "watch"])
-async def test_the_longest_answer_costs_little(reader: str) -> None:
+async def test_the_longest_answer_is_parsed_quickly(reader: str) -> None:
     status = {**WHOLE, "processes": [{"name": "a", "pid": 1}] * 8000}
     text = json.dumps(status if reader == "status" else {"ages": {"0": 0.0}, "members": [status] * 4})
     assert 0.7 < len(text) / (module._LARGEST_BYTES if reader == "status" else module._LINE_BYTES) < 0.99

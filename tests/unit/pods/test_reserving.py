@@ -79,7 +79,7 @@ async def found(shared: Cluster, wanted: DSV4Deployment, seconds: float = 60.0) 
     return plan
 
 
-async def test_what_one_group_has_found_is_not_found_by_the_next() -> None:
+async def test_nodes_chosen_by_one_group_are_not_chosen_by_the_next() -> None:
     shared = cluster_of(server_of(sparks(4)))
     one, other = deployment(), deployment()
     other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
@@ -89,7 +89,7 @@ async def test_what_one_group_has_found_is_not_found_by_the_next() -> None:
     assert nodes_of(await found(shared, one)) == ["spark-1", "spark-2"]
 
 
-async def test_seats_that_were_found_and_not_used_are_free_again(monkeypatch: Any) -> None:
+async def test_unused_reservations_expire(monkeypatch: Any) -> None:
     shared = cluster_of(server_of(sparks(2)))
     one, other = deployment(), deployment()
     other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
@@ -181,7 +181,7 @@ async def test_a_node_that_was_lost_since_the_plan_gets_no_member() -> None:
     assert len(pods_of(server)) == 2
 
 
-async def test_what_another_operator_began_is_completed() -> None:
+async def test_members_created_by_another_operator_are_completed() -> None:
     server, seen = server_of(sparks()), Seen()
     wanted = deployment()
     first = PodsBackend(cluster_of(server, seen), changed=lambda *_: None)

@@ -121,13 +121,13 @@ def test_an_annotation_of_a_node_disables_copies_between_its_gpus(value: object,
     assert [one.unsafe_copies for one in placed[0]] == ["", reason]
 
 
-def test_what_is_not_there_at_all_is_said_too() -> None:
+def test_missing_nodes_are_reported_too() -> None:
     assert refused(deployment()) == "the cluster has no nodes"
     told = refused(deployment(), *sparks(6, cordoned=True))
     assert told == "spark-1 is cordoned; spark-2 is cordoned; spark-3 is cordoned; spark-4 is cordoned, and 2 more"
 
 
-def test_what_runs_already_takes_room_and_what_has_ended_does_not() -> None:
+def test_running_pods_take_resources_and_ended_pods_do_not() -> None:
     takes = {"nvidia.com/gpu": "1"}
     told = refused(deployment(), *sparks(), pods=(program("trainer", "spark-1", **takes),))
     assert told == "spark-1 has 0 of 1 nvidia.com/gpu free"
@@ -174,7 +174,7 @@ def test_a_group_keeps_its_nodes_in_the_next_incarnation() -> None:
     assert nodes_of(planned(wanted, Snapshot(tuple(lost), snapshot.requests), incarnation=2)) == ["spark-1", "spark-2"]
 
 
-def test_nobody_sits_beside_a_member_that_wants_its_node_alone() -> None:
+def test_no_member_shares_an_exclusive_node() -> None:
     wanted, other = deployment(), deployment()
     other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
     room = {**SPARK_ROOM, "nvidia.com/gpu": "8"}
@@ -187,7 +187,7 @@ def test_nobody_sits_beside_a_member_that_wants_its_node_alone() -> None:
     )
 
 
-def test_a_plan_whose_memory_went_meanwhile_does_not_fit() -> None:
+def test_a_plan_does_not_fit_after_its_memory_was_taken() -> None:
     wanted = deployment("nano.yaml")
     nodes = (node("a"), node("b"))
     plan = planned(wanted, Snapshot.of_pods(nodes, ()))
@@ -207,7 +207,7 @@ def test_members_that_share_a_node_need_room_together() -> None:
 
 
 @pytest.mark.parametrize("text", ["1Pi", "1E", "100u", "5n", "12e6", "3Ei"])
-def test_a_foreign_pod_may_ask_for_whatever_kubernetes_lets_it(text: str) -> None:
+def test_every_quantity_in_requests_of_foreign_pods_is_accepted(text: str) -> None:
     greedy = program("greedy", "a", **{"memory": text, "cpu": text, "example.com/fpga": text})
     wanted = deployment("nano.yaml")
     nodes = (node("a"), node("b"), node("c"))
@@ -272,7 +272,7 @@ def test_a_node_takes_no_more_pods_than_it_allows() -> None:
     assert nodes_of(facts) == ["b", "c"]
 
 
-def test_what_is_reserved_for_one_group_is_not_taken_from_another() -> None:
+def test_reservations_for_one_group_do_not_reduce_the_capacity_of_another() -> None:
     snapshot = Snapshot.of_pods((node("a"),), (program("p", "a", cpu="1", memory="1Gi"),))
     before = dict(snapshot.capacity_for(("x", "x", "0", "u"))[0].free)
     (mine,) = snapshot.capacity_for(("x", "x", "0", "u"))

@@ -57,7 +57,7 @@ async def test_a_deposed_operator_cannot_bring_an_older_incarnation_back(kube: F
     assert kube.objects["Service", "team", f"{wanted.metadata.name}-0-head"] == head
 
 
-async def test_the_api_server_decides_between_two_who_form_at_once(kube: FakeKube) -> None:
+async def test_the_api_server_decides_between_two_operators_that_form_concurrently(kube: FakeKube) -> None:
     wanted, deposed, leader = deployment(), operator(kube), operator(kube)
     await leader.ensure(wanted, await planned(leader, wanted, 1))
     late, newer = await planned(deposed, wanted, 2), await planned(leader, wanted, 3)

@@ -79,7 +79,7 @@ def files(cell: str) -> Iterator[tuple[str, bool]]:
             yield span, any((parent / span).exists() for parent in (folder, ROOT))
 
 
-def test_everything_is_where_the_page_says() -> None:
+def test_files_exist_at_the_paths_of_the_page() -> None:
     found = [file for row in SECTIONS["Where things are"].splitlines() for file in files("".join(row.split("|")[2:]))]
     assert [name for name, exists in found if not exists] == []
     assert sum("/" not in name for name, _ in found) > 20

@@ -91,7 +91,9 @@ def test_otherwise_one_sentence_has_the_remedy(tmp_path: Path, user: int, variab
         (None, {"CI": "true"}, True),
     ],
 )
-def test_a_terminal_is_asked(tmp_path: Path, answer: str | None, variables: dict[str, str], installed: bool) -> None:
+def test_installation_is_confirmed_at_a_terminal(
+    tmp_path: Path, answer: str | None, variables: dict[str, str], installed: bool
+) -> None:
     master, terminal = os.openpty()
     try:
         if answer:

@@ -115,7 +115,7 @@ def test_pure_code_has_no_clock_no_files_and_no_network(path: Path, module: str)
     assert list(impurities(tree_of(path))) == []
 
 
-def test_all_pure_packages_are_looked_at() -> None:
+def test_all_pure_packages_are_checked() -> None:
     modules = set(pure_files().values())
     assert {"dsv4_operator.lifecycle.decide", "dsv4_runtime.agent.decide.head", "dsv4_runtime.health.rules"} <= modules
     assert "dsv4_runtime.contract.plan" in modules, "what they import is looked at too"
@@ -137,5 +137,5 @@ def test_all_pure_packages_are_looked_at() -> None:
         "import signal\nsignal.alarm(1)",
     ],
 )
-def test_what_is_not_pure_is_found(code: str) -> None:
+def test_impure_code_is_found(code: str) -> None:
     assert list(impurities(ast.parse(code))) != []

@@ -50,7 +50,7 @@ def contents(descriptors: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [1, 200, 201, 450])
-def test_what_a_killed_process_offered_is_there(keeper: Keeper, count: int) -> None:
+def test_memory_offered_by_a_killed_process_is_kept(keeper: Keeper, count: int) -> None:
     command = [sys.executable, "-c", OFFER, str(keeper.path), str(count)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

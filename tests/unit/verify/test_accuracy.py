@@ -142,7 +142,9 @@ def slow_down(engine: Engine, requests: int) -> None:
 
 
 @real
-def test_a_limit_ends_it_and_a_later_run_asks_only_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_ends_a_run_and_a_resumed_run_sends_only_the_remaining_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, key = tmp_path / "run.json", tmp_path / "key"
     key.write_text(KEY)
     with serving(engine := Engine(key=KEY)) as url:

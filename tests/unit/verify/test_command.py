@@ -72,7 +72,7 @@ def test_an_endpoint_that_dies_makes_the_run_incomplete_and_resumable(
     assert all(seconds[0][name] == seconds[1][name] for name in done)
 
 
-def test_a_failed_check_is_not_forgotten_by_a_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_keeps_failed_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "state.json"
     engine = Engine("wrong usage")
     with serving(engine) as url:

@@ -187,7 +187,7 @@ def test_a_run_leaves_a_restart_of_the_budget(capsys: pytest.CaptureFixture[str]
     assert found["runs"][0]["repetitions"] == 3, "with 7 restarts, two for each fault: the last one is not used"
 
 
-def test_it_is_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measurement_requires_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(engine := Engine()) as url:
         source = Scripted(engine, url)
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False))

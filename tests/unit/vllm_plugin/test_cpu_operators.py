@@ -55,7 +55,7 @@ def test_a_rotation_and_its_inverse():
     torch.testing.assert_close(rotated(back[2, 1, NOPE:], 9), o[2, 1, NOPE:].float())
 
 
-def test_what_is_written_is_read_within_fp8():
+def test_written_entries_are_read_back_within_fp8_precision():
     cache, slots = mla_cache(5), torch.tensor([0, 19, 7, 4])
     nope = (torch.randn(4, NOPE) * torch.logspace(-3, 3, NOPE)).bfloat16()
     rope = torch.randn(4, ROPE).bfloat16()
@@ -163,7 +163,7 @@ def test_a_group_of_tokens_becomes_one_key(head, ratio, overlap):
     assert int((cache != 0).any(1).sum()) == 2
 
 
-def test_the_indexer_finds_the_keys_that_are_wanted_most():
+def test_the_indexer_finds_the_keys_with_the_highest_scores():
     heads, length, pages = 2, 30, 9
     keys = torch.randn(pages * BLOCK, 128)
     cache = torch.zeros(pages, BLOCK * 132, dtype=torch.uint8)
@@ -255,7 +255,7 @@ def test_products_with_a_weight_that_stays_as_it_is():
         operators.bmm_cpu(out, a, b, True, torch.ones(1))
 
 
-def test_a_token_among_many_gets_what_it_gets_alone():
+def test_a_token_has_the_same_result_alone_and_among_many():
     x, weight, bias = torch.randn(64, 256).bfloat16(), torch.randn(96, 256).bfloat16().float(), torch.randn(96)
     together = linear(x, weight, bias)
     assert together.dtype == torch.bfloat16

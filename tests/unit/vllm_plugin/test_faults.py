@@ -53,7 +53,7 @@ def test_the_installed_plugin_is_that_of_this_checkout():
         assert found.read_text(f"../dsv4_faults/{name}") == (own / name).read_text(), "run: make setup"
 
 
-def test_no_file_is_no_order(file: Path):
+def test_without_a_file_there_is_no_order(file: Path):
     assert dsv4_faults.take(file, 0, None) is None
 
 
@@ -75,7 +75,7 @@ def test_a_file_that_holds_no_order_is_an_error(file: Path):
         dsv4_faults.take(file, 0, None)
 
 
-def test_an_order_for_a_prompt_stays_and_is_obeyed_whenever_it_begins(file: Path):
+def test_an_order_for_a_prompt_stays_and_is_executed_at_every_start_of_the_prompt(file: Path):
     def step(*prompts: list[int]) -> SimpleNamespace:
         return SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(prompt_token_ids=prompt) for prompt in prompts])
 
@@ -88,7 +88,7 @@ def test_an_order_for_a_prompt_stays_and_is_obeyed_whenever_it_begins(file: Path
         assert dsv4_faults.take(file, 0, step([5], [1, 2])) == order
 
 
-def test_an_order_for_structured_output_stays_and_is_obeyed_in_its_steps(file: Path):
+def test_an_order_for_structured_output_stays_and_is_executed_in_its_steps(file: Path):
     order = {"kind": "raise", "rank": 0, "structured": True}
     write(file, **order)
     for structured in (False, True, True):
@@ -120,7 +120,7 @@ def test_logits_are_no_numbers_from_then_on():
         assert found != found
 
 
-def test_memory_that_nobody_limits_is_an_error():
+def test_unlimited_memory_is_an_error():
     with pytest.raises(MemoryError, match="2 chunks"):
         dsv4_faults.obey({"kind": "eat", "rank": 0, "mebibytes": 32}, None)
 
@@ -133,7 +133,7 @@ def test_an_unknown_kind_is_named():
 @pytest.mark.parametrize(
     ("file_set", "development"), [(False, True), (True, False)], ids=["no file", "no development platform"]
 )
-def test_nothing_is_changed_where_nobody_asked(
+def test_fault_injection_is_off_by_default(
     file: Path, monkeypatch: pytest.MonkeyPatch, file_set: bool, development: bool
 ):
     monkeypatch.delenv(dsv4_faults.FILE_VARIABLE, raising=False)
@@ -147,7 +147,7 @@ def test_nothing_is_changed_where_nobody_asked(
     assert patch._FINDER.waiting[WORKER] == []
 
 
-def test_an_engine_on_cuda_obeys_where_it_was_asked_to(file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_faults_are_injected_on_cuda_if_enabled(file: Path, monkeypatch: pytest.MonkeyPatch):
     class Worker:
         rank = 0
 
@@ -178,7 +178,7 @@ def test_an_engine_on_cuda_obeys_where_it_was_asked_to(file: Path, monkeypatch: 
     [(True, [True, "InjectedError"]), (False, [True, ""])],
     ids=["asked", "not asked"],
 )
-def test_vllms_worker_obeys_only_where_it_was_asked_to(file: Path, asked: bool, expected: list[Any]):
+def test_faults_are_injected_into_vllms_worker_only_if_enabled(file: Path, asked: bool, expected: list[Any]):
     env = {key: value for key, value in os.environ.items() if key != dsv4_faults.FILE_VARIABLE}
     env |= {"DSV4_DEV_PLATFORM": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     if asked:

@@ -53,7 +53,7 @@ def test_a_child_that_has_no_answer(function: Callable[[], Any], seconds: float,
 
 
 @pytest.mark.parametrize(("answer", "there"), [(3, False), (0, True), (999, True)])
-def test_the_driver_is_asked_whether_it_is_in_use(monkeypatch: pytest.MonkeyPatch, answer: int, there: bool) -> None:
+def test_use_of_cuda_is_read_from_the_driver(monkeypatch: pytest.MonkeyPatch, answer: int, there: bool) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)))
     monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: SimpleNamespace(cuCtxGetCurrent=lambda context: answer))
     assert has_cuda() is there
@@ -64,14 +64,14 @@ def test_without_a_driver_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> N
     assert forking.has_cuda() is False
 
 
-def test_with_cuda_vllm_asks_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_cuda_the_inspection_runs_in_vllms_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forking, "has_cuda", lambda: True)
     run = forking.in_fork(lambda fn: ("vLLM's own", fn()))
     assert run(os.getpid) == ("vLLM's own", os.getpid())
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_a_fork_is_asked_first(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fork_is_tried_first(caplog: pytest.LogCaptureFixture) -> None:
     run = forking.in_fork(lambda fn: ("vLLM's own", None))
     with caplog.at_level("INFO", "vllm.dsv4"):
         assert run(os.getppid) == os.getpid()
@@ -80,7 +80,7 @@ def test_a_fork_is_asked_first(caplog: pytest.LogCaptureFixture) -> None:
     assert "again in a process of its own (ForkError: exit code 1)" in caplog.text
 
 
-def test_it_is_put_in_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_inspection_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def _run_in_subprocess(fn: Callable[[], Any]) -> Any: ...
 
     registry = SimpleNamespace(_run_in_subprocess=_run_in_subprocess)

@@ -60,7 +60,7 @@ def test_the_page_is_fresh():
     )
 
 
-def test_every_patch_is_told_in_full():
+def test_every_patch_is_documented_in_full():
     known = register.PATCHES + cpu_patches.PATCHES
     for entry in known:
         for field in (entry.module, entry.symbol, entry.why, entry.upstream, entry.versions, entry.obsolete_when):
@@ -90,7 +90,7 @@ def test_the_imported_module_is_itself(module: str):
     assert found.__file__.endswith(f"{module}.py")
 
 
-def test_a_specification_that_is_only_looked_at_loses_no_action(module: str):
+def test_actions_are_kept_if_only_the_modules_spec_is_read(module: str):
     """vLLM's registry, pkgutil and others call `find_spec`; the module may also be executed manually."""
     calls: list[str] = []
     after_import(module, lambda: calls.append("done"))
@@ -153,7 +153,7 @@ def test_an_action_for_a_module_that_is_being_imported_runs_at_its_end(module: s
     assert calls == ["first", 1]
 
 
-def test_a_module_that_does_not_exist_is_not_missed_until_imported():
+def test_an_action_for_a_missing_module_fails_only_at_the_import():
     after_import("no_such_module_at_all", lambda: None)
     with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
         importlib.import_module("no_such_module_at_all")
@@ -178,7 +178,7 @@ def test_a_refusal_fails_the_import_and_names_symbol_version_and_difference(
     assert module not in sys.modules
 
 
-def test_a_patch_that_is_no_longer_needed_says_so(
+def test_a_patch_that_is_no_longer_needed_is_logged(
     module: str, registered: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     registered.setattr(register, "PATCHES", (patch(module, PatchOutcome.NOT_NEEDED),))

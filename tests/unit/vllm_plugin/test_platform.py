@@ -46,7 +46,7 @@ def test_the_platform_is_off_unless_switched_on(monkeypatch: pytest.MonkeyPatch,
     assert entry_points.platform() is None
 
 
-def test_a_cuda_engine_is_left_alone_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch):
+def test_a_cuda_engine_is_not_patched_in_any_environment(monkeypatch: pytest.MonkeyPatch):
     installed(monkeypatch, vllm="0.33.0")
     monkeypatch.setenv(entry_points.SWITCH, "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")

@@ -42,5 +42,5 @@ def test_heads_are_padded_as_long_as_flashmla_runs(found: dict[str, Any]) -> Non
     assert found["classes"]["FlashMLA, decode alone"] == "64"
 
 
-def test_the_front_is_attached_and_computes_what_vllm_does(found: dict[str, Any]) -> None:
+def test_the_attached_front_computes_the_results_of_vllm(found: dict[str, Any]) -> None:
     assert found["front"] == {"warnings": [], "norms": True, "queries": True, "entries": True, "dummy step": True}

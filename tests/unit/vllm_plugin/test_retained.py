@@ -215,7 +215,7 @@ def test_the_next_engine_has_the_same_weights_in_the_same_memory(
 
 @EXAMPLES
 @given(data=st.data(), sizes=SIZES, scratch=SCRATCH)
-def test_one_changed_bit_of_a_weight_is_noticed(data: st.DataObject, sizes: list[int], scratch: list[int]) -> None:
+def test_one_changed_bit_of_a_weight_is_detected(data: st.DataObject, sizes: list[int], scratch: list[int]) -> None:
     memory, _, model, kept = first_engine(sizes, False, scratch)
     weights = [*model.parameters(), *model.buffers()]
     raw = weights[data.draw(st.integers(0, len(weights) - 1))].data.view(torch.uint8)

@@ -19,7 +19,7 @@ def test_the_development_platform_is_chosen(found: dict[str, Any]):
     assert (found["platform"], found["ray device"]) == ("DevCpuPlatform", "GPU")
 
 
-def test_the_tile_scheduler_knows_all_layer_types(found: dict[str, Any]):
+def test_the_tile_scheduler_supports_all_layer_types(found: dict[str, Any]):
     assert found["layer types"] == ["c128a", "c1a", "c2a", "c4a", "swaonly"]
 
 
@@ -37,7 +37,7 @@ def test_the_models_that_draft_are_there(found: dict[str, Any]):
 
 
 @pytest.mark.parametrize("what", ["draft norms", "block attention"])
-def test_drafts_compute_what_vllm_defines(found: dict[str, Any], what: str):
+def test_drafts_compute_the_results_defined_by_vllm(found: dict[str, Any], what: str):
     assert found[what] is True
 
 
@@ -53,11 +53,11 @@ def test_a_layers_product_is_bundled_as_far_as_its_plan_goes(found: dict[str, An
     assert found["products"] == {"shape": [2, 3, 80], "agree": True, "given": True, "others": ["stock", "stock"]}
 
 
-def test_what_makes_a_products_input_hands_over_its_codes(found: dict[str, Any]):
+def test_operations_before_products_pass_on_fp8_codes(found: dict[str, Any]):
     assert found["inputs with codes"] == {"output": True, "query": True, "sublayer": True, "shared experts": True}
 
 
-def test_decode_asks_for_the_plans_that_were_made_with_the_kv_cache(found: dict[str, Any]):
+def test_decode_uses_the_plans_made_with_the_kv_cache(found: dict[str, Any]):
     assert found["decode plans"] == {"1": 1, "4": 1, "128": 1, "dspark": 1}
 
 
@@ -87,7 +87,7 @@ def test_every_processor_has_the_operators_of_the_model(found: dict[str, Any]):
 
 
 @pytest.mark.parametrize("form", ["auto", "safetensors"])
-def test_the_registered_loader_reads_the_same_and_tells_how_far_it_is(found: dict[str, Any], form: str):
+def test_the_registered_loader_reads_the_same_weights_and_reports_progress(found: dict[str, Any], form: str):
     made = found["loads"][form]
     assert (made["loader"], made["names"]) == ("TellingDefaultModelLoader", ["w0", "w1"])
     told = progress(made["lines"][-1])

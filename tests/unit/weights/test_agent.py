@@ -236,7 +236,7 @@ async def test_a_member_shows_how_far_it_is_and_why_it_cannot(
         await child.end(0.0)
 
 
-async def test_a_file_that_is_wrong_is_told_by_a_process_of_its_own(plan: GroupPlan, tmp_path: Path) -> None:
+async def test_a_wrong_file_is_reported_by_a_separate_process(plan: GroupPlan, tmp_path: Path) -> None:
     await stage(plan, 0, "t", lambda _: None)
     (tmp_path / "member").mkdir()
     member = Member(plan, 0, tmp_path / "member", "token")

@@ -70,7 +70,7 @@ def test_reading_ends_when_memory_runs_low(tmp_path: Path, monkeypatch: pytest.M
         (1 << 25, 1 << 25, None),
     ],
 )
-def test_a_disk_is_judged_by_what_came_from_it(stored: int, read: int, expected: float | None) -> None:
+def test_disk_speed_is_computed_from_the_bytes_read_from_disk(stored: int, read: int, expected: float | None) -> None:
     assert writer.disk_rate(stored, read, 2.0) == expected
 
 
@@ -87,7 +87,7 @@ def test_room(policy: PageCache, available: int, resident: int, expected: int) -
     assert writer.read_ahead_limit(policy, available, resident) == expected
 
 
-def test_a_containers_limit_bounds_what_is_available(tmp_path: Path) -> None:
+def test_a_containers_limit_bounds_available_memory(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 16 kB\nMemAvailable: 8388608 kB\n")
     assert writer.available_bytes(tmp_path, tmp_path) == 8 * GIB
     (tmp_path / "memory.max").write_text("max\n")

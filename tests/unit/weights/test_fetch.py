@@ -78,7 +78,7 @@ def test_one_wrong_byte_at_the_end_is_found(tmp_path: Path) -> None:
     assert not part.exists()
 
 
-def test_a_transfer_that_is_given_up_keeps_what_came_and_leaves_no_thread(tmp_path: Path) -> None:
+def test_an_aborted_transfer_keeps_received_bytes_and_leaves_no_thread(tmp_path: Path) -> None:
     source, part = Source(CONTENT, cut_after=3), tmp_path / "part"
     with pytest.raises(TransientError):
         fetch(FILE, None, part, source, FLOW, tries=1)
@@ -87,7 +87,7 @@ def test_a_transfer_that_is_given_up_keeps_what_came_and_leaves_no_thread(tmp_pa
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_nothing_is_written_after_the_staging_was_told_to_stop(tmp_path: Path, direct: bool) -> None:
+def test_nothing_is_written_after_the_staging_was_stopped(tmp_path: Path, direct: bool) -> None:
     source, part = Source(CONTENT), tmp_path / "part"
     flow = TransferContext(Limiter(None), Meter(), lambda: source.given > 2.5 * BLOCK_BYTES)
     with pytest.raises(TransientError):
@@ -114,5 +114,7 @@ def test_a_stop_between_the_last_byte_and_its_write_costs_no_more_than_a_block(t
     ("failures", "asked", "seconds"),
     [(1, 0.0, 0.5), (2, 0.0, 1.0), (4, 0.0, 4.0), (1, 7.0, 7.0), (20, 0.0, 30.0), (2000, 0.0, 30.0), (1, 600.0, 30.0)],
 )
-def test_the_wait_doubles_and_a_server_may_ask_for_longer(failures: int, asked: float, seconds: float) -> None:
+def test_the_delay_doubles_up_to_a_bound_and_a_server_may_extend_it(
+    failures: int, asked: float, seconds: float
+) -> None:
     assert wait_seconds(TransientError("cut off", asked), failures) == seconds

@@ -145,7 +145,7 @@ def with_token(plan: WeightsPlan, folder: Path, token: str) -> WeightsPlan:
     return plan.model_copy(update={"credentials_file": str(folder / "token")})
 
 
-def test_all_files_come_and_a_restart_asks_nobody(plan: WeightsPlan, hub: Hub, content: FileServer) -> None:
+def test_all_files_are_fetched_and_a_restart_sends_no_request(plan: WeightsPlan, hub: Hub, content: FileServer) -> None:
     content.cut_after = 1_500_000
     assert stage(plan) > 9_900_000
     assert same_files(content.folder, Path(plan.path))
@@ -162,7 +162,7 @@ def test_small_files_are_checked_by_their_git_blobs(plan: WeightsPlan, content: 
     assert caught.value.cause is Cause.WEIGHTS_CORRUPT
 
 
-def test_the_token_opens_it_and_stays_with_the_hub(
+def test_the_token_gives_access_and_is_sent_only_to_the_hub(
     plan: WeightsPlan, hub: Hub, content: FileServer, tmp_path: Path
 ) -> None:
     given: list[str | None] = []
@@ -199,7 +199,7 @@ def test_a_token_without_the_right_is_named(plan: WeightsPlan, hub: Hub, tmp_pat
     assert f"token may not read deepseek-ai/Nano ({message}); allow it to at {plan.endpoint}/settings/tokens" in text
 
 
-def test_what_does_not_exist_is_named_at_once(plan: WeightsPlan, hub: Hub) -> None:
+def test_missing_repositories_and_commits_are_named_at_once(plan: WeightsPlan, hub: Hub) -> None:
     other = "f" * 40
     text = refused(plan.model_copy(update={"revision": other}))
     assert f"the repository deepseek-ai/Nano has no commit {other}; copy all 40 digits" in text
@@ -210,7 +210,9 @@ def test_what_does_not_exist_is_named_at_once(plan: WeightsPlan, hub: Hub) -> No
     assert hub.asked == 3
 
 
-def test_a_busy_hub_is_asked_again_when_it_says(plan: WeightsPlan, hub: Hub, content: FileServer) -> None:
+def test_requests_to_a_busy_hub_are_repeated_at_its_requested_time(
+    plan: WeightsPlan, hub: Hub, content: FileServer
+) -> None:
     answers = iter([web.Response(status=429, headers={"Retry-After": "1"}), web.Response(status=503)])
     hub.answer = lambda _: next(answers, None)
     begun = time.monotonic()
@@ -220,7 +222,7 @@ def test_a_busy_hub_is_asked_again_when_it_says(plan: WeightsPlan, hub: Hub, con
     assert same_files(content.folder, Path(plan.path))
 
 
-def test_a_list_that_is_cut_is_asked_for_again(plan: WeightsPlan, hub: Hub, content: FileServer) -> None:
+def test_a_list_that_is_cut_is_requested_again(plan: WeightsPlan, hub: Hub, content: FileServer) -> None:
     hub.cuts = 2
     stage(plan)
     assert hub.asked == 3
@@ -251,7 +253,7 @@ def test_a_hub_that_is_not_there_is_named(plan: WeightsPlan) -> None:
 
 
 @pytest.mark.parametrize("body", ["<html>Please log in</html>", "[]", '{"error": "no"}'])
-def test_what_is_no_hub_is_named_at_once(plan: WeightsPlan, hub: Hub, body: str) -> None:
+def test_a_server_that_is_no_hub_is_named_at_once(plan: WeightsPlan, hub: Hub, body: str) -> None:
     hub.answer = lambda _: web.Response(text=body, content_type="text/html")
     text = refused(plan)
     assert f"{plan.endpoint} does not list the files of deepseek-ai/Nano as a hub does" in text

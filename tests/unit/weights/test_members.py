@@ -102,7 +102,7 @@ def asked(files: FileServer) -> list[str]:
     return sorted(name for name, _ in files.requests)
 
 
-def test_the_origin_is_asked_for_each_file_once(make: Callable[[int], list[Member]], files: FileServer) -> None:
+def test_each_file_is_requested_once_from_the_origin(make: Callable[[int], list[Member]], files: FileServer) -> None:
     members = make(3)
     together(members)
     assert [member.error for member in members] == [None] * 3
@@ -111,7 +111,7 @@ def test_the_origin_is_asked_for_each_file_once(make: Callable[[int], list[Membe
     assert any("from rank" in text for text in members[1].said)
 
 
-def test_a_member_that_has_it_all_serves_it_and_the_origin_is_not_asked(
+def test_a_complete_member_serves_all_files_without_requests_to_the_origin(
     make: Callable[[int], list[Member]], files: FileServer
 ) -> None:
     members = make(2)
@@ -173,7 +173,7 @@ def test_a_member_that_falls_silent_is_left_soon(
     assert time.monotonic() - begun < 45
 
 
-def test_what_a_member_has_damaged_comes_from_the_origin(
+def test_a_file_that_is_damaged_on_a_member_is_fetched_from_the_origin(
     make: Callable[[int], list[Member]], files: FileServer
 ) -> None:
     members = make(2)
@@ -232,7 +232,9 @@ def test_files_are_for_the_group_alone(make: Callable[[int], list[Member]]) -> N
 
 
 @pytest.mark.parametrize(("status", "error"), [(404, WeightsError), (503, TransientError), (0, TransientError)])
-def test_what_a_member_refuses_says_whether_to_ask_again(serve: Serve, status: int, error: type[Exception]) -> None:
+def test_errors_of_members_are_classified_as_transient_or_final(
+    serve: Serve, status: int, error: type[Exception]
+) -> None:
     async def refuse(_: web.Request) -> web.Response:
         return web.Response(status=status)
 

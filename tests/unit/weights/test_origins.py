@@ -70,7 +70,9 @@ def test_a_store(store: tuple[str, object], checkpoint: Path, tmp_path: Path, su
 
 
 @pytest.mark.filterwarnings("default")
-def test_what_a_store_refuses(store: tuple[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_store_are_named(
+    store: tuple[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, client = store
     with raises_naming(WeightsError, "NoSuchBucket", "bucket's name"):
         stage(s3_plan(url, tmp_path / "weights", "s3://nothing/here"))
@@ -221,7 +223,9 @@ def test_a_damaged_shared_directory(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [SHARD, "config.json", "notes.txt"])
 @pytest.mark.parametrize("kind", ["link", "fifo"])
-def test_a_shared_directory_with_what_is_no_file(checkpoint: Path, tmp_path: Path, kind: str, name: str) -> None:
+def test_a_shared_directory_with_special_files_is_refused(
+    checkpoint: Path, tmp_path: Path, kind: str, name: str
+) -> None:
     """A link could point to any file of the node; reading a FIFO would block forever."""
     (checkpoint / "SHA256SUMS").unlink()
     (checkpoint / name).unlink(missing_ok=True)

@@ -84,7 +84,7 @@ def test_it_reads_no_faster_than_it_may(plan: WeightsPlan) -> None:
     assert time.monotonic() - begun > 0.35
 
 
-def test_where_nobody_knows_what_is_right_nothing_is_read(checkpoint: Path) -> None:
+def test_without_reference_digests_no_file_is_read(checkpoint: Path) -> None:
     plan = WeightsPlan(source=WeightsSource.PATH, path=str(checkpoint))
     assert store.scrub(plan, 1.0, lambda: pytest.fail("nothing was read")) is None
     assert store.verify(plan) == (False, None)
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_read_at_once_where_an_answer_was_wrong(plan: WeightsPla
     assert store.verify(plan) == (True, SHARD)
 
 
-def test_changes_are_looked_for_between_two_turns(plan: WeightsPlan) -> None:
+def test_changed_files_are_detected_between_two_turns(plan: WeightsPlan) -> None:
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:

@@ -47,7 +47,7 @@ def of(plan: WeightsPlan, name: str) -> Path:
     return shared.shared_file(Path(str(plan.shared)), digest)
 
 
-def test_what_is_shared_is_not_fetched_and_not_kept_twice(plan: WeightsPlan, files: FileServer) -> None:
+def test_shared_files_are_neither_fetched_nor_stored_twice(plan: WeightsPlan, files: FileServer) -> None:
     store = Path(str(plan.shared))
     published = shared.publish(files.folder, store)
     assert SHARD in published
@@ -62,7 +62,7 @@ def test_what_is_shared_is_not_fetched_and_not_kept_twice(plan: WeightsPlan, fil
     assert not (Path(plan.path) / SHARD).is_symlink()
 
 
-def test_a_file_that_is_not_what_it_is_called_is_fetched_instead(plan: WeightsPlan, files: FileServer) -> None:
+def test_a_shared_file_with_the_wrong_digest_is_fetched_instead(plan: WeightsPlan, files: FileServer) -> None:
     store = Path(str(plan.shared))
     place = store / shared.publish(files.folder, store)[SHARD]
     data = bytearray(place.read_bytes())
@@ -76,7 +76,7 @@ def test_a_file_that_is_not_what_it_is_called_is_fetched_instead(plan: WeightsPl
     assert place.read_bytes() == data
 
 
-def test_a_shared_file_that_changes_is_noticed_at_the_next_start(plan: WeightsPlan, files: FileServer) -> None:
+def test_a_changed_shared_file_is_detected_at_the_next_start(plan: WeightsPlan, files: FileServer) -> None:
     shared.publish(files.folder, Path(str(plan.shared)))
     stage(plan)
     place = of(plan, SHARD)
@@ -87,7 +87,7 @@ def test_a_shared_file_that_changes_is_noticed_at_the_next_start(plan: WeightsPl
     assert same_files(files.folder, Path(plan.path))
 
 
-def test_only_files_are_published_and_under_what_was_copied(files: FileServer, tmp_path: Path) -> None:
+def test_only_regular_files_are_published_under_the_digest_of_the_copy(files: FileServer, tmp_path: Path) -> None:
     checkpoint, store = tmp_path / "tenant", tmp_path / "store"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")
@@ -101,7 +101,7 @@ def test_only_files_are_published_and_under_what_was_copied(files: FileServer, t
     assert kept.stat().st_mode & 0o777 == 0o444
 
 
-def test_the_command_says_what_it_published(files: FileServer, tmp_path: Path) -> None:
+def test_the_command_lists_published_files(files: FileServer, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dsv4_runtime.weights.shared", str(files.folder), str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     rows = dict(reversed(line.split("  ", 1)) for line in done.stdout.splitlines())  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ def test_every_byte_is_in_its_place(path: Path, direct: bool) -> None:
     st.lists(st.integers(1, BLOCK_BYTES * 3 // 2), min_size=1, max_size=4),
     st.lists(st.booleans(), min_size=5, max_size=5),
 )
-def test_it_goes_on_at_any_byte(ends: list[int], pieces: list[int], direct: list[bool]) -> None:
+def test_a_file_is_continued_at_any_byte(ends: list[int], pieces: list[int], direct: list[bool]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, cuts = Path(folder) / "file", [0, *sorted(ends), len(CONTENT)]
         if min(pieces) < 5000:
@@ -72,7 +72,7 @@ def test_it_goes_on_at_any_byte(ends: list[int], pieces: list[int], direct: list
         assert path.read_bytes() == CONTENT
 
 
-def test_what_goes_past_the_page_cache_is_not_in_it(tmp_path: Path) -> None:
+def test_direct_writes_are_not_in_the_page_cache(tmp_path: Path) -> None:
     shares = {}
     for direct in (False, True):
         path = tmp_path / str(direct)
@@ -81,7 +81,7 @@ def test_what_goes_past_the_page_cache_is_not_in_it(tmp_path: Path) -> None:
     assert shares[True] < 0.05 < 0.9 < shares[False]
 
 
-def test_a_file_system_that_says_too_late_that_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_refusal_of_direct_writes_is_handled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused, write = [], os.pwrite
 
     def pwrite(descriptor: int, data: bytes, offset: int) -> int:
@@ -124,7 +124,7 @@ def test_a_disk_that_becomes_full_has_the_beginning(
     assert (tmp_path / "file").read_bytes() == CONTENT[:room]
 
 
-def test_what_is_not_to_be_kept_is_not_written(tmp_path: Path) -> None:
+def test_discarded_bytes_are_not_written(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     found = HashingWriter(descriptor, 0, lambda _: None)
     found.add(1000)

@@ -43,7 +43,7 @@ def stage(plan: WeightsPlan) -> tuple[int, list[StagingReport]]:
     return staging.stage(StagingJob(weights=plan), news.append).fetched, news
 
 
-def test_all_files_come_and_a_restart_asks_nobody(plan: WeightsPlan, files: FileServer) -> None:
+def test_all_files_are_fetched_and_a_restart_sends_no_request(plan: WeightsPlan, files: FileServer) -> None:
     fetched, news = stage(plan)
     assert same_files(files.folder, Path(plan.path))
     assert fetched == sum(
@@ -68,7 +68,7 @@ def test_a_cut_transfer_goes_on_where_it_stopped(plan: WeightsPlan, files: FileS
     )
 
 
-def test_a_server_without_ranges_will_do(plan: WeightsPlan, files: FileServer) -> None:
+def test_a_server_without_range_requests_is_supported(plan: WeightsPlan, files: FileServer) -> None:
     part = Path(plan.path)
     files.cut_after = 2_000_000
     original = files.send
@@ -101,7 +101,7 @@ def test_a_damaged_file_is_named(plan: WeightsPlan, files: FileServer) -> None:
     assert not (Path(plan.path) / SHARD).exists()
 
 
-def test_busy_servers_are_asked_again_and_missing_files_are_not(plan: WeightsPlan, files: FileServer) -> None:
+def test_requests_to_busy_servers_are_repeated(plan: WeightsPlan, files: FileServer) -> None:
     answers = iter([503, 429])
 
     def busy(request: web.Request) -> web.Response | None:
@@ -117,7 +117,9 @@ def test_busy_servers_are_asked_again_and_missing_files_are_not(plan: WeightsPla
     ("status", "text"),
     [(401, "give credentials in secretKeyRef"), (403, "credentials that may read it"), (404, "check the name")],
 )
-def test_refusals_end_it_at_once_with_a_remedy(plan: WeightsPlan, files: FileServer, status: int, text: str) -> None:
+def test_refusals_end_the_staging_at_once_with_a_remedy(
+    plan: WeightsPlan, files: FileServer, status: int, text: str
+) -> None:
     files.answer = lambda request: web.Response(status=status) if "00002" in request.path else None
     with pytest.raises(WeightsError, match=text) as caught:
         stage(plan)
@@ -137,7 +139,7 @@ def test_a_token_is_sent(plan: WeightsPlan, files: FileServer, tmp_path: Path) -
         stage(plan.model_copy(update={"path": plan.path + "2", "credentials_file": str(tmp_path / "none")}))
 
 
-def test_full_verification_finds_what_the_marker_does_not(plan: WeightsPlan, files: FileServer) -> None:
+def test_full_verification_finds_changes_that_the_marker_misses(plan: WeightsPlan, files: FileServer) -> None:
     stage(plan)
     shard = Path(plan.path) / SHARD
     before = shard.stat()
@@ -152,7 +154,7 @@ def test_full_verification_finds_what_the_marker_does_not(plan: WeightsPlan, fil
 
 
 @pytest.mark.parametrize("change", ["touched", "shorter", "gone"])
-def test_the_marker_notices_changed_files(plan: WeightsPlan, files: FileServer, change: str) -> None:
+def test_the_marker_detects_changed_files(plan: WeightsPlan, files: FileServer, change: str) -> None:
     stage(plan)
     shard = Path(plan.path) / SHARD
     if change == "touched":
@@ -200,7 +202,7 @@ def test_nothing_is_written_any_more_once_it_has_failed(plan: WeightsPlan, files
 
 
 @pytest.mark.parametrize("policy", list(PageCache))
-def test_a_disk_that_becomes_full_is_named_and_what_has_come_is_kept(
+def test_a_full_disk_is_named_and_received_bytes_are_kept(
     plan: WeightsPlan, files: FileServer, policy: PageCache
 ) -> None:
     plan = plan.model_copy(update={"page_cache": policy})
@@ -287,7 +289,7 @@ def test_a_list_of_files_without_end_is_refused(plan: WeightsPlan, files: FileSe
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 @pytest.mark.timeout(60)
-def test_what_is_no_file_where_one_was_is_replaced_and_not_followed(
+def test_special_files_in_place_of_weights_are_replaced_and_not_followed(
     plan: WeightsPlan, files: FileServer, tmp_path: Path, kind: str
 ) -> None:
     stage(plan)
@@ -333,7 +335,7 @@ def flip(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_files_in_doubt_are_read_again_and_a_wrong_one_is_fetched_anew(plan: WeightsPlan, files: FileServer) -> None:
+def test_doubted_files_are_read_again_and_a_wrong_one_is_fetched_again(plan: WeightsPlan, files: FileServer) -> None:
     stage(plan)
     folder = Path(plan.path)
     flip(folder / SHARD)
@@ -354,7 +356,7 @@ def test_files_that_are_right_are_verified_and_not_fetched(plan: WeightsPlan) ->
     assert staging.stage(StagingJob(weights=plan), lambda _: None) == staging.StagingResult(verified=True)
 
 
-def test_a_doubt_outlives_a_staging_that_does_not_end(plan: WeightsPlan, files: FileServer) -> None:
+def test_a_requested_recheck_is_kept_after_a_failed_staging(plan: WeightsPlan, files: FileServer) -> None:
     stage(plan)
     folder = Path(plan.path)
     flip(folder / SHARD)

@@ -30,7 +30,7 @@ def finish(store: Store) -> None:
     store.finish(FILE, FILE.sha256)
 
 
-def test_a_file_is_on_the_disk_before_the_marker_vouches_for_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_synced_before_the_marker_lists_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a power failure in between, the marker must not exist without the bytes."""
     done: list[tuple[str, str]] = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace

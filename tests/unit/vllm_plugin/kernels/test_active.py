@@ -28,7 +28,7 @@ STANDINGS = (
 )
 
 
-def test_the_agent_reads_what_the_engine_tells() -> None:
+def test_the_agent_parses_the_engines_report_lines() -> None:
     lines = report_lines(KernelChoice({Op.MOE: BUNDLED}), STANDINGS, 3)
     assert max(map(len, lines)) < 1024, "the agent cuts lines at 4096"
     assert not any("\n" in line for line in lines)
@@ -98,7 +98,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     choice.cache_clear()
 
 
-def test_evidence_is_asked_for_the_shapes_of_the_rank(engine: Engine) -> None:
+def test_evidence_is_requested_for_the_shapes_of_the_rank(engine: Engine) -> None:
     engine.config = configuration(V4, {"enable_expert_parallel": True, "data_parallel_size": 4})
     assert engine.choose() == (FOUND, [])
     (asked,) = engine.asked
@@ -165,7 +165,7 @@ def test_an_engine_whose_configuration_does_not_work_is_vllms_own(
     assert engine.asked == [], "no trial is run"
 
 
-def test_evidence_that_cannot_be_had_leaves_what_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_evidence_only_named_operations_are_bundled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.error = RuntimeError("no such device")
     assert engine.choose() == (OFF, ["dsv4 kernels: no choice by evidence (RuntimeError: no such device)"])
     monkeypatch.setenv(VARIABLE, "mhc=bundled")

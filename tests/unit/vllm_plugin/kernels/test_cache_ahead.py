@@ -93,7 +93,7 @@ def foresee(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setattr(warmup, "foreseen_caches", caches)
 
 
-def test_what_attention_will_launch_is_compiled_with_the_layers(
+def test_attention_plans_are_compiled_with_the_layers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     foresee(monkeypatch, 256)
@@ -138,7 +138,7 @@ def test_layers_that_draft_share_the_caches_blocks(monkeypatch: pytest.MonkeyPat
     assert made == [[target, drafting]]
 
 
-def test_a_vllm_that_plans_otherwise_is_said_once_and_loads(
+def test_an_incompatible_vllm_is_reported_once_and_loads(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def caches(config: Any) -> dict[str, torch.Tensor]:

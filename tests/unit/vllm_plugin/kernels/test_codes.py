@@ -37,7 +37,7 @@ class Plan:
         return "codes of", tokens
 
 
-def test_the_most_rows_that_any_product_takes_are_wanted() -> None:
+def test_codes_are_requested_for_the_largest_row_count_of_any_product() -> None:
     assert plans.wanted_codes(256) == 0
     plans.want_codes(256, 32)
     plans.want_codes(256, 8)
@@ -69,7 +69,7 @@ def test_codes_get_through_a_custom_operator(mode: Callable[[], Any]) -> None:
     assert seen == [(found, found)]
 
 
-def test_what_comes_before_a_sublayer_is_quantised_for_the_products_that_there_are(
+def test_the_input_of_a_sublayer_is_quantised_for_the_existing_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plans.want_codes(128, 32)

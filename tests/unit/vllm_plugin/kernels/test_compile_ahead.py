@@ -135,7 +135,7 @@ def test_both_sets_are_compiled_while_the_worker_goes_on(
     assert ahead._AheadProcess.running is None
 
 
-def test_processes_that_fail_or_are_late_keep_no_engine(
+def test_processes_that_fail_or_are_late_block_no_engine(
     compiles: Compiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pid = tmp_path / "pid"
@@ -199,7 +199,7 @@ def test_the_first_model_that_registers_kernels_counts(
     assert (tmp_path / "layer").exists()
 
 
-def test_a_model_whose_kernels_cannot_be_told_is_returned(
+def test_a_model_whose_kernels_cannot_be_determined_is_returned(
     compiles: Compiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def other() -> Any:

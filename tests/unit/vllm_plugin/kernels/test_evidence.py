@@ -66,7 +66,7 @@ def test_a_provider_without_a_result_or_a_time_is_excluded() -> None:
     assert by == {BUNDLED: "t8: no result", "marlin": "t1: not timed"}
 
 
-def test_vllm_keeps_the_operation_when_nobody_is_right() -> None:
+def test_vllm_keeps_the_operation_without_a_correct_provider() -> None:
     assert chosen(seen(BUNDLED, "wrong: x", "wrong: x"), seen("marlin", "not done after 20 s", "y")) == STOCK
 
 
@@ -76,7 +76,7 @@ def test_rounded_activations_are_taken_only_where_vllm_rounds_them_too() -> None
     assert chosen(*both, eight=True) == BUNDLED_W4A8
 
 
-def test_what_vllm_would_not_pick_itself_is_compared_and_not_chosen() -> None:
+def test_providers_that_vllm_uses_only_on_request_are_compared_and_not_chosen() -> None:
     found = standings([*seen(BUNDLED, 10.0, 20.0), *seen("marlin", 15.0, 21.0), *seen("b12x", 5.0, 10.0)], TRIED)
     assert {s.provider: s.slowness for s in found} == pytest.approx(
         {BUNDLED: 2.0, "marlin": 2.5, "b12x": 1.0}, rel=0.03
@@ -142,7 +142,7 @@ def test_expert_parallel_ids_are_mostly_of_other_ranks() -> None:
     assert 0.02 < float((ids >= 0).float().mean()) < 0.25
 
 
-def test_what_prompts_are_computed_by_is_tried_on_a_piece_of_one() -> None:
+def test_operations_of_prompts_are_tried_on_a_piece_of_a_prompt() -> None:
     """FP8 products of prompts are only tried if they are bundled."""
 
     def most(op: Op, **options: Any) -> int:

@@ -15,7 +15,7 @@ def found() -> dict[str, Any]:
     return told_by_fork(Path(__file__).with_name("summing_with_vllm.py"))
 
 
-def test_vllm_is_as_the_hook_knows_it(found: dict[str, Any]) -> None:
+def test_the_hook_matches_the_installed_vllm(found: dict[str, Any]) -> None:
     assert found["unknown"] == []
     assert found["gone"].startswith("SharedExperts.")
 
@@ -40,7 +40,7 @@ def test_parameters_keep_the_names_that_weights_are_loaded_by(found: dict[str, A
     assert found["names"] == [["shared_experts.weight"]] * 2
 
 
-def test_what_is_not_added_here_vllm_adds_for_a_reason(found: dict[str, Any]) -> None:
+def test_every_sum_left_to_vllm_has_a_reason(found: dict[str, Any]) -> None:
     assert found["refused"] == {
         "taken": "taken",
         "expert parallel": "the experts are spread over ranks",

@@ -57,7 +57,7 @@ def wrapping(name: str, with_what: str) -> Any:
     return prepare
 
 
-def test_a_hook_of_the_warm_up_is_installed_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_of_the_warm_up_is_installed_for_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(choice, "ATTACHED", SimpleNamespace(install=lambda hook: made.append(hook.module)))
     known = (Hook((Op.MOE,), "a", {}, nothing), Hook((), "b", {}, nothing), Hook((), "c", {}, nothing, bundled=True))
@@ -95,7 +95,7 @@ def test_any_exception_of_a_preparation_is_one_line_and_changes_nothing(
     assert attached.agreed(ALL_BUNDLED).bundled(Op.MHC) is not bool(ops)
 
 
-def test_an_assignment_that_fails_takes_back_those_before_it(module: Any) -> None:
+def test_a_failed_assignment_reverts_the_previous_ones(module: Any) -> None:
     module.f = theirs = lambda: None
     with pytest.raises(TypeError):
         hooks.apply([(module, "f", 1), (module, "new", 2), (int, "real", 3)])
@@ -144,7 +144,7 @@ def test_a_module_that_vllm_has_not_imported_is_imported_when_the_choice_is_made
     sys.modules.pop("dsv4_late_module")
 
 
-def test_a_body_that_is_replaced_must_be_the_known_one() -> None:
+def test_only_known_function_bodies_are_replaced() -> None:
     def same(self: Any, x: Any) -> Any:
         gate_up, _ = self.gate_up_proj(x)
         x = self.act_fn(gate_up)
@@ -193,7 +193,7 @@ def mutated() -> dict[str, Any]:
     return told_by(Path(__file__).with_name("mutating_with_vllm.py"), DSV4_KERNELS="auto")
 
 
-def test_the_hooks_know_this_vllm(mutated: dict[str, Any]) -> None:
+def test_the_hooks_fit_the_installed_vllm(mutated: dict[str, Any]) -> None:
     """The scores of the indexer and the operations after them are supported since vLLM 0.33."""
     assert set(mutated["refused"]) <= {"indexer", "topk"}
     assert mutated["hooks"] == len(v033.HOOKS)

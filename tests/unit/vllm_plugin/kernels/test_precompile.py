@@ -34,7 +34,7 @@ def compiled(tmp_path: Path) -> int:
     return len(list(tmp_path.glob("triton/*/*.cubin")))
 
 
-def test_what_layers_announce_is_compiled_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_announced_plans_are_compiled_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         announce(QuantPlan, 64, 256, DEVICE)
     announce(QuantPlan, tokens=64, k=100, device=DEVICE)
@@ -52,9 +52,7 @@ def test_what_layers_announce_is_compiled_once(tmp_path: Path, caplog: pytest.Lo
     assert plans._Compiler.running is not None
 
 
-def test_what_was_compiled_for_another_gpu_or_lies_in_another_cache_is_compiled(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_plans_are_compiled_again_for_another_gpu_or_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     announce(QuantPlan, 64, 256, DEVICE)
     finish()
     for change in (
@@ -85,7 +83,7 @@ def test_the_next_process_starts_early_where_there_was_something_to_compile(
     assert len(caplog.records) == 1
 
 
-def test_the_first_process_may_start_before_the_worker_knows_its_gpu(
+def test_the_first_process_may_start_before_the_workers_gpu_is_known(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     begin(TargetGPU(Arch.SM_121, 48))
@@ -150,7 +148,7 @@ def test_an_engine_starts_without_it(
     assert ("0 of 2 announced plans" if failure == "it ends" else "nothing is compiled beside the weights") in said
 
 
-def test_a_machine_without_a_gpu_that_the_kernels_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_is_compiled_without_a_supported_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plans, "gpu_target", lambda: None)
     announce(QuantPlan, 64, 256, DEVICE)
     finish()

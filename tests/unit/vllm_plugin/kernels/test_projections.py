@@ -15,7 +15,7 @@ def found() -> dict[str, Any]:
     return told_by_fork(Path(__file__).with_name("projecting_with_vllm.py"))
 
 
-def test_vllm_is_as_the_hooks_know_it(found: dict[str, Any]) -> None:
+def test_the_hooks_match_the_installed_vllm(found: dict[str, Any]) -> None:
     assert found["unknown"] == []
 
 
@@ -25,7 +25,7 @@ def test_few_tokens_are_projected_and_saved_at_once(found: dict[str, Any], ratio
     assert found["saved"][ratio] is True
 
 
-def test_the_compressor_saves_only_what_it_gets_and_stores_always(found: dict[str, Any]) -> None:
+def test_the_compressor_saves_only_given_inputs_and_always_stores(found: dict[str, Any]) -> None:
     assert found["stored"] == [1, 2]
 
 

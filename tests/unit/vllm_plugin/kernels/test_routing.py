@@ -20,13 +20,13 @@ def found() -> dict[str, Any]:
     return told_by_fork(Path(__file__).with_name("routing_with_vllm.py"))
 
 
-def test_vllm_is_as_the_hooks_know_it(found: dict[str, Any]) -> None:
+def test_the_hooks_match_the_installed_vllm(found: dict[str, Any]) -> None:
     """Since vLLM 0.33 the scores of prompts begin at column 0: for earlier versions the hook must not be attached."""
     assert found["unknown"] in ([], ["as_fp32_logits is gone"])
 
 
 @pytest.mark.parametrize("kind", ["learned", "hashed"])
-def test_the_experts_get_what_vllms_routing_gives(found: dict[str, Any], kind: str) -> None:
+def test_the_experts_get_the_result_of_vllms_routing(found: dict[str, Any], kind: str) -> None:
     assert found[kind] is True
 
 
@@ -34,7 +34,7 @@ def test_padding_of_a_step_gets_no_experts(found: dict[str, Any]) -> None:
     assert found["padding"] == [[[-1] * 6] * 2, [[0.0] * 6] * 2]
 
 
-def test_what_the_router_does_not_compute_stays_vllms_for_a_reason(found: dict[str, Any]) -> None:
+def test_every_routing_left_to_vllm_has_a_reason(found: dict[str, Any]) -> None:
     assert found["refused"] == {
         "expert parallel": "the experts are spread over ranks",
         "data parallel": "tokens are spread over ranks",
@@ -84,7 +84,7 @@ def test_a_plan_has_room_for_every_chunk_of_a_prompt(width: int) -> None:
     [(KernelChoice({}), "auto", 4), (ALL_BUNDLED, "persistent", 4), (ALL_BUNDLED, "auto", 1)],
     ids=["not chosen", "another by name", "another model"],
 )
-def test_what_is_not_to_be_bundled_is_not_planned(
+def test_operations_that_are_not_bundled_are_not_planned(
     monkeypatch: pytest.MonkeyPatch, chosen: KernelChoice, backend: str, ratio: int
 ) -> None:
     monkeypatch.setattr(indexer, "choice", lambda: chosen)

@@ -38,7 +38,7 @@ def test_without_flashinfer_vllm_samples_itself() -> None:
     assert compile_ahead.without_flashinfer(missing)() is False
 
 
-def test_who_asked_for_flashinfer_is_told_that_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explicit_request_for_missing_flashinfer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
     with pytest.raises(ImportError, match="flashinfer"):
         compile_ahead.without_flashinfer(missing)()

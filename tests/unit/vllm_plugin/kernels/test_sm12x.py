@@ -37,7 +37,7 @@ def on(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("minor", [0, 1])
-def test_they_are_tried_on_12_x(monkeypatch: pytest.MonkeyPatch, minor: int) -> None:
+def test_both_providers_are_offered_on_12_x(monkeypatch: pytest.MonkeyPatch, minor: int) -> None:
     on(monkeypatch, 12, minor)
     for op in Op:
         assert [name for name in providers.names(op) if name in ("flashinfer", "b12x")] == [
@@ -79,7 +79,7 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", ["decode", "window", "prefill", "linear", "experts"])
-def test_what_they_are_given_means_what_the_contract_means(found: dict[str, Any], what: str) -> None:
+def test_inputs_of_the_providers_have_the_meaning_of_the_contract(found: dict[str, Any], what: str) -> None:
     """The stand-ins refuse the same inputs as the packages, and compute in torch according to their sources."""
     seen = found[what]["seen"]
     assert "fault" not in seen
@@ -105,7 +105,7 @@ def test_prefill_is_the_same_call_with_the_window_first(found: dict[str, Any]) -
     assert call["swa"] == call["compressed"] == ["uint8", 16, 64, 1, 584]
 
 
-def test_b12x_gets_what_vllms_layers_give_it(found: dict[str, Any]) -> None:
+def test_b12x_gets_the_inputs_of_vllms_layers(found: dict[str, Any]) -> None:
     product = found["linear"]["calls"][0]
     assert (product["lhs"], product["lhs_scale"]) == (["float8_e4m3fn", 3, 384], ["float32", 3, 3])
     assert (product["rhs"], product["rhs_scale"]) == (["float8_e4m3fn", 256, 384], ["float32", 2, 3])
@@ -130,7 +130,7 @@ def test_b12x_gets_what_vllms_layers_give_it(found: dict[str, Any]) -> None:
         ("not for b12x", "not here: b12x has no experts here"),
     ],
 )
-def test_what_does_not_fit_is_excluded_for_a_reason(found: dict[str, Any], what: str, reason: str) -> None:
+def test_unsupported_inputs_exclude_a_provider_with_a_reason(found: dict[str, Any], what: str, reason: str) -> None:
     assert reason in found[what]["seen"]["fault"]
     assert not found[what]["timed"]
     assert found[what]["calls"] == []

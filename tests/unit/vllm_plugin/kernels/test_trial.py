@@ -191,7 +191,7 @@ TRANSIENT = (
 
 
 @pytest.mark.parametrize("fault", TRANSIENT)
-def test_what_may_pass_is_tried_again_at_the_next_start(starts: Starts, fault: str) -> None:
+def test_transient_faults_are_retried_at_the_next_start(starts: Starts, fault: str) -> None:
     """It is tried together with the others of its operation, so that all are timed under the same conditions."""
     found = starts.start(marlin=fault)["marlin"]
     assert found == f"t1: {fault} (attempt 1 of 3, at most one a day)"
