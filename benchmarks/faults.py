@@ -1,13 +1,13 @@
 """Fault suite: real faults in a group under load, for dsv4 and for bare vLLM, and their results.
 
     python benchmarks/faults.py --list
-    python benchmarks/faults.py --runs 3 --json faults.json --page docs/faults.md   # the whole matrix, dsv4
-    python benchmarks/faults.py --bare --runs 1 --json faults.json      # the peer
+    python benchmarks/faults.py --runs 3 --json benchmarks/faults.json --page docs/faults.md   # the whole matrix, dsv4
+    python benchmarks/faults.py --bare --runs 1 --json benchmarks/faults.json      # the peer
     python benchmarks/faults.py --only "hang in a step of rank 1"
-    python benchmarks/faults.py --soak --minutes 60 --json faults.json  # no faults: no verdict, no restart
-    python benchmarks/faults.py --deaths 20 --json faults.json          # no lost request
-    python benchmarks/faults.py --cost 2 --json faults.json             # cost of the agents without faults
-    python benchmarks/faults.py --runs 0 --page docs/faults.md --json faults.json   # the page only
+    python benchmarks/faults.py --soak --minutes 60 --json benchmarks/faults.json  # no faults: no verdict, no restart
+    python benchmarks/faults.py --deaths 20 --json benchmarks/faults.json          # no lost request
+    python benchmarks/faults.py --cost 2 --json benchmarks/faults.json             # cost of the agents without faults
+    python benchmarks/faults.py --runs 0 --page docs/faults.md --json benchmarks/faults.json   # the page only
 
 Each finished run is written to the file at once; runs in the file are not repeated. A run takes at most ten minutes; a
 run without a result is stored as an error and repeated by the next call. Requires root and an otherwise idle machine.

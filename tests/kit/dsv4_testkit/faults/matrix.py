@@ -17,14 +17,14 @@ _STARTING_SECONDS = 3.0
 """Delay between the death of an engine and the start of the next one."""
 
 
+def _replaced(process: Own) -> list[Fault]:
+    # The engine works without a dashboard, so a stopped dashboard is not replaced.
+    hows = [How.KILL] if process is Own.DASHBOARD else list(How)
+    return [Fault(f"{how} {process}", Kind.OWN, OwnProcess(process, how)) for how in hows]
+
+
 def _own() -> list[Fault]:
-    found = [
-        Fault(f"{how} {process}", Kind.OWN, OwnProcess(process, how))
-        for process in Own
-        for how in How
-        # The engine works without a dashboard, so a stopped dashboard is not replaced.
-        if process is not Own.DASHBOARD or how is How.KILL
-    ]
+    found = [fault for process in Own if process is not Own.WORKER for fault in _replaced(process)]
     for process in (Own.GATEWAY, Own.LOOP):
         for how in How:
             own = OwnProcess(process, how)
@@ -41,7 +41,8 @@ def _own() -> list[Fault]:
     stopped = Together((OwnProcess(Own.WORKER, How.STOP), _CORE))
     name = "SIGSTOP waiting worker, then kill -9 EngineCore"
     found.append(Fault(name, Kind.CERTAIN, stopped, ("EngineCoreDied",), 0, 1, idle=True))
-    return found
+    # After other deaths: an agent replaces at most five standby processes in a row for one engine.
+    return found + _replaced(Own.WORKER)
 
 
 def _starting() -> list[Fault]:
