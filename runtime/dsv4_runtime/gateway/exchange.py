@@ -260,11 +260,12 @@ class Exchange:
         )
         if self.trace is not None:
             attributes: dict[str, str | int | float] = {
-                "http.response.status_code": self._status if self.request.begun else 0,
                 "dsv4.held_seconds": self.held,
                 "dsv4.replays": self.replays,
                 "dsv4.continuations": self.continuations,
             }
+            if self.request.begun:
+                attributes["http.response.status_code"] = self._status
             if self._first is not None:
                 attributes["dsv4.first_byte_seconds"] = self._first - self.began
             self.trace.end(self.outcome, attributes)

@@ -125,6 +125,18 @@ async def test_failures_are_errors_and_refused_paths_have_no_span(kit, receiver,
     assert [name for name, _ in span.events] == ["held"]
 
 
+async def test_a_request_without_a_response_has_no_status_code(kit, receiver, traces):
+    async with kit.Lab(traces=traces) as lab:
+        await lab.engine.change(phase="Loading", health="Starting")
+        await lab.ready(503)
+        waiting = asyncio.create_task(lab.post(COMPLETIONS, ASK))
+        await asyncio.sleep(0.3)
+        waiting.cancel()
+        (span,) = await spans(receiver, 1)
+    assert span.attributes["dsv4.outcome"] == "cancelled"
+    assert "http.response.status_code" not in span.attributes
+
+
 async def test_an_unsampled_parent_is_kept_and_sends_nothing(kit, receiver, traces):
     async with kit.Lab(traces=traces) as lab:
         assert (await lab.post(COMPLETIONS, ASK, headers={"traceparent": PARENT[:-1] + "0"}))[0] == 200
