@@ -31,8 +31,8 @@ _READ_SECONDS = 2.0
 _UNANSWERED = 32
 """Writes without an answer that may still be executed: API servers give a request up after 60 s."""
 _WRITE_SECONDS = 15.0
-"""Time for which a reconcile waits for a write of the status: members are supervised by the next one. With 5 s, an
-overloaded API server got more writes than it could answer."""
+"""Time for which a reconcile waits for a write of the status: members are supervised by the next one. Long
+enough for an overloaded API server, which would otherwise get the same write again."""
 # Loading takes minutes, and its progress changes every second.
 _PROGRESS_SECONDS = 5.0
 _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
