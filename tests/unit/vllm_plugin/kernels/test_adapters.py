@@ -15,7 +15,9 @@ RUNTIME = Path(vllm_api.__file__).parents[2]
 ADAPTERS = frozenset({RUNTIME / "vllm_plugin" / "kernels" / name for name in ("v032.py", "v033.py")})
 PUBLIC_MODULES = frozenset({"vllm.entrypoints.openai.api_server"})
 """Documented command of vLLM."""
-NOT_OF_VLLM = frozenset({"_cuda_customAllocator", "_replace", "_buffers", "_exit", "_initializing", "_topk"})
+NOT_OF_VLLM = frozenset(
+    {"_cuda_customAllocator", "_replace", "_buffers", "_exit", "_initializing", "_snapshot", "_topk"}
+)
 """Private attributes of torch, os, importlib and torch.ops that the plugin uses."""
 NO_MODULES = frozenset({"vllm.dsv4", "vllm.log"})
 """A logger, which uses the handlers of vLLM's, and a log file."""
