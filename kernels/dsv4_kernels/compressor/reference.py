@@ -243,9 +243,12 @@ def projections(
     ape: torch.Tensor,
     state_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    index_weight: torch.Tensor | None = None,
+    index_ape: torch.Tensor | None = None,
+    index_state_cache: torch.Tensor | None = None,
+    index_slot_mapping: torch.Tensor | None = None,
     head_weight: torch.Tensor | None = None,
     exact: bool = False,
-    **index: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Write into the state caches; return (state_cache,) or (state_cache, index_state_cache, heads)."""
 
@@ -262,8 +265,14 @@ def projections(
         return cache if exact else state_cache
 
     state = saved(weight, ape, state_cache, slot_mapping)
-    if head_weight is None:
+    if (
+        index_weight is None
+        or index_ape is None
+        or index_state_cache is None
+        or index_slot_mapping is None
+        or head_weight is None
+    ):
         return (state,)
     heads = x.double() @ head_weight.double().t()
-    index_state = saved(*(index[f"index_{name}"] for name in ("weight", "ape", "state_cache", "slot_mapping")))
+    index_state = saved(index_weight, index_ape, index_state_cache, index_slot_mapping)
     return state, index_state, heads if exact else heads.bfloat16()

@@ -74,13 +74,27 @@ def mhc_pre(
 
 
 def mhc_pre_broadcast(
-    residual: torch.Tensor, fn_broadcast: torch.Tensor, exact: bool = False, **others: Any
+    residual: torch.Tensor,
+    fn_broadcast: torch.Tensor,
+    hc_scale: torch.Tensor,
+    hc_base: torch.Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """residual bf16 [T, H] → (streams bf16 [T, 4, H], post, comb, y); `others` as of `mhc_pre`."""
+    """residual bf16 [T, H] → (streams bf16 [T, 4, H], post, comb, y)."""
     streams = residual[:, None].expand(-1, 4, -1).contiguous()
-    # The streams are equal: one of them is multiplied.
-    fn = torch.nn.functional.pad(fn_broadcast, (0, 3 * residual.shape[1]))
-    return streams, *mhc_pre(streams, fn, **others, exact=exact)
+    mixes = _mixes(residual, fn_broadcast, rms_eps)
+    pre, post, comb = _coefficients(
+        mixes, hc_scale, hc_base, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
+    )
+    y = _layer_input(pre, streams, norm_weight, norm_eps)
+    return (streams, post, comb, y) if exact else (streams, post.float(), comb.float(), y.bfloat16())
 
 
 def mhc_post(
@@ -101,12 +115,35 @@ def mhc_post_pre(
     residual: torch.Tensor,
     post_layer_mix: torch.Tensor,
     comb_res_mix: torch.Tensor,
+    fn: torch.Tensor,
+    hc_scale: torch.Tensor,
+    hc_base: torch.Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
     exact: bool = False,
-    **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`mhc_post`, then `mhc_pre` of the rounded result and `others` → (residual', post', comb', y')."""
+    """`mhc_post`, then `mhc_pre` of the rounded result → (residual', post', comb', y')."""
     after = mhc_post(x, residual, post_layer_mix, comb_res_mix, exact=True)
-    return after if exact else after.bfloat16(), *mhc_pre(after.bfloat16(), **others, exact=exact)
+    post, comb, y = mhc_pre(
+        after.bfloat16(),
+        fn,
+        hc_scale,
+        hc_base,
+        rms_eps,
+        hc_pre_eps,
+        hc_sinkhorn_eps,
+        hc_post_mult_value,
+        sinkhorn_repeat,
+        norm_weight,
+        norm_eps,
+        exact,
+    )
+    return after if exact else after.bfloat16(), post, comb, y
 
 
 def mhc_post_pre_o8(exact: bool = False, **inputs: Any) -> tuple[torch.Tensor, ...]:

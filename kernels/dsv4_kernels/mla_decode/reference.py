@@ -113,10 +113,25 @@ def mla_decode(
 
 
 def mla_decode_o8(
-    positions: torch.Tensor, cos_sin: torch.Tensor, exact: bool = False, **inputs: Any
+    q: torch.Tensor,
+    swa_cache: torch.Tensor,
+    swa_idx: torch.Tensor,
+    swa_len: torch.Tensor,
+    cmp_cache: torch.Tensor,
+    cmp_idx: torch.Tensor,
+    cmp_len: torch.Tensor | None,
+    sink: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    pages: tuple[int, int] = (64, 64),
+    exact: bool = False,
+    table: torch.Tensor | None = None,
+    request: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`mla_decode` of `inputs`, rotated back and quantised → (code, scale); `exact` changes nothing."""
-    o, _ = mla_decode(**inputs, exact=True)
+    """See the package docstring. Returns (code, scale)."""
+    caches = (swa_cache, swa_idx, swa_len, cmp_cache, cmp_idx, cmp_len)
+    o, _ = mla_decode(q, *caches, sink, pages, True, table, request, counts)
     return quantize_e4m3(rotate(o, positions, cos_sin, back=True).float(), 128, O8_FLOOR)
 
 

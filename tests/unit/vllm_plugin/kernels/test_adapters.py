@@ -16,7 +16,8 @@ ADAPTERS = frozenset({RUNTIME / "vllm_plugin" / "kernels" / name for name in ("v
 PUBLIC_MODULES = frozenset({"vllm.entrypoints.openai.api_server"})
 """Documented command of vLLM."""
 NOT_OF_VLLM = frozenset(
-    {"_cuda_customAllocator", "_replace", "_buffers", "_exit", "_initializing", "_snapshot", "_topk"}
+    {"_accelerator_getAllocatorSettings", "_accelerator_setAllocatorSettings", "_buffers", "_cuda_customAllocator"}
+    | {"_exit", "_initializing", "_replace", "_snapshot", "_topk"}
 )
 """Private attributes of torch, os, importlib and torch.ops that the plugin uses."""
 NO_MODULES = frozenset({"vllm.dsv4", "vllm.log"})
