@@ -6,7 +6,6 @@ The client starts it over ssh as `python -m dsv4_operator.cli.machine ACTION` wi
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shlex
@@ -14,13 +13,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from dsv4_operator.api import DSV4Deployment, SecretKeyRef
+from dsv4_operator.backends.hosts.bootstrap import alone
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, Inventory
 from dsv4_operator.backends.hosts.service import STARTUP_ERROR
 from dsv4_operator.backends.local.state import REMOTE, DeploymentState, StateError, deployments
@@ -38,6 +38,8 @@ _SYSTEMCTL_SECONDS = 60.0
 _STOP_SECONDS = 120.0
 _START_SECONDS = 120.0
 """The first start after a copy reads the packages from the disk."""
+_ACTION_SECONDS = 300.0
+"""Longest wait for the action of another client."""
 _MISSING_SECONDS = 10.0
 """Time between two runs of the loop's supervisor after which it counts as ended."""
 
@@ -254,20 +256,6 @@ def apply(settings: Settings) -> ExitCode:
     return ExitCode.OK
 
 
-@contextlib.contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Wait until no other client changes deployments of this machine; the end of the process ends it too."""
-    root.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        # Some network file systems have no locks of directories.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _write_files(settings: Settings, deployment: DSV4Deployment) -> None:
     record, members = settings.record, settings.members
     try:
@@ -443,7 +431,7 @@ def main() -> int:
         settings = Settings.model_validate_json(sys.stdin.buffer.read())
         with (
             convert_os_errors(f"`{action}` failed"),
-            contextlib.nullcontext() if action == "wait" else _alone(settings.loop.root),
+            contextlib.nullcontext() if action == "wait" else alone(str(settings.loop.root), _ACTION_SECONDS),
         ):
             return _ACTIONS[action](settings)
     except (CommandError, StateError, ValidationError) as error:

@@ -209,11 +209,15 @@ def minimal_wheel(name: str) -> bytes:
 
 def test_two_clients_do_not_write_one_environment_at_once(tmp_path: Path) -> None:
     target = tmp_path / "software" / "one.input"
-    with bootstrap._alone(str(target)):
+    with bootstrap.alone(str(target.parent)):
         process = start("receive", str(target))
         with pytest.raises(subprocess.TimeoutExpired):
             process.communicate(hosts._archive({"good": b"1"}), timeout=1)
         assert not target.exists()
+        # The wait is bounded, and its error names the directory.
+        text = f"another dsv4 has worked in {target.parent} for 0 s; wait for its end"
+        with pytest.raises(TimeoutError, match=text), bootstrap.alone(str(target.parent), 0.2):
+            pass
     process.communicate(timeout=20)
     assert process.returncode == 0
     assert content(target) == {"good": b"1"}

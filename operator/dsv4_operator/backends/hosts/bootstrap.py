@@ -38,6 +38,9 @@ _TOKEN_BYTES = 64
 _LENGTH_BYTES = 8
 _MOST_MANIFEST_BYTES = 1 << 28
 _PROGRESS_SECONDS = 2.0
+_INSTALL_SECONDS = 3600.0
+"""Longest wait for another installation, which may copy 16 GB over a slow network."""
+_LOCK_SECONDS = 0.1
 _ENDED = "the other machine ended the connection; is the copy still being served?"
 
 _Stream = Union[IO[bytes], io.BufferedRWPair]  # noqa: UP007 - evaluated by Python 3.9
@@ -114,15 +117,31 @@ def _addresses() -> list[dict[str, object]]:
 
 
 @contextlib.contextmanager
-def _alone(directory: str) -> Iterator[None]:
-    """Wait until no other program changes the directories beside `directory`: one that lost its client runs on."""
-    folder = os.path.dirname(directory)
+def alone(folder: str, seconds: float = _INSTALL_SECONDS) -> Iterator[None]:
+    """Wait until no other program changes `folder`: one that lost its client continues.
+
+    Raises:
+        TimeoutError: another one still does after `seconds`.
+    """
     os.makedirs(folder, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    deadline, waits = time.monotonic() + seconds, False
     try:
-        # Some network file systems have no locks of directories.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    text = f"another dsv4 has worked in {folder} for {seconds:.0f} s; wait for its end, or end it"
+                    raise TimeoutError(text) from None
+                if not waits:
+                    waits = True
+                    _progress(f"waiting for another dsv4 in {folder}")
+                time.sleep(_LOCK_SECONDS)
+                continue
+            except OSError:
+                pass  # Some network file systems have no locks of directories.
+            break
         yield
     finally:
         os.close(descriptor)
@@ -130,7 +149,7 @@ def _alone(directory: str) -> Iterator[None]:
 
 def receive(directory: str) -> None:
     """Write the files of a tar archive on stdin to `directory`."""
-    with _alone(directory), tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+    with alone(os.path.dirname(directory)), tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         os.makedirs(directory, exist_ok=True)
         for entry in archive:
             _extract(archive, entry, directory)
@@ -168,7 +187,7 @@ def install(directory: str, uv: str, requirements: str, wheels: str) -> None:
         run("pip", "install", "--python", python, "--no-deps", "--reinstall", *sorted(glob.glob(f"{wheels}/*.whl")))
         return _damaged(directory)
 
-    with _alone(directory):
+    with alone(os.path.dirname(directory)):
         if os.path.exists(os.path.join(directory, COMPLETE)):
             return
         _start_from_earlier(directory)
@@ -305,7 +324,7 @@ def fetch(directory: str, address: str, port: str) -> None:
     """Copy the directory of another machine; files that are there already are not transferred. The token is on
     stdin."""
     token = sys.stdin.buffer.readline().strip()
-    with _alone(directory):
+    with alone(os.path.dirname(directory)):
         if os.path.exists(os.path.join(directory, COMPLETE)):
             return
         _start_from_earlier(directory)
