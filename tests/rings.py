@@ -82,12 +82,12 @@ def gpu() -> str | None:
 RINGS = (
     # Tests wait half of the time for processes, bounds and clocks. Each worker runs whole files, so that their fixtures
     # are created once.
-    Ring("unit", "unit", nothing, 11, options=("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")),
+    Ring("unit", "unit", nothing, 10, options=("-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")),
     Ring("kernels", "kernels", lambda: modules("torch", "triton"), 4, options=("-n", "2")),
     # `make engine-test` and `make cluster-test` also run the tests marked `long`.
-    Ring("engine", "engine", engine, 15, options=("-m", "not long")),
+    Ring("engine", "engine", engine, 14, options=("-m", "not long")),
     # Tests wait most of the time for the control plane.
-    Ring("cluster", "cluster", cluster, 9, options=("-n", "2", "-m", "not long")),
+    Ring("cluster", "cluster", cluster, 10, options=("-n", "2", "-m", "not long")),
     # Serves the Nano model on this machine's GPUs, with the vLLM that is installed for them.
     Ring("gpu", "gpu", gpu, 10, options=("-s",)),
 )

@@ -19,6 +19,9 @@ def supervised() -> Iterator[Supervised]:
 
 _HERE = Path(__file__).parent
 _LONG = (
+    "backends/test_hosts.py",
+    "verify/test_defects.py",
+    "gateway/test_page_browser.py",
     "gateway/test_poison_schedules.py",
     "fabric/test_proof.py",
     "vllm_plugin/",

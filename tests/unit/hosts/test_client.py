@@ -540,7 +540,7 @@ def test_one_client_at_a_time_changes_a_machine(tmp_path: Path) -> None:
     inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
     sent = Settings(record=record().model_copy(update={"inventory": inventory}), host="spark-2")
     command = [sys.executable, "-m", "dsv4_operator.cli.machine", "stop-host"]
-    with machine._alone(tmp_path):
+    with machine.alone(str(tmp_path)):
         other = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert other.stdin is not None
         other.stdin.write(sent.to_json().encode())
