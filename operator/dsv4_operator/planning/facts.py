@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ from dsv4_operator.api import DSV4Deployment, Finding
 from dsv4_operator.planning.catalog import Machine, Model
 from dsv4_operator.planning.images import ImageProfile
 from dsv4_operator.planning.memory.records import Measured
+from dsv4_runtime.contract.plan import LONGEST_RAY_ROOT
 
 SECRETS_ROOT = "/etc/dsv4/secrets"
 """`Facts.secrets_root` on a cluster."""
@@ -100,6 +102,8 @@ class Facts:
     """Directory of every member with the file `NAME/KEY` for each `secretKeyRef` of the specification."""
     forbidden: tuple[Finding, ...] = ()
     """Violations of the policy of the cluster."""
+    ray_links: str = ""
+    """Directory for short links to directories of Ray whose paths would be too long for its sockets; "": none."""
 
     def of_group(self, group: int, size: int) -> tuple[NodeFacts, ...]:
         """Return the machines of `group` in rank order; fewer than `size` if some are absent."""
@@ -124,6 +128,13 @@ class Facts:
     def member_root(self, incarnation: int, rank: int) -> str:
         """Return the directory of one member of one incarnation, on its node."""
         return f"{self.state_root}/i{incarnation}/m{rank}"
+
+    def ray_root(self, incarnation: int, rank: int) -> str:
+        """Return the directory in which Ray of one member makes its sessions, or a link to it."""
+        path = f"{self.member_root(incarnation, rank)}/ray"
+        if not self.ray_links or len(path) <= LONGEST_RAY_ROOT:
+            return path
+        return f"{self.ray_links}/{hashlib.sha256(path.encode()).hexdigest()[:6]}"
 
 
 def catalog_facts(deployment: DSV4Deployment, machine: Machine, *, state_root: str, weights_root: str) -> Facts:

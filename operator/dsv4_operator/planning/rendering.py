@@ -51,7 +51,7 @@ def ray_args(chosen: Setup, member: Placement, head: Placement, incarnation: int
         # Ray starts one idle Python process for each processor, and the engine requests devices only.
         f"--num-cpus={member.devices}",
         f"--object-store-memory={NANO.object_store_bytes if chosen.on_cpu else OBJECT_STORE_BYTES}",
-        f"--temp-dir={facts.member_root(incarnation, member.rank)}/ray",
+        f"--temp-dir={facts.ray_root(incarnation, member.rank)}",
         "--disable-usage-stats",
         "--include-log-monitor=false",
     )

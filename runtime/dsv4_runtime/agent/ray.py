@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from dsv4_runtime.agent.context import AgentContext, start_background
 from dsv4_runtime.agent.decide.death import describe_exit
 from dsv4_runtime.agent.decide.events import RayLost
 from dsv4_runtime.agent.processes import Child
 from dsv4_runtime.contract import Cause, GroupPlan, Role
-from dsv4_runtime.contract.plan import RAY_COMMAND
+from dsv4_runtime.contract.plan import RAY_COMMAND, RAY_LINKS
 from dsv4_runtime.engine.logs import RAY_STARTED
 from dsv4_runtime.util.clock import tick
 from dsv4_runtime.util.procfs import Work, entry
@@ -37,6 +39,7 @@ class RayNode:
         self._context = context
         self._exit: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
+        self._started = False
 
     async def start(self) -> None:
         """Start the node and wait until Ray reports that it runs; the decisions bound the wait."""
@@ -46,11 +49,15 @@ class RayNode:
             # `ray start` gives up before a slow head is ready.
             while self._context.gcs_answered is None:  # noqa: ASYNC110  (set by `_probe_gcs`)
                 await asyncio.sleep(_TICK_SECONDS)
+        link_ray_root(me.ray_args, self._context.directory / "ray")
         child = await self._context.start_child("ray", [sys.executable, "-m", _RAY_START, *me.ray_args])
         self._exit = asyncio.create_task(self._await_exit(child))
-        # The line is written by another process: there is no event to wait for.
-        while not any(RAY_STARTED in line for line in log.read()):  # noqa: ASYNC110
+        # The line is written by another process: there is no event to wait for. `ray start` itself notices a GCS or a
+        # raylet that died or stopped only after 30 s and more, so both are watched as soon as they exist.
+        while not any(RAY_STARTED in line for line in log.read()):
+            self._context.watch.refresh()
             await asyncio.sleep(_TICK_SECONDS)
+        self._started = True
 
     def process_ended(self, role: str) -> None:
         """Report the end of the raylet or the GCS, a second before `ray start --block` exits for it."""
@@ -59,6 +66,8 @@ class RayNode:
         message = f"the {role} process of rank {self._context.rank} ended"
         if origin is not None:
             message += f", because its {origin} had ended: Ray's raylet does not run without it"
+        elif not self._started:
+            message += f" during `ray start`{self._first_error()}"
         self._context.feed(RayLost(cause, message, "process"))
 
     def close(self) -> None:
@@ -68,12 +77,14 @@ class RayNode:
 
     async def _await_exit(self, ray: Child) -> None:
         code = await ray.wait()
+        cause = Cause.RAY_HEAD_LOST if self._context.me.role is Role.HEAD else Cause.RAYLET_DIED
+        message = f"Ray on rank {self._context.rank} ended ({describe_exit(code)}){self._first_error()}"
+        self._context.feed(RayLost(cause, message, "exit"))
+
+    def _first_error(self) -> str:
         log = self._context.tails["ray"]
         log.read()
-        error = f": {log.first_fatal[0]}" if log.first_fatal else ""
-        cause = Cause.RAY_HEAD_LOST if self._context.me.role is Role.HEAD else Cause.RAYLET_DIED
-        message = f"Ray on rank {self._context.rank} ended ({describe_exit(code)}){error}"
-        self._context.feed(RayLost(cause, message, "exit"))
+        return f": {log.first_fatal[0]}" if log.first_fatal else ""
 
     async def _probe_gcs(self) -> None:
         """Call the GCS once a second, and record the time of its latest answer.
@@ -91,6 +102,27 @@ class RayNode:
             elif pids and before is not None and work.beyond(before) and time.monotonic() - truly < _SLOW_SECONDS:
                 context.gcs_answered = time.monotonic()
             await tick(_PROBE_SECONDS)
+
+
+def link_ray_root(words: Iterable[str], directory: Path) -> None:
+    """Create the link that the `--temp-dir` of `ray start` names instead of `directory`, if it names one.
+
+    Links of members that are gone are removed.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    link = Path(_arguments(words).get("--temp-dir", ""))
+    if link.parent.name != RAY_LINKS:
+        return
+    directory.mkdir(exist_ok=True)
+    link.parent.mkdir(mode=0o700, exist_ok=True)
+    for other in link.parent.iterdir():
+        if not other.exists():
+            other.unlink(missing_ok=True)
+    unfinished = link.with_suffix(f".{os.getpid()}")
+    unfinished.symlink_to(directory)
+    unfinished.replace(link)
 
 
 def with_command(plan: GroupPlan, rank: int, command: str) -> GroupPlan:

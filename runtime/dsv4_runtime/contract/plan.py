@@ -91,6 +91,12 @@ class Role(StrEnum):
 RAY_COMMAND = "KUBERAY_GEN_RAY_START_CMD"
 """Environment variable in which KubeRay passes the `ray start` of a member, made from the plan's."""
 
+LONGEST_RAY_ROOT = 39
+"""Characters of Ray's `--temp-dir`: its longest socket, `/session_<time>_<pid>/sockets/dash_MetricsHead`, has 68 more,
+and Linux allows 107 (`ray/_private/node.py`, `ray/dashboard/subprocesses/utils.py`, Ray 2.60)."""
+RAY_LINKS = ".r"
+"""Name of the directory with links that stand for directories of Ray whose paths are longer."""
+
 
 class MemberPorts(Document):
     """The ports that a member listens on, all at its own address. Those of the head only are set on rank 0."""

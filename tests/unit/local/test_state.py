@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from dsv4_operator.api import DSV4Deployment, load
 from dsv4_operator.backends.local.facts import local_facts
 from dsv4_operator.backends.local.state import (
     MAX_MEMBER_PATH,
+    MAX_ROOT,
     AlreadyRunning,
     DeploymentState,
     StateError,
@@ -24,6 +26,8 @@ from dsv4_operator.backends.local.state import (
 from dsv4_operator.cli import processes
 from dsv4_operator.planning import plan_group
 from dsv4_operator.planning.catalog import GIB
+from dsv4_runtime.agent.ray import link_ray_root
+from dsv4_runtime.contract.plan import LONGEST_RAY_ROOT
 from dsv4_testkit.errors import raises_naming
 
 NANO = (Path(__file__).parents[3] / "examples" / "nano.yaml").read_text()
@@ -88,9 +92,43 @@ def test_a_second_loop_is_refused_with_the_process_of_the_first(root: Path) -> N
             pass
 
 
-def test_a_path_too_long_for_rays_sockets_is_refused(root: Path) -> None:
-    with pytest.raises(StateError, match=r"characters too long for Ray's sockets"):
+def test_a_path_too_long_for_sockets_is_refused(root: Path) -> None:
+    with pytest.raises(StateError, match=r"characters too long for sockets of Ray and vLLM"):
         DeploymentState(root / ("x" * 40), "nano").prepare()
+
+
+@given(user=st.integers(1, 15), name=st.integers(1, 40), group=st.sampled_from([0, 7]), rank=st.integers(0, 9))
+def test_every_accepted_path_has_room_for_rays_sockets(user: int, name: int, group: int, rank: int) -> None:
+    """Ray's directory is short, or a link that the agent creates; both lead to the same session."""
+    with tempfile.TemporaryDirectory(prefix="d", dir="/tmp") as parent:
+        root = Path(parent) / ("u" * user)
+        state = DeploymentState(root, "n" * name)
+        longest = len(str(state.member(999, 99, group)))
+        if longest > MAX_MEMBER_PATH or (longest + len("/ray") > LONGEST_RAY_ROOT and len(str(root)) > MAX_ROOT):
+            with pytest.raises(StateError, match="too long"):
+                state.prepare(group + 1)
+            return
+        state.prepare(group + 1)
+        facts = local_facts(load(NANO), state, memory=64 * GIB).in_incarnation(group, 3)
+        ray = Path(facts.ray_root(3, rank))
+        session = ray / "session_2026-11-27_02-34-03_912710_4194304" / "sockets"
+        own = state.member(3, rank, group) / "ray"
+        own.parent.mkdir(parents=True)
+        for _ in range(2):
+            link_ray_root([f"--temp-dir={ray}"], own)
+        session.mkdir(parents=True)
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(session / "dash_MetricsHead"))
+        assert (own / session.relative_to(ray) / "dash_MetricsHead").is_socket()
+
+
+def test_links_of_members_that_are_gone_are_removed(root: Path) -> None:
+    links, own = root / ".r", root / "nano" / "i2" / "m0" / "ray"
+    links.mkdir()
+    own.parent.mkdir(parents=True)
+    (links / "abcdef").symlink_to(root / "nano" / "i1" / "m0" / "ray")
+    link_ray_root([f"--temp-dir={links / '123456'}"], own)
+    assert {path.name: path.resolve() for path in links.iterdir()} == {"123456": own}
 
 
 def test_a_directory_that_cannot_be_made_is_named(root: Path) -> None:

@@ -186,6 +186,7 @@ class HostsBackend(OwnGateways):
             cuda_home=self._software.cuda_home,
             own_networks=False,
             group_directories=True,
+            ray_links=str(self._members_state.ray_links),
             unfit="; ".join(filter(None, unfit.values())),
         )
 

@@ -87,6 +87,7 @@ def local_facts(
         cuda_home=software.cuda_home if software else "",
         one_machine=True,
         group_directories=True,
+        ray_links=str(state.ray_links),
     )
 
 

@@ -5,6 +5,7 @@
   weights/                  checkpoints, shared by all deployments
   secrets/<name>/<key>      values of secretKeyRef fields; created by the user, mode 0600
   remote/<name>.json        machines of a deployment whose loop runs on another machine
+  .r/<id>                   short links to directories of Ray whose paths are too long for its sockets
   software/<id>/            environments that `dsv4 up --hosts` installed on this machine
   <name>/                   of one deployment; no deployment may be called like a shared directory
     lock                    held (flock) by the running supervisor; contains its process id
@@ -39,13 +40,16 @@ from typing import TYPE_CHECKING
 
 from dsv4_operator.api import DSV4Deployment, SecretKeyRef
 from dsv4_operator.api.deployment import NAME_PATTERN
+from dsv4_runtime.contract.plan import LONGEST_RAY_ROOT, RAY_LINKS
 from dsv4_runtime.util.files import replace_file
 
 if TYPE_CHECKING:
     from dsv4_operator.lifecycle.observed import ObservedMember
 
-# Ray creates Unix sockets 60 characters below a member's directory; the path of a socket is limited to 107.
-MAX_MEMBER_PATH = 44
+# The path of a Unix socket is limited to 107 characters. vLLM creates sockets with names of 41 below a member's
+# directory (`tmp/` and a UUID); links to Ray's directories are 10 characters below the state directory.
+MAX_MEMBER_PATH = 107 - 41
+MAX_ROOT = LONGEST_RAY_ROOT - 10
 _LOCK_TRIES, _LOCK_PAUSE = 10, 0.05
 
 REMOTE = "remote"
@@ -102,6 +106,11 @@ class DeploymentState:
     def weights(self) -> Path:
         """Return the directory of the checkpoints, shared by all deployments of this root."""
         return self.root / "weights"
+
+    @property
+    def ray_links(self) -> Path:
+        """Return the directory of the links to directories of Ray whose paths are too long for its sockets."""
+        return self.root / RAY_LINKS
 
     @property
     def secrets(self) -> Path:
@@ -180,13 +189,16 @@ class DeploymentState:
         """Create the directories of a deployment with that many groups.
 
         Raises:
-            StateError: the path is too long for Ray, or cannot be written.
+            StateError: the path is too long for sockets, or cannot be written.
         """
         longest = max(len(str(self.member(999, 99, group))) for group in (0, max(groups - 1, 0)))
-        if longest > MAX_MEMBER_PATH:
+        excess = longest - MAX_MEMBER_PATH
+        if longest + len("/ray") > LONGEST_RAY_ROOT:
+            excess = max(excess, len(str(self.root)) - MAX_ROOT)
+        if excess > 0:
             raise StateError(
-                f"--state-dir {str(self.root)!r} is {longest - MAX_MEMBER_PATH} characters too long for Ray's "
-                f"sockets below it (with the name {self.name!r}); choose a shorter directory"
+                f"--state-dir {str(self.root)!r} is {excess} characters too long for sockets of Ray and vLLM below it "
+                f"(with the name {self.name!r}); choose a shorter directory"
             )
         try:
             for group in range(max(groups, 1)):
