@@ -178,6 +178,7 @@ def main() -> None:
         "restarts": {way: [] for way in options.ways},
         "texts": [],
         "gpu_mib": [],
+        "host_mib": [],
     }
 
     def start(way: str, number: int, waiting: Standby | None) -> tuple[subprocess.Popen[bytes], int]:
@@ -211,7 +212,11 @@ def main() -> None:
             server, _ = start(way, number, waiting)
             found["restarts"][way].append(time.monotonic() - begun)
             found["gpu_mib"].append(device_memory())
-            figures = f"{found['restarts'][way][-1]:.1f} s from SIGKILL to the completion, {found['gpu_mib'][-1]} MiB"
+            # Memory of processes and shared memory; the page cache is available memory.
+            host = psutil.virtual_memory()
+            found["host_mib"].append((host.total - host.available) >> 20)
+            memory = f"{found['gpu_mib'][-1]} MiB on GPUs, {found['host_mib'][-1]} MiB of the host"
+            figures = f"{found['restarts'][way][-1]:.1f} s from SIGKILL to the completion, {memory}"
             print(f"{number} {way}: {figures}", flush=True)
             options.out.write_text(json.dumps(found))
     finally:

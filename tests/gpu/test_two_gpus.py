@@ -1,9 +1,13 @@
-"""`dsv4 up` of the Nano model over two GPUs of this machine, tensor parallel: it responds, and recovers as a whole."""
+"""`dsv4 up` of the Nano model over two GPUs of this machine, tensor parallel: it responds, and recovers as a whole.
+
+Once with weights from the disk at each start, and once with weights that outlive the engine.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -23,12 +27,23 @@ if len(find().cards) < 2:
     pytest.skip("there is one GPU", allow_module_level=True)
 
 
+RETAINED = MANIFEST.replace("kernels: auto", "kernels: auto\n    retainWeights: true")
+MAPPED = re.compile(r"dsv4 retained weights: .* segments mapped, .*")
+"""Of each worker whose start mapped the weights; the durations in it make it unique."""
+
+
+@pytest.fixture(scope="module", params=["disk", "retained"])
+def weights(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def deployment(page: Page) -> Iterator[Deployment]:
-    found = Deployment("nano-two-gpus", nodes=2, restarts=20, manifest=MANIFEST)
+def deployment(weights: str, page: Page) -> Iterator[Deployment]:
+    manifest = RETAINED if weights == "retained" else MANIFEST
+    found = Deployment(f"two-{weights}", nodes=2, restarts=20, manifest=manifest)
     try:
         seconds = found.up(SERVES_SECONDS)
-        page.row("Engine", ("what", "here"), "two GPUs: from `dsv4 up` to ready", f"{seconds:.1f} s")
+        page.row("Engine", ("what", "here"), f"two GPUs, {weights}: from `dsv4 up` to ready", f"{seconds:.1f} s")
         yield found
     finally:
         found.destroy()
@@ -46,32 +61,52 @@ def workers(deployment: Deployment) -> list[int]:
     return [int(one["pid"]) for one in processes if one["name"] == "worker"]
 
 
-def test_both_gpus_compute_the_answer(deployment: Deployment, page: Page) -> None:
+def mapped(deployment: Deployment) -> int:
+    """Return the number of loads that mapped kept memory, in the logs of all incarnations."""
+    lines: set[str] = set()
+    for path in deployment.directory.glob("i*/m*/**/*"):
+        if path.suffix in {".log", ".out", ".err"} and path.is_file():
+            lines.update(MAPPED.findall(path.read_text(errors="replace")))
+    return len(lines)
+
+
+def test_both_gpus_compute_the_answer(deployment: Deployment, weights: str, page: Page) -> None:
     begun = time.monotonic()
     answer = deployment.complete("How far is the sea?", tokens=64, timeout=120)
     assert answer["usage"]["completion_tokens"] == 64
-    page.row("Engine", ("what", "here"), "two GPUs: 64 tokens, alone", f"{time.monotonic() - begun:.2f} s")
-    page.row("Engine", ("what", "here"), "two GPUs: its text", answer["choices"][0]["text"])
+    seconds = time.monotonic() - begun
+    page.row("Engine", ("what", "here"), f"two GPUs, {weights}: 64 tokens, alone", f"{seconds:.2f} s")
+    page.row("Engine", ("what", "here"), f"two GPUs, {weights}: its text", answer["choices"][0]["text"])
     plan = json.loads(max(deployment.directory.glob("i*/plan.json")).read_text())
     held = {card.uuid for card in find().cards if {pid for pid, _ in card.holders} & set(workers(deployment))}
     assert held == set(plan["members"][0]["gpus"])
     assert len(held) == 2
 
 
-def test_a_worker_killed(deployment: Deployment, page: Page) -> None:
-    since = time.time()
+@pytest.fixture(scope="module")
+def before(deployment: Deployment) -> str:
+    """Return the text of the first engine."""
+    return str(deployment.complete("How far is the sea?", tokens=64, timeout=120)["choices"][0]["text"])
+
+
+def test_a_worker_killed(deployment: Deployment, weights: str, page: Page, before: str) -> None:
+    known, since = mapped(deployment), time.time()
     os.kill(workers(deployment)[-1], signal.SIGKILL)
-    failure = recovered(deployment, page, "two GPUs: one worker killed", since)
+    failure = recovered(deployment, page, f"two GPUs, {weights}: one worker killed", since)
     assert failure["level"] == 1
     assert failure["seconds"] <= DEATH_SECONDS
+    assert mapped(deployment) - known == (2 if weights == "retained" else 0)
+    assert deployment.complete("How far is the sea?", tokens=64, timeout=120)["choices"][0]["text"] == before
 
 
-def test_a_worker_stopped(deployment: Deployment, page: Page) -> None:
-    since = time.time()
+def test_a_worker_stopped(deployment: Deployment, weights: str, page: Page, before: str) -> None:
+    known, since = mapped(deployment), time.time()
     os.kill(workers(deployment)[-1], signal.SIGSTOP)
-    failure = recovered(deployment, page, "two GPUs: one worker stopped (SIGSTOP)", since)
+    failure = recovered(deployment, page, f"two GPUs, {weights}: one worker stopped (SIGSTOP)", since)
     assert (failure["cause"], failure["level"]) == ("EngineHung", 1)
     assert failure["seconds"] <= HANG_SECONDS
+    assert mapped(deployment) - known == (2 if weights == "retained" else 0)
+    assert deployment.complete("How far is the sea?", tokens=64, timeout=120)["choices"][0]["text"] == before
 
 
 def test_nothing_is_left_on_the_gpus(deployment: Deployment) -> None:
