@@ -59,9 +59,10 @@ def free_port() -> int:
 
 
 class Standby:
-    """A standby server that has finished its imports."""
+    """A standby server."""
 
     def __init__(self, model: str, log: Path) -> None:
+        self._log = log
         self._own, theirs = socket.socketpair()
         with log.open("ab") as output:
             command = [sys.executable, "-m", _POOL, "server", model, "worker"]
@@ -69,15 +70,21 @@ class Standby:
                 command, stdin=theirs, stdout=output, stderr=output, env=dict(os.environ), start_new_session=True
             )
         theirs.close()
+
+    def imported(self) -> None:
+        """Wait until its imports are finished."""
         begun = time.monotonic()
-        while WAITS not in log.read_text():
+        while WAITS not in self._log.read_text():
             if self.process.poll() is not None:
-                raise RuntimeError(f"the standby server ended with {self.process.returncode}: see {log}")
+                raise RuntimeError(f"the standby server ended with {self.process.returncode}: see {self._log}")
             if time.monotonic() - begun > _IMPORT_SECONDS:
                 raise TimeoutError(f"imports take more than {_IMPORT_SECONDS:.0f} s")
             time.sleep(0.5)
-        self.seconds = time.monotonic() - begun
-        self.memory = psutil.Process(self.process.pid).memory_full_info().uss
+
+    @property
+    def memory(self) -> int:
+        """Return the bytes that only it uses."""
+        return int(psutil.Process(self.process.pid).memory_full_info().uss)
 
     def become(self, args: list[str], log: Path) -> subprocess.Popen[bytes]:
         """Send the order to become the server."""
@@ -196,13 +203,22 @@ def main() -> None:
         print(f"{number} {way}: first completion {time.time() - begun:.1f} s after the start", flush=True)
         return server, port
 
-    server, _ = start("first", 0, None)
+    # A way that is named twice runs twice as often.
+    order = dict(enumerate(options.ways * options.runs, 1))
+    # All standby servers import at once, while the first engine starts: each needs 30 s.
+    ready = {
+        number: Standby(options.model, options.logs / f"{number}-waiting.log")
+        for number, way in order.items()
+        if way != "cold"
+    }
+    server = None
     try:
-        for number in range(1, len(options.ways) * options.runs + 1):
-            way = options.ways[(number - 1) % len(options.ways)]  # A way that is named twice runs twice as often.
-            waiting = Standby(options.model, options.logs / f"{number}-waiting.log") if way != "cold" else None
+        server, _ = start("first", 0, None)
+        for number, way in order.items():
+            waiting = ready.pop(number, None)
             if waiting is not None:
-                found["standby"] = {"imports_s": waiting.seconds, "uss_mib": waiting.memory >> 20}
+                waiting.imported()
+                found["standby"] = {"uss_mib": waiting.memory >> 20}
             if options.drop_cache:
                 drop_cache(Path(options.model))
             begun = time.monotonic()
@@ -212,15 +228,17 @@ def main() -> None:
             server, _ = start(way, number, waiting)
             found["restarts"][way].append(time.monotonic() - begun)
             found["gpu_mib"].append(device_memory())
-            # Memory of processes and shared memory; the page cache is available memory.
-            host = psutil.virtual_memory()
-            found["host_mib"].append((host.total - host.available) >> 20)
+            # Memory of processes and shared memory, without that of waiting servers and the page cache.
+            host, waits = psutil.virtual_memory(), sum(one.memory for one in ready.values())
+            found["host_mib"].append((host.total - host.available - waits) >> 20)
             memory = f"{found['gpu_mib'][-1]} MiB on GPUs, {found['host_mib'][-1]} MiB of the host"
             figures = f"{found['restarts'][way][-1]:.1f} s from SIGKILL to the completion, {memory}"
             print(f"{number} {way}: {figures}", flush=True)
             options.out.write_text(json.dumps(found))
     finally:
-        if server.poll() is None:
+        for one in ready.values():
+            one.process.kill()
+        if server is not None and server.poll() is None:
             end(server)
     medians = {way: statistics.median(found["restarts"][way]) for way in options.ways}
     found.update(medians=medians, same=len(set(found["texts"])) == 1)
