@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import psutil
 
-from dsv4_runtime.util.procfs import STOPPED, ChildLine, below, command_of, is_frozen
+from dsv4_runtime.util.procfs import STOPPED, ChildLine, Entry, below, command_of, is_frozen
 
 _log = logging.getLogger(__name__)
 
@@ -60,15 +60,26 @@ def descendants() -> list[psutil.Process]:
     return found
 
 
-def find_roles() -> dict[int, str]:
-    """Map process id to role of the watched processes below this one.
+def find_roles(table: Mapping[int, Entry] | None = None) -> dict[int, str]:
+    """Map process id to role of the watched processes below this one, or of those in `table`.
 
     A forked child has its parent's title until it executes a program, so a process with the role of its parent does not
     count.
     """
-    table = below(os.getpid())
+    table = below(os.getpid()) if table is None else table
     found = {pid: role for pid in table if (role := role_of(command_of(pid)))}
     return {pid: role for pid, role in found.items() if found.get(table[pid].parent) != role}
+
+
+def ended_roles(table: Mapping[int, Entry]) -> dict[int, str]:
+    """Map process id to role of Ray's ended processes in `table` for which their parent has not waited."""
+    found = {}
+    for pid, process in table.items():
+        if process.ended:
+            with contextlib.suppress(OSError):
+                # An ended process has no command line.
+                found[pid] = _PROGRAMS.get(Path(f"/proc/{pid}/comm").read_text().strip(), "")
+    return {pid: role for pid, role in found.items() if role}
 
 
 def standby_workers() -> set[int]:
@@ -253,6 +264,8 @@ class ProcessWatch:
     def __init__(self, ended: Callable[[str, int], None]) -> None:
         self._ended = ended
         self._watched: dict[int, tuple[str, int]] = {}
+        self._known: set[int] = set()
+        """Ray's processes that were watched, or had ended before."""
 
     @property
     def roles(self) -> dict[int, str]:
@@ -260,13 +273,19 @@ class ProcessWatch:
         return {pid: role for pid, (role, _) in self._watched.items()}
 
     def refresh(self) -> None:
-        """Watch processes that started since the last call."""
-        for pid, role in find_roles().items():
+        """Watch processes that started since the last call, and report Ray's that have ended already."""
+        table = below(os.getpid())
+        for pid, role in find_roles(table).items():
             if pid not in self._watched:
                 with contextlib.suppress(ProcessLookupError):
                     descriptor = os.pidfd_open(pid)
                     self._watched[pid] = (role, descriptor)
+                    self._known.add(pid)
                     asyncio.get_running_loop().add_reader(descriptor, self._gone, pid)
+        for pid, role in ended_roles(table).items():
+            if pid not in self._known:
+                self._known.add(pid)
+                self._ended(role, pid)
 
     def _gone(self, pid: int) -> None:
         role, descriptor = self._watched.pop(pid)

@@ -140,6 +140,26 @@ async def test_a_death_is_reported_without_polling() -> None:
         process.wait()
 
 
+async def test_a_process_of_ray_that_ended_before_it_was_seen_is_reported_once(tmp_path: Path) -> None:
+    """`ray start` does not wait for its raylet while it starts."""
+    ended: list[tuple[str, int]] = []
+    watch = ProcessWatch(lambda role, pid: ended.append((role, pid)))
+    raylet = tmp_path / "raylet"
+    raylet.symlink_to("/bin/true")
+    process = subprocess.Popen([raylet])
+    try:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        watch.refresh()
+        watch.refresh()
+        assert ended == [("raylet", process.pid)]
+        process.wait()
+        watch.refresh()
+        assert ended == [("raylet", process.pid)]
+    finally:
+        watch.close()
+        process.wait()
+
+
 async def test_a_process_that_was_given_the_id_of_an_ended_one_is_not_killed() -> None:
     watch = ProcessWatch(lambda role, pid: None)
     title = ["bash", "-c", "exec -a VLLM::EngineCore sleep 60"]
