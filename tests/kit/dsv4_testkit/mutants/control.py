@@ -9,6 +9,27 @@ _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
 
 CONTROL = (
     Mutant(
+        "the newest API version is stored",
+        f"{_OPERATOR}/api/crd.py",
+        '"storage": version == STORED_VERSION,',
+        '"storage": version != STORED_VERSION,',
+        ("tests/unit/api/test_crd.py",),
+    ),
+    Mutant(
+        "owner references have the newest API version",
+        f"{_OPERATOR}/builders/names.py",
+        'owner = {"apiVersion": STORED_VERSION,',
+        'owner = {"apiVersion": DOMAIN + "/v1beta1",',
+        ("tests/unit/builders/test_golden.py",),
+    ),
+    Mutant(
+        "a deployment keeps the version of its file",
+        f"{_OPERATOR}/api/deployment.py",
+        "AfterValidator(lambda _: API_VERSION)",
+        "AfterValidator(lambda read: read)",
+        ("tests/unit/api/test_agreement.py",),
+    ),
+    Mutant(
         "an eviction uses a restart",
         f"{_OPERATOR}/builders/member.py",
         'if disrupted and (placed or one.get("reason") in _TAKEN_BACK):',
