@@ -466,6 +466,8 @@ class TopologySpec(SpecPart):
     """On a cluster: required labels of the nodes."""
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] = ()
     """On a cluster: tolerated taints of nodes."""
+    topology_key: LabelKey | None = None
+    """On a cluster: key of a node label, of which the nodes of each group have one value, such as `dsv4.dev/cabled`."""
     exclusive_nodes: StrictBool | None = None
     """On a cluster: at most one member of any deployment per node. Default: `true`, on CPU `false`."""
     scheduler: SchedulerSpec | None = None

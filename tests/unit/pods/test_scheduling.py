@@ -154,6 +154,46 @@ def test_named_nodes_are_taken_in_their_order_and_no_others() -> None:
         planned(short, Snapshot.of_pods(tuple(sparks(4)), ()), group=1)
 
 
+CABLES = "dsv4.dev/cabled"
+
+
+def cabled(**values: str) -> tuple[Manifest, ...]:
+    """Return a Spark for each value of the label `CABLES`; `""`: without the label."""
+    found = sparks(len(values))
+    for one, value in zip(found, values.values(), strict=True):
+        one["metadata"]["labels"] = {**SPARK, **({CABLES: value} if value else {})}
+    return tuple(found)
+
+
+def test_a_group_stays_within_one_value_of_its_topology_key() -> None:
+    wanted = deployment(topologyKey=CABLES, replicas=2)
+    nodes = cabled(a="x", b="y", c="y", d="x")
+    snapshot = Snapshot.of_pods(nodes, ())
+    first = planned(wanted, snapshot, group=0)
+    assert nodes_of(first) == ["spark-1", "spark-4"]
+    assert nodes_of(planned(wanted, snapshot, group=1)) == ["spark-2", "spark-3"]
+    # The next incarnation keeps the pair, also where the other one is free.
+    pair = planned(deployment(topologyKey=CABLES, nodes=["spark-2", "spark-3"]), snapshot)
+    alone = deployment(topologyKey=CABLES)
+    kept = Snapshot.of_pods(nodes, made(alone, pair))
+    assert nodes_of(planned(alone, kept, incarnation=2)) == ["spark-2", "spark-3"]
+
+
+def test_nodes_of_several_values_are_no_group() -> None:
+    wanted = deployment(topologyKey=CABLES)
+    assert refused(wanted, *cabled(a="x", b="y", c="")) == (
+        f"spark-3 has not the label {CABLES} (spec.topology.topologyKey); "
+        f"spec.topology.topologyKey {CABLES} has no value with 2 nodes that fit; x has 1"
+    )
+    pinned = deployment(topologyKey=CABLES, nodes=["spark-1", "spark-2"])
+    assert "no value with 2 nodes" in refused(pinned, *cabled(a="x", b="y"))
+    # A label that changes between the plan and the pods.
+    plan = planned(wanted, Snapshot.of_pods(cabled(a="x", b="x"), ()))
+    assert shortage(wanted, plan, Snapshot.of_pods(cabled(a="x", b="x"), ())) is None
+    changed = shortage(wanted, plan, Snapshot.of_pods(cabled(a="x", b="y"), ()))
+    assert changed == f"the nodes spark-1, spark-2 have different values of the label {CABLES}"
+
+
 def test_a_group_that_is_short_takes_nothing_from_the_other() -> None:
     wanted = deployment(replicas=2)
     snapshot = Snapshot.of_pods(tuple(sparks(3)), ())

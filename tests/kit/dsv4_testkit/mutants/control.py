@@ -9,6 +9,34 @@ _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
 
 CONTROL = (
     Mutant(
+        "a group spans several values of its topology key",
+        f"{_OPERATOR}/backends/pods/scheduling.py",
+        "        domains[_label(node, key)].append(node)",
+        '        domains[""].append(node)',
+        ("tests/unit/pods/test_scheduling.py",),
+    ),
+    Mutant(
+        "nodes whose labels changed since the plan get a group",
+        f"{_OPERATOR}/backends/pods/scheduling.py",
+        "if key is not None and len({_label(",
+        "if key is None and len({_label(",
+        ("tests/unit/pods/test_scheduling.py",),
+    ),
+    Mutant(
+        "an address of two nodes proves a cable",
+        f"{_OPERATOR}/backends/hosts/survey.py",
+        "            if len(others) > 1:",
+        "            if len(others) > 2:",
+        ("tests/unit/fabric/test_doctor.py",),
+    ),
+    Mutant(
+        "a failed path proves a cable",
+        f"{_OPERATOR}/backends/hosts/survey.py",
+        'if others and check["level"] == "ok":',
+        "if others:",
+        ("tests/unit/fabric/test_doctor.py",),
+    ),
+    Mutant(
         "the newest API version is stored",
         f"{_OPERATOR}/api/crd.py",
         '"storage": version == STORED_VERSION,',
