@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_operator.api import DSV4Deployment, Reason
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Reason
 from dsv4_operator.backends.pods.scheduling import Snapshot, facts, shortage
+from dsv4_operator.builders.member import Host, member_pod
 from dsv4_operator.kube.cache import _kept_of_pod
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
@@ -152,6 +153,19 @@ def test_named_nodes_are_taken_in_their_order_and_no_others() -> None:
     assert nodes_of(planned(short, Snapshot.of_pods(tuple(sparks(4)), ()))) == ["spark-1", "spark-2"]
     with pytest.raises(PlanRefused, match="names 2, and group 1 begins after 2"):
         planned(short, Snapshot.of_pods(tuple(sparks(4)), ()), group=1)
+
+
+def test_a_claim_replaces_the_resource_of_the_device_plugin() -> None:
+    none = {key: value for key, value in SPARK_ROOM.items() if key != "nvidia.com/gpu"}
+    nodes = tuple(node(f"n{n}", address=f"10.0.0.{n}", labels=SPARK, room=none) for n in (1, 2))
+    assert "nvidia.com/gpu free" in refused(deployment(), *nodes)
+    wanted = deployment(resourceClaimTemplate="gpus")
+    plan = planned(wanted, Snapshot.of_pods(nodes, ()))
+    spec = member_pod(wanted, plan, 0, host=Host(ClusterPolicy(), "runtime"))["spec"]
+    (claim,), (agent,) = spec["resourceClaims"], spec["containers"]
+    assert claim == {"name": agent["resources"]["claims"][0]["name"], "resourceClaimTemplateName": "gpus"}
+    assert not any("nvidia.com/gpu" in agent["resources"][kind] for kind in ("requests", "limits"))
+    assert agent["resources"]["limits"]["rdma/hca_shared_devices_a"] == "1"
 
 
 CABLES = "dsv4.dev/cabled"

@@ -9,6 +9,13 @@ _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
 
 CONTROL = (
     Mutant(
+        "members claim their devices twice",
+        f"{_OPERATOR}/builders/member.py",
+        "    if topology.hardware is not Hardware.CPU and topology.resource_claim_template is None:",
+        "    if topology.hardware is not Hardware.CPU:",
+        ("tests/unit/pods/test_scheduling.py",),
+    ),
+    Mutant(
         "a group spans several values of its topology key",
         f"{_OPERATOR}/backends/pods/scheduling.py",
         "        domains[_label(node, key)].append(node)",
