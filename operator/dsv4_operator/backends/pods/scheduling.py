@@ -474,9 +474,9 @@ def _unfit(deployment: DSV4Deployment, node: Manifest) -> str | None:
     for key, value in deployment.spec.topology.node_selector.items():
         if labels.get(key) != value:
             return f"has not the label {key}={value}"
-    key = deployment.spec.topology.topology_key
-    if key is not None and key not in labels:
-        return f"has not the label {key} (spec.topology.topologyKey)"
+    domain = deployment.spec.topology.topology_key
+    if domain is not None and domain not in labels:
+        return f"has not the label {domain} (spec.topology.topologyKey)"
     product = labels.get("nvidia.com/gpu.product")
     hardware = deployment.spec.topology.hardware
     if product and hardware is not Hardware.CPU:
