@@ -125,6 +125,18 @@ class World:
         listed = [(kind, await self.kube.list(kind, self.namespace, labels=chosen)) for kind in kinds]
         return {(kind.kind, one["metadata"]["name"]) for kind, found in listed for one in found}
 
+    async def versions(self) -> dict[str, str]:
+        """Return the versions of the operator's objects, except gateways' pods: kubelets report their missing image."""
+        found = {}
+        for kind in (PODS, SERVICES, CONFIG_MAPS, SECRETS, DSV4_DEPLOYMENTS, EVENTS):
+            for one in await self.kube.list(kind, self.namespace):
+                if kind is PODS and one["metadata"]["labels"][names.COMPONENT] != names.MEMBER:
+                    continue
+                if kind is EVENTS and not str(one.get("reportingController")).startswith("dsv4"):
+                    continue
+                found[f"{kind.kind}/{one['metadata']['name']}"] = one["metadata"]["resourceVersion"]
+        return found
+
     async def event(self, reason: str) -> Manifest:
         """Return the only event with that reason, which is created shortly after its cause."""
         deadline = time.monotonic() + 30

@@ -20,7 +20,10 @@ from dsv4_testkit.scripted_agent import Script, ScriptedAgents
 
 NAME = "conform"
 POLICY = ClusterPolicy(
-    toleration_keys=("kwok.x-k8s.io/node",), backends=(KUBERAY_BACKEND,), schedulers=(SchedulerType.VOLCANO,)
+    toleration_keys=("kwok.x-k8s.io/node",),
+    claim_templates=("gpus",),
+    backends=(KUBERAY_BACKEND,),
+    schedulers=(SchedulerType.VOLCANO,),
 )
 
 

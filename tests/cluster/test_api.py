@@ -16,12 +16,13 @@ import pytest
 import yaml
 from clusterkit.client import Cluster, KubectlError
 
-from dsv4_operator.api import InvalidDeployment, parse
+from dsv4_operator.api import API_VERSION, STORED_VERSION, InvalidDeployment, parse
+from dsv4_operator.api.deployment import API_VERSIONS
 from dsv4_testkit import specifications
 
 ROOT = Path(__file__).parents[2]
 NANO = yaml.safe_load((ROOT / "examples" / "nano.yaml").read_text())
-PATH = "/apis/dsv4.dev/v1alpha1/namespaces/{}/dsv4deployments"
+PATH = f"/apis/{NANO['apiVersion']}/namespaces/{{}}/dsv4deployments"
 
 # The same invalid documents as for the models (tests/unit/api/test_load.py).
 _spec = importlib.util.spec_from_file_location("load_tests", ROOT / "tests" / "unit" / "api" / "test_load.py")
@@ -35,7 +36,9 @@ pytestmark = pytest.mark.usefixtures("definition")
 
 def create(cluster: Cluster, namespace: str, manifest: dict[str, Any], *, dry: bool) -> tuple[int, dict[str, Any]]:
     query = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry else {})}
-    answer = cluster.http.post(PATH.format(namespace), params=query, json=manifest)
+    version = manifest.get("apiVersion")
+    url = f"/apis/{version if version in API_VERSIONS else API_VERSION}/namespaces/{namespace}/dsv4deployments"
+    answer = cluster.http.post(url, params=query, json=manifest)
     return answer.status_code, answer.json()
 
 
@@ -88,6 +91,8 @@ def left_to_python(told: str) -> bool:
 def test_the_definition_and_the_models_take_the_same_objects(cluster: Cluster, seed: int) -> None:
     """Many objects with one unusual value, with several related values, and with unusual names and labels."""
     made = specifications.drawn(400, seed)
+    for _, manifest in made:
+        manifest["apiVersion"] = API_VERSIONS[seed % len(API_VERSIONS)]
     began = time.monotonic()
     answers = decided(cluster, made)
     assert time.monotonic() - began < 60
@@ -294,12 +299,13 @@ def test_get_shows_the_columns(cluster: Cluster, namespace: str) -> None:
 @pytest.mark.parametrize(
     ("field", "word"), [("spec.recovery.backoff.base", "string"), ("spec.engine.timeouts", "firstToken")]
 )
-def test_explain(cluster: Cluster, field: str, word: str) -> None:
+@pytest.mark.parametrize("version", API_VERSIONS)
+def test_explain(cluster: Cluster, field: str, word: str, version: str) -> None:
     # Discovery of a new definition takes a moment.
     end = time.monotonic() + 30
     while True:
         try:
-            said = cluster.kubectl("explain", f"dsv4.{field}")
+            said = cluster.kubectl("explain", f"dsv4.{field}", f"--api-version={version}")
             break
         except KubectlError:
             if time.monotonic() > end:
@@ -307,6 +313,37 @@ def test_explain(cluster: Cluster, field: str, word: str) -> None:
             time.sleep(0.5)
     assert "DESCRIPTION" in said
     assert word in said
+
+
+@pytest.mark.parametrize(("created", "other"), [API_VERSIONS, API_VERSIONS[::-1]])
+def test_an_object_of_one_version_is_read_and_changed_in_the_other(
+    cluster: Cluster, namespace: str, created: str, other: str
+) -> None:
+    paths = {version: f"/apis/{version}/namespaces/{namespace}/dsv4deployments" for version in API_VERSIONS}
+    manifest = {**NANO, "apiVersion": created, "metadata": {"name": "nano", "namespace": namespace}}
+    manifest["spec"] = {**NANO["spec"], "replicas": 1}
+    cluster.kubectl("apply", "--server-side", "--field-manager=gitops", "-f", "-", input=[manifest])
+    # A write of the object as it was read changes nothing.
+    read = cluster.http.get(f"{paths[other]}/nano").json()
+    assert (read["apiVersion"], read["spec"]) == (other, manifest["spec"])
+    same = cluster.http.put(f"{paths[other]}/nano", json=read).json()
+    assert same["metadata"]["resourceVersion"] == read["metadata"]["resourceVersion"]
+    patch = {"Content-Type": "application/merge-patch+json"}
+    answer = cluster.http.patch(f"{paths[other]}/nano", json={"metadata": {"labels": {"a": "b"}}}, headers=patch)
+    assert answer.json()["metadata"]["generation"] == 1
+    answer = cluster.http.patch(f"{paths[other]}/nano", json={"spec": {"suspend": True}}, headers=patch)
+    assert answer.status_code == 200, answer.json()
+    read = cluster.http.get(f"{paths[created]}/nano").json()
+    assert (read["apiVersion"], read["spec"]["suspend"], read["metadata"]["generation"]) == (created, True, 2)
+    # A field that its manager no longer applies goes, whatever the version.
+    fewer = {key: value for key, value in manifest["spec"].items() if key != "engine"}
+    newer = {**manifest, "apiVersion": other, "spec": fewer}
+    cluster.kubectl("apply", "--server-side", "--field-manager=gitops", "-f", "-", input=[newer])
+    assert "engine" not in cluster.http.get(f"{paths[created]}/nano").json()["spec"]
+    # Commands that name no version have the newest one.
+    assert cluster.get("dsv4", "nano", "-n", namespace)["apiVersion"] == API_VERSION
+    stored = cluster.get("crd", "dsv4deployments.dsv4.dev")["status"]["storedVersions"]
+    assert stored == [STORED_VERSION.partition("/")[2]]
 
 
 def test_two_managers_own_their_fields(cluster: Cluster, namespace: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +17,8 @@ from clusterkit.client import Cluster as ControlPlane
 from operator_process import OperatorProcess, until
 from operator_world import NAME, World, addresses, agents, condition, group, kube, manifest, operated, phase, world
 
+from dsv4_operator.api import API_VERSION
+from dsv4_operator.builders import names
 from dsv4_operator.kube import (
     CONFIG_MAPS,
     DSV4_DEPLOYMENTS,
@@ -73,6 +76,46 @@ async def test_a_version_that_never_serves_is_taken_back(
 
 def _loads(found: Manifest) -> bool:
     return any(one.get("phase") == "Loading" for one in group(found).get("members") or [])
+
+
+async def test_the_definition_is_upgraded_and_rolled_back_below_running_groups(
+    world: World, cluster: ControlPlane, definition: dict[str, Any]
+) -> None:
+    """The definition of dsv4 0.1.0 has only the version that is stored."""
+    old = copy.deepcopy(definition)
+    old["spec"]["versions"] = [one for one in old["spec"]["versions"] if one["storage"]]
+    try:
+        await _define(cluster, old, newest=False)
+        await world.kube.create(manifest(world.namespace))
+        await world.serving(1)
+        # Progress of members alone is written up to 5 s late.
+        await asyncio.sleep(6)
+        before = await world.versions()
+        await _define(cluster, definition, newest=True)
+        await asyncio.sleep(6)
+        assert await world.versions() == before
+        # Both versions are supervised, whatever the version of a change.
+        cluster.apply({**manifest(world.namespace, "newer"), "apiVersion": API_VERSION})
+        found = await world.serving(1, "newer")
+        chosen = f"dsv4deployments.v1beta1.{names.DOMAIN}/{NAME}"
+        cluster.kubectl("label", chosen, "-n", world.namespace, "a=b")
+        assert "EngineReady" in cluster.kubectl("events", "-n", world.namespace, "--for=dsv4/newer")
+        pods = await world.pods() | await world.pods("newer")
+        assert found["status"]["observedGeneration"] == 1
+        await _define(cluster, old, newest=False)
+        await world.kube.delete(PODS, world.namespace, f"{NAME}-0-i1-r1", grace_seconds=0)
+        await world.serving(2)
+        assert (await world.pods("newer")).items() <= pods.items()
+        assert "Traceback" not in world.operator.log.read_text()
+    finally:
+        await _define(cluster, definition, newest=True)
+
+
+async def _define(cluster: ControlPlane, definition: dict[str, Any], *, newest: bool) -> None:
+    """Apply a definition of the deployments, and wait until the newest version is served, or no longer."""
+    cluster.apply(definition)
+    wanted = 200 if newest else 404
+    await until("its versions", lambda: cluster.http.get(f"/apis/{API_VERSION}").status_code == wanted, seconds=30)
 
 
 @asynccontextmanager

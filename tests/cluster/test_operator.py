@@ -29,14 +29,11 @@ from dsv4_operator.api import InvalidDeployment, parse
 from dsv4_operator.api.deployment import PAUSED, RESTART_AT
 from dsv4_operator.builders import names
 from dsv4_operator.kube import (
-    CONFIG_MAPS,
     DEPLOYMENTS,
     DSV4_DEPLOYMENTS,
     EVENTS,
     LEASES,
     PODS,
-    SECRETS,
-    SERVICES,
     Client,
     KubeError,
     Manifest,
@@ -137,34 +134,21 @@ async def test_a_quiet_cluster_is_not_written_to(world: World) -> None:
         await world.serving(1, f"quiet{number}")
     # Progress of members alone is written up to 5 s late.
     await asyncio.sleep(7)
-    before, objects = world.operator.requests(), await _versions(world)
+    before, objects = world.operator.requests(), await world.versions()
     await asyncio.sleep(seconds)
     after = world.operator.requests()
     made = {method: after[method] - before.get(method, 0) for method in after}
     renewals = made.pop("PUT")
     assert sum(made.values()) == 0, f"{made} although nothing happened"
     assert renewals <= seconds / 2 + 1, "more than the lease was written"
-    assert await _versions(world) == objects
+    assert await world.versions() == objects
     print(f"\n{count} deployments at rest: {renewals / seconds:.2f} requests/s, {world.operator.rss_bytes >> 20} MiB")
     # Another process finds the right state, and changes nothing.
     world.operator.end()
     world.operator.start()
     await world.operator.until_leading()
     await asyncio.sleep(4)
-    assert await _versions(world) == objects
-
-
-async def _versions(world: World) -> dict[str, str]:
-    """Return the versions of the operator's objects, except gateways' pods: kubelets report their missing image."""
-    found = {}
-    for kind in (PODS, SERVICES, CONFIG_MAPS, SECRETS, DSV4_DEPLOYMENTS, EVENTS):
-        for one in await world.kube.list(kind, world.namespace):
-            if kind is PODS and one["metadata"]["labels"][names.COMPONENT] != names.MEMBER:
-                continue
-            if kind is EVENTS and not str(one.get("reportingController")).startswith("dsv4"):
-                continue
-            found[f"{kind.kind}/{one['metadata']['name']}"] = one["metadata"]["resourceVersion"]
-    return found
+    assert await world.versions() == objects
 
 
 async def test_restart_pause_and_suspend(world: World) -> None:

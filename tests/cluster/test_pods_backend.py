@@ -35,6 +35,7 @@ from dsv4_operator.kube import (
     Conflict,
     Invalid,
     PodCache,
+    Resource,
     find_access,
     resource_of,
 )
@@ -182,6 +183,101 @@ async def test_the_schedulers_message_about_a_changed_node_is_reported(world: Po
         assert await world.all(PODS) == set()
     finally:
         cluster.kubectl("taint", "node", node, "dsv4.test/closed:NoSchedule-")
+
+
+async def test_a_group_stays_within_one_value_of_a_label(world: PodsWorld, cluster: ControlPlane) -> None:
+    key = "dsv4.test/cabled"
+    try:
+        cluster.kubectl("label", "node", "fake3", "fake5", f"{key}=x")
+        cluster.kubectl("label", "node", "fake1", f"{key}=y")
+        await world.change(topology={"topologyKey": key})
+        plan = await formed(world, 1)
+        assert {one.node for one in plan.members} == {"fake3", "fake5"}
+        before = await planned(world, 2)
+        cluster.kubectl("label", "node", "--overwrite", "fake5", f"{key}=y")
+        await asyncio.sleep(1)
+        assert len(live(await world.backend.observe(world.deployment, 0))) == 2, "a change of labels ends nothing"
+        await fenced(world, 1)
+        with pytest.raises(NodesTaken, match=f"the nodes fake3, fake5 have different values of the label {key}"):
+            await world.backend.ensure(world.deployment, before)
+        assert {one.node for one in (await formed(world, 2)).members} == {"fake1", "fake5"}
+        await fenced(world, 2)
+    finally:
+        cluster.kubectl("label", "node", "fake1", "fake3", "fake5", f"{key}-")
+
+
+_DRIVER = "gpu.dsv4.test"
+_CLAIMS = Resource("resource.k8s.io/v1", "ResourceClaim", "resourceclaims")
+
+
+@pytest.fixture
+def devices(cluster: ControlPlane, namespace: str) -> Iterator[tuple[str, ...]]:
+    """Publish a device on each of two nodes, as a driver does, and a template that claims one; yield the nodes."""
+    nodes = ("fake2", "fake4")
+    api = {"apiVersion": "resource.k8s.io/v1"}
+    selector = {"cel": {"expression": f"device.driver == '{_DRIVER}'"}}
+    request = {"name": "gpu", "exactly": {"deviceClassName": _DRIVER, "count": 1}}
+    template = {
+        "metadata": {"name": "gpus", "namespace": namespace},
+        "spec": {"spec": {"devices": {"requests": [request]}}},
+    }
+    slices = [
+        {
+            "metadata": {"name": f"{node}-{_DRIVER}"},
+            "spec": {
+                "driver": _DRIVER,
+                "nodeName": node,
+                "pool": {"name": node, "generation": 1, "resourceSliceCount": 1},
+                "devices": [{"name": "gpu-0"}],
+            },
+        }
+        for node in nodes
+    ]
+    cluster.apply(
+        {**api, "kind": "DeviceClass", "metadata": {"name": _DRIVER}, "spec": {"selectors": [selector]}},
+        {**api, "kind": "ResourceClaimTemplate", **template},
+        *({**api, "kind": "ResourceSlice", **one} for one in slices),
+    )
+    yield nodes
+    cluster.kubectl("delete", "resourceslice", *(one["metadata"]["name"] for one in slices))
+    cluster.kubectl("delete", "deviceclass", _DRIVER)
+
+
+async def test_members_claim_devices_of_a_driver_instead_of_a_device_plugin(
+    world: PodsWorld, devices: tuple[str, ...]
+) -> None:
+    await world.change(topology={"resourceClaimTemplate": "gpus", "nodes": list(devices)})
+    await formed(world, 1)
+    async with asyncio.timeout(30):
+        while len(claims := await world.kube.list(_CLAIMS, world.namespace)) < len(devices) or not all(
+            "allocation" in (one.get("status") or {}) for one in claims
+        ):
+            await asyncio.sleep(0.2)
+    found = {
+        one["metadata"]["ownerReferences"][0]["name"]: one["status"]["allocation"]["devices"]["results"][0]
+        for one in claims
+    }
+    assert {name: (one["driver"], one["pool"]) for name, one in found.items()} == {
+        f"{NAME}-0-i1-r{rank}": (_DRIVER, node) for rank, node in enumerate(devices)
+    }
+    await fenced(world, 1)
+    # The claims of the first incarnation would keep the only devices of these nodes.
+    await formed(world, 2)
+    await fenced(world, 2)
+    await until(world, "no member is left", lambda seen: not live(seen))
+
+
+async def test_a_claim_without_devices_has_the_schedulers_message(world: PodsWorld, devices: tuple[str, ...]) -> None:
+    await world.change(topology={"resourceClaimTemplate": "gpus", "nodes": ["fake6", devices[0]]})
+    plan = await planned(world, 1)
+    await world.backend.ensure(world.deployment, plan)
+
+    def told(seen: Observed) -> bool:
+        member = of(seen, 1).get(0)
+        return member is not None and "claim" in (member.waiting or "")
+
+    await until(world, "the scheduler speaks", told)
+    await fenced(world, 1)
 
 
 @pytest.fixture

@@ -70,9 +70,10 @@ TAKEN: list[dict[str, Any]] = [
     {"engine": {"image": "registry.example/team/x:1"}},
     {"topology": {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]}},
     {"topology": {"scheduler": {"type": "Kueue", "queue": "models"}}},
+    {"topology": {"resourceClaimTemplate": "gpus"}},
     {"topology": {"nodesPerGroup": 2, "tensorParallelSize": 2}, "network": {"mode": "PodNetwork"}},
 ]
-POLICY = ClusterPolicy(images=("registry.example/team/",), schedulers=(SchedulerType.KUEUE,))
+POLICY = ClusterPolicy(images=("registry.example/team/",), claim_templates=("gpus",), schedulers=(SchedulerType.KUEUE,))
 
 
 def manifest(namespace: str, **spec: Any) -> dict[str, Any]:
@@ -100,7 +101,8 @@ def installed(cluster: Cluster, namespace: str) -> Iterator[None]:
     release = f"p{uuid.uuid4().hex[:8]}"
     values = charts.settings(
         "replicas=0", "crds.enabled=false", f"watchNamespaces={{{namespace}}}", f"runtimeImage={OWN}",
-        "rbac.aggregate=false", "policy.images={registry.example/team/}", "policy.schedulers={Kueue}",
+        "rbac.aggregate=false", "policy.images={registry.example/team/}", "policy.claimTemplates={gpus}",
+        "policy.schedulers={Kueue}",
     )  # fmt: skip
     place = ("--namespace", namespace, "--wait", "--timeout=100s")
     charts.helm("install", release, str(charts.CHART), *values, *place, env=cluster.environment)

@@ -11,7 +11,7 @@ from dsv4_operator.api.cluster import (
     Toleration,
     TolerationOperator,
 )
-from dsv4_operator.api.deployment import API_VERSION, KIND, DSV4Deployment, Metadata, load, parse
+from dsv4_operator.api.deployment import API_VERSION, KIND, STORED_VERSION, DSV4Deployment, Metadata, load, parse
 from dsv4_operator.api.findings import Finding, InvalidDeployment, Severity
 from dsv4_operator.api.policy import ClusterPolicy
 from dsv4_operator.api.spec import (

@@ -27,12 +27,13 @@ from pydantic import BaseModel
 
 from dsv4_operator.api import cel
 from dsv4_operator.api.deployment import (
-    API_VERSION,
+    API_VERSIONS,
     KIND,
     KUBERAY_NAME_REFUSAL,
     LONGEST_KUBERAY_NAME,
     LONGEST_NAME,
     NAME_PATTERN,
+    STORED_VERSION,
     TAKEN_PATTERN,
     TAKEN_REFUSAL,
 )
@@ -278,7 +279,7 @@ def _without(node: Schema, *keys: str) -> Schema:
     return {key: value for key, value in node.items() if key not in keys}
 
 
-GROUP, VERSION = API_VERSION.split("/")
+GROUP = STORED_VERSION.partition("/")[0]
 PLURAL = "dsv4deployments"
 
 _SPEC_LISTS = {path.rpartition(".")[2]: key for path, key in UNIQUE.items() if path != "model.servedNames"}
@@ -350,11 +351,13 @@ def definition() -> dict[str, Any]:
                 "shortNames": ["dsv4"],
                 "categories": ["all"],
             },
+            # All versions have one schema: the API server replaces `apiVersion`, and nothing else.
+            "conversion": {"strategy": "None"},
             "versions": [
                 {
-                    "name": VERSION,
+                    "name": version.partition("/")[2],
                     "served": True,
-                    "storage": True,
+                    "storage": version == STORED_VERSION,
                     "schema": {"openAPIV3Schema": schema},
                     "subresources": {
                         "status": {},
@@ -365,6 +368,7 @@ def definition() -> dict[str, Any]:
                         for title, kind, path, priority in _COLUMNS
                     ],
                 }
+                for version in API_VERSIONS
             ],
         },
     }
@@ -393,7 +397,14 @@ def _at(schema: Schema, path: str) -> Schema:
 def render() -> str:
     """Return the definition as YAML."""
     head = "# Made from the models: python -m dsv4_operator.api.crd > manifests/crd.yaml\n"
-    return head + yaml.safe_dump(definition(), sort_keys=False, allow_unicode=True, width=120)
+    return head + yaml.dump(definition(), Dumper=_WithoutAliases, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _WithoutAliases(yaml.SafeDumper):
+    """Writes the schema of each version in full: not every YAML reader knows aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 if __name__ == "__main__":

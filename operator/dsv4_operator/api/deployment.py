@@ -18,7 +18,16 @@ from dsv4_operator.api.status import DeploymentStatus, read_status
 from dsv4_operator.api.values import Count, InvalidValue, Matches, SpecPart, ValueReason, split_remedy
 from dsv4_runtime.contract import Document
 
-API_VERSION: Literal["dsv4.dev/v1alpha1"] = "dsv4.dev/v1alpha1"
+API_VERSION: Literal["dsv4.dev/v1beta1"] = "dsv4.dev/v1beta1"
+"""Version of new manifests."""
+
+STORED_VERSION: Literal["dsv4.dev/v1alpha1"] = "dsv4.dev/v1alpha1"
+"""Version that API servers store, and that the operator reads and writes: definitions of dsv4 0.1.0 have it too, so
+definition and operator can be upgraded and rolled back in any order (docs/decisions/0015)."""
+
+API_VERSIONS = (STORED_VERSION, API_VERSION)
+"""Accepted versions, which have the same fields, the oldest first."""
+
 KIND: Literal["DSV4Deployment"] = "DSV4Deployment"
 
 LONGEST_NAME = 45
@@ -92,8 +101,10 @@ class Metadata(SpecPart):
 class DSV4Deployment(Document):
     """One DeepSeek-V4 model on one or more groups of machines, kept running."""
 
-    api_version: Literal["dsv4.dev/v1alpha1"] = API_VERSION
-    """`dsv4.dev/v1alpha1`."""
+    api_version: Annotated[Literal["dsv4.dev/v1alpha1", "dsv4.dev/v1beta1"], AfterValidator(lambda _: API_VERSION)] = (
+        API_VERSION
+    )
+    """`dsv4.dev/v1beta1`. `dsv4.dev/v1alpha1` has the same fields and is converted."""
     kind: Literal["DSV4Deployment"] = KIND
     """`DSV4Deployment`."""
     metadata: Metadata
@@ -187,7 +198,7 @@ def parse(data: object) -> DSV4Deployment:
     if not isinstance(data, dict):
         raise _unreadable("NotAMapping", "the document is not a mapping", f"begin with apiVersion: {API_VERSION}")
     _expect(data, "kind", KIND)
-    _expect(data, "apiVersion", API_VERSION)
+    _expect(data, "apiVersion", API_VERSION, *API_VERSIONS)
     metadata = data.get("metadata")
     if isinstance(metadata, dict):
         kept = {key: value for key, value in metadata.items() if key not in _SERVER_FIELDS}
@@ -200,10 +211,11 @@ def parse(data: object) -> DSV4Deployment:
         raise InvalidDeployment(translate(error, DSV4Deployment)) from None
 
 
-def _expect(data: dict[str, Any], field: str, wanted: str) -> None:
+def _expect(data: dict[str, Any], field: str, wanted: str, *accepted: str) -> None:
+    """Refuse `data` unless its `field` is `wanted` or one of `accepted`."""
     if field not in data:
         raise InvalidDeployment([Finding(field, ValueReason.REQUIRED, "is required", f"add {field}: {wanted}")])
-    if data[field] != wanted:
+    if data[field] not in (wanted, *accepted):
         remedy = f"write {wanted}"
         raise InvalidDeployment([Finding(field, ValueReason.NOT_SUPPORTED, "is not supported", remedy, data[field])])
 

@@ -30,8 +30,9 @@ from dsv4_runtime.contract import Cause, Phase
 
 _INTRODUCTION = """# DSV4Deployment
 
-The one object that users write, `apiVersion: dsv4.dev/v1alpha1`. `dsv4 up FILE` reads it from a file. Samples are in
-`examples/`. This page is generated from the models (`python -m dsv4_operator.api.documents reference`).
+The one object that users write, `apiVersion: dsv4.dev/v1beta1` ([versions](../operator.md#api-versions)).
+`dsv4 up FILE` reads it from a file. Samples are in `examples/`. This page is generated from the models
+(`python -m dsv4_operator.api.documents reference`).
 
 Durations are written `90s`, `10m` or `1h30m`; quantities `512Mi` or `8Gi`; times in the status are RFC 3339 in UTC.
 Unknown fields are refused.

@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from dsv4_operator.api import cel
-from dsv4_operator.api.cluster import NetworkMode, ResourceName, SchedulerType, StorageType
+from dsv4_operator.api.cluster import NetworkMode, ObjectName, ResourceName, SchedulerType, StorageType
 from dsv4_operator.api.deployment import DSV4Deployment
 from dsv4_operator.api.findings import Finding, joined, translate
 from dsv4_operator.api.rules import parts
@@ -81,6 +81,8 @@ class ClusterPolicy(SpecPart):
     """Environment variables allowed in `spec.engine.env` besides those of `security.VARIABLES`."""
     rdma_resources: tuple[ResourceName, ...] = ("rdma/hca_shared_devices_a",)
     """Allowed values of `spec.network.rdmaResource`."""
+    claim_templates: tuple[ObjectName, ...] = ()
+    """Allowed values of `spec.topology.resourceClaimTemplate`."""
     backends: tuple[_Backend, ...] = ()
     """Allowed values of `spec.backend` besides `Pods`; the chart grants the operator the permissions for these."""
     schedulers: tuple[SchedulerType, ...] = ()
@@ -266,6 +268,21 @@ def _rdma_resource(request: Request) -> bool:
         request.spec.network_mode != NetworkMode.HOST_NETWORK
         or request.spec.topology.hardware == Hardware.CPU
         or request.spec.network.rdma_resource in request.policy.rdma_resources
+    )
+
+
+@limit(
+    "topology.resourceClaimTemplate", "ClaimTemplate",
+    _not_allowed("remove spec.topology.resourceClaimTemplate", "claimTemplates"),
+    details=lambda request, _: _not_allowed(
+        _use(request.policy.claim_templates, "remove spec.topology.resourceClaimTemplate"), "claimTemplates"
+    ),
+    value=lambda request, _: request.spec.topology.resource_claim_template,
+)  # fmt: skip
+def _claim_template(request: Request) -> bool:
+    return (
+        request.spec.topology.resource_claim_template is None
+        or request.spec.topology.resource_claim_template in request.policy.claim_templates
     )
 
 

@@ -18,6 +18,7 @@ from dsv4_operator.api.cluster import (
     NetworkSpec,
     NodeLossSpec,
     NodeName,
+    ObjectName,
     SchedulerSpec,
     SecretKeyRef,
     SecretName,
@@ -466,8 +467,13 @@ class TopologySpec(SpecPart):
     """On a cluster: required labels of the nodes."""
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] = ()
     """On a cluster: tolerated taints of nodes."""
+    topology_key: LabelKey | None = None
+    """On a cluster: key of a node label, of which the nodes of each group have one value, such as `dsv4.dev/cabled`."""
     exclusive_nodes: StrictBool | None = None
     """On a cluster: at most one member of any deployment per node. Default: `true`, on CPU `false`."""
+    resource_claim_template: ObjectName | None = None
+    """On a cluster: ResourceClaimTemplate (`resource.k8s.io/v1`) of the namespace with the devices of one member, in
+    place of `nvidia.com/gpu` of the device plugin."""
     scheduler: SchedulerSpec | None = None
     """On a cluster: the scheduler that chooses the nodes of each group. Default: dsv4 chooses them."""
 

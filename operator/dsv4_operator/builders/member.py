@@ -50,6 +50,8 @@ from dsv4_runtime.contract import GroupPlan, MemberPlan
 from dsv4_runtime.contract.plan import RAY_COMMAND
 
 GPU = "nvidia.com/gpu"
+_CLAIM = "devices"
+"""Name of the resource claim within a pod."""
 
 USER = 65532
 """User and group of members and gateways, as in `runtime/Dockerfile`."""
@@ -77,7 +79,7 @@ def requests(deployment: DSV4Deployment, memory_bytes: int) -> dict[str, int]:
     """
     topology = deployment.spec.topology
     wanted = {"cpu": _CPU_MILLIS[topology.hardware], "memory": memory_bytes}
-    if topology.hardware is not Hardware.CPU:
+    if topology.hardware is not Hardware.CPU and topology.resource_claim_template is None:
         wanted[GPU] = topology.devices_per_node
     if needs_rdma(deployment):
         wanted[deployment.spec.network.rdma_resource] = 1
@@ -131,11 +133,14 @@ def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: 
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": pod_security(host.policy.device_groups),
-        "affinity": _affinity(deployment, member),
+        "affinity": _affinity(deployment, member, group),
         "containers": [_container(deployment, plan, member, image, volumes, host.variables)],
         "volumes": [{"name": volume, **source} for volume, (source, _) in volumes.items()],
         **marks.spec,
     }
+    if topology.resource_claim_template is not None:
+        claim = {"name": _CLAIM, "resourceClaimTemplateName": topology.resource_claim_template}
+        spec["resourceClaims"] = [claim]
     if topology.scheduler is not None:
         spec["nodeSelector"] = dict(topology.node_selector)
         spec["topologySpreadConstraints"] = [spread(deployment, group)]
@@ -222,9 +227,11 @@ def _probe(path: str, period: int, limit: float) -> Manifest:
 def _resources(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
     wanted = requests(deployment, plan.expectations.memory_bytes)
     devices = {name: str(count) for name, count in wanted.items() if "/" in name}
+    claimed = deployment.spec.topology.resource_claim_template is not None
     return {
         "requests": {"cpu": f"{wanted['cpu']}m", "memory": str(wanted["memory"]), **devices},
         "limits": {"memory": str(_memory_limit(plan)), **devices},
+        **({"claims": [{"name": _CLAIM}]} if claimed else {}),
     }
 
 
@@ -239,14 +246,24 @@ def _memory_limit(plan: GroupPlan) -> int:
     return _LIMIT_FACTOR * (expected.memory_bytes + expected.shm_bytes) + (expected.weights_bytes or 0)
 
 
-def _affinity(deployment: DSV4Deployment, member: MemberPlan) -> Manifest:
-    """Return the affinity to the node of the plan; the scheduler still checks the fit and reports a failure."""
+def _affinity(deployment: DSV4Deployment, member: MemberPlan, group: int) -> Manifest:
+    """Return the affinity to the node of the plan; the scheduler still checks the fit and reports a failure.
+
+    A scheduler that chooses the nodes has `topologyKey` as an affinity to the other members of the group instead.
+    """
+    topology = deployment.spec.topology
     found: Manifest = {}
     if member.node is not None:
         term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [member.node]}]}
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
         found["nodeAffinity"] = required
-    if deployment.spec.topology.exclusive:
+    if topology.topology_key is not None and member.node is None:
+        near = {
+            "labelSelector": {"matchLabels": names.labels(deployment.metadata.name, component=MEMBER, group=group)},
+            "topologyKey": topology.topology_key,
+        }
+        found["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [near]}
+    if topology.exclusive:
         other = {
             "labelSelector": {"matchLabels": {COMPONENT: MEMBER, "app.kubernetes.io/name": "dsv4"}},
             "namespaceSelector": {},

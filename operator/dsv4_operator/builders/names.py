@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dsv4_operator.api import API_VERSION, KIND, DSV4Deployment
+from dsv4_operator.api import KIND, STORED_VERSION, DSV4Deployment
 
-DOMAIN = API_VERSION.partition("/")[0]
+DOMAIN = STORED_VERSION.partition("/")[0]
 
 NAME, MANAGED_BY, COMPONENT = (f"app.kubernetes.io/{part}" for part in ("name", "managed-by", "component"))
 DEPLOYMENT, GROUP, INCARNATION, RANK = (f"{DOMAIN}/{part}" for part in ("deployment", "group", "incarnation", "rank"))
@@ -80,11 +80,13 @@ def selector(wanted: Mapping[str, str]) -> str:
 
 def metadata(deployment: DSV4Deployment, name: str, **more: object) -> dict[str, Any]:
     """Return the metadata of an object that the garbage collector of Kubernetes removes with `deployment`."""
-    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": deployment.metadata.name, "uid": deployment.metadata.uid}
+    about = deployment.metadata
+    # Another version would change every object of every deployment.
+    owner = {"apiVersion": STORED_VERSION, "kind": KIND, "name": about.name, "uid": about.uid}
     return {
         "name": name,
-        "namespace": deployment.metadata.namespace,
-        "labels": labels(deployment.metadata.name, **more),
+        "namespace": about.namespace,
+        "labels": labels(about.name, **more),
         "ownerReferences": [owner | {"controller": True, "blockOwnerDeletion": True}],
     }
 

@@ -697,6 +697,15 @@ def plan(
 
 @app.command()
 def doctor(
+    reports: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[REPORT]...",
+            help="Files NODE.json with the output of `doctor --peer ADDRESS -o json` on each node of a cluster: check "
+            "nothing here, and print the commands that label the nodes with those that they reach.",
+            show_default=False,
+        ),
+    ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -730,6 +739,10 @@ def doctor(
                 f"--peer {address!r} is not an IPv4 address ({error}); use the address of the other machine"
             ) from None
     seconds = _duration("--wait", wait)
+    if reports:
+        if peer:
+            raise bad_input("--peer and reports are mutually exclusive; give one of them")
+        return diagnostics.label_nodes(reports, output)
     return diagnostics.check_machine(
         peer or (), seconds, mtu=mtu, require_rdma=require_rdma, copies=copies, form=output
     )

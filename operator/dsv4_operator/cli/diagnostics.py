@@ -21,6 +21,7 @@ from typing import Any
 
 import pydantic
 
+from dsv4_operator.backends.hosts.survey import CABLED, cabled, read_network
 from dsv4_operator.cli import render
 from dsv4_operator.cli.output import (
     CommandError,
@@ -47,6 +48,8 @@ _CHECK_SECONDS = 30.0
 _COPIES_SECONDS = 130.0
 """Limit of the test of copies between GPUs, which ends a hung one after 20 s."""
 _COPY_SECONDS = 120.0
+_NODE_NAME = "[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?"
+"""Names that can be the value of a label."""
 _RESPONSE_SECONDS = 10.0
 _POLL_SECONDS = 1.0
 
@@ -222,6 +225,43 @@ def check_machine(
     if form:
         print_line(render_document(json.loads(done.stdout), form))
     return ExitCode.OK if done.returncode == 0 else ExitCode.FAILED
+
+
+def label_nodes(files: Sequence[Path], form: DocumentFormat | None) -> ExitCode:
+    """Print the commands that label the nodes of reports with the nodes that they reach.
+
+    Args:
+        files: reports of `dsv4 doctor --peer ADDRESS -o json`, each named after its node.
+        form: of a document with the labels; None: commands.
+
+    Raises:
+        CommandError: a file is no such report, or the reports prove no paths.
+    """
+    reports: dict[str, dict[str, Any]] = {}
+    for file in files:
+        if not re.fullmatch(_NODE_NAME, file.stem):
+            problem = f"{file}: {file.stem!r} is not the name of a node, of at most 63 characters"
+            raise bad_input(f"{problem}; name the report NODE.json")
+        try:
+            report = json.loads(file.read_text())
+            read_network(file.stem, report)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = f"{file} is not a report ({type(error).__name__}: {error})"
+            raise bad_input(f"{problem}; write it with `dsv4 doctor --peer ADDRESS -o json`") from None
+        if file.stem in reports:
+            raise bad_input(f"{file}: another file is named {file.stem} too; name one report for each node")
+        reports[file.stem] = report
+    try:
+        found = cabled(reports)
+    except ValueError as error:
+        raise bad_input(str(error)) from None
+    if form:
+        print_line(render_document({"label": CABLED, "nodes": found}, form))
+        return ExitCode.OK
+    for value in sorted(set(found.values())):
+        nodes = " ".join(sorted(name for name in found if found[name] == value))
+        print_line(f"kubectl label node --overwrite {nodes} {CABLED}={value}")
+    return ExitCode.OK
 
 
 def check_copy(root: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from dsv4_operator.api import (
     GroupStatus,
     InvalidDeployment,
 )
-from dsv4_operator.api.deployment import parse
+from dsv4_operator.api.deployment import API_VERSION, parse
 from dsv4_operator.api.status import read_status
 from dsv4_operator.controller.lease import micro_time
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, EVENTS, AlreadyExists, Client, KubeError, Manifest, NotFound
@@ -308,7 +308,8 @@ def event_manifest(about: Manifest, event: Event, instance: str, time: str) -> M
         "action": "Reconcile",
         "note": note.encode()[:_LONGEST_NOTE].decode(errors="ignore"),
         "regarding": {
-            "apiVersion": DSV4_DEPLOYMENTS.api_version,
+            # `kubectl events --for` compares this with the newest served version.
+            "apiVersion": API_VERSION,
             "kind": DSV4_DEPLOYMENTS.kind,
             "namespace": namespace,
             "name": name,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4_operator.api.deployment import API_VERSION, KIND
+from dsv4_operator.api.deployment import KIND, STORED_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ CUSTOM_RESOURCE_DEFINITIONS = Resource(
     "apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False
 )
 DEPLOYMENTS = Resource("apps/v1", "Deployment", "deployments")
-DSV4_DEPLOYMENTS = Resource(API_VERSION, KIND, "dsv4deployments")
+DSV4_DEPLOYMENTS = Resource(STORED_VERSION, KIND, "dsv4deployments")
 EVENTS = Resource("events.k8s.io/v1", "Event", "events")
 LEASES = Resource("coordination.k8s.io/v1", "Lease", "leases")
 NAMESPACES = Resource("v1", "Namespace", "namespaces", namespaced=False)

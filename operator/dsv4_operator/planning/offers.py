@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsv4_operator.api import Executor, Hardware, InvalidDeployment, Severity, parse
+from dsv4_operator.api import API_VERSION, Executor, Hardware, InvalidDeployment, Severity, parse
 from dsv4_operator.planning.catalog import Machine, Model, models
 from dsv4_operator.planning.facts import catalog_facts
 from dsv4_operator.planning.images import ImageProfile, profile_for, profiles
@@ -245,4 +245,4 @@ def document(
     spec: dict[str, Any] = {"model": model, "topology": topology, "engine": engine}
     if gateway:
         spec["gateway"] = dict(gateway)
-    return {"apiVersion": "dsv4.dev/v1alpha1", "kind": "DSV4Deployment", "metadata": {"name": name}, "spec": spec}
+    return {"apiVersion": API_VERSION, "kind": "DSV4Deployment", "metadata": {"name": name}, "spec": spec}

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
+from dsv4_operator.api import KIND, STORED_VERSION
 from dsv4_operator.kube import AlreadyExists, Conflict, Invalid, Resource, Unavailable, resource_of
 
 Manifest = dict[str, Any]
@@ -33,7 +34,7 @@ class FakeKube:
     def _put(self, name: _Name, manifest: Manifest) -> Manifest:
         self._version += 1
         known = self.objects.get(name)
-        kept = copy.deepcopy(manifest)
+        kept = copy.deepcopy(_stored(manifest))
         uid = known["metadata"]["uid"] if known else f"uid-{self._version}"
         kept["metadata"] |= {"resourceVersion": str(self._version), "uid": uid}
         if "stringData" in kept:
@@ -157,5 +158,10 @@ def _chooses(term: str, labels: dict[str, str]) -> bool:
     return labels.get(name) == value if equals else name in labels
 
 
+def _stored(manifest: Manifest) -> Manifest:
+    """Return `manifest` in the version in which an API server stores it."""
+    return {**manifest, "apiVersion": STORED_VERSION} if manifest.get("kind") == KIND else manifest
+
+
 def _name(manifest: Manifest) -> _Name:
-    return resource_of(manifest).kind, manifest["metadata"].get("namespace", ""), manifest["metadata"]["name"]
+    return resource_of(_stored(manifest)).kind, manifest["metadata"].get("namespace", ""), manifest["metadata"]["name"]

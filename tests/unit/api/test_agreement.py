@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from dsv4_operator.api import Finding, InvalidDeployment, parse
+from dsv4_operator.api import API_VERSION, STORED_VERSION, DSV4Deployment, Finding, InvalidDeployment, parse
+from dsv4_operator.api.deployment import API_VERSIONS
 from dsv4_operator.api.security import is_link_local
-from dsv4_testkit import specifications
+from dsv4_testkit import planspecs, specifications
 from dsv4_testkit.specifications import SPEC, TOKEN, fields, placed, values
 
 MATCHES = re.compile(r'(!?)(self|key)\.matches\(("(?:[^"\\\\]|\\\\.)*")\)')
@@ -124,6 +126,30 @@ def test_schema_and_models_refuse_the_same_values(path: str, schema: dict[str, A
             assert not any(word in one for one in said for word in refusals(schema)), (
                 f"the models refuse {value!r:.200}"
             )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_version_is_read_as_the_same_deployment(seed: int) -> None:
+    """All plans are functions of the deployment, so they are equal too."""
+    chance = random.Random(seed)
+    made = [manifest for _, manifest in specifications.drawn(100, seed)]
+    made += [planspecs.manifest(chance.choice) for _ in range(100)]
+    taken = 0
+    for manifest in made:
+        first, second = (_read({**manifest, "apiVersion": version}) for version in API_VERSIONS)
+        assert first == second
+        taken += isinstance(first, DSV4Deployment)
+        if isinstance(first, DSV4Deployment):
+            assert first.to_dict()["apiVersion"] == API_VERSION
+            assert DSV4Deployment.model_validate({**first.to_dict(), "apiVersion": STORED_VERSION}) == first
+    assert 50 < taken < len(made) - 50
+
+
+def _read(manifest: dict[str, Any]) -> DSV4Deployment | tuple[Finding, ...]:
+    try:
+        return parse(manifest)
+    except InvalidDeployment as error:
+        return error.findings
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -77,6 +77,10 @@ CONTROL_PLANE = "node-role.kubernetes.io/control-plane"
             "spec.network.rdmaResource", "example.com/kvm", "RDMAResource",
         ),
         (
+            {"topology": {"resourceClaimTemplate": "gpus"}},
+            "spec.topology.resourceClaimTemplate", "gpus", "ClaimTemplate",
+        ),
+        (
             {"topology": {"scheduler": {"type": "Volcano"}}},
             "spec.topology.scheduler.type", "Volcano", "Scheduler",
         ),

@@ -35,7 +35,7 @@ def test_a_running_deployment_as_json(
     held(saved(make.status()))
     diagnostics.show(LocalSource(root), None, TableFormat.JSON, watch=False)
     document = json.loads(capsys.readouterr().out)
-    assert (document["apiVersion"], document["kind"]) == ("dsv4.dev/v1alpha1", "DSV4Deployment")
+    assert (document["apiVersion"], document["kind"]) == ("dsv4.dev/v1beta1", "DSV4Deployment")
     assert document["metadata"]["name"] == "nano"
     assert document["spec"]["topology"]["nodesPerGroup"] == 2
     assert document["status"]["phase"] == "Serving"

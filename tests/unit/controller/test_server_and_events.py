@@ -23,7 +23,7 @@ from dsv4_operator.api import (
     MemberStatus,
     Reason,
 )
-from dsv4_operator.api.deployment import parse
+from dsv4_operator.api.deployment import API_VERSION, parse
 from dsv4_operator.api.status import MeasuredItem, MeasuredStatus
 from dsv4_operator.controller import observability
 from dsv4_operator.controller.observability import OperatorMetrics, ProbeServer, Recorder, event_manifest
@@ -136,6 +136,7 @@ def test_the_same_event_has_the_same_name_and_another_one_has_not() -> None:
     assert one["note"] == "group 0: NodeLost on member 1 (spark2): it is gone"
     assert (one["type"], one["reason"]) == ("Warning", "GroupDead")
     assert one["regarding"]["uid"] == "1-2-3"
+    assert one["regarding"]["apiVersion"] == API_VERSION, "that of `kubectl events --for`"
 
 
 def test_a_note_is_cut_to_the_servers_limit_between_characters() -> None:

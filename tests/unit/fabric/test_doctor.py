@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,87 @@ def test_invalid_options(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--peer", "198.51.100.9", "--wait", "1s", "-o", "yaml"]) == 1
     found = yaml.safe_load(capfd.readouterr().out)["checks"][-1]
     assert (found["name"], found["level"], found["reason"]) == ("peer 198.51.100.9", "fail", "NoCommonNetwork")
+
+
+def report(folder: Path, node: str, addresses: Sequence[str], peers: Mapping[str, str]) -> str:
+    """Write the output of `dsv4 doctor -o json` on a node with RDMA ports; return the path of the file."""
+    document = {
+        "rails": [{"address": address, "hca": f"mlx5_{n}"} for n, address in enumerate(addresses)],
+        "interfaces": [
+            {"name": f"p{n}", "up": True, "mtu": 9000, "speed": 200_000, "addresses": [address], "defaultRoute": False}
+            for n, address in enumerate(addresses)
+        ],
+        "checks": [{"name": f"peer {peer}", "level": level, "found": ""} for peer, level in peers.items()],
+    }
+    file = folder / f"{node}.json"
+    file.write_text(json.dumps(document))
+    return str(file)
+
+
+def test_labels_follow_tested_paths_and_not_networks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two pairs in one network: only a path tells who is at the other end."""
+    files = [
+        report(tmp_path, "a", ["10.0.0.1/24"], {"10.0.0.4": "ok", "10.0.0.2": "fail"}),
+        report(tmp_path, "b", ["10.0.0.2/24"], {"10.0.0.3": "ok"}),
+        report(tmp_path, "c", ["10.0.0.3/24"], {"10.0.0.2": "ok"}),
+        # The path of a to d counts for both.
+        report(tmp_path, "d", ["10.0.0.4/24"], {"192.168.1.1": "ok"}),
+    ]
+    assert run(["doctor", *files]) == 0
+    assert capfd.readouterr().out.splitlines() == [
+        "kubectl label node --overwrite a d dsv4.dev/cabled=a",
+        "kubectl label node --overwrite b c dsv4.dev/cabled=b",
+    ]
+    assert run(["doctor", *files, "-o", "json"]) == 0
+    assert json.loads(capfd.readouterr().out) == {
+        "label": "dsv4.dev/cabled",
+        "nodes": {"a": "a", "b": "b", "c": "b", "d": "a"},
+    }
+
+
+@pytest.mark.parametrize(("size", "chords", "code"), [(3, False, 0), (4, False, 0), (4, True, 2), (5, False, 0)])
+def test_a_ring_has_one_label(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], size: int, chords: bool, code: int
+) -> None:
+    """Cable n between node n and the next has the network 10.0.n.0/24; a chord gives the first node a third path."""
+    ends = {n: [f"10.0.{n}.1/24", f"10.0.{(n - 1) % size}.2/24"] for n in range(size)}
+    peers = {n: {f"10.0.{n}.2": "ok"} for n in range(size)}
+    if chords:
+        ends[2].append("10.0.9.2/24")
+        peers[0]["10.0.9.2"] = "ok"
+    files = [report(tmp_path, f"n{n}", ends[n], peers[n]) for n in range(size)]
+    assert run(["doctor", *files]) == code
+    found = capfd.readouterr()
+    if code:
+        assert "n1 and n3 reach other nodes, but have no tested path to each other" in found.err
+    else:
+        (line,) = found.out.splitlines()
+        assert line.endswith(" dsv4.dev/cabled=n0")
+
+
+def test_reports_that_prove_nothing_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def refused(*files: str) -> str:
+        assert run(["doctor", *files]) == 2
+        return capfd.readouterr().err
+
+    first = report(tmp_path, "a", ["10.0.0.1/24"], {"10.0.0.2": "ok"})
+    second = report(tmp_path, "b", ["10.0.0.2/24"], {})
+    twin = report(tmp_path, "c", ["10.0.0.2/24"], {})
+    assert "10.0.0.2 is an address of b and c; give each cable a network of its own" in refused(first, second, twin)
+    untested = report(tmp_path, "d", ["10.0.0.9/24"], {})
+    assert "d has no tested path to the RDMA port of another node" in refused(first, second, untested)
+    # A chain: the nodes at its ends do not reach each other.
+    chain = report(tmp_path, "e", ["10.0.1.5/24"], {})
+    first = report(tmp_path, "a", ["10.0.0.1/24"], {"10.0.0.2": "ok", "10.0.1.5": "ok"})
+    assert "b and e reach other nodes, but have no tested path to each other" in refused(first, second, chain)
+    odd = tmp_path / "Spark_1.json"
+    odd.write_text("{}")
+    assert "'Spark_1' is not the name of a node" in refused(str(odd))
+    for text in ("", "[]", "{}", '{"rails": 1, "interfaces": [], "checks": []}', '{"rails": [], "interfaces": []}'):
+        (tmp_path / "f.json").write_text(text)
+        assert "f.json is not a report" in refused(str(tmp_path / "f.json"))
+    assert "f.json is not a report" in refused(str(tmp_path / "none" / "f.json"))
+    (tmp_path / "g").mkdir()
+    again = report(tmp_path / "g", "b", ["10.0.0.7/24"], {})
+    assert "another file is named b too" in refused(second, again)
+    assert "mutually exclusive" in refused(second, "--peer", "10.0.0.1")

@@ -263,7 +263,7 @@ async def test_pods_that_only_finalizers_keep_have_ended() -> None:
 @pytest.mark.parametrize("kind", SchedulerType)
 @pytest.mark.parametrize("file", ["nano.yaml", "flash-2x-spark.yaml"])
 def test_a_plan_without_nodes_has_names_for_addresses(kind: SchedulerType, file: str) -> None:
-    wanted = deployment(file, scheduler=SPECS[kind])
+    wanted = deployment(file, scheduler=SPECS[kind], topologyKey="dsv4.dev/cabled")
     plan = plan_group(wanted, unplaced_facts(wanted), group=0, incarnation=4)
     name = wanted.metadata.name
     assert [member.node for member in plan.members] == [None, None]
@@ -274,6 +274,9 @@ def test_a_plan_without_nodes_has_names_for_addresses(kind: SchedulerType, file:
         assert "--address=$(DSV4_POD_IP)" in agent["args"]
         assert (pod["spec"]["hostname"], pod["spec"]["subdomain"]) == (f"{name}-0-i4-r{rank}", f"{name}-0-i4")
         assert bool(pod["spec"]["affinity"].get("podAntiAffinity")) is wanted.spec.topology.exclusive
+        (near,) = pod["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert near["topologyKey"] == "dsv4.dev/cabled"
+        assert near["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
         assert is_queued(pod)
 
 

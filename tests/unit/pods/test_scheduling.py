@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_operator.api import DSV4Deployment, Reason
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Reason
 from dsv4_operator.backends.pods.scheduling import Snapshot, facts, shortage
+from dsv4_operator.builders.member import Host, member_pod
 from dsv4_operator.kube.cache import _kept_of_pod
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
@@ -152,6 +153,59 @@ def test_named_nodes_are_taken_in_their_order_and_no_others() -> None:
     assert nodes_of(planned(short, Snapshot.of_pods(tuple(sparks(4)), ()))) == ["spark-1", "spark-2"]
     with pytest.raises(PlanRefused, match="names 2, and group 1 begins after 2"):
         planned(short, Snapshot.of_pods(tuple(sparks(4)), ()), group=1)
+
+
+def test_a_claim_replaces_the_resource_of_the_device_plugin() -> None:
+    none = {key: value for key, value in SPARK_ROOM.items() if key != "nvidia.com/gpu"}
+    nodes = tuple(node(f"n{n}", address=f"10.0.0.{n}", labels=SPARK, room=none) for n in (1, 2))
+    assert "nvidia.com/gpu free" in refused(deployment(), *nodes)
+    wanted = deployment(resourceClaimTemplate="gpus")
+    plan = planned(wanted, Snapshot.of_pods(nodes, ()))
+    spec = member_pod(wanted, plan, 0, host=Host(ClusterPolicy(), "runtime"))["spec"]
+    (claim,), (agent,) = spec["resourceClaims"], spec["containers"]
+    assert claim == {"name": agent["resources"]["claims"][0]["name"], "resourceClaimTemplateName": "gpus"}
+    assert not any("nvidia.com/gpu" in agent["resources"][kind] for kind in ("requests", "limits"))
+    assert agent["resources"]["limits"]["rdma/hca_shared_devices_a"] == "1"
+
+
+CABLES = "dsv4.dev/cabled"
+
+
+def cabled(**values: str) -> tuple[Manifest, ...]:
+    """Return a Spark for each value of the label `CABLES`; `""`: without the label."""
+    found = sparks(len(values))
+    for one, value in zip(found, values.values(), strict=True):
+        one["metadata"]["labels"] = {**SPARK, **({CABLES: value} if value else {})}
+    return tuple(found)
+
+
+def test_a_group_stays_within_one_value_of_its_topology_key() -> None:
+    wanted = deployment(topologyKey=CABLES, replicas=2)
+    nodes = cabled(a="x", b="y", c="y", d="x")
+    snapshot = Snapshot.of_pods(nodes, ())
+    first = planned(wanted, snapshot, group=0)
+    assert nodes_of(first) == ["spark-1", "spark-4"]
+    assert nodes_of(planned(wanted, snapshot, group=1)) == ["spark-2", "spark-3"]
+    # The next incarnation keeps the pair, also where the other one is free.
+    pair = planned(deployment(topologyKey=CABLES, nodes=["spark-2", "spark-3"]), snapshot)
+    alone = deployment(topologyKey=CABLES)
+    kept = Snapshot.of_pods(nodes, made(alone, pair))
+    assert nodes_of(planned(alone, kept, incarnation=2)) == ["spark-2", "spark-3"]
+
+
+def test_nodes_of_several_values_are_no_group() -> None:
+    wanted = deployment(topologyKey=CABLES)
+    assert refused(wanted, *cabled(a="x", b="y", c="")) == (
+        f"spark-3 has not the label {CABLES} (spec.topology.topologyKey); "
+        f"spec.topology.topologyKey {CABLES} has no value with 2 nodes that fit; x has 1"
+    )
+    pinned = deployment(topologyKey=CABLES, nodes=["spark-1", "spark-2"])
+    assert "no value with 2 nodes" in refused(pinned, *cabled(a="x", b="y"))
+    # A label that changes between the plan and the pods.
+    plan = planned(wanted, Snapshot.of_pods(cabled(a="x", b="x"), ()))
+    assert shortage(wanted, plan, Snapshot.of_pods(cabled(a="x", b="x"), ())) is None
+    changed = shortage(wanted, plan, Snapshot.of_pods(cabled(a="x", b="y"), ()))
+    assert changed == f"the nodes spark-1, spark-2 have different values of the label {CABLES}"
 
 
 def test_a_group_that_is_short_takes_nothing_from_the_other() -> None:

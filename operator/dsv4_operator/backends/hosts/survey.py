@@ -508,6 +508,68 @@ def is_ring(machines: Sequence[MachineNetwork]) -> bool:
     return len(machines) > 2 and all(pairs) and not set.intersection(*networks)
 
 
+CABLED = "dsv4.dev/cabled"
+"""Label of a node, with the first node to which it has a path over RDMA ports as value."""
+
+
+def cabled(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the value of the label `CABLED` of each node.
+
+    Nodes have the same value if they reach each other over RDMA ports: two at the ends of a cable, three and more each
+    all others, or four and more their two neighbours in a ring. A network in common is no proof, because cables may
+    have equal addresses.
+
+    Args:
+        reports: documents of `dsv4 doctor --peer ADDRESS -o json`, by name of the node.
+
+    Raises:
+        ValueError: the reports do not prove such paths. The text contains the remedy.
+    """
+    owners: dict[str, list[str]] = {}
+    for name, report in reports.items():
+        for end in read_network(name, report).ends:
+            if end.hca is not None:
+                owners.setdefault(f"peer {end.address.ip}", []).append(name)
+    paths: dict[str, set[str]] = {name: set() for name in reports}
+    for name, report in reports.items():
+        for check in report["checks"]:
+            others = [other for other in owners.get(check.get("name", ""), ()) if other != name]
+            if len(others) > 1:
+                both, address = " and ".join(others), check["name"].removeprefix("peer ")
+                raise ValueError(f"{address} is an address of {both}; give each cable a network of its own")
+            if others and check["level"] == "ok":
+                paths[name].add(others[0])
+                paths[others[0]].add(name)
+    found: dict[str, str] = {}
+    for first in sorted(reports):
+        if first not in found:
+            found |= dict.fromkeys(_reached(first, paths), first)
+    for first in set(found.values()):
+        _check_paths(sorted(name for name, value in found.items() if value == first), paths)
+    return found
+
+
+def _reached(first: str, paths: Mapping[str, set[str]]) -> set[str]:
+    found, rest = {first}, [first]
+    while rest:
+        rest += (new := paths[rest.pop()] - found)
+        found |= new
+    return found
+
+
+def _check_paths(nodes: Sequence[str], paths: Mapping[str, set[str]]) -> None:
+    """Raise ValueError unless each of `nodes` has a path to all others, or all are in a ring."""
+    if len(nodes) == 1:
+        problem = f"{nodes[0]} has no tested path to the RDMA port of another node of these reports"
+        raise ValueError(f"{problem}; run `dsv4 doctor --peer ADDRESS -o json` at both ends, or leave it out")
+    if len(nodes) > 3 and all(len(paths[name]) == 2 for name in nodes):
+        return
+    for name in nodes:
+        if lacking := sorted(set(nodes) - {name} - paths[name]):
+            problem = f"{name} and {lacking[0]} reach other nodes, but have no tested path to each other"
+            raise ValueError(f"{problem}; run `dsv4 doctor --peer ADDRESS -o json` on both, or leave one of them out")
+
+
 def no_link(machines: Sequence[MachineNetwork]) -> Finding:
     """Return the finding for machines without a common network, with the addresses of each."""
     shown = "; ".join(f"{machine.name}: {_addresses(machine)}" for machine in machines)

@@ -375,6 +375,9 @@ def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) ->
         if problem is not None:
             return f"the node {planned.node} {problem}"
         node.take(wanted)
+    key, planned_nodes = deployment.spec.topology.topology_key, {member.node or "" for member in plan.members}
+    if key is not None and len({_label(nodes[name], key) for name in planned_nodes}) > 1:
+        return f"the nodes {', '.join(sorted(planned_nodes))} have different values of the label {key}"
     return None
 
 
@@ -404,9 +407,37 @@ def _choose(
         reasons[name] = "is not in the cluster"
     if topology.nodes and len(pins) < size:
         reasons["spec.topology.nodes"] = f"names {len(topology.nodes)}, and group {group} begins after {group * size}"
-    alone = topology.exclusive or deployment.spec.network_mode is NetworkMode.HOST_NETWORK
+    key = topology.topology_key
+    if key is None:
+        return _assign(deployment, fitting, pins, present)
+    domains: dict[str, list[NodeCapacity]] = defaultdict(list)
+    for node in fitting:
+        domains[_label(node, key)].append(node)
+    kept = {value: sum(node.name in present.values() for node in each) for value, each in domains.items()}
+    room = {value: sum(node.free.get("memory", 0) // GIB for node in each) for value, each in domains.items()}
+    most: list[NodeCapacity] = []
+    for value in sorted(domains, key=lambda value: (-kept[value], -room[value], value)):
+        chosen = _assign(deployment, domains[value], pins, present)
+        if len(chosen) == size:
+            return chosen
+        most = max(most, chosen, key=len)
+    problem = f"{key} has no value with {size} nodes that fit"
+    reasons["spec.topology.topologyKey"] = f"{problem}; {_label(most[0], key)} has {len(most)}" if most else problem
+    return most
+
+
+def _label(node: NodeCapacity, key: str) -> str:
+    return str(names.part(node.manifest, "metadata", "labels").get(key, ""))
+
+
+def _assign(
+    deployment: DSV4Deployment, fitting: Sequence[NodeCapacity], pins: Sequence[str], present: Mapping[int, str]
+) -> list[NodeCapacity]:
+    """Return nodes of `fitting` for the ranks of a group in order, as many as fit; their resources are reserved."""
+    wanted = _member_requests(deployment, 0)
+    alone = deployment.spec.topology.exclusive or deployment.spec.network_mode is NetworkMode.HOST_NETWORK
     chosen: list[NodeCapacity] = []
-    for rank in range(size):
+    for rank in range(deployment.spec.topology.nodes_per_group):
         options = [node for node in fitting if _insufficient(node, wanted) is None and not (alone and node in chosen)]
         if pins:
             options = [node for node in options if rank < len(pins) and node.name == pins[rank]]
@@ -443,6 +474,9 @@ def _unfit(deployment: DSV4Deployment, node: Manifest) -> str | None:
     for key, value in deployment.spec.topology.node_selector.items():
         if labels.get(key) != value:
             return f"has not the label {key}={value}"
+    domain = deployment.spec.topology.topology_key
+    if domain is not None and domain not in labels:
+        return f"has not the label {domain} (spec.topology.topologyKey)"
     product = labels.get("nvidia.com/gpu.product")
     hardware = deployment.spec.topology.hardware
     if product and hardware is not Hardware.CPU:

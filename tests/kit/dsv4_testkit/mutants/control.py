@@ -9,6 +9,62 @@ _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
 
 CONTROL = (
     Mutant(
+        "members claim their devices twice",
+        f"{_OPERATOR}/builders/member.py",
+        "    if topology.hardware is not Hardware.CPU and topology.resource_claim_template is None:",
+        "    if topology.hardware is not Hardware.CPU:",
+        ("tests/unit/pods/test_scheduling.py",),
+    ),
+    Mutant(
+        "a group spans several values of its topology key",
+        f"{_OPERATOR}/backends/pods/scheduling.py",
+        "        domains[_label(node, key)].append(node)",
+        '        domains[""].append(node)',
+        ("tests/unit/pods/test_scheduling.py",),
+    ),
+    Mutant(
+        "nodes whose labels changed since the plan get a group",
+        f"{_OPERATOR}/backends/pods/scheduling.py",
+        "if key is not None and len({_label(",
+        "if key is None and len({_label(",
+        ("tests/unit/pods/test_scheduling.py",),
+    ),
+    Mutant(
+        "an address of two nodes proves a cable",
+        f"{_OPERATOR}/backends/hosts/survey.py",
+        "            if len(others) > 1:",
+        "            if len(others) > 2:",
+        ("tests/unit/fabric/test_doctor.py",),
+    ),
+    Mutant(
+        "a failed path proves a cable",
+        f"{_OPERATOR}/backends/hosts/survey.py",
+        'if others and check["level"] == "ok":',
+        "if others:",
+        ("tests/unit/fabric/test_doctor.py",),
+    ),
+    Mutant(
+        "the newest API version is stored",
+        f"{_OPERATOR}/api/crd.py",
+        '"storage": version == STORED_VERSION,',
+        '"storage": version != STORED_VERSION,',
+        ("tests/unit/api/test_crd.py",),
+    ),
+    Mutant(
+        "owner references have the newest API version",
+        f"{_OPERATOR}/builders/names.py",
+        'owner = {"apiVersion": STORED_VERSION,',
+        'owner = {"apiVersion": DOMAIN + "/v1beta1",',
+        ("tests/unit/builders/test_golden.py",),
+    ),
+    Mutant(
+        "a deployment keeps the version of its file",
+        f"{_OPERATOR}/api/deployment.py",
+        "AfterValidator(lambda _: API_VERSION)",
+        "AfterValidator(lambda read: read)",
+        ("tests/unit/api/test_agreement.py",),
+    ),
+    Mutant(
         "an eviction uses a restart",
         f"{_OPERATOR}/builders/member.py",
         'if disrupted and (placed or one.get("reason") in _TAKEN_BACK):',
