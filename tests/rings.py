@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ class Ring:
     """Usual duration on two processors (AMD EPYC, 2026-11-26)."""
     options: tuple[str, ...] = ()
     """Options of pytest."""
+    computes: bool = False
+    """Its tests only compute: it runs beside the other rings, with the processor time that they leave."""
 
 
 def nothing() -> str | None:
@@ -83,7 +87,7 @@ RINGS = (
     # Tests wait half of the time for processes, bounds and clocks. Each worker runs whole files, so that their fixtures
     # are created once.
     Ring("unit", "unit", nothing, 10, options=("-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")),
-    Ring("kernels", "kernels", lambda: modules("torch", "triton"), 4, options=("-n", "2")),
+    Ring("kernels", "kernels", lambda: modules("torch", "triton"), 4, options=("-n", "2"), computes=True),
     # `make engine-test` and `make cluster-test` also run the tests marked `long`.
     Ring("engine", "engine", engine, 14, options=("-m", "not long")),
     # Tests wait most of the time for the control plane.
@@ -99,21 +103,39 @@ def required() -> list[str]:
     return [ring.name for ring in RINGS] if named == "all" else named.split(",")
 
 
-def passes(ring: Ring) -> bool:
-    print(f"ring {ring.name}: runs, about {ring.minutes} minutes on two processors", flush=True)
-    begun, used = time.monotonic(), _processor_seconds()
-    # A separate process per ring, because Triton selects its interpreter once per process.
-    command = [sys.executable, "-m", "pytest", "-q", *ring.options, *sys.argv[1:], str(HERE / ring.folder)]
-    code = subprocess.run(command, check=False).returncode
-    times = f"{time.monotonic() - begun:.0f} s, with {_processor_seconds() - used:.0f} s of processor time"
-    print(f"ring {ring.name}: {'failed' if code else 'passed'} after {times}", flush=True)
-    return code == 0
+class Run:
+    """Pytest with the tests of one ring, in a separate process because Triton selects its interpreter once."""
 
+    def __init__(self, ring: Ring, *, beside: bool = False) -> None:
+        """Start it; `beside` other rings with the lowest priority, and its output is printed at its end."""
+        self.ring, self._begun = ring, time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-q", *ring.options, *sys.argv[1:], str(HERE / ring.folder)]
+        if beside:
+            print(f"ring {ring.name}: runs beside the others", flush=True)
+            command = ["nice", "-n", "19", *command]
+        else:
+            print(f"ring {ring.name}: runs, about {ring.minutes} minutes on two processors", flush=True)
+        self._output = tempfile.TemporaryFile() if beside else None  # noqa: SIM115 (open until `passed`)
+        self._process = subprocess.Popen(command, stdout=self._output, stderr=self._output and subprocess.STDOUT)
 
-def _processor_seconds() -> float:
-    """Return the processor time of ended child processes, including the child processes that these waited for."""
-    times = os.times()
-    return times.children_user + times.children_system
+    def passed(self) -> bool:
+        """Wait for its end, and return whether all tests passed."""
+        _, status, used = os.wait4(self._process.pid, 0)
+        self._process.returncode = code = os.waitstatus_to_exitcode(status)
+        if self._output is not None:
+            self._output.seek(0)
+            print(self._output.read().decode(errors="replace"), end="", flush=True)
+        seconds = time.monotonic() - self._begun
+        # With the time of ended child processes, including the child processes that these waited for.
+        times = f"{seconds:.0f} s, with {used.ru_utime + used.ru_stime:.0f} s of processor time"
+        print(f"ring {self.ring.name}: {'failed' if code else 'passed'} after {times}", flush=True)
+        return code == 0
+
+    def end(self) -> None:
+        """Interrupt it if it runs."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait()
 
 
 def main() -> int:
@@ -129,13 +151,18 @@ def main() -> int:
             leave_out(ring, reason)
         else:
             chosen.append(ring)
+    # With a GPU, kernels are tested on it, and would disturb the times of the ring of GPUs.
+    beside = [] if any(ring.name == "gpu" for ring in chosen) else [ring for ring in chosen if ring.computes]
+    alone = [ring for ring in chosen if ring not in beside]
     if len(chosen) > 1:
-        print(
-            f"{len(chosen)} rings, about {sum(ring.minutes for ring in chosen)} minutes on two processors", flush=True
-        )
-    for ring in chosen:
-        if not passes(ring):
-            failed.append(ring.name)
+        print(f"{len(chosen)} rings, about {sum(ring.minutes for ring in alone)} minutes on two processors", flush=True)
+    aside = [Run(ring, beside=True) for ring in beside]
+    try:
+        failed += [ring.name for ring in alone if not Run(ring).passed()]
+        failed += [run.ring.name for run in aside if not run.passed()]
+    finally:
+        for run in aside:
+            run.end()
     if wanted := [name for name in required() if name in left_out]:
         print(
             f"DSV4_TEST_REQUIRE={os.environ['DSV4_TEST_REQUIRE']}, and left out: {', '.join(wanted)}", file=sys.stderr

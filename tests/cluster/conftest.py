@@ -34,15 +34,23 @@ _BEHIND = 5
 OURS = Settings(f"tests{WORKER}", nodes=3, fake=8)
 
 
+_IMAGES = {"test_admission.py", "test_chart_release.py", "test_images.py", "test_installed_operator.py", "test_pods.py"}
+"""Files whose tests load the project's images."""
+
+
 class Kinds(LoadScopeScheduling):
     """Tests that run engines compute; most others wait for the control plane.
 
-    The two kinds run in parallel, each with its tests in sequence. Without engine tests, files are distributed.
+    The two kinds run in parallel, each with its tests in sequence. Without engine tests, files are distributed, those
+    with images to one worker: loading images onto the nodes of a cluster takes half a minute.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         collected = next(iter(self.registered_collections.values()))
-        return _kind(nodeid) if any(_kind(one) == "engines" for one in collected) else nodeid.partition("::")[0]
+        if any(_kind(one) == "engines" for one in collected):
+            return _kind(nodeid)
+        file = nodeid.partition("::")[0]
+        return "images" if Path(file).name in _IMAGES else file
 
 
 def _kind(nodeid: str) -> str:

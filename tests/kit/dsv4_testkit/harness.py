@@ -110,10 +110,10 @@ class Deployment:
         return dict(json.loads(done.stdout))
 
     def group(self, index: int = 0) -> dict[str, Any]:
-        return dict(self.object()["status"]["groups"][index])
+        return dict(self.peek()["groups"][index])
 
     def peek(self) -> dict[str, Any]:
-        """Return the same status from its file, for frequent calls: `dsv4 status` takes a second of processor time."""
+        """Return the status from its file: `dsv4 status` takes a second of processor time, which engines need."""
         try:
             text = (self.directory / "object.json").read_text()
         except FileNotFoundError:
@@ -122,7 +122,23 @@ class Deployment:
         return dict(json.loads(text)["status"])
 
     def pid(self, rank: int, process: str) -> int:
-        return pid_in(self.group(), rank, process)
+        """Return the process id of a member's running process.
+
+        Raises:
+            RuntimeError: the status lists no such process within 15 s.
+        """
+        # The status lists the processes of a new engine shortly after it serves.
+        deadline = time.monotonic() + 15.0
+        while True:
+            try:
+                found = pid_in(self.group(), rank, process)
+                os.kill(found, 0)
+            except (StopIteration, ProcessLookupError):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the status lists no running {process} of rank {rank}") from None
+                time.sleep(0.25)
+            else:
+                return found
 
     def complete(self, prompt: str = "Hello", tokens: int = 4, timeout: float = 60.0) -> dict[str, Any]:
         body = {"model": self.name, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
@@ -138,11 +154,11 @@ class Deployment:
         """Return the status once it is in `phase` and contains a failure after Unix time `since`."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            status = self.object()["status"]
+            status = self.peek()
             failure = status["groups"][0].get("lastFailure")
             if status["phase"] == phase and failure is not None and unix(failure["time"]) > since:
-                return dict(status)
-            time.sleep(0.25)
+                return status
+            time.sleep(0.1)
         raise AssertionError(f"not {phase} after {timeout:.0f} s:\n{json.dumps(status, indent=1)}\n{self.log()}")
 
     def remains(self) -> list[str]:

@@ -254,4 +254,14 @@ def end_tree(pid: int) -> None:
     for process in everything:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(everything, 10)
+    deadline = time.monotonic() + 10
+    while any(_runs(process) for process in everything) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process runs; some init processes wait seconds before they reap an ended orphan."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -77,7 +77,8 @@ class ScriptedAgent:
         self.state = MemberRecord(plan, rank)
         self._group = group
         self._heard: dict[int, float] = {}
-        self._drained = 0.0
+        self._drain = (0.0, 0.0)
+        """Begin of the drain and its limit in seconds."""
 
     @property
     def changes(self) -> Changes:
@@ -118,8 +119,9 @@ class ScriptedAgent:
         state, now = self.state, time.monotonic()
         if state.phase is Phase.SERVING and self.rank == 0:
             state.finish("waiting for 1 open request")
-            self._drained = now + min(seconds, self.script.drain_seconds)
-        return DrainReport(over=not state.finishing or now >= self._drained)
+            self._drain = (now, seconds)
+        begun, limit = self._drain
+        return DrainReport(over=not state.finishing or now >= begun + min(limit, self.script.drain_seconds))
 
     @property
     def answers(self) -> bool:

@@ -17,7 +17,7 @@ import psutil
 from dsv4_operator.cli.output import log_time
 from dsv4_testkit.faults.actions import Scene
 from dsv4_testkit.faults.table import Fault
-from dsv4_testkit.harness import Deployment, pid_in, unix
+from dsv4_testkit.harness import Deployment, unix
 
 MODEL = "nano"
 HOOK = "DSV4_FAULT_FILE"
@@ -129,20 +129,10 @@ class DSV4:
         return dict(self._there.peek()["groups"][0])
 
     def pid(self, rank: int, process: str) -> int:
-        # The status lists the processes of a new engine shortly after it serves.
-        deadline = time.monotonic() + 15.0
-        while True:
-            try:
-                if process == "member":
-                    return int(psutil.Process(self.init(rank)).ppid())
-                found = pid_in(self.group(), rank, process)
-                os.kill(found, 0)
-            except (StopIteration, ProcessLookupError, psutil.NoSuchProcess):
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"the status names no running {process} of rank {rank}") from None
-                time.sleep(0.25)
-            else:
-                return found
+        if process == "member":
+            # The supervisor of the member's first process.
+            return int(psutil.Process(self.init(rank)).ppid())
+        return self._there.pid(rank, process)
 
     def init(self, rank: int) -> int:
         return self.pid(rank, "agent")
