@@ -151,9 +151,9 @@ async def test_a_machine_with_a_full_disk_does_not_keep_the_others_without_a_loo
     backend = loop(tmp_path, services)
     assert (await backend._claimed()).epoch == 1
     assert services.hosts["10.0.0.1"].lease.holder == "me"
-    assert "No space left" in backend._machines["b"].unreachable
+    assert "No space left" in backend._unfit(load(NANO.read_text()), backend._machines["b"])
     services.problems["10.0.0.1"] = full
-    with pytest.raises(BackendError, match=r"a \(.*No space left.*; b "):
+    with pytest.raises(BackendError, match=r"10.0.0.1\" of a .*No space left.*10.0.0.2\" of b "):
         await loop(tmp_path, services)._claimed()
 
 
