@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from dsv4_operator.api import DSV4Deployment, parse
 from dsv4_operator.backends.base import BackendError
+from dsv4_operator.backends.hosts.backend import examine
 from dsv4_operator.backends.hosts.documents import Claim, StartRequest
 from dsv4_operator.backends.hosts.service import Drivers
 from dsv4_operator.backends.local import gpus, network
@@ -283,7 +284,10 @@ async def test_a_machine_with_the_address_of_another_is_not_used(world: HostsWor
 async def test_a_machine_keeps_its_members_and_fences_at_another_address(world: HostsWorld) -> None:
     plan = await formed(world, 1)
     machine = world.machines.all[1]
+    assert await examine(world.machines.inventory, KEY) == []
     machine.kill_supervisor()
+    (found,) = await examine(world.machines.inventory, KEY)
+    assert (found.field, found.reason) == ("hosts[1].address", "ServiceMissing")
     with pytest.raises(BackendError, match=r'hosts\[1\].address: "127.* of spark-2 refuses connections'):
         await world.backend.fence(world.deployment, 0, 1)
     world.machines.move(1, 3)
