@@ -151,6 +151,7 @@ class HostsBackend(OwnGateways):
         self._awaiting: asyncio.Task[None] | None = None
         """Queries the machines that do not answer."""
         self._here = Here()
+        """Network of this machine, since the latest call of `facts`; without problems if all machines answer."""
 
     async def close(self) -> None:
         """See `Backend`."""
@@ -169,10 +170,9 @@ class HostsBackend(OwnGateways):
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`. A group always gets the same machines, in the order of the inventory."""
         await self._refresh()
-        if any(machine.absent for machine in self._machines.values()) and (
-            self._awaiting is None or self._awaiting.done()
-        ):
-            self._here = await _look(self._inventory)
+        absent = any(machine.absent for machine in self._machines.values())
+        self._here = await _look(self._inventory) if absent else Here()
+        if absent and (self._awaiting is None or self._awaiting.done()):
             self._awaiting = asyncio.create_task(self._await_absent())
         size = deployment.spec.topology.nodes_per_group
         unfit = {name: self._unfit(deployment, machine) for name, machine in self._machines.items()}
