@@ -138,7 +138,9 @@ def test_a_silent_machine_is_named_with_the_reason(
     else:
         assert (found.field, found.value) == (f"hosts[{place}].address", f"10.0.0.{place + 1}")
         assert f"of spark-{place + 1} " in found.message
-        assert (found.reason == "ServiceMissing") == (code == errno.ECONNREFUSED)
+        names = {errno.ECONNREFUSED: "ServiceMissing", errno.ENOSPC: "DiskFull", errno.EPROTO: "MachineRefuses"}
+        unreachable = "MachineUnreachable" if code in (errno.EHOSTUNREACH, errno.ENETUNREACH) else found.reason
+        assert found.reason == names.get(code or 0, unreachable)
         assert found.reason == "ServiceMissing" or problem in found.message
 
 

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -409,8 +410,11 @@ class HostsBackend(OwnGateways):
         except LeaseRefused as error:
             self._claim = None
             raise BackendError(f"{machine.host.name} refuses: {error}") from error
-        except BackendError as error:
-            raise BackendError(f"{machine.host.name}: {error}") from error
+        except _Refused as error:
+            if error.errno != errno.ENOSPC:
+                raise BackendError(f"{machine.host.name}: {error}") from error
+            machine.failed(error)
+            raise BackendError(str(self._silent(machine))) from error
         except AGENT_ERRORS as error:
             machine.failed(error)
             raise BackendError(str(self._silent(machine))) from error
@@ -505,6 +509,14 @@ class HostsBackend(OwnGateways):
         )
 
 
+class _Refused(BackendError):
+    """A host service answered with an error status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        self.errno = errno.ENOSPC if status == HTTPStatus.INSUFFICIENT_STORAGE else errno.EPROTO
+        super().__init__(message)
+
+
 class _HostClient:
     """HTTP client of host services."""
 
@@ -554,7 +566,7 @@ class _HostClient:
             message = f"status {answer.status}"
             with contextlib.suppress(ValueError):
                 message = Refusal.model_validate_json(content).message
-            raise LeaseRefused(message) if answer.status == 409 else BackendError(message)
+            raise LeaseRefused(message) if answer.status == 409 else _Refused(message, answer.status)
 
 
 async def _look(inventory: Inventory) -> Here:

@@ -424,6 +424,12 @@ def silent_machine(
         message = f"of {host.name} refuses connections to port {inventory.service_port}: its host service does not run"
         remedy = f"see `systemctl status 'dsv4-host@*'` on {host.name}, or repeat `dsv4 up`"
         return Finding(field, "ServiceMissing", message, remedy, address)
+    if code == errno.ENOSPC:
+        message = f"of {host.name} refuses changes, because its disk is full: {problem}"
+        return Finding(field, "DiskFull", message, f"make space in {inventory.state_dir} there", address)
+    if code == errno.EPROTO:
+        remedy = "repeat `dsv4 up`, which writes its files and starts its host service again"
+        return Finding(field, "MachineRefuses", f"of {host.name} refuses: {problem}", remedy, address)
     message = f"of {host.name} does not answer: {problem}"
     remedy = (
         f"check power and link of {host.name}; if its address changed, {_FOLLOW}; if it is gone, remove it from the "
