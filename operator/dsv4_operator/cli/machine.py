@@ -240,6 +240,8 @@ def apply(settings: Settings) -> ExitCode:
         # Written again at the end: an interrupted attempt may leave other files.
         applied.unlink(missing_ok=True)
         _write_files(settings, deployment)
+        # With other settings: without systemd, its lock would refuse the next one.
+        host.stop()
         host.start()
         _await_lock(host)
         replace_file(applied, digest)

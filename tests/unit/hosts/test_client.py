@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -640,6 +641,11 @@ def test_one_client_at_a_time_changes_a_machine(tmp_path: Path) -> None:
     assert other.wait(20) == 0
 
 
+def answers(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((address, port)) == 0
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces everywhere")
 def test_the_services_of_a_machine(
     monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory: Callable[[], int], capsys: pytest.CaptureFixture[str]
@@ -673,6 +679,20 @@ def test_the_services_of_a_machine(
             other = known.model_copy(update={"key": "z" * 64})
             with pytest.raises(CommandError, match=r"nano is already running.*other machines, software or secrets"):
                 machine.apply(settings.model_copy(update={"record": other}))
+            # The machine gets another address.
+            inventory = inventory.model_copy(update={"hosts": (places[0].model_copy(update={"address": "127.0.0.9"}),)})
+            moved = known.model_copy(update={"inventory": inventory})
+            settings = settings.model_copy(update={"record": moved})
+            assert machine.move(settings) == ExitCode.OK
+            assert not machine.loop_service(settings.loop).running()
+            assert machine.host_service(settings).running()
+            machine.apply(settings)
+            assert "host service started\ncontrol loop started" in capsys.readouterr().out
+            deadline = time.monotonic() + 60
+            while not answers("127.0.0.9", inventory.service_port):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            assert not answers("127.0.0.1", inventory.service_port)
         finally:
             machine.stop_loop(settings)
             machine.stop_host(settings)
