@@ -29,7 +29,8 @@ from dsv4_testkit.nspawn import Nspawn, World, until
 STATE = "var/lib/dsv4"
 _API, _DASHBOARD = 8000, 8265
 _PROGRAM = (sys.executable, "-m", "dsv4_operator.cli.main")
-_START_SECONDS = 600.0
+_START_SECONDS = 1600.0
+"""Only a bound."""
 _READY_SECONDS = 240.0
 _PROCESS_SECONDS = 15.0
 _CLIENTS = 8
@@ -83,7 +84,7 @@ class OnMachines(DSV4):
         file = self.world.folder / "nano.yaml"
         file.write_text(MANIFEST.format(name=MODEL, nodes=2, replicas=1, seqs=4, **self._budget, **ports))
         targets = ",".join(machine.address for machine in self.world.machines)
-        words = ["up", str(file), "--hosts", targets, "--timeout", "9m"]
+        words = ["up", str(file), "--hosts", targets, "--timeout", "25m"]
         done = self.world.dsv4(*words, program=_PROGRAM, seconds=_START_SECONDS)
         if done.returncode:
             raise RuntimeError(f"up failed:\n{done.stdout}\n{done.stderr}")
