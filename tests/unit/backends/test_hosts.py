@@ -297,6 +297,7 @@ async def test_a_machine_keeps_its_members_and_fences_at_another_address(world: 
     # That of the other machine runs on, so it is fenced first.
     assert [of(seen, 1)[rank].ended for rank in (0, 1)] == [None, "the host service was ended"]
     await fenced(world, 1)
+    await world.backend.forget(world.deployment, 0, 1)
     with pytest.raises(BackendError, match="fenced"):
         await world.backend.ensure(world.deployment, plan)
     second = await formed(world, 2)
