@@ -7,10 +7,13 @@
     python benchmarks/faults.py --soak --minutes 60 --json benchmarks/faults.json  # no faults: no verdict, no restart
     python benchmarks/faults.py --deaths 20 --json benchmarks/faults.json          # no lost request
     python benchmarks/faults.py --cost 2 --json benchmarks/faults.json             # cost of the agents without faults
+    python benchmarks/faults.py --hosts DIR --json benchmarks/hosts.json           # on two machines of systemd-nspawn
+    python benchmarks/faults.py --hosts DIR --blocked 10 --json benchmarks/hosts.json  # ten minutes without ssh
     python benchmarks/faults.py --runs 0 --page docs/faults.md --json benchmarks/faults.json   # the page only
 
 Each finished run is written to the file at once; runs in the file are not repeated. A run takes at most ten minutes; a
-run without a result is stored as an error and repeated by the next call. Requires root and an otherwise idle machine.
+run without a result is stored as an error and repeated by the next call. Requires root and an otherwise idle machine;
+`--hosts` also the requirements of `tests/hosts`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from dsv4_testkit.faults import report, series
+from dsv4_testkit.faults import machines, report, series
 from dsv4_testkit.faults.bare import Bare
 from dsv4_testkit.faults.cost import cost
 from dsv4_testkit.faults.deaths import deaths
@@ -36,6 +39,8 @@ from dsv4_testkit.faults.store import Store
 from dsv4_testkit.faults.system import DSV4, System
 from dsv4_testkit.faults.table import Fault
 
+_LOCAL = Path(__file__).with_name("faults.json")
+"""Results on one machine."""
 _RUN_SECONDS = 600.0
 """Limit of one run."""
 _MOST_ERRORS = 10
@@ -59,6 +64,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="duration of the soak (default: %(default)s)")
     parser.add_argument("--deaths", type=int, metavar="N", help="cause N engine deaths under eight clients")
     parser.add_argument("--cost", type=float, metavar="MINUTES", help="measure processor time and memory of the agents")
+    parser.add_argument("--hosts", type=Path, metavar="DIR", help="run the faults on two machines, kept in this folder")
+    parser.add_argument("--blocked", type=float, metavar="MINUTES", help="with --hosts: a time without ssh instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file of results; finished runs in it are skipped")
     parser.add_argument(
         "--series", type=Path, metavar="DIR", help="store the head's samples for the tests of the rules"
@@ -76,10 +83,17 @@ def main() -> int:
             parser.error(f"--page {options.page}: {error}")
     # Started processes end with this one, also after SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    unknown = [name for name in options.only or () if name not in BY_NAME]
+    known = {fault.name: fault for fault in machines.FAULTS} if options.hosts else BY_NAME
+    unknown = [name for name in options.only or () if name not in known]
     if unknown:
-        parser.error(f"--only {unknown[0]!r}: no such fault; --list shows their names")
+        parser.error(f"--only {unknown[0]!r}: no such fault; there are {', '.join(known)}")
+    if options.hosts and (options.bare or options.page or options.series):
+        parser.error("--hosts: has neither peer, page nor series; leave out --bare, --page and --series")
+    if options.blocked is not None and not options.hosts:
+        parser.error("--blocked: needs machines; add --hosts DIR")
     store = Store(options.json)
+    if options.blocked is not None:
+        return machines.blocked(machines.OnMachines(options.hosts), options.blocked, options.seed, store)
     weights = options.weights
     if options.soak:
         return soak(DSV4(weights), options.minutes, options.seed, store)
@@ -89,8 +103,10 @@ def main() -> int:
         return cost(DSV4(weights), options.cost, options.seed, store)
     if options.series is not None:
         options.series.mkdir(parents=True, exist_ok=True)
-    chosen = [BY_NAME[name] for name in options.only] if options.only else list(MATRIX)
+    chosen = [known[name] for name in options.only or known]
     system: System = Bare(weights) if options.bare else DSV4(weights)
+    if options.hosts:
+        system = machines.OnMachines(options.hosts)
     if options.bare:
         chosen = [fault for fault in chosen if fault.bare]
     try:
@@ -102,6 +118,8 @@ def main() -> int:
         if options.page is not None:
             options.page.write_text(report.update(options.page.read_text(), store))
     print(report.summary(store))
+    if options.hosts:
+        print(machines.beside(Store(_LOCAL).runs, store.runs))
     return int(errors > 0)
 
 

@@ -1,17 +1,19 @@
-"""`dsv4 up --hosts` on two machines with systemd: start, chat, death, restart, power cut, loss of ssh, removal."""
+"""`dsv4 up --hosts` on two machines with systemd: start, chat, death, restart, power cut, loss of ssh, removal; and on
+three with changed addresses."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsv4_testkit.nspawn import World, lacks, until
+from dsv4_testkit.nspawn import NETWORK, World, lacks, until
 
 LACKS = lacks()
 pytestmark = [
@@ -23,22 +25,24 @@ pytestmark = [
 CACHE = Path(os.environ.get("DSV4_TEST_MACHINES", "/var/tmp/dsv4-machines"))
 START_SECONDS = 1800.0
 """Only a bound."""
+TWO, THREE = "nodesPerGroup: 2", "nodesPerGroup: 3, tensorParallelSize: 1, pipelineParallelSize: 3"
 MANIFEST = """\
 apiVersion: dsv4.dev/v1alpha1
 kind: DSV4Deployment
 metadata: {name: nano}
 spec:
   model: {variant: Nano, source: {nano: {seed: 0, precision: bf16}}}
-  topology: {hardware: CPU, nodesPerGroup: 2}
+  topology: {hardware: CPU, %s}
   engine: {maxModelLen: 1024, maxNumSeqs: 4, maxNumBatchedTokens: 512}
   recovery: {maxRestarts: 9, window: 1h, backoff: {base: 1s, max: 30s}}
 """
 PROGRAM = (sys.executable, "-m", "dsv4_operator.cli.main")
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    found = World(CACHE)
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    count = getattr(request, "param", 2)
+    found = World(CACHE, count, linked=count > 2)
     try:
         found.start()
         yield found
@@ -52,9 +56,9 @@ def dsv4(world: World, *words: str, code: int = 0, seconds: float = 300.0) -> st
     return done.stdout
 
 
-def up(world: World) -> str:
-    (world.folder / "nano.yaml").write_text(MANIFEST)
-    targets = ",".join(machine.address for machine in world.machines)
+def up(world: World, topology: str = TWO) -> str:
+    (world.folder / "nano.yaml").write_text(MANIFEST % topology)
+    targets = ",".join(machine.name for machine in world.machines)
     return dsv4(world, "up", f"{world.folder}/nano.yaml", "--hosts", targets, "--timeout", "30m", seconds=START_SECONDS)
 
 
@@ -63,6 +67,13 @@ def group(world: World) -> dict[str, Any]:
     done = world.dsv4("status", "nano", "-o", "json", program=PROGRAM, seconds=120)
     groups = json.loads(done.stdout)["status"].get("groups", []) if done.returncode == 0 else []
     return dict(groups[0]) if groups else {}
+
+
+def conditions(world: World) -> str:
+    """Return the messages of the conditions that are not true."""
+    done = world.dsv4("status", "nano", "-o", "json", program=PROGRAM, seconds=120)
+    found = json.loads(done.stdout)["status"].get("conditions", []) if done.returncode == 0 else []
+    return "; ".join(one.get("message", "") for one in found if one["status"] != "True")
 
 
 def serves(world: World, after: int) -> bool:
@@ -122,3 +133,36 @@ def test_the_life_of_a_deployment(world: World) -> None:
     for machine in world.machines:
         assert machine.run("ls", "/var/lib/dsv4").stdout.split() in ([], ["weights"])
         assert machine.run("ls", "/usr/local/bin/dsv4").returncode != 0
+
+
+@pytest.mark.parametrize("world", [3], indirect=True)
+def test_three_machines(world: World) -> None:
+    up(world, THREE)
+    chat(world)
+    first = group(world)
+    assert len(first["members"]) == 3
+
+    # One machine loses power, then two of them.
+    for machines in (world.machines[2:], world.machines[:2]):
+        latest = group(world)["incarnation"]
+        for machine in machines:
+            machine.cut()
+        for machine in machines:
+            machine.boot()
+        seconds = until(lambda latest=latest: serves(world, latest), "it serves after a power cut", START_SECONDS)
+        print(f"serving {seconds:.0f} s after a power cut of {len(machines)} of 3")
+    chat(world)
+
+    # A machine gets another address on the link; ssh uses its name.
+    latest = group(world)["incarnation"]
+    begun = time.monotonic()
+    world.machines[2].readdress(33)
+    until(lambda: f"{NETWORK}.3" in conditions(world), "the lost address is named", 180)
+    print(f"named {time.monotonic() - begun:.0f} s after the change: {conditions(world)}")
+    assert f"has {NETWORK}.33, and had {NETWORK}.3;" in up(world, THREE)
+    assert group(world)["incarnation"] > latest
+    print(f"serving {time.monotonic() - begun:.0f} s after the change of an address")
+    chat(world)
+    assert "has ended on 3 machines" in dsv4(world, "down", "nano")
+    for machine in world.machines:
+        assert machine.run("pgrep", "-f", "dsv4_").returncode == 1, "no process is left"

@@ -729,6 +729,7 @@ def doctor(
     """Check the network of this machine, and copies between its GPUs, and show remedies."""
     from ipaddress import AddressValueError, IPv4Address
 
+    from dsv4_operator.backends.local.state import default_root
     from dsv4_operator.cli import diagnostics
 
     for address in peer or ():
@@ -744,7 +745,7 @@ def doctor(
             raise bad_input("--peer and reports are mutually exclusive; give one of them")
         return diagnostics.label_nodes(reports, output)
     return diagnostics.check_machine(
-        peer or (), seconds, mtu=mtu, require_rdma=require_rdma, copies=copies, form=output
+        peer or (), seconds, mtu=mtu, require_rdma=require_rdma, copies=copies, form=output, root=default_root()
     )
 
 

@@ -4,6 +4,7 @@ this machine), `evidence` (archive of failures) and `dashboard`.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import io
 import json
@@ -21,6 +22,7 @@ from typing import Any
 
 import pydantic
 
+from dsv4_operator.api import Finding, Severity
 from dsv4_operator.backends.hosts.survey import CABLED, cabled, read_network
 from dsv4_operator.cli import render
 from dsv4_operator.cli.output import (
@@ -207,8 +209,11 @@ def check_machine(
     require_rdma: bool,
     copies: bool,
     form: DocumentFormat | None,
+    root: Path,
 ) -> ExitCode:
     """Print the checks, including paths to `peers` that respond within `wait` seconds; `FAILED` if any check failed.
+
+    On the first machine of deployments on several ones, with their loops in `root`, also the findings about these.
 
     Raises:
         CommandError: the checks could not be performed, or did not finish.
@@ -222,9 +227,33 @@ def check_machine(
     words += ["-o", "json"] if form else []
     limit = _CHECK_SECONDS + (2 * wait + 30 if peers else 0) + (_COPIES_SECONDS if copies else 0)
     done = _run_checks(words, capture=form is not None, limit=limit)
+    findings = _about_machines(root)
     if form:
-        print_line(render_document(json.loads(done.stdout), form))
-    return ExitCode.OK if done.returncode == 0 else ExitCode.FAILED
+        machines = {"machines": [each.to_dict() for each in findings]} if findings else {}
+        print_line(render_document({**json.loads(done.stdout), **machines}, form))
+    else:
+        for each in findings:
+            print_line(f"{'FAIL' if each.severity is Severity.REFUSE else 'WARN'}  {each}")
+    failed = done.returncode != 0 or any(each.severity is Severity.REFUSE for each in findings)
+    return ExitCode.FAILED if failed else ExitCode.OK
+
+
+def _about_machines(root: Path) -> list[Finding]:
+    """Return the findings about the machines of the deployments with loops in `root`."""
+    from dsv4_operator.backends.hosts.documents import HOST_KEY, INVENTORY, InvalidInventory, load_inventory
+
+    found: list[Finding] = []
+    for file in sorted(root.glob(f"*/{INVENTORY}")):
+        from dsv4_operator.backends.hosts.backend import examine
+
+        try:
+            inventory, key = load_inventory(file.read_text()), file.with_name(HOST_KEY).read_text().strip()
+        except (OSError, UnicodeDecodeError, InvalidInventory) as error:
+            remedy = "run `dsv4 doctor` as root, or `dsv4 up` with --hosts again"
+            found.append(Finding(file.parent.name, "Unreadable", f"{file} cannot be read: {error}", remedy))
+            continue
+        found += asyncio.run(examine(inventory, key))
+    return found
 
 
 def label_nodes(files: Sequence[Path], form: DocumentFormat | None) -> ExitCode:

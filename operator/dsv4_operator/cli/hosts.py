@@ -154,19 +154,22 @@ class _Client:
         self, deployment: DSV4Deployment, hosts: str, known: Record | None, root: Path, limit: float
     ) -> ExitCode:
         named = _read_inventory(hosts)
-        if known and named == [host.target for host in known.inventory.hosts]:
+        same = known is not None and named == [host.target for host in known.inventory.hosts]
+        if known and same:
             named = known.inventory
         targets = [host.target for host in named.hosts] if isinstance(named, Inventory) else named
         given = named.state_dir if isinstance(named, Inventory) else Inventory.model_fields["state_dir"].default
         checks = await self._all({target: self._check(target, given) for target in targets})
         if not isinstance(named, Inventory):
             named = _discovered(named, checks)
+        elif same:
+            named = _present(named, checks)
         inventory, spec = named, deployment.spec
         needed = spec.topology.nodes_per_group * max(spec.replicas, 1)
         if needed > len(inventory.hosts):
             raise bad_input(f"the deployment needs {needed} machines, and {hosts} has {len(inventory.hosts)}; add some")
         inventory = inventory.model_copy(update={"hosts": inventory.hosts[:needed]})
-        _check_machines(known, inventory)
+        moved = _check_machines(known, inventory)
         cpu = spec.topology.hardware is Hardware.CPU
         source = _Source.of(cpu=cpu, python=_minor(checks[inventory.hosts[0].target]["python"]))
         self._judge(inventory, checks, source)
@@ -180,19 +183,29 @@ class _Client:
             secrets=tuple(found),
         )
         await self._install(record, checks, source)
-        # Not before: `down` uses the software of the record.
-        with convert_os_errors("the record of the deployment cannot be written"):
-            save_record(root, record)
         settings = [
             Settings(record=record, host=host.name, deployment=deployment, secrets=found, timeout=limit)
             for host in inventory.hosts
         ]
+        if moved:
+            await self._move(record, moved, settings)
+        # Not before: `down` uses the software of the record, and a refused move is checked again by the next `up`.
+        with convert_os_errors("the record of the deployment cannot be written"):
+            save_record(root, record)
         # The first one refuses if another version runs.
         await self._machine("apply", settings[0], _STEP_SECONDS * 2)
         await self._all({each.host: self._machine("apply", each, _STEP_SECONDS) for each in settings[1:]})
         self.report(inventory.hosts[0].name, f"starting; at most {format_duration(limit)}")
         words = ["dsv4_operator.cli.machine", "wait"]
         return _exit_code(await self._attached(record, inventory.hosts[0], words, settings[0]))
+
+    async def _move(self, record: Record, moved: Sequence[str], settings: Sequence[Settings]) -> None:
+        """End the loop and prove that these are the same machines, before they get other addresses."""
+        for line in moved:
+            self.report("all", line)
+        # The first one, with the loop, last: without the others nothing is to change.
+        await self._all({each.host: self._machine("move", each, _STEP_SECONDS) for each in settings[1:]})
+        await self._machine("move", settings[0], _STEP_SECONDS * 2)
 
     async def down(self, root: Path, record: Record, *, uninstall: bool) -> ExitCode:
         first, *_ = hosts = record.inventory.hosts
@@ -457,17 +470,46 @@ def _read_inventory(hosts: str) -> Inventory | list[str]:
     return list(names.values())
 
 
-def _check_machines(known: Record | None, inventory: Inventory) -> None:
+def _check_machines(known: Record | None, inventory: Inventory) -> list[str]:
     """Check that a deployment stays on its machines: on others, the earlier members would run on.
+
+    Returns a line for each machine with another address than before.
 
     Raises:
         CommandError: it has other machines.
     """
-    if known is not None and known.inventory != inventory:
-        names = ", ".join(host.name for host in known.inventory.hosts)
+    if known is None or known.inventory == inventory:
+        return []
+    before = known.inventory.hosts
+    identities = [[(host.name, host.target) for host in hosts] for hosts in (before, inventory.hosts)]
+    if identities[0] != identities[1] or known.inventory != inventory.model_copy(update={"hosts": before}):
+        names = ", ".join(host.name for host in before)
         raise bad_input(
             f"{known.name} is on {names}, with another inventory than this one; run `dsv4 uninstall {known.name}` first"
         )
+    return [
+        f"hosts[{place}].address: {old.name} has {new.address}, and had {old.address}; the group forms again there"
+        for place, (old, new) in enumerate(zip(before, inventory.hosts, strict=True))
+        if (old.address, old.interface) != (new.address, new.interface)
+    ]
+
+
+def _present(inventory: Inventory, checks: dict[str, Any]) -> Inventory:
+    """Return the inventory with the present addresses, if a machine has lost that of the inventory.
+
+    Raises:
+        CommandError: the machines share no network.
+    """
+    if all(
+        not (facts := checks[host.target])["addresses"]
+        or host.address in [one["address"] for one in facts["addresses"]]
+        for host in inventory.hosts
+    ):
+        return inventory
+    found = _discovered([host.target for host in inventory.hosts], checks)
+    places = zip(inventory.hosts, found.hosts, strict=True)
+    moved = [old.model_copy(update={"address": new.address, "interface": new.interface}) for old, new in places]
+    return inventory.model_copy(update={"hosts": tuple(moved)})
 
 
 def _discovered(targets: Sequence[str], checks: dict[str, Any]) -> Inventory:

@@ -240,6 +240,8 @@ def apply(settings: Settings) -> ExitCode:
         # Written again at the end: an interrupted attempt may leave other files.
         applied.unlink(missing_ok=True)
         _write_files(settings, deployment)
+        # With other settings: without systemd, its lock would refuse the next one.
+        host.stop()
         host.start()
         _await_lock(host)
         replace_file(applied, digest)
@@ -253,6 +255,29 @@ def apply(settings: Settings) -> ExitCode:
         # Before another client may find that no loop runs.
         _await_lock(loop)
         print_line("control loop started")
+    return ExitCode.OK
+
+
+def move(settings: Settings) -> ExitCode:
+    """End the loop and leave the members, before the machines get other addresses.
+
+    The next loop fences the members by the names of their machines, so each must be the machine that it was.
+
+    Raises:
+        CommandError: it is another machine, or the loop runs with another file.
+    """
+    key = settings.members.directory / HOST_KEY
+    if not key.exists() or key.read_text().strip() != settings.record.key:
+        name = settings.record.name
+        raise bad_input(
+            f"hosts: {settings.host} has no files of {name}, so it is not the machine that had the earlier address, "
+            f"whose members may run on; run `dsv4 uninstall {name}` first"
+        )
+    if settings.first:
+        running = loop_service(settings.loop).running()
+        if running and settings.deployment and (other := up.difference(settings.loop, settings.deployment)):
+            raise bad_input(f"{settings.record.name} cannot move{other}")
+        loop_service(settings.loop).stop()
     return ExitCode.OK
 
 
@@ -417,6 +442,7 @@ def secret_paths(deployment: DSV4Deployment) -> dict[str, tuple[str, SecretKeyRe
 
 _ACTIONS: dict[str, Callable[[Settings], ExitCode]] = {
     "apply": apply,
+    "move": move,
     "wait": wait,
     "stop-loop": stop_loop,
     "stop-host": stop_host,

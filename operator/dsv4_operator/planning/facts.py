@@ -58,6 +58,10 @@ class NodeFacts:
     known."""
     lost_bytes: int = 0
     """Memory that drivers kept over the ends of all members since the start of the machine."""
+    driver: str = ""
+    """Version of the driver of its accelerators; empty: unknown."""
+    driver_before: str = ""
+    """Version with which engines ran here before; empty: the same, or unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -423,6 +423,22 @@ def _lost_memory(chosen: Setup) -> Iterator[Broken]:
             yield Broken("", None, problem)
 
 
+def _changed_driver(chosen: Setup) -> Iterator[Broken]:
+    for node in chosen.nodes:
+        if node.driver_before not in ("", node.driver):
+            problem = (
+                f"{node.name} has the NVIDIA driver {node.driver}, and engines ran there with {node.driver_before}"
+            )
+            yield Broken("", None, problem)
+
+
+def _different_drivers(chosen: Setup) -> Iterator[Broken]:
+    drivers = {node.name: node.driver for node in chosen.nodes if node.driver}
+    if len(set(drivers.values())) > 1:
+        shown = ", ".join(f"{name} {version}" for name, version in drivers.items())
+        yield Broken("", None, f"the machines of the group have different NVIDIA drivers: {shown}")
+
+
 def _e8m0(chosen: Setup) -> Iterator[Broken]:
     if chosen.machine.is_sm12x and chosen.variable("VLLM_USE_DEEP_GEMM_E8M0") == "0":
         yield Broken("spec.engine.env", None, "VLLM_USE_DEEP_GEMM_E8M0=0 fails with the scales of DeepSeek-V4 on SM12x")
@@ -648,6 +664,16 @@ RULES = (
         "LostMemory", Severity.WARN, "a machine whose drivers kept more than 2 GiB over the ends of engines",
         _lost_memory, "restart the machine before an engine lacks the memory",
         "https://github.com/eugr/spark-vllm-docker/issues/257: about 35 restarts, until a power cycle",
+    ),
+    Rule(
+        "DriverChanged", Severity.WARN, "a machine with another driver than its engines ran with before",
+        _changed_driver, "run `dsv4 verify` once it serves, or install the earlier driver if it does not",
+        "kernels are compiled, measured and validated again with another driver",
+    ),
+    Rule(
+        "DriversDiffer", Severity.WARN, "machines of one group with different drivers",
+        _different_drivers, "install the same driver on all of them",
+        "`dsv4 init` has the same warning (MachinesDiffer)",
     ),
     Rule(
         "E8M0", Severity.REFUSE, "`VLLM_USE_DEEP_GEMM_E8M0=0` on SM12x",

@@ -191,6 +191,18 @@ class Machines:
         state.directory.mkdir(parents=True, exist_ok=True)
         return HostsBackend(state, self.inventory, deployment, key=KEY, holder=holder, changed=changed)
 
+    def move(self, place: int, number: int) -> None:
+        """Start the host service of a machine at another address, the one with this number."""
+        host, machine = self.inventory.hosts[place], self.all[place]
+        address = f"{host.address.rpartition('.')[0]}.{number}"
+        self._added = [*self._added, address]
+        self._address("add")
+        moved = [*self.inventory.hosts]
+        moved[place] = host.model_copy(update={"address": address})
+        self.inventory = self.inventory.model_copy(update={"hosts": tuple(moved)})
+        machine.listen = f"{address}:{self.inventory.service_port}"
+        machine.start()
+
     def loop(self, deployment: DSV4Deployment) -> Loop:
         """Return the loop of `deployment` on these machines."""
         state = DeploymentState(self.root / "loop", deployment.metadata.name)

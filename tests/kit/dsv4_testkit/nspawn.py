@@ -68,11 +68,23 @@ class Nspawn:
         keys = self.root / "root/.ssh"
         keys.mkdir(mode=0o700, exist_ok=True)
         shutil.copy(self.world.folder / "key.pub", keys / "authorized_keys")
-        network = self.root / "etc/systemd/network/10-host0.network"
-        network.write_text(f"[Match]\nName=host0\n[Network]\nAddress={self.address}/24\nLinkLocalAddressing=no\n")
+        self._write_address()
         wanted = self.root / "etc/systemd/system/multi-user.target.wants/systemd-networkd.service"
         if not wanted.is_symlink():
             wanted.symlink_to("/lib/systemd/system/systemd-networkd.service")
+
+    def _write_address(self) -> None:
+        network = self.root / "etc/systemd/network/10-host0.network"
+        network.write_text(f"[Match]\nName=host0\n[Network]\nAddress={self.address}/24\nLinkLocalAddressing=no\n")
+
+    def readdress(self, number: int) -> None:
+        """Change the address of the running machine, also for later starts."""
+        before, self.address = self.address, f"{NETWORK}.{number}"
+        self._write_address()
+        for change in (f"del {before}", f"add {self.address}"):
+            words = f"ip address {change}/24 dev host0".split()
+            subprocess.run(self.inside(*words), check=True, timeout=10)
+        self.world.configure()
 
     def boot(self) -> None:
         """Start the machine and wait for ssh."""
@@ -94,6 +106,16 @@ class Nspawn:
             child.send_signal(signal.SIGKILL)
         self.process.wait(60)
 
+    @property
+    def leader(self) -> int:
+        """Return the id, here, of the machine's process 1."""
+        assert self.process is not None
+        return psutil.Process(self.process.pid).children()[0].pid
+
+    def inside(self, *words: str) -> list[str]:
+        """Return the command line that runs a command in the machine without ssh."""
+        return ["nsenter", f"--target={self.leader}", "--mount", "--uts", "--ipc", "--net", "--pid", *words]
+
     def close(self) -> None:
         """Stop the machine."""
         if self.process is not None and self.process.poll() is None:
@@ -103,8 +125,14 @@ class Nspawn:
 class World:
     """Machines with a client: a state directory, and an `ssh` that connects to them by address."""
 
-    def __init__(self, folder: Path, count: int = 2) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, count: int = 2, *, linked: bool = False) -> None:
+        """Args:
+        folder: directory with the base system and the files of the machines.
+        count: number of machines.
+        linked: whether every machine is new and begins with the software, as links to the files of this
+            environment; otherwise the first one has a copy, and `up` copies it to the others.
+        """
+        self.folder, self.linked = folder, linked
         self.ssh = folder / "bin" / "ssh"
         self.machines = [Nspawn(self, number) for number in range(1, count + 1)]
 
@@ -117,23 +145,29 @@ class World:
         key = self.folder / "key"
         if not key.exists():
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True, timeout=30)
-        (self.folder / "config").write_text(_SSH.format(key=key))
+        self.configure()
         self.ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {self.folder}/config "$@"\n')
         self.ssh.chmod(0o755)
         subprocess.run(["ip", "link", "add", BRIDGE, "type", "bridge"], check=True, timeout=10)
         subprocess.run(["ip", "addr", "add", f"{NETWORK}.254/24", "dev", BRIDGE], check=True, timeout=10)
         subprocess.run(["ip", "link", "set", BRIDGE, "up"], check=True, timeout=10)
         for machine in self.machines:
+            if self.linked:
+                # From an earlier run, perhaps with other machines or another version.
+                shutil.rmtree(machine.root, ignore_errors=True)
             machine.prepare()
         self.seed()
         for machine in self.machines:
             machine.boot()
 
-    def seed(self) -> None:
-        """Install the software of this environment on the first machine, without a package index.
+    def configure(self) -> None:
+        """Write the configuration of ssh, with the names of the machines."""
+        names = [f"Host {machine.name}\n HostName {machine.address}\n" for machine in self.machines]
+        (self.folder / "config").write_text("".join(names) + _SSH.format(key=self.folder / "key"))
 
-        `up` finds it there and copies it to the other machines.
-        """
+    def seed(self) -> None:
+        """Install the software of this environment without a package index: on the first machine, from where `up`
+        copies it, or linked on all of them."""
         root = self.machines[0].root
         version = subprocess.run(
             ["chroot", root, "python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
@@ -143,6 +177,10 @@ class World:
             timeout=60,
         ).stdout.strip()
         source = hosts._Source.of(cpu=True, python=version)
+        for machine in self.machines if self.linked else self.machines[:1]:
+            self._install(machine.root, source, version)
+
+    def _install(self, root: Path, source: hosts._Source, version: str) -> None:
         path = f"/var/lib/dsv4/software/{source.identity(os.uname().machine)}"
         folder = root / path.lstrip("/")
         if (folder / ".complete").exists():
@@ -150,9 +188,10 @@ class World:
         shutil.rmtree(folder.parent, ignore_errors=True)
         subprocess.run(["chroot", root, "python3", "-m", "venv", "--without-pip", path], check=True, timeout=120)
         packages = folder / "lib" / f"python{version}" / "site-packages"
+        copy = ["cp", "-al" if self.linked else "-a"]
         for entry in Path(psutil.__file__).parents[1].iterdir():
             if not entry.name.startswith(("_editable", "__editable", "dsv4", "__pycache__")):
-                subprocess.run(["cp", "-a", entry, packages / entry.name], check=True, timeout=BUILD_SECONDS)
+                subprocess.run([*copy, entry, packages / entry.name], check=True, timeout=BUILD_SECONDS)
         for name, content in source.files.items():
             if name.endswith(".whl"):
                 zipfile.ZipFile(io.BytesIO(content)).extractall(packages)

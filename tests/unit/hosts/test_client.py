@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, load
 from dsv4_operator.backends.hosts import bootstrap
-from dsv4_operator.backends.hosts.documents import DOWN, INVENTORY, MEMBERS, Host, Inventory
+from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, MEMBERS, Host, Inventory
 from dsv4_operator.backends.local.backend import query_members
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.backends.local.supervisor import LoopReport
@@ -358,6 +359,96 @@ def test_a_deployment_stays_on_its_machines() -> None:
         hosts._check_machines(known, other)
 
 
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=2), st.booleans(), st.sampled_from(["", "name", "ssh", "dir"]))
+def test_only_addresses_may_change(numbers: list[int], interface: bool, other: str) -> None:
+    known = record()
+    places = [
+        old.model_copy(update={"address": f"10.0.0.{number}", "interface": "eth1" if interface else None})
+        for old, number in zip(known.inventory.hosts, numbers, strict=True)
+    ]
+    if other in ("name", "ssh"):
+        places[1] = places[1].model_copy(update={other: "spark-9"})
+    changes = {"hosts": tuple(places), **({"state_dir": "/srv/dsv4"} if other == "dir" else {})}
+    wanted = known.inventory.model_copy(update=changes)
+    if other:
+        with pytest.raises(CommandError, match="with another inventory"):
+            hosts._check_machines(known, wanted)
+        return
+    moved = hosts._check_machines(known, wanted)
+    changed = [place for place in (0, 1) if interface or numbers[place] != place + 1]
+    assert [line.split(":")[0] for line in moved] == [f"hosts[{place}].address" for place in changed]
+
+
+def test_a_changed_address_is_found_over_ssh() -> None:
+    known = record().inventory
+    same = {"spark-1": facts(("eth0", "10.0.0.1", 1, False)), "spark-2": facts(("eth0", "10.0.0.2", 1, False))}
+    assert hosts._present(known, same) == known
+    # Without `ip` there, nothing is known.
+    assert hosts._present(known, same | {"spark-2": facts()}) == known
+    moved = hosts._present(known, same | {"spark-2": facts(("eth0", "10.0.0.7", 1, False))})
+    assert [(one.name, one.address) for one in moved.hosts] == [("spark-1", "10.0.0.1"), ("spark-2", "10.0.0.7")]
+    with pytest.raises(CommandError, match="share no IPv4 network"):
+        hosts._present(known, same | {"spark-2": facts(("eth0", "10.1.0.7", 1, False))})
+
+
+def test_up_follows_a_changed_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, str, str]] = []
+    refused: set[str] = set()
+    found = {
+        target: facts(("eth0", address, 1, False))
+        | {"root": True, "sudo": False, "python": "3.11.2", "headers": True, "compilers": ["gcc", "g++"], "time": 0.0}
+        | {"architecture": "x86_64", "free_bytes": 10**12, "software": [], "systemd": True, "writable": True}
+        for target, address in (("spark-1", "10.0.0.1"), ("spark-2", "10.0.0.7"))
+    }
+
+    async def check(self: object, target: str, state_dir: str) -> dict[str, object]:
+        return found[target]
+
+    async def act(self: object, action: str, given: Settings, seconds: float) -> None:
+        address = next(one.address for one in given.record.inventory.hosts if one.name == "spark-2")
+        done.append((action, given.host, address))
+        if given.host in refused:
+            raise CommandError(f"{given.host}: is another machine")
+
+    async def nothing(*given: object, **more: object) -> int:
+        return 0
+
+    for name, stand_in in (("_check", check), ("_machine", act), ("_install", nothing), ("_attached", nothing)):
+        monkeypatch.setattr(hosts._Client, name, stand_in)
+    save_record(tmp_path, record())
+    refused.add("spark-2")
+    with pytest.raises(CommandError, match="is another machine"):
+        hosts.up(str(NANO), "spark-1,spark-2", tmp_path, timeout=1)
+    assert done == [("move", "spark-2", "10.0.0.7")], "the loop runs on"
+    assert hosts.find(tmp_path, "nano") == record(), "the next attempt checks it again"
+    refused.clear()
+    done.clear()
+    assert hosts.up(str(NANO), "spark-1,spark-2", tmp_path, timeout=1) == ExitCode.OK
+    assert [(action, host) for action, host, _ in done] == [
+        ("move", "spark-2"),
+        ("move", "spark-1"),
+        ("apply", "spark-1"),
+        ("apply", "spark-2"),
+    ]
+    done.clear()
+    assert hosts.up(str(NANO), "spark-1,spark-2", tmp_path, timeout=1) == ExitCode.OK
+    assert done == [("apply", "spark-1", "10.0.0.7"), ("apply", "spark-2", "10.0.0.7")]
+
+
+def test_only_the_same_machine_moves(tmp_path: Path) -> None:
+    inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
+    settings = Settings(record=record().model_copy(update={"inventory": inventory}), host="spark-2")
+    key = settings.members.directory / HOST_KEY
+    with pytest.raises(CommandError, match=r"spark-2 has no files of nano, .*run `dsv4 uninstall nano` first"):
+        machine.move(settings)
+    key.parent.mkdir(parents=True)
+    key.write_text("of another deployment\n")
+    with pytest.raises(CommandError, match="is not the machine"):
+        machine.move(settings)
+    key.write_text(f"{settings.record.key}\n")
+    assert machine.move(settings) == ExitCode.OK
+
+
 def test_the_machine_of_the_loop_forwards_nothing(tmp_path: Path) -> None:
     assert not hosts.is_here(tmp_path, record())
     (tmp_path / "nano").mkdir()
@@ -550,6 +641,11 @@ def test_one_client_at_a_time_changes_a_machine(tmp_path: Path) -> None:
     assert other.wait(20) == 0
 
 
+def answers(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((address, port)) == 0
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces everywhere")
 def test_the_services_of_a_machine(
     monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory: Callable[[], int], capsys: pytest.CaptureFixture[str]
@@ -583,6 +679,20 @@ def test_the_services_of_a_machine(
             other = known.model_copy(update={"key": "z" * 64})
             with pytest.raises(CommandError, match=r"nano is already running.*other machines, software or secrets"):
                 machine.apply(settings.model_copy(update={"record": other}))
+            # The machine gets another address.
+            inventory = inventory.model_copy(update={"hosts": (places[0].model_copy(update={"address": "127.0.0.9"}),)})
+            moved = known.model_copy(update={"inventory": inventory})
+            settings = settings.model_copy(update={"record": moved})
+            assert machine.move(settings) == ExitCode.OK
+            assert not machine.loop_service(settings.loop).running()
+            assert machine.host_service(settings).running()
+            machine.apply(settings)
+            assert "host service started\ncontrol loop started" in capsys.readouterr().out
+            deadline = time.monotonic() + 60
+            while not answers("127.0.0.9", inventory.service_port):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            assert not answers("127.0.0.1", inventory.service_port)
         finally:
             machine.stop_loop(settings)
             machine.stop_host(settings)

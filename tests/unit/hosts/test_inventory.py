@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_operator.backends.hosts.documents import InvalidInventory, Inventory, load_inventory
+from dsv4_operator.api import Severity
+from dsv4_operator.backends.hosts.backend import read_here
+from dsv4_operator.backends.hosts.documents import Host, InvalidInventory, Inventory, load_inventory
+from dsv4_operator.backends.hosts.survey import Here, driver_findings, silent_machine
 
 TWO = """
 hosts:
@@ -102,3 +107,56 @@ def test_any_value_is_accepted_or_refused_with_its_field(field: str, value: obje
         # Safe as an argument of ssh and in a unit file.
         assert not text.startswith("-")
         assert not set(text) & set(" \n'\"$`\\;")
+
+
+def machines(count: int) -> Inventory:
+    places = [Host(name=f"spark-{n}", address=f"10.0.0.{n}", interface="eth0") for n in range(1, count + 1)]
+    return Inventory(hosts=tuple(places))
+
+
+@given(
+    st.integers(1, 4),
+    st.data(),
+    st.text(max_size=30),
+    st.none() | st.sampled_from(sorted(errno.errorcode)),
+    st.none() | st.builds(Here, st.booleans(), st.booleans(), st.lists(st.just("10.9.9.9 on eth1")).map(tuple)),
+)
+def test_a_silent_machine_is_named_with_the_reason(
+    count: int, data: st.DataObject, problem: str, code: int | None, here: Here | None
+) -> None:
+    place = data.draw(st.integers(0, count - 1))
+    inventory = machines(count)
+    found = silent_machine(inventory, place, problem, code, here)
+    assert found.severity is Severity.REFUSE
+    assert found.remedy
+    if here is not None and not here.address:
+        # Nothing can be concluded about the other machines.
+        assert (found.field, found.reason, found.value) == ("hosts[0].address", "AddressChanged", "10.0.0.1")
+        assert all(one in found.message for one in here.addresses)
+    elif here is not None and not here.link:
+        assert (found.field, found.reason, found.value) == ("hosts[0].interface", "LinkMissing", "eth0")
+    else:
+        assert (found.field, found.value) == (f"hosts[{place}].address", f"10.0.0.{place + 1}")
+        assert f"of spark-{place + 1} " in found.message
+        names = {errno.ECONNREFUSED: "ServiceMissing", errno.ENOSPC: "DiskFull", errno.EPROTO: "MachineRefuses"}
+        unreachable = "MachineUnreachable" if code in (errno.EHOSTUNREACH, errno.ENETUNREACH) else found.reason
+        assert found.reason == names.get(code or 0, unreachable)
+        assert found.reason == "ServiceMissing" or problem in found.message
+
+
+@pytest.mark.skipif(not os.path.exists("/sys/class/net/lo/carrier"), reason="/sys is that of another network")
+def test_the_network_of_this_machine() -> None:
+    def here(address: str, interface: str | None) -> Here:
+        return read_here(Inventory(hosts=(Host(name="a", address=address, interface=interface),)))
+
+    assert here("127.0.0.1", None) == here("127.0.0.1", "lo") == Here()
+    assert here("127.0.0.1", "none0") == Here(link=False)
+    # Of documentation (RFC 5737), so of no machine.
+    assert not here("203.0.113.9", "lo").address
+
+
+def test_different_drivers() -> None:
+    assert list(driver_findings({"a": "580.95", "b": "580.95", "c": ""})) == []
+    (found,) = driver_findings({"a": "580.95", "b": "590.44", "c": ""})
+    assert (found.reason, found.severity) == ("MachinesDiffer", Severity.WARN)
+    assert "a 580.95, b 590.44" in found.message

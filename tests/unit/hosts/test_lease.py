@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dsv4_operator.api import load
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.hosts.backend import HostsBackend
+from dsv4_operator.backends.hosts.backend import HostsBackend, _Refused
 from dsv4_operator.backends.hosts.documents import LEASE_SECONDS, Claim, HostReport, Inventory, Lease, LeaseRefused
 from dsv4_operator.backends.hosts.documents import Host as Place
 from dsv4_operator.backends.local.state import DeploymentState
@@ -146,14 +146,14 @@ def loop(root: Path, services: Services) -> HostsBackend:
 
 async def test_a_machine_with_a_full_disk_does_not_keep_the_others_without_a_loop(tmp_path: Path) -> None:
     services = Services()
-    full = BackendError("No space left on device (lease.json)")
+    full = _Refused("No space left on device (lease.json)", 507)
     services.problems["10.0.0.2"] = full
     backend = loop(tmp_path, services)
     assert (await backend._claimed()).epoch == 1
     assert services.hosts["10.0.0.1"].lease.holder == "me"
-    assert "No space left" in backend._machines["b"].unreachable
+    assert backend._silent(backend._machines["b"]).reason == "DiskFull"
     services.problems["10.0.0.1"] = full
-    with pytest.raises(BackendError, match=r"a \(.*No space left.*; b "):
+    with pytest.raises(BackendError, match=r"10.0.0.1\" of a .*No space left.*10.0.0.2\" of b "):
         await loop(tmp_path, services)._claimed()
 
 

@@ -242,6 +242,8 @@ ABOUT_FACTS = {
     "LegacyInterfaces",
     "UnsafeCopies",
     "LostMemory",
+    "DriverChanged",
+    "DriversDiffer",
 }
 
 
@@ -268,6 +270,13 @@ def test_rules_about_the_machines_at_hand() -> None:
     lost = broken(made, changed(1, lost_bytes=3 * 2**30))["LostMemory"]
     assert f"{facts.nodes[1].name} drivers have kept 3.0 GiB" in lost.message
     assert "LostMemory" not in broken(made, changed(1, lost_bytes=2**30))
+    newer = broken(made, changed(1, driver="590.44", driver_before="580.95"))["DriverChanged"]
+    assert f"{facts.nodes[1].name} has the NVIDIA driver 590.44, and engines ran there with 580.95" in newer.message
+    assert "DriverChanged" not in broken(made, changed(1, driver="590.44", driver_before="590.44"))
+    both = replace(facts, nodes=tuple(replace(one, driver=f"59{n}") for n, one in enumerate(facts.nodes)))
+    assert f"{facts.nodes[0].name} 590, {facts.nodes[1].name} 591" in broken(made, both)["DriversDiffer"].message
+    # A machine whose version is not known differs from none.
+    assert "DriversDiffer" not in broken(made, changed(1, driver="590.44"))
     smaller = broken(made, changed(1, machine="gb10-64gb"))["UnequalMachines"]
     assert "gb10-0 (gb10), gb10-1 (gb10-64gb)" in smaller.message
     assert "DGX Spark, 64 GB (GB10)" in smaller.message

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import re
+import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from dsv4_operator.api import DSV4Deployment, Hardware
+from dsv4_operator.api import DSV4Deployment, Finding, Hardware
 from dsv4_operator.backends.base import BackendError
+from dsv4_operator.backends.hosts import bootstrap
 from dsv4_operator.backends.hosts.documents import (
     EVIDENCE_BYTES,
     REPORT_BYTES,
@@ -32,6 +37,7 @@ from dsv4_operator.backends.hosts.documents import (
     Refusal,
     StartRequest,
 )
+from dsv4_operator.backends.hosts.survey import Here, driver_findings, report_findings, silent_machine
 from dsv4_operator.backends.local.gateway import LocalGateways, OwnGateways
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, save_evidence
@@ -75,15 +81,17 @@ class _Machine:
     """Monotonic time of the report."""
     problem: str = "it has not answered yet"
     """Reason why the latest request failed; empty if it succeeded."""
+    code: int | None = None
+    """Error number of its connection, if there was none."""
     request: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
     def absent(self) -> bool:
         return self.heard is None or time.monotonic() - self.heard > _ABSENT_SECONDS
 
-    @property
-    def unreachable(self) -> str:
-        return f"{self.host.name} ({self.url}) does not answer: {self.problem}"
+    def failed(self, error: BaseException) -> None:
+        """Note the reason of a failed request."""
+        self.problem, self.code = _reason(error), getattr(error, "errno", None)
 
 
 @dataclass(slots=True)
@@ -143,6 +151,8 @@ class HostsBackend(OwnGateways):
         self._seen: dict[Key, _Seen] = {}
         self._awaiting: asyncio.Task[None] | None = None
         """Queries the machines that do not answer."""
+        self._here = Here()
+        """Network of this machine, since the latest call of `facts`; without problems if all machines answer."""
 
     async def close(self) -> None:
         """See `Backend`."""
@@ -161,12 +171,12 @@ class HostsBackend(OwnGateways):
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`. A group always gets the same machines, in the order of the inventory."""
         await self._refresh()
-        if any(machine.absent for machine in self._machines.values()) and (
-            self._awaiting is None or self._awaiting.done()
-        ):
+        absent = any(machine.absent for machine in self._machines.values())
+        self._here = await _look(self._inventory) if absent else Here()
+        if absent and (self._awaiting is None or self._awaiting.done()):
             self._awaiting = asyncio.create_task(self._await_absent())
         size = deployment.spec.topology.nodes_per_group
-        unfit = {name: _unfit(deployment, machine) for name, machine in self._machines.items()}
+        unfit = {name: self._unfit(deployment, machine) for name, machine in self._machines.items()}
         placed: dict[int, tuple[NodeFacts, ...]] = {}
         for place, (name, machine) in enumerate(self._machines.items()):
             group = place // size
@@ -352,7 +362,7 @@ class HostsBackend(OwnGateways):
                         self._update(machine, await self._client.post(machine.url + "/v1/lease", request))
                 except (*AGENT_ERRORS, BackendError) as error:
                     # Also with a full disk, where the lease cannot be saved.
-                    machine.problem = _reason(error)
+                    machine.failed(error)
                     return False
                 return True
 
@@ -367,7 +377,27 @@ class HostsBackend(OwnGateways):
             return claim
 
     def _all_unreachable(self) -> BackendError:
-        return BackendError("; ".join(machine.unreachable for machine in self._machines.values()))
+        # A problem of the first machine's own network is the reason for all.
+        return BackendError("; ".join(dict.fromkeys(str(self._silent(one)) for one in self._machines.values())))
+
+    def _silent(self, machine: _Machine) -> Finding:
+        place = self._inventory.hosts.index(machine.host)
+        return silent_machine(self._inventory, place, machine.problem, machine.code, self._here)
+
+    def _unfit(self, deployment: DSV4Deployment, machine: _Machine) -> str:
+        """Return the reason why no member can be planned on a machine; empty if one can."""
+        if machine.report is None or machine.absent:
+            return str(self._silent(machine))
+        topology, report = deployment.spec.topology, machine.report
+        count = len(_cards(deployment, report))
+        if topology.hardware is Hardware.CPU or count >= topology.devices_per_node:
+            return ""
+        found = (
+            f"{machine.host.name} has {count} GPUs of {topology.hardware}, and {topology.devices_per_node} are required"
+        )
+        if report.driver_problem:
+            return f"{found}: {report.driver_problem}; restart {machine.host.name}, or install its NVIDIA driver again"
+        return found
 
     async def _act(self, machine: _Machine, path: str, request: BaseModel) -> HostReport:
         """Send a change to a machine; return its state after that.
@@ -381,15 +411,17 @@ class HostsBackend(OwnGateways):
         except LeaseRefused as error:
             self._claim = None
             raise BackendError(f"{machine.host.name} refuses: {error}") from error
-        except BackendError as error:
-            raise BackendError(f"{machine.host.name}: {error}") from error
+        except _Refused as error:
+            if error.errno != errno.ENOSPC:
+                raise BackendError(f"{machine.host.name}: {error}") from error
+            machine.failed(error)
+            raise BackendError(str(self._silent(machine))) from error
         except AGENT_ERRORS as error:
-            machine.problem = _reason(error)
-            remedy = "check its power, its link and the host service, or remove it from the inventory if it is gone"
-            raise BackendError(f"{machine.unreachable}; {remedy}") from error
+            machine.failed(error)
+            raise BackendError(str(self._silent(machine))) from error
         self._update(machine, report)
         if report.host != machine.host.name:
-            raise BackendError(machine.unreachable)
+            raise BackendError(str(self._silent(machine)))
         return report
 
     async def _refresh(self) -> None:
@@ -426,7 +458,7 @@ class HostsBackend(OwnGateways):
                 _log.warning("%s refuses: %s", machine.host.name, error)
                 self._claim = None
         except (*AGENT_ERRORS, BackendError) as error:
-            machine.problem = _reason(error)
+            machine.failed(error)
         else:
             # It may have been written before a change that was answered meanwhile.
             if machine.heard is None or machine.heard <= began:
@@ -434,7 +466,7 @@ class HostsBackend(OwnGateways):
 
     def _update(self, machine: _Machine, report: HostReport) -> None:
         if report.host != machine.host.name:
-            machine.problem = f"the machine {report.host!r} answers there; correct its address in the inventory"
+            machine.problem, machine.code = f"the machine {report.host!r} answers there", None
             return
         machine.report, machine.heard, machine.problem = report, time.monotonic(), ""
 
@@ -476,6 +508,14 @@ class HostsBackend(OwnGateways):
             status=known.status,
             heard=known.heard,
         )
+
+
+class _Refused(BackendError):
+    """A host service answered with an error status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        self.errno = errno.ENOSPC if status == HTTPStatus.INSUFFICIENT_STORAGE else errno.EPROTO
+        super().__init__(message)
 
 
 class _HostClient:
@@ -527,20 +567,60 @@ class _HostClient:
             message = f"status {answer.status}"
             with contextlib.suppress(ValueError):
                 message = Refusal.model_validate_json(content).message
-            raise LeaseRefused(message) if answer.status == 409 else BackendError(message)
+            raise LeaseRefused(message) if answer.status == 409 else _Refused(message, answer.status)
 
 
-def _unfit(deployment: DSV4Deployment, machine: _Machine) -> str:
-    """Return the reason why no member can be planned on a machine; empty if one can."""
-    if machine.report is None or machine.absent:
-        return machine.unreachable
-    topology = deployment.spec.topology
-    count = len(_cards(deployment, machine.report))
-    if topology.hardware is not Hardware.CPU and count < topology.devices_per_node:
-        return (
-            f"{machine.host.name} has {count} GPUs of {topology.hardware}, and {topology.devices_per_node} are required"
-        )
-    return ""
+async def _look(inventory: Inventory) -> Here:
+    """Return the network of this machine, if it can be read in half a second."""
+    try:
+        async with asyncio.timeout(_TAKE_SECONDS):
+            return await asyncio.to_thread(read_here, inventory)
+    except TimeoutError:
+        return Here()
+
+
+def read_here(inventory: Inventory) -> Here:
+    """Return the network of this machine, the first one of the inventory."""
+    own, addresses = inventory.hosts[0], tuple[str, ...]()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((own.address, 0))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                addresses = tuple(f"{one['address']} on {one['interface']}" for one in bootstrap.addresses())
+                return Here(address=False, addresses=addresses)
+    try:
+        link = own.interface is None or Path(f"/sys/class/net/{own.interface}/carrier").read_text().strip() == "1"
+    except OSError as error:
+        # The kernel refuses the file of an interface that is down.
+        link = error.errno not in (errno.EINVAL, errno.ENOENT)
+    return Here(link=link)
+
+
+async def examine(inventory: Inventory, key: str) -> list[Finding]:
+    """Return the problems of the machines of a deployment, for `dsv4 doctor`."""
+    client, here = _HostClient(key), await _look(inventory)
+    drivers: dict[str, str] = {}
+
+    async def query(place: int) -> list[Finding]:
+        host = inventory.hosts[place]
+        try:
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                report = await client.report(inventory.url(host))
+        except (*AGENT_ERRORS, BackendError) as error:
+            return [silent_machine(inventory, place, _reason(error), getattr(error, "errno", None), here)]
+        if report.host != host.name:
+            problem = f"the machine {report.host!r} answers there"
+            return [silent_machine(inventory, place, problem, None, here)]
+        drivers[host.name] = report.driver
+        return list(report_findings(report))
+
+    try:
+        found = [each for one in await _all(map(query, range(len(inventory.hosts)))) for each in one]
+    finally:
+        await client.close()
+    # A problem of this machine's own network is the reason for all.
+    return [*dict.fromkeys(found), *driver_findings(drivers)]
 
 
 def _cards(deployment: DSV4Deployment, report: HostReport) -> list[GpuReport]:
@@ -565,6 +645,8 @@ def _node(deployment: DSV4Deployment, host: Host, report: HostReport) -> NodeFac
         ),
         unsafe_copies=report.unsafe_copies if cards else "",
         lost_bytes=report.lost_bytes,
+        driver=report.driver if cards else "",
+        driver_before=report.driver_before if cards else "",
     )
 
 

@@ -85,7 +85,7 @@ def check(state_dir: str) -> None:
         "writable": os.access(existing, os.W_OK),
         "free_bytes": shutil.disk_usage(existing).free,
         "time": time.time(),
-        "addresses": _addresses(),
+        "addresses": addresses(),
         "nvidia": os.path.exists("/dev/nvidiactl"),
         "uv": shutil.which("uv"),
         "compilers": [name for name in ("gcc", "g++") if shutil.which(name)],
@@ -94,7 +94,7 @@ def check(state_dir: str) -> None:
     print(json.dumps(facts))
 
 
-def _addresses() -> list[dict[str, object]]:
+def addresses() -> list[dict[str, object]]:
     """Return the IPv4 addresses of physical and virtual interfaces with their speed in Mbit/s."""
     try:
         output = subprocess.run(["ip", "-j", "-4", "addr"], capture_output=True, timeout=10, check=True).stdout

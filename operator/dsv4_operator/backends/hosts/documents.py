@@ -236,6 +236,12 @@ class HostReport(Report):
     """Why copies between the GPUs over PCIe may hang or arrive wrong; empty: no reason is known."""
     lost_bytes: int = 0
     """Memory that drivers kept over the ends of all members since the start of the machine."""
+    driver: str = ""
+    """Version of the driver of the GPUs; empty if none answers."""
+    driver_before: str = ""
+    """Version with which members ran before, until they have run for ten minutes with the present one."""
+    driver_problem: str = ""
+    """Reason why a driver with GPUs lists none of them."""
 
 
 class LeaseRequest(Document):

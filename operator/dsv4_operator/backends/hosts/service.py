@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -57,6 +58,10 @@ STARTUP_ERROR = "startup-error"
 _LISTENER = "listener"
 _LEASE = "lease.json"
 _UNOWNED = "unowned-memory.json"
+_DRIVER = "driver"
+"""File with the version of the driver that members ran with."""
+_PROVEN_SECONDS = 600.0
+"""Age of a member from which its driver counts as the one that members ran with."""
 _EVIDENCE_SECONDS = 8.0
 _REFRESH_SECONDS = 5.0
 _GRACE_SECONDS = 2.0
@@ -101,12 +106,15 @@ class HostService:
         self._gpus: tuple[GpuReport, ...] = ()
         self._unsafe_copies = ""
         self._lost = 0
+        self._drivers = Drivers()
 
     async def start(self) -> None:
         """Continue with existing members, and measure memory and GPUs."""
         self._members.adopt()
         self._memory = self._members.memory or available_memory()
-        self._gpus = await asyncio.to_thread(_gpus)
+        found = await asyncio.to_thread(gpus.find)
+        self._gpus = _reports(found)
+        self._drivers = Drivers(before=_read_driver(self._state.directory / _DRIVER)).found(found)
         uuids, record = [gpu.uuid for gpu in self._gpus], self._state.directory / PEER_COPIES
         self._unsafe_copies = await asyncio.to_thread(unsafe_copies, uuids, record)
         if self._members.running:
@@ -124,12 +132,23 @@ class HostService:
         while True:
             await asyncio.sleep(_REFRESH_SECONDS)
             if self._members.running:
+                self._prove_driver()
                 continue
-            memory, found = available_memory(), await asyncio.to_thread(_gpus)
+            memory, found = available_memory(), await asyncio.to_thread(gpus.find)
             # A member may have started meanwhile.
             if not self._members.running:
-                self._memory, self._gpus = memory, found
+                self._memory, self._gpus, self._drivers = memory, _reports(found), self._drivers.found(found)
                 self._measure_lost()
+
+    def _prove_driver(self) -> None:
+        """Save the driver once a member has run with it for ten minutes."""
+        oldest = max((member.age for member in self._members.reports() if member.ended is None), default=0.0)
+        drivers = self._drivers.proven(oldest)
+        if drivers.before != self._drivers.before:
+            # Without the file, the next service has no version to compare with.
+            with contextlib.suppress(OSError):
+                replace_file(self._state.directory / _DRIVER, drivers.before)
+        self._drivers = drivers
 
     def _measure_lost(self) -> None:
         """Compare the memory of drivers with its least since the start of the machine. Not while programs use a GPU."""
@@ -170,6 +189,9 @@ class HostService:
             gpus=self._gpus,
             unsafe_copies=self._unsafe_copies,
             lost_bytes=self._lost,
+            driver=self._drivers.version,
+            driver_before=self._drivers.changed,
+            driver_problem=self._drivers.problem,
         )
 
     @web.middleware
@@ -260,7 +282,38 @@ class HostService:
         return web.Response(text=text, content_type="application/json")
 
 
-def _gpus() -> tuple[GpuReport, ...]:
+@dataclass(frozen=True, slots=True)
+class Drivers:
+    """Versions of the driver of this machine's GPUs."""
+
+    before: str = ""
+    """The latest one with which members ran; empty: unknown."""
+    version: str = ""
+    """The present one."""
+    problem: str = ""
+
+    def found(self, inventory: gpus.GpuInventory) -> Drivers:
+        """Return the versions after an answer of the driver. Without a driver, GPUs are no problem of a machine."""
+        problem = "" if inventory.cards or not (inventory.driver or gpus.has_device()) else inventory.problem
+        return replace(self, version=inventory.driver, problem=problem)
+
+    def proven(self, seconds: float) -> Drivers:
+        """Return the versions after a member has run for `seconds`."""
+        return replace(self, before=self.version) if self.version and seconds >= _PROVEN_SECONDS else self
+
+    @property
+    def changed(self) -> str:
+        """Return the version before, if it is another one."""
+        return self.before if self.version and self.before != self.version else ""
+
+
+def _read_driver(file: Path) -> str:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return file.read_text().strip()[:100]
+    return ""
+
+
+def _reports(found: gpus.GpuInventory) -> tuple[GpuReport, ...]:
     return tuple(
         GpuReport(
             uuid=card.uuid,
@@ -270,7 +323,7 @@ def _gpus() -> tuple[GpuReport, ...]:
             free_bytes=card.free_bytes,
             taken_by=gpus.describe_holders(card),
         )
-        for card in gpus.find().cards
+        for card in found.cards
     )
 
 

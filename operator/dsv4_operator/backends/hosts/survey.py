@@ -7,6 +7,7 @@ The program needs only POSIX tools. Parsing and choice are pure; files of /sys a
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_operator.api import Finding, Severity
+from dsv4_operator.backends.hosts.documents import HostReport, Inventory
 from dsv4_operator.planning.catalog import GIB, Machine, machine_named, machines, product_machine
 
 SURVEY_SECONDS = 60.0
@@ -357,10 +359,14 @@ def _differences(machines: Mapping[str, Survey]) -> Iterator[Finding]:
         ("numbers of GPUs", Severity.WARN, {name: str(one.devices) for name, one in machines.items()}),
         ("drivers", Severity.WARN, {name: one.driver for name, one in machines.items()}),
     ):
-        if len(set(values.values())) > 1:
-            shown = ", ".join(f"{name} {value or 'none'}" for name, value in values.items())
-            remedy = "use machines of one kind" if severity is Severity.REFUSE else "make them equal"
-            yield Finding("hosts", "MachinesDiffer", f"have different {what}: {shown}", remedy, severity=severity)
+        yield from _differing(what, severity, values)
+
+
+def _differing(what: str, severity: Severity, values: Mapping[str, str]) -> Iterator[Finding]:
+    if len(set(values.values())) > 1:
+        shown = ", ".join(f"{name} {value or 'none'}" for name, value in values.items())
+        remedy = "use machines of one kind" if severity is Severity.REFUSE else "make them equal"
+        yield Finding("hosts", "MachinesDiffer", f"have different {what}: {shown}", remedy, severity=severity)
 
 
 def _kind(survey: Survey) -> str:
@@ -374,6 +380,81 @@ def disk_finding(name: str, survey: Survey, needed: int) -> Finding | None:
     free, required = survey.disk_free_bytes / GIB, needed / GIB
     message = f"has {free:.0f} GiB free in {survey.disk}, and weights and software need {required:.0f} GiB"
     return Finding(name, "DiskTooSmall", message, f"make space there, or mount a larger disk at {survey.disk}")
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The network of the machine of the loop, the first one of the inventory."""
+
+    address: bool = True
+    """Whether it has its address of the inventory."""
+    link: bool = True
+    """Whether its interface of the inventory has a link."""
+    addresses: tuple[str, ...] = ()
+    """`ADDRESS on INTERFACE` of its addresses."""
+
+
+_FOLLOW = "repeat `dsv4 up` with --hosts, which takes over the new address"
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EADDRNOTAVAIL)
+
+
+def silent_machine(
+    inventory: Inventory, place: int, problem: str, code: int | None = None, here: Here | None = None
+) -> Finding:
+    """Return the finding for a machine without a report.
+
+    Args:
+        inventory: the machines.
+        place: index of the machine.
+        problem: reason why its latest request failed.
+        code: error number of the connection; None: there was a connection, or no answer in time.
+        here: the network of the machine of the loop; None: unknown.
+    """
+    own, host = inventory.hosts[0], inventory.hosts[place]
+    if here is not None and not here.address:
+        has = ", ".join(here.addresses) or "none"
+        message = f"is not an address of {own.name} any more; it has {has}"
+        remedy = f"restore the address there (netplan), or {_FOLLOW}"
+        return Finding("hosts[0].address", "AddressChanged", message, remedy, own.address)
+    if here is not None and not here.link:
+        message = f"has no link on {own.name}"
+        return Finding("hosts[0].interface", "LinkMissing", message, "connect its cable", own.interface)
+    field, address = f"hosts[{place}].address", host.address
+    if code == errno.ECONNREFUSED:
+        message = f"of {host.name} refuses connections to port {inventory.service_port}: its host service does not run"
+        remedy = f"see `systemctl status 'dsv4-host@*'` on {host.name}, or repeat `dsv4 up`"
+        return Finding(field, "ServiceMissing", message, remedy, address)
+    if code == errno.ENOSPC:
+        message = f"of {host.name} refuses changes, because its disk is full: {problem}"
+        return Finding(field, "DiskFull", message, f"make space in {inventory.state_dir} there", address)
+    if code == errno.EPROTO:
+        remedy = "repeat `dsv4 up`, which writes its files and starts its host service again"
+        return Finding(field, "MachineRefuses", f"of {host.name} refuses: {problem}", remedy, address)
+    message = f"of {host.name} does not answer: {problem}"
+    remedy = (
+        f"check power and link of {host.name}; if its address changed, {_FOLLOW}; if it is gone, remove it from the "
+        "inventory"
+    )
+    reason = "MachineUnreachable" if code in _UNREACHABLE else "MachineSilent"
+    return Finding(field, reason, message, remedy, address)
+
+
+def report_findings(report: HostReport) -> Iterator[Finding]:
+    """Yield the problems of the driver in a machine's report."""
+    if report.driver_problem:
+        remedy = f"restart {report.host}, or install its NVIDIA driver again"
+        yield Finding(report.host, "DriverFails", f"lists no GPU: {report.driver_problem}", remedy)
+    if report.driver_before:
+        message = f"has the NVIDIA driver {report.driver}, and engines ran there with {report.driver_before}"
+        remedy = "run `dsv4 verify` once it serves, or install the earlier driver if it does not"
+        yield Finding(report.host, "DriverChanged", message, remedy, severity=Severity.WARN)
+
+
+def driver_findings(drivers: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the finding for machines with different drivers, by their names."""
+    known = {name: version for name, version in drivers.items() if version}
+    if len(set(known.values())) > 1:
+        yield from _differing("drivers", Severity.WARN, known)
 
 
 CONTAINERS = ("docker", "br-", "veth", "virbr", "podman", "cni", "flannel", "cali", "tailscale", "wg", "tun")

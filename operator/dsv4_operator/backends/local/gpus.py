@@ -124,9 +124,14 @@ def hardware_here() -> tuple[Hardware, str]:
     known = next((card.hardware for card in found.cards if card.hardware), None)
     if known is not None:
         return Hardware(known), ""
-    if found.problem and not found.driver and _DEVICE.exists():
+    if found.problem and not found.driver and has_device():
         raise LookupError(found.problem)
     return Hardware.CPU, found.problem or f"there is {found.kinds()}, which dsv4 does not support"
+
+
+def has_device() -> bool:
+    """Return whether a driver has found a GPU, even if it does not answer any more."""
+    return _DEVICE.exists()
 
 
 def describe_holders(card: Card) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from dsv4_operator.backends.local.network import outside_ids
 from dsv4_operator.backends.local.supervisor import read_report
 from dsv4_testkit.faults.actions import Action, How, Scene, Undo, inside, strike
 
@@ -46,7 +47,9 @@ class Own(StrEnum):
                     return [child.pid for child in children if _GATEWAY in child.cmdline()]
                 case Own.LOOP:
                     report = read_report(scene.network)
-                    return [report.loop] if report is not None and report.loop is not None else []
+                    # The supervisor may be in a process namespace of its machine.
+                    loop = None if report is None else outside_ids(scene.network).get(report.loop or 0)
+                    return [] if loop is None else [loop]
                 case Own.STANDBY:
                     server = "dsv4_runtime.vllm_plugin.warm_pool"
                     found = _below(scene, lambda words: server in words and "server" in words)

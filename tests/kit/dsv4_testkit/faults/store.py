@@ -11,7 +11,7 @@ from typing import Any
 
 from dsv4_testkit.faults.judge import Result
 
-KINDS = ("runs", "soaks", "deaths", "costs", "errors")
+KINDS = ("runs", "soaks", "deaths", "costs", "blocked", "errors")
 
 
 def machine() -> str:
@@ -29,7 +29,7 @@ def machine() -> str:
 
 
 class Store:
-    """Results by kind: `runs` of faults, `soaks`, `deaths`, `costs`; `errors`: runs without a result."""
+    """Results by kind: `runs` of faults, `soaks`, `deaths`, `costs`, `blocked` (no ssh), `errors` (no result)."""
 
     def __init__(self, file: Path | None) -> None:
         """Read `file`; None keeps results in memory only.

@@ -115,6 +115,27 @@ BACKENDS = (
         ("tests/unit/backends/test_hosts.py",),
     ),
     Mutant(
+        "a machine that is not the same one moves",
+        f"{_OPERATOR}/cli/machine.py",
+        "    if not key.exists() or key.read_text().strip() != settings.record.key:\n",
+        "    if not key.exists():\n",
+        ("tests/unit/hosts/test_client.py",),
+    ),
+    Mutant(
+        "machines get other addresses without a proof",
+        f"{_OPERATOR}/cli/hosts.py",
+        "            await self._move(record, moved, settings)\n",
+        "            pass\n",
+        ("tests/unit/hosts/test_client.py",),
+    ),
+    Mutant(
+        "a driver counts as proven at once",
+        f"{_OPERATOR}/backends/hosts/service.py",
+        "if self.version and seconds >= _PROVEN_SECONDS else self",
+        "if self.version else self",
+        ("tests/unit/backends/test_hosts.py",),
+    ),
+    Mutant(
         "software is sent without the token",
         f"{_OPERATOR}/backends/hosts/bootstrap.py",
         "        if not hmac.compare_digest(stream.read(_TOKEN_BYTES), token):\n",
