@@ -128,7 +128,7 @@ async def test_a_group_stays_while_no_other_node_fits(world: World) -> None:
             "its reason is reported", lambda found: condition(found, "Progressing").get("reason") == "MoveBlocked"
         )
         assert f"{left} is cordoned" in condition(found, "Progressing")["message"]
-        assert (condition(found, "Ready")["status"], condition(found, "Accepted")["status"]) == ("True", "True")
+        assert (phase(found), condition(found, "Accepted")["status"]) == ("Serving", "True")
         await world.event("MoveBlocked")
         assert await world.pods() == pods
     await world.until("nothing is reported", lambda found: condition(found, "Progressing")["reason"] == "Steady")

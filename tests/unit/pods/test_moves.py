@@ -42,10 +42,10 @@ def told(world: World, reason: Reason) -> list[str]:
     return [event.message for event in world.events if event.reason is reason]
 
 
-def fill(world: World, *nodes: str) -> None:
-    """Use all processors of `nodes`."""
+def fill(world: World, *nodes: str, cpu: str = "8") -> None:
+    """Use all or some processors of `nodes`."""
     for name in nodes:
-        pod = program(f"on-{name}", name, cpu="8")
+        pod = program(f"on-{name}", name, cpu=cpu, memory="1Gi")
         world.kube._put(("Pod", "other", f"on-{name}"), {"apiVersion": "v1", "kind": "Pod", **pod})
     world.kubelet()
 
@@ -81,28 +81,31 @@ async def test_nothing_changes_until_a_node_is_free(world: World) -> None:
     assert world.nodes_of(2) == ["n3", "n3"]
 
 
-async def test_nodes_are_held_for_the_next_incarnation_until_it_is_formed(world: World) -> None:
+async def test_a_node_is_held_for_the_next_incarnation_until_it_is_formed(world: World) -> None:
     """Another deployment, which waits for a node, does not get the node that was found for the move."""
     fill(world, "n3")
     world.lingering = {"nano-0-i1-r0", "nano-0-i1-r1"}
-    world.cordon("n0", "n1")
+    world.cordon("n1")
     await world.until(lambda: group(world)["phase"] == "Updating", 5.0)
     assert left_for_another(world) == []
+    # Now this node would be the first choice.
+    del world.kube.objects["Pod", "other", "on-n3"]
+    fill(world, "n2", cpu="1")
     world.lingering = set()
     await world.until(lambda: not world.pods(1), 10.0)
     assert left_for_another(world) == [], "the end of the earlier incarnation releases nothing"
     await world.until(lambda: world.formed(2), 10.0)
-    assert world.nodes_of(2) == ["n2", "n2"]
+    assert world.nodes_of(2) == ["n0", "n2"]
 
 
 def left_for_another(world: World) -> list[str]:
-    """Return the nodes of another deployment if n2 has room for two members beside its pods, except expected ones."""
+    """Return the nodes that another deployment would get if only n2 had room, for one member beside its pods."""
     other = deployment("nano.yaml", **TOPOLOGY)
     snapshot = world.backend._cluster._snapshot
-    pods = [one.pod for one in snapshot.requests]
     used = sum(one.requests["cpu"] for one in snapshot.requests if one.node == "n2")
-    rest = 8000 - used - 2 * member.requests(other, 0)["cpu"]
-    filled = Snapshot.of_pods(snapshot.nodes, [*pods, program("rest", "n2", cpu=f"{rest}m")])
+    rest = 8000 - used - member.requests(other, 0)["cpu"]
+    fillers = [program("rest", "n2", cpu=f"{rest}m"), *(program(f"all-{name}", name, cpu="8") for name in ("n0", "n3"))]
+    filled = Snapshot.of_pods(snapshot.nodes, [*(one.pod for one in snapshot.requests), *fillers])
     return [one.name for one in facts(other, filled.expecting(snapshot.expected)).of_group(0, 2)]
 
 
