@@ -232,6 +232,18 @@ def test_groups_move_away_from_cordoned_nodes_one_after_the_other() -> None:
     assert not any(group.history or group.move for group in world.kept.groups)
 
 
+def test_two_groups_with_free_nodes_move_one_after_the_other() -> None:
+    world = serving_world(replicas=2, limit=2)
+    world.cordon("node-0", "node-1")
+    least = 2
+    for _ in range(30):
+        world.go_on()
+        least = min(least, len(world.serving()))
+    assert world.all_serve(0)
+    assert [group for group, _ in world.moves] == [1, 0]
+    assert least == 1
+
+
 def test_without_a_free_node_a_group_stays_and_one_event_has_the_reason() -> None:
     world = serving_world(replicas=1)
     world.cordon(*NODES)

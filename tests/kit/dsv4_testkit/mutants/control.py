@@ -6,11 +6,8 @@ from dsv4_testkit.mutants.common import Mutant
 
 _OPERATOR = "operator/dsv4_operator"
 _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
-_MOVES = (
-    "tests/unit/lifecycle/test_rollout.py",
-    "tests/unit/lifecycle/test_planned_ends.py",
-    "tests/unit/pods/test_moves.py",
-)
+_ROLLOUT = ("tests/unit/lifecycle/test_rollout.py",)
+_MOVES = ("tests/unit/pods/test_moves.py",)
 
 CONTROL = (
     Mutant(
@@ -595,28 +592,28 @@ CONTROL = (
         f"{_OPERATOR}/lifecycle/rollout.py",
         "        alone = all(map(_answers, others)) and",
         "        alone =",
-        _MOVES,
+        _ROLLOUT,
     ),
     Mutant(
         "groups move at the same time",
         f"{_OPERATOR}/lifecycle/rollout.py",
         " and not any(decision.completed for decision in decisions)",
         "",
-        _MOVES,
+        _ROLLOUT,
     ),
     Mutant(
         "a move ends an incarnation before nodes are held for the next one",
         f"{_OPERATOR}/lifecycle/decide.py",
         "Decision((*others, Hold(plan, self.deployment)), self.now, group, moving)",
         "Decision(others, self.now, moving)",
-        _MOVES,
+        _ROLLOUT,
     ),
     Mutant(
         "a group moves to the nodes that it is to leave",
         f"{_OPERATOR}/lifecycle/decide.py",
         "        if chosen & set(cordoned):\n",
         "        if not chosen:\n",
-        _MOVES,
+        ("tests/unit/lifecycle/test_planned_ends.py",),
     ),
     Mutant(
         "the end of an incarnation releases the nodes of its successor",
