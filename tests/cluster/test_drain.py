@@ -112,7 +112,7 @@ async def test_a_group_moves_away_from_a_cordoned_node_after_its_open_requests(
     assert left not in nodes
     assert group(found).get("totalRestarts", 0) == 0
     assert not group(found).get("history"), "nobody died"
-    assert left in (await world.event("GroupMoving"))["message"]
+    assert left in (await world.event("GroupMoving"))["note"]
 
 
 async def test_a_group_stays_while_no_other_node_fits(world: World) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dsv4_operator.api import Reason, SchedulerType
+from dsv4_operator.api import Reason, SchedulerType, parse
 from dsv4_operator.backends.pods import backend as pods_backend
 from dsv4_operator.backends.pods.scheduling import Snapshot, facts
 from dsv4_operator.builders import member
@@ -87,21 +87,24 @@ async def test_a_node_is_held_for_the_next_incarnation_until_it_is_formed(world:
     world.lingering = {"nano-0-i1-r0", "nano-0-i1-r1"}
     world.cordon("n1")
     await world.until(lambda: group(world)["phase"] == "Updating", 5.0)
-    assert left_for_another(world) == []
+    assert await left_for_another(world) == []
     # Now this node would be the first choice.
     del world.kube.objects["Pod", "other", "on-n3"]
     fill(world, "n2", cpu="1")
+    wanted = parse(world.live())
+    assert not await world.backend.fence(wanted, 0, 1), "its pods are being deleted"
     world.lingering = set()
-    await world.until(lambda: not world.pods(1), 10.0)
-    assert left_for_another(world) == [], "the end of the earlier incarnation releases nothing"
+    world.kubelet()
+    assert await world.backend.fence(wanted, 0, 1)
+    assert await left_for_another(world) == [], "the end of the earlier incarnation releases nothing"
     await world.until(lambda: world.formed(2), 10.0)
     assert world.nodes_of(2) == ["n0", "n2"]
 
 
-def left_for_another(world: World) -> list[str]:
+async def left_for_another(world: World) -> list[str]:
     """Return the nodes that another deployment would get if only n2 had room, for one member beside its pods."""
     other = deployment("nano.yaml", **TOPOLOGY)
-    snapshot = world.backend._cluster._snapshot
+    snapshot = await world.backend._cluster.snapshot(0.0)
     used = sum(one.requests["cpu"] for one in snapshot.requests if one.node == "n2")
     rest = 8000 - used - member.requests(other, 0)["cpu"]
     fillers = [program("rest", "n2", cpu=f"{rest}m"), *(program(f"all-{name}", name, cpu="8") for name in ("n0", "n3"))]
