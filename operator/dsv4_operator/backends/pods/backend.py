@@ -254,22 +254,22 @@ class PodsBackend:
             await require_secrets(self._kube, deployment)
             if deployment.spec.topology.scheduler is None:
                 await self._reserve_nodes(deployment, plan, host)
-        self._frontends.record_write(key.namespace, key.deployment)
-        try:
-            pods = await self._prepare(deployment, plan, host, present)
-        except BaseException:
-            # No member exists, so the nodes are not needed.
-            self._cluster.release(_owner(key))
-            raise
-        self._cluster.reserve_made(pods)
-        made = await self._create(deployment, plan, pods)
-        problems = [one for one in made if isinstance(one, BaseException)]
-        if problems:
-            self._cluster.release(_owner(key))
-            # The other members exist; one whose request got no answer may exist.
-            there = (bool, Unavailable)
-            self._cluster.reserve_made(pod for pod, one in zip(pods, made, strict=True) if isinstance(one, there))
-            raise problems[0]
+        with self._frontends.writing(key.namespace, key.deployment):
+            try:
+                pods = await self._prepare(deployment, plan, host, present)
+            except BaseException:
+                # No member exists, so the nodes are not needed.
+                self._cluster.release(_owner(key))
+                raise
+            self._cluster.reserve_made(pods)
+            made = await self._create(deployment, plan, pods)
+            problems = [one for one in made if isinstance(one, BaseException)]
+            if problems:
+                self._cluster.release(_owner(key))
+                # The other members exist; one whose request got no answer may exist.
+                there = (bool, Unavailable)
+                self._cluster.reserve_made(pod for pod, one in zip(pods, made, strict=True) if isinstance(one, there))
+                raise problems[0]
         self._group(key).made = plan.incarnation, time.monotonic()
         if plan.incarnation > 1:
             await self._fencer.sweep(key, plan.incarnation)

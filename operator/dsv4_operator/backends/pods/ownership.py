@@ -87,7 +87,9 @@ class OwnedObjects:
             try:
                 # Apply would create a missing object too, but also adopt one that was created meanwhile.
                 if live is None:
-                    live = await self._kube.create(manifest)
+                    # The next apply marks its fields as applied.
+                    await self._kube.create(manifest)
+                    return
                 await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})
             except (AlreadyExists, Conflict, NotFound):
                 # Another object has that name now.

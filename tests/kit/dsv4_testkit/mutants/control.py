@@ -629,4 +629,11 @@ CONTROL = (
         "            if False:\n",
         _MOVES,
     ),
+    Mutant(
+        "slow writes of this process are changes of other clients",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        "        settling = writing or time",
+        "        settling = time",
+        ("tests/unit/pods/test_repair.py",),
+    ),
 )
