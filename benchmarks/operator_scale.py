@@ -228,9 +228,10 @@ async def _restart(bench: Bench, count: int) -> None:
     async with asyncio.timeout(_FORM_SECONDS):
         while True:
             metrics = await asyncio.to_thread(bench.operator.metrics)
-            if metrics.get('dsv4_operator_looks_total{result="ok"}', 0.0) >= count:
+            # Only of reconciled deployments. The number of reconciles counts some of them more than once.
+            if metrics.get('dsv4_deployments{phase="Serving"}', 0.0) >= count:
                 break
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
     took = time.monotonic() - begun
     await asyncio.sleep(_SETTLE_SECONDS)
     made = ", ".join(f"{method} {number:.0f}" for method, number in sorted(bench.operator.requests().items()))

@@ -67,7 +67,7 @@ IN_ITS_NAMESPACES = {
     ("policy", "poddisruptionbudgets"): {"get", "list", "watch", "create", "patch"},  # of gateways
     ("events.k8s.io", "events"): {"get", "create", "patch"},
 }
-EVERYWHERE = {("", "nodes"): {"get", "list"}}
+EVERYWHERE = {("", "nodes"): {"get", "list", "watch"}}
 LEASE = {("coordination.k8s.io", "leases"): {"get", "create", "update"}}
 
 

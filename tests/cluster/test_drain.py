@@ -1,9 +1,12 @@
-"""A healthy engine completes its open requests before a planned end; API server and operator are real."""
+"""A healthy engine completes its open requests before a planned end, also for cordoned nodes; API server and operator
+are real."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 from operator_world import (
@@ -19,6 +22,8 @@ from operator_world import (
     world,
 )
 
+from dsv4_operator.builders import names
+from dsv4_operator.kube import NODES, PODS, Client
 from dsv4_runtime.contract import Phase
 from dsv4_testkit.scripted_agent import ScriptedAgents
 
@@ -68,3 +73,84 @@ async def test_a_suspension_waits_for_open_requests_up_to_the_drain_timeout(
     await world.until("it is suspended", lambda found: phase(found) == "Suspended")
     assert 3.0 <= time.monotonic() - begun < 30.0
     assert not await world.pods()
+
+
+async def nodes_of(world: World, index: int = 0) -> list[str]:
+    """Return the nodes of the members of a group, by rank."""
+    chosen = names.selector(names.labels(NAME, component=names.MEMBER, group=index))
+    pods = [pod for pod in await world.kube.list(PODS, world.namespace, labels=chosen) if "nodeName" in pod["spec"]]
+    return [pod["spec"]["nodeName"] for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))]
+
+
+@contextlib.asynccontextmanager
+async def cordoned(kube: Client, *nodes: str) -> AsyncIterator[None]:
+    """Cordon nodes, as `kubectl cordon` does, and uncordon them at the end of the block."""
+
+    async def write(unschedulable: bool) -> None:
+        for name in nodes:
+            await kube.patch(NODES, None, name, {"spec": {"unschedulable": unschedulable or None}})
+
+    await write(True)
+    try:
+        yield
+    finally:
+        await write(False)
+
+
+async def test_a_group_moves_away_from_a_cordoned_node_after_its_open_requests(
+    world: World, agents: ScriptedAgents
+) -> None:
+    await world.kube.create(manifest(world.namespace, engine=ENGINE))
+    await world.serving(1)
+    kept, left = await nodes_of(world)
+    agents.script(world.namespace, NAME, 0).drain_seconds = 4.0
+    begun = time.monotonic()
+    async with cordoned(world.kube, left):
+        found = await world.until("it waits", lambda found: phase(found) == "Updating")
+        assert condition(found, "Progressing")["reason"] == "GroupMoving"
+        found = await world.serving(2)
+        assert time.monotonic() - begun >= 4.0
+        nodes = await nodes_of(world)
+    assert nodes[0] == kept, "the other member keeps its node, which has its weights"
+    assert left not in nodes
+    assert group(found).get("totalRestarts", 0) == 0
+    assert not group(found).get("history"), "nobody died"
+    assert left in (await world.event("GroupMoving"))["note"]
+
+
+async def test_a_group_stays_while_no_other_node_fits(world: World) -> None:
+    spec = manifest(world.namespace)["spec"]
+    every = [node["metadata"]["name"] for node in await world.kube.list(NODES, labels="type=kwok")]
+    topology = {**spec["topology"], "nodes": sorted(every)[:2]}
+    await world.kube.create(manifest(world.namespace, topology=topology))
+    await world.serving(1)
+    pods = await world.pods()
+    left = (await nodes_of(world))[1]
+    async with cordoned(world.kube, left):
+        found = await world.until(
+            "its reason is reported", lambda found: condition(found, "Progressing").get("reason") == "MoveBlocked"
+        )
+        assert f"{left} is cordoned" in condition(found, "Progressing")["message"]
+        assert (phase(found), condition(found, "Accepted")["status"]) == ("Serving", "True")
+        await world.event("MoveBlocked")
+        assert await world.pods() == pods
+    await world.until("nothing is reported", lambda found: condition(found, "Progressing")["reason"] == "Steady")
+    assert await world.pods() == pods
+
+
+async def test_groups_move_one_after_the_other(world: World) -> None:
+    await world.kube.create(manifest(world.namespace, replicas=2))
+    await world.until("both serve", lambda found: phase(found) == "Serving" and "phase" in group(found, 1))
+    left = {(await nodes_of(world, index))[0] for index in (0, 1)}
+    least = 2
+
+    def done(found: dict[str, object]) -> bool:
+        nonlocal least
+        phases = [group(found, index)["phase"] for index in (0, 1)]
+        least = min(least, phases.count("Serving"))
+        return phases == ["Serving"] * 2 and all(group(found, index)["incarnation"] == 2 for index in (0, 1))
+
+    async with cordoned(world.kube, *left):
+        await world.until("both have moved", done, seconds=90)
+        assert not left & {*await nodes_of(world, 0), *await nodes_of(world, 1)}
+    assert least == 1

@@ -45,6 +45,7 @@ from dsv4_operator.api.status import (
     MeasuredItem,
     MeasuredStatus,
     MemberStatus,
+    MoveStatus,
     Reason,
     RejectedStatus,
     RolloutStatus,

@@ -91,6 +91,10 @@ class Reason(StrEnum):
     GPU_THROTTLED = "GpuThrottled"
     """A GPU of a member is slow: its clock is low, its power is capped, or it is hot."""
 
+    GROUP_MOVING = "GroupMoving"
+    """A group that serves is ended because nodes of its members are cordoned, and is formed again on other nodes."""
+    MOVE_BLOCKED = "MoveBlocked"
+    """A group stays on cordoned nodes; the message contains the reason."""
     UPDATE_STARTED = "UpdateStarted"
     UPDATE_COMPLETED = "UpdateCompleted"
     """All groups serve with a changed specification."""
@@ -145,7 +149,7 @@ class GroupPhase(StrEnum):
     RECOVERING = "Recovering"
     """Level 2: the incarnation is dead and is being fenced; another one follows."""
     UPDATING = "Updating"
-    """The incarnation is being fenced because the specification changed."""
+    """The incarnation is being fenced because the specification changed, or its nodes are cordoned."""
     DRAINING = "Draining"
     """The group is being stopped on request."""
     SUSPENDED = "Suspended"
@@ -265,6 +269,15 @@ class MeasuredStatus(StatusPart):
     """Differences from the plan."""
 
 
+class MoveStatus(StatusPart):
+    """Move of a group away from cordoned nodes."""
+
+    nodes: tuple[str, ...]
+    """Cordoned nodes of its members."""
+    blocked: str = ""
+    """Reason why the group stays; empty: it moves."""
+
+
 class GroupStatus(StatusPart):
     """One group. Contains the complete state for the next decision, so that the operator may restart at any time."""
 
@@ -310,6 +323,8 @@ class GroupStatus(StatusPart):
     """Earliest time of a pending restart."""
     exhausted_generation: int | None = None
     """`metadata.generation` for which recovery was given up."""
+    move: MoveStatus | None = None
+    """Move away from cordoned nodes; absent without cordoned nodes."""
     last_failure: FailureStatus | None = None
     """Latest death."""
     history: tuple[FailureStatus, ...] = ()

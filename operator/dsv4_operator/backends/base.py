@@ -39,6 +39,11 @@ class Backend(Protocol):
         """Reserve the resources of `plan`, made from `deployment`, for its members, which are to be created soon."""
         ...
 
+    async def hold(self, deployment: DSV4Deployment, plan: GroupPlan) -> bool:
+        """Keep the nodes of `plan` free for its members while the present incarnation ends; return whether they are
+        still free."""
+        ...
+
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """Create the missing members of the plan's incarnation; existing members are not changed."""
         ...

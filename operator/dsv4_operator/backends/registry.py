@@ -12,7 +12,7 @@ from dsv4_operator.api.spec import DEFAULT_BACKEND, KUBERAY_BACKEND
 from dsv4_operator.api.values import ValueReason
 from dsv4_operator.backends.base import Backend
 from dsv4_operator.backends.pods import Cluster, KubeRayBackend, PodsBackend
-from dsv4_operator.kube import Client, OwnedCache, PodCache, RayClusterCache
+from dsv4_operator.kube import Client, NodeCache, OwnedCache, PodCache, RayClusterCache
 from dsv4_operator.kube.cache import PodKey
 from dsv4_runtime.contract.gateway import CanaryReport
 
@@ -38,6 +38,8 @@ class BackendDependencies:
     """See `Host.variables`."""
     reported: Callable[[str, str, CanaryReport], None] = lambda namespace, name, report: None
     """Called with namespace and name of a deployment and each report of one of its gateways."""
+    nodes: NodeCache | None = None
+    """None: no group moves away from cordoned nodes."""
 
     @functools.cached_property
     def cluster(self) -> Cluster:
@@ -48,6 +50,7 @@ class BackendDependencies:
             runtime_image=self.runtime_image,
             policy=self.policy,
             owned=self.owned,
+            nodes=self.nodes,
             in_cluster=self.in_cluster,
             variables=self.variables,
         )

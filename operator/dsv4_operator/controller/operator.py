@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -34,6 +35,7 @@ from dsv4_operator.kube import (
     Client,
     KubeError,
     Manifest,
+    NodeCache,
     OwnedCache,
     PodCache,
     RayClusterCache,
@@ -58,6 +60,7 @@ _PAGE_KEYS = Path("/etc/dsv4/page/keys")
 _STANDBY_LIST_SECONDS = 5.0
 """Interval at which a process without the lease lists the deployments for viewers of its status page."""
 _DEFINITION_SECONDS = 5.0
+_NODES_SECONDS = 5.0
 # The longest reconcile ends the members of a group one after the other, each within its grace period.
 _LONGEST_TURN_SECONDS = 900.0
 
@@ -200,6 +203,7 @@ class Operator:
             if KUBERAY_BACKEND in options.policy.backends
             else None
         )
+        self._nodes = NodeCache(self._kube)
         self._fleet = Fleet(self._manifests)
         given = registry.BackendDependencies(
             self._kube,
@@ -212,6 +216,7 @@ class Operator:
             self._ray_clusters,
             options.variables,
             self._fleet.take,
+            self._nodes,
         )
         self._backends = registry.Backends(given)
         self._deployments = Deployments(
@@ -307,6 +312,13 @@ class Operator:
             self._listed = now, [one for place in where for one in await self._plain.list(DSV4_DEPLOYMENTS, place)]
         return self._listed[1]
 
+    async def _synced(self) -> None:
+        """Wait for the pods, and for a limited time for the nodes, which the operator may not be allowed to watch."""
+        await self._pods.synced.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_NODES_SECONDS):
+                await self._nodes.synced.wait()
+
     async def _work(self) -> None:
         """Acquire the lease and run all tasks that need it."""
         self._waits_for = "the definition of DSV4Deployment"
@@ -321,13 +333,14 @@ class Operator:
             asyncio.create_task(self._lease.keep()): "the lease",
             asyncio.create_task(self._pods.run()): "the watch of the pods",
             asyncio.create_task(self._owned.run()): "the watch of owned objects",
+            asyncio.create_task(self._nodes.run()): "the watch of the nodes",
             asyncio.create_task(self._recorder.run()): "the events",
             asyncio.create_task(self._resync()): "the lists of the deployments",
         }
         if self._ray_clusters is not None:
             ends[asyncio.create_task(self._ray_clusters.run())] = "the watch of the RayClusters"
         try:
-            synced = asyncio.create_task(self._pods.synced.wait())
+            synced = asyncio.create_task(self._synced())
             await asyncio.wait((synced, *ends), return_when=asyncio.FIRST_COMPLETED)
             synced.cancel()
             self._waits_for = None

@@ -22,6 +22,7 @@ from dsv4_operator.lifecycle import (
     Fence,
     Forget,
     Form,
+    Hold,
     Planner,
     compute_status,
     decide_groups,
@@ -72,6 +73,7 @@ _MACHINES = Part("machines", 15.0)
 _FRONTEND = Part("frontend", 300.0)
 _CANNOT = {
     Form: "the members of incarnation {} cannot be created",
+    Hold: "nodes for the members of incarnation {} cannot be held",
     Drain: "incarnation {} cannot be drained",
     Fence: "incarnation {} cannot be ended",
     Forget: "the remains of incarnation {} cannot be removed",
@@ -493,13 +495,15 @@ class Reconciler:
 
     async def _act(self, deployment: DSV4Deployment, action: Action, status: GroupStatus) -> tuple[bool, GroupStatus]:
         """Return whether `action` is complete, and the status with evidence that was collected meanwhile."""
-        if not isinstance(action, Form | Drain):
+        if isinstance(action, CollectEvidence | Fence | Forget):
             over, status = await self._collected(deployment, action, status)
             if not over:
                 return False, status
         match action:
             case Form(plan, version):
                 await self._backend.ensure(version, plan)
+            case Hold(plan, version):
+                return await self._backend.hold(version, plan), status
             case Drain(key, incarnation, seconds):
                 return await self._backend.drain(deployment, key.group, incarnation, seconds), status
             case Fence(key, incarnation):
@@ -584,7 +588,7 @@ def _due(decision: Decision, executed: _Executed, now: float, *, saved: bool) ->
 
 def _identity(action: Action) -> tuple[str, int]:
     """Return kind and incarnation of `action`; the backoff applies only to the same kind and incarnation."""
-    return type(action).__name__, action.plan.incarnation if isinstance(action, Form) else action.incarnation
+    return type(action).__name__, action.plan.incarnation if isinstance(action, Form | Hold) else action.incarnation
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:

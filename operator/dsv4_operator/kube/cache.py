@@ -18,6 +18,7 @@ from dsv4_operator.kube.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
     NETWORK_POLICIES,
+    NODES,
     POD_DISRUPTION_BUDGETS,
     PODS,
     RAY_CLUSTERS,
@@ -214,6 +215,21 @@ class PodCache(Cache[PodKey]):
         They are shared and must not be modified.
         """
         return self.objects((namespace, deployment, group))
+
+
+class NodeCache(Cache[str]):
+    """Cordoned nodes of a cluster, by name, without their content."""
+
+    def __init__(self, kube: Client) -> None:
+        """See `Cache`."""
+        super().__init__(kube, NODES, lambda node: str(node["metadata"]["name"]), keep=_cordoned)
+
+
+def _cordoned(node: Manifest) -> Manifest | None:
+    if not names.part(node, "spec").get("unschedulable"):
+        return None
+    metadata = node["metadata"]
+    return {"metadata": {"name": metadata["name"], "resourceVersion": metadata.get("resourceVersion")}}
 
 
 def _name(item: Manifest) -> _NamespacedName:

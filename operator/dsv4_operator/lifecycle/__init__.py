@@ -8,6 +8,7 @@ from dsv4_operator.lifecycle.decide import (
     Fence,
     Forget,
     Form,
+    Hold,
     Planner,
     record_evidence,
 )

@@ -14,6 +14,8 @@ loss of a placement (`Cause.PLACEMENT_LOST`) leads to RECOVERING without a resta
 
 UPDATING and DRAINING are planned ends: a healthy engine finishes its open requests first (`Drain`).
 
+A group that serves on cordoned nodes moves: it is UPDATING too, after other nodes for its members were held (`Hold`).
+
 Three rules make every step safe to interrupt; the next step needs only the last saved status:
 
 * An incarnation gets its number in one decision (the claim, which also uses a restart) and its members in the next one,
@@ -29,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dsv4_operator.api import DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
+from dsv4_operator.api import DSV4Deployment, FailureStatus, GroupPhase, GroupStatus, MoveStatus, Reason
 from dsv4_operator.api.deployment import is_paused
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.lifecycle.watch import (
@@ -53,6 +55,15 @@ from dsv4_runtime.contract.recovery import within
 @dataclass(frozen=True, slots=True)
 class Form:
     """Create the members of `plan` that do not exist (`Backend.ensure`)."""
+
+    plan: GroupPlan
+    deployment: DSV4Deployment
+    """Deployment from which the plan was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Keep the nodes of `plan` free for its members (`Backend.hold`); incomplete if they were taken meanwhile."""
 
     plan: GroupPlan
     deployment: DSV4Deployment
@@ -93,7 +104,7 @@ class Forget:
     incarnation: int
 
 
-Action = Form | CollectEvidence | Drain | Fence | Forget
+Action = Form | Hold | CollectEvidence | Drain | Fence | Forget
 
 Planner = Callable[[int, Sequence[float]], GroupPlan]
 """Returns the plan of an incarnation, given its number and the used restarts; raises `PlanRefused`."""
@@ -131,6 +142,11 @@ Large enough that different clocks do not shorten a drain.
 DRAIN_SILENCE_SECONDS = 5.0
 """Silence of the head's agent after which its engine is no longer waited for."""
 
+WAITS_FOR_OTHERS = "groups move one at a time, while every other group answers"
+SCHEDULER_CHOOSES = "its nodes are chosen by the scheduler of spec.topology.scheduler, so free ones are not known"
+_BLOCKED = 500
+"""Characters of a reason in the status."""
+
 _PLANNED_ENDS = frozenset({GroupPhase.UPDATING, GroupPhase.DRAINING})
 
 
@@ -143,6 +159,7 @@ def decide(
     *,
     deleting: bool = False,
     held: bool = False,
+    moves: bool | None = None,
 ) -> Decision:
     """Return the decision about one group at `now`.
 
@@ -155,8 +172,9 @@ def decide(
         deleting: the deployment is being deleted. Deletion is complete when a decision has the phase `STOPPED` and its
             actions succeeded.
         held: a group that serves from another specification keeps serving it.
+        moves: whether the group may move away from cordoned nodes now; None: that is not decided yet.
     """
-    return _Step(deployment, observed, plan, round(now, 3), held=held).decide(previous, deleting)
+    return _Step(deployment, observed, plan, round(now, 3), held=held, moves=moves).decide(previous, deleting)
 
 
 def record_evidence(status: GroupStatus, incarnation: int, location: str | None) -> GroupStatus:
@@ -172,13 +190,21 @@ def record_evidence(status: GroupStatus, incarnation: int, location: str | None)
 class _Step:
     """Arguments of one decision; every method is pure."""
 
-    __slots__ = ("deployment", "held", "key", "now", "observed", "plan", "policy")
+    __slots__ = ("deployment", "held", "key", "moves", "now", "observed", "plan", "policy")
 
     def __init__(
-        self, deployment: DSV4Deployment, observed: Observed, plan: Planner, now: float, *, held: bool
+        self,
+        deployment: DSV4Deployment,
+        observed: Observed,
+        plan: Planner,
+        now: float,
+        *,
+        held: bool,
+        moves: bool | None,
     ) -> None:
         self.deployment = deployment
         self.held = held
+        self.moves = moves
         self.observed = observed
         self.key: GroupKey = observed.key
         self.plan = plan
@@ -223,6 +249,8 @@ class _Step:
             # Members of an incarnation are created only after all earlier ones were fenced.
             "fenced_below": max(group.fenced_below, seen),
         }
+        if group.phase not in (GroupPhase.SERVING, GroupPhase.UPDATING):
+            update["move"] = None
         retry = group.exhausted_generation != self.generation or group.revision != revision(self.deployment)
         if group.phase is GroupPhase.FAILED and retry:
             update |= {"phase": GroupPhase.PENDING, "exhausted_generation": None}
@@ -239,6 +267,10 @@ class _Step:
             return self._handle_death(group, death)
         if group.revision != revision(self.deployment) and not (self.held and group.phase is GroupPhase.SERVING):
             return self._update(group)
+        cordoned = self._cordoned(group)
+        if cordoned and group.phase is GroupPhase.SERVING and not self.held:
+            return self._move(group, cordoned)
+        group = group.model_copy(update={"move": None})
         if group.phase is GroupPhase.FORMING:
             return self._form(group)
         return Decision(self._end_observed(keep=group.incarnation), self.now + POLL_SECONDS, group)
@@ -304,8 +336,43 @@ class _Step:
             self.plan(group.incarnation + 1, group.restarts)
         except PlanRefused as refusal:
             return Decision(self._end_observed(keep=group.incarnation), self.now + POLL_SECONDS, group, refusal=refusal)
-        updating = group.model_copy(update={"phase": GroupPhase.UPDATING, "ready_time": None})
+        updating = group.model_copy(update={"phase": GroupPhase.UPDATING, "ready_time": None, "move": None})
         return Decision(self._end_observed(keep=group.incarnation), self.now, updating)
+
+    def _cordoned(self, group: GroupStatus) -> tuple[str, ...]:
+        """Return the cordoned nodes of the present members."""
+        mine = (member for member in self.observed.members if member.incarnation == group.incarnation)
+        return tuple(sorted({member.node for member in mine if member.cordoned}))
+
+    def _move(self, group: GroupStatus, cordoned: tuple[str, ...]) -> Decision:
+        """End an incarnation on cordoned nodes once other nodes are held for the next one.
+
+        Without such nodes, or before its turn, the group continues to serve and its status has the reason.
+        """
+        others, later = self._end_observed(keep=group.incarnation), self.now + POLL_SECONDS
+
+        def stays(reason: str) -> Decision:
+            move = MoveStatus(nodes=cordoned, blocked=reason[:_BLOCKED])
+            return Decision(others, later, group.model_copy(update={"move": move}))
+
+        if not self.moves:
+            known = group.move if group.move is not None and group.move.nodes == cordoned else None
+            return stays(known.blocked if self.moves is None and known is not None else WAITS_FOR_OTHERS)
+        try:
+            plan = self.plan(max(group.incarnation, group.fenced_below) + 1, group.restarts)
+        except PlanRefused as refusal:
+            # Without a result about the machines, the last one stays.
+            unknown = refusal.reason is Reason.ACTION_FAILED
+            return Decision(others, later, group) if unknown else stays(refusal.message)
+        chosen = {member.node for member in plan.members}
+        if not all(chosen):
+            return stays(SCHEDULER_CHOOSES)
+        if chosen & set(cordoned):
+            # The machines were listed before the node was cordoned.
+            return Decision(others, later, group)
+        update = {"phase": GroupPhase.UPDATING, "ready_time": None, "move": MoveStatus(nodes=cordoned)}
+        moving = group.model_copy(update=update)
+        return Decision((*others, Hold(plan, self.deployment)), self.now, group, moving)
 
     def _next_incarnation(self, group: GroupStatus) -> Decision:
         """End running members, wait for the restart budget, then claim the next number."""
@@ -354,6 +421,7 @@ class _Step:
                 "restarts": restarts,
                 "total_restarts": group.total_restarts + charged,
                 "next_restart_time": None,
+                "move": None,
             }
         )
         return Decision(actions, self.now, claimed)

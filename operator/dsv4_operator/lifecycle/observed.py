@@ -58,6 +58,8 @@ class ObservedMember:
     """Reason why its agent cannot answer yet: an image is being pulled, a node is being chosen. None: it can."""
     queued: bool = False
     """A scheduler is to choose its node and has not done so; `waiting` has the reason."""
+    cordoned: bool = False
+    """Its node is cordoned: it accepts no new pods, and may be emptied."""
     removal: str | None = None
     """Reason why a scheduler or an eviction removes it, although it has not ended yet; None: nothing does."""
     status: AgentStatus | None = None

@@ -104,7 +104,7 @@ def decide_groups(
     served = _served(deployment, known.rollout)
     rollout = _still(known.rollout, deployment, served)
 
-    def step(index: int, version: _Version) -> Decision:
+    def step(index: int, version: _Version, *, moves: bool | None = None) -> Decision:
         previous = groups.get(index)
         if index in unobserved:
             return Decision((), now + POLL_SECONDS, previous or GroupStatus(index=index))
@@ -113,7 +113,14 @@ def decide_groups(
         plan = planner(version.deployment, index)
         try:
             return decide(
-                version.deployment, observed[index], previous, plan, now, deleting=deleting, held=version.held
+                version.deployment,
+                observed[index],
+                previous,
+                plan,
+                now,
+                deleting=deleting,
+                held=version.held,
+                moves=moves,
             )
         except Exception as error:
             # A defect in one group must not stop the supervision of the others.
@@ -137,6 +144,11 @@ def decide_groups(
         # A refused plan leaves a running group unchanged.
         kept = changed.refusal is None or group.phase not in _RUNS
         decisions[index] = changed if kept else replace(decisions[index], refusal=changed.refusal)
+    for index in _movers(decisions[: len(wanted)]):
+        others = [decision.status for decision in decisions[: len(wanted)] if decision.status.index != index]
+        alone = all(map(_answers, others)) and not any(decision.completed for decision in decisions)
+        moved = step(index, chosen[index], moves=alone)
+        decisions[index] = replace(moved, refusal=decisions[index].refusal)
     return GroupDecisions(tuple(decisions), rollout)
 
 
@@ -275,6 +287,12 @@ def _turns(wanted: Sequence[GroupStatus], target: str, limit: int, *, back: bool
         trying += 1
         turns.add(group.index)
     return frozenset(turns)
+
+
+def _movers(decisions: Sequence[Decision]) -> list[int]:
+    """Return the groups that serve on cordoned nodes, with the highest index first, as in `_turns`."""
+    statuses = (decision.status for decision in reversed(decisions))
+    return [group.index for group in statuses if group.phase is GroupPhase.SERVING and group.move is not None]
 
 
 def _answers(group: GroupStatus) -> bool:

@@ -17,6 +17,7 @@ from dsv4_operator.api import (
     GroupPhase,
     GroupStatus,
     MemberStatus,
+    MoveStatus,
     Reason,
     RejectedStatus,
     RolloutStatus,
@@ -313,7 +314,12 @@ def _progress(view: _View) -> tuple[bool, Reason, str]:
     if is_paused(view.deployment) and not view.deleting:
         return False, Reason.PAUSED, f"nothing is done while the annotation {PAUSED} is true"
     moving = next((group for group in view.groups if group.phase in _UNDER_WAY), None)
-    reason, text = _under_way(moving) if moving is not None else (Reason.STEADY, "nothing is under way")
+    stays = next((group for group in view.wanted if _stays(group)), None)
+    reason, text = Reason.STEADY, "nothing is under way"
+    if moving is not None:
+        reason, text = _under_way(moving)
+    elif stays is not None:
+        reason, text = Reason.MOVE_BLOCKED, f"group {stays.index}: {_stays(stays)}"
     if not view.problems:
         return moving is not None, reason, text
     cause = next((one.reason for one in view.problems if one.reason is not Reason.ACTION_FAILED), Reason.ACTION_FAILED)
@@ -403,9 +409,23 @@ def _under_way(group: GroupStatus) -> tuple[Reason, str]:
     head = next((member for member in group.members if member.rank == 0), None)
     if group.phase is GroupPhase.QUEUED:
         what = _queue_text(group)
+    if group.phase is GroupPhase.UPDATING and group.move is not None:
+        reason, what = Reason.GROUP_MOVING, f"it is being ended because {_cordoned(group.move)}"
     if group.phase in _ENDS and head is not None and head.phase is Phase.DRAINING and head.message:
         what = f"{what}; {head.message}"
     return reason, f"group {group.index}: {what}"
+
+
+def _cordoned(move: MoveStatus) -> str:
+    what = ("the node", "is") if len(move.nodes) == 1 else ("the nodes", "are")
+    return f"{what[0]} {', '.join(move.nodes)} {what[1]} cordoned"
+
+
+def _stays(group: GroupStatus) -> str:
+    """Return the reason why a group stays on cordoned nodes; empty if it does not."""
+    if group.phase is not GroupPhase.SERVING or group.move is None:
+        return ""
+    return f"{_cordoned(group.move)}, and the group stays: {group.move.blocked}"
 
 
 def _queue_text(group: GroupStatus) -> str:
@@ -521,6 +541,8 @@ def _group(before: GroupStatus, now: GroupStatus, new: DeploymentStatus) -> Iter
             yield Event(EventType.NORMAL, Reason.ENGINE_RESTARTING, "the engine is restarted in place", now.index)
     elif moved or (now.phase is GroupPhase.QUEUED and _queue_message(now) != _queue_message(before)):
         yield from _phase_events(now, new)
+    if _stays(now) not in ("", _stays(before)):
+        yield Event(EventType.WARNING, Reason.MOVE_BLOCKED, _stays(now), now.index)
     known = {text for member in before.members for text in warnings(member)}
     for text in (text for member in now.members for text in warnings(member)):
         if text not in known:
@@ -579,6 +601,9 @@ def _phase_events(now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
             condition = new.condition(ConditionType.RECOVERY_EXHAUSTED)
             message = condition.message if condition else "recovery was given up"
             yield Event(EventType.WARNING, Reason.RECOVERY_EXHAUSTED, message, now.index)
+        case GroupPhase.UPDATING if now.move is not None:
+            message = f"incarnation {now.incarnation} is ended because {_cordoned(now.move)}; other nodes are free"
+            yield Event(EventType.NORMAL, Reason.GROUP_MOVING, message, now.index)
         case GroupPhase.UPDATING:
             why = "the specification changed" if new.rollout.rejected is None else "the specification was given up"
             message = f"incarnation {now.incarnation} is ended because {why}"

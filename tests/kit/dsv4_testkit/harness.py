@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -203,7 +203,17 @@ class Recovery:
     level: int | None
 
 
-def inflict(deployment: Deployment, fault: Fault) -> Recovery:
+class Serving(Protocol):
+    """A deployment that serves, on any backend; see `Deployment`."""
+
+    def pid(self, rank: int, process: str) -> int: ...
+
+    def wait(self, phase: str, *, since: float) -> dict[str, Any]: ...
+
+    def complete(self) -> dict[str, Any]: ...
+
+
+def inflict(deployment: Serving, fault: Fault) -> Recovery:
     """Cause the fault, wait until the deployment serves again, and complete a request."""
     action = fault.action
     assert isinstance(action, Signal), f"{fault.name} is no signal"

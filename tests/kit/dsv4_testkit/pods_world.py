@@ -14,10 +14,11 @@ from dsv4_operator.api import SchedulerType
 from dsv4_operator.backends.pods import PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.observe import AgentReport, Endpoint
+from dsv4_operator.backends.pods.scheduling import node_of
 from dsv4_operator.builders import names
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.reconcile import Endpoints
-from dsv4_operator.kube import PodCache, Resource
+from dsv4_operator.kube import NodeCache, PodCache, Resource
 from dsv4_operator.lifecycle import Event
 from dsv4_runtime.contract import AgentStatus, EngineStatus, Health, Phase, Verdict
 from dsv4_testkit.fake_kube import FakeKube
@@ -128,7 +129,8 @@ class World:
         monkeypatch.setattr("dsv4_operator.backends.pods.backend.AgentWatch", Agents)
         monkeypatch.setattr("dsv4_operator.backends.pods.backend.unix_time", lambda: world.now)
         policy = ALLOWED.model_copy(update={"schedulers": tuple(schedulers)})
-        cluster = Cluster(kube, self.cache, runtime_image="runtime:1", policy=policy)
+        self.nodes = NodeCache(kube)
+        cluster = Cluster(kube, self.cache, runtime_image="runtime:1", policy=policy, nodes=self.nodes)
         self.backend = PodsBackend(cluster, changed=lambda *_: None)
         client: Any = _Agents()
         self.backend._agents = client
@@ -174,6 +176,17 @@ class World:
             if member is not None and incarnation in (None, member[2]):
                 found.append(one)
         return found
+
+    def cordon(self, *nodes: str) -> None:
+        """Cordon exactly these nodes, and update the cache."""
+        for (kind, where, name), one in list(self.kube.objects.items()):
+            if kind == "Node":
+                changed = {**one, "spec": {**(one.get("spec") or {}), "unschedulable": name in nodes}}
+                self.nodes._put(self.kube._put((kind, where, name), changed))
+
+    def nodes_of(self, incarnation: int) -> list[str]:
+        """Return the nodes of the members of an incarnation, by rank."""
+        return [str(node_of(one)) for one in self.pods(incarnation)]
 
     def kubelet(self) -> None:
         """Start new pods, end deleted pods, and update the cache."""

@@ -24,6 +24,7 @@ from dsv4_operator.lifecycle import (
     Fence,
     Forget,
     Form,
+    Hold,
     Planner,
     compute_status,
     decide_groups,
@@ -37,8 +38,10 @@ from dsv4_runtime.contract import Cause, GroupPlan, Phase
 from dsv4_testkit import group_world
 from dsv4_testkit.group_world import START, BackendError, facts
 
+NODES = tuple(f"node-{number}" for number in range(4))
 LIFE = (Phase.STAGING, Phase.JOINING, Phase.LOADING, Phase.SERVING)
 DEADLINE = 300.0
+FACTS = facts(len(NODES))
 MANIFEST = """
 apiVersion: dsv4.dev/v1alpha1
 kind: DSV4Deployment
@@ -90,6 +93,7 @@ class Member(group_world.Member):
     lives: tuple[Phase, ...] = LIFE
     seed: int = 0
     """Seed of the specification from which it was formed."""
+    node: str = ""
 
     @property
     def serves(self) -> bool:
@@ -112,6 +116,16 @@ class World:
     """Seconds in which engines complete open requests."""
     refused: set[int] = field(default_factory=set)
     """Seeds that cannot be planned."""
+    cordoned: set[str] = field(default_factory=set)
+    """Cordoned nodes of `NODES`, each with room for one member."""
+    listed: set[str] = field(default_factory=set)
+    """Cordoned nodes at the last list of nodes, from which the planner chooses."""
+    held: dict[int, str] = field(default_factory=dict)
+    """Node held for the next member of each group that moves."""
+    reserved: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Node of the latest plan of each group, and the end of its reservation."""
+    moves: list[tuple[int, str]] = field(default_factory=list)
+    """Group and node of every member that was ended because of a cordoned node."""
     pause: float = 0.0
 
     @property
@@ -131,7 +145,11 @@ class World:
     def observe(self) -> list[Observed]:
         found = []
         for group in range(max(self.asked.replicas, len(self.kept.groups))):
-            mine = [one.seen(self.now) for one in self.members.values() if one.group == group]
+            mine = [
+                replace(one.seen(self.now), node=one.node, cordoned=one.node in self.cordoned)
+                for one in self.members.values()
+                if one.group == group
+            ]
             # Ended members are reported as ended at this moment.
             seen = tuple(replace(one, ended_time=one.ended and self.now) for one in mine)
             found.append(Observed(GroupKey("default", "nano", group), seen))
@@ -145,16 +163,45 @@ class World:
                 raise PlanRefused(
                     Reason.MEMORY_SHORT, Finding("", Reason.MEMORY_SHORT, "too little memory", "add some")
                 )
-            return plan_group(deployment, facts(4), group=group, incarnation=incarnation, restarts=restarts)
+            node = self._node_for(group)
+            if node is None:
+                raise PlanRefused(
+                    Reason.NODES_MISSING, Finding("", Reason.NODES_MISSING, "no node is free", "add some")
+                )
+            self.reserved[group] = node, self.now + 15.0
+            placed = {group: (FACTS.nodes[NODES.index(node)],)}
+            found = replace(FACTS, placed=placed)
+            return plan_group(deployment, found, group=group, incarnation=incarnation, restarts=restarts)
 
         return plan
+
+    def _node_for(self, group: int) -> str | None:
+        """Return a node for the next member of `group`: its last one if possible."""
+        last = max((one for one in self.members.values() if one.group == group), key=_number, default=None)
+        known = [last.node] if last is not None else [member.node for member in self.group(group).members]
+        options = (*known, self.held.get(group), *NODES)
+        return next((node for node in options if node and node not in self.listed and self._is_free(node, group)), None)
+
+    def _is_free(self, node: str, group: int) -> bool:
+        """Return whether `node` has neither a member of another group nor a reservation for one."""
+        used = {one.node for one in self.alive() if one.group != group}
+        used |= {kept for other, kept in self.held.items() if other != group}
+        return node not in used | {
+            kept for other, (kept, end) in self.reserved.items() if other != group and end > self.now
+        }
+
+    def cordon(self, *nodes: str, listed: bool = True) -> None:
+        """Cordon exactly these nodes; `listed`: the planner knows it."""
+        self.cordoned = set(nodes)
+        if listed:
+            self.listed = set(nodes)
 
     def step(self, observed: list[Observed] | None = None, crash: int = 99, halfway: int = 99) -> None:
         """Run one reconcile that dies before action `crash` of all groups', or fails halfway in action `halfway`."""
         seen = self.observe() if observed is None else observed
         known = self.kept
         turn = decide_groups(self.deployment, seen, known, self.planner, self.now)
-        self._check(seen, known, [decision.status for decision in turn.decisions])
+        self._check(seen, known, [decision.completed or decision.status for decision in turn.decisions])
         count, groups = 0, []
         for decision in turn.decisions:
             status = decision.status
@@ -196,8 +243,18 @@ class World:
         if ended & answering and self.asked.strategy == "RollingUpdate":
             left = len(answering - ended)
             assert left >= self.asked.replicas - self.asked.limit, f"{sorted(ended)} ended, {left} left answering"
+        moved = [
+            group for group in decided if group.index in ended and group.move and before[group.index].move != group.move
+        ]
+        if moved:
+            wanted = set(range(self.asked.replicas))
+            assert len(moved) == 1, "two groups move at once"
+            assert wanted - answering <= {moved[0].index}, "a group moves while another one does not answer"
         rejected = known.rollout.rejected
         for group in decided:
+            earlier = before.get(group.index, GroupStatus())
+            if group.incarnation > earlier.incarnation and earlier.phase is not GroupPhase.RECOVERING:
+                assert group.total_restarts == earlier.total_restarts, "a planned end used a restart"
             claimed = group.incarnation > before.get(group.index, GroupStatus()).incarnation
             if claimed and rejected is not None and rejected.revision == revision(self.deployment):
                 assert group.revision != rejected.revision, f"group {group.index} tries again what was given up"
@@ -217,12 +274,23 @@ class World:
                 assert all(one.incarnation == plan.incarnation for one in self.alive(plan.group)), "two at once"
                 assert self.group(plan.group).revision == revision(deployment), "not formed from what was claimed"
                 if not halfway:
-                    self.members.setdefault(
-                        key, Member(plan.incarnation, 0, self.now, group=plan.group, seed=seed_of(deployment))
-                    )
+                    made = Member(plan.incarnation, 0, self.now, group=plan.group, seed=seed_of(deployment))
+                    made.node = plan.members[0].node or ""
+                    self.members.setdefault(key, made)
+                    self.held.pop(plan.group, None)
+            case Hold(plan, _):
+                node = plan.members[0].node or ""
+                if node in self.cordoned or not self._is_free(node, plan.group):
+                    return True
+                if not halfway:
+                    self.held[plan.group] = node
             case Fence(of, incarnation):
                 member = self.members.get((of.group, incarnation))
                 if member is not None and not halfway:
+                    status = self.group(of.group)
+                    if status.phase is GroupPhase.UPDATING and status.move is not None and member.ended is None:
+                        assert self.held.get(of.group) not in (None, member.node), "ended without another node"
+                        self.moves.append((of.group, member.node))
                     self.fenced.add((of.group, incarnation))
                     member.ended = member.ended or "fenced"
             case Forget(of, incarnation):
@@ -251,6 +319,7 @@ class World:
 
     def go_on(self, looks: int = 1, seconds: float = 1.0) -> None:
         for _ in range(looks):
+            self.listed = set(self.cordoned)
             self.step()
             self.live()
             self.now += seconds
@@ -270,6 +339,10 @@ class World:
 
     def reasons(self) -> list[Reason]:
         return [event.reason for event in self.told]
+
+
+def _number(member: Member) -> int:
+    return member.incarnation
 
 
 def _answers(member: ObservedMember) -> bool:

@@ -10,8 +10,10 @@ from words import short, stranger
 
 from dsv4_operator.api import ConditionType, GroupPhase
 from dsv4_operator.lifecycle import Drain, compute_status
-from dsv4_operator.lifecycle.decide import DRAIN_GRACE_SECONDS, DRAIN_SILENCE_SECONDS
+from dsv4_operator.lifecycle.decide import DRAIN_GRACE_SECONDS, DRAIN_SILENCE_SECONDS, decide
+from dsv4_operator.lifecycle.observed import Observed
 from dsv4_runtime.contract import Health, Phase, Progress, Verdict
+from dsv4_testkit.group_world import KEY
 
 Scene = Any
 
@@ -136,3 +138,12 @@ def test_unknown_incarnations_are_fenced_without_a_drain(scene: Scene) -> None:
     updating(scene)
     scene.members.append(stranger(scene, 9))
     assert short(scene.look()) == ["fence 9", "forget 9", "drain 1", "fence 1", "forget 1"]
+
+
+def test_a_plan_from_an_older_list_of_nodes_moves_nothing(scene: Scene) -> None:
+    scene.serve()
+    scene.members[1] = replace(scene.members[1], cordoned=True)
+    seen = Observed(KEY, tuple(scene.members))
+    # The plan of the scene has the nodes of the present members.
+    decision = decide(scene.deployment, seen, scene.status, scene.plan, scene.now, moves=True)
+    assert (short(decision), decision.completed, decision.status.move) == ([], None, None)

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import pytest
 
 from dsv4_operator.api import ConditionStatus, ConditionType, GroupPhase, GroupStatus, Reason
+from dsv4_operator.lifecycle import EventType
+from dsv4_operator.lifecycle.decide import WAITS_FOR_OTHERS
 from dsv4_operator.lifecycle.rollout import _failed
 from dsv4_runtime.contract import Phase
-from dsv4_testkit.rollout_world import DEADLINE, LIFE, Asked, World
+from dsv4_testkit.rollout_world import DEADLINE, LIFE, NODES, Asked, World
 
 
 def serving_world(**asked: object) -> World:
@@ -206,3 +208,99 @@ def test_no_rollback_to_an_unreadable_specification_of_another_version() -> None
 def test_a_specification_does_not_fail_while_its_group_waits_for_nodes(phase: GroupPhase, late: bool) -> None:
     group = GroupStatus(index=0, phase=phase, incarnation=2, revision="new", revision_time=1000.0)
     assert (_failed(group, "new", DEADLINE, 1001.0 + DEADLINE) is not None) is late
+
+
+def test_groups_move_away_from_cordoned_nodes_one_after_the_other() -> None:
+    world = serving_world(replicas=3, limit=2)
+    # One node is free, and each move frees none: the second group waits for the node to be uncordoned.
+    world.cordon("node-1", "node-2")
+    world.go_on(20)
+    assert world.all_serve(0)
+    assert world.moves == [(2, "node-2")]
+    assert {one.group: one.node for one in world.alive()} == {0: "node-0", 1: "node-1", 2: "node-3"}
+    assert world.reasons().count(Reason.GROUP_MOVING) == 1
+    assert condition(world, ConditionType.PROGRESSING) == (
+        False,
+        "group 1: the node node-1 is cordoned, and the group stays: no node is free; add some",
+    )
+    world.cordon("node-1")
+    world.go_on(20)
+    assert world.moves == [(2, "node-2"), (1, "node-1")]
+    assert world.all_serve(0)
+    assert condition(world, ConditionType.PROGRESSING) == (False, "nothing is under way")
+    assert [group.total_restarts for group in world.kept.groups] == [0, 0, 0]
+    assert not any(group.history or group.move for group in world.kept.groups)
+
+
+def test_two_groups_with_free_nodes_move_one_after_the_other() -> None:
+    world = serving_world(replicas=2, limit=2)
+    world.cordon("node-0", "node-1")
+    least = 2
+    for _ in range(30):
+        world.go_on()
+        least = min(least, len(world.serving()))
+    assert world.all_serve(0)
+    assert [group for group, _ in world.moves] == [1, 0]
+    assert least == 1
+
+
+def test_without_a_free_node_a_group_stays_and_one_event_has_the_reason() -> None:
+    world = serving_world(replicas=1)
+    world.cordon(*NODES)
+    world.go_on(10)
+    assert world.all_serve(0)
+    assert world.moves == []
+    assert [(event.type, event.reason, event.message, event.group) for event in world.told] == [
+        (
+            EventType.WARNING,
+            Reason.MOVE_BLOCKED,
+            "the node node-0 is cordoned, and the group stays: no node is free; add some",
+            0,
+        )
+    ]
+    assert condition(world, ConditionType.READY)[0]
+    assert condition(world, ConditionType.ACCEPTED)[0], "the specification is not refused"
+    world.cordon()
+    world.go_on(2)
+    assert world.group(0).move is None
+    assert world.all_serve(0)
+
+
+def test_a_group_does_not_move_while_another_one_is_down() -> None:
+    world = serving_world(replicas=2, limit=2)
+    world.alive(0)[0].ended = "killed by SIGKILL"
+    world.cordon("node-1")
+    world.go_on()
+    move = world.group(1).move
+    assert move is not None
+    assert move.blocked == WAITS_FOR_OTHERS
+    world.until(lambda: bool(world.moves))
+    assert world.serving()[0] == 0
+    world.until(lambda: world.all_serve(0))
+    assert [group.total_restarts for group in world.kept.groups] == [1, 0]
+
+
+def test_an_update_moves_a_group_too() -> None:
+    world = serving_world(replicas=2)
+    world.cordon("node-0", "node-1")
+    world.asked = world.asked.but(seed=1)
+    world.until(lambda: world.all_serve(1))
+    world.go_on(5)
+    assert world.all_serve(1)
+    assert {one.node for one in world.alive()} == {"node-2", "node-3"}
+    assert Reason.UPDATE_STARTED in world.reasons()
+
+
+def test_a_move_that_was_taken_meanwhile_begins_with_another_node() -> None:
+    world = serving_world(replicas=1)
+    world.held[7] = "node-1"
+    world.cordon("node-0", "node-2")
+    # The planner has an older list, according to which the node is not cordoned.
+    world.listed = {"node-0"}
+    world.step()
+    assert world.held.keys() == {7}
+    assert world.group(0).phase is GroupPhase.SERVING
+    world.until(lambda: world.moves == [(0, "node-0")])
+    world.until(lambda: world.all_serve(0))
+    assert [one.node for one in world.alive()] == ["node-3"]
+    assert (world.group(0).incarnation, world.group(0).total_restarts) == (2, 0)

@@ -1,4 +1,4 @@
-"""Rollouts with repeated changes of the specification, deaths of members, and kills of the decider."""
+"""Rollouts with repeated changes of the specification, cordoned nodes, deaths of members, and kills of the decider."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from dsv4_operator.api import GroupPhase
 from dsv4_operator.planning import revision
 from dsv4_runtime.contract import Cause
-from dsv4_testkit.rollout_world import DEADLINE, Asked, World
+from dsv4_testkit.rollout_world import DEADLINE, NODES, Asked, World
 
 
 class Rollouts(RuleBasedStateMachine):
@@ -55,6 +55,10 @@ class Rollouts(RuleBasedStateMachine):
         }[what]
         self.world.asked = asked.but(**changes)
 
+    @rule(nodes=st.sets(st.sampled_from(NODES), max_size=3), listed=st.booleans())
+    def cordon(self, nodes: set[str], listed: bool) -> None:
+        self.world.cordon(*nodes, listed=listed)
+
     @precondition(lambda self: self.world.alive())
     @rule(data=st.data(), how=st.sampled_from(["dies", "fails", "silent", "speaks"]))
     def trouble(self, data: st.DataObject, how: str) -> None:
@@ -73,6 +77,8 @@ class Rollouts(RuleBasedStateMachine):
             return
         world = self.world
         world.asked = world.asked.but(suspend=False, paused=False, generation=world.asked.generation)
+        # Every group has a node.
+        world.cordon(*sorted(world.cordoned)[:1])
         for one in world.alive():
             one.silent = False
         for _ in range(150):
@@ -93,6 +99,8 @@ class Rollouts(RuleBasedStateMachine):
                 break
             world.go_on(seconds=5.0)
         assert phases <= {GroupPhase.SERVING, GroupPhase.FAILED, GroupPhase.RECOVERING, GroupPhase.STARTING}, phases
+        if phases == {GroupPhase.SERVING}:
+            assert not {one.node for one in world.alive()} & world.cordoned, "left on a cordoned node"
         wanted = {group.revision for group in world.kept.groups if group.phase is GroupPhase.SERVING}
         assert len(wanted) <= 1 or GroupPhase.FAILED in phases, "left between two specifications"
         if world.asked.seed not in world.bad and rejected is None:

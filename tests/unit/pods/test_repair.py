@@ -116,6 +116,24 @@ async def test_changed_services_are_restored(running: tuple[Applied, PodsBackend
         assert kube.objects[name]["spec"] == before["spec"]
 
 
+async def test_slow_writes_of_this_process_are_no_changes_of_other_clients(
+    running: tuple[Applied, PodsBackend, DSV4Deployment],
+) -> None:
+    """While members are created, their Services change; at a high load that takes longer than a change settles."""
+    kube, backend, wanted = running
+    name = ("Service", wanted.metadata.namespace, names.head_name(wanted.metadata.name, 0))
+    kube.requests.clear()
+    with backend._frontends.writing(wanted.metadata.namespace, wanted.metadata.name):
+        kube._put(name, copy.deepcopy(kube.objects[name]))
+        await backend.ensure_frontend(wanted, STATUS)
+    await backend.ensure_frontend(wanted, STATUS)
+    assert {one.split()[1] for one in kube.asked()} == {"Secret"}, "no object is applied again"
+    before = copy.deepcopy(kube.objects[name])
+    kube._put(name, {**before, "spec": {**before["spec"], "selector": {"app": "else"}}})
+    await backend.ensure_frontend(wanted, STATUS)
+    assert kube.objects[name]["spec"] == before["spec"], "changes of other clients are still undone"
+
+
 async def test_an_object_removed_again_before_the_watch_shows_it_is_restored_again(
     running: tuple[Applied, PodsBackend, DSV4Deployment],
 ) -> None:

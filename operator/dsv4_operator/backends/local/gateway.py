@@ -286,6 +286,10 @@ class OwnGateways:
     def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """See `Backend`."""
 
+    async def hold(self, deployment: DSV4Deployment, plan: GroupPlan) -> bool:
+        """See `Backend`. Only this deployment has members on its machines."""
+        return True
+
 
 class _GatewayProcess:
     """One of the gateways: its process is replaced when it ends or hangs."""

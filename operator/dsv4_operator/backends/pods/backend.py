@@ -52,6 +52,10 @@ _FRESH_SECONDS = 2.0
 """Maximum age of the node data for a group that is being formed."""
 _COMPLETE_SECONDS = 300.0
 """Maximum age for groups with all their members: only a changed specification needs new nodes."""
+_CORDONED_SECONDS = 5.0
+"""Maximum age for groups with members on cordoned nodes, which wait for free ones."""
+_ENDING_SECONDS = 120.0
+"""Time from the end of a drain until the next incarnation is claimed, at most."""
 _SHOW_SECONDS = 2.0
 """Time until the cache contains new members; within it they are not created again."""
 _MADE_BY_KUBERAY_SECONDS = 15.0
@@ -90,6 +94,8 @@ class _KnownFacts:
     generation: int
     time: float
     """Monotonic time."""
+    cordoned: frozenset[str]
+    """Cordoned nodes of the members."""
     facts: Facts
 
 
@@ -167,11 +173,15 @@ class PodsBackend:
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
         generation, now = deployment.metadata.generation, time.monotonic()
-        max_age = _COMPLETE_SECONDS if self._is_complete(deployment) else _FRESH_SECONDS
+        cordoned = self._cordoned(deployment)
+        max_age = _CORDONED_SECONDS if cordoned else _COMPLETE_SECONDS
+        if not self._is_complete(deployment):
+            max_age = _FRESH_SECONDS
         version, name = revision(deployment), (deployment.metadata.namespace, deployment.metadata.name)
         known = self._facts.get(name, {})
         latest = known.get(version)
-        if latest is not None and latest.generation == generation and now - latest.time < max_age:
+        is_new = latest is None or latest.cordoned != cordoned
+        if latest is not None and latest.generation == generation and now - latest.time < max_age and not is_new:
             return latest.facts
         if deployment.spec.suspend or not deployment.spec.replicas:
             # Nothing will be planned.
@@ -182,7 +192,8 @@ class PodsBackend:
             return scheduling.unplaced_facts(deployment)
         try:
             async with self._cluster.scheduling:
-                snapshot = await self._cluster.snapshot(_FRESH_SECONDS, now)
+                # A node that was cordoned just now is listed as such.
+                snapshot = await self._cluster.snapshot(0.0 if cordoned and is_new else _FRESH_SECONDS, now)
                 found = scheduling.facts(deployment, snapshot)
         except Forbidden as error:
             found = replace(
@@ -191,7 +202,7 @@ class PodsBackend:
             )
         # Other versions while they are in use: two during a rollout.
         recent = {other: one for other, one in known.items() if now - one.time < _COMPLETE_SECONDS}
-        self._facts[name] = {**recent, version: _KnownFacts(generation, now, found)}
+        self._facts[name] = {**recent, version: _KnownFacts(generation, now, cordoned, found)}
         return found
 
     def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
@@ -199,6 +210,23 @@ class PodsBackend:
         if deployment.spec.topology.scheduler is not None:
             return
         self._cluster.reserve(_owner(GroupKey.of(deployment, plan.group)), scheduling.stand_ins(deployment, plan))
+
+    async def hold(self, deployment: DSV4Deployment, plan: GroupPlan) -> bool:
+        """See `Backend`.
+
+        Raises:
+            KubeError: the nodes cannot be listed.
+        """
+        key, asked = GroupKey.of(deployment, plan.group), time.monotonic()
+        async with self._cluster.scheduling:
+            snapshot = await self._cluster.snapshot(_FRESH_SECONDS, asked)
+            if scheduling.shortage(deployment, plan, snapshot) is not None:
+                self._cluster.release(_owner(key))
+                self._facts.pop((key.namespace, key.deployment), None)
+                return False
+            seconds = deployment.spec.engine.timeouts.drain + _ENDING_SECONDS
+            self._cluster.hold(_owner(key), scheduling.stand_ins(deployment, plan), plan.incarnation, seconds)
+        return True
 
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """See `Backend`.
@@ -226,22 +254,22 @@ class PodsBackend:
             await require_secrets(self._kube, deployment)
             if deployment.spec.topology.scheduler is None:
                 await self._reserve_nodes(deployment, plan, host)
-        self._frontends.record_write(key.namespace, key.deployment)
-        try:
-            pods = await self._prepare(deployment, plan, host, present)
-        except BaseException:
-            # No member exists, so the nodes are not needed.
-            self._cluster.release(_owner(key))
-            raise
-        self._cluster.reserve_made(pods)
-        made = await self._create(deployment, plan, pods)
-        problems = [one for one in made if isinstance(one, BaseException)]
-        if problems:
-            self._cluster.release(_owner(key))
-            # The other members exist; one whose request got no answer may exist.
-            there = (bool, Unavailable)
-            self._cluster.reserve_made(pod for pod, one in zip(pods, made, strict=True) if isinstance(one, there))
-            raise problems[0]
+        with self._frontends.writing(key.namespace, key.deployment):
+            try:
+                pods = await self._prepare(deployment, plan, host, present)
+            except BaseException:
+                # No member exists, so the nodes are not needed.
+                self._cluster.release(_owner(key))
+                raise
+            self._cluster.reserve_made(pods)
+            made = await self._create(deployment, plan, pods)
+            problems = [one for one in made if isinstance(one, BaseException)]
+            if problems:
+                self._cluster.release(_owner(key))
+                # The other members exist; one whose request got no answer may exist.
+                there = (bool, Unavailable)
+                self._cluster.reserve_made(pod for pod, one in zip(pods, made, strict=True) if isinstance(one, there))
+                raise problems[0]
         self._group(key).made = plan.incarnation, time.monotonic()
         if plan.incarnation > 1:
             await self._fencer.sweep(key, plan.incarnation)
@@ -275,7 +303,7 @@ class PodsBackend:
             )
             if seen.ended_time is not None:
                 ended[one.uid] = seen.ended_time
-            members.append(seen)
+            members.append(replace(seen, cordoned=self._cluster.is_cordoned(seen.node)))
         known.ended = ended
         anomalies = self._anomalies(deployment, group, found)
         return Observed(key, tuple(members), used_incarnation=self._used_incarnation(key), anomalies=anomalies)
@@ -295,7 +323,7 @@ class PodsBackend:
         seen = self._seen(deployment, group, incarnation)
         over = await self._fencer.fence(key, incarnation, deployment.spec.recovery.node_loss, seen)
         if over:
-            self._cluster.release(_owner(key))
+            self._cluster.release(_owner(key), ended=incarnation)
         return over
 
     async def collect_evidence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> str | None:
@@ -395,6 +423,12 @@ class PodsBackend:
             if len(running) != size or len({one.incarnation for one in members}) != 1:
                 return False
         return True
+
+    def _cordoned(self, deployment: DSV4Deployment) -> frozenset[str]:
+        """Return the cordoned nodes of the members."""
+        groups = range(deployment.spec.replicas)
+        nodes = {scheduling.node_of(one.pod) for group in groups for one in self._members(deployment, group)}
+        return frozenset(node for node in nodes if node is not None and self._cluster.is_cordoned(node))
 
     async def _ranks(self, deployment: DSV4Deployment, group: int, incarnation: int) -> frozenset[int]:
         metadata = deployment.metadata

@@ -16,7 +16,7 @@ from dsv4_operator.backends.pods.podgroups import POD_GROUPS
 from dsv4_operator.backends.pods.scheduling import Owner, PodRequests, Snapshot, owner_of, pod_requests, readable
 from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import NODES, Client, KubeReader, OwnedCache, PodCache, Resource
+from dsv4_operator.kube import NODES, Client, KubeReader, NodeCache, OwnedCache, PodCache, Resource
 
 _DEFAULT_POLICY = ClusterPolicy()
 
@@ -34,6 +34,8 @@ class _Reserved:
     """By name of the pod."""
     until: float
     """Monotonic time."""
+    held_for: int = 0
+    """Incarnation for which the nodes are held while the one before it ends; 0: none."""
 
 
 class Cluster:
@@ -47,6 +49,7 @@ class Cluster:
         runtime_image: str,
         policy: ClusterPolicy = _DEFAULT_POLICY,
         owned: OwnedCache | None = None,
+        nodes: NodeCache | None = None,
         in_cluster: bool = False,
         variables: Mapping[str, str] | None = None,
     ) -> None:
@@ -57,6 +60,7 @@ class Cluster:
         runtime_image: image of members and gateways of deployments that name none.
         policy: limits on the use of nodes by deployments.
         owned: cache of the other owned objects; None: only changes of the wanted objects are written.
+        nodes: cache of the cordoned nodes; None: no group moves away from them.
         in_cluster: whether this process is a pod of the cluster, so that names of Services resolve.
         variables: see `Host.variables`.
         """
@@ -68,6 +72,7 @@ class Cluster:
         self.objects = OwnedObjects(kube)
         self.owned = owned
         self.pods = pods
+        self._nodes = nodes
         self._host = member.Host(policy, runtime_image, self.variables)
         self._snapshot = Snapshot((), ())
         self._requests: dict[str, tuple[str, PodRequests | None]] = {}
@@ -137,6 +142,14 @@ class Cluster:
         """Reserve the resources of a planned group's `pods`, which will be created soon."""
         self._reserve({owner: _Reserved(_by_name(pods), time.monotonic() + _RESERVED_SECONDS)})
 
+    def hold(self, owner: Owner, pods: Iterable[PodRequests], incarnation: int, seconds: float) -> None:
+        """Reserve the resources of `pods`, members of `incarnation`, while the incarnation before it ends."""
+        self._reserve({owner: _Reserved(_by_name(pods), time.monotonic() + seconds, incarnation)})
+
+    def is_cordoned(self, node: str | None) -> bool:
+        """Return whether `node` accepts no new pods (`kubectl cordon`)."""
+        return self._nodes is not None and bool(node) and bool(self._nodes.objects(str(node)))
+
     def reserve_made(self, pods: Iterable[Manifest]) -> None:
         """Count members of one group that are being created as existing, until they are observed."""
         requests = [found for pod in pods if (found := pod_requests(pod)) is not None]
@@ -144,9 +157,12 @@ class Cluster:
             until = time.monotonic() + _MADE_SECONDS
             self._reserve({owner_of(requests[0].pod): _Reserved(_by_name(requests), until)})
 
-    def release(self, owner: Owner) -> None:
-        """Drop the reservation of a group that ended or was not created; the next snapshot is read anew."""
-        self._reserved.pop(owner, None)
+    def release(self, owner: Owner, *, ended: int = 0) -> None:
+        """Drop the reservation of a group that was not created, or whose incarnation `ended`; the next snapshot is read
+        anew. Nodes that are held for a later incarnation stay reserved."""
+        reserved = self._reserved.get(owner)
+        if reserved is not None and not 0 < ended < reserved.held_for:
+            del self._reserved[owner]
         self._snapshot_time = None
 
     def _reserve(self, more: Mapping[Owner, _Reserved]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase
@@ -249,13 +251,16 @@ class Frontends:
         self._cluster = cluster
         self._keys = keys
         self._known: dict[tuple[str, str], _Known] = {}
+        self._writing: Counter[tuple[str, str]] = Counter()
+        """Number of present `writing` blocks, by namespace and name."""
 
     async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """See `Backend.ensure_frontend`."""
         name = deployment.metadata.namespace, deployment.metadata.name
         known = self._known.get(name)
         versions = self._versions(*name)
-        if known is not None and known.uid == deployment.metadata.uid and not self._changed_externally(known, versions):
+        same = known is not None and known.uid == deployment.metadata.uid
+        if known is not None and same and not self._changed_externally(known, versions, writing=name in self._writing):
             known.versions = versions
             await known.frontend.ensure(deployment, status)
         else:
@@ -274,11 +279,19 @@ class Frontends:
         name = deployment.metadata.namespace, deployment.metadata.name
         self._known[name] = _Known(deployment.metadata.uid, frontend, versions, time.monotonic())
 
-    def record_write(self, namespace: str, name: str) -> None:
-        """Record a write of a deployment's objects, after which their versions change."""
-        known = self._known.get((namespace, name))
-        if known is not None:
-            known.written = time.monotonic()
+    @contextlib.contextmanager
+    def writing(self, namespace: str, name: str) -> Iterator[None]:
+        """Attribute changes of a deployment's objects to this process during the block, however long its requests take,
+        and shortly after it."""
+        key = namespace, name
+        self._writing[key] += 1
+        try:
+            yield
+        finally:
+            self._writing[key] -= 1
+            self._writing += Counter()
+            if (known := self._known.get(key)) is not None:
+                known.written = time.monotonic()
 
     def release(self, namespace: str, name: str) -> None:
         """Drop the data of one deployment."""
@@ -287,9 +300,9 @@ class Frontends:
     def _versions(self, namespace: str, name: str) -> Versions:
         return self._cluster.owned.versions(namespace, name) if self._cluster.owned is not None else frozenset()
 
-    def _changed_externally(self, known: _Known, versions: Versions) -> bool:
+    def _changed_externally(self, known: _Known, versions: Versions, *, writing: bool) -> bool:
         """Return whether another client removed or changed an object since the latest observation."""
-        settling = time.monotonic() - known.written < _SETTLE_SECONDS
+        settling = writing or time.monotonic() - known.written < _SETTLE_SECONDS
         if not settling and self._cluster.owned is not None and known.frontend.names - _names(versions):
             # Created again at the latest reconcile, and removed again since.
             return True

@@ -87,7 +87,9 @@ class OwnedObjects:
             try:
                 # Apply would create a missing object too, but also adopt one that was created meanwhile.
                 if live is None:
-                    live = await self._kube.create(manifest)
+                    # At once, so that another operator that applies the same object later writes nothing.
+                    await self._mark_applied(await self._kube.create(manifest), manifest)
+                    return
                 await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})
             except (AlreadyExists, Conflict, NotFound):
                 # Another object has that name now.
@@ -166,15 +168,20 @@ class OwnedObjects:
         return now is None or now["metadata"]["uid"] != live["metadata"]["uid"]
 
     async def _apply(self, live: Manifest, manifest: Manifest, precondition: Mapping[str, str]) -> None:
-        fields = managed_by_apply(live)
         about = dict(precondition)
-        if fields is not None:
-            metadata = manifest["metadata"]
-            change = {"metadata": {"resourceVersion": live["metadata"]["resourceVersion"], **fields}}
-            changed = await self._kube.patch(resource_of(manifest), metadata["namespace"], metadata["name"], change)
-            if "resourceVersion" in about:
-                about["resourceVersion"] = changed["metadata"]["resourceVersion"]
+        marked = await self._mark_applied(live, manifest)
+        if "resourceVersion" in about:
+            about["resourceVersion"] = marked["metadata"]["resourceVersion"]
         await apply_exactly(self._kube, {**manifest, "metadata": {**manifest["metadata"], **about}})
+
+    async def _mark_applied(self, live: Manifest, manifest: Manifest) -> Manifest:
+        """Mark the fields that the creation of `live` set as applied; return the resulting object."""
+        fields = managed_by_apply(live)
+        if fields is None:
+            return live
+        metadata = manifest["metadata"]
+        change = {"metadata": {"resourceVersion": live["metadata"]["resourceVersion"], **fields}}
+        return await self._kube.patch(resource_of(manifest), metadata["namespace"], metadata["name"], change)
 
 
 async def gather_all(*work: Awaitable[object]) -> None:

@@ -299,7 +299,7 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
         chosen = _choose(deployment, group, nodes, unfit, _nodes(deployment, group, present), reasons)
         placed[group] = tuple(_node_facts(deployment, group, rank, node, chosen) for rank, node in enumerate(chosen))
         if len(chosen) == size and not present and group + 1 < deployment.spec.replicas:
-            taken = (_stand_in(deployment, group, rank, node.name, 0) for rank, node in enumerate(chosen))
+            taken = (_stand_in(deployment, group, 0, rank, node.name, 0) for rank, node in enumerate(chosen))
             snapshot = snapshot.expecting((*snapshot.expected, *taken))
     return _facts(deployment, placed, unfit=_summary(reasons, bool(snapshot.nodes)))
 
@@ -356,7 +356,9 @@ def group_owner(deployment: DSV4Deployment, group: int) -> Owner:
 def stand_ins(deployment: DSV4Deployment, plan: GroupPlan) -> list[PodRequests]:
     """Return the requests of the members of `plan`, before their pods exist."""
     memory = plan.expectations.memory_bytes
-    return [_stand_in(deployment, plan.group, member.rank, member.node or "", memory) for member in plan.members]
+    return [
+        _stand_in(deployment, plan.group, plan.incarnation, one.rank, one.node or "", memory) for one in plan.members
+    ]
 
 
 def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) -> str | None:
@@ -594,13 +596,16 @@ def _internal_address(node: Manifest) -> str:
     return str(next(internal, node["metadata"]["name"]))
 
 
-def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memory_bytes: int) -> PodRequests:
-    """Return the requests of a member, before its pod exists."""
+def _stand_in(
+    deployment: DSV4Deployment, group: int, incarnation: int, rank: int, node: str, memory_bytes: int
+) -> PodRequests:
+    """Return the requests of a member, before its pod exists. By its name, a later plan prefers the same node."""
     owner = group_owner(deployment, group)
-    about = names.labels(owner[1], component=names.MEMBER, group=group, incarnation=0, rank=rank)
+    about = names.labels(owner[1], component=names.MEMBER, group=group, incarnation=incarnation, rank=rank)
     alone = {"podAntiAffinity": {"required": True}} if deployment.spec.topology.exclusive else {}
     pod: Manifest = {
-        "metadata": names.metadata(deployment, f"{owner[1]}-{group}-r{rank}") | {"labels": about},
+        "metadata": names.metadata(deployment, names.member_name(owner[1], group, incarnation, rank))
+        | {"labels": about},
         "spec": {
             "nodeName": node,
             "hostNetwork": deployment.spec.network_mode is NetworkMode.HOST_NETWORK,

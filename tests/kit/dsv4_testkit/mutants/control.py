@@ -6,6 +6,8 @@ from dsv4_testkit.mutants.common import Mutant
 
 _OPERATOR = "operator/dsv4_operator"
 _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
+_ROLLOUT = ("tests/unit/lifecycle/test_rollout.py",)
+_MOVES = ("tests/unit/pods/test_moves.py",)
 
 CONTROL = (
     Mutant(
@@ -640,5 +642,54 @@ CONTROL = (
         "            yield from state.failing\n",
         "            yield from ()\n",
         ("tests/unit/controller/test_refusals.py",),
+    ),
+    Mutant(
+        "a group moves while another one is down",
+        f"{_OPERATOR}/lifecycle/rollout.py",
+        "        alone = all(map(_answers, others)) and",
+        "        alone =",
+        _ROLLOUT,
+    ),
+    Mutant(
+        "groups move at the same time",
+        f"{_OPERATOR}/lifecycle/rollout.py",
+        " and not any(decision.completed for decision in decisions)",
+        "",
+        _ROLLOUT,
+    ),
+    Mutant(
+        "a move ends an incarnation before nodes are held for the next one",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "Decision((*others, Hold(plan, self.deployment)), self.now, group, moving)",
+        "Decision(others, self.now, moving)",
+        _ROLLOUT,
+    ),
+    Mutant(
+        "a group moves to the nodes that it is to leave",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "        if chosen & set(cordoned):\n",
+        "        if not chosen:\n",
+        ("tests/unit/lifecycle/test_planned_ends.py",),
+    ),
+    Mutant(
+        "the end of an incarnation releases the nodes of its successor",
+        f"{_OPERATOR}/backends/pods/cluster.py",
+        " and not 0 < ended < reserved.held_for:",
+        ":",
+        _MOVES,
+    ),
+    Mutant(
+        "nodes are held without a look at them",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "            if scheduling.shortage(deployment, plan, snapshot) is not None:\n",
+        "            if False:\n",
+        _MOVES,
+    ),
+    Mutant(
+        "slow writes of this process are changes of other clients",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        "        settling = writing or time",
+        "        settling = time",
+        ("tests/unit/pods/test_repair.py",),
     ),
 )
