@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from dsv4_kernels.arch import Arch, TargetGPU
-from dsv4_kernels.precompile import launch_nothing, prepare_forks, share_of_kernels
+from dsv4_kernels.precompile import launch_nothing, prepare_forks, share_of_kernels, use_shipped
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.forking import has_cuda, start_child, wait_for
 from dsv4_runtime.vllm_plugin.kernels import plans, vllm_api
@@ -430,11 +430,13 @@ class _AheadProcess:
 
 
 def before_device(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return the worker's `init_device`, preceded by the start of the compiling processes."""
+    """Return the worker's `init_device`, preceded by the shipped kernels and the start of the compiling processes."""
 
     @functools.wraps(original)
     def init_device(worker: Any) -> None:
         try:
+            if (arch := _arch()) is not None:
+                use_shipped(arch)
             begin(worker)
         except Exception as error:
             LOGGER.warning("dsv4 warm-up: nothing is compiled beside the weights: %s: %s", type(error).__name__, error)
