@@ -460,7 +460,7 @@ def pack(directory: Path) -> None:
     arch = detect(torch.device("cuda"))
     if arch is None:
         raise SystemExit("--pack: the kernels have no tables for this GPU")
-    packed = pack_cache(Path(os.environ["TRITON_CACHE_DIR"]), directory, arch)
+    packed = pack_cache([Path(os.environ["TRITON_CACHE_DIR"])], directory, arch)
     size = sum(packed["files"].values()) >> 20
     print(f"packed {len(packed['kernels'])} kernels for {arch} into {directory}, {size} MiB", flush=True)
 

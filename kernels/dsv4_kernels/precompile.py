@@ -231,17 +231,18 @@ def _version(distribution: str) -> str:
         return "not installed"
 
 
-def pack(cache: Path, shipped: Path, arch: Arch) -> dict[str, Any]:
-    """Write the kernels of a Triton cache for `arch`, with launchers and marks, to `shipped`/`arch`.
+def pack(caches: Sequence[Path], shipped: Path, arch: Arch) -> dict[str, Any]:
+    """Write the kernels of Triton caches for `arch`, with launchers and marks, to `shipped`/`arch`.
 
     The content depends on the kernels alone: no paths, times or names of machines. An existing folder is replaced.
+    All caches have to be of this environment, whose properties the manifest states.
 
     Returns:
-        The manifest: `environment` (`compiler_identity`), `kernels` (key to the file with the metadata), `others` (files of other
-        keys), `marks`, and `files` with their sizes in bytes.
+        The manifest: `environment` (`compiler_identity`), `kernels` (key to the file with the metadata), `others`
+        (files of other keys), `marks`, and `files` with their sizes in bytes.
 
     Raises:
-        ShippedError: the cache has no kernel for `arch`.
+        ShippedError: the caches have no kernel for `arch`.
         OSError: the folder cannot be written.
     """
     target, written = shipped / arch, shipped / f".{arch}.{os.getpid()}"
@@ -255,8 +256,8 @@ def pack(cache: Path, shipped: Path, arch: Arch) -> dict[str, Any]:
         files[f"{key}/{name}"] = source.stat().st_size
 
     try:
-        for folder in sorted(cache.iterdir()):
-            if not folder.is_dir() or folder.name == _MARKS:
+        for folder in sorted(folder for cache in caches for folder in cache.iterdir()):
+            if not folder.is_dir() or folder.name in (_MARKS, *kernels):
                 continue
             if (group := next(folder.glob(f"{_GROUP}*"), None)) is not None:
                 name, paths = group.name.removeprefix(_GROUP), _children(group)
@@ -266,12 +267,12 @@ def pack(cache: Path, shipped: Path, arch: Arch) -> dict[str, Any]:
                         copy(path, folder.name, child)
                 continue
             for file in sorted(folder.glob("*")):
-                if file.is_file() and file.suffix != ".lock" and file.name != "lock":
-                    others.append(f"{folder.name}/{file.name}")
+                if file.is_file() and (name := f"{folder.name}/{file.name}") not in files:
+                    others.append(name)
                     copy(file, folder.name, file.name)
         if not kernels:
-            raise ShippedError(f"{cache} has no compiled kernels for {arch}")
-        marks = sorted(mark.name for mark in (cache / _MARKS).glob("*"))
+            raise ShippedError(f"{', '.join(map(str, caches))}: no compiled kernels for {arch}")
+        marks = sorted({mark.name for cache in caches for mark in (cache / _MARKS).glob("*")})
         manifest = {
             "environment": compiler_identity(arch), "dsv4": _version("dsv4-kernels"),
             "kernels": kernels, "others": others, "marks": marks, "files": files,
