@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -689,7 +689,6 @@ def _engine_of(deployment: DSV4Deployment, source: DeploymentSource) -> tuple[Ma
     plans, refusal = _plans(deployment, facts)
     if refusal:
         raise bad_input(refusal.message, findings=refusal.findings)
-    args = plans[0].engine.args
-    given = dict(pairwise(args))
-    flags = [text for flag, option in _ENGINE_FLAGS.items() if flag in given for text in (option, given[flag])]
+    given = dict(each.split("=", 1) for each in plans[0].engine.args if "=" in each)
+    flags = [f"{option}={given[flag]}" for flag, option in _ENGINE_FLAGS.items()]
     return kind, model_config(model_here(deployment.spec.model) or model_for(deployment.spec.model)), flags

@@ -568,14 +568,14 @@ def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, co
             calls += found()
         except Exception as failed:
             error = f"{type(failed).__name__}: {failed}"
-    runner = _start(calls, count)
+    runner = start_compilers(calls, count)
     # Once for all compiling processes, while the worker imports it.
     with contextlib.suppress(Exception):
         import_model(vllm_config)
     registered: list[Registered] = theirs.recv()
     more = registered_calls(registered)
     theirs.send(_Compiled(wait_for(runner, _FINISH_SECONDS), len(runner), error))
-    layers = _start(more, count)
+    layers = start_compilers(more, count)
     theirs.send(_Compiled(wait_for(layers, _FINISH_SECONDS), len(layers), ""))
 
 
@@ -656,7 +656,7 @@ def compile_all(calls: Sequence[Callable[[], None]]) -> None:
         raise RuntimeError(f"{failed} of {len(calls)} calls failed")
 
 
-def _start(calls: Sequence[Callable[[], None]], most: int) -> list[int]:
+def start_compilers(calls: Sequence[Callable[[], None]], most: int) -> list[int]:
     """Start at most `most` processes that share `calls`; return their pids."""
     count = min(most, len(calls))
     return [start_child(functools.partial(compile_all, calls[share::count])) for share in range(count)]

@@ -239,9 +239,13 @@ def child(arch: Arch, processes: int) -> None:
     calls: list[Callable[[], None]] = []
     errors = []
     with precompile.without_driver():
-        for name, find in (("runner", compile_ahead.runner_calls), ("sampler", compile_ahead.choice_calls)):
+        finders: dict[str, Callable[[], list[Callable[[], None]]]] = {
+            "runner": functools.partial(compile_ahead.runner_calls, config, processes),
+            "sampler": functools.partial(compile_ahead.choice_calls, config),
+        }
+        for name, find in finders.items():
             try:
-                calls += find(config, processes) if name == "runner" else find(config)  # type: ignore[operator]
+                calls += find()
             except Exception as error:
                 errors.append(f"{name}: {type(error).__name__}: {error}")
         registry = vllm_api.JitWarmupRegistry(config)
@@ -249,7 +253,7 @@ def child(arch: Arch, processes: int) -> None:
             errors += register_layers(engine, config)
             registered = compile_ahead.registered_kernels()
         calls += compile_ahead.registered_calls(registered)
-        pids = compile_ahead._start(calls, processes)
+        pids = compile_ahead.start_compilers(calls, processes)
         good = wait_for(pids, _SECONDS)
     if good < len(pids):
         errors.append(f"{len(pids) - good} of {len(pids)} processes could not compile all of their kernels")
