@@ -29,6 +29,7 @@ import json
 import logging
 import multiprocessing
 import os
+import platform
 import re
 import shutil
 import signal
@@ -48,10 +49,10 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.backends.nvidia import driver as nvidia
-from triton.compiler import compiler as triton_compiler
 from triton.runtime import build, driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
@@ -211,10 +212,10 @@ def compiler_identity(arch: Arch) -> dict[str, str]:
     variables. The launchers are modules of this Python version and processor.
     """
     ptxas = re.findall(r"V[0-9.]+", nvidia_compiler.get_ptxas_version(arch.spec.capability))
-    flags = triton_compiler.get_cache_invalidating_env_vars()
+    flags = get_cache_invalidating_env_vars()
     return {
         "arch": str(arch),
-        "platform": build.platform_key(),
+        "platform": " ".join([platform.machine(), platform.system(), *platform.architecture()]),
         "python": str(sysconfig.get_config_var("EXT_SUFFIX")),
         "triton": f"{triton.__version__} {hashlib.sha256(triton_key().encode()).hexdigest()[:12]}",
         "ptxas": ptxas[0] if ptxas else "unknown",
@@ -273,7 +274,7 @@ def pack(caches: Sequence[Path], shipped: Path, arch: Arch) -> dict[str, Any]:
         if not kernels:
             raise ShippedError(f"{', '.join(map(str, caches))}: no compiled kernels for {arch}")
         marks = sorted({mark.name for cache in caches for mark in (cache / _MARKS).glob("*")})
-        manifest = {
+        manifest: dict[str, Any] = {
             "environment": compiler_identity(arch), "dsv4": _version("dsv4-kernels"),
             "kernels": kernels, "others": others, "marks": marks, "files": files,
         }  # fmt: skip

@@ -44,8 +44,9 @@ from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan, list_width
 from dsv4_kernels.moe.api import MoePlan
 from dsv4_kernels.precompile import DEVICE, ShippedError, line
 from dsv4_kernels.router.api import RouterPlan
+from dsv4_runtime.contract.kernels import VARIABLE
 from dsv4_runtime.vllm_plugin.forking import wait_for
-from dsv4_runtime.vllm_plugin.kernels import compile_ahead, vllm_api
+from dsv4_runtime.vllm_plugin.kernels import choice, compile_ahead, vllm_api
 from dsv4_runtime.vllm_plugin.loading import c128_width
 
 FEW_TOKENS = 32
@@ -197,19 +198,15 @@ def pretend_cuda(arch: Arch) -> None:
 
     for name, backend in backends.items():
         backend.driver.is_active = staticmethod(functools.partial(operator.eq, name, "nvidia"))
-    platforms, platform = vllm_api.platforms, vllm_api.Platform
     capability = vllm_api.DeviceCapability(*divmod(arch.spec.capability, 10))
-
-    class Cuda(platform):  # type: ignore[misc, valid-type]
-        _enum = vllm_api.PlatformEnum.CUDA
-        device_name = device_type = "cuda"
-        dispatch_key = "CUDA"
-
-        @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> Any:
-            return capability
-
-    platforms._current_platform = Cuda()
+    members = {
+        "_enum": vllm_api.PlatformEnum.CUDA,
+        "device_name": "cuda",
+        "device_type": "cuda",
+        "dispatch_key": "CUDA",
+        "get_device_capability": classmethod(lambda cls, device_id=0: capability),
+    }
+    vllm_api.platforms._current_platform = type("Cuda", (vllm_api.Platform,), members)()
 
 
 def register_layers(engine: Engine, config: Any) -> list[str]:
@@ -232,6 +229,9 @@ def register_layers(engine: Engine, config: Any) -> list[str]:
 def child(arch: Arch, processes: int) -> None:
     """Compile vLLM's kernels for the engine on standard input; print the number of calls and the errors as JSON."""
     engine = Engine(**json.load(sys.stdin))
+    # Of the changes to vLLM's modules only those that add keys to its warm-up.
+    os.environ[VARIABLE] = "off"
+    choice.install()
     pretend_cuda(arch)
     compile_ahead.use_no_gpu(arch)
     precompile.prepare_forks()
