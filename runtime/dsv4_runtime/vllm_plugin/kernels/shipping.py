@@ -199,14 +199,18 @@ def pretend_cuda(arch: Arch) -> None:
     for name, backend in backends.items():
         backend.driver.is_active = staticmethod(functools.partial(operator.eq, name, "nvidia"))
     capability = vllm_api.DeviceCapability(*divmod(arch.spec.capability, 10))
-    members = {
-        "_enum": vllm_api.PlatformEnum.CUDA,
-        "device_name": "cuda",
-        "device_type": "cuda",
-        "dispatch_key": "CUDA",
-        "get_device_capability": classmethod(lambda cls, device_id=0: capability),
-    }
-    vllm_api.platforms._current_platform = type("Cuda", (vllm_api.Platform,), members)()
+    cuda = type(
+        "Cuda",
+        (vllm_api.Platform,),
+        {
+            "_enum": vllm_api.PlatformEnum.CUDA,
+            "device_name": "cuda",
+            "device_type": "cuda",
+            "dispatch_key": "CUDA",
+            "get_device_capability": classmethod(lambda cls, device_id=0: capability),
+        },
+    )
+    vllm_api.platforms._current_platform = cuda()
 
 
 def register_layers(engine: Engine, config: Any) -> list[str]:

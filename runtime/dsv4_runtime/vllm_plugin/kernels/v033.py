@@ -83,6 +83,7 @@ PRIVATE: Mapping[str, tuple[str, ...]] = {
     "SparseIndexerTopk": ("_backend",),
     "VllmTritonJitKernel": ("_run_autotune",),
     "torch.ops": ("_moe_C",),
+    "vllm.platforms": ("_current_platform",),
     _MODEL: ("_select_dsv4_attn_cls",),
     MODEL_REGISTRY: ("_run_in_subprocess",),
     SYSTEM_UTILS: ("_maybe_force_spawn",),
