@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ PACKAGES = (
     "flashinfer_jit_cache",
 )
 _COPY = "dsv4_absent"
+_NVCC = re.compile(r"nvcc.*")
+_C_COMPILERS = re.compile(r"([a-z0-9_]+-linux-gnu-)?(cc|c\+\+|c[89]9|gcc|g\+\+|clang|clang\+\+|tcc|icc|icx)(-[0-9.]+)?")
 
 
 def hidden(name: str) -> bool:
@@ -65,41 +68,46 @@ def _installed(package: str) -> bool:
     return any(Path(place, *rest.split(".")).exists() for place in spec.submodule_search_locations or ())
 
 
-def _path_without_nvcc(folder: Path) -> str:
-    """Return PATH with each folder that contains nvcc replaced by links: the folder may also contain a C compiler."""
+def _path_without(programs: Sequence[re.Pattern[str]], folder: Path) -> str:
+    """Return PATH with each folder that contains one of `programs` replaced by links to its other files."""
     places = os.environ.get("PATH", os.defpath).split(os.pathsep)
     for number, place in enumerate(places):
-        if Path(place, "nvcc").exists():
+        files = list(Path(place).iterdir()) if Path(place).is_dir() else []
+        kept = [file for file in files if not any(program.fullmatch(file.name) for program in programs)]
+        if len(kept) < len(files):
             links = folder / f"bin{number}"
             links.mkdir()
-            for file in Path(place).iterdir():
-                if not file.name.startswith("nvcc"):
-                    (links / file.name).symlink_to(file)
+            for file in kept:
+                (links / file.name).symlink_to(file)
             places[number] = str(links)
     return os.pathsep.join(places)
 
 
-def hide(folder: Path) -> dict[str, Any]:
+def hide(folder: Path, *, c: bool = False) -> dict[str, Any]:
     """Hide packages and nvcc from this process and its children; return which of them are installed.
 
     Args:
         folder: an empty one that lives as long as this process; it receives the modules that children import first.
+        c: hide C compilers too, with which Triton compiles its launchers.
     """
     if "vllm" in sys.modules or "torch" in sys.modules:
         raise RuntimeError("vLLM or torch is imported already, and has looked for compilers")
     found = {package: _installed(package) for package in PACKAGES}
-    nvcc = shutil.which("nvcc")
+    nvcc, hidden_c = shutil.which("nvcc"), (shutil.which("gcc") or shutil.which("clang")) if c else None
     shutil.copyfile(__file__, folder / f"{_COPY}.py")
     (folder / "sitecustomize.py").write_text(f"import {_COPY}\n\n{_COPY}.block()\n")
     inherited = os.environ.get("PYTHONPATH")
     os.environ.update(
         PYTHONPATH=os.pathsep.join([str(folder), *([inherited] if inherited else [])]),
-        PATH=_path_without_nvcc(folder),
+        PATH=_path_without([_NVCC, *([_C_COMPILERS] if c else [])], folder),
         CUDA_HOME=str(folder / "no-cuda"),
         CUDA_PATH=str(folder / "no-cuda"),
     )
+    if c:
+        for variable in ("CC", "CXX"):
+            os.environ.pop(variable, None)
     block()
-    return {"hidden": found, "hidden_nvcc": nvcc}
+    return {"hidden": found, "hidden_nvcc": nvcc, "hidden_c": hidden_c}
 
 
 def seen() -> dict[str, Any]:
@@ -113,6 +121,7 @@ def seen() -> dict[str, Any]:
         "cutedsl": import_utils.has_cutedsl(),
         "flashinfer": flashinfer.has_flashinfer(),
         "nvcc": shutil.which("nvcc"),
+        "c": shutil.which("gcc") or shutil.which("clang") or shutil.which("cc"),
         "nvcc_of_torch": shutil.which(str(Path(str(cpp_extension.CUDA_HOME), "bin", "nvcc"))),
         "imported": [name for name in sys.modules if hidden(name)],
     }

@@ -7,6 +7,15 @@
 `--kernels` has the values of `DSV4_KERNELS`. `--without-compilers` hides DeepGEMM, TileLang, CuTe, FlashInfer and nvcc
 from the engine; `--mixed 120` serves requests of all kinds for 120 s after the measurements.
 
+The first start of a machine, with kernels that were compiled elsewhere (`--shipped`) and an empty home directory:
+
+    python -m benchmarks.gpu.engine MODEL --kernels $ALL --home /tmp/first --pack /tmp/shipped --out first.json
+    python -m benchmarks.gpu.engine MODEL --kernels $ALL --home /tmp/other --shipped /tmp/shipped \
+        --without-compilers --without-c --batches 1 8 --answers --out shipped.json
+
+`compiled_at_start` has the kernels and launchers that Triton compiled before the engine was ready, `compiled_in_all`
+those of the whole run: files of the cache in that home directory which are not the shipped ones.
+
 A step is timed on the GPU, from the start of a replayed decode step to its end, and the times of its kernels are summed
 with torch's profiler; both figures are medians.
 """
@@ -321,14 +330,54 @@ def main() -> None:
         metavar="METHOD:TOKENS[:SAMPLING]",
         help="draft with the checkpoint's layers (mtp:3, dspark:5), greedily or probabilistic",
     )
+    parser.add_argument("--without-c", action="store_true", help="hide C compilers too (with --without-compilers)")
+    parser.add_argument("--home", type=Path, metavar="DIR", help="a new home directory, with all caches")
+    parser.add_argument("--shipped", type=Path, metavar="DIR", help="directory of shipped kernels")
+    parser.add_argument("--pack", type=Path, metavar="DIR", help="write the kernels of this run there, to be shipped")
     options = parser.parse_args()
+    if options.without_c and not options.without_compilers:
+        parser.error("--without-c needs --without-compilers")
+    if options.pack and not options.home:
+        parser.error("--pack needs --home: other kernels would be written too")
+    if options.home:
+        use_home(options.home)
+    # Without the option, shipped kernels of this environment do not take part.
+    os.environ["DSV4_KERNELS_SHIPPED"] = str((options.shipped or Path(os.devnull)).absolute())
     with tempfile.TemporaryDirectory() as folder:
         hidden = {}
         if options.without_compilers:
-            hidden = absent.hide(Path(folder))
+            hidden = absent.hide(Path(folder), c=options.without_c)
             # Choices made with the compilers, for the same versions, are invalid now.
             os.environ["DSV4_KERNELS_CACHE"] = str(Path(folder, "kernels"))
         measure(options, hidden)
+
+
+def use_home(home: Path) -> None:
+    """Make `home`, a new directory, the home directory of this process, with all caches.
+
+    Raises:
+        SystemExit: it is not empty.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    if any(home.iterdir()):
+        raise SystemExit(f"--home {home}: is not empty")
+    folders = {
+        "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "FLASHINFER_WORKSPACE_BASE": "flashinfer", "TILELANG_CACHE_DIR": "tilelang", "XDG_CACHE_HOME": "cache",
+        "DSV4_KERNELS_CACHE": "kernels", "TMPDIR": "tmp",
+    }  # fmt: skip
+    os.environ["HOME"] = str(home.absolute())
+    for variable, folder in folders.items():
+        os.environ[variable] = str((home / folder).absolute())
+    (home / "tmp").mkdir()
+
+
+def compiled_by_triton() -> dict[str, Any]:
+    """Return the kernels and launchers in Triton's cache that are no shipped files: their number and names."""
+    cache = Path(os.environ["TRITON_CACHE_DIR"])
+    kernels = sorted(file.stem for file in cache.glob("*/*.cubin"))
+    modules = sorted(file.name.partition(".")[0] for file in cache.glob("*/*.so") if not file.is_symlink())
+    return {"kernels": len(kernels), "launchers": len(modules), "names": [*kernels, *sorted(set(modules))]}
 
 
 @contextlib.contextmanager
@@ -357,6 +406,9 @@ def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
 
     llm = start(options, options.speculative)
     ready = time.time() - BEGUN
+    if options.home:
+        result["compiled_at_start"] = compiled_by_triton()
+        print("compiled by Triton before it was ready:", result["compiled_at_start"], flush=True)
     # Added after the start, because vLLM's set-up of logging removes handlers from its loggers.
     logging.getLogger("vllm.utils.jit_monitor").addHandler(compilations)
     generate(llm, prompts(1, 5), 1)
@@ -391,6 +443,26 @@ def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
         keep(mixed={**served, "compiled": compilations.seen[before:]})
         print("mixed load:", result["mixed"], flush=True)
     print(f"compilations after ready: {len(compilations.seen)}", *compilations.seen[:10], sep="\n  ", flush=True)
+    if options.home:
+        keep(compiled_in_all=compiled_by_triton())
+        print("compiled by Triton in all:", result["compiled_in_all"], flush=True)
+    if options.pack:
+        pack(options.pack)
+
+
+def pack(directory: Path) -> None:
+    """Write the kernels in Triton's cache to `directory`, from which other processes and machines take them."""
+    import torch
+
+    from dsv4_kernels.arch import detect
+    from dsv4_kernels.precompile import pack as pack_cache
+
+    arch = detect(torch.device("cuda"))
+    if arch is None:
+        raise SystemExit("--pack: the kernels have no tables for this GPU")
+    packed = pack_cache([Path(os.environ["TRITON_CACHE_DIR"])], directory, arch)
+    size = sum(packed["files"].values()) >> 20
+    print(f"packed {len(packed['kernels'])} kernels for {arch} into {directory}, {size} MiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,11 @@ the engine finds them in Triton's cache. Each line of standard input is a plan, 
 "device" among the arguments stands for the torch device. Standard output has a line for each compiled plan with its
 time, or with the error. An empty line stops the program once all plans are compiled; the end of the input stops it at
 once, so that it does not outlive a killed engine. Five minutes without a line stop it too, since it holds memory.
+
+`pack` writes the compiled kernels of a cache to a folder that other machines and users take them from (`attach`). The
+groups of files in a Triton cache contain absolute paths: a cache that was copied or moved is compiled again without a
+message. Shipped folders therefore have no groups; `attach` writes groups that name the shipped files, which may be
+read-only, into the cache of the process.
 """
 
 from __future__ import annotations
@@ -21,23 +26,34 @@ import functools
 import hashlib
 import importlib
 import json
+import logging
 import multiprocessing
 import os
+import platform
+import re
+import shutil
 import signal
+import subprocess
 import sys
+import sysconfig
+import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.backends.nvidia import driver as nvidia
-from triton.runtime import driver
+from triton.runtime import build, driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
@@ -53,6 +69,13 @@ _IDLE_SECONDS = 300
 _REPORTING = threading.Lock()
 _SHARES = 4
 """Most processes that compile one plan; the largest would else take as long as all others together."""
+SHIPPED = "DSV4_KERNELS_SHIPPED"
+"""Environment variable: the directory of shipped kernels."""
+LOGGER = logging.getLogger("vllm.dsv4")
+_GROUP = "__grp__"
+# Prefix of Triton's files that list the files of a kernel.
+_MANIFEST = "manifest.json"
+_LIBCUDA = "libcuda.so.1"
 
 
 class CompileOnly:
@@ -173,6 +196,255 @@ def share_of_kernels(index: int, count: int) -> Iterator[list[str]]:
         triton.knobs.runtime.jit_cache_hook = previous
 
 
+class ShippedError(Exception):
+    """Shipped kernels cannot be used or written; the text has the reason."""
+
+
+def shipped_directory() -> Path:
+    """Return the directory of shipped kernels: `DSV4_KERNELS_SHIPPED`, else `share/dsv4/kernels` of this Python."""
+    return Path(os.environ.get(SHIPPED) or Path(sys.prefix, "share", "dsv4", "kernels"))
+
+
+def compiler_identity(arch: Arch) -> dict[str, str]:
+    """Return the properties of this environment on which the keys and the files of compiled kernels depend.
+
+    Triton's keys contain a hash of its files, the version of ptxas, the sources of a kernel and some environment
+    variables. The launchers are modules of this Python version and processor.
+    """
+    ptxas = re.findall(r"V[0-9.]+", nvidia_compiler.get_ptxas_version(arch.spec.capability))
+    flags = get_cache_invalidating_env_vars()
+    return {
+        "arch": str(arch),
+        "platform": " ".join([platform.machine(), platform.system(), *platform.architecture()]),
+        "python": str(sysconfig.get_config_var("EXT_SUFFIX")),
+        "triton": f"{triton.__version__} {hashlib.sha256(triton_key().encode()).hexdigest()[:12]}",
+        "ptxas": ptxas[0] if ptxas else "unknown",
+        "flags": " ".join(f"{name}={value}" for name, value in sorted(flags.items())),
+        "kernels": _sources()[:12],
+        "vllm": _version("vllm"),
+    }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def pack(caches: Sequence[Path], shipped: Path, arch: Arch) -> dict[str, Any]:
+    """Write the kernels of Triton caches for `arch`, with launchers and marks, to `shipped`/`arch`.
+
+    The content depends on the kernels alone: no paths, times or names of machines. An existing folder is replaced.
+    All caches have to be of this environment, whose properties the manifest states.
+
+    Returns:
+        The manifest: `environment` (`compiler_identity`), `kernels` (key to the file with the metadata), `others`
+        (files of other keys), `marks`, and `files` with their sizes in bytes.
+
+    Raises:
+        ShippedError: the caches have no kernel for `arch`.
+        OSError: the folder cannot be written.
+    """
+    target, written = shipped / arch, shipped / f".{arch}.{os.getpid()}"
+    kernels: dict[str, str] = {}
+    others: list[str] = []
+    files: dict[str, int] = {}
+
+    def copy(source: Path, key: str, name: str) -> None:
+        (written / key).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, written / key / name)
+        files[f"{key}/{name}"] = source.stat().st_size
+
+    try:
+        for folder in sorted(folder for cache in caches for folder in cache.iterdir()):
+            if not folder.is_dir() or folder.name in (_MARKS, *kernels):
+                continue
+            if (group := next(folder.glob(f"{_GROUP}*"), None)) is not None:
+                name, paths = group.name.removeprefix(_GROUP), _children(group)
+                if paths is not None and _target_of(paths.get(name)) == arch.spec.capability:
+                    kernels[folder.name] = name
+                    for child, path in sorted(paths.items()):
+                        copy(path, folder.name, child)
+                continue
+            for file in sorted(folder.glob("*")):
+                if file.is_file() and (name := f"{folder.name}/{file.name}") not in files:
+                    others.append(name)
+                    copy(file, folder.name, file.name)
+        if not kernels:
+            raise ShippedError(f"{', '.join(map(str, caches))}: no compiled kernels for {arch}")
+        marks = sorted({mark.name for cache in caches for mark in (cache / _MARKS).glob("*")})
+        manifest: dict[str, Any] = {
+            "environment": compiler_identity(arch), "dsv4": _version("dsv4-kernels"),
+            "kernels": kernels, "others": others, "marks": marks, "files": files,
+        }  # fmt: skip
+        (written / _MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        shutil.rmtree(target, ignore_errors=True)
+        written.rename(target)
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+    return manifest
+
+
+def _children(group: Path) -> dict[str, Path] | None:
+    """Return the files of a group by name; None if one is missing."""
+    try:
+        found = {name: Path(path) for name, path in json.loads(group.read_text())["child_paths"].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None
+    return found if all(map(Path.is_file, found.values())) else None
+
+
+def _target_of(metadata: Path | None) -> int | None:
+    """Return the compute capability for which the kernel with this file of metadata was compiled."""
+    try:
+        capability = None if metadata is None else json.loads(metadata.read_text())["target"]["arch"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return capability if isinstance(capability, int) else None
+
+
+def attach(shipped: Path, arch: Arch) -> int | None:
+    """Make the kernels in `shipped`/`arch` part of this process's Triton cache; return their number.
+
+    Groups that name the shipped files, and links to the launchers; existing entries stay. None if there is no such
+    folder. Concurrent callers write the same.
+
+    Raises:
+        ShippedError: the kernels are of another environment, or a file is missing or damaged.
+        OSError: the cache cannot be written.
+    """
+    folder = shipped / arch
+    if not (folder / _MANIFEST).is_file():
+        return None
+    manifest = read_manifest(folder)
+    if found := differences(manifest["environment"], compiler_identity(arch)):
+        raise ShippedError("; ".join(found))
+    for name, size in manifest["files"].items():
+        try:
+            actual = (folder / name).stat().st_size
+        except OSError as error:
+            raise ShippedError(f"{name}: {error.strerror}") from error
+        if actual != size:
+            raise ShippedError(f"{name} has {actual} bytes, needs {size}")
+    cache = Path(triton.knobs.cache.dir)
+    members: dict[str, dict[str, str]] = {key: {} for key in manifest["kernels"]}
+    for name in manifest["files"]:
+        key, _, child = name.partition("/")
+        if key in members:
+            members[key][child] = str((folder / name).absolute())
+    for key, metadata in manifest["kernels"].items():
+        group = cache / key / f"{_GROUP}{metadata}"
+        if _children(group) is None:
+            with _replacing(group) as temporary:
+                temporary.write_text(json.dumps({"child_paths": members[key]}))
+    for name in manifest["others"]:
+        # False also for a link to a file that is gone.
+        if not (cache / name).exists():
+            with _replacing(cache / name) as temporary:
+                temporary.symlink_to((folder / name).absolute())
+    for name in manifest["marks"]:
+        (cache / _MARKS).mkdir(parents=True, exist_ok=True)
+        (cache / _MARKS / name).touch()
+    return len(manifest["kernels"])
+
+
+@contextlib.contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """Yield the path of a new file that takes the place of `file` after the block; its folder is made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    yield temporary
+    temporary.replace(file)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of the shipped kernels in `folder`.
+
+    Raises:
+        ShippedError: it cannot be read or lacks a field.
+    """
+    try:
+        found: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
+        kinds = {"environment": dict, "kernels": dict, "files": dict, "others": list, "marks": list}
+        lacking = [name for name, kind in kinds.items() if not isinstance(found.get(name), kind)]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ShippedError(f"{_MANIFEST} cannot be read ({type(error).__name__})") from error
+    if lacking:
+        raise ShippedError(f"{_MANIFEST} has no {', '.join(lacking)}")
+    return found
+
+
+def differences(shipped: Mapping[str, Any], here: Mapping[str, str]) -> list[str]:
+    """Return a text for each property of an environment (`compiler_identity`) that differs `here`."""
+    return [
+        f"{name} is {shipped.get(name)!r}, here it is {value!r}"
+        for name, value in here.items()
+        if shipped.get(name) != value
+    ]
+
+
+def use_shipped(arch: Arch) -> int:
+    """Attach the shipped kernels for `arch`, if there are any, and log their number or why they are not used.
+
+    Without them everything is compiled as usual.
+
+    Returns:
+        The number of attached kernels.
+    """
+    shipped = shipped_directory()
+    begun = time.monotonic()
+    try:
+        count = attach(shipped, arch)
+    except (ShippedError, OSError) as error:
+        LOGGER.warning("dsv4 kernels: the shipped kernels in %s are not used: %s", shipped / arch, error)
+        return 0
+    if count is not None:
+        seconds = time.monotonic() - begun
+        LOGGER.info("dsv4 kernels: %s shipped kernels from %s in %.1f s", count, shipped / arch, seconds)
+    return count or 0
+
+
+@contextlib.contextmanager
+def without_driver() -> Iterator[None]:
+    """Let Triton compile its launchers within this context where the library of NVIDIA's driver is missing.
+
+    They are linked against an empty library of its name, and not loaded.
+
+    Raises:
+        ShippedError: there is no C compiler.
+    """
+    try:
+        ctypes.CDLL(_LIBCUDA)
+    except OSError:
+        pass
+    else:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="dsv4-libcuda-") as folder:
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        if compiler is None:
+            raise ShippedError("Triton's launchers need a C compiler: install gcc or set CC")
+        command = [compiler, "-shared", f"-Wl,-soname,{_LIBCUDA}", "-o", f"{folder}/{_LIBCUDA}", "-x", "c", os.devnull]
+        subprocess.run(command, check=True)
+        before, load = triton.knobs.nvidia.libcuda_path, build._load_module_from_path
+        # Triton compiles a module again if it cannot be loaded.
+        build._load_module_from_path = lambda name, path: ModuleType(name)
+        triton.knobs.nvidia.libcuda_path = folder
+        try:
+            yield
+        finally:
+            build._load_module_from_path, triton.knobs.nvidia.libcuda_path = load, before
+
+
+def compile_utilities() -> None:
+    """Compile the module with which Triton loads kernels, which needs a C compiler too."""
+    # Without a driver it is compiled and not loaded. A missing module is reported by the first launch.
+    with contextlib.suppress(Exception):
+        nvidia.CudaUtils()
+
+
 def compile_plan(described: str, share: int = 0, shares: int = 1) -> dict[str, Any]:
     """Compile the kernels of the plan of a `line`, or one of `shares` of them; return line, kernels, seconds, error."""
     begun, error = time.monotonic(), None
@@ -212,9 +484,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.alarm(_IDLE_SECONDS)
     cache = Path(triton.knobs.cache.dir)
     Path(cache, _MARKS).mkdir(parents=True, exist_ok=True)
-    with (cache / _LOCK).open("w") as lock:
+    with (cache / _LOCK).open("w") as lock, contextlib.ExitStack() as stack:
         # Ranks of one machine compile the same plans: the first fills the cache of the others.
         fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            stack.enter_context(without_driver())
+        except ShippedError as error:
+            raise SystemExit(str(error)) from error
         launch_nothing(TargetGPU(options.arch, options.multiprocessors))
         torch.set_num_threads(1)
         prepare_forks()
@@ -222,6 +498,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with ProcessPoolExecutor(
             options.processes, mp_context=context, initializer=_end_with_parent, initargs=(os.getpid(),)
         ) as pool:
+            pool.submit(compile_utilities)
             shares = max(1, min(_SHARES, options.processes // _SHARES))
             if not _submit(pool, sys.stdin, TargetGPU(options.arch, options.multiprocessors), shares):
                 os._exit(1)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
+from dsv4_kernels import precompile as shipping
 from dsv4_kernels.arch import Arch, TargetGPU
 from dsv4_kernels.precompile import _collect as collect
+from dsv4_kernels.precompile import pack
 from dsv4_testkit.plans import SMALL
 
 TARGETS = (("sm_121", "48"), ("sm_90", "132"))
@@ -142,3 +147,132 @@ def test_the_compile_process_ends_with_its_parent(tmp_path: Path, silent: bool) 
         assert process.wait(timeout=30.0) == (-signal.SIGALRM if silent else 1)
     _, alive = psutil.wait_procs(compilers, timeout=10.0)
     assert not alive
+
+
+_COMPILE = """
+import json, sys
+import torch, triton
+from dsv4_kernels import arch, precompile
+
+found = []
+triton.knobs.compilation.listener = lambda *, cache_hit, metadata, **_: found.append([metadata["hash"], cache_hit])
+target = arch.TargetGPU(arch.Arch.SM_121, 48)
+precompile.launch_nothing(target)
+*lines, last = sys.stdin.read().split("\\n")
+if last:
+    precompile.use_shipped(target.arch)
+for one in lines:
+    precompile.make_plan(one, torch.device("meta")).warmup()
+print(json.dumps(found))
+"""
+FAST = (SMALL[0], SMALL[6], SMALL[7])
+
+
+def compiled(lines: Sequence[str], cache: Path, *, shipped: Path | None = None, **variables: str) -> dict[str, bool]:
+    """Return the keys of the kernels of `lines`, and whether each was in the cache, attached if `shipped`."""
+    more = {"DSV4_KERNELS_SHIPPED": "" if shipped is None else str(shipped)} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE], input="\n".join([*lines, "shipped" if shipped else ""]),
+        env=environment(cache) | more, cwd=cache.parent, capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    return {str(key): bool(hit) for key, hit in json.loads(done.stdout)}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a directory of shipped kernels and the cache that they were in, which is gone."""
+    folder = tmp_path_factory.mktemp("shipped")
+    precompile(folder / "cache", *TARGETS[0], "--processes", "2", asked="\n".join([*FAST, "", ""]))
+    pack([folder / "cache"], folder / "shipped", Arch.SM_121)
+    (folder / "cache").rename(folder / "moved")
+    return folder / "shipped", folder / "moved"
+
+
+def test_shipped_kernels_are_found_by_another_user_in_another_place(packed: tuple[Path, Path], tmp_path: Path) -> None:
+    shipped, moved = packed
+    # A copy or a move of Triton's own cache is of no use: Triton compiles all of it again.
+    assert not any(compiled(FAST[:1], moved).values())
+    cache, programs = tmp_path / "cache", tmp_path / "programs"
+    programs.mkdir()
+    if found := shutil.which("file"):
+        # Python takes the kind of its executable from it, which is part of the launchers' keys.
+        (programs / "file").symlink_to(found)
+    keys = compiled(
+        FAST[::-1], cache, shipped=shipped, HOME=str(tmp_path), USER="other", PYTHONHASHSEED="7", TZ="Asia/Tokyo",
+        PATH=str(programs),
+    )  # fmt: skip
+    assert keys
+    assert all(keys.values())
+    assert kernels(cache) == set()
+    assert len(kernels(shipped / "sm_121")) == len(keys)
+    (module,) = cache.glob("*/*.so")
+    assert module.resolve().is_relative_to(shipped.resolve())
+    # The directory is gone with its image: everything is compiled into the user's cache.
+    shipped.rename(tmp_path / "gone")
+    try:
+        again = compiled(FAST, cache)
+    finally:
+        (tmp_path / "gone").rename(shipped)
+    assert again.keys() == keys.keys()
+    assert not any(again.values())
+    # The image is back; complete entries of the cache stay.
+    assert all(compiled(FAST, cache, shipped=shipped).values())
+    assert len(kernels(cache)) == len(keys)
+
+
+def test_the_shipped_folder_depends_on_the_kernels_alone(packed: tuple[Path, Path], tmp_path: Path) -> None:
+    first, again = packed[0], tmp_path / "elsewhere"
+    compile_into = [*TARGETS[0], "--processes", "1"]
+    precompile(tmp_path / "cache", *compile_into, asked="\n".join([*FAST[::-1], "", ""]))
+    pack([tmp_path / "cache"], again, Arch.SM_121)
+
+    def content(folder: Path) -> dict[str, bytes]:
+        files = (one for one in folder.rglob("*") if one.is_file())
+        # The compiler writes the path of its temporary file into a module.
+        return {str(one.relative_to(folder)): b"" if one.suffix == ".so" else one.read_bytes() for one in files}
+
+    assert content(again) == content(first)
+    with pytest.raises(shipping.ShippedError, match="no compiled kernels for sm_90"):
+        pack([tmp_path / "cache"], again, Arch.SM_90)
+    assert [one.name for one in again.iterdir()] == ["sm_121"]
+    assert shipping.attach(again, Arch.SM_90) is None
+
+
+@pytest.mark.parametrize("changed", ["triton", "ptxas", "python", "flags", "kernels", "vllm", "arch", "platform"])
+def test_kernels_of_another_environment_are_refused_by_its_name(
+    packed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    changed: str,
+) -> None:  # fmt: skip
+    shipped = tmp_path / "shipped"
+    shutil.copytree(packed[0], shipped)
+    manifest = json.loads((shipped / "sm_121" / "manifest.json").read_text())
+    manifest["environment"][changed] = "other"
+    (shipped / "sm_121" / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setenv("DSV4_KERNELS_SHIPPED", str(shipped))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(shipping, "LOGGER", logging.getLogger(__name__))
+    assert shipping.use_shipped(Arch.SM_121) == 0
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert f"{changed} is 'other', here it is" in said
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("damage", ["removed", "shortened", "manifest", "field"])
+def test_damaged_shipped_kernels_are_refused(
+    packed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    shutil.copytree(packed[0], tmp_path / "shipped")
+    folder = tmp_path / "shipped" / "sm_121"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    cubin = next(folder.glob("*/*.cubin"))
+    if damage == "removed":
+        cubin.unlink()
+    elif damage == "shortened":
+        cubin.write_bytes(cubin.read_bytes()[:-1])
+    elif damage == "manifest":
+        (folder / "manifest.json").write_text("{")
+    else:
+        (folder / "manifest.json").write_text("{}")
+    with pytest.raises(shipping.ShippedError, match=cubin.name if damage in ("removed", "shortened") else "manifest"):
+        shipping.attach(tmp_path / "shipped", Arch.SM_121)
+    assert not (tmp_path / "cache").exists()

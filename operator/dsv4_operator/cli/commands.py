@@ -547,6 +547,35 @@ def kernels(target: CommandTarget, name: NameArgument = None, output: FormatOpti
     return diagnostics.show_kernels(target.source(), name, output)
 
 
+@app.command("kernels compile")
+@with_state_dir_option
+def kernels_compile(
+    target: CommandTarget,
+    file: Annotated[
+        str, typer.Argument(metavar="FILE|DIR", help="A DSV4Deployment, or the directory of a checkpoint.")
+    ],
+    arch: Annotated[
+        str | None, typer.Option(metavar="ARCH,ARCH", help="Architectures; default: that of the deployment's hardware.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: where engines of this Python look for them.")
+    ] = None,
+    include: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="CACHE", help="Add the kernels of a Triton cache of an engine; may be repeated."),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Concurrent compilers; default: half of the processors.")
+    ] = None,
+) -> int:
+    """Compile the kernels of an engine ahead of its first start, without a GPU."""
+    from dsv4_operator.cli import plan as command
+
+    return command.compile_kernels(
+        target.source(), file, arch=arch, out=out, include=include or (), processes=processes
+    )
+
+
 @app.command()
 @with_target_options
 def evidence(

@@ -1,14 +1,20 @@
-"""`dsv4 plan`: memory of a deployment on its machines, changes that would make it fit, and comparison with logs."""
+"""`dsv4 plan`: memory of a deployment on its machines, changes that would make it fit, and comparison with logs; `dsv4
+kernels compile`: the program that compiles the kernels of its engine."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -40,7 +46,7 @@ from dsv4_operator.planning.catalog import (
     machine_named,
     model_for,
 )
-from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
+from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint, model_config
 from dsv4_operator.planning.facts import NodeFacts
 from dsv4_operator.planning.memory import (
     BadDivision,
@@ -615,3 +621,74 @@ def _rank_document(rank: RankPlan) -> dict[str, Any]:
             for item in rank.items
         ],
     }
+
+
+_COMPILER = "dsv4_runtime.vllm_plugin.kernels.shipping"
+_ENGINE_FLAGS = {
+    "--tensor-parallel-size": "--tensor-parallel",
+    "--max-num-batched-tokens": "--tokens",
+    "--max-num-seqs": "--requests",
+    "--max-model-len": "--context",
+}
+"""Options of the program by the flags of vLLM that have the same value."""
+
+
+def compile_kernels(
+    source: DeploymentSource,
+    file_or_directory: str,
+    *,
+    arch: str | None,
+    out: Path | None,
+    include: Sequence[Path],
+    processes: int | None,
+) -> ExitCode:
+    """Compile the kernels of an engine without a GPU, in a process that has torch and Triton.
+
+    Args:
+        source: of the deployment.
+        file_or_directory: a deployment, or the directory of a checkpoint.
+        arch: architectures, separated by commas; None: that of the deployment's hardware.
+        out: directory of the result; None: the one from which engines of this Python take kernels.
+        include: Triton caches of engines that have served, whose kernels are added.
+        processes: concurrent compilers; None: half of the processors.
+
+    Raises:
+        CommandError: the input is invalid, or torch is not installed.
+    """
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("dsv4_kernels") is None:
+        raise bad_input("dsv4 kernels compile: torch and dsv4-kernels are not installed; use the Python of the engine")
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(file_or_directory)
+        flags: list[str] = []
+        if not model.is_dir():
+            model = Path(folder)
+            kind, config, flags = _engine_of(source.load(file_or_directory), source)
+            (model / "config.json").write_text(json.dumps(config))
+            arch = arch or f"sm_{kind.sm}"
+        elif arch is None:
+            raise bad_input("--arch: a directory has no hardware; name the architectures, such as sm_121,sm_120")
+        options = [*flags, "--arch", *arch.split(",")]
+        if out is not None:
+            options += ["--out", str(out)]
+        if include:
+            options += ["--include", *map(str, include)]
+        if processes is not None:
+            options += ["--processes", str(processes)]
+        done = subprocess.run([sys.executable, "-m", _COMPILER, str(model), *options], check=False)
+    return ExitCode.OK if done.returncode == 0 else ExitCode.FAILED
+
+
+def _engine_of(deployment: DSV4Deployment, source: DeploymentSource) -> tuple[Machine, dict[str, Any], list[str]]:
+    """Return the machine of a deployment's members, `config.json` of its model, and the options of the compiler."""
+    kind = machine(deployment.spec.topology.hardware)
+    if not kind.sm:
+        raise bad_input(
+            f"spec.topology.hardware: {deployment.spec.topology.hardware} has no GPU to compile kernels for"
+        )
+    facts = source.facts(deployment, kind, chosen=True)
+    plans, refusal = _plans(deployment, facts)
+    if refusal:
+        raise bad_input(refusal.message, findings=refusal.findings)
+    given = dict(each.split("=", 1) for each in plans[0].engine.args if "=" in each)
+    flags = [f"{option}={given[flag]}" for flag, option in _ENGINE_FLAGS.items()]
+    return kind, model_config(model_here(deployment.spec.model) or model_for(deployment.spec.model)), flags

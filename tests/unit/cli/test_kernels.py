@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,53 @@ def test_of_a_cluster(deployed: Callable[..., Any], make: Any, capsys: pytest.Ca
     deployed(make.status(make.group(kernels=(MOE,))))
     assert main.run(["kernels", "nano", "-n", "default"]) == 0
     assert "moe         bundled    1.28 x marlin" in capsys.readouterr().out
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("example", "arch", "ranks", "hidden"),
+    [("flash-2x-spark.yaml", "sm_121", "2", 4096), ("pro-8x-spark.yaml", "sm_121", "8", 7168),
+     ("flash-4x-rtx-pro-6000.yaml", "sm_120", "4", 4096)],
+)  # fmt: skip
+def test_the_compiler_gets_model_and_sizes_of_the_deployment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, example: str, arch: str, ranks: str, hidden: int
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def run(command: list[str], *, check: bool) -> subprocess.CompletedProcess[bytes]:
+        assert not check
+        _, _, module, model, *options = command
+        seen.update(module=module, config=json.loads((Path(model) / "config.json").read_text()), options=options)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("dsv4_operator.cli.plan.subprocess.run", run)
+    options = ("--out", str(tmp_path), "--include", "/cache", "--processes", "3", "--state-dir", str(tmp_path))
+    assert main.run(["kernels", "compile", str(EXAMPLES / example), *options]) == 0
+    given = seen["options"]
+    assert given[given.index("--arch") + 1] == arch
+    names, values = zip(*(one.split("=") for one in given[:4]), strict=True)
+    assert names == ("--tensor-parallel", "--tokens", "--requests", "--context")
+    assert values[0] == ranks
+    assert min(map(int, values)) > 0
+    assert given[-6:] == ["--out", str(tmp_path), "--include", "/cache", "--processes", "3"]
+    config = seen["config"]
+    assert config["hidden_size"] == hidden
+    assert {4, 128} <= set(config["compress_ratios"]) <= {0, 4, 128}
+    assert config["num_hidden_layers"] == len(config["compress_ratios"])
+    assert (config["q_lora_rank"] > 0, config["index_topk"] in (512, 1024)) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([str(EXAMPLES / "nano.yaml")], "spec.topology.hardware: CPU has no GPU"),
+        ([str(EXAMPLES)], "--arch: a directory has no hardware; name the architectures"),
+    ],
+)
+def test_the_compiler_needs_an_architecture(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["kernels", "compile", *arguments, "--state-dir", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from dsv4_runtime.agent.monitor import Prober
 from dsv4_runtime.contract import GpuSignals, HealthPolicy
 from dsv4_runtime.health import vitals
-from dsv4_runtime.health.prober import Prober
 from dsv4_runtime.util import files, procfs
 from dsv4_runtime.util.files import LedgerWriter, read_ledger
 from dsv4_testkit.faults import groups

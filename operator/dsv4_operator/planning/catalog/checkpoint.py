@@ -54,6 +54,12 @@ _SOURCES = "kv_source_layer_ids"
 """Field of V4.1 with the layers that have a compressed cache."""
 
 
+def model_config(model: Model) -> dict[str, Any]:
+    """Return the fields of `config.json` that describe the dimensions of `model`."""
+    known = {name: getattr(model, field) for field, name in _FIELDS.items() if hasattr(model, field)}
+    return known | {"compress_ratios": list(model.compress_ratios), "num_hidden_layers": len(model.compress_ratios)}
+
+
 class BadCheckpoint(Exception):
     """The files are not a DeepSeek-V4 checkpoint, or damaged; the text names the file and the remedy."""
 

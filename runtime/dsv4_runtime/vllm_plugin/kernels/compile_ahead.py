@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from dsv4_kernels.arch import Arch, TargetGPU
-from dsv4_kernels.precompile import launch_nothing, prepare_forks, share_of_kernels
+from dsv4_kernels.precompile import launch_nothing, prepare_forks, share_of_kernels, use_shipped
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.forking import has_cuda, start_child, wait_for
 from dsv4_runtime.vllm_plugin.kernels import plans, vllm_api
@@ -430,11 +430,13 @@ class _AheadProcess:
 
 
 def before_device(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return the worker's `init_device`, preceded by the start of the compiling processes."""
+    """Return the worker's `init_device`, preceded by the shipped kernels and the start of the compiling processes."""
 
     @functools.wraps(original)
     def init_device(worker: Any) -> None:
         try:
+            if (arch := _arch()) is not None:
+                use_shipped(arch)
             begin(worker)
         except Exception as error:
             LOGGER.warning("dsv4 warm-up: nothing is compiled beside the weights: %s: %s", type(error).__name__, error)
@@ -566,14 +568,14 @@ def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, co
             calls += found()
         except Exception as failed:
             error = f"{type(failed).__name__}: {failed}"
-    runner = _start(calls, count)
+    runner = start_compilers(calls, count)
     # Once for all compiling processes, while the worker imports it.
     with contextlib.suppress(Exception):
         import_model(vllm_config)
     registered: list[Registered] = theirs.recv()
     more = registered_calls(registered)
     theirs.send(_Compiled(wait_for(runner, _FINISH_SECONDS), len(runner), error))
-    layers = _start(more, count)
+    layers = start_compilers(more, count)
     theirs.send(_Compiled(wait_for(layers, _FINISH_SECONDS), len(layers), ""))
 
 
@@ -654,7 +656,7 @@ def compile_all(calls: Sequence[Callable[[], None]]) -> None:
         raise RuntimeError(f"{failed} of {len(calls)} calls failed")
 
 
-def _start(calls: Sequence[Callable[[], None]], most: int) -> list[int]:
+def start_compilers(calls: Sequence[Callable[[], None]], most: int) -> list[int]:
     """Start at most `most` processes that share `calls`; return their pids."""
     count = min(most, len(calls))
     return [start_child(functools.partial(compile_all, calls[share::count])) for share in range(count)]

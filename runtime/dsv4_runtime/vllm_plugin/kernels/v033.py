@@ -83,12 +83,30 @@ PRIVATE: Mapping[str, tuple[str, ...]] = {
     "SparseIndexerTopk": ("_backend",),
     "VllmTritonJitKernel": ("_run_autotune",),
     "torch.ops": ("_moe_C",),
+    "vllm.platforms": ("_current_platform",),
     _MODEL: ("_select_dsv4_attn_cls",),
     MODEL_REGISTRY: ("_run_in_subprocess",),
     SYSTEM_UTILS: ("_maybe_force_spawn",),
 }  # fmt: skip
 """Private attributes that other modules of the plugin use, by class or module."""
 
+_SPARSE = "vllm.v1.attention.backends.mla"
+LAYER_KERNELS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    f"{_SPARSE}.sparse_swa:_COMPUTE_PREFILL_METADATA_KERNEL": ({},),
+    f"{_SPARSE}.sparse_swa:_COMPUTE_SWA_INDICES_AND_LENS_KERNEL": (
+        {"window_size": "sliding_window", "block_size": 64, "max_image_tokens": 0},
+    ),
+    f"{_SPARSE}.compressor_utils:_COMPRESSED_SLOT_MAPPING_KERNEL": ({},),
+    f"{_SPARSE}.indexer:_PREPARE_UNIFORM_DECODE_KERNEL": ({},),
+    f"{_SPARSE}.indexer:_BUILD_PREFILL_CHUNK_METADATA_KERNEL": ({},),
+    f"{_CACHE_UTILS}:_COMBINE_TOPK_SWA_INDICES_KERNEL": ({},),
+    f"{_CACHE_UTILS}:_COMPUTE_GLOBAL_TOPK_INDICES_AND_LENS_KERNEL": ({},),
+    f"{_ATTENTION}:_FUSED_Q_KV_RMSNORM_KERNEL": ({},),
+    "vllm.models.deepseek_v4.sparse_mla:_BUILD_C128A_TOPK_METADATA_KERNEL": ({},),
+    "vllm.v1.attention.ops.common:_UNPACK_SEQ_TRITON_KERNEL": ({},),
+}
+"""Triton kernels that vLLM's layers of DeepSeek-V4 register for the JIT warm-up, with the arguments; a text names a
+field of the model's configuration. Without those whose keys need a KV cache."""
 SYMBOLS: Mapping[str, str] = {
     # configuration and context
     "current_platform": "vllm.platforms:current_platform",
@@ -96,7 +114,10 @@ SYMBOLS: Mapping[str, str] = {
     "get_current_vllm_config": "vllm.config:get_current_vllm_config",
     "get_current_vllm_config_or_none": "vllm.config:get_current_vllm_config_or_none",
     "get_forward_context": "vllm.forward_context:get_forward_context",
+    "DeviceCapability": "vllm.platforms.interface:DeviceCapability",
+    "Platform": "vllm.platforms.interface:Platform",
     "PlatformEnum": "vllm.platforms:PlatformEnum",
+    "platforms": "vllm.platforms",
     "pynvml": "vllm.third_party:pynvml",
     # attention
     "compute_global_topk_indices_and_lens": "vllm.models.deepseek_v4.common.ops:compute_global_topk_indices_and_lens",

@@ -879,4 +879,18 @@ MEMBER = (
         "        if False:\n",
         ("tests/unit/fabric/test_discover.py",),
     ),
+    Mutant(
+        "shipped kernels of another environment are used",
+        "kernels/dsv4_kernels/precompile.py",
+        '    if found := differences(manifest["environment"], compiler_identity(arch)):\n',
+        "    if found := ():\n",
+        ("tests/kernels/test_precompile.py::test_kernels_of_another_environment_are_refused_by_its_name",),
+    ),
+    Mutant(
+        "shortened files of shipped kernels are used",
+        "kernels/dsv4_kernels/precompile.py",
+        "        if actual != size:\n",
+        "        if False:\n",
+        ("tests/kernels/test_precompile.py::test_damaged_shipped_kernels_are_refused",),
+    ),
 )
