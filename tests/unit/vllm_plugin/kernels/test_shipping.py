@@ -5,10 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,8 +18,6 @@ from dsv4_kernels.arch import Arch
 from dsv4_kernels.precompile import ShippedError
 from dsv4_operator.planning.catalog import checkpoint_named
 from dsv4_operator.planning.catalog.checkpoint import model_config
-from dsv4_runtime.nano.recipe import Precision, recipe_for
-from dsv4_runtime.nano.recipe import model_config as nano_config
 from dsv4_runtime.vllm_plugin.kernels import v033
 from dsv4_runtime.vllm_plugin.kernels.shipping import FEW_TOKENS, Engine, plans_of
 from dsv4_testkit.plans import FLASH
@@ -121,24 +116,3 @@ def test_every_triton_kernel_that_the_layers_register_is_shipped_or_has_a_reason
     shipped = {location.partition(":")[2] for location in v033.LAYER_KERNELS}
     assert registered - others - _OTHERS.keys() == shipped & registered
     assert shipped <= registered
-
-
-@pytest.mark.long
-def test_the_kernels_of_a_model_are_compiled_without_a_gpu(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(nano_config(recipe_for(Precision.FP8))))
-    command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.kernels.shipping", str(tmp_path), "--arch", "sm_121"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path / "shipped"), "--requests", "2", "--processes", "2", "--context", "1024"],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    # Modules of vLLM's attention need operators that its build for CPU does not have.
-    others = [one for one in done.stderr.splitlines() if "cutlass_scaled_mm_supports_block_fp8" not in one]
-    assert others == []
-    manifest = json.loads((tmp_path / "shipped/sm_121/manifest.json").read_text())
-    names = {name.removesuffix(".json") for name in manifest["kernels"].values()}
-    assert {"fp8_gemm_kernel", "router_product_kernel", "mla_prefill_kernel", "mhc_mix_kernel"} <= names
-    # Of vLLM's runner, sampler and layers.
-    assert {"_post_update_kernel", "_gumbel_sample_kernel", "_topk_topp_kernel"} <= names
-    assert len(manifest["kernels"]) > 100
