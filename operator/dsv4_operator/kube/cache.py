@@ -23,6 +23,7 @@ from dsv4_operator.kube.resources import (
     PODS,
     RAY_CLUSTERS,
     SERVICES,
+    Forbidden,
     Gone,
     KubeError,
     Resource,
@@ -129,6 +130,9 @@ class Cache(Generic[CacheKeyT]):
                         self._put(event.object)
             except Gone:
                 version, problem = None, "the server forgot where it was"
+            except Forbidden as error:
+                # Who may list and not watch has the state of each attempt.
+                version, problem = None, str(error)
             except KubeError as error:
                 problem = str(error)
             except Exception as error:

@@ -171,12 +171,14 @@ def _version(
 ) -> _Version:
     target = _target(deployment, served, rollout)
     at_once = turn or deployment.spec.rollout.strategy is RolloutStrategy.RECREATE
-    if at_once or group is None or group.phase not in _RUNS:
+    # A group that moves is formed again from its version: the plan of another one may be refused.
+    moves = group is not None and group.phase is GroupPhase.UPDATING and group.move is not None
+    if group is None or (not moves and (at_once or group.phase not in _RUNS)):
         return _Version(target)
     for version in (deployment, served):
         if version is not None and group.revision == revision(version):
             return _Version(version)
-    return _Version(target, held=True)
+    return _Version(target, held=not moves)
 
 
 def with_accepted(rollout: RolloutStatus, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> RolloutStatus:

@@ -291,6 +291,28 @@ def test_an_update_moves_a_group_too() -> None:
     assert Reason.UPDATE_STARTED in world.reasons()
 
 
+def test_a_group_moves_with_its_version_while_another_one_is_refused() -> None:
+    world = serving_world(replicas=2)
+    world.refused = {1}
+    world.asked = world.asked.but(seed=1)
+    world.go_on(3)
+    world.cordon("node-0")
+    world.until(lambda: world.moves == [(0, "node-0")])
+    world.until(lambda: world.all_serve(0))
+    assert "node-0" not in {one.node for one in world.alive()}
+
+
+def test_a_version_that_is_refused_during_a_move_ends_no_group() -> None:
+    world = serving_world(replicas=2)
+    world.cordon("node-0")
+    world.until(lambda: world.moves == [(0, "node-0")])
+    world.refused = {1}
+    world.asked = world.asked.but(seed=1)
+    world.until(lambda: world.all_serve(0))
+    world.go_on(3)
+    assert world.all_serve(0)
+
+
 def test_a_move_that_was_taken_meanwhile_begins_with_another_node() -> None:
     world = serving_world(replicas=1)
     world.held[7] = "node-1"

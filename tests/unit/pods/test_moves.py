@@ -101,6 +101,36 @@ async def test_a_node_is_held_for_the_next_incarnation_until_it_is_formed(world:
     assert world.nodes_of(2) == ["n0", "n2"]
 
 
+async def test_a_node_that_the_group_keeps_counts_once(world: World) -> None:
+    fill(world, "n3")
+    world.lingering = {"nano-0-i1-r0", "nano-0-i1-r1"}
+    world.cordon("n1")
+    await world.until(lambda: group(world)["phase"] == "Updating", 5.0)
+    snapshot = await world.backend._cluster.snapshot(0.0)
+    assert [one.node for one in snapshot.expected if one.owner] == ["n2"]
+
+
+@pytest.mark.parametrize("change", [{"suspend": True}, {"replicas": 0}])
+async def test_held_nodes_are_free_once_the_group_goes(world: World, change: dict[str, object]) -> None:
+    world.lingering = {"nano-0-i1-r1"}
+    world.cordon("n1")
+    await world.until(lambda: group(world)["phase"] == "Updating", 5.0)
+    world.change(**change)
+    world.lingering = set()
+    await world.until(lambda: not world.pods(), 20.0)
+    await world.step()
+    assert (await world.backend._cluster.snapshot(0.0)).expected == ()
+
+
+async def test_held_nodes_are_free_once_the_deployment_is_forgotten(world: World) -> None:
+    world.lingering = {"nano-0-i1-r1"}
+    world.cordon("n1")
+    await world.until(lambda: group(world)["phase"] == "Updating", 5.0)
+    wanted = parse(world.live())
+    await world.backend.release(wanted.metadata.namespace, wanted.metadata.name)
+    assert (await world.backend._cluster.snapshot(0.0)).expected == ()
+
+
 async def left_for_another(world: World) -> list[str]:
     """Return the nodes that another deployment would get if only n2 had room, for one member beside its pods."""
     other = deployment("nano.yaml", **TOPOLOGY)

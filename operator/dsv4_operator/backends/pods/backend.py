@@ -146,6 +146,7 @@ class PodsBackend:
     async def release(self, namespace: str, name: str) -> None:
         """See `Backend`."""
         for key in [key for key in self._groups if (key.namespace, key.deployment) == (namespace, name)]:
+            self._cluster.release(_owner(key))
             await self._drop(key)
         self._facts.pop((namespace, name), None)
         self._frontends.release(namespace, name)
@@ -323,7 +324,8 @@ class PodsBackend:
         seen = self._seen(deployment, group, incarnation)
         over = await self._fencer.fence(key, incarnation, deployment.spec.recovery.node_loss, seen)
         if over:
-            self._cluster.release(_owner(key), ended=incarnation)
+            goes = deployment.spec.suspend or group >= deployment.spec.replicas
+            self._cluster.release(_owner(key), ended=0 if goes else incarnation)
         return over
 
     async def collect_evidence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> str | None:

@@ -171,8 +171,13 @@ class Cluster:
         self._reserved = {owner: one for owner, one in reserved.items() if one.until > now}
         found = ((one.owner, str(one.pod["metadata"]["name"])) for one in self._snapshot.requests if one.owner)
         seen = {(owner, names.planned_name(name)) for owner, name in found}
+        # A node that a group keeps is not needed twice: its next member follows the present one there.
+        kept = {(one.owner, one.node) for one in self._snapshot.requests if one.owner}
         self._snapshot = self._snapshot.expecting(
-            pod for owner, one in self._reserved.items() for name, pod in one.pods.items() if (owner, name) not in seen
+            pod
+            for owner, one in self._reserved.items()
+            for name, pod in one.pods.items()
+            if (owner, name) not in seen and not (one.held_for and (owner, pod.node) in kept)
         )
 
     def _requests_of(self, pods: Iterable[Manifest]) -> tuple[PodRequests, ...]:
