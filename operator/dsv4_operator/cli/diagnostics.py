@@ -241,6 +241,7 @@ def check_machine(
 def _about_machines(root: Path) -> list[Finding]:
     """Return the findings about the machines of the deployments with loops in `root`."""
     from dsv4_operator.backends.hosts.documents import HOST_KEY, INVENTORY, InvalidInventory, load_inventory
+    from dsv4_operator.cli.machine import APPLIED
 
     found: list[Finding] = []
     for file in sorted(root.glob(f"*/{INVENTORY}")):
@@ -251,6 +252,9 @@ def _about_machines(root: Path) -> list[Finding]:
         except (OSError, UnicodeDecodeError, InvalidInventory) as error:
             remedy = "run `dsv4 doctor` as root, or `dsv4 up` with --hosts again"
             found.append(Finding(file.parent.name, "Unreadable", f"{file} cannot be read: {error}", remedy))
+            continue
+        if not (inventory.members(file.parent.name).directory / APPLIED).exists():
+            # After `dsv4 down` its services do not run.
             continue
         found += asyncio.run(examine(inventory, key))
     return found

@@ -498,7 +498,7 @@ def _present(inventory: Inventory, checks: dict[str, Any]) -> Inventory:
     """Return the inventory with the present addresses, if a machine has lost that of the inventory.
 
     Raises:
-        CommandError: the machines share no network.
+        CommandError: the machines share no network, or only on other interfaces, such as those of a slower network.
     """
     if all(
         not (facts := checks[host.target])["addresses"]
@@ -507,7 +507,12 @@ def _present(inventory: Inventory, checks: dict[str, Any]) -> Inventory:
     ):
         return inventory
     found = _discovered([host.target for host in inventory.hosts], checks)
-    places = zip(inventory.hosts, found.hosts, strict=True)
+    places = list(zip(inventory.hosts, found.hosts, strict=True))
+    if other := [old.name for old, new in places if old.interface not in (None, new.interface)]:
+        raise bad_input(
+            f"hosts: the interface of {', '.join(other)} has no address; connect its link, or name the machines' "
+            "new addresses in a file: --hosts hosts.yaml"
+        )
     moved = [old.model_copy(update={"address": new.address, "interface": new.interface}) for old, new in places]
     return inventory.model_copy(update={"hosts": tuple(moved)})
 

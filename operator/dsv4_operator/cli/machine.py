@@ -30,7 +30,7 @@ from dsv4_runtime.contract.base import Report
 from dsv4_runtime.util.files import replace_file
 
 SOFTWARE = "software"
-_APPLIED = "applied"
+APPLIED = "applied"
 """File with the digest of the settings that a machine's services were started with."""
 _UNITS = Path("/etc/systemd/system")
 _COMMAND = Path("/usr/local/bin/dsv4")
@@ -230,7 +230,7 @@ def apply(settings: Settings) -> ExitCode:
     if (deployment := settings.deployment) is None:
         raise bad_input("deployment: is required by `apply`")
     host, loop, digest = host_service(settings), loop_service(settings.loop), settings.digest()
-    applied = settings.members.directory / _APPLIED
+    applied = settings.members.directory / APPLIED
     same = applied.exists() and applied.read_text() == digest
     if settings.first and loop.running() and not same:
         name = settings.record.name
@@ -240,8 +240,9 @@ def apply(settings: Settings) -> ExitCode:
         # Written again at the end: an interrupted attempt may leave other files.
         applied.unlink(missing_ok=True)
         _write_files(settings, deployment)
-        # With other settings: without systemd, its lock would refuse the next one.
-        host.stop()
+        if not has_systemd():
+            # The lock of one with other settings would refuse the next one.
+            host.stop()
         host.start()
         _await_lock(host)
         replace_file(applied, digest)
@@ -272,6 +273,11 @@ def move(settings: Settings) -> ExitCode:
         raise bad_input(
             f"hosts: {settings.host} has no files of {name}, so it is not the machine that had the earlier address, "
             f"whose members may run on; run `dsv4 uninstall {name}` first"
+        )
+    if (settings.loop.directory / INVENTORY).exists() != settings.first:
+        raise bad_input(
+            f"hosts: {settings.host} {'has no' if settings.first else 'has the'} loop of {settings.record.name}, so it "
+            "is another machine of the deployment; check the names and addresses of the machines in ~/.ssh/config"
         )
     if settings.first:
         running = loop_service(settings.loop).running()
@@ -398,7 +404,7 @@ def stop_host(settings: Settings) -> ExitCode:
     host_service(settings).stop()
     if settings.members.directory.exists():
         processes.remove_runtime_files(settings.members)
-    (settings.members.directory / _APPLIED).unlink(missing_ok=True)
+    (settings.members.directory / APPLIED).unlink(missing_ok=True)
     return ExitCode.OK
 
 

@@ -468,7 +468,7 @@ class HostsBackend(OwnGateways):
         if report.host != machine.host.name:
             machine.problem, machine.code = f"the machine {report.host!r} answers there", None
             return
-        machine.report, machine.heard, machine.problem = report, time.monotonic(), ""
+        machine.report, machine.heard, machine.problem, machine.code = report, time.monotonic(), "", None
 
     def _reported(self) -> list[tuple[_Machine, MemberReport]]:
         return [(one, member) for one in self._machines.values() if one.report for member in one.report.members]
