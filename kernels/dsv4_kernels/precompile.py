@@ -39,6 +39,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -246,7 +247,8 @@ def pack(caches: Sequence[Path], shipped: Path, arch: Arch) -> dict[str, Any]:
         ShippedError: the caches have no kernel for `arch`.
         OSError: the folder cannot be written.
     """
-    target, written = shipped / arch, shipped / f".{arch}.{os.getpid()}"
+    target, unique = shipped / arch, uuid.uuid4().hex
+    written, earlier = shipped / f".{arch}.{unique}", shipped / f".{arch}.{unique}.old"
     kernels: dict[str, str] = {}
     others: list[str] = []
     files: dict[str, int] = {}
@@ -273,16 +275,19 @@ def pack(caches: Sequence[Path], shipped: Path, arch: Arch) -> dict[str, Any]:
                     copy(file, folder.name, file.name)
         if not kernels:
             raise ShippedError(f"{', '.join(map(str, caches))}: no compiled kernels for {arch}")
-        marks = sorted({mark.name for cache in caches for mark in (cache / _MARKS).glob("*")})
+        marks = sorted({mark.name for cache in caches for mark in (cache / _MARKS).glob("*") if mark.exists()})
         manifest: dict[str, Any] = {
             "environment": compiler_identity(arch), "dsv4": _version("dsv4-kernels"),
             "kernels": kernels, "others": others, "marks": marks, "files": files,
         }  # fmt: skip
         (written / _MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
-        shutil.rmtree(target, ignore_errors=True)
+        # An engine may read the earlier files: no kernel of them may be there in part.
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(earlier)
         written.rename(target)
     finally:
         shutil.rmtree(written, ignore_errors=True)
+        shutil.rmtree(earlier, ignore_errors=True)
     return manifest
 
 
@@ -344,8 +349,10 @@ def attach(shipped: Path, arch: Arch) -> int | None:
             with _replacing(cache / name) as temporary:
                 temporary.symlink_to((folder / name).absolute())
     for name in manifest["marks"]:
-        (cache / _MARKS).mkdir(parents=True, exist_ok=True)
-        (cache / _MARKS / name).touch()
+        # A link, so that the mark ends with the shipped kernels.
+        if not (cache / _MARKS / name).exists():
+            with _replacing(cache / _MARKS / name) as temporary:
+                temporary.symlink_to((folder / _MANIFEST).absolute())
     return len(manifest["kernels"])
 
 
@@ -353,8 +360,8 @@ def attach(shipped: Path, arch: Arch) -> int | None:
 def _replacing(file: Path) -> Iterator[Path]:
     """Yield the path of a new file that takes the place of `file` after the block; its folder is made."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
+    # Containers that share a cache may have equal process ids.
+    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
     yield temporary
     temporary.replace(file)
 
@@ -397,8 +404,10 @@ def use_shipped(arch: Arch) -> int:
     begun = time.monotonic()
     try:
         count = attach(shipped, arch)
-    except (ShippedError, OSError) as error:
-        LOGGER.warning("dsv4 kernels: the shipped kernels in %s are not used: %s", shipped / arch, error)
+    except Exception as error:
+        # Also a missing assembler or a damaged manifest: the worker compiles what it needs.
+        text = str(error) if isinstance(error, ShippedError | OSError) else f"{type(error).__name__}: {error}"
+        LOGGER.warning("dsv4 kernels: the shipped kernels in %s are not used: %s", shipped / arch, text)
         return 0
     if count is not None:
         seconds = time.monotonic() - begun
@@ -550,7 +559,9 @@ def _collect(found: list[dict[str, Any]], shares: int, target: TargetGPU, done: 
         if not errors:
             # Without the mark a later start compiles the plan again.
             with contextlib.suppress(OSError):
-                compiled_mark(whole["plan"], target).touch()
+                mark = compiled_mark(whole["plan"], target)
+                mark.unlink(missing_ok=True)  # It may be a link to shipped kernels that are gone.
+                mark.touch()
         print(json.dumps(whole), flush=True)
 
 

@@ -140,15 +140,17 @@ def plans_of(engine: Engine, arch: Arch) -> Iterator[str]:
 def compile_plans(engine: Engine, arch: Arch, cache: Path, processes: int) -> tuple[int, list[str]]:
     """Compile the plans of `engine` into a Triton cache; return their number and the errors."""
     command = [sys.executable, "-m", "dsv4_kernels.precompile", arch, str(arch.spec.multiprocessors)]
+    lines = list(dict.fromkeys(plans_of(engine, arch)))
     done = subprocess.run(
         [*command, "--processes", str(processes)],
-        input="\n".join([*plans_of(engine, arch), "", ""]), stdout=subprocess.PIPE, text=True, check=False,
+        input="\n".join([*lines, "", ""]), stdout=subprocess.PIPE, text=True, check=False,
         timeout=_SECONDS, env=_environment(cache),
     )  # fmt: skip
     if done.returncode:
         raise ShippedError(f"{' '.join(command)} ended with {done.returncode}")
-    told = [json.loads(one) for one in done.stdout.splitlines()]
-    return len(told), [f"{one['plan']}: {one['error']}" for one in told if one["error"] is not None]
+    told = {one["plan"]: one["error"] for one in map(json.loads, done.stdout.splitlines())}
+    errors = {one: told.get(one, "the process that compiled it ended") for one in lines}
+    return len(told), [f"{one}: {error}" for one, error in errors.items() if error is not None]
 
 
 def compile_vllm(engine: Engine, arch: Arch, cache: Path, processes: int) -> tuple[int, list[str]]:
@@ -297,8 +299,11 @@ def ship(options: argparse.Namespace) -> None:
         OSError: a file cannot be read or written.
     """
     file = options.model / "config.json" if options.model.is_dir() else options.model
+    config = json.loads(file.read_text())
+    # V4.1 has the sizes of the language model in a part of its own.
+    config |= config.get("text_config") or {}
     engine = Engine(
-        json.loads(file.read_text()), options.tensor_parallel, options.tokens, options.requests, options.context,
+        config, options.tensor_parallel, options.tokens, options.requests, options.context,
         options.drafts,
     )  # fmt: skip
     for arch in options.arch:
