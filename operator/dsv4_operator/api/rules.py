@@ -276,6 +276,14 @@ def _one_choice_of_nodes(topology: TopologySpec) -> bool:
     return topology.scheduler is None or topology.nodes == ()
 
 
+@rule(
+    "topology", "topologyKey", "MutuallyExclusive",
+    "is not allowed with scheduler, whose first pod may choose a value without room for the others; use nodeSelector",
+)  # fmt: skip
+def _scheduler_knows_no_topology(topology: TopologySpec) -> bool:
+    return topology.scheduler is None or topology.topology_key is None
+
+
 @rule("topology.scheduler", "queue", "SchedulerQueue", "is required for Kueue; write the name of a LocalQueue")
 def _kueue_has_queue(scheduler: SchedulerSpec) -> bool:
     return scheduler.queue is not None or scheduler.type != SchedulerType.KUEUE

@@ -133,7 +133,7 @@ def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: 
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": pod_security(host.policy.device_groups),
-        "affinity": _affinity(deployment, member, group),
+        "affinity": _affinity(deployment, member),
         "containers": [_container(deployment, plan, member, image, volumes, host.variables)],
         "volumes": [{"name": volume, **source} for volume, (source, _) in volumes.items()],
         **marks.spec,
@@ -246,23 +246,14 @@ def _memory_limit(plan: GroupPlan) -> int:
     return _LIMIT_FACTOR * (expected.memory_bytes + expected.shm_bytes) + (expected.weights_bytes or 0)
 
 
-def _affinity(deployment: DSV4Deployment, member: MemberPlan, group: int) -> Manifest:
-    """Return the affinity to the node of the plan; the scheduler still checks the fit and reports a failure.
-
-    A scheduler that chooses the nodes has `topologyKey` as an affinity to the other members of the group instead.
-    """
+def _affinity(deployment: DSV4Deployment, member: MemberPlan) -> Manifest:
+    """Return the affinity to the node of the plan; the scheduler still checks the fit and reports a failure."""
     topology = deployment.spec.topology
     found: Manifest = {}
     if member.node is not None:
         term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [member.node]}]}
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
         found["nodeAffinity"] = required
-    if topology.topology_key is not None and member.node is None:
-        near = {
-            "labelSelector": {"matchLabels": names.labels(deployment.metadata.name, component=MEMBER, group=group)},
-            "topologyKey": topology.topology_key,
-        }
-        found["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [near]}
     if topology.exclusive:
         other = {
             "labelSelector": {"matchLabels": {COMPONENT: MEMBER, "app.kubernetes.io/name": "dsv4"}},

@@ -639,12 +639,10 @@ def _reached(first: str, paths: Mapping[str, set[str]]) -> set[str]:
 
 
 def _check_paths(nodes: Sequence[str], paths: Mapping[str, set[str]]) -> None:
-    """Raise ValueError unless each of `nodes` has a path to all others, or all are in a ring."""
+    """Raise ValueError unless each of `nodes` has a path to all others."""
     if len(nodes) == 1:
         problem = f"{nodes[0]} has no tested path to the RDMA port of another node of these reports"
         raise ValueError(f"{problem}; run `dsv4 doctor --peer ADDRESS -o json` at both ends, or leave it out")
-    if len(nodes) > 3 and all(len(paths[name]) == 2 for name in nodes):
-        return
     for name in nodes:
         if lacking := sorted(set(nodes) - {name} - paths[name]):
             problem = f"{name} and {lacking[0]} reach other nodes, but have no tested path to each other"

@@ -418,7 +418,7 @@ def _choose(
     kept = {value: sum(node.name in present.values() for node in each) for value, each in domains.items()}
     room = {value: sum(node.free.get("memory", 0) // GIB for node in each) for value, each in domains.items()}
     most: list[NodeCapacity] = []
-    for value in sorted(domains, key=lambda value: (-kept[value], -room[value], value)):
+    for value in sorted(domains, key=lambda value: (-kept[value], len(domains[value]), -room[value], value)):
         chosen = _assign(deployment, domains[value], pins, present)
         if len(chosen) == size:
             return chosen
@@ -618,6 +618,8 @@ def _stand_in(
 def _summary(reasons: Mapping[str, str], nodes: bool) -> str:
     if not nodes:
         return "the cluster has no nodes"
-    lines = [f"{name} {reason}" for name, reason in sorted(reasons.items())]
+    # Fields of the specification first, before the names of nodes.
+    named = sorted(reasons.items(), key=lambda one: (not one[0].startswith("spec."), one))
+    lines = [f"{name} {reason}" for name, reason in named]
     more = f", and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
     return "; ".join(lines[:_NAMED]) + more
