@@ -138,7 +138,7 @@ class Facts:
         path = f"{self.member_root(incarnation, rank)}/ray"
         if not self.ray_links or len(path) <= LONGEST_RAY_ROOT:
             return path
-        return f"{self.ray_links}/{hashlib.sha256(path.encode()).hexdigest()[:6]}"
+        return f"{self.ray_links}/{hashlib.sha256(path.encode()).hexdigest()[:4]}"
 
 
 def catalog_facts(deployment: DSV4Deployment, machine: Machine, *, state_root: str, weights_root: str) -> Facts:

@@ -78,7 +78,7 @@ def ended_roles(table: Mapping[int, Entry]) -> dict[int, str]:
         if process.ended:
             with contextlib.suppress(OSError):
                 # An ended process has no command line.
-                found[pid] = _PROGRAMS.get(Path(f"/proc/{pid}/comm").read_text().strip(), "")
+                found[pid] = _PROGRAMS.get(Path(f"/proc/{pid}/comm").read_text(errors="replace").strip(), "")
     return {pid: role for pid, role in found.items() if role}
 
 
@@ -264,8 +264,8 @@ class ProcessWatch:
     def __init__(self, ended: Callable[[str, int], None]) -> None:
         self._ended = ended
         self._watched: dict[int, tuple[str, int]] = {}
-        self._known: set[int] = set()
-        """Ray's processes that were watched, or had ended before."""
+        self._known: set[str] = set()
+        """Roles of which a process was watched, or had ended before."""
 
     @property
     def roles(self) -> dict[int, str]:
@@ -280,11 +280,12 @@ class ProcessWatch:
                 with contextlib.suppress(ProcessLookupError):
                     descriptor = os.pidfd_open(pid)
                     self._watched[pid] = (role, descriptor)
-                    self._known.add(pid)
+                    self._known.add(role)
                     asyncio.get_running_loop().add_reader(descriptor, self._gone, pid)
+        # The raylet forks processes that end at once, under its own name; so only the first one of a role counts.
         for pid, role in ended_roles(table).items():
-            if pid not in self._known:
-                self._known.add(pid)
+            if role not in self._known:
+                self._known.add(role)
                 self._ended(role, pid)
 
     def _gone(self, pid: int) -> None:

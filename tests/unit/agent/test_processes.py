@@ -160,6 +160,38 @@ async def test_a_process_of_ray_that_ended_before_it_was_seen_is_reported_once(t
         process.wait()
 
 
+FORKS = """
+import os, time
+open("/proc/self/comm", "w").write("raylet")
+child = os.fork()
+if not child:
+    os._exit(0)
+os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+print("forked", flush=True)
+time.sleep(60)
+"""
+
+
+async def test_a_process_that_a_raylet_forked_is_no_raylet(tmp_path: Path) -> None:
+    ended: list[tuple[str, int]] = []
+    watch = ProcessWatch(lambda role, pid: ended.append((role, pid)))
+    raylet = tmp_path / "raylet"
+    raylet.symlink_to(sys.executable)
+    process = subprocess.Popen([raylet, "-c", FORKS], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        with process.stdout as output:
+            assert output.readline() == b"forked\n"
+        watch.refresh()
+        watch.refresh()
+        assert watch.roles == {process.pid: "raylet"}
+        assert ended == []
+    finally:
+        watch.close()
+        process.kill()
+        process.wait()
+
+
 async def test_a_process_that_was_given_the_id_of_an_ended_one_is_not_killed() -> None:
     watch = ProcessWatch(lambda role, pid: None)
     title = ["bash", "-c", "exec -a VLLM::EngineCore sleep 60"]

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv4_operator.api import DSV4Deployment, SecretKeyRef
-from dsv4_operator.api.deployment import NAME_PATTERN
+from dsv4_operator.api.deployment import NAME_PATTERN, STORED_VERSION
 from dsv4_runtime.contract.plan import LONGEST_RAY_ROOT, RAY_LINKS
 from dsv4_runtime.util.files import replace_file
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from dsv4_operator.lifecycle.observed import ObservedMember
 
 # The path of a Unix socket is limited to 107 characters. vLLM creates sockets with names of 41 below a member's
-# directory (`tmp/` and a UUID); links to Ray's directories are 10 characters below the state directory.
+# directory (`tmp/` and a UUID); links to Ray's directories are 8 characters below the state directory.
 MAX_MEMBER_PATH = 107 - 41
-MAX_ROOT = LONGEST_RAY_ROOT - 10
+MAX_ROOT = LONGEST_RAY_ROOT - 8
 _LOCK_TRIES, _LOCK_PAUSE = 10, 0.05
 
 REMOTE = "remote"
@@ -212,11 +212,11 @@ class DeploymentState:
 
     def save_manifest(self, deployment: DSV4Deployment) -> None:
         """Save the manifest of the user, without a status."""
-        replace_file(self.directory / "manifest.json", deployment.to_json(indent=2) + "\n")
+        replace_file(self.directory / "manifest.json", _stored(deployment))
 
     def save_object(self, deployment: DSV4Deployment) -> None:
         """Save the deployment with its status."""
-        replace_file(self.directory / "object.json", deployment.to_json(indent=2) + "\n")
+        replace_file(self.directory / "object.json", _stored(deployment))
 
     def manifest(self) -> DSV4Deployment | None:
         """Return the manifest of the user; None if no deployment was started under this name."""
@@ -324,6 +324,11 @@ def _flock(descriptor: int) -> bool:
             return True
         time.sleep(_LOCK_PAUSE)
     return False
+
+
+def _stored(deployment: DSV4Deployment) -> str:
+    """Return the document in the version that earlier releases read too."""
+    return json.dumps({**deployment.to_dict(), "apiVersion": STORED_VERSION}, indent=2, ensure_ascii=False) + "\n"
 
 
 def _read(path: Path) -> DSV4Deployment | None:
