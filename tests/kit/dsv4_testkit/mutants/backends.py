@@ -103,8 +103,9 @@ BACKENDS = (
     Mutant(
         "members of a machine that does not answer count as ended",
         f"{_OPERATOR}/backends/hosts/backend.py",
-        '            raise BackendError(f"{machine.unreachable}; {remedy}") from error\n',
-        '            return machine.report.model_copy(update={"members": ()})\n',
+        "        except AGENT_ERRORS as error:\n            machine.failed(error)\n"
+        "            raise BackendError(str(self._silent(machine))) from error\n",
+        '        except AGENT_ERRORS:\n            return machine.report.model_copy(update={"members": ()})\n',
         ("tests/unit/backends/test_hosts.py",),
     ),
     Mutant(

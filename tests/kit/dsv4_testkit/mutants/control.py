@@ -160,7 +160,7 @@ CONTROL = (
     Mutant(
         "a decision on a status that was not saved",
         f"{_OPERATOR}/controller/reconcile.py",
-        "        except Exception as error:\n            self._kept = status if deleting else saved\n",
+        "        except Exception as error:\n            self._kept = status if deleting else self._saved\n",
         "        except Exception as error:\n",
         ("tests/unit/controller/test_reconcile.py", "tests/unit/controller/test_reconcile_ends.py"),
     ),
