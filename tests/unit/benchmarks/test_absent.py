@@ -58,6 +58,7 @@ def test_hidden_modules_and_programs_cannot_be_imported_or_found(world: dict[str
     assert found == {
         "hidden": {"tilelang": True, "holder.third_party.deep_gemm": True},
         "hidden_nvcc": str(tmp_path / "tools" / "nvcc"),
+        "hidden_c": None,
     }
     assert seen["tilelang"] == ["tilelang", True]
     assert seen["inside"] == ["holder.third_party.deep_gemm", "imported"]

@@ -303,7 +303,7 @@ def test_a_state_directory_that_cannot_be(dsv4: Dsv4, tmp_path: Path, capsys: py
     assert main.run(["up", str(dsv4.manifest), "--state-dir", str(tmp_path / ("x" * 60))]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1
-    assert "too long for Ray's sockets" in err[0]
+    assert "too long for sockets of Ray and vLLM" in err[0]
 
 
 def test_a_full_disk_is_one_sentence(

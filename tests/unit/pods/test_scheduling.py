@@ -196,8 +196,8 @@ def test_a_group_stays_within_one_value_of_its_topology_key() -> None:
 def test_nodes_of_several_values_are_no_group() -> None:
     wanted = deployment(topologyKey=CABLES)
     assert refused(wanted, *cabled(a="x", b="y", c="")) == (
-        f"spark-3 has not the label {CABLES} (spec.topology.topologyKey); "
-        f"spec.topology.topologyKey {CABLES} has no value with 2 nodes that fit; x has 1"
+        f"spec.topology.topologyKey {CABLES} has no value with 2 nodes that fit; x has 1; "
+        f"spark-3 has not the label {CABLES} (spec.topology.topologyKey)"
     )
     pinned = deployment(topologyKey=CABLES, nodes=["spark-1", "spark-2"])
     assert "no value with 2 nodes" in refused(pinned, *cabled(a="x", b="y"))
