@@ -71,7 +71,7 @@ def deployment(budget: int) -> Iterator[Deployment]:
 
 def test_status_is_the_object_that_kubectl_would_show(deployment: Deployment) -> None:
     found = deployment.object()
-    assert (found["apiVersion"], found["kind"]) == ("dsv4.dev/v1alpha1", "DSV4Deployment")
+    assert (found["apiVersion"], found["kind"]) == ("dsv4.dev/v1beta1", "DSV4Deployment")
     status = found["status"]
     assert status["phase"] == "Serving"
     assert status["endpoint"] == f"http://127.0.0.1:{deployment.api}/v1"
