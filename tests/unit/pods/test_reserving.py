@@ -144,6 +144,7 @@ async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
             # Read first: the name may belong to another owner, or to the head of the previous incarnation.
             f"get Service {name}-0-i1",
             f"create Service {name}-0-i1",
+            f"apply Service {name}-0-i1",
             f"get Service {name}-0-head",
             f"create Service {name}-0-head",
             f"get Service {name}-0-head",

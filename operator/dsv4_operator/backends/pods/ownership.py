@@ -87,9 +87,8 @@ class OwnedObjects:
             try:
                 # Apply would create a missing object too, but also adopt one that was created meanwhile.
                 if live is None:
-                    # At once, so that another operator that applies the same object later writes nothing.
-                    await self._mark_applied(await self._kube.create(manifest), manifest)
-                    return
+                    live = await self._kube.create(manifest)
+                # At once after a creation too, so that another operator that applies the same object writes nothing.
                 await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})
             except (AlreadyExists, Conflict, NotFound):
                 # Another object has that name now.
