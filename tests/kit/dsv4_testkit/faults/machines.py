@@ -106,7 +106,7 @@ class OnMachines(DSV4):
 
     @property
     def hook(self) -> Path:
-        raise NotImplementedError("members on machines have no hook")
+        raise LookupError("members on machines have no hook for faults inside of the worker; use faults of processes")
 
     @property
     def network(self) -> int:
@@ -146,7 +146,7 @@ class OnMachines(DSV4):
         return outside_ids(agent).get(inside)
 
     def port(self, rank: int) -> str:
-        raise NotImplementedError("the ports of machines belong to the test, not to dsv4")
+        raise LookupError("network ports of machines belong to the test; use faults of processes")
 
     def ready(self) -> None:
         deadline = time.monotonic() + _READY_SECONDS
