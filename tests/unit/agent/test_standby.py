@@ -580,9 +580,11 @@ async def test_remaining_processes_of_an_engine_are_searched_again(member: Membe
         while b"ray::" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:5]:
             pass
         member.context.watch.refresh()
-        member.act(KillEngine())
-        assert fed == [EngineGone()], "it has not ended yet"
-        assert process.wait(5) == -9
+        # The member collects the exit codes of other children at once.
+        with processes.waited_for(process.pid):
+            member.act(KillEngine())
+            assert fed == [EngineGone()], "it has not ended yet"
+            assert process.wait(5) == -9
     finally:
         process.kill()
         process.wait()
