@@ -36,7 +36,7 @@ from dsv4_operator.backends.hosts.documents import (
     Inventory,
     load_inventory,
 )
-from dsv4_operator.backends.hosts.ssh import CONNECTION_FAILED, Completed, Ssh, SshError, connections
+from dsv4_operator.backends.hosts.ssh import CONNECTION_FAILED, Completed, ConnectionLost, Ssh, SshError, connections
 from dsv4_operator.backends.hosts.survey import CONTAINERS
 from dsv4_operator.backends.local.state import REMOTE, DeploymentState, StateError, deployments
 from dsv4_operator.cli.init import host_names
@@ -59,6 +59,9 @@ _CHECK_SECONDS = 30.0
 _STEP_SECONDS = 240.0
 _INSTALL_SECONDS = 5400.0
 _UV_SECONDS = 300.0
+_ATTEMPTS = 4
+"""Attempts of a step whose connection is lost, as on a machine that writes gigabytes to a slow disk."""
+_PAUSE_SECONDS = 5.0
 _PROGRESS_SECONDS = 10.0
 _GPU_BYTES, _CPU_BYTES = 16 * 10**9, 9 * 10**9
 """Space for the software."""
@@ -408,13 +411,25 @@ class _Client:
         command = [*record.prefix, "sh", "-c", _FIND_PYTHON, "sh", "-c", _script(), *words]
         latest = time.monotonic()
 
-        def progress(line: str) -> None:
+        def progress(line: str) -> bool:
             nonlocal latest
-            if re.match(r"\d", line) and time.monotonic() - latest >= _PROGRESS_SECONDS:
+            if not re.match(r"\d", line):
+                return False
+            if time.monotonic() - latest >= _PROGRESS_SECONDS:
                 latest = time.monotonic()
                 self.report(host.name, line)
+            return True
 
-        done = await self.ssh.run(host.target, command, seconds=seconds, given=given, progress=progress)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                done = await self.ssh.run(host.target, command, seconds=seconds, given=given, progress=progress)
+                break
+            except ConnectionLost:
+                if attempt == _ATTEMPTS:
+                    raise
+                # Every step continues: files that are there are not transferred again.
+                self.report(host.name, "the connection was lost; continuing")
+                await asyncio.sleep(_PAUSE_SECONDS)
         _output(host.name, f"`{words[0]}` of the software", done)
 
     async def _machine(self, action: str, settings: Settings, seconds: float) -> None:

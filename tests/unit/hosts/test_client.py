@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import errno
 import hashlib
@@ -26,6 +27,7 @@ from hypothesis import strategies as st
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, load
 from dsv4_operator.backends.hosts import bootstrap
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, MEMBERS, Host, Inventory
+from dsv4_operator.backends.hosts.ssh import ConnectionLost, Ssh
 from dsv4_operator.backends.local.backend import query_members
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.backends.local.supervisor import LoopReport
@@ -748,3 +750,36 @@ def test_known_machines_are_checked_with_their_directory(tmp_path: Path, monkeyp
         with pytest.raises(CommandError, match="enough"):
             hosts.up(str(NANO), names, tmp_path, timeout=1)
         assert {each for _, each in checked} == {folder}
+
+
+_LOSSY_SSH = """\
+#!/bin/bash
+cat > /dev/null
+echo x >> {folder}/calls
+calls=$(wc -l < {folder}/calls)
+echo "$calls.5 of 7.1 GB copied" >&2
+[ "$calls" -gt {lost} ] || exit 255
+"""
+
+
+@pytest.mark.parametrize(("lost", "calls"), [(0, 1), (2, 3), (9, 4)])
+def test_a_step_continues_after_a_lost_connection(
+    lost: int, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "ssh"
+    program.write_text(_LOSSY_SSH.format(folder=tmp_path, lost=lost))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(hosts, "_PAUSE_SECONDS", 0.0)
+
+    async def copy() -> None:
+        known = record()
+        await hosts._Client(Ssh(Path("/tmp/s")))._bootstrap(known, known.inventory.hosts[0], ["fetch"])
+
+    if lost < 9:
+        asyncio.run(copy())
+    else:
+        with pytest.raises(ConnectionLost, match=r"the connection was lost after `4.5 of 7.1 GB copied`"):
+            asyncio.run(copy())
+    assert (tmp_path / "calls").read_text().count("x") == calls
+    assert capsys.readouterr().out.count("the connection was lost; continuing") == min(lost, 3)

@@ -38,6 +38,10 @@ class SshError(Exception):
     """A command could not be run on a machine; the text contains the machine, the reason and the remedy."""
 
 
+class ConnectionLost(SshError):
+    """The connection ended during a command that had reported progress."""
+
+
 @dataclass(frozen=True, slots=True)
 class Completed:
     """A command that ended on the other machine."""
@@ -119,20 +123,30 @@ class Ssh:
         *,
         seconds: float,
         given: bytes = b"",
-        progress: Callable[[str], None] | None = None,
+        progress: Callable[[str], bool] | None = None,
     ) -> Completed:
         """Run a command and return its result; `given` is its standard input. `progress` receives the lines of its
-        standard error as they arrive.
+        standard error as they arrive, and returns whether a line is one of progress; the others are in the result.
 
         Raises:
+            ConnectionLost: the connection ended after progress.
             SshError: there is no connection, it was lost, or the command did not end within `seconds`.
         """
         pipe = asyncio.subprocess.PIPE
         # Ctrl+C at the terminal must not end the shared connection before `close`.
         process = await self.start(target, words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        latest = ""
+
+        def keep(line: str) -> bool:
+            nonlocal latest
+            if progress is None or not progress(line):
+                return True
+            latest = line
+            return False
+
         try:
             async with asyncio.timeout(seconds):
-                output, errors = await _communicate(process, given, progress)
+                output, errors = await _communicate(process, given, keep if progress else None)
         except TimeoutError as error:
             remedy = f"try it with `ssh {target}`"
             raise SshError(
@@ -149,6 +163,8 @@ class Ssh:
         text = errors.decode(errors="replace").strip()
         if process.returncode == CONNECTION_FAILED:
             reason = text.rpartition("\n")[2] or "the connection was lost"
+            if latest:
+                raise ConnectionLost(f"{target}: {reason} after `{latest}`; the same command continues the work")
             raise SshError(f"{target}: {reason}; `ssh {target} true` must work without a question")
         code = process.returncode if process.returncode is not None else -signal.SIGKILL
         return Completed(code, output, text)
@@ -172,9 +188,9 @@ class Ssh:
 
 
 async def _communicate(
-    process: asyncio.subprocess.Process, given: bytes, progress: Callable[[str], None] | None
+    process: asyncio.subprocess.Process, given: bytes, keep: Callable[[str], bool] | None
 ) -> tuple[bytes, bytes]:
-    if progress is None or process.stdin is None or process.stdout is None or process.stderr is None:
+    if keep is None or process.stdin is None or process.stdout is None or process.stderr is None:
         return await process.communicate(given)
     stream, errors = process.stderr, bytearray()
 
@@ -186,9 +202,9 @@ async def _communicate(
 
     async def read() -> None:
         while line := await stream.readline():
-            errors.extend(line)
-            del errors[:-_MOST_ERROR_BYTES]
-            progress(line.decode(errors="replace").rstrip())
+            if keep(line.decode(errors="replace").rstrip()):
+                errors.extend(line)
+                del errors[:-_MOST_ERROR_BYTES]
 
     output, _, _, _ = await asyncio.gather(process.stdout.read(), write(process.stdin), read(), process.wait())
     return output, bytes(errors)
