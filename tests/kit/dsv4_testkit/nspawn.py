@@ -129,15 +129,15 @@ class World:
         """Args:
         folder: directory with the base system and the files of the machines.
         count: number of machines.
-        linked: whether every machine is new and begins with the software, as links to the files of this
-            environment; otherwise the first one has a copy, and `up` copies it to the others.
+        linked: whether every machine begins with the software, as links to the files of this environment;
+            otherwise the first one has a copy, and `up` copies it to the others.
         """
         self.folder, self.linked = folder, linked
         self.ssh = folder / "bin" / "ssh"
         self.machines = [Nspawn(self, number) for number in range(1, count + 1)]
 
     def start(self) -> None:
-        """Build the base system once, then boot the machines."""
+        """Build the base system once, then boot new machines with a new client."""
         self.ssh.parent.mkdir(parents=True, exist_ok=True)
         if not (self.folder / "base" / "etc" / "ssh").exists():
             command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", RELEASE, str(self.folder / "base")]
@@ -151,10 +151,10 @@ class World:
         subprocess.run(["ip", "link", "add", BRIDGE, "type", "bridge"], check=True, timeout=10)
         subprocess.run(["ip", "addr", "add", f"{NETWORK}.254/24", "dev", BRIDGE], check=True, timeout=10)
         subprocess.run(["ip", "link", "set", BRIDGE, "up"], check=True, timeout=10)
+        # An earlier run had perhaps other machines or another version, and ended before it removed its deployment.
+        for folder in (self.folder / "client", *(machine.root for machine in self.machines)):
+            shutil.rmtree(folder, ignore_errors=True)
         for machine in self.machines:
-            if self.linked:
-                # From an earlier run, perhaps with other machines or another version.
-                shutil.rmtree(machine.root, ignore_errors=True)
             machine.prepare()
         self.seed()
         for machine in self.machines:
