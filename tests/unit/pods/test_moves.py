@@ -1,4 +1,4 @@
-"""Groups on cordoned nodes: they move to free nodes, and stay without them."""
+"""Nodes of successive incarnations: groups keep theirs, move away from cordoned ones, and stay without free ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from dsv4_operator.api import Reason, SchedulerType, parse
 from dsv4_operator.backends.pods import backend as pods_backend
+from dsv4_operator.backends.pods import cluster
 from dsv4_operator.backends.pods.scheduling import Snapshot, facts
 from dsv4_operator.builders import member
 from dsv4_operator.kube.cache import NodeCache
@@ -48,6 +49,23 @@ def fill(world: World, *nodes: str, cpu: str = "8") -> None:
         pod = program(f"on-{name}", name, cpu=cpu, memory="1Gi")
         world.kube._put(("Pod", "other", f"on-{name}"), {"apiVersion": "v1", "kind": "Pod", **pod})
     world.kubelet()
+
+
+async def test_a_group_keeps_the_nodes_that_it_had_since_the_start_of_the_operator(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights and compiled kernels are there. The specification was read when it had other nodes."""
+    # Long after its members were created.
+    monkeypatch.setattr(cluster, "_MADE_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "_RESERVED_SECONDS", 0.0)
+    world.cordon("n0", "n1")
+    await world.until(lambda: world.formed(2), 20.0)
+    await world.serve()
+    assert world.nodes_of(2) == ["n2", "n3"]
+    world.cordon()
+    world.end(2, 0)
+    await world.until(lambda: world.formed(3), 20.0)
+    assert world.nodes_of(3) == ["n2", "n3"]
 
 
 async def test_only_the_member_on_the_cordoned_node_gets_another_one(world: World) -> None:

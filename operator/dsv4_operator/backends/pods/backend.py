@@ -85,6 +85,8 @@ class _GroupCache:
     """Unix time of the first observation of each pod, by uid."""
     ended: dict[str, float] = field(default_factory=dict)
     """Unix time at which the end of each pod was first observed, by uid."""
+    nodes: dict[int, str] = field(default_factory=dict)
+    """Node of the latest member of each rank."""
     made: tuple[int, float] = (0, -math.inf)
     """Incarnation whose members were created last, and the monotonic time."""
 
@@ -195,7 +197,7 @@ class PodsBackend:
             async with self._cluster.scheduling:
                 # A node that was cordoned just now is listed as such.
                 snapshot = await self._cluster.snapshot(0.0 if cordoned and is_new else _FRESH_SECONDS, now)
-                found = scheduling.facts(deployment, snapshot)
+                found = scheduling.facts(deployment, snapshot, self._former_nodes(deployment))
         except Forbidden as error:
             found = replace(
                 scheduling.facts(deployment, Snapshot((), ())),
@@ -282,6 +284,7 @@ class PodsBackend:
         known = self._group(key)
         self._follow(deployment, known, found)
         # Waits begin once a scheduler has chosen a node.
+        known.nodes |= _nodes_of_latest(found)
         queued = {one.uid for one in found if member.is_queued(one.pod)}
         known.seen = {one.uid: now if one.uid in queued else known.seen.get(one.uid, now) for one in found}
         latest = max((one.incarnation for one in found), default=0)
@@ -431,6 +434,12 @@ class PodsBackend:
         groups = range(deployment.spec.replicas)
         nodes = {scheduling.node_of(one.pod) for group in groups for one in self._members(deployment, group)}
         return frozenset(node for node in nodes if node is not None and self._cluster.is_cordoned(node))
+
+    def _former_nodes(self, deployment: DSV4Deployment) -> scheduling.Places:
+        """Return the nodes of the latest members of each group; ended pods are not among those of a snapshot."""
+        groups = range(deployment.spec.replicas)
+        known = {group: self._groups.get(GroupKey.of(deployment, group)) for group in groups}
+        return {group: one.nodes for group, one in known.items() if one is not None}
 
     async def _ranks(self, deployment: DSV4Deployment, group: int, incarnation: int) -> frozenset[int]:
         metadata = deployment.metadata
@@ -632,6 +641,13 @@ class KubeRayBackend(PodsBackend):
             if names.number(one, names.GROUP) == group and (problem := _failed_condition(one))
         )
         return tuple(sorted((*found, *problems)))
+
+
+def _nodes_of_latest(members: Sequence[Member]) -> dict[int, str]:
+    """Return the nodes of the latest incarnation by rank."""
+    latest = max((one.incarnation for one in members), default=0)
+    nodes = {one.rank: scheduling.node_of(one.pod) for one in members if one.incarnation == latest}
+    return {rank: node for rank, node in nodes.items() if node is not None}
 
 
 def _failed_condition(cluster: Manifest) -> str:
