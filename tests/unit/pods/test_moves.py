@@ -119,6 +119,44 @@ async def test_a_node_is_held_for_the_next_incarnation_until_it_is_formed(world:
     assert world.nodes_of(2) == ["n0", "n2"]
 
 
+async def test_an_update_holds_the_nodes_for_the_next_incarnation_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(world, "n3")
+    world.lingering = {"nano-0-i1-r0", "nano-0-i1-r1"}
+    world.cordon("n1")
+    # A reservation of the plan alone would end before the members do.
+    monkeypatch.setattr(cluster, "_RESERVED_SECONDS", 0.0)
+    world.change(engine={"maxModelLen": 1024})
+    await world.until(lambda: group(world)["phase"] == "Updating", 5.0)
+    assert group(world).get("move") is None
+    assert await left_for_another(world) == []
+    world.lingering = set()
+    await world.until(lambda: world.formed(2), 20.0)
+    assert world.nodes_of(2) == ["n0", "n2"]
+
+
+async def test_an_update_whose_nodes_are_taken_meanwhile_ends_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(world, "n3")
+    reserve = world.backend.reserve
+
+    def taken(*arguments: object) -> None:
+        """Use the processors of the chosen node between plan and update."""
+        reserve(*arguments)  # type: ignore[arg-type]
+        fill(world, "n2")
+
+    monkeypatch.setattr(world.backend, "reserve", taken)
+    world.cordon("n0", "n1")
+    world.change(engine={"maxModelLen": 1024})
+    for _ in range(6):
+        await world.step()
+    assert world.formed(1)
+    assert group(world)["phase"] == "Serving"
+    assert world.condition("Accepted")[:2] == ("False", "NodesMissing")
+
+
 async def test_a_node_that_the_group_keeps_counts_once(world: World) -> None:
     fill(world, "n3")
     world.lingering = {"nano-0-i1-r0", "nano-0-i1-r1"}

@@ -665,6 +665,13 @@ CONTROL = (
         _ROLLOUT,
     ),
     Mutant(
+        "an update ends an incarnation before nodes are held for the next one",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "            return Decision((*others, Hold(plan, self.deployment)), self.now, group, updating)\n",
+        "            pass\n",
+        _ROLLOUT,
+    ),
+    Mutant(
         "a group moves to the nodes that it is to leave",
         f"{_OPERATOR}/lifecycle/decide.py",
         "        if chosen & set(cordoned):\n",
