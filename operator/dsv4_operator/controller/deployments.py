@@ -105,6 +105,11 @@ class Deployments:
         """Return whether the watch has reported such a deployment."""
         return key in self._cached
 
+    def uid(self, key: DeploymentKey) -> str | None:
+        """Return the UID of the deployment; None if the watch has reported none of that name."""
+        known = self._cached.get(key)
+        return str(known["metadata"]["uid"]) if known is not None else None
+
     def manifests(self) -> tuple[Manifest, ...]:
         """Return the latest object of every deployment that the watch has reported."""
         return tuple(self._cached.values())

@@ -220,6 +220,10 @@ class PodCache(Cache[PodKey]):
         """
         return self.objects((namespace, deployment, group))
 
+    def groups(self, namespace: str, deployment: str) -> list[PodKey]:
+        """Return the keys of the deployment's groups that have members."""
+        return [key for key in self._objects if key[:2] == (namespace, deployment) and key[2] >= 0]
+
 
 class NodeCache(Cache[str]):
     """Cordoned nodes of a cluster, by name, without their content."""

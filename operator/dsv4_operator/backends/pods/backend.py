@@ -587,15 +587,24 @@ class KubeRayBackend(PodsBackend):
                 f"{_MADE_BY_KUBERAY_SECONDS:.0f} s: {_kuberay_problem(live)}"
             )
 
-    def orphaned(self, key: PodKey) -> None:
-        """Remove the finalizers of deleted pods of an unknown deployment, in the background."""
-        if key not in self._orphans and any(map(is_held, self._cluster.pods.pods(*key))):
-            self._orphans[key] = asyncio.create_task(self._let_go_orphans(key))
+    def orphaned(self, key: PodKey, uid: str | None) -> None:
+        """Remove the finalizers of deleted pods of other deployments than `uid`, in the background.
 
-    async def _let_go_orphans(self, key: PodKey) -> None:
+        Args:
+            key: the pods.
+            uid: of the present deployment of that name; None: there is none.
+        """
+        if key not in self._orphans and self._orphans_of(key, uid):
+            self._orphans[key] = asyncio.create_task(self._let_go_orphans(key, uid))
+
+    def _orphans_of(self, key: PodKey, uid: str | None) -> list[Manifest]:
+        pods = self._cluster.pods.pods(*key)
+        return [pod for pod in pods if is_held(pod) and (uid is None or names.owner_uid(pod) != uid)]
+
+    async def _let_go_orphans(self, key: PodKey, uid: str | None) -> None:
         pause = _FIRST_PAUSE
         try:
-            while held := [pod for pod in self._cluster.pods.pods(*key) if is_held(pod)]:
+            while held := self._orphans_of(key, uid):
                 for pod in held:
                     try:
                         await self._ray_fencer.let_go_orphan(pod)
