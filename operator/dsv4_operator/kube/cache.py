@@ -75,7 +75,8 @@ class Cache(Generic[CacheKeyT]):
         self._kube = kube
         self._resource = resource
         self._key = key
-        self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        # Once each: `synced` counts them.
+        self._namespaces: tuple[str | None, ...] = tuple(dict.fromkeys(namespaces)) or (None,)
         self._labels = labels
         self._changed = changed
         self._keep = keep
