@@ -306,6 +306,10 @@ class _DeploymentController:
             except InvalidDeployment as refusal:
                 refused = self._refused(refusal)
         if deployment is None or self._backend is None:
+            if self._reconciler is not None:
+                # No group was formed. Its status is not the one that is written next.
+                await self._reconciler.close()
+                self._reconciler = None
             await self._refuse(refused.refusal.message if refused is not None else "")
             return RESYNC_SECONDS
         if self._reconciler is None:
