@@ -679,6 +679,13 @@ CONTROL = (
         ("tests/unit/lifecycle/test_planned_ends.py",),
     ),
     Mutant(
+        "a group forgets the nodes of its latest incarnation",
+        f"{_OPERATOR}/backends/pods/scheduling.py",
+        "    found |= former.get(group, {})\n",
+        "",
+        _MOVES,
+    ),
+    Mutant(
         "the end of an incarnation releases the nodes of its successor",
         f"{_OPERATOR}/backends/pods/cluster.py",
         " and not 0 < ended < reserved.held_for:",
