@@ -86,7 +86,7 @@ async def deployed(cluster: ControlPlane, namespace: str, rights: Path) -> Async
         world = PodsWorld(kube, pods, deployment, agents=agents, operator=operator)
         yield world
         await kube.delete(DSV4_DEPLOYMENTS, namespace, NAME)
-        await cleared(kube, namespace, lambda: world.backend.orphaned((namespace, NAME, 0)))
+        await cleared(kube, namespace, lambda: world.backend.orphaned((namespace, NAME, 0), None))
         await world.backend.close()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -98,11 +98,11 @@ class Backends:
         check(deployment)
         return self._made[deployment.spec.backend]
 
-    def orphaned(self, key: PodKey) -> None:
-        """Handle a change of a member's pod whose deployment is unknown."""
+    def orphaned(self, key: PodKey, uid: str | None) -> None:
+        """Handle pods of members whose deployment may be gone; `uid` is that of the present one of its name."""
         for backend in self._made.values():
             if isinstance(backend, KubeRayBackend):
-                backend.orphaned(key)
+                backend.orphaned(key, uid)
 
     async def close(self) -> None:
         """Close all connections; members are not touched."""

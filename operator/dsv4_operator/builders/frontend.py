@@ -202,10 +202,14 @@ def _probe(path: str, *, period: int, failures: int) -> Manifest:
 
 
 def disruption_budget(deployment: DSV4Deployment) -> Manifest:
-    """Return the budget that prevents node drains from stopping all gateways at once."""
+    """Return the budget that prevents node drains from stopping all gateways at once.
+
+    Gateways that are not ready, for example because they cannot start, do not delay a drain.
+    """
     name = deployment.metadata.name
     about = metadata(deployment, f"{name}-gateways")
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels(name, component=GATEWAY)}}
+    selector = {"matchLabels": labels(name, component=GATEWAY)}
+    spec = {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": selector}
     return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": about, "spec": spec}
 
 

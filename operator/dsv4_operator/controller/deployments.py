@@ -105,6 +105,11 @@ class Deployments:
         """Return whether the watch has reported such a deployment."""
         return key in self._cached
 
+    def uid(self, key: DeploymentKey) -> str | None:
+        """Return the UID of the deployment; None if the watch has reported none of that name."""
+        known = self._cached.get(key)
+        return str(known["metadata"]["uid"]) if known is not None else None
+
     def manifests(self) -> tuple[Manifest, ...]:
         """Return the latest object of every deployment that the watch has reported."""
         return tuple(self._cached.values())
@@ -301,6 +306,10 @@ class _DeploymentController:
             except InvalidDeployment as refusal:
                 refused = self._refused(refusal)
         if deployment is None or self._backend is None:
+            if self._reconciler is not None:
+                # No group was formed. Its status is not the one that is written next.
+                await self._reconciler.close()
+                self._reconciler = None
             await self._refuse(refused.refusal.message if refused is not None else "")
             return RESYNC_SECONDS
         if self._reconciler is None:

@@ -385,16 +385,27 @@ class Operator:
                     continue
                 for key in self._deployments.handle_listing(listing, place):
                     self._queue.add(key)
+                    self._check_orphans(key)
 
     def _on_event(self, manifest: Manifest, gone: bool) -> None:
+        name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        before = self._deployments.uid(name)
         key = self._deployments.handle_event(manifest, gone)
         if key is not None:
             self._queue.add(key)
+        if self._deployments.uid(name) != before:
+            self._check_orphans(name)
+
+    def _check_orphans(self, name: DeploymentKey) -> None:
+        """Let go the pods of a deployment that is gone; they may have ended before it, without an event since."""
+        if self._ray_clusters is not None:
+            for key in self._pods.groups(*name):
+                self._backends.orphaned(key, self._deployments.uid(name))
 
     def _pod_changed(self, key: PodKey) -> None:
         self._changed(key[:2])
-        if self._ray_clusters is not None and not self._deployments.knows(key[:2]):
-            self._backends.orphaned(key)
+        if self._ray_clusters is not None:
+            self._backends.orphaned(key, self._deployments.uid(key[:2]))
 
     def _changed(self, key: DeploymentKey) -> None:
         if self._deployments.knows(key):

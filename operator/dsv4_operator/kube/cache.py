@@ -75,7 +75,8 @@ class Cache(Generic[CacheKeyT]):
         self._kube = kube
         self._resource = resource
         self._key = key
-        self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        # Once each: `synced` counts them.
+        self._namespaces: tuple[str | None, ...] = tuple(dict.fromkeys(namespaces)) or (None,)
         self._labels = labels
         self._changed = changed
         self._keep = keep
@@ -219,6 +220,10 @@ class PodCache(Cache[PodKey]):
         They are shared and must not be modified.
         """
         return self.objects((namespace, deployment, group))
+
+    def groups(self, namespace: str, deployment: str) -> list[PodKey]:
+        """Return the keys of the deployment's groups that have members."""
+        return [key for key in self._objects if key[:2] == (namespace, deployment) and key[2] >= 0]
 
 
 class NodeCache(Cache[str]):

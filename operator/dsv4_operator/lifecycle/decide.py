@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 
 from dsv4_operator.api import DSV4Deployment, FailureStatus, GroupPhase, GroupStatus, MoveStatus, Reason
 from dsv4_operator.api.deployment import is_paused
-from dsv4_operator.lifecycle.observed import GroupKey, Observed
+from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.lifecycle.watch import (
     ALIVE,
     agent_status,
@@ -331,18 +331,29 @@ class _Step:
         return Decision(fences, self.now + (POLL_SECONDS if fences else RESYNC_SECONDS), group)
 
     def _update(self, group: GroupStatus) -> Decision:
-        """End an incarnation of an older specification, unless the new one cannot be planned."""
+        """End an incarnation of an older specification, unless the new one cannot be planned.
+
+        A group that serves ends once the nodes that the new one needs besides the present ones are held.
+        """
+        others = self._end_observed(keep=group.incarnation)
         try:
-            self.plan(group.incarnation + 1, group.restarts)
+            plan = self.plan(max(group.incarnation, group.fenced_below) + 1, group.restarts)
         except PlanRefused as refusal:
-            return Decision(self._end_observed(keep=group.incarnation), self.now + POLL_SECONDS, group, refusal=refusal)
-        updating = group.model_copy(update={"phase": GroupPhase.UPDATING, "ready_time": None, "move": None})
-        return Decision(self._end_observed(keep=group.incarnation), self.now, updating)
+            return Decision(others, self.now + POLL_SECONDS, group, refusal=refusal)
+        group = group.model_copy(update={"move": None})
+        updating = group.model_copy(update={"phase": GroupPhase.UPDATING, "ready_time": None})
+        present = {member.node for member in self._present(group)}
+        if group.phase is GroupPhase.SERVING and {member.node for member in plan.members} - present - {None}:
+            return Decision((*others, Hold(plan, self.deployment)), self.now, group, updating)
+        return Decision(others, self.now, updating)
 
     def _cordoned(self, group: GroupStatus) -> tuple[str, ...]:
         """Return the cordoned nodes of the present members."""
-        mine = (member for member in self.observed.members if member.incarnation == group.incarnation)
-        return tuple(sorted({member.node for member in mine if member.cordoned}))
+        return tuple(sorted({member.node for member in self._present(group) if member.cordoned}))
+
+    def _present(self, group: GroupStatus) -> list[ObservedMember]:
+        """Return the observed members of the present incarnation."""
+        return [member for member in self.observed.members if member.incarnation == group.incarnation]
 
     def _move(self, group: GroupStatus, cordoned: tuple[str, ...]) -> Decision:
         """End an incarnation on cordoned nodes once other nodes are held for the next one.
@@ -386,8 +397,11 @@ class _Step:
         # Trying another specification is no restart of this one.
         repeated = group.phase is GroupPhase.RECOVERING and group.revision == wanted
         charged = repeated and not _lost_placement(group)
-        if repeated and not charged and (group.next_restart_time or 0.0) > self.now:
-            return Decision(actions, group.next_restart_time or self.now, group)
+        if repeated and not charged:
+            # Bounded, because a clock that was ahead may have dated it.
+            begin = min(group.next_restart_time or 0.0, self.now + self.policy.backoff_base_seconds)
+            if begin > self.now:
+                return Decision(actions, begin, group.model_copy(update={"next_restart_time": begin}))
         if charged:
             at = permit(self.policy, group.restarts, self.now).at
             if at is None:

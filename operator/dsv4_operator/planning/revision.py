@@ -79,7 +79,10 @@ def as_formed_from(deployment: DSV4Deployment, formed: str) -> DSV4Deployment | 
         annotations[RESTART_AT] = restart
     metadata = deployment.metadata.model_copy(update={"annotations": annotations})
     try:
-        made = DSV4Deployment.model_validate({"metadata": metadata, "spec": {**spec, **now}})
+        # With its status: rules for new objects do not apply, and groups keep their nodes.
+        made = DSV4Deployment.model_validate(
+            {"metadata": metadata, "spec": {**spec, **now}, "status": deployment.status}
+        )
     except ValidationError:
         return None
     return made if formed_from(made) == formed else None

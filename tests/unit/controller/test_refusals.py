@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import InvalidDeployment, Reason, security
+from dsv4_operator.api.values import parse_time
 from dsv4_operator.builders import names
 from dsv4_operator.controller import reconcile
 from dsv4_operator.controller.queue import Backoffs, Part, text_of
@@ -414,4 +415,29 @@ async def test_a_group_whose_requests_hang_delays_no_other(world: World, monkeyp
     await world.until(lambda: world.status["readyReplicas"] == 2, 6.0)
     assert world.formed(2, 1)
     assert world.kube.writes().count("create Pod nano-1-i2-r0") == 1
+    await world.close()
+
+
+async def test_the_times_of_conditions_include_a_refusal_before_any_group_was_formed(world: World) -> None:
+    world.change(suspend=True)
+    await world.step()
+    await world.step()
+    assert world.condition("Accepted")[0] == "True"
+    good = world.live()["spec"]["topology"]
+    world.change(topology=BAD)
+    world.now += 100.0
+    await world.step()
+    assert world.condition("Accepted")[:2] == ("False", "SpecInvalid")
+    world.now += 100.0
+    corrected = world.now
+    world.change(topology=good)
+    await world.step()
+    accepted = next(one for one in world.status["conditions"] if one["type"] == "Accepted")
+    assert (accepted["status"], accepted["observedGeneration"]) == ("True", 4)
+    assert parse_time(accepted["lastTransitionTime"]) >= corrected - 1.0
+    assert [event.reason for event in world.events if event.reason in (Reason.PLAN_ACCEPTED, Reason.SPEC_INVALID)] == [
+        Reason.PLAN_ACCEPTED,
+        Reason.SPEC_INVALID,
+        Reason.PLAN_ACCEPTED,
+    ]
     await world.close()

@@ -215,3 +215,9 @@ async def test_a_watch_that_lasted_is_opened_again_at_once(monkeypatch: pytest.M
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert len(script.watched_from) == 6
+
+
+async def test_a_namespace_that_is_named_twice_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, _ = await followed(Script([[pod("x", 1)]], []), monkeypatch, namespaces=("a", "a"))
+    assert cache.synced.is_set()
+    assert names(cache) == {"x"}

@@ -407,3 +407,15 @@ def test_restarts_in_the_future_leave_the_status(scene: Scene) -> None:
     scene.kept = scene.status.model_copy(update={"restarts": (ours, theirs)})
     scene.look(1.0)
     assert scene.status.restarts == (ours,)
+
+
+def test_the_pause_after_a_lost_placement_is_bounded_by_any_clock(scene: Scene) -> None:
+    """The operator that dated it had a clock that was ahead by a day."""
+    scene.serve()
+    scene.members = [scene.member(0), scene.member(1, Phase.DRAINING, removal="PreemptionByScheduler")]
+    scene.look()
+    scene.members = []
+    scene.look(-86_400.0)
+    assert scene.phase is GroupPhase.RECOVERING
+    scene.look(4.0)
+    assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 2)

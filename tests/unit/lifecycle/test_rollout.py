@@ -291,6 +291,25 @@ def test_an_update_moves_a_group_too() -> None:
     assert Reason.UPDATE_STARTED in world.reasons()
 
 
+def test_an_update_ends_a_group_once_the_node_of_the_next_member_is_held() -> None:
+    world = serving_world(replicas=1)
+    world.open_seconds = 60.0
+    world.cordon("node-0")
+    world.asked = world.asked.but(seed=1)
+    world.held[7] = "node-1"
+    world.until(lambda: world.group(0).phase is GroupPhase.UPDATING)
+    assert (world.group(0).move, world.held) == (None, {7: "node-1", 0: "node-2"})
+    world.until(lambda: world.all_serve(1))
+    assert [one.node for one in world.alive()] == ["node-2"]
+
+
+def test_an_update_on_the_same_nodes_holds_none() -> None:
+    world = serving_world(replicas=1)
+    world.asked = world.asked.but(seed=1)
+    world.until(lambda: world.group(0).phase is GroupPhase.UPDATING)
+    assert world.held == {}
+
+
 def test_a_group_moves_with_its_version_while_another_one_is_refused() -> None:
     world = serving_world(replicas=2)
     world.refused = {1}

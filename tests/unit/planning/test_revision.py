@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_operator.api import DSV4Deployment, Hardware, load
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus, Hardware, load
 from dsv4_operator.api.deployment import RESTART_AT
 from dsv4_operator.planning.revision import as_formed_from, formed_from, revision, revision_of, same_specification
 
@@ -69,3 +69,14 @@ def test_stored_texts_that_parse_differently_are_rejected(text: str) -> None:
         json.dumps({**known, **json.loads(text)}, sort_keys=True, separators=(",", ":")) if text.endswith("}") else text
     )
     assert as_formed_from(deployment, strange) is None
+
+
+def test_an_earlier_specification_comes_back_for_a_name_from_before_its_rule() -> None:
+    """Names with this ending are refused for new objects only."""
+    found = read(EXAMPLES[0])
+    status = DeploymentStatus(groups=(GroupStatus(incarnation=1),))
+    metadata = found.metadata.model_copy(update={"name": "chat-0-head"})
+    deployment = found.model_copy(update={"metadata": metadata, "status": status})
+    back = as_formed_from(deployment, formed_from(changed(found, engine={"maxNumSeqs": 7})))
+    assert back is not None
+    assert back.status == status

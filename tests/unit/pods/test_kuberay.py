@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from dsv4_operator.backends.pods.backend import KubeRayUnavailable
 from dsv4_operator.backends.pods.fencing import RayClusterFencer
 from dsv4_operator.backends.pods.scheduling import Snapshot, facts
 from dsv4_operator.builders import member, names
-from dsv4_operator.kube import PODS, Invalid, NotFound, PodCache
+from dsv4_operator.controller.operator import Operator, OperatorOptions
+from dsv4_operator.kube import PODS, Access, Invalid, Listing, NotFound, PodCache
 from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.agent.ray import with_command
@@ -281,6 +284,51 @@ async def test_a_leftover_of_an_earlier_incarnation_goes_with_its_token(kube: Ku
     kube._put(("Service", "team", "d-0-i1"), member.incarnation_service(deployed(), 0, 1))
     await fencer(kube).sweep(KEY, 2)
     assert kube.names("RayCluster") == kube.names("Secret") == kube.names("Service") == []
+
+
+async def test_pods_of_an_earlier_deployment_of_the_name_are_let_go(
+    kube: Kube, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was deleted and created again before its pods ended."""
+    monkeypatch.setattr(backends, "_FIRST_PAUSE", 0.0)
+    await kube.delete(PODS, "team", "d-0-i1-head-x7k2p", grace_seconds=30)
+    del kube.objects["RayCluster", "team", "d-0-i1"]
+    ours = backend(kube)
+    ours.orphaned(("team", "d", 0), UID)
+    assert not ours._orphans, "they belong to the present one"
+    ours.orphaned(("team", "d", 0), "uid-later")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert kube.names("Pod") == ["d-0-i1-r1-worker-x7k2p"]
+    await ours.close()
+
+
+async def test_the_end_of_a_deployment_is_no_event_of_its_pods(kube: Kube, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pods may have ended before, and change no more."""
+    told: list[tuple[int, str | None]] = []
+    options = OperatorOptions((), "team", 0, None, Path(), "one", None, Path(), "runtime:1", POLICY)
+    operator = Operator(Access("http://127.0.0.1:1"), options)
+    monkeypatch.setattr(operator._queue, "add", lambda _: None)
+    for (kind, _, _), one in kube.objects.items():
+        if kind == "Pod":
+            operator._pods._put(one)
+    monkeypatch.setattr(operator._backends, "orphaned", lambda key, uid: told.append((key[2], uid)))
+
+    def manifest(uid: str, version: int) -> dict[str, Any]:
+        return {"metadata": {"namespace": "team", "name": "d", "uid": uid, "resourceVersion": str(version)}}
+
+    operator._on_event(manifest(UID, 1), False)
+    operator._on_event(manifest(UID, 2), False)
+    operator._on_event(manifest(UID, 3), True)
+    operator._on_event(manifest("uid-later", 4), False)
+    assert told == [(0, UID), (0, None), (0, "uid-later")]
+    # The watch missed the deletion.
+    for key in operator._deployments.handle_listing(Listing([], "9"), None):
+        operator._check_orphans(key)
+    assert told[3:] == [(0, None)]
+    # Other deployments of similar names have other pods.
+    operator._on_event({"metadata": manifest("uid-other", 10)["metadata"] | {"name": "d-0"}}, False)
+    assert len(told) == 4
 
 
 # The backend.

@@ -1,4 +1,4 @@
-"""Groups on cordoned nodes: they move to free nodes, and stay without them."""
+"""Nodes of successive incarnations: groups keep theirs, move away from cordoned ones, and stay without free ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from dsv4_operator.api import Reason, SchedulerType, parse
 from dsv4_operator.backends.pods import backend as pods_backend
+from dsv4_operator.backends.pods import cluster
 from dsv4_operator.backends.pods.scheduling import Snapshot, facts
 from dsv4_operator.builders import member
 from dsv4_operator.kube.cache import NodeCache
@@ -48,6 +49,23 @@ def fill(world: World, *nodes: str, cpu: str = "8") -> None:
         pod = program(f"on-{name}", name, cpu=cpu, memory="1Gi")
         world.kube._put(("Pod", "other", f"on-{name}"), {"apiVersion": "v1", "kind": "Pod", **pod})
     world.kubelet()
+
+
+async def test_a_group_keeps_the_nodes_that_it_had_since_the_start_of_the_operator(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights and compiled kernels are there. The specification was read when it had other nodes."""
+    # Long after its members were created.
+    monkeypatch.setattr(cluster, "_MADE_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "_RESERVED_SECONDS", 0.0)
+    world.cordon("n0", "n1")
+    await world.until(lambda: world.formed(2), 20.0)
+    await world.serve()
+    assert world.nodes_of(2) == ["n2", "n3"]
+    world.cordon()
+    world.end(2, 0)
+    await world.until(lambda: world.formed(3), 20.0)
+    assert world.nodes_of(3) == ["n2", "n3"]
 
 
 async def test_only_the_member_on_the_cordoned_node_gets_another_one(world: World) -> None:
@@ -99,6 +117,44 @@ async def test_a_node_is_held_for_the_next_incarnation_until_it_is_formed(world:
     assert await left_for_another(world) == [], "the end of the earlier incarnation releases nothing"
     await world.until(lambda: world.formed(2), 10.0)
     assert world.nodes_of(2) == ["n0", "n2"]
+
+
+async def test_an_update_holds_the_nodes_for_the_next_incarnation_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(world, "n3")
+    world.lingering = {"nano-0-i1-r0", "nano-0-i1-r1"}
+    world.cordon("n1")
+    # A reservation of the plan alone would end before the members do.
+    monkeypatch.setattr(cluster, "_RESERVED_SECONDS", 0.0)
+    world.change(engine={"maxModelLen": 1024})
+    await world.until(lambda: group(world)["phase"] == "Updating", 5.0)
+    assert group(world).get("move") is None
+    assert await left_for_another(world) == []
+    world.lingering = set()
+    await world.until(lambda: world.formed(2), 20.0)
+    assert world.nodes_of(2) == ["n0", "n2"]
+
+
+async def test_an_update_whose_nodes_are_taken_meanwhile_ends_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(world, "n3")
+    reserve = world.backend.reserve
+
+    def taken(*arguments: object) -> None:
+        """Use the processors of the chosen node between plan and update."""
+        reserve(*arguments)  # type: ignore[arg-type]
+        fill(world, "n2")
+
+    monkeypatch.setattr(world.backend, "reserve", taken)
+    world.cordon("n0", "n1")
+    world.change(engine={"maxModelLen": 1024})
+    for _ in range(6):
+        await world.step()
+    assert world.formed(1)
+    assert group(world)["phase"] == "Serving"
+    assert world.condition("Accepted")[:2] == ("False", "NodesMissing")
 
 
 async def test_a_node_that_the_group_keeps_counts_once(world: World) -> None:

@@ -85,6 +85,8 @@ class _GroupCache:
     """Unix time of the first observation of each pod, by uid."""
     ended: dict[str, float] = field(default_factory=dict)
     """Unix time at which the end of each pod was first observed, by uid."""
+    nodes: dict[int, str] = field(default_factory=dict)
+    """Node of the latest member of each rank."""
     made: tuple[int, float] = (0, -math.inf)
     """Incarnation whose members were created last, and the monotonic time."""
 
@@ -195,7 +197,7 @@ class PodsBackend:
             async with self._cluster.scheduling:
                 # A node that was cordoned just now is listed as such.
                 snapshot = await self._cluster.snapshot(0.0 if cordoned and is_new else _FRESH_SECONDS, now)
-                found = scheduling.facts(deployment, snapshot)
+                found = scheduling.facts(deployment, snapshot, self._former_nodes(deployment))
         except Forbidden as error:
             found = replace(
                 scheduling.facts(deployment, Snapshot((), ())),
@@ -282,6 +284,7 @@ class PodsBackend:
         known = self._group(key)
         self._follow(deployment, known, found)
         # Waits begin once a scheduler has chosen a node.
+        known.nodes |= _nodes_of_latest(found)
         queued = {one.uid for one in found if member.is_queued(one.pod)}
         known.seen = {one.uid: now if one.uid in queued else known.seen.get(one.uid, now) for one in found}
         latest = max((one.incarnation for one in found), default=0)
@@ -432,6 +435,12 @@ class PodsBackend:
         nodes = {scheduling.node_of(one.pod) for group in groups for one in self._members(deployment, group)}
         return frozenset(node for node in nodes if node is not None and self._cluster.is_cordoned(node))
 
+    def _former_nodes(self, deployment: DSV4Deployment) -> scheduling.Places:
+        """Return the nodes of the latest members of each group; ended pods are not among those of a snapshot."""
+        groups = range(deployment.spec.replicas)
+        known = {group: self._groups.get(GroupKey.of(deployment, group)) for group in groups}
+        return {group: one.nodes for group, one in known.items() if one is not None}
+
     async def _ranks(self, deployment: DSV4Deployment, group: int, incarnation: int) -> frozenset[int]:
         metadata = deployment.metadata
         pods = await self._fencer.live(GroupKey.of(deployment, group), incarnation)
@@ -578,15 +587,24 @@ class KubeRayBackend(PodsBackend):
                 f"{_MADE_BY_KUBERAY_SECONDS:.0f} s: {_kuberay_problem(live)}"
             )
 
-    def orphaned(self, key: PodKey) -> None:
-        """Remove the finalizers of deleted pods of an unknown deployment, in the background."""
-        if key not in self._orphans and any(map(is_held, self._cluster.pods.pods(*key))):
-            self._orphans[key] = asyncio.create_task(self._let_go_orphans(key))
+    def orphaned(self, key: PodKey, uid: str | None) -> None:
+        """Remove the finalizers of deleted pods of other deployments than `uid`, in the background.
 
-    async def _let_go_orphans(self, key: PodKey) -> None:
+        Args:
+            key: the pods.
+            uid: of the present deployment of that name; None: there is none.
+        """
+        if key not in self._orphans and self._orphans_of(key, uid):
+            self._orphans[key] = asyncio.create_task(self._let_go_orphans(key, uid))
+
+    def _orphans_of(self, key: PodKey, uid: str | None) -> list[Manifest]:
+        pods = self._cluster.pods.pods(*key)
+        return [pod for pod in pods if is_held(pod) and (uid is None or names.owner_uid(pod) != uid)]
+
+    async def _let_go_orphans(self, key: PodKey, uid: str | None) -> None:
         pause = _FIRST_PAUSE
         try:
-            while held := [pod for pod in self._cluster.pods.pods(*key) if is_held(pod)]:
+            while held := self._orphans_of(key, uid):
                 for pod in held:
                     try:
                         await self._ray_fencer.let_go_orphan(pod)
@@ -632,6 +650,13 @@ class KubeRayBackend(PodsBackend):
             if names.number(one, names.GROUP) == group and (problem := _failed_condition(one))
         )
         return tuple(sorted((*found, *problems)))
+
+
+def _nodes_of_latest(members: Sequence[Member]) -> dict[int, str]:
+    """Return the nodes of the latest incarnation by rank."""
+    latest = max((one.incarnation for one in members), default=0)
+    nodes = {one.rank: scheduling.node_of(one.pod) for one in members if one.incarnation == latest}
+    return {rank: node for rank, node in nodes.items() if node is not None}
 
 
 def _failed_condition(cluster: Manifest) -> str:

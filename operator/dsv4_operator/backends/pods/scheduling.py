@@ -282,10 +282,20 @@ _UNKNOWN_MEMORY = 2**50
 _SPARK_64GB = 80 * GIB
 
 
-def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
+Places = Mapping[int, Mapping[int, str]]
+"""Node by group and rank."""
+_NO_PLACES: Places = {}
+
+
+def facts(deployment: DSV4Deployment, snapshot: Snapshot, former: Places = _NO_PLACES) -> Facts:
     """Return the machines of every group of `deployment`, and the reasons against other nodes.
 
     A group keeps its present or former nodes, which have its weights and compiled kernels.
+
+    Args:
+        deployment: its status is that of the first reconcile.
+        snapshot: nodes and pods.
+        former: the nodes of the groups' latest members that were observed since.
     """
     topology = deployment.spec.topology
     size = topology.nodes_per_group
@@ -296,7 +306,7 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
         owner = group_owner(deployment, group)
         present = snapshot.of(owner)
         nodes = snapshot.capacity_for(owner)
-        chosen = _choose(deployment, group, nodes, unfit, _nodes(deployment, group, present), reasons)
+        chosen = _choose(deployment, group, nodes, unfit, _nodes(deployment, group, present, former), reasons)
         placed[group] = tuple(_node_facts(deployment, group, rank, node, chosen) for rank, node in enumerate(chosen))
         if len(chosen) == size and not present and group + 1 < deployment.spec.replicas:
             taken = (_stand_in(deployment, group, 0, rank, node.name, 0) for rank, node in enumerate(chosen))
@@ -530,10 +540,11 @@ def _conflict(deployment: DSV4Deployment, node: NodeCapacity) -> str | None:
     return None
 
 
-def _nodes(deployment: DSV4Deployment, group: int, present: Iterable[Manifest]) -> dict[int, str]:
+def _nodes(deployment: DSV4Deployment, group: int, present: Iterable[Manifest], former: Places) -> dict[int, str]:
     """Map each rank to the present or last node of the group's latest incarnation."""
     known = next((one for one in deployment.status.groups if one.index == group), None)
     found = {one.rank: one.node for one in known.members} if known is not None else {}
+    found |= former.get(group, {})
     places = [(names.parse_member_name(pod["metadata"]["name"]), node_of(pod)) for pod in present]
     for (_, rank), node in sorted((one[2:], node) for one, node in places if one is not None and node is not None):
         found[rank] = node

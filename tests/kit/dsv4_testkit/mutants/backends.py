@@ -31,6 +31,20 @@ BACKENDS = (
         _KUBERAY,
     ),
     Mutant(
+        "pods of an earlier deployment of the name are held for ever",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "if is_held(pod) and (uid is None or names.owner_uid(pod) != uid)]",
+        "if is_held(pod) and uid is None]",
+        _KUBERAY,
+    ),
+    Mutant(
+        "pods that ended before their deployment are held for ever",
+        f"{_OPERATOR}/controller/operator.py",
+        "        if self._deployments.uid(name) != before:\n            self._check_orphans(name)\n",
+        "",
+        _KUBERAY,
+    ),
+    Mutant(
         "ended pods of a fenced RayCluster stay for ever",
         f"{_OPERATOR}/backends/pods/fencing.py",
         "        if over:\n            await self._let_go(key, incarnation, seen)\n",

@@ -665,11 +665,25 @@ CONTROL = (
         _ROLLOUT,
     ),
     Mutant(
+        "an update ends an incarnation before nodes are held for the next one",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "            return Decision((*others, Hold(plan, self.deployment)), self.now, group, updating)\n",
+        "            pass\n",
+        _ROLLOUT,
+    ),
+    Mutant(
         "a group moves to the nodes that it is to leave",
         f"{_OPERATOR}/lifecycle/decide.py",
         "        if chosen & set(cordoned):\n",
         "        if not chosen:\n",
         ("tests/unit/lifecycle/test_planned_ends.py",),
+    ),
+    Mutant(
+        "a group forgets the nodes of its latest incarnation",
+        f"{_OPERATOR}/backends/pods/scheduling.py",
+        "    found |= former.get(group, {})\n",
+        "",
+        _MOVES,
     ),
     Mutant(
         "the end of an incarnation releases the nodes of its successor",
