@@ -186,7 +186,7 @@ def signal_member(
 
 def _number_inside(entry: Path) -> int:
     """Return the number of a process in its innermost process namespace."""
-    found = re.search(r"^NSpid:.*?(\d+)$", (entry / "status").read_text(), re.MULTILINE)
+    found = re.search(r"^NSpid:.*?(\d+)$", (entry / "status").read_text(errors="replace"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
@@ -197,7 +197,7 @@ def _ancestors(proc: Path, pid: int) -> set[int]:
         found.add(pid)
         try:
             # The command name, in parentheses, may itself contain spaces and parentheses.
-            pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+            pid = int((proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
         except OSError:
             break
     return found

@@ -31,6 +31,9 @@ from dsv4_runtime.util.secrets import is_secret_name
 BRAKE = "DSV4_IMPORT_BRAKE"
 """Environment variable with the path of the file that slows imports down (`vllm_plugin.warm_pool.BRAKE`)."""
 
+_SWEEP_SECONDS = 5.0
+"""Limit of the search for remains of an engine, which reads the memory maps of all processes."""
+
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -171,11 +174,17 @@ class AgentContext:
             _log.warning("killed waiting workers of Ray that were stopped: %s", stopped)
 
     async def sweep(self) -> None:
-        """Remove shared memory and sockets that a killed engine left behind on this member."""
-        if removed := await asyncio.to_thread(sweep, self._created):
-            _log.info("removed %s unused files of shared memory", len(removed))
-        if sockets := await asyncio.to_thread(sweep_sockets, self.temporary):
-            _log.info("removed %s unused sockets", len(sockets))
+        """Remove shared memory and sockets that a killed engine left behind on this member, as far as that is possible
+        within a bound: the kernel may not answer for a process that waits for a device.
+        """
+        try:
+            async with asyncio.timeout(_SWEEP_SECONDS):
+                if removed := await run_in_daemon_thread(sweep, self._created):
+                    _log.info("removed %s unused files of shared memory", len(removed))
+                if sockets := await run_in_daemon_thread(sweep_sockets, self.temporary):
+                    _log.info("removed %s unused sockets", len(sockets))
+        except (OSError, TimeoutError) as error:
+            _log.warning("unused files of the engine may remain: %s", str(error) or type(error).__name__)
 
 
 _VLLM_IMPORTS = (

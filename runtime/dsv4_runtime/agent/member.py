@@ -56,6 +56,7 @@ _log = logging.getLogger(__name__)
 
 _PEERS_SECONDS = 2.0
 _RAY_GRACE = 5.0
+_TASKS_SECONDS = 2.0
 _LOG_BYTES = 64 << 20
 # Late processes (a restarted Ray helper) are found by polling; the end of a watched process is an event.
 _REFRESH_SECONDS = 10.0
@@ -190,7 +191,9 @@ class Member:
             self.loop.close()
             for work in self._background:
                 work.cancel()
-            await asyncio.gather(self.context.tasks.close(), *self._background, return_exceptions=True)
+            # A task may wait for a process that waits for a device; its children are ended nevertheless.
+            ending = asyncio.create_task(self.context.tasks.close())
+            await asyncio.wait({ending, *self._background}, timeout=_TASKS_SECONDS)
             await self._end()
             await self._runner.cleanup()
 
@@ -294,14 +297,11 @@ class Member:
         while True:
             await tick(1.0)
             reap_orphans(frozenset(child.pid for child in context.children))
-            try:
-                if context.record.joined:
-                    context.tails["ray"].read()
-                if context.record.joined and time.monotonic() - refreshed > _REFRESH_SECONDS:
-                    refreshed = time.monotonic()
-                    context.watch.refresh()
-            except OSError:
-                _log.exception("the check of the processes failed and is repeated")
+            if context.record.joined:
+                context.tails["ray"].read()
+            if context.record.joined and time.monotonic() - refreshed > _REFRESH_SECONDS:
+                refreshed = time.monotonic()
+                context.watch.refresh()
 
     async def _keep_logs_small(self) -> None:
         """Bound every log. Copying half of a log may block on the disk, so it runs outside the event loop."""

@@ -273,7 +273,16 @@ class ProcessWatch:
         return {pid: role for pid, (role, _) in self._watched.items()}
 
     def refresh(self) -> None:
-        """Watch processes that started since the last call, and report Ray's that have ended already."""
+        """Watch processes that started since the last call, and report Ray's that have ended already.
+
+        Without a free descriptor, some are found by a later call.
+        """
+        try:
+            self._refresh()
+        except OSError as error:
+            _log.warning("not all processes are watched, which is tried again: %s", error)
+
+    def _refresh(self) -> None:
         table = below(os.getpid())
         for pid, role in find_roles(table).items():
             if pid not in self._watched:

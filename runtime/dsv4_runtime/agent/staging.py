@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from dsv4_runtime.agent.context import run_in_daemon_thread
 from dsv4_runtime.agent.processes import waited_for
 from dsv4_runtime.contract import Cause, GroupPlan, PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.nano.checkpoint import DAMAGED
@@ -29,6 +30,7 @@ _GUARD_SECONDS = 2.0
 _ATTEMPTS = 3
 _REPLACE_SECONDS = 5.0
 _MISSING_ANSWERS = 2
+_LINE_BYTES = 16 << 20
 # Dropped files return to the cache as they are read: dropping them again at once would only slow the load down.
 _GUARD_PAUSE_SECONDS = 10.0
 
@@ -107,7 +109,8 @@ async def read_again(how: str, plan: GroupPlan, rank: int, report: Callable[[Sta
 async def _keep_free(folder: Path) -> None:
     while True:
         await asyncio.sleep(_GUARD_SECONDS)
-        if await asyncio.to_thread(writer.keep_free, folder):
+        # A file server that does not answer must not keep the agent from its end.
+        if await run_in_daemon_thread(writer.keep_free, folder):
             await asyncio.sleep(_GUARD_PAUSE_SECONDS)
 
 
@@ -153,6 +156,8 @@ async def _run_once(what: str, job: StagingJob, report: Callable[[StagingReport]
             *("-m", "dsv4_runtime.weights.main", what),
             stdin=line.stdin.fileno(),
             stdout=asyncio.subprocess.PIPE,
+            # A library may write a long line of its own.
+            limit=_LINE_BYTES,
             # With cached bytecode the process starts in half the time.
             env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         )

@@ -133,8 +133,11 @@ def obstacle(path: str, body: Mapping[str, Any]) -> str | None:
             return f"{field} makes more than the tokens so far matter"
     if path == COMPLETIONS and not _one_prompt(body.get("prompt")):
         return "prompt has more than one prompt"
-    if path == CHAT and not all(_plain(message) for message in body.get("messages") or ()):
-        return "messages has content that is not text"
+    if path == CHAT:
+        messages = body.get("messages") or []
+        # vLLM refuses any other type.
+        if not isinstance(messages, list) or not all(map(_plain, messages)):
+            return "messages has content that is not text"
     return None
 
 

@@ -25,6 +25,10 @@ Fields = list[tuple[bytes, bytes, bytes]]
 
 MAX_WAITING_BYTES = 2**18
 """Buffered bytes of a body beyond which reading from the peer is paused."""
+GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/pooling"}
+)
+"""Paths whose 200 responses are computed by the engine."""
 BODILESS = frozenset({204, 304})
 """Statuses of responses without a body; responses to HEAD have none either (RFC 9110, 6.4.1)."""
 
@@ -182,9 +186,10 @@ class UnreachableError(ConnectionError):
 class UpstreamResponse(Message):
     """Response of vLLM to one request, and the parser's callback object (`on_*`)."""
 
-    def __init__(self, connection: _EngineConnection, *, to_head: bool) -> None:
+    def __init__(self, connection: _EngineConnection, *, to_head: bool, computed: bool) -> None:
         super().__init__(connection)
         self._last_body, self._place = connection.last_body, connection.place
+        self._computed = computed
         self.status = 0
         self.reusable = False
         """Whether the connection can be reused after the response is complete."""
@@ -242,7 +247,7 @@ class UpstreamResponse(Message):
     def on_body(self, data: bytes) -> None:
         """Store a part of the body."""
         if not self.complete:
-            if self.status == 200:
+            if self.status == 200 and self._computed:
                 self._last_body[self._place] = time.monotonic()
             self.put(data)
 
@@ -284,8 +289,8 @@ class _EngineConnection(BaseConnection, asyncio.Protocol):
         if self.answer is not None:
             self.answer.closed(exc)
 
-    def send(self, request: Sequence[BodyPiece], *, to_head: bool) -> UpstreamResponse:
-        self.answer = UpstreamResponse(self, to_head=to_head)
+    def send(self, request: Sequence[BodyPiece], *, to_head: bool, computed: bool) -> UpstreamResponse:
+        self.answer = UpstreamResponse(self, to_head=to_head, computed=computed)
         if self.transport is None:
             self.answer.closed(None)
         else:
@@ -297,15 +302,17 @@ class _EngineConnection(BaseConnection, asyncio.Protocol):
 class UpstreamRequest:
     """Request that is sent by `async with`, which returns the response after its head and releases the connection."""
 
-    def __init__(self, upstream: Upstream, place: _Address, request: Sequence[BodyPiece], *, to_head: bool) -> None:
+    def __init__(
+        self, upstream: Upstream, place: _Address, request: Sequence[BodyPiece], *, to_head: bool, computed: bool
+    ) -> None:
         self._upstream, self._place = upstream, place
-        self._request, self._to_head = request, to_head
+        self._request, self._to_head, self._computed = request, to_head, computed
         self._connection: _EngineConnection | None = None
 
     async def __aenter__(self) -> UpstreamResponse:
         self._connection = await self._upstream.connection(self._place)
         try:
-            answer = self._connection.send(self._request, to_head=self._to_head)
+            answer = self._connection.send(self._request, to_head=self._to_head, computed=self._computed)
             self._request = ()
             while not answer.status:
                 await answer.wait_for_data()
@@ -328,7 +335,7 @@ class Upstream:
         self._idle: dict[_Address, collections.deque[_EngineConnection]] = collections.defaultdict(collections.deque)
         """Idle connections, most recently used last."""
         self._last_body: dict[_Address, float] = {}
-        """Monotonic time of the last received body part of a 200 response."""
+        """Monotonic time of the last received body part of a 200 response to a path in `GENERATING`."""
 
     def request(
         self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: Sequence[BodyPiece] = ()
@@ -352,11 +359,12 @@ class Upstream:
         request: tuple[BodyPiece, ...] = encode_head(first, [*headers, *framing]), *body
         if size < _MAX_JOINED_BYTES:
             request = (b"".join(request),)
-        return UpstreamRequest(self, place, request, to_head=method == "HEAD")
+        computed = target.partition("?")[0] in GENERATING
+        return UpstreamRequest(self, place, request, to_head=method == "HEAD", computed=computed)
 
     def last_body(self, api: str) -> float:
-        """Return the monotonic time of the last body part of a 200 response of the vLLM at `api`; 0 if there was
-        none.
+        """Return the monotonic time of the last body part of a 200 response that the engine at `api` computed; 0 if
+        there was none. vLLM's API process answers other paths also while its engine hangs.
         """
         return self._last_body.get(_endpoint(api)[1], 0.0)
 

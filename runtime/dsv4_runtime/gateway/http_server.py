@@ -375,8 +375,9 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header; trailers are dropped."""
         if self._in_head and len(self._headers) <= MAX_HEADERS:
-            self._headers.append((name.lower(), name, value))
             self._head_bytes += len(name) + len(value) + 4
+            # White space around a value does not belong to it (RFC 9110, 5.5); llhttp removes that before it only.
+            self._headers.append((name.lower(), name, value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:
         if self._reparsing:

@@ -29,6 +29,7 @@ from dsv4_runtime.util.files import LOG_FORMATS, format_logs, log_to
 _log = logging.getLogger("dsv4.gateway")
 _OWN_FILES = 64 + 2 * RESERVED_CONNECTIONS
 """Files besides client connections: logs, watches, libraries, connections beyond the limit."""
+_LAST_PORT = 2**16 - 1
 
 
 def main() -> None:
@@ -91,9 +92,10 @@ def main() -> None:
 def _bind(where: str) -> socket.socket:
     """Return a listening socket at `HOST:PORT`; raises ValueError."""
     host, _, port = where.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or int(port) > _LAST_PORT:
         raise ValueError(f"--listen {where!r} is not HOST:PORT; write for example 127.0.0.1:8000")
-    return socket.create_server((host.strip("[]"), int(port)), backlog=4096, reuse_port=False)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=4096, reuse_port=False)
 
 
 def _max_connections(each: int) -> int:

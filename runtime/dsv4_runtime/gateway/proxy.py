@@ -41,6 +41,7 @@ from dsv4_runtime.gateway.continuation import (
 from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError, unavailable
 from dsv4_runtime.gateway.exchange import Deadline, Exchange, logged_path
 from dsv4_runtime.gateway.http_client import (
+    GENERATING,
     BrokenMessageError,
     Headers,
     UnreachableError,
@@ -123,8 +124,6 @@ _MAX_BUFFERED_BYTES = 16 * 2**20
 """A longer response is forwarded as it arrives, and cannot be repeated once it has begun."""
 COMMENT_SECONDS = 15.0
 """Interval of comments in a held stream: proxies close idle connections."""
-GENERATING = frozenset({COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/embeddings", "/pooling"})
-"""Paths whose complete 200 responses were computed by the engine."""
 FOLLOWED = frozenset({COMPLETIONS, CHAT})
 """Paths whose streams begin with the first output of the engine."""
 _TURN = token_auth.TURN_HEADER.lower().encode()

@@ -245,7 +245,8 @@ def _conditions(gpu: GpuSignals) -> Iterator[tuple[str, bool | None, str]]:
 def _process(found: Any) -> GpuProcess:
     pid = int(found.pid)
     try:
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        # Any bytes; the kernel cuts it after 15, also within a character.
+        name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
         # Process of another namespace, or ended.
         name = ""

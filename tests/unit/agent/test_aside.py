@@ -46,8 +46,28 @@ async def test_the_loop_continues_and_abandoned_work_ends_without_an_error() -> 
     await asyncio.sleep(0.05)
 
 
-def test_work_that_never_ends_keeps_no_process() -> None:
+PAGE_CACHE = """
+import asyncio, threading
+from pathlib import Path
+from dsv4_runtime.agent import staging
+
+staging._GUARD_SECONDS = 0.0
+staging.writer.keep_free = lambda folder: threading.Event().wait()
+
+async def main():
+    try:
+        async with asyncio.timeout(0.2):
+            await staging._keep_free(Path("."))
+    except TimeoutError:
+        print("given up")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("program", [HUNG, PAGE_CACHE])
+def test_work_that_never_ends_keeps_no_process(program: str) -> None:
     begun = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", HUNG], capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given up\n", "")
     assert time.monotonic() - begun < 20

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_runtime.agent import member
+from dsv4_runtime.agent import context, member
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.waiting import until
@@ -53,3 +55,62 @@ async def test_a_disk_that_does_not_answer_blocks_no_other_task(
     assert len(asked) == 1, "nobody asks again before there is an answer"
     keeping.cancel()
     answers.set()
+
+
+async def test_the_search_for_remains_of_an_engine_is_bounded(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel does not answer for the maps of a process that waits for a device while it changes them."""
+    answers = threading.Event()
+    monkeypatch.setattr(context, "sweep", lambda since: answers.wait(30) and [])
+    monkeypatch.setattr(context, "_SWEEP_SECONDS", 0.1)
+    begun = time.monotonic()
+    await Member(make_plan(), 1, tmp_path, "token").context.sweep()
+    assert time.monotonic() - begun < 10
+    answers.set()
+
+
+async def test_a_search_for_remains_that_fails_ends_no_recovery(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = Member(make_plan(), 1, tmp_path, "token").context
+    monkeypatch.setattr("dsv4_runtime.agent.cleanup.SHM", tmp_path / "missing")
+    await mine.sweep()
+    assert "unused files of the engine may remain" in caplog.text
+
+
+# A task that ends with its second cancellation only, as one that waits for a killed process in the kernel.
+STUCK = """
+import asyncio, sys
+from pathlib import Path
+from dsv4_runtime.agent.decide.events import Task
+from dsv4_runtime.agent.member import Member
+from dsv4_runtime.contract import GroupPlan
+
+async def stuck():
+    try:
+        await asyncio.sleep(300)
+    finally:
+        await asyncio.sleep(300)
+
+async def main():
+    plan = GroupPlan.model_validate_json(Path(sys.argv[1]).read_text())
+    member, stop = Member(plan, 0, Path(sys.argv[2]), "token"), asyncio.Event()
+    running = asyncio.create_task(member.run(stop))
+    await asyncio.sleep(0.5)
+    member.context.tasks.start(Task.SCRUB, stuck())
+    await asyncio.sleep(0.2)
+    stop.set()
+    await running
+
+asyncio.run(main())
+"""
+
+
+def test_a_task_that_cannot_end_does_not_keep_the_agent(make_plan: MakePlan, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(make_plan().to_json())
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK, plan, tmp_path], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from dsv4_runtime.agent.processes import (
     role_of,
     waited_for,
 )
+from dsv4_testkit.waiting import until
 
 # Starts a grandchild in its own session, orphans it, and ignores SIGTERM.
 STUBBORN = """
@@ -274,3 +276,26 @@ async def test_the_process_that_got_the_id_of_an_ended_child_is_left_alone(tmp_p
         await child.end(0.0)
         assert other.poll() is None
         other.kill()
+
+
+async def test_processes_are_watched_once_there_are_descriptors_again(caplog: pytest.LogCaptureFixture) -> None:
+    watch = ProcessWatch(lambda role, pid: None)
+    process = subprocess.Popen(["bash", "-c", "exec -a VLLM::EngineCore sleep 60"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    try:
+        await until(lambda: role_of(psutil.Process(process.pid).cmdline()) == "engine-core", 20)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            watch.refresh()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert process.pid not in watch.roles
+        assert "tried again" in caplog.text
+        watch.refresh()
+        assert watch.roles[process.pid] == "engine-core"
+    finally:
+        watch.close()
+        process.kill()
+        process.wait()

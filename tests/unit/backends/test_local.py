@@ -153,3 +153,25 @@ async def test_the_next_loop_adopts_the_members(world: LocalWorld) -> None:
     world.backend = Bounded(world.local)
     ended = await until(world, "its end is known", lambda seen: seen.members[0].ended is not None)
     assert ended.members[0].ended == "killed by SIGKILL"
+
+
+async def test_an_end_is_known_although_the_log_cannot_be_read(world: LocalWorld) -> None:
+    """A directory in its place, as without a free descriptor: an end that is missed blocks the group forever."""
+    await formed(world, 1)
+    await until(world, "it answers", lambda seen: seen.members[0].heard is not None)
+    log = world.state.member(1, 0) / "agent.log"
+    log.unlink()
+    log.mkdir()
+    await world.end(1, 0)
+    ended = await until(world, "its end is known", lambda seen: seen.members[0].ended is not None)
+    assert ended.members[0].ended == "killed by SIGKILL"
+
+
+async def test_a_damaged_token_key_is_replaced(world: LocalWorld) -> None:
+    await formed(world, 1)
+    await world.close()
+    world.state.token_key.write_bytes(b"\xff\xfe")
+    world.connect()
+    world.backend = Bounded(world.local)
+    world.state.save_token_key("key")
+    assert world.state.token_key.read_text() == "key"

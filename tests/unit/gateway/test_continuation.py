@@ -311,6 +311,19 @@ async def test_a_parsers_silent_tokens_do_not_reach_the_client(kit):
         assert through == direct
 
 
+@pytest.mark.parametrize("messages", [5, True, 1.5, "text", {"role": "user"}, [5]])
+async def test_messages_of_a_wrong_type_are_vllms_to_refuse(kit, messages):
+    from aiohttp import web
+
+    async def script(request, body):
+        return web.json_response({"error": {"message": "messages: no list", "code": 400}}, status=400)
+
+    async with kit.Lab(engine=kit.Engine(script=script)) as lab:
+        body = {"model": "nano", "messages": messages, "stream": True}
+        async with lab.client.post(lab.url + "/v1/chat/completions", json=body) as answer:
+            assert (answer.status, (await answer.json())["error"]["message"]) == (400, "messages: no list")
+
+
 async def test_a_genuine_error_event_of_a_living_engine_is_passed_on(kit):
     async def script(request, body):
         from aiohttp import web

@@ -264,3 +264,21 @@ async def test_the_canary_is_bounded_and_a_saturated_engine_passes(kit, monkeypa
         assert (status, report["ok"]) == ((200, True) if busy else (503, False))
         assert report["reason"] == ("" if busy else "no answer within 0.5 s")
         await stream
+
+
+async def test_answers_without_the_engine_do_not_pass_the_canary(kit, monkeypatch):
+    """vLLM's API process answers some paths also while its engine hangs."""
+    monkeypatch.setattr("dsv4_runtime.gateway.server.CANARY_SECONDS", 0.8)
+
+    async def script(request, body):
+        if body["prompt"] == "Hello":
+            await asyncio.sleep(20)
+
+    async with kit.Lab(engine=kit.Engine(script=script)) as lab:
+        checking = asyncio.ensure_future(canary(lab, TOKEN))
+        await asyncio.sleep(0.3)
+        async with lab.client.get(lab.url + "/v1/models", headers={"Authorization": "Bearer user"}) as answer:
+            assert answer.status == 200
+            await answer.read()
+        status, report = await checking
+        assert (status, report["reason"]) == (503, "no answer within 0.8 s")

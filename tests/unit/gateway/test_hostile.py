@@ -291,3 +291,17 @@ async def test_metrics_without_end_are_left_out(kit, monkeypatch, caplog):
         assert b"dsv4_gateway_active" in text
         assert b"vllm:num_requests_waiting" not in text
         assert "more than 100000 bytes" in caplog.text
+
+
+@pytest.mark.parametrize("blank", [" ", "   "])
+async def test_white_space_behind_a_value_does_not_belong_to_it(kit, blank):
+    """RFC 9110, 5.5."""
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(ASK), ASK)
+    async with kit.Lab() as lab:
+        found = await ask(lab, post(chunks, f"Transfer-Encoding: chunked{blank}", f"Connection: close{blank}"))
+        assert found.startswith(b"HTTP/1.1 200 "), found
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
+        async with asyncio.timeout(10):
+            writer.write(post(b"", f"Content-Length: {len(ASK)}", f"Expect: 100-continue{blank}\t"))
+            assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
+        writer.close()

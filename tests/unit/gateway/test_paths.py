@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import socket
 import time
 
 import pytest
@@ -12,6 +14,8 @@ from hypothesis.strategies import booleans, dictionaries, floats, integers, list
 
 from dsv4_runtime.gateway import admission
 from dsv4_runtime.gateway.admission import EncodingError, Models
+from dsv4_runtime.gateway.main import _bind
+from dsv4_testkit.errors import raises_naming
 
 READERS = [
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
@@ -182,3 +186,20 @@ async def test_a_large_body_with_the_right_name_is_passed_on(kit):
     async with kit.Lab(max_body_bytes=2**25, max_client_bytes=2**27) as lab:
         body = b'{"prompt": "x", "a": [' + b"[]," * 2**20 + b'1], "model": "nano"}'
         assert (await lab.post("/v1/completions", body))[0] == 200
+
+
+@pytest.mark.parametrize(("listen", "family"), [("127.0.0.1:0", socket.AF_INET), ("[::1]:0", socket.AF_INET6)])
+def test_the_gateway_listens_at_addresses_of_both_families(listen, family):
+    try:
+        with _bind(listen) as listener:
+            assert listener.family == family
+    except OSError as error:
+        if family == socket.AF_INET6 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            pytest.skip("this machine has no IPv6")
+        raise
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1", ":80", "127.0.0.1:70000", "127.0.0.1:\u00b2", "127.0.0.1:-1"])
+def test_a_wrong_address_to_listen_at_is_named(listen):
+    with raises_naming(ValueError, "--listen", listen, "127.0.0.1:8000"):
+        _bind(listen)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,3 +239,19 @@ def test_a_member_reports_its_slow_gpu_and_old_samples_count_for_nothing(
         sampler.sample({}, {})
     assert sampler.warnings
     sampler.close()
+
+
+def test_a_holder_with_a_name_that_is_no_text_is_listed() -> None:
+    """The kernel cuts names after 15 bytes, also within a character: the thread of the samples must not end."""
+    script = "open('/proc/self/comm', 'wb').write('größe-der-moänge'.encode()); print(flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(UnicodeDecodeError):
+            Path(f"/proc/{holder.pid}/comm").read_text()
+        found = gpu._process(SimpleNamespace(pid=holder.pid, usedGpuMemory=1))
+        assert found.name.startswith("größe-der-mo")
+    finally:
+        holder.kill()
+        holder.communicate()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -32,7 +33,7 @@ from dsv4_operator.backends.local.gateway import (
     settings,
 )
 from dsv4_operator.backends.local.state import DeploymentState, StateError
-from dsv4_operator.backends.local.supervisor import FROZEN_SECONDS, Processes
+from dsv4_operator.backends.local.supervisor import FROZEN_SECONDS, Child, Processes
 from dsv4_operator.planning.revision import revision
 from dsv4_operator.planning.setup import with_settings
 from dsv4_runtime.contract import Cause
@@ -528,6 +529,50 @@ async def test_a_killed_gateway_whose_files_were_removed_comes_back(tmp_path: Pa
         follower = await _follower(gateways, [before[0]])
         await _both_answer(url)
         assert pids(gateways) == [follower, before[1]]
+    finally:
+        await gateways.stop()
+        await processes.close()
+
+
+async def test_a_killed_gateway_whose_files_are_damaged_comes_back(tmp_path: Path, supervised: Supervised) -> None:
+    state = DeploymentState(tmp_path, "n")
+    gateways, processes, url = await started(deployment(), state, [AWAY], supervised)
+    before = pids(gateways)
+    try:
+        await _both_answer(url)
+        for name in (*ROUTES, "gateway.json", "gateway-1.json"):
+            (state.directory / name).write_bytes(b"\xff\xfe")
+        assert before[0] is not None
+        os.kill(before[0], signal.SIGKILL)
+        await _follower(gateways, [before[0]])
+        await _both_answer(url)
+    finally:
+        await gateways.stop()
+        await processes.close()
+
+
+async def test_a_gateway_is_replaced_after_its_supervisor_took_no_message(
+    tmp_path: Path, supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = DeploymentState(tmp_path, "n")
+    gateways, processes, url = await started(deployment(), state, [AWAY], supervised)
+    before = pids(gateways)
+    send, refused = processes.signal, []
+
+    def full(child: Child, number: signal.Signals) -> None:
+        if not refused:
+            refused.append(child)
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        send(child, number)
+
+    try:
+        await _both_answer(url)
+        monkeypatch.setattr(processes, "signal", full)
+        assert before[0] is not None
+        os.kill(before[0], signal.SIGKILL)
+        await _follower(gateways, [before[0]])
+        assert refused
+        await _both_answer(url)
     finally:
         await gateways.stop()
         await processes.close()

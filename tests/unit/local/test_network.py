@@ -62,3 +62,15 @@ def test_members_have_different_addresses() -> None:
     assert str(found[0]) == "10.88.0.10"
     assert len(set(found)) == 32 * 16
     assert all(one in ip_network("10.88.0.0/20") for one in found)
+
+
+def test_a_process_whose_name_is_no_text_has_its_number() -> None:
+    script = "open('/proc/self/comm', 'wb').write(b'name \\xc3'); print(flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert process.pid in network.outside_ids(process.pid).values()
+    finally:
+        process.kill()
+        process.communicate()

@@ -256,3 +256,14 @@ async def test_a_wrong_file_is_reported_by_a_separate_process(plan: GroupPlan, t
     assert (found.cause, found.detected_by) == (Cause.WEIGHTS_CORRUPT, "staging")
     assert f"{shard.name} in {plan.weights.path} of rank 0" in found.message
     assert await member.start.verify() == replace(found, task=Task.VERIFY)
+
+
+async def test_a_long_line_of_a_library_does_not_end_the_staging(
+    plan: GroupPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "python"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text('print("x" * 200_000)\n')
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    done = await stage(plan, 0, "token", lambda _: None)
+    assert done.percent == 100

@@ -354,7 +354,7 @@ def _key(name: str) -> Key | None:
 def _start_time(pid: int) -> int | None:
     """Return the start time of a process in ticks since boot; None if it does not exist or is a zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] in ("Z", "X") else int(fields[19])

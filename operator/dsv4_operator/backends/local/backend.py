@@ -52,6 +52,8 @@ _QUERY_SECONDS, _MOST_ANSWER_BYTES = 2.0, 1 << 20
 """Limits of a request of `query_members`."""
 _MEMBER = re.compile(r"g(\d+)/i(\d+)/m(\d+)")
 """Names of the members' processes: group, incarnation, rank."""
+_END_BYTES = 4096
+"""Bytes of a member's log that are read after its end: the last line counts."""
 _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
 
 
@@ -125,7 +127,7 @@ class LocalBackend(OwnGateways):
         """Return the key with which members of an earlier loop got their tokens; None without such members."""
         if not any(_MEMBER.fullmatch(name) for name in self._processes.children):
             return None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             return state.token_key.read_text()
         return None
 
@@ -292,7 +294,12 @@ class LocalBackend(OwnGateways):
     async def _await_end(self, running: _RunningMember) -> None:
         code = await running.process.wait()
         log = self._state.member(running.plan.incarnation, running.member.rank, running.plan.group) / "agent.log"
-        running.ended = describe_end(code, log.read_text(errors="replace") if log.exists() else "")
+        text = ""
+        # For example without free descriptors: the end itself must never be missed.
+        with contextlib.suppress(OSError), log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+            text = file.read().decode(errors="replace")
+        running.ended = describe_end(code, text)
         running.ended_time = running.process.ended_time
         self._changed()
 

@@ -329,7 +329,7 @@ class _GatewayProcess:
         for file, document in zip(self._files, (self._settings, self._route), strict=True):
             text = document.to_json(indent=2) + "\n"
             # On a full disk, no space is needed.
-            if not file.exists() or file.read_text() != text:
+            if not file.exists() or file.read_bytes() != text.encode():
                 replace_file(file, text)
 
     def _mine(self) -> list[Child]:
@@ -371,15 +371,23 @@ class _GatewayProcess:
 
     async def _supervise(self) -> None:
         while True:
-            if self._process is not None:
-                reason = await self._fails(self._process)
-                _log.warning("gateway %d %s; starting it again (see %s)", self._number, reason, self._log_file)
-                # A frozen process ends only when it thaws; the next one does not wait for that.
-                self._processes.signal(self._process, signal.SIGKILL)
-            for ended in self._mine():
-                self._processes.forget(ended)
-            self._process = await self._try_spawn()
+            try:
+                await self._replace()
+            except OSError as error:
+                # The supervisor takes no messages while it is stopped.
+                _log.error("gateway %d cannot be replaced, which is tried again: %s", self._number, error)
             await asyncio.sleep(_RESTART_SECONDS)
+
+    async def _replace(self) -> None:
+        """Wait until the process ends or hangs, and start the next one."""
+        if self._process is not None:
+            reason = await self._fails(self._process)
+            _log.warning("gateway %d %s; starting it again (see %s)", self._number, reason, self._log_file)
+            # A frozen process ends only when it thaws; the next one does not wait for that.
+            self._processes.signal(self._process, signal.SIGKILL)
+        for ended in self._mine():
+            self._processes.forget(ended)
+        self._process = await self._try_spawn()
 
     async def _fails(self, process: Child) -> str:
         """Wait until `process` ends or hangs; return how."""

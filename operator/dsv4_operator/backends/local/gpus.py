@@ -142,7 +142,7 @@ def describe_holders(card: Card) -> str:
 
 def _process_name(pid: int) -> str:
     try:
-        return f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+        return f" ({Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()})"
     except OSError:
         # In another process namespace, or ended.
         return ""

@@ -188,7 +188,7 @@ def outside_ids(inside: int) -> dict[int, int]:
         try:
             if os.readlink(f"/proc/{entry.name}/ns/pid") != wanted:
                 continue
-            status = Path(f"/proc/{entry.name}/status").read_text()
+            status = Path(f"/proc/{entry.name}/status").read_text(errors="replace")
         except OSError:
             continue
         for line in status.splitlines():

@@ -156,7 +156,7 @@ class DeploymentState:
         Raises:
             OSError: it cannot be written.
         """
-        if not self.token_key.exists() or self.token_key.read_text() != key:
+        if not self.token_key.exists() or self.token_key.read_bytes() != key.encode():
             replace_file(self.token_key, key)
 
     def group(self, index: int) -> Path:

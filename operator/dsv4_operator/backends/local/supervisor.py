@@ -104,7 +104,7 @@ class Liveness:
 def _activity(pid: int) -> tuple[str, int]:
     """Return the state of a process and its processor time in clock ticks; an empty state if it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return fields[0], int(fields[11]) + int(fields[12])
     except (OSError, ValueError, IndexError):
         return "", 0
