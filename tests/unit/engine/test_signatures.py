@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.engine import logs
-from dsv4_runtime.engine.signatures import SIGNATURES, Signature, diagnose, match
+from dsv4_runtime.engine.logs import diagnose
+from dsv4_runtime.engine.signatures import SIGNATURES, Signature, match
 
 CORE = "(EngineCore pid=222) ERROR 08-22 09:01:01 [core.py:1165] "
 WORKER = "(Worker_TP0 pid=300) ERROR 08-22 09:01:01 [multiproc_executor.py:990] "
