@@ -429,8 +429,8 @@ _CARRIER = re.compile(
     r"|[A-Z][a-z]{2} [ \d]\d [\d:]{8} \S{1,80} \S{1,80}\[\d{1,9}\]: )"
 )
 _PYDANTIC = re.compile(r"\d+ validation errors? for \w")
-# Kubernetes' description of a pod is indented like the frames of a traceback.
-_FRAME = re.compile(r"^(?!\s+Reason: +OOMKilled)\s+(?:File \"|\S|\^)|^Traceback |^\s*$|^\s*[~^]+\s*$")
+# The message of a C++ exception and Kubernetes' description of a pod are indented like the frames of a traceback.
+_FRAME = re.compile(r"^(?!\s+(?:Reason: +OOMKilled|what\(\): ))\s+(?:File \"|\S|\^)|^Traceback |^\s*$|^\s*[~^]+\s*$")
 _EXCEPTION = re.compile(r"^[\w.]{1,200}(?:Error|Exception)\b")
 # The end of a traceback; not all classes are named Error.
 _RAISED = re.compile(r"^[A-Za-z_]\w{0,80}(?:\.\w{1,80}){0,12}(?::|$)")
@@ -472,6 +472,17 @@ _BY_FRAME = (
 """For errors without a signature: the code that raised them."""
 
 
+_STARTING = re.compile(
+    r"(?:EngineCore|WorkerProc) failed to start|Worker(?:Proc)? initialization failed|Engine core initialization failed"
+)
+_REFUSED = re.compile(
+    r"^(?:ValueError|NotImplementedError|AssertionError|RuntimeError): .{0,600}(?:[Uu]nsupported|[Ii]nvalid "
+    r"|not support|not compatible|[Ii]ncompatible|\bmust\b|\bshould be\b|\brequires?\b|\bexceeds\b|cannot be"
+    r"|(?:greater|less|larger|smaller) than|[Uu]nknown |expected .{1,80} got |--[a-z]{2,40}-)"
+)
+_OF_KERNEL = re.compile(r"\bkernels?\b|compute capability|\b(?:SM|sm)_?\d{2,3}|(?:current|this) (?:device|GPU)")
+
+
 class _Hit(NamedTuple):
     number: int
     text: str
@@ -508,15 +519,27 @@ def diagnose(*logs: Iterable[str]) -> Diagnosis | None:
     hits: list[_Hit] = []
     peer_to_peer: tuple[int, str] | None = None
     core: tuple[int, str] | None = None
+    starting = False
     for lines in logs:
-        found, channel, died = _read(lines, texts)
+        found, channel, died, begun = _read(lines, texts)
+        starting = starting or begun
         hits += found
         peer_to_peer = peer_to_peer or channel
         core = core or died
     if not hits:
         return Diagnosis(None, core[1][:1024], True, (core,), REMEDIES[Cause.ENGINE_CORE_DIED]) if core else None
-    number, text, signature, who = min(hits, key=lambda one: (_rank(one), one.number))
+    best = min(hits, key=lambda one: (_rank(one), one.number))
+    if best.signature.cause is Cause.RAY_WORKER_DIED:
+        # The loss of a node explains the death of its worker.
+        best = next((one for one in hits if one.signature.cause in (Cause.NODE_LOST, Cause.RAYLET_DIED)), best)
+    number, text, signature, who = best
     cause, evidence = signature.cause, [(number, text)]
+    if signature is SIGNATURES[-1] and starting and _REFUSED.match(text):
+        # vLLM refuses what it cannot do with a ValueError or NotImplementedError before it serves.
+        if _OF_KERNEL.search(text):
+            cause = Cause.KERNEL_MISSING
+        elif not text.startswith("RuntimeError"):
+            cause = Cause.CONFIG_ERROR
     if cause is Cause.NCCL_TIMEOUT and peer_to_peer is not None and _FIRST_COLLECTIVE.search(text):
         # The first collectives over PCIe never end where IOMMU or ACS redirect the copies (NVIDIA/nccl#2079).
         cause = Cause.PEER_TO_PEER_HANG
@@ -531,6 +554,9 @@ def diagnose(*logs: Iterable[str]) -> Diagnosis | None:
         message = error[1]
         evidence.insert(0, error)
     others = [(one.number, one.text) for one in hits if one.signature.cause is not None]
+    if "NCCL error" in text and cause is signature.cause and (warned := _nccl_warning(texts, number)) is not None:
+        message = f"{warned[1]} {message}"
+        evidence.insert(0, warned)
     proof = tuple([*evidence, *(one for one in others if one not in evidence)][:_EVIDENCE])
     kind = cause or (Cause.ENGINE_CORE_DIED if core else Cause.UNKNOWN)
     remedy = REMEDIES.get(kind, "")
@@ -539,8 +565,12 @@ def diagnose(*logs: Iterable[str]) -> Diagnosis | None:
     return Diagnosis(cause, message[:1024], core is not None, proof, remedy)
 
 
-def _read(lines: Iterable[str], texts: list[str]) -> tuple[list[_Hit], tuple[int, str] | None, tuple[int, str] | None]:
-    """Return errors, a channel of NCCL over PCIe, and the end of EngineCore in one log; append its texts."""
+def _read(
+    lines: Iterable[str], texts: list[str]
+) -> tuple[list[_Hit], tuple[int, str] | None, tuple[int, str] | None, bool]:
+    """Return errors, a channel of NCCL over PCIe, the end of EngineCore, and whether a start failed in one log; append
+    its texts."""
+    serves = ran = failed = False
     hits: list[_Hit] = []
     channel: tuple[int, str] | None = None
     core: tuple[int, str] | None = None
@@ -556,7 +586,7 @@ def _read(lines: Iterable[str], texts: list[str]) -> tuple[list[_Hit], tuple[int
         if text.startswith("# ") or carries_client_text(line):
             continue
         if _SERVES.search(text):
-            hits, core = [], None
+            hits, core, serves = [], None, True
             continue
         if _PROGRESS.search(text):
             hits = [one for one in hits if not one.signature.waits]
@@ -579,6 +609,9 @@ def _read(lines: Iterable[str], texts: list[str]) -> tuple[list[_Hit], tuple[int
             contained.discard(who)
         if core is None and _CORE_DIED.search(text):
             core = number, text
+        ran = ran or "encountered a fatal error" in text
+        raised = who.startswith("(APIServer") and text.startswith("Traceback ")
+        failed = failed or raised or _STARTING.search(text) is not None
         signature = match(line)
         if (frame := frames.get(who)) is not None and not text.startswith("Traceback "):
             del frames[who]
@@ -587,7 +620,7 @@ def _read(lines: Iterable[str], texts: list[str]) -> tuple[list[_Hit], tuple[int
                 signature = by_frame or SIGNATURES[-1]
         if signature is not None:
             hits.append(_Hit(number, text, signature, who))
-    return hits, channel, core
+    return hits, channel, core, failed and not serves and not ran
 
 
 def _rank(hit: _Hit) -> float:
@@ -614,6 +647,12 @@ def _message(texts: list[str], number: int, hits: list[_Hit]) -> str:
     more = (one.text for one in hits if number < one.number <= number + _DETAIL_LINES and one.signature.cause is cause)
     detail = next((one for one in more if one not in text and text not in one), None)
     return f"{text} {detail}" if cause is not None and detail else text
+
+
+def _nccl_warning(texts: list[str], number: int) -> tuple[int, str] | None:
+    """Return number and text of NCCL's last warning before line `number`, which explains its error."""
+    before = range(number - 1, 0, -1)
+    return next(((at, texts[at - 1]) for at in before if " NCCL WARN " in texts[at - 1]), None)
 
 
 def _exception(texts: list[str], number: int) -> tuple[int, str] | None:

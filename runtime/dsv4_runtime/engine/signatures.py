@@ -140,11 +140,20 @@ SIGNATURES: tuple[Signature, ...] = (
         "RuntimeError: [enforce fail at device.cc:84] ifa != nullptr. Unable to find address for: ^lo",
         remedy="set --host, VLLM_HOST_IP and GLOO_SOCKET_IFNAME to an address and an interface of this machine",
     ),
+    row(
+        r"^(?:ERROR )?(?:yaml\.\w{1,40}\.\w{1,40}Error|(?:json\.decoder\.)?JSONDecodeError)\b",
+        Cause.CONFIG_ERROR,
+        "PyYAML, Python json",
+        "yaml.scanner.ScannerError: while scanning for the next token",
+        consequence=True,
+        remedy="correct the syntax of the file or of the argument: a JSON argument needs quotes around it in the shell",
+    ),
     # The weights cannot be fetched, and the GPU is not there for this container or driver.
     row(
         r"\b(?:LocalEntryNotFoundError|GatedRepoError|RepositoryNotFoundError|RevisionNotFoundError"
         r"|OfflineModeIsEnabled|HfHubHTTPError|LocalTokenNotFoundError)\b|We couldn't connect to 'https://huggingface"
-        r"|trying to access a gated repo|Repository Not Found for url|^(?:ERROR )?(?:httpx|httpcore)\.\w{1,40}: "
+        r"|CAS service error(?!.{0,200}No space)|trying to access a gated repo|Repository Not Found for url"
+        r"|^(?:ERROR )?(?:httpx|httpcore)\.\w{1,40}: "
         r"|^(?:ERROR )?[\w.]{1,100}(?:Error|Timeout): "
         r".{0,40}HTTPSConnectionPool\(host='[\w.-]{0,60}(?:huggingface|hf)\b",
         Cause.STAGING_FAILED,
@@ -163,7 +172,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"|driver/library version mismatch|Driver/library version mismatch|driver on your system is too old"
         r"|system not yet initialized|CUDA unknown error|CUDA error: initialization error"
         r"|no CUDA-capable device is detected|not compiled with CUDA enabled|NVRM: API mismatch"
-        r"|could not select device driver"
+        r"|could not select device driver|NVIDIA-SMI has failed because|Failed to initialize NVML"
         r"|forward compatibility was attempted on non supported HW|unsupported display driver / cuda driver combination"
         r"|Found no NVIDIA driver on your system|invalid device ordinal",
         Cause.PREFLIGHT_FAILED,
@@ -174,6 +183,8 @@ SIGNATURES: tuple[Signature, ...] = (
     row(
         r"^(?:ERROR )?(?:ImportError|OSError): .{0,400}(?:cannot open shared object file|undefined symbol: "
         r"|version `\w{1,20}_[\d.]|cannot import name )|safe_open\S{0,40} got an unexpected keyword argument"
+        r"|PackageNotFoundError: |RuntimeEnvSetupError: |version \(.{1,40}\) does not match |failed to open libnvrtc"
+        r"|is required for a normal functioning of this module"
         r"|^(?:ERROR )?AttributeError: module '(?:flashinfer|instanttensor|triton|torch|deep_gemm|transformers|ray)\b",
         Cause.PREFLIGHT_FAILED,
         "the dynamic linker, Python, InstantTensor",
@@ -257,7 +268,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "left on device (28)",
     ),
     row(
-        r"No space left on device|Disk quota exceeded",
+        r"No space left on device|Disk quota exceeded|low on resource: ephemeral-storage",
         Cause.DISK_FULL,
         "errno 28 and 122",
         "OSError: [Errno 28] No space left on device: '/root/.cache/vllm/torch_compile_cache'",
@@ -310,7 +321,8 @@ SIGNATURES: tuple[Signature, ...] = (
         remedy="compile fewer kernels at once (MAX_JOBS), or raise the memory limit of the container",
     ),
     row(
-        r"OOMKilled|invoked oom-killer|Out of memory: Killed process|oom-kill:constraint=|NCCL WARN Failed to malloc "
+        r"low on resource: memory|OOMKilled|invoked oom-killer|Out of memory: Killed process"
+        r"|oom-kill:constraint=|NCCL WARN Failed to malloc "
         r"|\bMemoryError\b|Cannot allocate memory|DefaultCPUAllocator: (?:can't|not enough)"
         r"|Failed to allocate host buffer|\bOutOfMemoryError\b|out of memory",
         Cause.OUT_OF_MEMORY_HOST,
@@ -376,7 +388,8 @@ SIGNATURES: tuple[Signature, ...] = (
     row(
         r"SafetensorError|Error while deserializing header|Following weights were not initialized from checkpoint"
         r"|Internal error: (?:Unchunked file size mismatch|Chunk alignment error)|size mismatch for \w"
-        r"|No such file or directory: ['\"]?.{1,400}\.safetensors",
+        r"|No such file or directory: ['\"]?.{1,400}\.safetensors|Consistency check failed: file should be of size"
+        r"|\.safetensors.{0,40}(?:is truncated|unexpected (?:EOF|end of file))|PytorchStreamReader failed reading",
         Cause.WEIGHTS_CORRUPT,
         "safetensors; vllm/model_executor/model_loader/default_loader.py; InstantTensor csrc/loader_common.cpp",
         "safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata",
@@ -388,10 +401,19 @@ SIGNATURES: tuple[Signature, ...] = (
         "OSError: [Errno 5] Input/output error: '/models/flash/model-00002-of-00046.safetensors'",
         remedy="the disk or the file server fails to read the file: check `dmesg` and the mount",
     ),
+    row(
+        r"FileNotFoundError: (?:\[Errno 2\] )?No such file or directory: ['\"]/(?!dev/shm|psm_|tmp/)",
+        Cause.CONFIG_ERROR,
+        "errno 2",
+        "FileNotFoundError: [Errno 2] No such file or directory: '/models/flash/config.json'",
+        consequence=True,
+        remedy="check that the named path exists inside the container: the directory must be mounted and complete",
+    ),
     # The network: NCCL names its device, the address (GID) and the peer.
     row(
         r"Call to ibv_(?!query_ece|set_ece)\w{1,40} failed"
         r"|NET/IB ?: .{0,80}async fatal event|NET/IB(?:/GIN)? ?: .{0,40}completion from peer"
+        r"|Got async event : (?!port active|client reregistration|GID table|LID change)"
         r"|NET/IB: (?:Fatal error\. Detected|The error is fatal)|Failed to initialize any NET plugin"
         r"|Detected mixed local (?:Coll)?Net device counts across ranks"
         r"|NET/IB ?: (?:Unable to (?:open|query)|Remote \w{1,20} device is incompatible|No IP interface found)"
@@ -464,7 +486,8 @@ SIGNATURES: tuple[Signature, ...] = (
         waits=True,
     ),
     row(
-        r"Timed out waiting for (?:new )?engine(?: core processe)?s to (?:start|send)",
+        r"Timed out waiting for (?:new )?engine(?: core processe)?s to (?:start|send)"
+        r"|Did not receive response from front-end process within",
         Cause.STARTUP_TIMEOUT,
         "vllm/v1/engine/core_client.py",
         "TimeoutError: Timed out waiting for engine core processes to start. This is often caused by slow weight "
@@ -537,7 +560,7 @@ SIGNATURES: tuple[Signature, ...] = (
         consequence=True,
     ),
     row(
-        r"has been marked dead because the detector has missed too many heartbeats"
+        r"has been marked dead because the detector has missed too many heartbeats|because its node has died"
         r"|health check failed due to missing too many heartbeats",
         Cause.NODE_LOST,
         "Ray gcs_node_manager",
@@ -591,7 +614,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"\b(?:ERROR|CRITICAL|FATAL)\b|^(?!Exception ignored )[\w.]{0,200}(?:Error|Exception)\b",
         None,
         "logging of vLLM and Ray; Python",
-        "ValueError: DSpark currently requires uniform effective per-request target context lengths",
+        "AssertionError: lengths of the contexts differ",
     ),
 )
 
