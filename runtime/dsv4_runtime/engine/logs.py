@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from dsv4_runtime.contract import Cause, KernelStatus, Progress, WeightsProgress
-from dsv4_runtime.engine.signatures import REMEDIES, SIGNAL, SIGNATURES, Signature, match, row, split
+from dsv4_runtime.engine.signatures import REMEDIES, SIGNAL, SIGNATURES, Signature, match, minor, row, split
 from dsv4_runtime.util.log_lines import FATAL_SECONDS, LineFilter, carries_client_text, head, log_reader
 from dsv4_runtime.util.procfs import entry
 
@@ -371,6 +371,8 @@ _BELOW = re.compile(r"^(?:\S.*:$|[\w.]{0,200}\bRayTaskError\(\w{1,200}\):)")
 # Process, level, time and place of a line of vLLM's, the same on each line of a traceback.
 _ORIGIN = re.compile(r"\([^()]{1,200}\) [A-Z]{4,8} \S{1,40} \S{1,40} \[[^\]]{1,200}\] ")
 
+# What dsv4 checks itself before it starts an engine.
+_BEFORE_ENGINE = (Cause.PREFLIGHT_FAILED, Cause.STAGING_FAILED)
 # vLLM logs its inputs as errors before the error itself. An observation of a kernel provider, such as a lack of memory,
 # belongs to a process that only tried it.
 _NO_DEATH = re.compile(r"dump_input\.py:\d+\] Dumping |dsv4 kernels(?: of rank \d+)?: ")
@@ -418,19 +420,28 @@ def fatal(line: str) -> tuple[str, Cause | None] | None:
     if plugin_failed(line):
         return line[:1024], Cause.PLUGIN_NOT_LOADED
     signature = match(line)
-    if signature is None or signature.waits or (signature.cause is None and not SIGNATURES[-1].pattern.search(line)):
+    if signature is None or signature.waits:
         return None
-    return line[:1024], signature.cause
+    cause = signature.cause
+    if cause in _BEFORE_ENGINE or (signature.consequence and cause is not None and cause.deterministic):
+        # Often caught, for example the import of an optional package: it must not hide the cause of a later line.
+        cause = None
+    return (line[:1024], cause) if cause is not None or SIGNATURES[-1].pattern.search(line) else None
 
 
-# In front of the lines: a container's name (Docker Compose), a pod, a time of `kubectl logs` or Docker, the journal.
+# In front of the lines: a container's name (Docker Compose), a pod, a time of `kubectl logs` or Docker, the journal, a
+# quotation.
 _CARRIER = re.compile(
     r"^(?:[\w.-]{1,80} {0,20}\| ?|\[pod/[^\]]{1,200}\] ?|\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-][\d:]{4,6}) "
-    r"|[A-Z][a-z]{2} [ \d]\d [\d:]{8} \S{1,80} \S{1,80}\[\d{1,9}\]: )"
+    r"|[A-Z][a-z]{2} [ \d]\d [\d:]{8} \S{1,80} \S{1,80}\[\d{1,9}\]: |> |\[(?!rank\d)[A-Za-z][\w.-]{0,40}\]: )"
 )
+# Copied logs have colour codes without their first character.
+_COLOUR = re.compile(r"(?:\x1b|\^\[)?\[(?:\d{1,3}(?:;\d{1,3}){0,4})?m|\x1b\[[0-9;]{0,16}[A-Za-z]")
 _PYDANTIC = re.compile(r"\d+ validation errors? for \w")
 # The message of a C++ exception and Kubernetes' description of a pod are indented like the frames of a traceback.
-_FRAME = re.compile(r"^(?!\s+(?:Reason: +OOMKilled|what\(\): ))\s+(?:File \"|\S|\^)|^Traceback |^\s*$|^\s*[~^]+\s*$")
+_FRAME = re.compile(
+    r"^(?!\s+(?:Reason: +OOMKilled|Exit Code: +137|what\(\): ))\s+(?:File \"|\S|\^)|^Traceback |^\s*$|^\s*[~^]+\s*$"
+)
 _EXCEPTION = re.compile(r"^[\w.]{1,200}(?:Error|Exception)\b")
 # The end of a traceback; not all classes are named Error.
 _RAISED = re.compile(r"^[A-Za-z_]\w{0,80}(?:\.\w{1,80}){0,12}(?::|$)")
@@ -477,8 +488,8 @@ _STARTING = re.compile(
 )
 _REFUSED = re.compile(
     r"^(?:ValueError|NotImplementedError|AssertionError|RuntimeError): .{0,600}(?:[Uu]nsupported|[Ii]nvalid "
-    r"|not support|not compatible|[Ii]ncompatible|\bmust\b|\bshould be\b|\brequires?\b|\bexceeds\b|cannot be"
-    r"|(?:greater|less|larger|smaller) than|[Uu]nknown |expected .{1,80} got |--[a-z]{2,40}-)"
+    r"|not support|only supports?\b|not compatible|[Ii]ncompatible|\bmust\b|\bshould be\b|\brequires?\b|\bexceeds\b"
+    r"|cannot be|(?:greater|less|larger|smaller) than|[Uu]nknown |expected .{1,80} got |--[a-z]{2,40}-)"
 )
 _OF_KERNEL = re.compile(r"\bkernels?\b|compute capability|\b(?:SM|sm)_?\d{2,3}|(?:current|this) (?:device|GPU)")
 
@@ -577,7 +588,7 @@ def _read(
     frames: dict[str, str] = {}
     contained: set[str] = set()
     for number, line in enumerate(lines, len(texts) + 1):
-        line = _ANSI.sub("", line)[:_LINE_LIMIT].rstrip()
+        line = _COLOUR.sub("", line)[:_LINE_LIMIT].rstrip()
         for _ in range(2):
             line = _CARRIER.sub("", line, count=1)
         who, level, text = split(line)
@@ -615,7 +626,7 @@ def _read(
         signature = match(line)
         if (frame := frames.get(who)) is not None and not text.startswith("Traceback "):
             del frames[who]
-            if (signature is None or signature is SIGNATURES[-1]) and _RAISED.match(text) and "INFO" not in level:
+            if (signature is None or signature is SIGNATURES[-1]) and _RAISED.match(text) and not minor(level):
                 by_frame = next((one for one in _BY_FRAME if one.pattern.search(frame)), None)
                 signature = by_frame or SIGNATURES[-1]
         if signature is not None:

@@ -94,6 +94,13 @@ SIGNATURES: tuple[Signature, ...] = (
         "discovery issue",
     ),
     row(
+        r"ray\.exceptions\.AuthenticationError|no authentication token was found",
+        Cause.CONFIG_ERROR,
+        "ray/exceptions.py",
+        "ray.exceptions.AuthenticationError: the token differs from that of the cluster",
+        remedy="give the same token to all machines of Ray (RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)",
+    ),
+    row(
         r"Mismatched NCCL version detected|Multiple Ranks are using the same GPU|Duplicate GPU detected"
         r"|Version mismatch: The cluster was started with|Every node should have a unique IP address",
         Cause.CONFIG_ERROR,
@@ -127,6 +134,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     row(
         r"Repo id must (?:be|use) |Invalid repository ID or local directory|does not appear to have a file named "
+        r"|No tokenizer file found"
         r"|config file at '.{1,300}' is not a valid JSON",
         Cause.CONFIG_ERROR,
         "huggingface_hub/utils/_validators.py, vllm/transformers_utils/config.py, transformers/utils/hub.py",
@@ -161,6 +169,14 @@ SIGNATURES: tuple[Signature, ...] = (
         "huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate the files on the Hub",
     ),
     row(
+        r"Failed to download (?:cubin|.{1,200} from https?://)",
+        Cause.STAGING_FAILED,
+        "FlashInfer jit/cubin_loader.py",
+        "RuntimeError: Failed to download cubin from https://files.example/fmha.cubin",
+        consequence=True,
+        remedy="use an image that has the kernels of FlashInfer (flashinfer-cubin), or allow the download",
+    ),
+    row(
         r"thrown while requesting (?:HEAD|GET) https://",
         Cause.STAGING_FAILED,
         "huggingface_hub/utils/_http.py",
@@ -179,7 +195,14 @@ SIGNATURES: tuple[Signature, ...] = (
         "cudaGetErrorString of CUDA 13, torch c10/cuda/CUDAFunctions.cpp, vllm/config/device.py",
         "RuntimeError: Failed to infer device type, please set the environment variable `VLLM_LOGGING_LEVEL=DEBUG`",
     ),
-    # Packages, compilers and limits of the container.
+    # Image, packages, compilers and limits of the container.
+    row(
+        r"ErrImagePull|ImagePullBackOff|Failed to pull image",
+        Cause.PREFLIGHT_FAILED,
+        "Kubernetes",
+        'Failed to pull image "registry.example/vllm:none": not found',
+        remedy="check the image's name, its architecture (arm64 for a Spark) and the pull secret",
+    ),
     row(
         r"^(?:ERROR )?(?:ImportError|OSError): .{0,400}(?:cannot open shared object file|undefined symbol: "
         r"|version `\w{1,20}_[\d.]|cannot import name )|safe_open\S{0,40} got an unexpected keyword argument"
@@ -312,6 +335,14 @@ SIGNATURES: tuple[Signature, ...] = (
         "NCCL misc/ibvwrap.cc",
         "NCCL WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory errno 12",
         remedy="let the container lock memory (`--ulimit memlock=-1`, capability IPC_LOCK): RDMA registers its buffers",
+    ),
+    row(
+        r"line \d{1,9}: +\d{1,9} Killed\b|Exit Code: +137\b|exited with code 137\b",
+        Cause.OUT_OF_MEMORY_HOST,
+        "the shell, Kubernetes, Docker",
+        "run.sh: line 12: 4312 Killed                  vllm serve /models/flash",
+        consequence=True,
+        remedy="a signal ended the process, most often for want of memory: look for `Out of memory` in `dmesg`",
     ),
     row(
         r"died due to signal 9 \(Kill signal\)|Killed signal terminated program",
@@ -462,13 +493,15 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     row(
         r"Timed out after \d{1,9} seconds waiting for clients|TCP client failed to connect/validate to host"
-        r"|The client socket has timed out after|wait timeout after \d{1,12}ms, keys: |Connect timeout \[",
+        r"|The client socket has (?:timed out after|failed to connect to any)"
+        r"|wait timeout after \d{1,12}ms, keys: |Connect timeout \[",
         Cause.MEMBER_MISSING,
         "torch c10d/TCPStore.cpp, c10d/socket.cpp; Gloo",
         "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
     ),
     row(
         r"Cannot provide a placement group |Not enough resources to allocate \d|Current node has no \w{1,10} available"
+        r"|ActorUnschedulableError"
         r"|^(?>.*?ERROR).*exceeds the total number of available \w{1,10}s in the placement group",
         Cause.MEMBER_MISSING,
         "vllm/v1/executor/ray_utils.py",
@@ -476,7 +509,9 @@ SIGNATURES: tuple[Signature, ...] = (
         "1800 seconds",
     ),
     row(
-        r"Waiting for creating a placement group|exceeds the total number of available \w{1,10}s in the"
+        r"Waiting for creating a placement group|No available node types can fulfill"
+        r"|resource request cannot be scheduled"
+        r"|exceeds the total number of available \w{1,10}s in the"
         r" placement group",
         Cause.MEMBER_MISSING,
         "vllm/v1/executor/ray_utils.py",
@@ -487,7 +522,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     row(
         r"Timed out waiting for (?:new )?engine(?: core processe)?s to (?:start|send)"
-        r"|Did not receive response from front-end process within",
+        r"|Did not receive response from front-end process within|failed startup probe",
         Cause.STARTUP_TIMEOUT,
         "vllm/v1/engine/core_client.py",
         "TimeoutError: Timed out waiting for engine core processes to start. This is often caused by slow weight "
@@ -520,7 +555,8 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     row(
         r"remote process exited or there was a network error|ncclRemoteError|Connection closed by remote peer"
-        r"|Connection closed by peer \[|Connection was likely closed\. Did the remote server shutdown or crash",
+        r"|Connection closed by peer \[|store->get\('\d{1,6}'\) got error"
+        r"|Connection was likely closed\. Did the remote server shutdown or crash",
         Cause.NCCL_TIMEOUT,
         "ncclGetErrorString of NCCL 2.30, NCCL misc/socket.cc, Gloo, torch c10d/TCPStore.cpp",
         "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
@@ -536,7 +572,8 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     # Ray.
     row(
-        r"Some Ray subprocesses exited unexpectedly|task's local raylet died|Raylet is terminated",
+        r"Some Ray subprocesses exited unexpectedly|task's local raylet died|Raylet is terminated"
+        r"| C \d{1,9} \d{1,9}\] \(raylet\)|The raylet exited immediately",
         Cause.RAYLET_DIED,
         "ray/exceptions.py, ray/_private/node.py",
         "ray.exceptions.LocalRayletDiedError: The task's local raylet died. Check raylet.out for more information.",
@@ -552,6 +589,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     row(
         r"Failed to connect to GCS|GCS is (?:down|unreachable)|gcs_server\W.{0,40}exited"
+        r"| C \d{1,9} \d{1,9}\] \(gcs_server\)"
         r"|Failed to get cluster ID from GCS|waiting for GCS to become available|Unable to connect to GCS"
         r"|Could not find any running Ray instance|Failed to start GCS|current node timed out during startup",
         Cause.RAY_HEAD_LOST,
@@ -665,11 +703,16 @@ _MINOR = re.compile(
 def match(line: str) -> Signature | None:
     """Return the first signature that matches a line, with or without vLLM's prefix; None: the line is no error."""
     _, level, text = split(line)
-    minor = level in ("DEBUG", "INFO", "WARNING") or _MINOR.match(text) is not None
+    quiet = minor(level) or _MINOR.match(text) is not None
     said = f"ERROR {text}" if level in ("ERROR", "CRITICAL") else text
     return next(
-        (one for one in SIGNATURES if (not minor or one.waits or one.any_level) and one.pattern.search(said)), None
+        (one for one in SIGNATURES if (not quiet or one.waits or one.any_level) and one.pattern.search(said)), None
     )
+
+
+def minor(level: str) -> bool:
+    """Return whether a level of Python's logging announces no error."""
+    return level in ("DEBUG", "INFO", "WARNING")
 
 
 def split(line: str) -> tuple[str, str, str]:

@@ -333,6 +333,10 @@ GOOD: dict[str, list[str]] = {
         f"{API}pydantic_core._pydantic_core.ValidationError: 1 validation error for ChatCompletionRequest",
         f'{API}INFO:     10.0.0.9:1 - "POST /v1/chat/completions HTTP/1.1" 500 Internal Server Error',
     ],
+    "a traceback of a level below error": [
+        "(EngineCore pid=9) DEBUG 01-10 09:00:00 [core.py:1] Traceback (most recent call last):",
+        "(EngineCore pid=9) DEBUG 01-10 09:00:00 [core.py:1] ValueError: only probed",
+    ],
     "an error of a destructor": [
         "Exception ignored in: <function Socket.__del__ at 0x7f>",
         "Traceback (most recent call last):",
@@ -393,6 +397,10 @@ def test_comments_in_a_log_are_no_evidence() -> None:
         "Aug 22 09:01:01 spark1 vllm[92]: ",
         "[pod/nano-0/engine] 2026-08-22T09:01:01.123456789Z ",
         "\x1b[36mvllm-head-1  | \x1b[0m",
+        "[36m",
+        "^[[0;36m",
+        "> ",
+        "[vllm]: ",
     ],
 )
 @pytest.mark.parametrize("name", LOGS)
@@ -422,6 +430,24 @@ def test_a_long_line_takes_linear_time(row: Signature) -> None:
     for piece in (row.example[:20], row.example[-12:], "NCCL", "NET/IB : ", "(", " "):
         # Quadratic time would be seconds for the longer one.
         assert seconds(piece * (2**14 // len(piece))) < 1.0 + 20 * seconds(piece * (2**11 // len(piece)))
+
+
+def test_an_error_that_is_often_caught_does_not_hide_a_later_cause_of_a_running_engine() -> None:
+    for text in (
+        "ModuleNotFoundError: No module named 'lmcache'",
+        "FileNotFoundError: No such file or directory: '/x'",
+    ):
+        found = logs.fatal(f"{CORE}{text}")
+        assert found is not None
+        assert found[1] is None
+    found = logs.fatal(f"{CORE}torch.OutOfMemoryError: CUDA out of memory.")
+    assert found is not None
+    assert found[1] is Cause.OUT_OF_MEMORY_GPU
+
+
+def test_a_warning_of_a_start_is_no_death() -> None:
+    warned = "(Worker_TP0 pid=3) WARNING 01-10 09:00:00 [fp8.py:100] DeepGEMM backend is not available or outdated."
+    assert logs.fatal(warned) is None
 
 
 @pytest.mark.parametrize(
