@@ -40,7 +40,7 @@ from dsv4_operator.cli.output import (
 from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, EvidenceFile, RetryingPoll
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import FatalRequests
-from dsv4_runtime.engine.signatures import REMEDIES, diagnose
+from dsv4_runtime.engine.logs import diagnose
 from dsv4_runtime.util.secrets import has_secret
 
 _GATEWAY_SECONDS = 2.0
@@ -134,16 +134,15 @@ def show_why_of_logs(files: Sequence[str], form: DocumentFormat | None) -> ExitC
     Raises:
         CommandError: a file cannot be read.
     """
-    lines, places = list[str](), list[str]()
+    logs, places = list[list[str]](), list[str]()
     for name in files:
         try:
             text = _log_text(name)
         except OSError as error:
             raise bad_input(f"--log: {name} cannot be read: {error.strerror or error}") from None
-        for number, line in enumerate(text.splitlines(), 1):
-            lines.append(line)
-            places.append(f"{name}:{number}")
-    found = diagnose(lines)
+        logs.append(text.splitlines())
+        places += [f"{name}:{number}" for number in range(1, len(logs[-1]) + 1)]
+    found = diagnose(*logs)
     if found is None:
         print_line("no error in the log" if form is None else render_document({"cause": None, "evidence": []}, form))
         return ExitCode.FAILED
@@ -153,7 +152,7 @@ def show_why_of_logs(files: Sequence[str], form: DocumentFormat | None) -> ExitC
         "deterministic": cause.deterministic,
         "message": found.message,
         "evidence": [{"line": places[number - 1], "text": text} for number, text in found.evidence],
-        "remedy": REMEDIES.get(cause, ""),
+        "remedy": found.remedy,
         "page": f"docs/failures/{_kebab(cause)}.md",
     }
     print_line(render.log_cause_text(document) if form is None else render_document(document, form))

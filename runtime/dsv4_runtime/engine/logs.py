@@ -15,13 +15,14 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from dsv4_runtime.contract import Cause, KernelStatus, Progress, WeightsProgress
-from dsv4_runtime.engine.signatures import SIGNATURES, match
-from dsv4_runtime.util.log_lines import FATAL_SECONDS, LineFilter, head, log_reader
+from dsv4_runtime.engine.signatures import REMEDIES, SIGNAL, SIGNATURES, Signature, match, minor, row, split
+from dsv4_runtime.util.log_lines import FATAL_SECONDS, LineFilter, carries_client_text, head, log_reader
 from dsv4_runtime.util.procfs import entry
 
 _log = logging.getLogger(__name__)
@@ -370,6 +371,8 @@ _BELOW = re.compile(r"^(?:\S.*:$|[\w.]{0,200}\bRayTaskError\(\w{1,200}\):)")
 # Process, level, time and place of a line of vLLM's, the same on each line of a traceback.
 _ORIGIN = re.compile(r"\([^()]{1,200}\) [A-Z]{4,8} \S{1,40} \S{1,40} \[[^\]]{1,200}\] ")
 
+# What dsv4 checks itself before it starts an engine.
+_BEFORE_ENGINE = (Cause.PREFLIGHT_FAILED, Cause.STAGING_FAILED)
 # vLLM logs its inputs as errors before the error itself. An observation of a kernel provider, such as a lack of memory,
 # belongs to a process that only tried it.
 _NO_DEATH = re.compile(r"dump_input\.py:\d+\] Dumping |dsv4 kernels(?: of rank \d+)?: ")
@@ -417,6 +420,259 @@ def fatal(line: str) -> tuple[str, Cause | None] | None:
     if plugin_failed(line):
         return line[:1024], Cause.PLUGIN_NOT_LOADED
     signature = match(line)
-    if signature is None or signature.waits or (signature.cause is None and not SIGNATURES[-1].pattern.search(line)):
+    if signature is None or signature.waits:
         return None
-    return line[:1024], signature.cause
+    cause = signature.cause
+    if cause in _BEFORE_ENGINE or (signature.consequence and cause is not None and cause.deterministic):
+        # Often caught, for example the import of an optional package: it must not hide the cause of a later line.
+        cause = None
+    return (line[:1024], cause) if cause is not None or SIGNATURES[-1].pattern.search(line) else None
+
+
+# In front of the lines: a container's name (Docker Compose), a pod, a time of `kubectl logs` or Docker, the journal, a
+# quotation.
+_CARRIER = re.compile(
+    r"^(?:[\w.-]{1,80} {0,20}\| ?|\[pod/[^\]]{1,200}\] ?|\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-][\d:]{4,6}) "
+    r"|[A-Z][a-z]{2} [ \d]\d [\d:]{8} \S{1,80} \S{1,80}\[\d{1,9}\]: |> |\[(?!rank\d)[A-Za-z][\w.-]{0,40}\]: )"
+)
+# Copied logs have colour codes without their first character.
+_COLOUR = re.compile(r"(?:\x1b|\^\[)?\[(?:\d{1,3}(?:;\d{1,3}){0,4})?m|\x1b\[[0-9;]{0,16}[A-Za-z]")
+_PYDANTIC = re.compile(r"\d+ validation errors? for \w")
+# The message of a C++ exception and Kubernetes' description of a pod are indented like the frames of a traceback.
+_FRAME = re.compile(
+    r"^(?!\s+(?:Reason: +OOMKilled|Exit Code: +137|what\(\): ))\s+(?:File \"|\S|\^)|^Traceback |^\s*$|^\s*[~^]+\s*$"
+)
+_EXCEPTION = re.compile(r"^[\w.]{1,200}(?:Error|Exception)\b")
+# The end of a traceback; not all classes are named Error.
+_RAISED = re.compile(r"^[A-Za-z_]\w{0,80}(?:\.\w{1,80}){0,12}(?::|$)")
+_CHAINED = re.compile(r"^(?:During handling of|The above exception was)")
+# Errors that the program survives: of one request, of a destructor.
+_CONTAINED = re.compile(r"Exception in ASGI application|^Exception ignored ")
+_SERVES = re.compile(r"INFO: +Application startup complete")
+# What was waited for has happened.
+_PROGRESS = re.compile(
+    r"Ray runtime started|Resolved architecture|Initializing a V1 LLM engine|vLLM is using nccl|Starting to load model"
+    r"|Model loading took|Available KV cache memory|init engine \(profile|Avg (?:prompt|generation) throughput"
+)
+_P2P_CHANNEL = re.compile(r"NCCL INFO Channel .{1,80} via P2P/")
+_FIRST_COLLECTIVE = re.compile(r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=[1-9],")
+_EVIDENCE = 5
+_DETAIL_LINES = 8
+_CORE_DIED = re.compile(
+    r"EngineCore (?:encountered a fatal error|failed to start)|EngineDeadError|Engine core initialization failed"
+    r"|[Ee]ngine core (?:proc .{1,80} died|exited) unexpectedly"
+)
+_BY_FRAME = (
+    row(
+        r"/vllm/(?:config[/.]|engine/arg_utils\.py|transformers_utils/)|/transformers/(?:configuration_|models/auto/)",
+        Cause.CONFIG_ERROR,
+        "the innermost frame of a traceback",
+        "",
+        consequence=True,
+    ),
+    row(
+        r"/vllm/model_executor/.{1,200}\", line \d{1,6}, in (?:load_weights|weight_loader)",
+        Cause.CONFIG_ERROR,
+        "the innermost frame of a traceback",
+        "",
+        consequence=True,
+        remedy="use a build of vLLM that reads this checkpoint's quantization, or another checkpoint of the model",
+    ),
+    row(r"/huggingface_hub/", Cause.STAGING_FAILED, "the innermost frame of a traceback", "", consequence=True),
+)
+"""For errors without a signature: the code that raised them."""
+
+
+_STARTING = re.compile(
+    r"(?:EngineCore|WorkerProc) failed to start|Worker(?:Proc)? initialization failed|Engine core initialization failed"
+)
+_REFUSED = re.compile(
+    r"^(?:ValueError|NotImplementedError|AssertionError|RuntimeError): .{0,600}(?:[Uu]nsupported|[Ii]nvalid "
+    r"|not support|only supports?\b|not compatible|[Ii]ncompatible|\bmust\b|\bshould be\b|\brequires?\b|\bexceeds\b"
+    r"|cannot be|(?:greater|less|larger|smaller) than|[Uu]nknown |expected .{1,80} got |--[a-z]{2,40}-)"
+)
+_OF_KERNEL = re.compile(r"\bkernels?\b|compute capability|\b(?:SM|sm)_?\d{2,3}|(?:current|this) (?:device|GPU)")
+
+
+class _Hit(NamedTuple):
+    number: int
+    text: str
+    signature: Signature
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Cause of a failure according to log lines."""
+
+    cause: Cause | None
+    message: str
+    """Error text without time and process, at most 1 KiB."""
+    core_died: bool
+    """Whether the log reports the end of EngineCore."""
+    evidence: tuple[tuple[int, str], ...]
+    """Numbers, from 1, and texts of the lines that prove it, the decisive one first."""
+    remedy: str = ""
+    """What to do about it, in one sentence; empty: nothing is known."""
+
+
+def diagnose(*logs: Iterable[str]) -> Diagnosis | None:
+    """Return the cause that log lines prove; None if no line is an error.
+
+    The first line that proves a cause counts. Without one, the first exception of its own or text that usually follows
+    another failure counts, whichever is earlier. Of errors without a cause the exception that ends the first traceback
+    is the message. Errors before the start was complete were survived and prove nothing.
+
+    Args:
+        logs: lines of each log of vLLM, Ray or NCCL, in order of time, with or without vLLM's prefixes.
+    """
+    texts: list[str] = []
+    hits: list[_Hit] = []
+    peer_to_peer: tuple[int, str] | None = None
+    core: tuple[int, str] | None = None
+    starting = False
+    for lines in logs:
+        found, channel, died, begun = _read(lines, texts)
+        starting = starting or begun
+        hits += found
+        peer_to_peer = peer_to_peer or channel
+        core = core or died
+    if not hits:
+        return Diagnosis(None, core[1][:1024], True, (core,), REMEDIES[Cause.ENGINE_CORE_DIED]) if core else None
+    best = min(hits, key=lambda one: (_rank(one), one.number))
+    if best.signature.cause is Cause.RAY_WORKER_DIED:
+        # The loss of a node explains the death of its worker.
+        best = next((one for one in hits if one.signature.cause in (Cause.NODE_LOST, Cause.RAYLET_DIED)), best)
+    number, text, signature, who = best
+    cause, evidence = signature.cause, [(number, text)]
+    if signature is SIGNATURES[-1] and starting and _REFUSED.match(text):
+        # vLLM refuses what it cannot do with a ValueError or NotImplementedError before it serves.
+        if _OF_KERNEL.search(text):
+            cause = Cause.KERNEL_MISSING
+        elif not text.startswith("RuntimeError"):
+            cause = Cause.CONFIG_ERROR
+    if cause is Cause.NCCL_TIMEOUT and peer_to_peer is not None and _FIRST_COLLECTIVE.search(text):
+        # The first collectives over PCIe never end where IOMMU or ACS redirect the copies (NVIDIA/nccl#2079).
+        cause = Cause.PEER_TO_PEER_HANG
+        evidence.append(peer_to_peer)
+    if cause is None and re.search(SIGNAL, text):
+        if "EngineCore" not in who and "Worker" in who:
+            cause = Cause.RAY_WORKER_DIED
+        elif "EngineCore" in who:
+            core = core or (number, text)
+    message = _message(texts, number, hits)
+    if cause is None and not _RAISED.match(text) and (error := _exception(texts, number)) is not None:
+        message = error[1]
+        evidence.insert(0, error)
+    others = [(one.number, one.text) for one in hits if one.signature.cause is not None]
+    if "NCCL error" in text and cause is signature.cause and (warned := _nccl_warning(texts, number)) is not None:
+        message = f"{warned[1]} {message}"
+        evidence.insert(0, warned)
+    proof = tuple([*evidence, *(one for one in others if one not in evidence)][:_EVIDENCE])
+    kind = cause or (Cause.ENGINE_CORE_DIED if core else Cause.UNKNOWN)
+    remedy = REMEDIES.get(kind, "")
+    if signature.remedy and cause is signature.cause:
+        remedy = signature.remedy
+    return Diagnosis(cause, message[:1024], core is not None, proof, remedy)
+
+
+def _read(
+    lines: Iterable[str], texts: list[str]
+) -> tuple[list[_Hit], tuple[int, str] | None, tuple[int, str] | None, bool]:
+    """Return errors, a channel of NCCL over PCIe, the end of EngineCore, and whether a start failed in one log; append
+    its texts."""
+    serves = ran = failed = False
+    hits: list[_Hit] = []
+    channel: tuple[int, str] | None = None
+    core: tuple[int, str] | None = None
+    frames: dict[str, str] = {}
+    contained: set[str] = set()
+    for number, line in enumerate(lines, len(texts) + 1):
+        line = _COLOUR.sub("", line)[:_LINE_LIMIT].rstrip()
+        for _ in range(2):
+            line = _CARRIER.sub("", line, count=1)
+        who, level, text = split(line)
+        texts.append(text)
+        # No library begins a line with this: it is a note of a person. Other lines quote requests of clients.
+        if text.startswith("# ") or carries_client_text(line):
+            continue
+        if _SERVES.search(text):
+            hits, core, serves = [], None, True
+            continue
+        if _PROGRESS.search(text):
+            hits = [one for one in hits if not one.signature.waits]
+        if channel is None and _P2P_CHANNEL.search(text):
+            channel = number, text
+        if _CONTAINED.search(text):
+            contained.add(who)
+            continue
+        if _FRAME.match(text):
+            if text.startswith("Traceback "):
+                frames[who] = ""
+            elif who in frames and text.lstrip().startswith("File "):
+                frames[who] = text
+            if not text.startswith("Traceback ") or who in contained:
+                continue
+        elif who in contained:
+            if not level and (_RAISED.match(text) or _CHAINED.match(text)):
+                frames.pop(who, None)
+                continue
+            contained.discard(who)
+        if core is None and _CORE_DIED.search(text):
+            core = number, text
+        ran = ran or "encountered a fatal error" in text
+        raised = who.startswith("(APIServer") and text.startswith("Traceback ")
+        failed = failed or raised or _STARTING.search(text) is not None
+        signature = match(line)
+        if (frame := frames.get(who)) is not None and not text.startswith("Traceback "):
+            del frames[who]
+            if (signature is None or signature is SIGNATURES[-1]) and _RAISED.match(text) and not minor(level):
+                by_frame = next((one for one in _BY_FRAME if one.pattern.search(frame)), None)
+                signature = by_frame or SIGNATURES[-1]
+        if signature is not None:
+            hits.append(_Hit(number, text, signature, who))
+    return hits, channel, core, failed and not serves and not ran
+
+
+def _rank(hit: _Hit) -> float:
+    signature = hit.signature
+    if signature.cause is None and signature.consequence:
+        return 3
+    if signature.waits:
+        return 2.5
+    if signature is SIGNATURES[-1] and not _RAISED.match(hit.text):
+        return 2
+    return 1 if signature.cause is None or signature.consequence else 0
+
+
+def _message(texts: list[str], number: int, hits: list[_Hit]) -> str:
+    """Return the text of line `number`, with the lines below it that complete it."""
+    text = texts[number - 1]
+    below = texts[number : number + _DETAIL_LINES]
+    if _PYDANTIC.search(text):
+        details = [part.strip() for part in below if part.startswith(" ") or "rror" in part]
+        return " ".join([text, *details[:2]])
+    if text.endswith(":"):
+        return " ".join([text, *[part.strip() for part in below if part.strip()][:2]])
+    cause = next(one.signature.cause for one in hits if one.number == number)
+    more = (one.text for one in hits if number < one.number <= number + _DETAIL_LINES and one.signature.cause is cause)
+    detail = next((one for one in more if one not in text and text not in one), None)
+    return f"{text} {detail}" if cause is not None and detail else text
+
+
+def _nccl_warning(texts: list[str], number: int) -> tuple[int, str] | None:
+    """Return number and text of NCCL's last warning before line `number`, which explains its error."""
+    before = range(number - 1, 0, -1)
+    return next(((at, texts[at - 1]) for at in before if " NCCL WARN " in texts[at - 1]), None)
+
+
+def _exception(texts: list[str], number: int) -> tuple[int, str] | None:
+    """Return number and text of the exception that ends the first traceback from line `number` on."""
+    begun = False
+    for index in range(number - 1, len(texts)):
+        text = texts[index]
+        if text.startswith("Traceback "):
+            begun = True
+        elif begun and not _FRAME.match(text):
+            return index + 1, text
+    return None

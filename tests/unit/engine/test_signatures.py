@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.engine import logs
-from dsv4_runtime.engine.signatures import SIGNATURES, Signature, diagnose, match
+from dsv4_runtime.engine.logs import diagnose
+from dsv4_runtime.engine.signatures import SIGNATURES, Signature, match
 
 CORE = "(EngineCore pid=222) ERROR 08-22 09:01:01 [core.py:1165] "
 WORKER = "(Worker_TP0 pid=300) ERROR 08-22 09:01:01 [multiproc_executor.py:990] "
@@ -113,7 +114,11 @@ LOGS: dict[str, tuple[list[str], Cause | None, str]] = {
         "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig Value error, nvfp4 KV cache",
     ),
     "an assertion of a drafter names no cause": (
-        dead("ValueError: DSpark currently requires uniform effective per-request target context lengths"),
+        [
+            f"{CORE}EngineCore encountered a fatal error.",
+            *TRACE,
+            f"{CORE}ValueError: DSpark currently requires uniform effective per-request target context lengths",
+        ],
         None,
         "ValueError: DSpark currently requires uniform",
     ),
@@ -138,6 +143,103 @@ LOGS: dict[str, tuple[list[str], Cause | None, str]] = {
         ],
         Cause.PEER_TO_PEER_HANG,
         "[rank0]:[E709 10:21:20 ProcessGroupNCCL.cpp:700]",
+    ),
+    "vLLM refuses a shape at the start": (
+        dead("ValueError: the block size must be one of 32 and 64"),
+        Cause.CONFIG_ERROR,
+        "ValueError: the block size must be one of 32 and 64",
+    ),
+    "no kernel for the device at the start": (
+        dead("ValueError: this kernel requires 128 heads, got 32"),
+        Cause.KERNEL_MISSING,
+        "ValueError: this kernel requires 128 heads, got 32",
+    ),
+    "frames quote the code, behind the names of two processes": (
+        [
+            f"(EngineCore pid=9) {WORKER}Traceback (most recent call last):",
+            f'(EngineCore pid=9) {WORKER}  File "/x/worker.py", line 1, in load',
+            f'(EngineCore pid=9) {WORKER}    raise RuntimeError("CUDA out of memory")',
+            f"(EngineCore pid=9) {WORKER}IndexError: list index out of range",
+        ],
+        None,
+        "IndexError: list index out of range",
+    ),
+    "frames quote the code, behind a rank": (
+        [
+            "[rank0]: Traceback (most recent call last):",
+            '[rank0]:   File "/x/worker.py", line 1, in load',
+            '[rank0]:     raise RuntimeError("CUDA out of memory")',
+            "[rank0]: torch._dynamo.exc.Unsupported: a call that is skipped",
+        ],
+        None,
+        "torch._dynamo.exc.Unsupported: a call that is skipped",
+    ),
+    "an error that the configuration raises": (
+        [
+            f"{API}Traceback (most recent call last):",
+            f'{API}  File "/x/vllm/config/speculative.py", line 1, in __post_init__',
+            f"{API}KeyError: 'draft'",
+        ],
+        Cause.CONFIG_ERROR,
+        "KeyError: 'draft'",
+    ),
+    "a weight that the model does not have": (
+        [
+            f"{WORKER}Traceback (most recent call last):",
+            f'{WORKER}  File "/x/vllm/model_executor/models/flash.py", line 1, in load_weights',
+            f"{WORKER}KeyError: 'hc_attn_fn'",
+        ],
+        Cause.CONFIG_ERROR,
+        "KeyError: 'hc_attn_fn'",
+    ),
+    "Ray names the error of a worker in front of its traceback": (
+        [
+            *dead("ray.exceptions.RayTaskError(OutOfMemoryError): ray::RayWorkerWrapper.execute_method() (pid=2)"),
+            f"{CORE}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 256.00 MiB.",
+        ],
+        Cause.OUT_OF_MEMORY_GPU,
+        "torch.OutOfMemoryError",
+    ),
+    "a lost node explains the death of its worker": (
+        [
+            *dead("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."),
+            f"{CORE}The actor died because its node has died. Node Id: 4f7a",
+        ],
+        Cause.NODE_LOST,
+        "The actor died because its node has died.",
+    ),
+    "NCCL's warning explains its error": (
+        [
+            "spark1:4:9 [0] enqueue.cc:1556 NCCL WARN Unexpected state of a channel",
+            *dead("RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)"),
+        ],
+        Cause.FABRIC_ERROR,
+        "spark1:4:9 [0] enqueue.cc:1556 NCCL WARN Unexpected state of a channel RuntimeError: NCCL error",
+    ),
+    "a compiler explains the build that failed": (
+        [
+            *dead("RuntimeError: Ninja build failed. Ninja output:")[:-1],
+            f"{CORE}/x/sampling.cu:3:10: fatal error: curand_kernel.h: No such file or directory",
+        ],
+        Cause.PREFLIGHT_FAILED,
+        "/x/sampling.cu:3:10: fatal error",
+    ),
+    "a signal ends a worker": (
+        [
+            "(RayWorkerWrapper pid=24036) *** SIGSEGV received at time=1721904360 on cpu 140 ***",
+            "(RayWorkerWrapper pid=24036) PC: @     0x7f17f832d44a  (unknown)  addProxyOpIfNeeded()",
+        ],
+        Cause.RAY_WORKER_DIED,
+        "*** SIGSEGV received",
+    ),
+    "a wait for another process without an end": (
+        [
+            "(EngineCore pid=9) INFO 08-13 11:26:00 [gpu_worker.py:450] Available KV cache memory: 17.6 GiB",
+            "(EngineCore pid=9) INFO 08-13 11:27:02 [shm_broadcast.py:802] No available shared memory broadcast block "
+            "found in 60 seconds.",
+        ],
+        Cause.ENGINE_HUNG,
+        "No available shared memory broadcast block",
     ),
     "a later collective is a timeout": (
         [
@@ -187,6 +289,96 @@ def test_lines_of_a_good_start_prove_nothing(line: str) -> None:
     assert diagnose([line]) is None
 
 
+SERVES = f"{API}INFO:     Application startup complete."
+GOOD: dict[str, list[str]] = {
+    "warnings that quote errors": [
+        "(Worker_TP0 pid=3) WARNING 01-10 09:00:00 [fp8.py:100] DeepGEMM backend is not available or outdated.",
+        "(Worker_TP0 pid=3) WARNING 01-10 09:00:00 [gpu_worker.py:1] no graph of size 512: CUDA out of memory",
+        "(Worker_TP0 pid=3) INFO 01-10 09:00:00 [cuda.py:4] not tried: FLASHMLA is not supported on this GPU",
+        "2026-01-10 09:00:00,000 - WARNING - autotuner.py:496 - skipped: [TensorRT-LLM][ERROR] Error Internal",
+        "/x/torch/cuda/__init__.py:283: UserWarning: no kernel image is available for execution on the device",
+    ],
+    "notes of NCCL and torch": [
+        "spark1:4:9 [0] NCCL INFO TORCH_NCCL_ASYNC_ERROR_HANDLING set. Timeout 600000 timed wait",
+        "spark1:4:9 [0] NCCL INFO [Service thread] Connection closed by remote peer spark2<47210>",
+        "spark1:4:9 [0] NCCL WARN NET/IB : rocep1s0f1:1 Got async event : GID table change",
+        "[W110 09:00:00.1 socket.cpp:755] [c10d] The client socket cannot connect: Address already in use",
+    ],
+    "a retry of Ray that succeeds": [
+        "[2026-04-20 17:24:52,119 W 1 1] rpc_client.h:153: Failed to connect to GCS at address 10.0.0.1:6379",
+        "2026-04-20 17:25:02,111 SUCC scripts.py:1141 -- Ray runtime started.",
+    ],
+    "a retry of torch's store that succeeds": [
+        "[W110 09:00:00.1 TCPStore.cpp:347] [c10d] TCP client failed to connect/validate to host 10.0.0.1:29500 - "
+        "retrying (try=0, timeout=600000ms)",
+        "(Worker_TP1 pid=3) INFO 01-10 09:05:20 [gpu_model_runner.py:5200] Model loading took 81.34 GiB memory",
+    ],
+    "a placement group that is ready": [
+        "(EngineCore pid=9) INFO 01-10 09:00:00 [ray_utils.py:233] Waiting for creating a placement group of specs",
+        "(RayWorkerWrapper pid=9, ip=10.0.0.2) INFO 01-10 09:00:10 [gpu_model_runner.py:1] Starting to load model",
+    ],
+    "an error before a complete start": [
+        f"{API}ERROR 12-24 13:41:28 [repo_utils.py:65] Error retrieving safetensors, retrying 1 of 2",
+        f"{CORE}CUDA out of memory in the autotuner, which continues with its defaults",
+        SERVES,
+    ],
+    "errors of requests": [
+        SERVES,
+        f"{API}ERROR 01-10 10:00:00 [serving_chat.py:260] Traceback (most recent call last):",
+        f"{API}ERROR 01-10 10:00:00 [serving_chat.py:260] ValueError: the request must be shorter",
+        f"{API}INFO 01-10 10:00:00 [logger.py:40] Received request chatcmpl-1: prompt: 'why CUDA out of memory'",
+        f"{API}ERROR:    Exception in ASGI application",
+        f"{API}Traceback (most recent call last):",
+        f'{API}  File "/x/starlette/routing.py", line 1, in app',
+        f"{API}pydantic_core._pydantic_core.ValidationError: 1 validation error for ChatCompletionRequest",
+        f'{API}INFO:     10.0.0.9:1 - "POST /v1/chat/completions HTTP/1.1" 500 Internal Server Error',
+    ],
+    "a traceback of a level below error": [
+        "(EngineCore pid=9) DEBUG 01-10 09:00:00 [core.py:1] Traceback (most recent call last):",
+        "(EngineCore pid=9) DEBUG 01-10 09:00:00 [core.py:1] ValueError: only probed",
+    ],
+    "an error of a destructor": [
+        "Exception ignored in: <function Socket.__del__ at 0x7f>",
+        "Traceback (most recent call last):",
+        '  File "/x/zmq/sugar/socket.py", line 1, in __del__',
+        "zmq.error.ZMQError: Socket operation on non-socket",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_logs_of_good_runs_prove_nothing(name: str) -> None:
+    assert diagnose(GOOD[name]) is None
+
+
+def test_a_complete_start_of_one_log_does_not_excuse_the_errors_of_another() -> None:
+    failed = [f"{WORKER}torch.OutOfMemoryError: CUDA out of memory."]
+    found = diagnose(failed, [SERVES])
+    assert found is not None
+    assert (found.cause, found.evidence[0][0]) == (Cause.OUT_OF_MEMORY_GPU, 1)
+    later = diagnose([SERVES], failed)
+    assert later is not None
+    assert later.evidence[0][0] == 2, "lines count through all logs"
+    assert diagnose([*failed, SERVES]) is None
+
+
+def test_a_text_has_its_own_remedy_and_the_lines_that_complete_it() -> None:
+    found = diagnose(dead("PermissionError: [Errno 13] Permission denied: '/app/.cache/vllm'"))
+    assert found is not None
+    assert "writable volume" in found.remedy
+    found = diagnose(
+        [
+            *dead("triton.runtime.errors.PTXASError: PTXAS error: Internal Triton PTX codegen error")[:-2],
+            f"{CORE}triton.runtime.errors.PTXASError: PTXAS error: Internal Triton PTX codegen error",
+            f"{CORE}`ptxas` stderr:",
+            f"{CORE}ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'",
+        ]
+    )
+    assert found is not None
+    assert found.message.endswith("ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'")
+    assert found.remedy
+
+
 def test_comments_in_a_log_are_no_evidence() -> None:
     note = "# of a run with CUDA out of memory; NCCL timed out"
     assert diagnose([note]) is None
@@ -205,6 +397,10 @@ def test_comments_in_a_log_are_no_evidence() -> None:
         "Aug 22 09:01:01 spark1 vllm[92]: ",
         "[pod/nano-0/engine] 2026-08-22T09:01:01.123456789Z ",
         "\x1b[36mvllm-head-1  | \x1b[0m",
+        "[36m",
+        "^[[0;36m",
+        "> ",
+        "[vllm]: ",
     ],
 )
 @pytest.mark.parametrize("name", LOGS)
@@ -234,6 +430,24 @@ def test_a_long_line_takes_linear_time(row: Signature) -> None:
     for piece in (row.example[:20], row.example[-12:], "NCCL", "NET/IB : ", "(", " "):
         # Quadratic time would be seconds for the longer one.
         assert seconds(piece * (2**14 // len(piece))) < 1.0 + 20 * seconds(piece * (2**11 // len(piece)))
+
+
+def test_an_error_that_is_often_caught_does_not_hide_a_later_cause_of_a_running_engine() -> None:
+    for text in (
+        "ModuleNotFoundError: No module named 'lmcache'",
+        "FileNotFoundError: No such file or directory: '/x'",
+    ):
+        found = logs.fatal(f"{CORE}{text}")
+        assert found is not None
+        assert found[1] is None
+    found = logs.fatal(f"{CORE}torch.OutOfMemoryError: CUDA out of memory.")
+    assert found is not None
+    assert found[1] is Cause.OUT_OF_MEMORY_GPU
+
+
+def test_a_warning_of_a_start_is_no_death() -> None:
+    warned = "(Worker_TP0 pid=3) WARNING 01-10 09:00:00 [fp8.py:100] DeepGEMM backend is not available or outdated."
+    assert logs.fatal(warned) is None
 
 
 @pytest.mark.parametrize(
