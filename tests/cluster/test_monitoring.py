@@ -161,6 +161,10 @@ def cases() -> Iterator[tuple[str, Series, str | None]]:
     """Yield (name, series, the alert that fires)."""
     yield "healthy", HEALTHY, None
     yield "healthy on a machine", MACHINE, None
+    # For a scrape interval, Prometheus has the series of the operator that ended and those of the next one.
+    group = [name for name in HEALTHY if name.startswith("dsv4_group_")]
+    next_operator = {name.replace("{", '{pod="b",'): HEALTHY[name] for name in group}
+    yield "another operator", HEALTHY | next_operator, None
     yield "no restart allowed", HEALTHY | _budget(allowed=0, left=0), None
     yield "one restart allowed", HEALTHY | _budget(allowed=1, left=1), None
     yield (

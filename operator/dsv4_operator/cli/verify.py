@@ -37,7 +37,7 @@ from dsv4_operator.cli.output import (
 from dsv4_operator.cli.sources.base import DeploymentSource, first_key
 from dsv4_operator.verify import checks, content, oracle
 from dsv4_operator.verify.checks import Check, Facts, Result, Session, Status
-from dsv4_operator.verify.endpoint import INCOMPLETE, Address, Client, Defect, Reason, Skip
+from dsv4_operator.verify.endpoint import INCOMPLETE, INVALID, Address, Client, Defect, Reason, Skip
 
 QUICK_SECONDS = 60.0
 ACCURACY = "accuracy"
@@ -233,6 +233,7 @@ def verify(address: Address, options: VerifyOptions, *, weak: bool) -> ExitCode:
     python = _find_evaluation(options) if options.accuracy else ""
     reference = None if options.reference is None else _read_reference(options.reference)
     earlier = None if options.resume is None else _read_earlier(options.resume, address.url, quick=options.quick)
+    known = earlier.results if earlier is not None else {}
     for path in (options.export, options.junit, options.resume):
         if path is not None and not path.absolute().parent.is_dir():
             raise bad_input(f"{str(path.parent)!r} is no directory; create it, or name another file")
@@ -245,13 +246,17 @@ def verify(address: Address, options: VerifyOptions, *, weak: bool) -> ExitCode:
     def save(report: Report) -> None:
         report.seconds = time.monotonic() - began
         if options.resume is not None:
-            _write(options.resume, json.dumps(report.document(), indent=1, ensure_ascii=False))
+            # With the earlier results that this run has not reached, or that are of other checks.
+            whole = replace(
+                report, results=report.results | {n: r for n, r in known.items() if n not in report.results}
+            )
+            _write(options.resume, json.dumps(whole.document(), indent=1, ensure_ascii=False))
 
-    report = asyncio.run(_verify(address, options, weak, chosen, reference, earlier or {}, show, save))
+    report = asyncio.run(_verify(address, options, weak, chosen, reference, earlier, show, save))
     # In this thread, so that Ctrl-C ends the child.
     for task in options.accuracy:
-        result = (earlier or {}).get(task.check)
-        if result is None:
+        result = known.get(task.check)
+        if result is None or result.figures.get("minimum") != task.minimum:
             left = options.limit - (time.monotonic() - began)
             result = _evaluate(replace(address, model=report.facts.model), options, task, python, report.facts, left)
         report.results[task.check] = result
@@ -273,7 +278,7 @@ async def _verify(
     weak: bool,
     chosen: Sequence[Check],
     reference: Mapping[str, Any] | None,
-    earlier: Mapping[str, Result],
+    earlier: Report | None,
     show: Callable[[Result], None],
     save: Callable[[Report], None],
 ) -> Report:
@@ -281,6 +286,12 @@ async def _verify(
     async with aiohttp.ClientSession(trust_env=False) as http:
         client = Client(http, address, seconds=options.request_seconds)
         facts = await _probe(client, deadline, options.limit)
+        if earlier is not None and earlier.facts.model != facts.model:
+            raise bad_input(
+                f"--resume {str(options.resume)!r} is of the model {earlier.facts.model!r}, and this run is of "
+                f"{facts.model!r}; name another file"
+            )
+        known = earlier.results if earlier is not None else {}
         against = None
         if options.against is not None:
             against = Client(http, options.against, seconds=options.request_seconds)
@@ -298,7 +309,7 @@ async def _verify(
         report = Report(address.url, options.quick, facts)
         lost = 0
         for check in chosen:
-            result = earlier.get(check.name)
+            result = known.get(check.name)
             if result is None:
                 result = await perform(check, session, deadline - time.monotonic(), lost >= _LOST_CHECKS)
             lost = lost + 1 if result.reason is Reason.UNREACHABLE else 0
@@ -348,7 +359,7 @@ async def perform(check: Check, session: Session, seconds: float, lost: bool) ->
         return result(Status.SKIPPED, str(error), reason=error.reason)
     except TimeoutError:
         return result(Status.SKIPPED, "the time limit was reached; raise --limit", reason=Reason.TIME_LIMIT)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except INVALID as error:
         return result(Status.FAILED, f"a response has an unexpected format: {error!r}")
     return result(Status.OK, figures=figures)
 
@@ -382,15 +393,20 @@ def _read_reference(path: Path) -> dict[str, Any]:
         raise bad_input(f"--reference {str(path)!r} is no reference: {error}; make one with --export") from None
 
 
-def _read_earlier(path: Path, url: str, *, quick: bool) -> dict[str, Result]:
-    """Return the results of an earlier run that need no repetition; none if there is no file."""
+_REPEATED = INCOMPLETE | {Reason.NO_REFERENCE, Reason.TOO_WEAK}
+"""Reasons of skipped checks that may not apply to a later run with other options; these checks are repeated."""
+
+
+def _read_earlier(path: Path, url: str, *, quick: bool) -> Report | None:
+    """Return an earlier run with its results that need no repetition; None if there is no file."""
     if not path.exists():
-        return {}
+        return None
     with convert_os_errors("cannot read"):
         text = path.read_text(encoding="utf-8", errors="replace")
     try:
         document = json.loads(text)
         same = document["url"] == url and document["quick"] == quick
+        facts = Facts(**document["facts"])
         results = [
             Result(
                 **{
@@ -405,7 +421,7 @@ def _read_earlier(path: Path, url: str, *, quick: bool) -> dict[str, Result]:
         raise bad_input(f"--resume {str(path)!r} is no file of dsv4 verify ({error!r}); remove it") from None
     if not same:
         raise bad_input(f"--resume {str(path)!r} is of another endpoint, or with another --quick; name another file")
-    return {result.name: result for result in results if result.reason not in INCOMPLETE}
+    return Report(url, quick, facts, {each.name: each for each in results if each.reason not in _REPEATED})
 
 
 def _write(path: Path, text: str) -> None:
@@ -552,11 +568,19 @@ def judge_accuracy(task: Accuracy, found: Mapping[str, Any], questions: int, res
 def line(result: Result) -> str:
     """Return a result as text: one line, for a failed check also remedy and evidence."""
     text = result.text or ", ".join(f"{key} {_figure(value)}" for key, value in result.figures.items())
-    rows = [f"{result.name:<26}   {result.status:<7}   {one_line(text, 300)}".rstrip()]
-    rows += [f"{'':<39}{one_line(each, 300)}" for each in result.evidence]
+    rows = [f"{result.name:<26}   {result.status:<7}   {_shown(text)}".rstrip()]
+    rows += [f"{'':<39}{_shown(each)}" for each in result.evidence]
     if result.remedy:
         rows.append(f"{'':<39}remedy: {result.remedy}")
     return "\n".join(rows)
+
+
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def _shown(text: str) -> str:
+    """Return output of the endpoint on one line, without characters that control the terminal."""
+    return _CONTROLS.sub("\ufffd", one_line(text, 300))
 
 
 def _figure(value: object) -> str:

@@ -19,6 +19,7 @@ from http import HTTPStatus
 from typing import Any
 
 from dsv4_operator.verify.endpoint import (
+    INVALID,
     TIE_NATS,
     Client,
     Defect,
@@ -165,15 +166,24 @@ async def probe(client: Client) -> Facts:
         Skip: the endpoint does not answer.
         Defect: it has no list of models, or no chat.
     """
-    models = (await client.document("/models")).get("data") or []
-    names = [each.get("id") for each in models]
-    if not names:
+    document = await client.document("/models")
+    try:
+        models = {each["id"]: each for each in document.get("data") or []}
+        lengths = {name: int(each.get("max_model_len") or 0) for name, each in models.items()}
+    except INVALID as error:
+        raise Defect(f"/models has an unexpected format: {error!r}") from None
+    if not models:
         raise Defect("/models lists no model")
-    client.model = client.model or names[0]
-    if client.model not in names:
-        raise Defect(f"/models does not list {client.model!r}; it has {', '.join(map(str, names))}")
-    entry = models[names.index(client.model)]
-    sentence = await client.complete(SENTENCE, max_tokens=1)
+    client.model = client.model or next(iter(models))
+    if client.model not in models:
+        raise Defect(f"/models does not list {client.model!r}; it has {', '.join(map(str, models))}")
+    try:
+        sentence = await client.complete(SENTENCE, max_tokens=1, logprobs=5, optional=True)
+    except Skip as error:
+        if error.reason is not Reason.NOT_OFFERED:
+            raise
+        client.logprobs = False
+        sentence = await client.complete(SENTENCE, max_tokens=1)
     chars = round(len(SENTENCE) / max(sentence.prompt_tokens, 1), 2)
     correct = await _correct(client, 12)
     if correct < _CAPABLE and chars >= _TEST_VOCABULARY:
@@ -185,8 +195,8 @@ async def probe(client: Client) -> Facts:
         version = ""
     return Facts(
         model=client.model,
-        max_model_len=int(entry.get("max_model_len") or 0),
-        vllm=entry.get("owned_by") == "vllm",
+        max_model_len=lengths[client.model],
+        vllm=models[client.model].get("owned_by") == "vllm",
         correct=correct,
         chars_per_token=chars,
         engine=str(version),
@@ -352,7 +362,7 @@ async def stop(session: Session) -> Figures:
     word = text[at : at + 5]
     for streamed in (False, True):
         reply = await session.client.complete(
-            SENTENCE, max_tokens=len(base.tokens) or 16, stop=[word], stream=streamed, **session.fixed()
+            SENTENCE, max_tokens=base.completion_tokens or 16, stop=[word], stream=streamed, **session.fixed()
         )
         where = "in a stream" if streamed else "without streaming"
         if word in reply.content:
@@ -685,7 +695,7 @@ async def acceptance(session: Session) -> Figures:
     )
     after = await _draft_counters(session.client)
     delta = {key: value - before.get(key, 0.0) for key, value in after.items()}
-    drafts = delta["drafts"]
+    drafts = delta.get("drafts", 0.0)
     if drafts <= 0:
         raise Skip(Reason.INCONCLUSIVE, "no draft was made during the requests, or another process counted them")
     rates = [

@@ -40,8 +40,8 @@ def language_problem(language: str, text: str) -> str:
         source = block[1] if block else text
         try:
             tree = ast.parse(source)
-        except (SyntaxError, ValueError) as error:
-            return f"the code does not compile: {error}"
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            return f"the code does not compile: {str(error) or 'it is nested too deeply'}"
         has_function = any(isinstance(node, ast.FunctionDef) for node in ast.walk(tree))
         return "" if has_function else "the code defines no function"
     letters = [char for char in text if char.isalpha()]

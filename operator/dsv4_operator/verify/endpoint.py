@@ -26,6 +26,8 @@ _LARGEST_BYTES = 64 << 20
 TIE_NATS = 0.25
 """Margin between the two most likely tokens below which correct engines may choose differently: two steps of bfloat16
 between logits of 16 to 32."""
+INVALID = (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
+"""Errors of reading a response whose format is not that of the API."""
 FINISH_REASONS = ("stop", "length", "tool_calls")
 
 
@@ -152,6 +154,8 @@ class Client:
         self.address = address
         self.model = address.model
         self.seconds = seconds
+        self.logprobs = True
+        """Whether requests may ask for log-probabilities; some servers reject such requests."""
         self.requests = 0
 
     @property
@@ -216,11 +220,13 @@ class Client:
             Defect: as `document`, or the response has no valid choice.
         """
         began = time.monotonic()
+        if not self.logprobs:
+            body = {name: value for name, value in body.items() if name not in ("logprobs", "top_logprobs")}
         status, data = await self.send(path, {"model": self.model, **body})
         data = _checked(path, status, data, optional=optional)
         try:
             reply = read_stream(data) if body.get("stream") else read_document(_json(path, data))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except INVALID as error:
             raise Defect(f"{path}: the response has an invalid format: {error!r}", _tail(data)) from None
         if reply.problems:
             raise Defect(f"{path}: {'; '.join(dict.fromkeys(reply.problems))}", _tail(data))
@@ -280,14 +286,14 @@ def error_text(data: bytes) -> str:
         document = json.loads(data)
         error = document.get("error", document)
         return shorten(error["message"] if isinstance(error, dict) else error, 200)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except INVALID:
         return shorten(data.decode(errors="replace"), 200)
 
 
 def _json(path: str, data: bytes) -> Any:
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Defect(f"{path}: the response is no JSON: {error}", _tail(data)) from None
 
 
@@ -343,7 +349,7 @@ def read_stream(data: bytes) -> Reply:
             done = True
             continue
         chunk = json.loads(payload)
-        if "error" in chunk:
+        if chunk.get("error"):
             raise Defect(f"the stream ends with an error: {error_text(payload.encode())}")
         ids.add(chunk.get("id"))
         reply.chunks += 1
@@ -396,6 +402,9 @@ def _check_end(reply: Reply) -> None:
         reply.problems.append(f"finish_reason is {reply.finish!r}, not one of {', '.join(FINISH_REASONS)}")
     if not reply.usage:
         reply.problems.append("usage is missing")
+    for name in ("prompt_tokens", "completion_tokens"):
+        if not isinstance(reply.usage.get(name), int | None):
+            reply.problems.append(f"usage.{name} is {shorten(reply.usage[name], 80)}, not a number of tokens")
     if reply.finish == "tool_calls" and not reply.calls:
         reply.problems.append("finish_reason is 'tool_calls' without a tool call")
 
@@ -403,7 +412,9 @@ def _check_end(reply: Reply) -> None:
 def _legacy_tokens(document: Mapping[str, Any] | None) -> list[Token]:
     if not document or not document.get("tokens"):
         return []
-    rows = zip(document["tokens"], document["token_logprobs"], document["top_logprobs"], strict=True)
+    # Some servers have no others.
+    tops = document.get("top_logprobs") or [None] * len(document["tokens"])
+    rows = zip(document["tokens"], document["token_logprobs"], tops, strict=True)
     return [Token(text, value, {**(top or {}), text: value}) for text, value, top in rows if value is not None]
 
 

@@ -640,21 +640,21 @@ class Groups:
         return reasons[0] if reasons and None not in reasons else None
 
     async def _apply(self) -> None:
-        before, self.all = self.all, {}
+        # Neither mapping changes afterwards: the status page and metrics may still hold the one before.
+        before, found = self.all, dict[int, RoutedGroup]()
         for route in self.routes.route.groups:
-            known = before.get(route.group)
-            if known is not None and known.place == (route.agent, route.api):
-                self.all[route.group] = before.pop(route.group)
-            else:
+            group = before.get(route.group)
+            if group is None or group.place != (route.agent, route.api):
                 engine = self._engine(route.group)
-                self.all[route.group] = RoutedGroup(
-                    route, self.routes, engine, lambda group, status: self.reported(group, status)
-                )
-            self.all[route.group].failures = route.failures
-            self.all[route.group].engine.give_up(route.given_up)
+                group = RoutedGroup(route, self.routes, engine, lambda group, status: self.reported(group, status))
+            found[route.group] = group
+        self.all = found
+        for route in self.routes.route.groups:
+            found[route.group].failures = route.failures
+            found[route.group].engine.give_up(route.given_up)
         # Before any other task runs: a request that finds no engine and an event that is set would loop forever.
         self._changed()
-        await asyncio.gather(*(group.end() for group in before.values()))
+        await asyncio.gather(*(group.end() for index, group in before.items() if found.get(index) is not group))
 
     def _engine(self, group: int) -> EngineView:
         return EngineView(self._changed, group, lambda generation, reported: self.died(generation, reported))

@@ -365,3 +365,27 @@ async def test_viewers_are_bounded_and_end_with_the_gateway(kit: Any) -> None:
         assert time.monotonic() - begun < 2.0
         for stream in streams:
             await stream.read()
+
+
+async def test_a_new_route_leaves_the_groups_of_a_document_that_is_being_made(kit: Any) -> None:
+    async with kit.Lab() as lab:
+        page = lab.gateway._page
+        entered, go = asyncio.Event(), asyncio.Event()
+
+        async def gateways() -> list[bytes]:
+            entered.set()
+            await go.wait()
+            return []
+
+        page._gateways = gateways
+        making = asyncio.ensure_future(page.make())
+        await entered.wait()
+        lab.point(lab.upstream, others={"http://127.0.0.1:9": "lost"})
+        assert lab.gateway._groups.routes.changed()
+        await lab.gateway._groups._apply()
+        go.set()
+        made = await making
+        assert [(group.index, group.phase) for group in made.groups] == [(0, "Serving")]
+        assert (made.deployments[0].wanted, made.deployments[0].phase) == (1, "Serving")
+        assert sorted(lab.gateway._groups.all) == [0, 1]
+        page._rest()

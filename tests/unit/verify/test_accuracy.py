@@ -129,6 +129,22 @@ def test_a_failed_evaluation_shows_its_last_line(tmp_path: Path, capsys: pytest.
     assert f"--accuracy gsm8k: lm-eval of {python} failed: could not reach the hub" in capsys.readouterr().err
 
 
+def test_a_stored_value_is_used_for_its_minimum_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    python, file = tmp_path / "python", tmp_path / "state.json"
+    python.write_text("#!/bin/sh\necho 'evaluated again' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with serving(Engine()) as url:
+        command = ["verify", "--url", url, "--resume", str(file)]
+        assert run([*command, "--only", "smoke.models"]) == 0
+        command += ["--python", str(python), "--only", "accuracy", "--accuracy"]
+        stored = json.loads(file.read_text())
+        stored["results"].append({"name": "accuracy.gsm8k", "status": "ok", "figures": {"minimum": 0.9}})
+        file.write_text(json.dumps(stored))
+        assert run([*command, "gsm8k=0.9"]) == 0
+        assert run([*command, "gsm8k=0.95"]) == 1
+    assert "evaluated again" in capsys.readouterr().err
+
+
 def results(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     found = json.loads(capsys.readouterr().out)
     return {each["name"]: each for each in found["results"]}

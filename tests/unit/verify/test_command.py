@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any
 import pytest
 
 from dsv4_operator.cli.main import run
+from dsv4_operator.cli.verify import line
+from dsv4_operator.verify.checks import Result, Status
+from dsv4_operator.verify.content import language_problem
+from dsv4_operator.verify.endpoint import Address, Client, Defect, read_document
 from dsv4_testkit.openai_server import Engine, serving
 from dsv4_testkit.waiting import free_ports
 
@@ -81,6 +86,126 @@ def test_a_resumed_run_keeps_failed_checks(tmp_path: Path, capsys: pytest.Captur
         engine.defect = ""
         assert run(command) == 1
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("logprobs", ["ignored", "rejected"])
+def test_an_endpoint_without_log_probabilities_has_no_defect(logprobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Engine()
+    engine.listed, engine.logprobs = [{"id": "m"}], logprobs
+    with serving(engine) as url:
+        only = ("smoke.completions", "smoke.stream", "smoke.usage", "smoke.stop", "smoke.parallel")
+        options = [word for name in (*only, "context.prefix-cache") for word in ("--only", name)]
+        assert run(["verify", "--url", url, "-o", "json", *options]) == 0
+    assert statuses(document(capsys)) == {**dict.fromkeys(only, "ok"), "context.prefix-cache": "skipped"}
+
+
+@pytest.mark.parametrize(
+    "listed", [7, "m", [["m"]], [{"name": "m"}], [{"id": "m", "max_model_len": "long"}], [{"id": ["m"]}]]
+)
+def test_a_list_of_models_with_another_format_is_an_error(listed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Engine()
+    engine.listed = listed
+    with serving(engine) as url:
+        assert run(["verify", "--url", url, *FEW]) == 1
+    assert "/models has an unexpected format" in capsys.readouterr().err
+
+
+def test_a_stream_whose_chunks_have_an_empty_error_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Engine()
+    engine.chunk = {"error": None}
+    with serving(engine) as url:
+        assert run(["verify", "--url", url, "--only", "smoke.stream"]) == 0
+    capsys.readouterr()
+
+
+def test_a_resumed_run_performs_checks_that_needed_another_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, reference = tmp_path / "state.json", tmp_path / "reference.json"
+    with serving(Engine()) as url:
+        command = ["verify", "--quick", "--limit", "5m", "-o", "json", "--url", url, "--resume", str(file)]
+        assert run([*command, "--only", "oracle.reference", "--export", str(reference)]) == 0
+        assert statuses(document(capsys)) == {"oracle.reference": "skipped"}
+        assert run([*command, "--only", "oracle.reference", "--reference", str(reference)]) == 0
+    assert statuses(document(capsys)) == {"oracle.reference": "ok"}
+
+
+def test_the_file_keeps_results_that_a_later_run_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "state.json"
+    with serving(Engine()) as url:
+        command = ["verify", "--url", url, "--resume", str(file)]
+        assert run([*command, *FEW]) == 0
+        assert run([*command, "--only", "smoke.models"]) == 0
+    assert set(statuses(json.loads(file.read_text()))) == {"smoke.models", *FEW[1::2]}
+    assert capsys.readouterr().out.count("smoke.chat") == 1
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, engine = tmp_path / "state.json", Engine()
+    with serving(engine) as url:
+        command = ["verify", "--url", url, "--resume", str(file), *FEW]
+        assert run(command) == 0
+        engine.listed = [{"id": "other"}, *engine.listed]
+        engine.check_model = lambda name: None  # type: ignore[method-assign]
+        assert run(command) == 2
+    assert "'m', and this run is of 'other'" in capsys.readouterr().err
+
+
+def test_output_of_the_endpoint_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    text = line(Result("smoke.chat", Status.FAILED, "it has \x1b[2J", evidence=["a\x9bb\x07", "c\nd"]))
+    assert text.splitlines()[1:] == [f"{'':<39}a\ufffdb\ufffd", f"{'':<39}c d"]
+    assert text.isprintable() or not any(ord(char) < 32 and char != "\n" for char in text)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"[" * 100_000,
+        b'{"choices": []}',
+        b'{"choices": [{"text": "a", "finish_reason": "stop"}], "usage": {"prompt_tokens": "abc"}}',
+        b"<html>",
+        b"\xff\xfe",
+    ],
+)
+def test_a_broken_answer_is_a_defect(document: bytes) -> None:
+    class Session:
+        def request(self, *_: Any, **__: Any) -> Any:
+            return Response()
+
+    class Response:
+        status = 200
+
+        async def __aenter__(self) -> Response:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        @property
+        def content(self) -> Response:
+            return self
+
+        async def iter_any(self) -> Any:
+            yield document
+
+    async def ask() -> None:
+        await Client(Session(), Address("http://x/v1"), seconds=1.0).complete("a")  # type: ignore[arg-type]
+
+    with pytest.raises(Defect):
+        asyncio.run(ask())
+
+
+def test_log_probabilities_without_other_tokens_are_read() -> None:
+    logprobs = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": None}
+    choice = {"text": "a", "finish_reason": "stop", "logprobs": logprobs}
+    (token,) = read_document({"choices": [choice], "usage": {"total_tokens": 1}}).tokens
+    assert (token.text, token.top, token.margin()) == ("a", {"a": -1.0}, float("inf"))
+
+
+def test_code_that_is_nested_too_deeply_does_not_compile() -> None:
+    assert "does not compile" in language_problem("code", "-" * 100_000 + "1")
 
 
 def test_the_time_limit_makes_the_run_incomplete(capsys: pytest.CaptureFixture[str]) -> None:
