@@ -114,6 +114,15 @@ def find(root: Path, name: str | None, *, uncertain: bool = False) -> Record | N
     return None
 
 
+def elsewhere(root: Path) -> list[Record]:
+    """Return the deployments with loops on other machines.
+
+    Raises:
+        CommandError: a record cannot be read.
+    """
+    return [record for record in _records(root).values() if not is_here(root, record)]
+
+
 def is_here(root: Path, record: Record) -> bool:
     """Return whether the loop runs on this machine, with its files in `root`."""
     return (root / record.name / INVENTORY).exists()

@@ -30,7 +30,7 @@ from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, ME
 from dsv4_operator.backends.local.backend import query_members
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.backends.local.supervisor import LoopReport
-from dsv4_operator.cli import hosts, init, machine, main, processes, sources, up
+from dsv4_operator.cli import diagnostics, hosts, init, machine, main, processes, sources, up
 from dsv4_operator.cli.machine import Record, Settings, save_record
 from dsv4_operator.cli.output import CommandError, ExitCode
 from dsv4_runtime.contract import Phase
@@ -376,6 +376,21 @@ def test_the_deployment_that_a_command_is_for(tmp_path: Path) -> None:
         hosts.find(tmp_path, "two")
 
 
+def test_deployments_on_other_machines_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_record(tmp_path, record().model_copy(update={"sudo": True}))
+    assert main.run(["down", "--all", "--state-dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "nothing is running" in shown.out
+    assert "nano is on other machines and is not ended; `dsv4 down nano` ends it" in shown.err
+    checked = subprocess.CompletedProcess[str]([], 0, "", "")
+    monkeypatch.setattr(diagnostics, "_run_checks", lambda *_, **__: checked)
+    monkeypatch.setenv("DSV4_STATE_DIR", str(tmp_path))
+    assert main.run(["doctor"]) == 0
+    assert "nano is on other machines; `ssh spark-1 sudo dsv4 doctor` examines them" in capsys.readouterr().err
+
+
 def test_a_deployment_stays_on_its_machines() -> None:
     known = record()
     hosts._check_machines(None, known.inventory)
@@ -561,6 +576,7 @@ def test_a_status_of_an_earlier_run_is_not_ready(tmp_path: Path) -> None:
     state = sent.loop
     state.directory.mkdir()
     ready = {"type": "Ready", "status": "True", "reason": "EngineReady", "message": "", "lastTransitionTime": 1.0}
+    ready["observedGeneration"] = nano().metadata.generation
     status = DeploymentStatus(conditions=(Condition.model_validate(ready),))
     state.save_object(nano().model_copy(update={"status": status}))
     # The supervisor of a loop that has not reported yet.
