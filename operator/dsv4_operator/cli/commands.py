@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dsv4_operator.cli.output import KUBECTL_PLUGIN, ExitCode, TableFormat, bad_input, print_line, render_document
+from dsv4_operator.cli.output import KUBECTL_PLUGIN, ExitCode, TableFormat, bad_input, note, print_line, render_document
 from dsv4_operator.cli.sources import (
     CommandTarget,
     FileArgument,
@@ -133,7 +133,7 @@ def init(
 def down(
     target: CommandTarget,
     name: NameArgument = None,
-    all_deployments: Annotated[bool, typer.Option("--all", help="Stop all deployments.")] = False,
+    all_deployments: Annotated[bool, typer.Option("--all", help="Stop all deployments of this machine.")] = False,
     purge: Annotated[
         bool, typer.Option("--purge", help="Also remove its logs, evidence and status (never the weights).")
     ] = False,
@@ -153,6 +153,11 @@ def down(
                     f"--purge: {record.name} is on other machines; `dsv4 uninstall {record.name}` removes it"
                 )
             return hosts.down(root, record, uninstall=False)
+    if all_deployments and (root / "remote").is_dir():
+        from dsv4_operator.cli import hosts
+
+        for record in hosts.elsewhere(root):
+            note(f"{record.name} is on other machines and is not ended; `dsv4 down {record.name}` ends it")
     return command.down(root, name, all_deployments=all_deployments, purge=purge)
 
 

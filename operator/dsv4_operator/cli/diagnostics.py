@@ -233,6 +233,12 @@ def check_machine(
     else:
         for each in findings:
             print_line(f"{'FAIL' if each.severity is Severity.REFUSE else 'WARN'}  {each}")
+        if (root / "remote").is_dir():
+            from dsv4_operator.cli import hosts
+
+            for record in hosts.elsewhere(root):
+                remote = f"ssh {record.inventory.hosts[0].target} {'sudo ' * record.sudo}dsv4 doctor"
+                note(f"{record.name} is on other machines; `{remote}` examines them")
     failed = done.returncode != 0 or any(each.severity is Severity.REFUSE for each in findings)
     return ExitCode.FAILED if failed else ExitCode.OK
 

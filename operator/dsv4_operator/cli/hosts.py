@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import os
 import re
 import secrets
 import shutil
@@ -68,9 +69,10 @@ _GPU_BYTES, _CPU_BYTES = 16 * 10**9, 9 * 10**9
 _CLOCK_SECONDS = 60.0
 _ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "aarch64"}
 _ZIP_TIME = (2020, 1, 1, 0, 0, 0)
+# -P: modules in the user's directory must not replace those of Python.
 _FIND_PYTHON = (
     "for p in python3 python3.13 python3.12 python3.11; do "
-    "$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && exec $p \"$@\"; done; "
+    "$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && exec $p -P \"$@\"; done; "
     "echo 'there is no Python 3.11 or newer' >&2; exit 3"
 )
 
@@ -115,6 +117,15 @@ def find(root: Path, name: str | None, *, uncertain: bool = False) -> Record | N
     return None
 
 
+def elsewhere(root: Path) -> list[Record]:
+    """Return the deployments with loops on other machines.
+
+    Raises:
+        CommandError: a record cannot be read.
+    """
+    return [record for record in _records(root).values() if not is_here(root, record)]
+
+
 def is_here(root: Path, record: Record) -> bool:
     """Return whether the loop runs on this machine, with its files in `root`."""
     return (root / record.name / INVENTORY).exists()
@@ -157,6 +168,15 @@ class _Client:
         self, deployment: DSV4Deployment, hosts: str, known: Record | None, root: Path, limit: float
     ) -> ExitCode:
         named = _read_inventory(hosts)
+        spec = deployment.spec
+        needed = spec.topology.nodes_per_group * max(spec.replicas, 1)
+        count = len(named.hosts) if isinstance(named, Inventory) else len(named)
+        if needed > count:
+            raise bad_input(f"the deployment needs {needed} machines, and {hosts} has {count}; add some")
+        # Others need not answer, nor be in the network of these.
+        named = (
+            named.model_copy(update={"hosts": named.hosts[:needed]}) if isinstance(named, Inventory) else named[:needed]
+        )
         same = known is not None and named == [host.target for host in known.inventory.hosts]
         if known and same:
             named = known.inventory
@@ -167,11 +187,7 @@ class _Client:
             named = _discovered(named, checks)
         elif same:
             named = _present(named, checks)
-        inventory, spec = named, deployment.spec
-        needed = spec.topology.nodes_per_group * max(spec.replicas, 1)
-        if needed > len(inventory.hosts):
-            raise bad_input(f"the deployment needs {needed} machines, and {hosts} has {len(inventory.hosts)}; add some")
-        inventory = inventory.model_copy(update={"hosts": inventory.hosts[:needed]})
+        inventory = named
         moved = _check_machines(known, inventory)
         cpu = spec.topology.hardware is Hardware.CPU
         source = _Source.of(cpu=cpu, python=_minor(checks[inventory.hosts[0].target]["python"]))
@@ -339,6 +355,10 @@ class _Client:
             problems += [f"{host.name}: {problem}" for problem in found]
             if not found:
                 start = "with systemd" if facts["systemd"] else "without systemd, so not started after a reboot"
+                if facts["systemd"] and not facts["root"]:
+                    start = "without root, so not started after a reboot"
+                if facts["sudo"]:
+                    start += f"; sudo is used for namespaces, units and {inventory.state_dir}"
                 free = facts["free_bytes"] / 1e9
                 self.report(host.name, f"{host.address}, Python {facts['python']}, {free:.0f} GB free, {start}")
         if problems:
@@ -470,7 +490,7 @@ def _read_inventory(hosts: str) -> Inventory | list[str]:
     Raises:
         CommandError: the file or a name is invalid.
     """
-    if Path(hosts).suffix in (".yaml", ".yml", ".json") or Path(hosts).is_file():
+    if Path(hosts).suffix in (".yaml", ".yml", ".json") or os.path.isfile(hosts):
         try:
             return load_inventory(Path(hosts).read_text(encoding="utf-8"))
         except InvalidInventory as error:
@@ -542,9 +562,9 @@ def _discovered(targets: Sequence[str], checks: dict[str, Any]) -> Inventory:
     for target in targets:
         for one in checks[target]["addresses"]:
             network = IPv4Interface(f"{one['address']}/{one['prefix']}").network
-            if not one["interface"].startswith(CONTAINERS):
+            if one["up"] and not one["interface"].startswith(CONTAINERS):
                 networks.setdefault(network, {}).setdefault(target, one)
-    # Bridges of one program have the same address on all machines.
+    # An RDMA port with an address may have no cable. Bridges of one program have the same address on all machines.
     shared = [found for found in networks.values() if len({one["address"] for one in found.values()}) == len(targets)]
     if not shared:
         raise bad_input(
@@ -577,6 +597,11 @@ def _problems(
         yield "it allows sudo without a password, and the first machine does not, or vice versa; make them alike"
     if _minor(facts["python"]) != _minor(first["python"]):
         yield f"it has Python {facts['python']}, and the first machine {first['python']}; install the same release"
+    elif facts["interpreter"] != first["interpreter"]:
+        yield (
+            f"its Python is {facts['interpreter']}, and that of the first machine {first['interpreter']}; the copied "
+            "software needs it at the same path"
+        )
     if not facts["headers"]:
         yield f"Python.h is missing; install it: apt-get install python{_minor(facts['python'])}-dev"
     if missing := [name for name in ("gcc", "g++") if name not in facts["compilers"]]:

@@ -193,6 +193,11 @@ async def _run(
         if len(found) > 1:
             link, more = await _link(ssh, found, networks, measure=options.measure)
             problems += more
+        elif names:
+            # The address of the host service, on the network that the API uses too.
+            links = sorted(common_links(networks), key=lambda each: not each.ends[found[0].name].default_route)
+            link = links[0] if links else None
+            problems += [] if links else [no_link(networks)]
         _report(problems)
     return _choose(options, prompts, found, link, networks, folder, root)
 
@@ -236,7 +241,10 @@ async def _survey(ssh: Ssh, names: Mapping[str, str], root: Path) -> list[_Found
         CommandError: a machine does not answer; contains one message for each.
     """
     if not names:
-        return [await _survey_one(_run_here, HERE, None, str(root))]
+        try:
+            return [await _survey_one(_run_here, HERE, None, str(root))]
+        except SurveyError as error:
+            raise bad_input(f"{HERE}: {error}") from None
 
     async def there(name: str, target: str) -> _Found | str:
         try:
@@ -434,8 +442,8 @@ def _offer(options: InitOptions, prompts: _Prompts, found: Sequence[_Found]) -> 
     kinds = [one.survey.machine for one in found]
     machine = min((kind for kind in kinds if kind), key=lambda kind: kind.memory_bytes, default=machine_named("cpu"))
     devices = min((one.survey.devices for one in found), default=1) or 1
-    # Without a second machine, two members of the Nano model share this one.
-    nodes = len(found) if machine.sm or len(found) > 1 else 2
+    # Without others, two members of the Nano model share this machine.
+    nodes = len(found) if machine.sm or found[0].target else 2
     if (count := nodes * devices) & (count - 1) and not machine.sm:
         raise bad_input(f"--hosts: {count} machines without GPUs; the Nano model can be divided between 1 or 2")
     fitting = offers(machine, nodes, devices)
@@ -587,6 +595,7 @@ def _print_summary(
     division, row = offer.division, offer.published
     layout = [f"tensor parallel {division.tensor}"] if division.tensor > 1 else []
     layout += [f"{division.stages} pipeline stages"] if division.stages > 1 else []
+    one = "one GPU" if offer.machine.sm else "one process"
     concurrency = offer.concurrency(users, context)
     room = f", room for {concurrency:.1f} of {context:,} tokens at once" if concurrency is not None else ""
     hub = source.get("huggingFace")
@@ -595,7 +604,7 @@ def _print_summary(
     listen = gateway.get("listen", LOOPBACK)
     lines = [
         ("deployment", name),
-        ("model", f"{offer.model.name} on {', '.join(one.name for one in found)}, {', '.join(layout) or 'one GPU'}"),
+        ("model", f"{offer.model.name} on {', '.join(one.name for one in found)}, {', '.join(layout) or one}"),
         ("build", offer.profile.title),
         *([("settings", f"as published by {row.source}, {row.date}: {_words(offer.engine)}")] if row else []),
         ("weights", weights),

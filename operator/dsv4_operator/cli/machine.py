@@ -20,14 +20,15 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dsv4_operator.api import DSV4Deployment, SecretKeyRef
-from dsv4_operator.backends.hosts.bootstrap import alone
+from dsv4_operator.backends.hosts.bootstrap import COMPLETE, alone
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, Inventory
 from dsv4_operator.backends.hosts.service import STARTUP_ERROR
 from dsv4_operator.backends.local.state import REMOTE, DeploymentState, StateError, deployments
+from dsv4_operator.backends.local.supervisor import read_kept_status
 from dsv4_operator.cli import processes, up
 from dsv4_operator.cli.output import CommandError, ExitCode, bad_input, convert_os_errors, note, print_line
 from dsv4_runtime.contract.base import Report
-from dsv4_runtime.util.files import replace_file
+from dsv4_runtime.util.files import replace_file, sync_folder
 
 SOFTWARE = "software"
 APPLIED = "applied"
@@ -38,7 +39,7 @@ _SYSTEMCTL_SECONDS = 60.0
 _STOP_SECONDS = 120.0
 _START_SECONDS = 120.0
 """The first start after a copy reads the packages from the disk."""
-_ACTION_SECONDS = 300.0
+ACTION_SECONDS = 300.0
 """Longest wait for the action of another client."""
 _MISSING_SECONDS = 10.0
 """Time between two runs of the loop's supervisor after which it counts as ended."""
@@ -91,7 +92,8 @@ class Record(Report):
     def program(self) -> list[str]:
         """Return the start of command lines of dsv4 on the machines."""
         variable = f"DSV4_STATE_DIR={self.inventory.state_dir}"
-        return [*self.prefix, "env", variable, f"{self.software}/bin/python", "-m"]
+        # -P: modules in the user's directory must not replace those of Python.
+        return [*self.prefix, "env", variable, f"{self.software}/bin/python", "-P", "-m"]
 
 
 class Settings(Report):
@@ -306,7 +308,7 @@ def _write_files(settings: Settings, deployment: DSV4Deployment) -> None:
                 replace_file(settings.loop.directory / INVENTORY, record.inventory.to_json())
                 settings.loop.save_manifest(deployment)
             else:
-                save_record(settings.loop.root, record.model_copy(update={"key": ""}))
+                save_record(settings.loop.root, record.model_copy(update={"key": _client_key(settings)}))
             if os.geteuid() == 0 and (not _COMMAND.exists() or _is_ours(_COMMAND)):
                 default = f"${{DSV4_STATE_DIR:-{record.inventory.state_dir}}}"
                 script = f'#!/bin/sh\nexec env DSV4_STATE_DIR="{default}" {record.software}/bin/dsv4 "$@"\n'
@@ -314,6 +316,14 @@ def _write_files(settings: Settings, deployment: DSV4Deployment) -> None:
                 replace_file(_COMMAND, script, mode=0o755)
     except StateError as error:
         raise bad_input(str(error)) from None
+
+
+def _client_key(settings: Settings) -> str:
+    """Return the key for the record on this machine: only the client needs it, which may be this machine."""
+    file = settings.loop.root / REMOTE / f"{settings.record.name}.json"
+    with contextlib.suppress(OSError, ValueError):
+        return settings.record.key if Record.model_validate_json(file.read_bytes()).key else ""
+    return ""
 
 
 def _is_ours(command: Path) -> bool:
@@ -377,8 +387,11 @@ def wait(settings: Settings) -> ExitCode:
         CommandError: the start failed or timed out; the deployment runs on.
     """
     with processes.SignalCounter() as signals:
-        process = _LoopProcess(settings.loop)
-        started = up.StartedDeployment(settings.loop, process, signals, None, detach=True, timeout=settings.timeout)
+        process, pid = _LoopProcess(settings.loop), settings.loop.holder()
+        # Before the first report of this loop, the status is that of an earlier one, which may have been ready.
+        reported = pid is not None and read_kept_status(pid) is not None
+        previous = None if reported else settings.loop.object_text()
+        started = up.StartedDeployment(settings.loop, process, signals, previous, detach=True, timeout=settings.timeout)
         return started.wait_until_ready()
 
 
@@ -428,6 +441,10 @@ def remove(settings: Settings) -> ExitCode:
     else:
         if _is_ours(_COMMAND):
             _COMMAND.unlink()
+        for mark in root.glob(f"{SOFTWARE}/*/{COMPLETE}"):
+            # After a loss of power, software that is removed in part must not count as complete.
+            mark.unlink()
+            sync_folder(mark.parent)
         for name in (settings.members.root.name, "cache", SOFTWARE):
             shutil.rmtree(root / name, ignore_errors=True)
         # It may have records of deployments on other machines, with their keys.
@@ -463,7 +480,7 @@ def main() -> int:
         settings = Settings.model_validate_json(sys.stdin.buffer.read())
         with (
             convert_os_errors(f"`{action}` failed"),
-            contextlib.nullcontext() if action == "wait" else alone(str(settings.loop.root), _ACTION_SECONDS),
+            contextlib.nullcontext() if action == "wait" else alone(str(settings.loop.root), ACTION_SECONDS),
         ):
             return _ACTIONS[action](settings)
     except (CommandError, StateError, ValidationError) as error:

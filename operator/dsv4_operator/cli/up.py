@@ -475,11 +475,17 @@ def _end(state: DeploymentState, *, purge: bool) -> str | None:
 
 def _end_members(state: DeploymentState) -> str | None:
     """End the members of a deployment on several machines; return the error message if that failed."""
+    from dsv4_operator.backends.hosts.bootstrap import alone
     from dsv4_operator.cli import machine
 
     try:
-        ran = machine.end_members(state)
-    except (StateError, CommandError, PermissionError) as error:
+        # An `up` or `down` of a client may be under way.
+        with (
+            convert_os_errors(f"{state.name} cannot be ended"),
+            alone(str(state.root), machine.ACTION_SECONDS),
+        ):
+            ran = machine.end_members(state)
+    except (StateError, CommandError) as error:
         return str(error)
     print_line(f"{state.name} {'has ended' if ran else 'is not running'}")
     note("The host services run on without members; `dsv4 down` on the machine with hosts.yaml ends them too.")

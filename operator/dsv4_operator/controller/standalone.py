@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from dsv4_operator.api import DSV4Deployment, Hardware, Reason
+from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, Hardware, Reason
 from dsv4_operator.backends.base import Backend, BackendError
 from dsv4_operator.backends.hosts.backend import HostsBackend
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, InvalidInventory, load_inventory
@@ -169,7 +169,18 @@ def _saved(state: DeploymentState) -> DSV4Deployment:
     deployment, earlier = state.manifest(), state.object()
     if deployment is None:
         raise StateError(f"{state.name!r} has no manifest; start it with `dsv4 up FILE`")
-    return deployment if earlier is None else deployment.model_copy(update={"status": earlier.status})
+    if earlier is None:
+        return deployment
+    # A loss of power leaves the status of a deployment that is ready, which a client would take for the present one.
+    unknown = {"status": ConditionStatus.FALSE, "reason": Reason.GROUP_STOPPED, "message": "the loop was started"}
+    conditions = tuple(
+        condition.model_copy(update=unknown)
+        if condition.type is ConditionType.READY and condition.status is ConditionStatus.TRUE
+        else condition
+        for condition in earlier.status.conditions
+    )
+    status = earlier.status.model_copy(update={"conditions": conditions})
+    return deployment.model_copy(update={"status": status})
 
 
 def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes: Processes) -> None:

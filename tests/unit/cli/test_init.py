@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -91,6 +93,28 @@ def test_every_unreachable_machine_is_reported(machines: SshMachines, tmp_path: 
     assert first.startswith("gone.invalid: ssh: Could not resolve")
     assert second.startswith("me@lost.invalid: ssh: Could not resolve")
     assert second.endswith("`ssh me@lost.invalid true` must work without a question")
+
+
+def test_one_other_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    address = {"family": "inet", "local": "10.0.0.7", "prefixlen": 24, "scope": "global"}
+    link = {"ifname": "eth0", "flags": ["UP", "LOWER_UP"], "operstate": "UP", "mtu": 1500, "addr_info": [address]}
+    for name, text in {"ssh": 'exec sh -c "${@: -1}"', "ip": f"echo '{json.dumps([link])}'"}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert init.run(InitOptions(("spark-1",), name="one", yes=True), tmp_path, tmp_path / "state") is ExitCode.OK
+    inventory = load_inventory((tmp_path / "hosts.yaml").read_text())
+    assert [(host.name, host.address) for host in inventory.hosts] == [("spark-1", "10.0.0.7")]
+    deployment = load((tmp_path / "dsv4.yaml").read_text())
+    assert deployment.spec.topology.nodes_per_group == 1
+    assert deployment.spec.gateway.api_keys is not None
+    assert f"dsv4 up {tmp_path}/dsv4.yaml --hosts {tmp_path}/hosts.yaml" in capsys.readouterr().out
+
+
+def test_facts_of_this_machine_that_are_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "PROGRAM", "exit 1")
+    with pytest.raises(CommandError, match="this machine: the output of its shell is incomplete"):
+        init.run(InitOptions((), yes=True), tmp_path, tmp_path / "s")
 
 
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

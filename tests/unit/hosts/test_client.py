@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -24,14 +25,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, load
+from dsv4_operator.api import Condition, DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, load
 from dsv4_operator.backends.hosts import bootstrap
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, MEMBERS, Host, Inventory
 from dsv4_operator.backends.hosts.ssh import ConnectionLost, Ssh
 from dsv4_operator.backends.local.backend import query_members
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.backends.local.supervisor import LoopReport
-from dsv4_operator.cli import hosts, init, machine, main, processes, sources, up
+from dsv4_operator.cli import diagnostics, hosts, init, machine, main, processes, sources, up
 from dsv4_operator.cli.machine import Record, Settings, save_record
 from dsv4_operator.cli.output import CommandError, ExitCode
 from dsv4_runtime.contract import Phase
@@ -292,7 +293,7 @@ def test_a_wheel_of_the_code_with_its_entry_points() -> None:
 
 def facts(*networks: tuple[str, str, int, bool]) -> dict[str, object]:
     addresses = [
-        {"interface": name, "address": at, "prefix": 24, "speed": speed, "rdma": rdma}
+        {"interface": name, "address": at, "prefix": 24, "speed": speed, "rdma": rdma, "up": speed >= 0}
         for name, at, speed, rdma in networks
     ]
     return {"addresses": addresses}
@@ -310,6 +311,26 @@ def test_the_fastest_shared_network_is_chosen() -> None:
         ("a", "me@A", "10.1.0.1", "roce"),
         ("b", "b", "10.1.0.2", "roce1"),
     ]
+
+
+def test_a_port_without_cable_connects_no_machines() -> None:
+    checks = {
+        name: facts(("eth0", f"10.0.0.{number}", 1000, False), ("roce", f"10.1.0.{number}", -1, True))
+        for number, name in enumerate(("a", "b"), 1)
+    }
+    assert [host.address for host in hosts._discovered(["a", "b"], checks).hosts] == ["10.0.0.1", "10.0.0.2"]
+
+
+def test_addresses_of_ports_with_and_without_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"eth0": ["UP", "LOWER_UP"], "roce": ["NO-CARRIER", "UP"], "off": ["BROADCAST"]}
+    links = [
+        {"ifname": name, "flags": found, "addr_info": [{"local": "10.0.0.1", "prefixlen": 24, "scope": "global"}]}
+        for name, found in flags.items()
+    ]
+    (tmp_path / "ip").write_text(f"#!/bin/sh\necho '{json.dumps(links)}'\n")
+    (tmp_path / "ip").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert {one["interface"]: one["up"] for one in bootstrap.addresses()} == {"eth0": True, "roce": False, "off": False}
 
 
 def test_bridges_of_containers_connect_no_machines() -> None:
@@ -333,6 +354,11 @@ def test_invalid_names_of_machines(text: str) -> None:
         hosts._read_inventory(text)
 
 
+def test_a_list_that_is_longer_than_a_name_of_a_file() -> None:
+    names = [f"spark-{number}.lab.example.com" for number in range(16)]
+    assert hosts._read_inventory(",".join(names)) == names
+
+
 def record(name: str = "nano") -> Record:
     inventory = Inventory(hosts=(Host(name="spark-1", address="10.0.0.1"), Host(name="spark-2", address="10.0.0.2")))
     return Record(name=name, inventory=inventory, key="k" * 64, software="/var/lib/dsv4/software/abc")
@@ -350,6 +376,21 @@ def test_the_deployment_that_a_command_is_for(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(CommandError, match=r"nano\.json cannot be read; remove it"):
         hosts.find(tmp_path, "two")
+
+
+def test_deployments_on_other_machines_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_record(tmp_path, record().model_copy(update={"sudo": True}))
+    assert main.run(["down", "--all", "--state-dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "nothing is running" in shown.out
+    assert "nano is on other machines and is not ended; `dsv4 down nano` ends it" in shown.err
+    checked = subprocess.CompletedProcess[str]([], 0, "", "")
+    monkeypatch.setattr(diagnostics, "_run_checks", lambda *_, **__: checked)
+    monkeypatch.setenv("DSV4_STATE_DIR", str(tmp_path))
+    assert main.run(["doctor"]) == 0
+    assert "nano is on other machines; `ssh spark-1 sudo dsv4 doctor` examines them" in capsys.readouterr().err
 
 
 def test_a_deployment_stays_on_its_machines() -> None:
@@ -398,6 +439,7 @@ def test_up_follows_a_changed_address(tmp_path: Path, monkeypatch: pytest.Monkey
     refused: set[str] = set()
     found = {
         target: facts(("eth0", address, 1, False))
+        | {"interpreter": "/usr/bin/python3.11"}
         | {"root": True, "sudo": False, "python": "3.11.2", "headers": True, "compilers": ["gcc", "g++"], "time": 0.0}
         | {"architecture": "x86_64", "free_bytes": 10**12, "software": [], "systemd": True, "writable": True}
         for target, address in (("spark-1", "10.0.0.1"), ("spark-2", "10.0.0.7"))
@@ -435,6 +477,128 @@ def test_up_follows_a_changed_address(tmp_path: Path, monkeypatch: pytest.Monkey
     done.clear()
     assert hosts.up(str(NANO), "spark-1,spark-2", tmp_path, timeout=1) == ExitCode.OK
     assert done == [("apply", "spark-1", "10.0.0.7"), ("apply", "spark-2", "10.0.0.7")]
+
+
+def test_only_the_machines_of_a_deployment_must_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def check(self: object, target: str, state_dir: str) -> dict[str, object]:
+        asked.append(target)
+        raise CommandError(f"{target}: does not answer")
+
+    monkeypatch.setattr(hosts._Client, "_check", check)
+    file = tmp_path / "hosts.yaml"
+    file.write_text(json.dumps({"hosts": [{"name": f"h{n}", "address": f"10.0.0.{n}"} for n in (1, 2, 3)]}))
+    for place in ("h1,h2,h3", str(file)):
+        asked.clear()
+        with pytest.raises(CommandError):
+            hosts.up(str(NANO), place, tmp_path, timeout=1)
+        assert asked == ["h1", "h2"]
+    asked.clear()
+    with pytest.raises(CommandError, match="the deployment needs 2 machines, and h1 has 1; add some"):
+        hosts.up(str(NANO), "h1", tmp_path, timeout=1)
+    assert not asked
+
+
+MACHINE: dict[str, object] = {
+    "root": True,
+    "sudo": False,
+    "writable": True,
+    "systemd": True,
+    "python": "3.12.3",
+    "interpreter": "/usr/bin/python3.12",
+    "headers": True,
+    "compilers": ["gcc", "g++"],
+    "architecture": "x86_64",
+    "software": [],
+    "free_bytes": 10**12,
+    "time": 0.0,
+    **facts(("eth0", "10.0.0.1", 1000, False)),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({}, "with systemd"),
+        ({"sudo": True}, "with systemd; sudo is used for namespaces, units and /var/lib/dsv4"),
+        ({"root": False}, "without root, so not started after a reboot"),
+        ({"systemd": False}, "without systemd, so not started after a reboot"),
+    ],
+)
+def test_rights_and_their_use_are_named(
+    change: dict[str, object], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inventory = Inventory(hosts=(Host(name="spark-1", address="10.0.0.1"),))
+    client = hosts._Client(None)  # type: ignore[arg-type]
+    client._judge(inventory, {"spark-1": {**MACHINE, **change}}, hosts._Source({}, "3.12", 1))
+    assert capsys.readouterr().out.strip().endswith(f"1000 GB free, {shown}")
+
+
+def test_the_interpreter_has_one_path_on_all_machines() -> None:
+    host, source = Host(name="spark-2", address="10.0.0.1"), hosts._Source({}, "3.12", 1)
+    assert list(hosts._problems(host, MACHINE, MACHINE, source, "/var/lib/dsv4")) == []
+    other = {**MACHINE, "interpreter": "/usr/local/bin/python3.12"}
+    (problem,) = hosts._problems(host, other, MACHINE, source, "/var/lib/dsv4")
+    assert "its Python is /usr/local/bin/python3.12, and that of the first machine /usr/bin/python3.12" in problem
+
+
+def test_modules_in_the_directory_of_the_user_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("csv", "shlex"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
+    check = ["sh", "-c", hosts._FIND_PYTHON, "sh", "-c", hosts._script(), "check", "/var/lib/dsv4"]
+    facts = json.loads(subprocess.check_output(check, timeout=60))
+    assert facts["interpreter"] == os.path.realpath(facts["interpreter"])
+    *_, safe, module = record().program()
+    command = [sys.executable, safe, module, "dsv4_operator.cli.machine", "stop-host"]
+    done = subprocess.run(command, input=b"{}", capture_output=True, timeout=60, check=False)
+    assert b"shadowed" not in done.stderr
+    assert b"host" in done.stderr, "a field that is missing"
+
+
+def test_links_to_the_interpreter_are_copied_with_every_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The default of Python 3.14.
+    monkeypatch.setattr(tarfile.TarFile, "extraction_filter", staticmethod(tarfile.data_filter), raising=False)
+    buffer = BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        entry = tarfile.TarInfo("bin/python")
+        entry.type, entry.linkname = tarfile.SYMTYPE, "/usr/bin/python3.12"
+        archive.addfile(entry)
+    buffer.seek(0)
+    with tarfile.open(fileobj=buffer, mode="r|") as archive:
+        for entry in archive:
+            bootstrap._extract(archive, entry, str(tmp_path))
+    assert os.readlink(tmp_path / "bin" / "python") == "/usr/bin/python3.12"
+
+
+def test_a_status_of_an_earlier_run_is_not_ready(tmp_path: Path) -> None:
+    inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
+    sent = Settings(record=record().model_copy(update={"inventory": inventory}), host="spark-1", timeout=0.5)
+    state = sent.loop
+    state.directory.mkdir()
+    ready = {"type": "Ready", "status": "True", "reason": "EngineReady", "message": "", "lastTransitionTime": 1.0}
+    ready["observedGeneration"] = nano().metadata.generation
+    status = DeploymentStatus(conditions=(Condition.model_validate(ready),))
+    state.save_object(nano().model_copy(update={"status": status}))
+    # The supervisor of a loop that has not reported yet.
+    with state.lock(), pytest.raises(CommandError, match="nano was not ready within"):
+        machine.wait(sent)
+
+
+def test_the_client_on_another_machine_of_the_deployment_keeps_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_COMMAND", tmp_path / "bin" / "dsv4")
+    with tempfile.TemporaryDirectory(prefix="d", dir="/tmp") as folder:
+        inventory = record().inventory.model_copy(update={"state_dir": folder})
+        known = record().model_copy(update={"inventory": inventory})
+        sent = Settings(record=known, host="spark-2", deployment=nano())
+        machine._write_files(sent, nano())
+        assert hosts.find(Path(folder), "nano") == known.model_copy(update={"key": ""})
+        save_record(Path(folder), known)
+        machine._write_files(sent, nano())
+        assert hosts.find(Path(folder), "nano") == known
 
 
 def test_only_the_same_machine_moves(tmp_path: Path) -> None:
@@ -629,6 +793,19 @@ def test_a_removal_leaves_other_deployments_alone(
     assert hosts.find(tmp_path, "elsewhere") == elsewhere
 
 
+def test_software_that_is_removed_in_part_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_COMMAND", tmp_path / "bin" / "dsv4")
+    inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
+    software = tmp_path / "software" / "abc"
+    software.mkdir(parents=True)
+    (software / bootstrap.COMPLETE).touch()
+    # The machine loses power before the rest is removed.
+    monkeypatch.setattr(machine.shutil, "rmtree", lambda *given, **more: None)
+    machine.remove(Settings(record=record().model_copy(update={"inventory": inventory}), host="spark-2"))
+    assert software.exists()
+    assert not (software / bootstrap.COMPLETE).exists()
+
+
 def test_one_client_at_a_time_changes_a_machine(tmp_path: Path) -> None:
     inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
     sent = Settings(record=record().model_copy(update={"inventory": inventory}), host="spark-2")
@@ -641,6 +818,21 @@ def test_one_client_at_a_time_changes_a_machine(tmp_path: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(2)
     assert other.wait(20) == 0
+
+
+def test_down_on_the_first_machine_waits_for_a_client(tmp_path: Path) -> None:
+    state = DeploymentState(tmp_path, "nano")
+    state.directory.mkdir()
+    state.save_manifest(nano())
+    (state.directory / INVENTORY).touch()
+    command = [sys.executable, "-m", "dsv4_operator.cli.main", "down", "nano", "--state-dir", str(tmp_path)]
+    with machine.alone(str(tmp_path)):
+        other = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.communicate(timeout=3)
+        assert not (state.directory / DOWN).exists()
+    out, errors = other.communicate(timeout=20)
+    assert (other.returncode, out) == (0, "nano is not running\n"), errors
 
 
 def answers(address: str, port: int) -> bool:

@@ -55,6 +55,11 @@ def test_two_machines() -> None:
             "hosts[1].address",
             "Duplicate",
         ),
+        (
+            {"hosts": [{"name": "a", "ssh": "b", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.2"}]},
+            "hosts[1].ssh",
+            "Duplicate",
+        ),
         ({"stateDir": "var"}, "stateDir", "InvalidValue"),
         ({"stateDir": "/var/../etc"}, "stateDir", "InvalidValue"),
         ({"servicePort": 80}, "servicePort", "OutOfRange"),

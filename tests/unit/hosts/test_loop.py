@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_operator.api import DeploymentPhase, DeploymentStatus, Hardware, load
+from dsv4_operator.api import (
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    DeploymentPhase,
+    DeploymentStatus,
+    Hardware,
+    Reason,
+    load,
+)
 from dsv4_operator.backends.hosts.documents import HOST_KEY, INVENTORY
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, StateError
@@ -63,6 +72,16 @@ def test_the_saved_status_is_continued(state: DeploymentState) -> None:
     state.save_manifest(changed)
     found = standalone._saved(state)
     assert (found.spec, found.status) == (changed.spec, earlier)
+
+
+def test_after_a_loss_of_power_nothing_is_ready(state: DeploymentState) -> None:
+    true = {"status": ConditionStatus.TRUE, "reason": Reason.ENGINE_READY, "message": "", "lastTransitionTime": 1.0}
+    kinds = (ConditionType.ACCEPTED, ConditionType.READY)
+    conditions = tuple(Condition.model_validate({**true, "type": kind}) for kind in kinds)
+    earlier = DeploymentStatus(phase=DeploymentPhase.SERVING, conditions=conditions)
+    state.save_object(load(NANO).model_copy(update={"status": earlier}))
+    found = standalone._saved(state).status
+    assert [each.status for each in found.conditions] == [ConditionStatus.TRUE, ConditionStatus.FALSE]
 
 
 @pytest.mark.parametrize(

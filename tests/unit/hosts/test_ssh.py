@@ -42,13 +42,17 @@ def test_the_shell_of_the_machine_gets_every_word_unchanged(words: list[str]) ->
 
 
 def test_ssh_accepts_the_options(folder: Path) -> None:
-    (folder / "config").write_text("Host spark-1\n  HostName 192.0.2.7\n  User me\n  ProxyJump gate\n")
+    (folder / "config").write_text(
+        "Host spark-1\n  HostName 192.0.2.7\n  User me\n  ProxyJump gate\n  LocalForward 8000 127.0.0.1:8000\n"
+    )
     ssh = Ssh(folder, options=("-F", str(folder / "config")))
     program, *arguments = ssh.command("spark-1", ["true"])
     found = subprocess.run([program, "-G", *arguments], capture_output=True, text=True, check=True, timeout=10).stdout
     lines = set(found.splitlines())
     assert {"hostname 192.0.2.7", "user me", "proxyjump gate"} <= lines, "the user's configuration applies"
     assert {"batchmode yes", "connecttimeout 10", "controlmaster auto", "serveraliveinterval 5"} <= lines
+    # With ExitOnForwardFailure, a second connection would fail.
+    assert not [line for line in lines if line.startswith("localforward")], "ports of the user's own connection"
 
 
 def test_a_path_that_is_too_long_for_sockets(folder: Path) -> None:

@@ -78,6 +78,7 @@ def check(state_dir: str) -> None:
         "hostname": socket.gethostname(),
         "root": os.geteuid() == 0,
         "python": ".".join(map(str, sys.version_info[:3])),
+        "interpreter": os.path.realpath(sys.executable),
         "headers": os.path.exists(os.path.join(include, "Python.h")),
         "architecture": platform.machine(),
         "system": sys.platform,
@@ -95,7 +96,8 @@ def check(state_dir: str) -> None:
 
 
 def addresses() -> list[dict[str, object]]:
-    """Return the IPv4 addresses of physical and virtual interfaces with their speed in Mbit/s."""
+    """Return the IPv4 addresses of physical and virtual interfaces with their speed in Mbit/s, `up` if they have a
+    link."""
     try:
         output = subprocess.run(["ip", "-j", "-4", "addr"], capture_output=True, timeout=10, check=True).stdout
         links = json.loads(output)
@@ -108,8 +110,10 @@ def addresses() -> list[dict[str, object]]:
         with contextlib.suppress(OSError, ValueError):
             speed = int(Path(f"/sys/class/net/{name}/speed").read_text())
         rdma = os.path.isdir(f"/sys/class/net/{name}/device/infiniband")
+        up = "UP" in link.get("flags", ()) and "NO-CARRIER" not in link["flags"]
+        kind = {"speed": speed, "rdma": rdma, "up": up}
         found += [
-            {"interface": name, "address": one["local"], "prefix": one["prefixlen"], "speed": speed, "rdma": rdma}
+            {"interface": name, "address": one["local"], "prefix": one["prefixlen"], **kind}
             for one in link.get("addr_info", ())
             if one.get("scope") == "global"
         ]
@@ -182,7 +186,8 @@ def install(directory: str, uv: str, requirements: str, wheels: str) -> None:
 
     def build() -> str:
         if not os.path.exists(python):
-            run("venv", "--quiet", "--python", sys.executable, directory)
+            # The environment has a link to it, which copies on other machines have too: `python3` may differ there.
+            run("venv", "--quiet", "--python", os.path.realpath(sys.executable), directory)
         run("pip", "sync", "--python", python, requirements)
         run("pip", "install", "--python", python, "--no-deps", "--reinstall", *sorted(glob.glob(f"{wheels}/*.whl")))
         return _damaged(directory)
@@ -400,6 +405,8 @@ def _extract(archive: tarfile.TarFile, entry: tarfile.TarInfo, directory: str) -
         os.unlink(target)
     entry.uid, entry.gid, entry.uname, entry.gname = os.geteuid(), os.getegid(), "", ""
     entry.mtime = int(entry.mtime)
+    # Links to the interpreter are absolute, which Python 3.14 refuses by default.
+    archive.extraction_filter = lambda member, _: member
     archive.extract(entry, directory)
 
 

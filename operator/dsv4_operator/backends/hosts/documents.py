@@ -115,6 +115,13 @@ class Inventory(SpecPart):
                 for index, value in enumerate(values)
                 if value in values[:index]
             ]
+        names, targets = [host.name for host in self.hosts], [host.target for host in self.hosts]
+        findings += [
+            # Two host services of one deployment would share the files of one machine.
+            Finding(f"hosts[{index}].ssh", ValueReason.DUPLICATE, "is used twice", "name each machine once", target)
+            for index, target in enumerate(targets)
+            if target in targets[:index] and names[index] not in names[:index]
+        ]
         if findings:
             message = joined(findings).replace("{", "{{").replace("}", "}}")
             raise PydanticCustomError(RULES_ERROR, message, {"findings": findings})

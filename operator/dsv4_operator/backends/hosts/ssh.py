@@ -99,6 +99,8 @@ class Ssh:
             "ControlMaster": "auto",
             "ControlPath": f"{self._sockets}/%C",
             "ControlPersist": str(_KEPT_SECONDS),
+            # Ports that the user's configuration forwards belong to the user's own connection.
+            "ClearAllForwardings": "yes",
         }
         options = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
         return ["ssh", *self._options, "-t" if terminal else "-T", *options, "--", target, shlex.join(words)]
@@ -304,7 +306,8 @@ async def tcp_bandwidth(ssh: Ssh, sender: Place, receiver: Place) -> float:
     port, token = secrets.choice(_PORTS), secrets.token_hex(16)
 
     def call(place: Place, mode: str) -> Coroutine[Any, Any, Completed]:
-        words = ["python3", "-", mode, str(receiver.end.address.ip), str(port), token, str(place.end.address.ip)]
+        # -I: without modules of the user's directory.
+        words = ["python3", "-I", "-", mode, str(receiver.end.address.ip), str(port), token, str(place.end.address.ip)]
         words += [str(_MEASURE_SECONDS), str(_WAIT_SECONDS)]
         return ssh.run(place.target, words, seconds=_CALL_SECONDS, given=_PROGRAM.encode())
 
