@@ -157,6 +157,20 @@ async def test_an_update_whose_nodes_are_taken_meanwhile_ends_nothing(
     assert world.condition("Accepted")[:2] == ("False", "NodesMissing")
 
 
+async def test_an_update_that_waits_for_nodes_begins_once_they_are_free(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pods_backend, "_SHORT_SECONDS", 0.0, raising=False)
+    fill(world, "n2", "n3")
+    world.change(topology={**TOPOLOGY, "nodes": ["n2", "n3"]})
+    for _ in range(3):
+        await world.step()
+    assert world.condition("Accepted")[:2] == ("False", "NodesMissing")
+    del world.kube.objects["Pod", "other", "on-n2"], world.kube.objects["Pod", "other", "on-n3"]
+    await world.until(lambda: world.formed(2), 20.0)
+    assert world.nodes_of(2) == ["n2", "n3"]
+
+
 async def test_a_node_that_the_group_keeps_counts_once(world: World) -> None:
     fill(world, "n3")
     world.lingering = {"nano-0-i1-r0", "nano-0-i1-r1"}

@@ -39,6 +39,7 @@ from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, Conflict, Forbidden, Invalid, KubeError, NotFound, Unavailable
 from dsv4_operator.kube.cache import GATEWAYS, PodKey, RayClusterCache
+from dsv4_operator.lifecycle.decide import REFUSED_SECONDS
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision
 from dsv4_operator.planning.facts import Facts
@@ -54,6 +55,8 @@ _COMPLETE_SECONDS = 300.0
 """Maximum age for groups with all their members: only a changed specification needs new nodes."""
 _CORDONED_SECONDS = 5.0
 """Maximum age for groups with members on cordoned nodes, which wait for free ones."""
+_SHORT_SECONDS = REFUSED_SECONDS
+"""Maximum age where too few nodes fit: a changed specification waits for more of them."""
 _ENDING_SECONDS = 120.0
 """Time from the end of a drain until the next incarnation is claimed, at most."""
 _SHOW_SECONDS = 2.0
@@ -183,6 +186,9 @@ class PodsBackend:
         version, name = revision(deployment), (deployment.metadata.namespace, deployment.metadata.name)
         known = self._facts.get(name, {})
         latest = known.get(version)
+        size = deployment.spec.topology.nodes_per_group
+        if latest is not None and any(len(nodes) < size for nodes in latest.facts.placed.values()):
+            max_age = min(max_age, _SHORT_SECONDS)
         is_new = latest is None or latest.cordoned != cordoned
         if latest is not None and latest.generation == generation and now - latest.time < max_age and not is_new:
             return latest.facts
