@@ -102,7 +102,8 @@ async def read_again(how: str, plan: GroupPlan, rank: int, report: Callable[[Sta
         last = news
         report(news)
 
-    await _run(how, _job(plan, rank, ""), keep)
+    if (code := await _run(how, _job(plan, rank, ""), keep)) != 0:
+        _log.warning("the %s of the weights ended with exit code %s: its log is the agent's", how, code)
     return last
 
 

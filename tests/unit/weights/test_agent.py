@@ -18,7 +18,7 @@ from aiohttp import web
 
 from dsv4_runtime.agent.decide.events import Staged, Task, TaskFailed, WeightsRead
 from dsv4_runtime.agent.member import Member
-from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
+from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, read_again, stage
 from dsv4_runtime.contract import (
     Cause,
     GroupPlan,
@@ -267,3 +267,16 @@ async def test_a_long_line_of_a_library_does_not_end_the_staging(
     monkeypatch.setenv("PYTHONPATH", str(folder))
     done = await stage(plan, 0, "token", lambda _: None)
     assert done.percent == 100
+
+
+async def test_the_end_of_a_killed_scrub_is_logged(plan: GroupPlan, caplog: pytest.LogCaptureFixture) -> None:
+    await stage(plan, 0, "token", lambda _: None)
+
+    def kill(news: StagingReport) -> None:
+        for child in psutil.Process().children():
+            if "scrub" in child.cmdline():
+                child.kill()
+
+    done = await read_again("scrub", plan, 0, kill)
+    assert not done.wrong
+    assert "the scrub of the weights ended with exit code -9" in caplog.text
