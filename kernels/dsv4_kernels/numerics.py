@@ -81,12 +81,6 @@ def e2m1_decode(packed: torch.Tensor) -> torch.Tensor:
     return table[nibbles.long()]
 
 
-def e2m1_to_e4m3(nibble: torch.Tensor) -> torch.Tensor:
-    """E2M1 codes 0..15 → E4M3 codes whose value is exactly value·2^-6 (add 6 to the UE8M0 scale to make up for it)."""
-    wide = nibble.to(torch.int32)
-    return (((wide & 7) << 2) | ((wide & 8) << 4)).to(torch.uint8)
-
-
 def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, group: int = 32) -> torch.Tensor:
     """MXFP4 weights: packed uint8 [..., K/2], scale uint8 [..., K/group] → float64 [..., K]."""
     return (e2m1_decode(packed).unflatten(-1, (-1, group)) * ue8m0_decode(scale).unsqueeze(-1)).flatten(-2)

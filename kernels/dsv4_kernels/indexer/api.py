@@ -287,12 +287,6 @@ def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
     return SUPPORTED
 
 
-def _bytes_of_logits(params: Mapping[str, Any]) -> int:
-    """Each key once, and each score."""
-    rows, keys, heads = int(params["rows"]), int(params["keys"]), int(params["heads"])
-    return keys * 132 + rows * (heads * 132 + 4 * keys)
-
-
 _LOGITS = Tolerance(diff=5e-6, rms=4e-3)
 _E4M3 = Tolerance(e4m3=True, relative=2.0**-3, absolute=2.0**-9, mismatch=1e-3)
 
@@ -333,7 +327,7 @@ _INDEXER = (
         reference=indexer_logits,
         plan=lambda p, device, arch: LogitsPlan(p["heads"], device, arch),
         is_supported=is_supported,
-        nbytes=_bytes_of_logits,
+        nbytes=lambda p: p["keys"] * 132 + p["rows"] * (p["heads"] * 132 + 4 * p["keys"]),
         flops=lambda p: 2 * p["rows"] * p["keys"] * p["heads"] * 128,
         tolerance=(_LOGITS,),
         mutates=("out",),

@@ -79,11 +79,6 @@ def _span(block_c: int, blocks: int, hidden: int, programs: int) -> int:
     return span
 
 
-def post_config(tokens: int) -> MixConfig:
-    """`mhc_post` has no products, so its tiles are free: enough columns in flight, one token."""
-    return MixConfig(1, 1024, 1024, 4, 1)
-
-
 def coefficient_tile(config: MixConfig, splits: int) -> tuple[int, int]:
     """Return the splits and tokens that a program for post and comb loads at once, a tile that registers hold."""
     if config.coefficients:
@@ -274,7 +269,8 @@ class PostPlan(MhcPlan):
     """`mhc_post`."""
 
     def _config(self, tokens: int) -> MixConfig:
-        return post_config(tokens)
+        # It has no products, so its tiles are free: enough columns in flight, one token.
+        return MixConfig(1, 1024, 1024, 4, 1)
 
     def run(
         self,

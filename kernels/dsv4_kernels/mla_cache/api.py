@@ -164,14 +164,11 @@ def _slots(
     return cache.to(device), slots.to(device), generator
 
 
-def _kv(params: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
-    kv = torch.randn((params["tokens"] + 3, 512), generator=generator)
-    return (kv * torch.exp2(torch.randint(-20, 12, (params["tokens"] + 3, 1), generator=generator).float())).bfloat16()
-
-
 def _write_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     cache, slots, generator = _slots(params, device, seed)
-    return {"kv": _kv(params, generator).to(device), "slots": slots, "cache": cache, "page": params["page"]}
+    kv = torch.randn((params["tokens"] + 3, 512), generator=generator)
+    kv *= torch.exp2(torch.randint(-20, 12, (params["tokens"] + 3, 1), generator=generator).float())
+    return {"kv": kv.bfloat16().to(device), "slots": slots, "cache": cache, "page": params["page"]}
 
 
 def _read_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:

@@ -174,16 +174,12 @@ def is_decode(tokens: int, topk: int) -> bool:
     return tokens * topk <= DECODE_PAIRS
 
 
-def average_rows(tokens: int, topk: int, experts: int) -> int:
-    """Pairs per expert if the router spreads evenly, rounded up: the index of the sorted tables."""
-    return -(-tokens * topk // experts)
-
-
 def select(arch: Arch, mma: str, tokens: int, topk: int, experts: int, hidden: int, inter: int) -> MoeConfig:
     """The table's row for the batch, fitted to the sizes."""
     decode = is_decode(tokens, topk)
     table = _table(arch, mma, decode)
-    row = table.select(tokens=tokens, inter=inter) if decode else table.select(rows=average_rows(tokens, topk, experts))
+    # Sorted tables: by the pairs per expert if the router spreads evenly, rounded up.
+    row = table.select(tokens=tokens, inter=inter) if decode else table.select(rows=-(-tokens * topk // experts))
     return fit(row, hidden, inter, decode)
 
 
@@ -197,18 +193,15 @@ def select_columns(arch: Arch, tokens: int, topk: int, hidden: int, inter: int) 
         return None
     for row in _columns_table().rows:
         if row.holds({"tokens": tokens, "inter": inter}):
-            return _fit_columns(row.config, hidden, inter)
+            c = row.config
+            return replace(
+                c,
+                up_n=_largest(c.up_n, inter),
+                up_k=_largest(c.up_k, hidden),
+                down_n=_largest(c.down_n, hidden),
+                down_k=_largest(c.down_k, inter),
+            )
     return None
-
-
-def _fit_columns(config: ColumnsConfig, hidden: int, inter: int) -> ColumnsConfig:
-    return replace(
-        config,
-        up_n=_largest(config.up_n, inter),
-        up_k=_largest(config.up_k, hidden),
-        down_n=_largest(config.down_n, hidden),
-        down_k=_largest(config.down_k, inter),
-    )
 
 
 def _columns_table() -> Table[ColumnsConfig]:
@@ -565,21 +558,12 @@ def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[
     return inputs
 
 
-def _experts_hit(params: Mapping[str, Any]) -> float:
-    """Distinct experts that an evenly spread batch is expected to use."""
-    tokens, experts, topk = params["tokens"], params["experts"], params["topk"]
-    return float(experts * (1.0 - (1.0 - topk / experts) ** tokens))
-
-
 def _nbytes(params: Mapping[str, Any]) -> int:
-    tokens, hidden, inter, _, topk = (params[n] for n in SHAPE)
-    weights = _experts_hit(params) * 3 * inter * hidden * (0.5 + 1 / 32)
+    tokens, hidden, inter, experts, topk = (params[n] for n in SHAPE)
+    # Distinct experts that an evenly spread batch is expected to use.
+    hit = experts * (1.0 - (1.0 - topk / experts) ** tokens)
+    weights = hit * 3 * inter * hidden * (0.5 + 1 / 32)
     return int(weights + tokens * ((6 if params.get("adds") else 4) * hidden + 8 * topk))
-
-
-def _flops(params: Mapping[str, Any]) -> int:
-    tokens, hidden, inter, _, topk = (params[n] for n in SHAPE)
-    return int(6 * tokens * topk * hidden * inter)
 
 
 TINY = {"hidden": 256, "inter": 64, "experts": 16, "topk": 6}
@@ -627,7 +611,7 @@ def _operation(a8: bool) -> Operation:
         ),
         is_supported=is_supported,
         nbytes=_nbytes,
-        flops=_flops,
+        flops=lambda p: 6 * p["tokens"] * p["topk"] * p["hidden"] * p["inter"],
         # Inputs are drawn so that the output's RMS is near one; the element limit then is 2e-2 of it plus bf16's own
         # rounding.
         tolerance=(Tolerance(absolute=2e-2, relative=2e-2, rms=5e-3),),

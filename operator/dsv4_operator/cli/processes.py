@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, Self
 
 from dsv4_operator.api import GroupStatus
+from dsv4_operator.backends.local.network import id_inside
 from dsv4_operator.backends.local.state import DeploymentState
 
 DIRECTORY_VARIABLE = "DSV4_DEPLOYMENT_DIR"
@@ -170,7 +171,7 @@ def signal_member(
     for entry in sorted(proc.iterdir(), key=lambda each: each.name != str(pid)):
         # The process has ended meanwhile, or belongs to another user.
         with contextlib.suppress(OSError):
-            if not entry.name.isdigit() or pid not in (int(entry.name), _number_inside(entry)):
+            if not entry.name.isdigit() or pid not in (int(entry.name), id_inside(entry)):
                 continue
             with open_process(int(entry.name)) as handle:
                 # Checked after the handle was opened, so that both are of the same process.
@@ -182,12 +183,6 @@ def signal_member(
                     handle.send(number)
                     return struck
     return None
-
-
-def _number_inside(entry: Path) -> int:
-    """Return the number of a process in its innermost process namespace."""
-    found = re.search(r"^NSpid:.*?(\d+)$", (entry / "status").read_text(errors="replace"), re.MULTILINE)
-    return int(found[1]) if found else 0
 
 
 def _ancestors(proc: Path, pid: int) -> set[int]:

@@ -168,7 +168,13 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
         "q_lora_rank": recipe.q_lora,
         "qk_rope_head_dim": recipe.rope_dim,
         "rms_norm_eps": 1e-6,
-        "rope_scaling": _yarn(recipe),
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": recipe.max_positions // 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
         "rope_theta": 10000,
         "routed_scaling_factor": 1.5,
         "scoring_func": "sqrtsoftplus",
@@ -180,28 +186,14 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
         "vocab_size": recipe.vocab,
     }
     if recipe.precision is Precision.FP8:
-        config["quantization_config"] = _quantization()
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        }
     return config
-
-
-def _quantization() -> dict[str, Any]:
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "scale_fmt": "ue8m0",
-        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-    }
-
-
-def _yarn(recipe: Recipe) -> dict[str, Any]:
-    return {
-        "rope_type": "yarn",
-        "factor": 16,
-        "original_max_position_embeddings": recipe.max_positions // 16,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    }
 
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"

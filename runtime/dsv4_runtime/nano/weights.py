@@ -65,16 +65,6 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
     return ((exponent.clamp(-126, 127) + _BIAS) << 23).view(torch.float32)
 
 
-def _blocks(weight: torch.Tensor) -> torch.Tensor:
-    """View `[n, k]` as `[n/128, 128, k/128, 128]`."""
-    rows, columns = weight.shape
-    if rows % FP8_BLOCK or columns % FP8_BLOCK:
-        raise ValueError(
-            f"FP8 weight of shape [{rows}, {columns}]: both sizes must be multiples of {FP8_BLOCK}; change the recipe"
-        )
-    return weight.reshape(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
-
-
 def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise float32 `[n, k]` to e4m3 `[n, k]` and UE8M0 scales `[n/128, k/128]`.
 
@@ -83,17 +73,16 @@ def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: `n` or `k` is not a multiple of 128.
     """
-    blocks = _blocks(weight)
+    rows, columns = weight.shape
+    if rows % FP8_BLOCK or columns % FP8_BLOCK:
+        raise ValueError(
+            f"FP8 weight of shape [{rows}, {columns}]: both sizes must be multiples of {FP8_BLOCK}; change the recipe"
+        )
+    blocks = weight.reshape(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
     peak = blocks.abs().amax(dim=(1, 3)).clamp_min(torch.finfo(torch.float32).tiny)
     _, exponent = _log2(peak / _FP8_MAX)
     scaled = blocks * _power(-exponent)[:, None, :, None]
     return scaled.to(torch.float8_e4m3fn).reshape(weight.shape), _ue8m0(exponent)
-
-
-def from_fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Dequantise the result of `to_fp8` to float32 `[n, k]`."""
-    blocks = _blocks(weight.to(torch.float32))
-    return (blocks * scale.to(torch.float32)[:, None, :, None]).reshape(weight.shape)
 
 
 def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,14 +109,6 @@ def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     code = code.to(torch.uint8)
     packed = code[:, 0::2] | (code[:, 1::2] << 4)
     return packed.view(torch.int8), _ue8m0(exponent)
-
-
-def from_mxfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Dequantise the result of `to_mxfp4` to float32 `[n, k]`."""
-    table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
-    byte = packed.view(torch.uint8).to(torch.int64)
-    values = torch.stack((table[byte & 0xF], table[byte >> 4]), dim=-1).reshape(packed.shape[0], -1)
-    return values * scale.to(torch.float32).repeat_interleave(MXFP4_BLOCK, dim=1)
 
 
 _NEXT_WORD_GAIN = 26.0  # logits added to the favoured successor where the state contains nothing but the last word

@@ -10,6 +10,7 @@ indexer,paged_mqa_logits,topk,flash_mla}.cpp` and its Triton kernels in `models/
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -292,78 +293,57 @@ def save_partial_states_cpu(
     state_cache[slots // block, slots % block] = torch.cat((kv[: len(slot_mapping)][written], biased), 1)
 
 
-def _pooled(
+def _compress(
+    write: Callable[[Tensor, int, Tensor, Tensor, Tensor], None],
     state_cache: Tensor,
     gather_slots: Tensor,
     positions: Tensor,
     kv_slot_mapping: Tensor,
-    weight: Tensor,
-    eps: float,
+    rms_norm_weight: Tensor,
+    rms_norm_eps: float,
     cos_sin_cache: Tensor,
-    ratio: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return slots, unrotated and rotated values (float32) of the tokens that end a group of `ratio`."""
-    ends = ((positions[: len(gather_slots)] + 1) % ratio == 0) & (kv_slot_mapping[: len(gather_slots)] >= 0)
+    kv_cache_2d: Tensor,
+    kv_cache_block_size: int,
+    compress_ratio: int,
+) -> None:
+    """Pool each complete group of `compress_ratio` tokens into one key, and write it to the cache.
+
+    Args:
+        write: writes unrotated and rotated values (float32) to slots of a cache.
+        gather_slots: int64 `[T, window]`, rows of `state_cache`; -1 is none.
+        kv_slot_mapping: int64 `[T]`, slots of `kv_cache_2d`; -1 is none.
+    """
+    ends = (positions[: len(gather_slots)] + 1) % compress_ratio == 0
+    ends &= kv_slot_mapping[: len(gather_slots)] >= 0
     slots, position, gathered = kv_slot_mapping[ends[: len(kv_slot_mapping)]], positions[ends], gather_slots[ends]
-    block, head = state_cache.shape[1], len(weight)
+    block, head = state_cache.shape[1], len(rms_norm_weight)
     rows = state_cache[gathered.clamp_min(0) // block, gathered.clamp_min(0) % block]
     value, score = rows.chunk(2, dim=-1)
     if value.shape[-1] > head:
         # Groups overlap: the first half of the window is the previous group, in separate columns.
-        before = torch.arange(gathered.shape[1])[:, None] < ratio
+        before = torch.arange(gathered.shape[1])[:, None] < compress_ratio
         value, score = (torch.where(before, *part.split(head, dim=-1)) for part in (value, score))
     shares = torch.softmax(score.masked_fill((gathered < 0)[..., None], -torch.inf), 1)
-    pooled = rms((shares * value).sum(1), eps) * weight
-    return slots, pooled, rotate(pooled[:, -ROPE:], cos_sin_cache[position // ratio * ratio])
+    pooled = rms((shares * value).sum(1), rms_norm_eps) * rms_norm_weight
+    rope = rotate(pooled[:, -ROPE:], cos_sin_cache[position // compress_ratio * compress_ratio])
+    write(kv_cache_2d, kv_cache_block_size, slots, pooled[:, :-ROPE], rope)
 
 
-def compress_norm_rope_store_cpu(
-    state_cache: Tensor,
-    gather_slots: Tensor,
-    positions: Tensor,
-    kv_slot_mapping: Tensor,
-    rms_norm_weight: Tensor,
-    rms_norm_eps: float,
-    cos_sin_cache: Tensor,
-    kv_cache_2d: Tensor,
-    kv_cache_block_size: int,
-    compress_ratio: int,
-) -> None:
-    """Pool each complete group of tokens into one key and write it to a cache of the layout `fp8_ds_mla`.
-
-    Args:
-        gather_slots: int64 `[T, window]`, rows of `state_cache`; -1 is none.
-        kv_slot_mapping: int64 `[T]`, slots of `kv_cache_2d`; -1 is none.
-    """
-    slots, pooled, rope = _pooled(
-        state_cache, gather_slots, positions, kv_slot_mapping, rms_norm_weight, rms_norm_eps, cos_sin_cache,
-        compress_ratio,
-    )  # fmt: skip
-    write_mla(kv_cache_2d, kv_cache_block_size, slots, pooled[:, :NOPE].bfloat16(), rope.bfloat16())
+def _write_entry(cache: Tensor, block: int, slots: Tensor, nope: Tensor, rope: Tensor) -> None:
+    """Write to a cache of the layout `fp8_ds_mla`."""
+    write_mla(cache, block, slots, nope.bfloat16(), rope.bfloat16())
 
 
-def compress_norm_rope_store_indexer_cpu(
-    state_cache: Tensor,
-    gather_slots: Tensor,
-    positions: Tensor,
-    kv_slot_mapping: Tensor,
-    rms_norm_weight: Tensor,
-    rms_norm_eps: float,
-    cos_sin_cache: Tensor,
-    kv_cache_2d: Tensor,
-    kv_cache_block_size: int,
-    compress_ratio: int,
-) -> None:
-    """Pool the indexer's keys: 128 FP8 values per token; the float32 scales follow the tokens of a block."""
-    slots, pooled, rope = _pooled(
-        state_cache, gather_slots, positions, kv_slot_mapping, rms_norm_weight, rms_norm_eps, cos_sin_cache,
-        compress_ratio,
-    )  # fmt: skip
-    key = torch.cat((pooled[:, :-ROPE], rope), 1).bfloat16().float()
+def _write_index_key(cache: Tensor, block: int, slots: Tensor, nope: Tensor, rope: Tensor) -> None:
+    """Write the indexer's keys: 128 FP8 values per token; the float32 scales follow the tokens of a block."""
+    key = torch.cat((nope, rope), 1).bfloat16().float()
     scale = power_of_two(key)
-    cache, block = kv_cache_2d, kv_cache_block_size
     cache[byte_places(block, slots, 0, INDEX_HEAD)] = fp8(key / scale).view(torch.uint8)
     cache[byte_places(block, slots, block * INDEX_HEAD, 4)] = scale.contiguous().view(torch.uint8)
+
+
+compress_norm_rope_store_cpu = functools.partial(_compress, _write_entry)
+compress_norm_rope_store_indexer_cpu = functools.partial(_compress, _write_index_key)
 
 
 def fused_indexer_q_rope_quant_cpu(

@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,41 +55,6 @@ _EXPANDABLE = "expandable_segments"
 
 class RetainedError(RuntimeError):
     """Retained weights cannot be used; the text is the reason."""
-
-
-class DeviceMemory(Protocol):
-    """Physical memory and addresses of the current device."""
-
-    kind: str
-    """Of PyTorch's device."""
-    granularity: int
-
-    def create(self, size: int) -> int:
-        """Allocate `size` bytes; return a handle."""
-
-    def export(self, handle: int) -> int:
-        """Return a file descriptor of the memory."""
-
-    def adopt(self, descriptor: int) -> int:
-        """Return a handle of the memory of a descriptor."""
-
-    def reserve(self, size: int) -> int:
-        """Return the begin of `size` unused addresses."""
-
-    def map(self, address: int, size: int, handle: int) -> None:
-        """Map a handle's whole memory of `size` bytes at an address."""
-
-    def unmap(self, address: int, size: int) -> None:
-        """Undo one `map`."""
-
-    def release(self, handle: int) -> None:
-        """Give the handle up; memory that is mapped or exported stays."""
-
-    def view(self, address: int, size: int) -> torch.Tensor:
-        """Return a uint8 tensor over mapped memory."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all work."""
 
 
 class _Location(ctypes.Structure):
@@ -120,9 +85,10 @@ class _Access(ctypes.Structure):
 
 
 class CudaMemory:
-    """`DeviceMemory` of a CUDA device, by the driver's functions (`cuda.h`, CUDA 11.2 and later)."""
+    """Physical memory and addresses of a CUDA device, by the driver's functions (`cuda.h`, CUDA 11.2 and later)."""
 
     kind = "cuda"
+    """Of PyTorch's device."""
     _PINNED, _DEVICE, _DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3
     _MANAGEMENT, _EXPORT = 102, 103  # attributes of a device
 
@@ -158,47 +124,47 @@ class CudaMemory:
             raise RetainedError(f"{name}: {(text.value or b'error').decode()} ({code})")
 
     def create(self, size: int) -> int:
-        """See `DeviceMemory`."""
+        """Allocate `size` bytes; return a handle."""
         handle = ctypes.c_ulonglong()
         size_, none = ctypes.c_size_t(size), ctypes.c_ulonglong(0)
         self._call("cuMemCreate", ctypes.byref(handle), size_, ctypes.byref(self._properties), none)
         return handle.value
 
     def export(self, handle: int) -> int:
-        """See `DeviceMemory`."""
+        """Return a file descriptor of the memory."""
         found = ctypes.c_int()
         handle_, none = ctypes.c_ulonglong(handle), ctypes.c_ulonglong(0)
         self._call("cuMemExportToShareableHandle", ctypes.byref(found), handle_, self._DESCRIPTOR, none)
         return found.value
 
     def adopt(self, descriptor: int) -> int:
-        """See `DeviceMemory`."""
+        """Return a handle of the memory of a descriptor."""
         handle, given = ctypes.c_ulonglong(), ctypes.c_void_p(descriptor)
         self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), given, self._DESCRIPTOR)
         return handle.value
 
     def reserve(self, size: int) -> int:
-        """See `DeviceMemory`."""
+        """Return the begin of `size` unused addresses."""
         found, size_, none = ctypes.c_ulonglong(), ctypes.c_size_t(size), ctypes.c_ulonglong(0)
         self._call("cuMemAddressReserve", ctypes.byref(found), size_, ctypes.c_size_t(0), none, none)
         return found.value
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """See `DeviceMemory`."""
+        """Map a handle's whole memory of `size` bytes at an address."""
         address_, size_ = ctypes.c_ulonglong(address), ctypes.c_size_t(size)
         self._call("cuMemMap", address_, size_, ctypes.c_size_t(0), ctypes.c_ulonglong(handle), ctypes.c_ulonglong(0))
         self._call("cuMemSetAccess", address_, size_, ctypes.byref(self._access), ctypes.c_size_t(1))
 
     def unmap(self, address: int, size: int) -> None:
-        """See `DeviceMemory`."""
+        """Undo one `map`."""
         self._call("cuMemUnmap", ctypes.c_ulonglong(address), ctypes.c_size_t(size))
 
     def release(self, handle: int) -> None:
-        """See `DeviceMemory`."""
+        """Give the handle up; memory that is mapped or exported stays."""
         self._call("cuMemRelease", ctypes.c_ulonglong(handle))
 
     def view(self, address: int, size: int) -> torch.Tensor:
-        """See `DeviceMemory`."""
+        """Return a uint8 tensor over mapped memory."""
 
         class Memory:
             __cuda_array_interface__ = {  # noqa: RUF012  (protocol of the CUDA Array Interface, version 3)
@@ -211,7 +177,7 @@ class CudaMemory:
         return torch.as_tensor(Memory(), device=f"cuda:{self._device}")
 
     def synchronize(self) -> None:
-        """See `DeviceMemory`."""
+        """Wait until the device has done all work."""
         torch.cuda.synchronize(self._device)
 
 
@@ -222,19 +188,15 @@ def whole_segments() -> Iterator[None]:
     With expandable segments it splits every segment, whatever `max_split_size_mb` is and also in pools that have none
     (`should_split` in `CUDACachingAllocator.cpp`): storages of other sizes would then be copied instead of mapped.
     """
-    before = _allocator_settings()
+    # As vLLM, for versions of PyTorch without the getter.
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    before = str(read() if read else torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
     others = [part for part in before.split(",") if part and not part.strip().startswith(_EXPANDABLE)]
     torch._C._accelerator_setAllocatorSettings(",".join([*others, f"{_EXPANDABLE}:False"]))
     try:
         yield
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
-
-
-def _allocator_settings() -> str:
-    # As vLLM, for versions of PyTorch without the getter.
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    return str(read() if read else torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
 
 
 @dataclass
@@ -255,7 +217,7 @@ class Segment:
 class Pool:
     """Allocator of segments, for a memory pool of PyTorch."""
 
-    def __init__(self, memory: DeviceMemory, *, hollow: bool) -> None:
+    def __init__(self, memory: CudaMemory, *, hollow: bool) -> None:
         """Args:
         memory: of the device.
         hollow: large segments have no memory of their own.

@@ -30,7 +30,7 @@ LARGE = 64 << 10
 
 @dataclass
 class HostMemory:
-    """`DeviceMemory` of memory files."""
+    """Memory files in place of `CudaMemory`."""
 
     kind: str = "cpu"
     granularity: int = 4096

@@ -7,9 +7,11 @@ needed. Only listening sockets that the loop opened before it moved (`gateway.bi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -185,14 +187,17 @@ def outside_ids(inside: int) -> dict[int, int]:
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
             continue
-        try:
-            if os.readlink(f"/proc/{entry.name}/ns/pid") != wanted:
-                continue
-            status = Path(f"/proc/{entry.name}/status").read_text(errors="replace")
-        except OSError:
-            continue
-        for line in status.splitlines():
-            if line.startswith("NSpid:"):
-                found[int(line.split()[-1])] = int(entry.name)
-                break
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{entry.name}/ns/pid") == wanted:
+                found[id_inside(Path(entry.path))] = int(entry.name)
     return found
+
+
+def id_inside(process: Path) -> int:
+    """Return the id of a process, a directory of /proc, in its innermost process namespace.
+
+    Raises:
+        OSError: it has ended.
+    """
+    found = re.search(r"^NSpid:.*?(\d+)$", (process / "status").read_text(errors="replace"), re.MULTILINE)
+    return int(found[1]) if found else 0

@@ -91,7 +91,8 @@ def model_from_files(
         )
     shape: dict[str, Any] = {name: int(config[key]) for name, key in _FIELDS.items()}
     ratios = tuple(int(ratio) for ratio in config["compress_ratios"][:count])
-    like = _like(shape["hidden"], ratios)
+    # The same body, for properties that the files lack, such as parsers.
+    like = next((one for one in models() if (one.hidden, one.compress_ratios) == (shape["hidden"], ratios)), None)
     relative = like or next(found for found in models() if found.architecture == architecture)
     drafts = sizes.speculative(like)
     seen = Source(f"read from the files in {path}", "")
@@ -212,8 +213,3 @@ class _Sizes:
 
 def _components(counts: _Counts) -> tuple[WeightComponent, ...]:
     return tuple(WeightComponent(part, division, size, form) for (part, division, form), size in counts.items())
-
-
-def _like(hidden: int, ratios: tuple[int, ...]) -> Model | None:
-    """Return a model of the catalog with the same body, for properties that the files lack, such as parsers."""
-    return next((known for known in models() if known.hidden == hidden and known.compress_ratios == ratios), None)

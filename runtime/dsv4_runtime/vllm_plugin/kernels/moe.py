@@ -151,7 +151,10 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
         apply_router_weight_on_input: bool,
     ) -> None:
         """Write the weighted sum of the experts of every token, bf16 [M, K], into `output`."""
-        ids = topk_ids if expert_map is None else local_ids(expert_map, topk_ids)
+        ids = topk_ids
+        if expert_map is not None:
+            # Experts of other ranks have the local id −1; padding has it before, and as an index −1 is the last expert.
+            ids = torch.where(ids < 0, -1, expert_map[ids.clamp_min(0).long()])
         addend, self.addend = self.addend, None
         self.plan(hidden_states.device).run(
             x=hidden_states,
@@ -200,14 +203,6 @@ def select_experts(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return original(config)
 
     return select
-
-
-def local_ids(expert_map: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the local ids of `ids` [T, k], −1 for experts of other ranks and for padding.
-
-    Padding has the id −1, which as an index would select the last expert.
-    """
-    return torch.where(ids < 0, -1, expert_map[ids.clamp_min(0).long()])
 
 
 def gathered_tokens(config: Any) -> int:
@@ -357,16 +352,13 @@ def routing(
     chosen: dict[str, torch.Tensor | None] = (
         {"bias": router.e_score_correction_bias} if table is None else {"tid2eid": table, "input_ids": input_ids}
     )
-    weights, ids = _router_plan(router, gate).run(
+    shape, device = _router_shape(router, gate), gate.weight.device
+    plan = shared_plan((Op.ROUTER, *shape.values(), device), lambda: RouterPlan(**shape, device=device))
+    weights, ids = plan.run(
         x=x, weight=gate.weight, scaling=router.routed_scaling_factor, k=router.top_k,
         padding=_routers()._get_padding_mask(x.shape[0]), **chosen,
     )  # fmt: skip
     return weights, ids
-
-
-def _router_plan(router: Any, gate: Any) -> RouterPlan:
-    shape, device = _router_shape(router, gate), gate.weight.device
-    return shared_plan((Op.ROUTER, *shape.values(), device), lambda: RouterPlan(**shape, device=device))
 
 
 def _router_shape(router: Any, gate: Any) -> dict[str, Any]:

@@ -44,6 +44,7 @@ import torch
 import dsv4_kernels
 from dsv4_kernels.registry import as_outputs, compare, fresh
 from dsv4_runtime.contract.kernels import KernelChoice, Op
+from dsv4_runtime.util.files import replace_file
 from dsv4_runtime.vllm_plugin.forking import end_with_parent
 from dsv4_runtime.vllm_plugin.kernels.evidence import (
     ABSENT,
@@ -195,14 +196,9 @@ class _Files:
     def write(self, kept: Kept) -> None:
         if self.place is None:
             return
-        fresh = self.place.with_suffix(f".{os.getpid()}.new")
         with self._noting("be kept"):
-            try:
-                fresh.write_text(json.dumps({**kept.to_dict(), "ended": time.time(), "process": os.getpid()}))
-                fresh.rename(self.place)
-            finally:
-                with contextlib.suppress(OSError):
-                    fresh.unlink(missing_ok=True)
+            document = {**kept.to_dict(), "ended": time.time(), "process": os.getpid()}
+            replace_file(self.place, json.dumps(document), mode=0o644)
 
     def warn(self) -> None:
         """Log recorded errors in one line."""

@@ -21,7 +21,6 @@ _ATTENTION = "vllm.models.deepseek_v4.attention"
 _MODEL = "vllm.models.deepseek_v4.nvidia.model"
 _CACHE_UTILS = "vllm.models.deepseek_v4.common.ops.cache_utils"
 _MOE_RUNNER = f"{_MOE}.runner.moe_runner"
-_INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 _WORKER = "vllm.v1.worker.gpu_worker"
 _LOADER = "vllm.model_executor.model_loader.base_loader"
 

@@ -763,8 +763,8 @@ MEMBER = (
     Mutant(
         "padding is the last expert of the last rank",
         f"{_KERNELS}/moe.py",
-        "return torch.where(ids < 0, -1, expert_map[ids.clamp_min(0).long()])",
-        "return expert_map[ids.long()]",
+        "ids = torch.where(ids < 0, -1, expert_map[ids.clamp_min(0).long()])",
+        "ids = expert_map[ids.long()]",
         ("tests/unit/vllm_plugin/kernels/test_expert_sum.py",),
     ),
     Mutant(
