@@ -187,7 +187,7 @@ class PodsBackend:
         known = self._facts.get(name, {})
         latest = known.get(version)
         size = deployment.spec.topology.nodes_per_group
-        if latest is not None and any(len(nodes) < size for nodes in latest.facts.placed.values()):
+        if latest is not None and any(len(nodes) < size for nodes in (latest.facts.placed or {}).values()):
             max_age = min(max_age, _SHORT_SECONDS)
         is_new = latest is None or latest.cordoned != cordoned
         if latest is not None and latest.generation == generation and now - latest.time < max_age and not is_new:
