@@ -8,7 +8,6 @@ deployment or from a file.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -70,8 +69,9 @@ def _matching(pattern: str) -> BeforeValidator:
 
 def _figure(value: object) -> int | float | None:
     """Return a number; None for other values, so that a strange status or file never prevents a report."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if number and abs(value) <= _LARGEST else None  # type: ignore[arg-type,return-value]
+    # Also of integers that are no floats, infinity and NaN.
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    return value if number else None  # type: ignore[return-value]
 
 
 def _moment(value: object) -> float | None:

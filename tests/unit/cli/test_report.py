@@ -485,3 +485,15 @@ def test_the_example_of_the_documentation_is_real() -> None:
     assert set(shown) >= {"machine", "fabric", "model", "failures", "warnings"}
     manifest = load(SPARKS)
     assert manifest.status == DeploymentStatus()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**400, -(10**400), float("inf"), float("nan"), 10**16, True, "7"],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_that_is_no_usual_number_is_left_out(value: object) -> None:
+    assert BenchRun.model_validate({"requests": value, "failed": 3}).model_dump(include={"requests", "failed"}) == {
+        "requests": None,
+        "failed": 3,
+    }

@@ -82,6 +82,10 @@ class Engine:
     drafts: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "tokens", "requests", "context"):
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise ShippedError(f"--{option} {getattr(self, name)} is too small; write 1 or more")
         lacking = [name for name in _SIZES if not isinstance(self.config.get(name), int)]
         if lacking:
             raise ShippedError(f"config.json has no number {lacking[0]}: it is not of a DeepSeek-V4 model")
@@ -287,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         ship(options)
-    except (ShippedError, OSError) as error:
+    except (ShippedError, OSError, subprocess.TimeoutExpired) as error:
         raise SystemExit(f"dsv4 kernels compile: {error}") from error
 
 
@@ -299,9 +303,12 @@ def ship(options: argparse.Namespace) -> None:
         OSError: a file cannot be read or written.
     """
     file = options.model / "config.json" if options.model.is_dir() else options.model
-    config = json.loads(file.read_text())
-    # V4.1 has the sizes of the language model in a part of its own.
-    config |= config.get("text_config") or {}
+    try:
+        config = json.loads(file.read_text())
+        # V4.1 has the sizes of the language model in a part of its own.
+        config |= config.get("text_config") or {}
+    except (ValueError, TypeError, AttributeError, RecursionError) as wrong:
+        raise ShippedError(f"{file} is no config.json of a model ({wrong}); name the directory of one") from wrong
     engine = Engine(
         config, options.tensor_parallel, options.tokens, options.requests, options.context,
         options.drafts,

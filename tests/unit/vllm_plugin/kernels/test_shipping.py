@@ -19,7 +19,7 @@ from dsv4_kernels.precompile import ShippedError
 from dsv4_operator.planning.catalog import checkpoint_named
 from dsv4_operator.planning.catalog.checkpoint import model_config
 from dsv4_runtime.vllm_plugin.kernels import v033
-from dsv4_runtime.vllm_plugin.kernels.shipping import FEW_TOKENS, Engine, plans_of
+from dsv4_runtime.vllm_plugin.kernels.shipping import FEW_TOKENS, Engine, main, plans_of
 from dsv4_testkit.plans import FLASH
 
 _OTHERS = {
@@ -96,6 +96,19 @@ def test_bad_input_is_named(change: dict[str, Any], ranks: int, said: str) -> No
     config = {**flash().config, **change}
     with pytest.raises(ShippedError, match=said):
         Engine(config, tensor_parallel=ranks)
+
+
+@pytest.mark.parametrize("size", ["tensor_parallel", "tokens", "requests", "context"])
+def test_a_size_below_one_is_named(size: str) -> None:
+    with pytest.raises(ShippedError, match=f"--{size.replace('_', '-')} 0 is too small"):
+        Engine(flash().config, **{size: 0})
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "7", '{"text_config": 7}', "\ufeff{}"])
+def test_a_file_that_is_no_configuration_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SystemExit, match=r"dsv4 kernels compile: .*config.json is no config.json of a model"):
+        main([str(tmp_path), "--arch", "sm_121", "--out", str(tmp_path / "out")])
 
 
 def test_every_triton_kernel_that_the_layers_register_is_shipped_or_has_a_reason() -> None:
