@@ -116,6 +116,13 @@ SIGNATURES: tuple[Signature, ...] = (
         "ValueError: Total number of attention heads (64) must be divisible by tensor parallel size (3).",
     ),
     row(
+        r"Workers disagree on supported KV cache layouts",
+        Cause.CONFIG_ERROR,
+        "vllm/v1/attention/backends/utils.py",
+        "AssertionError: Workers disagree on supported KV cache layouts: [['BLHNC', 'BLNHC'], ['BLHNC']].",
+        remedy="use fewer pipeline stages: each needs a layer with an indexer (compress_ratios 4)",
+    ),
+    row(
         r"Please pass the argument `trust_remote_code=True`|does not recognize this architecture"
         r"|Tokenizer class \S{1,100} does not exist|Couldn't instantiate the backend tokenizer"
         r"|invalid (?:tool call|reasoning) parser: |[Rr]easoning parser '?\S{1,60} not found"
