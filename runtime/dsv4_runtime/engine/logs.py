@@ -436,7 +436,7 @@ _CARRIER = re.compile(
     r"|[A-Z][a-z]{2} [ \d]\d [\d:]{8} \S{1,80} \S{1,80}\[\d{1,9}\]: |> |\[(?!rank\d)[A-Za-z][\w.-]{0,40}\]: )"
 )
 # Copied logs have colour codes without their first character.
-_COLOUR = re.compile(r"(?:\x1b|\^\[)?\[(?:\d{1,3}(?:;\d{1,3}){0,4})?m|\x1b\[[0-9;]{0,16}[A-Za-z]")
+_COLOUR = re.compile(r"(?:\x1b|\^\[)\[[0-9;]{0,16}[A-Za-z]|\[\d{1,3}(?:;\d{1,3}){0,4}m")
 _PYDANTIC = re.compile(r"\d+ validation errors? for \w")
 # The message of a C++ exception and Kubernetes' description of a pod are indented like the frames of a traceback.
 _FRAME = re.compile(
