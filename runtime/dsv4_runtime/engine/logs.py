@@ -488,7 +488,8 @@ _STARTING = re.compile(
 )
 _REFUSED = re.compile(
     r"^(?:ValueError|NotImplementedError|AssertionError|RuntimeError): .{0,600}(?:[Uu]nsupported|[Ii]nvalid "
-    r"|not support|only supports?\b|not compatible|[Ii]ncompatible|\bmust\b|\bshould be\b|\brequires?\b|\bexceeds\b"
+    r"|not support|not implemented|only supports?\b|not compatible|[Ii]ncompatible"
+    r"|\bmust\b|\bshould be\b|\brequires?\b|\bexceeds\b"
     r"|cannot be|(?:greater|less|larger|smaller) than|[Uu]nknown |expected .{1,80} got |--[a-z]{2,40}-)"
 )
 _OF_KERNEL = re.compile(r"\bkernels?\b|compute capability|\b(?:SM|sm)_?\d{2,3}|(?:current|this) (?:device|GPU)")
