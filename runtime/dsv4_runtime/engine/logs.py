@@ -436,7 +436,7 @@ _CARRIER = re.compile(
     r"|[A-Z][a-z]{2} [ \d]\d [\d:]{8} \S{1,80} \S{1,80}\[\d{1,9}\]: |> |\[(?!rank\d)[A-Za-z][\w.-]{0,40}\]: )"
 )
 # Copied logs have colour codes without their first character.
-_COLOUR = re.compile(r"(?:\x1b|\^\[)?\[(?:\d{1,3}(?:;\d{1,3}){0,4})?m|\x1b\[[0-9;]{0,16}[A-Za-z]")
+_COLOUR = re.compile(r"(?:\x1b|\^\[)\[[0-9;]{0,16}[A-Za-z]|\[\d{1,3}(?:;\d{1,3}){0,4}m")
 _PYDANTIC = re.compile(r"\d+ validation errors? for \w")
 # The message of a C++ exception and Kubernetes' description of a pod are indented like the frames of a traceback.
 _FRAME = re.compile(
@@ -488,7 +488,8 @@ _STARTING = re.compile(
 )
 _REFUSED = re.compile(
     r"^(?:ValueError|NotImplementedError|AssertionError|RuntimeError): .{0,600}(?:[Uu]nsupported|[Ii]nvalid "
-    r"|not support|only supports?\b|not compatible|[Ii]ncompatible|\bmust\b|\bshould be\b|\brequires?\b|\bexceeds\b"
+    r"|not support|not implemented|only supports?\b|not compatible|[Ii]ncompatible"
+    r"|\bmust\b|\bshould be\b|\brequires?\b|\bexceeds\b"
     r"|cannot be|(?:greater|less|larger|smaller) than|[Uu]nknown |expected .{1,80} got |--[a-z]{2,40}-)"
 )
 _OF_KERNEL = re.compile(r"\bkernels?\b|compute capability|\b(?:SM|sm)_?\d{2,3}|(?:current|this) (?:device|GPU)")

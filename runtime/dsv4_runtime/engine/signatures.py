@@ -194,7 +194,8 @@ SIGNATURES: tuple[Signature, ...] = (
         r"No CUDA GPUs are available|Failed to infer device type|CUDA driver version is insufficient"
         r"|driver/library version mismatch|Driver/library version mismatch|driver on your system is too old"
         r"|system not yet initialized|CUDA unknown error|CUDA error: initialization error"
-        r"|no CUDA-capable device is detected|not compiled with CUDA enabled|NVRM: API mismatch"
+        r"|CUDA driver initialization failed|no CUDA-capable device is detected|not compiled with CUDA enabled"
+        r"|NVRM: API mismatch"
         r"|could not select device driver|NVIDIA-SMI has failed because|Failed to initialize NVML"
         r"|forward compatibility was attempted on non supported HW|unsupported display driver / cuda driver combination"
         r"|Found no NVIDIA driver on your system|invalid device ordinal",
@@ -320,7 +321,8 @@ SIGNATURES: tuple[Signature, ...] = (
         "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
     ),
     row(
-        r"Free memory on device (?:cuda|xpu|hip)|(?:C[Uu][Dd][Aa]|\b(?:cuda|cu)[A-Z]\w{1,40}).{0,80}out of memory"
+        r"\btorch(?:\.cuda)?\.OutOfMemoryError\b|Free memory on device (?:cuda|xpu|hip)"
+        r"|(?:C[Uu][Dd][Aa]|\b(?:cuda|cu)[A-Z]\w{1,40}).{0,80}out of memory"
         r"|CUDA_ERROR_OUT_OF_MEMORY"
         r"|Failed to CUDA (?:calloc|malloc|host alloc)|CUBLAS_STATUS_ALLOC_FAILED"
         r"|Externally held weights on device|NVML_ERROR_INSUFFICIENT_|\[NV_ERR_NO_MEMORY\]"
@@ -359,7 +361,8 @@ SIGNATURES: tuple[Signature, ...] = (
         remedy="compile fewer kernels at once (MAX_JOBS), or raise the memory limit of the container",
     ),
     row(
-        r"low on resource: memory|OOMKilled|invoked oom-killer|Out of memory: Killed process"
+        r"Killed \S{1,200} due to memory pressure|low on resource: memory|OOMKilled"
+        r"|invoked oom-killer|Out of memory: Killed process"
         r"|oom-kill:constraint=|NCCL WARN Failed to malloc "
         r"|\bMemoryError\b|Cannot allocate memory|DefaultCPUAllocator: (?:can't|not enough)"
         r"|Failed to allocate host buffer|\bOutOfMemoryError\b|out of memory",
@@ -412,7 +415,8 @@ SIGNATURES: tuple[Signature, ...] = (
         r" implement|No valid (?:CPU )?(?:MLA )?(?:attention|prefill) backend|No (?:\w{1,20} )?MoE backend supports"
         r"|out of resource: shared memory, Required|ptxas fatal|PTXAS error|PTX JIT compilation failed"
         r"|the provided PTX was compiled with an unsupported toolchain"
-        r"|not (?:supported|implemented) (?:on|for) (?:this|your) (?:GPU|device|architecture|compute capability)"
+        r"|not (?:supported|implemented) (?:on|for) (?:(?:this|your) (?:GPU|device|architecture|compute capability)"
+        r"|[Ss][Mm]_?\d)"
         r"|is only supported on (?:SM|sm_?|(?:devices with )?compute capability|Hopper|Blackwell)"
         r"|is not supported for the current GPU\. Minimum capability|Head dimension \d{1,5} is not supported by MLA"
         r"|requires (?:an SM\d{2,3}-class GPU|Blackwell datacenter GPUs)"
@@ -570,7 +574,7 @@ SIGNATURES: tuple[Signature, ...] = (
         consequence=True,
     ),
     row(
-        r"NCCL error.{0,200}(?:unhandled system error|invalid usage)",
+        r"NCCL error.{0,200}(?:unhandled system error|invalid usage|internal error)",
         Cause.FABRIC_ERROR,
         "ncclGetErrorString of NCCL 2.30, vllm/distributed/device_communicators/pynccl_wrapper.py",
         "RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)",
@@ -647,7 +651,8 @@ SIGNATURES: tuple[Signature, ...] = (
     # Anything else that is an error. Deaths that another process reports name no cause.
     row(
         r"EngineDeadError|Engine core initialization failed|Worker failed with error|failed to start\.$"
-        r"|died unexpectedly|EngineCore encountered a fatal error|RayChannelError: |ActorHandleNotFoundError: "
+        r"|died unexpectedly|EngineCore encountered a fatal error|RayChannelError: |GetTimeoutError: "
+        r"|ActorHandleNotFoundError: "
         r"|[Tt]he above exception was the direct cause"
         r"|WorkerProc (?:hit an exception|failed)|Traceback \(most recent call last\)|unhandled (?:system|cuda) error",
         None,

@@ -412,6 +412,15 @@ def test_lines_of_a_container_or_of_the_journal_are_read_alike(name: str, carrie
     assert found.message.startswith(message)
 
 
+def test_a_bracket_is_no_colour() -> None:
+    found = diagnose(["[m] ValueError: of one program", "[1;31mValueError: of another[0m"])
+    assert found is not None
+    assert found.message == "ValueError: of another"
+    found = diagnose(["[m] ERROR of a program"])
+    assert found is not None
+    assert found.message == "[m] ERROR of a program"
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.text(max_size=200) | st.sampled_from([row.example for row in SIGNATURES]), max_size=20))
 def test_any_text_is_read_without_an_exception(lines: list[str]) -> None:
