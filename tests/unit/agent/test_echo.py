@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from dsv4_runtime.agent import echo
 from dsv4_runtime.agent.echo import LogEcho, exit_message
 from dsv4_runtime.contract import Phase
+from dsv4_testkit.waiting import free_port
 
 AT = "(APIServer pid=1) INFO 11-23 07:23:32"
 BEGINS = f"{AT} [api_server.py:1512] vLLM API server version 0.32.0"
@@ -205,7 +206,9 @@ def test_an_agent_copies_its_logs(make_plan: Any, tmp_path: Path) -> None:
     token.write_text("secret")
     directory.mkdir()
     plan = make_plan(ray_token_file=str(token))
-    local = [member.model_copy(update={"address": "127.0.0.1"}) for member in plan.members]
+    # The usual ports may be those of another agent on this machine.
+    ports = plan.members[0].ports.model_copy(update={"agent": free_port()})
+    local = [member.model_copy(update={"address": "127.0.0.1", "ports": ports}) for member in plan.members]
     (tmp_path / "plan.json").write_text(plan.model_copy(update={"members": tuple(local)}).to_json())
     (directory / "ray.log").write_text("Ray says this\n")
     command = [
