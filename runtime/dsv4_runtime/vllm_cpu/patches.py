@@ -19,7 +19,6 @@ from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, expect_parameter
 
 _VLLM = "vLLM 0.32.0"
 _LINEAR = "dispatch_cpu_unquantized_gemm"
-_WINDOW = "DeepseekSparseSWABackend"
 _TILES = "DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler"
 _KNOWN_LAYERS = {"swaonly", "c4a", "c128a"}
 _ADDED_LAYERS = {"c1a", "c2a"}
@@ -89,26 +88,6 @@ def _patch_tile_scheduler() -> PatchOutcome:
         return dict.fromkeys(sorted(_KNOWN_LAYERS | _ADDED_LAYERS))
 
     Builder.build_tile_scheduler = build_tile_scheduler
-    return PatchOutcome.APPLIED
-
-
-def _patch_window_layouts() -> PatchOutcome:
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backend import AttentionBackend
-    from vllm.v1.attention.backends.mla import indexer, sparse_swa
-
-    if not current_platform.is_cpu():
-        return PatchOutcome.NOT_WANTED
-    name = "supported_kv_cache_layouts"
-    window = getattr(sparse_swa, _WINDOW, None)
-    if window is None:
-        raise refuse(_WINDOW, "it is gone")
-    if not hasattr(AttentionBackend, name) or getattr(window, name)() is not None:
-        return PatchOutcome.NOT_NEEDED
-    layouts = getattr(indexer.DeepseekV4IndexerBackend, name, None)
-    if layouts is None or not layouts():
-        raise refuse(_WINDOW, f"DeepseekV4IndexerBackend has no {name}")
-    setattr(window, name, classmethod(lambda cls: layouts()))
     return PatchOutcome.APPLIED
 
 
@@ -231,19 +210,6 @@ PATCHES: tuple[Patch, ...] = (
         versions=_VLLM,
         obsolete_when="the CPU method is removed or returns `c1a` and `c2a`",
         apply=_patch_tile_scheduler,
-    ),
-    Patch(
-        module="vllm.v1.attention.backends.mla.sparse_swa",
-        symbol=_WINDOW,
-        why=(
-            "all stages of a pipeline must report the same layouts of the KV cache, and a stage whose layers have only"
-            " a window reports more than the others: `Workers disagree on supported KV cache layouts` with three stages"
-            " of the nano model"
-        ),
-        upstream="no fix known",
-        versions="vLLM 0.33.0",
-        obsolete_when="vLLM takes the layouts that all stages support",
-        apply=_patch_window_layouts,
     ),
     *_DRAFTS,
     *model_runner.PATCHES,

@@ -28,9 +28,7 @@ from vllm.models.deepseek_v4.common.ops import cache_utils, fused_mtp_input_rmsn
 from vllm.models.deepseek_v4.cpu import cpu_sparse  # noqa: F401 -- registers what it computes with
 from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends import utils as backends
 from vllm.v1.attention.backends.mla import compressor_utils, sparse_swa
-from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 from vllm.v1.worker import utils
 from vllm.v1.worker.gpu import block_table
 
@@ -349,19 +347,12 @@ def block_attention_agrees() -> bool:
     return True
 
 
-def layouts_of_windows() -> bool:
-    """Return whether a stage without compressed layers reports the layouts of the others."""
-    window, compressed = sparse_swa.DeepseekSparseSWABackend, DeepseekV4IndexerBackend
-    return backends.get_supported_kv_cache_layouts([window]) == list(compressed.supported_kv_cache_layouts())
-
-
 print(
     json.dumps(
         {
             "platform": type(current_platform).__name__,
             "ray device": current_platform.ray_device_key,
             "layer types": sorted(DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler(None, 0)),
-            "layouts of a stage with windows alone": layouts_of_windows(),
             "window indices": window_indices_agree(),
             "block tables": block_tables_agree(),
             "compressed slots": compressed_slots_agree(),
