@@ -25,14 +25,14 @@ pytestmark = [
 CACHE = Path(os.environ.get("DSV4_TEST_MACHINES", "/var/tmp/dsv4-machines"))
 START_SECONDS = 1800.0
 """Only a bound."""
-TWO, THREE = "nodesPerGroup: 2", "nodesPerGroup: 3, tensorParallelSize: 1, pipelineParallelSize: 3"
 MANIFEST = """\
 apiVersion: dsv4.dev/v1alpha1
 kind: DSV4Deployment
 metadata: {name: nano}
 spec:
   model: {variant: Nano, source: {nano: {seed: 0, precision: bf16}}}
-  topology: {hardware: CPU, %s}
+  replicas: %s
+  topology: {hardware: CPU, nodesPerGroup: %d}
   engine: {maxModelLen: 1024, maxNumSeqs: 4, maxNumBatchedTokens: 512}
   recovery: {maxRestarts: 9, window: 1h, backoff: {base: 1s, max: 30s}}
 """
@@ -56,17 +56,23 @@ def dsv4(world: World, *words: str, code: int = 0, seconds: float = 300.0) -> st
     return done.stdout
 
 
-def up(world: World, topology: str = TWO) -> str:
-    (world.folder / "nano.yaml").write_text(MANIFEST % topology)
+def up(world: World) -> str:
+    """Start one group on two machines, or one on each of three: the nano model cannot be divided by three."""
+    replicas, size = (1, 2) if len(world.machines) == 2 else (len(world.machines), 1)
+    (world.folder / "nano.yaml").write_text(MANIFEST % (replicas, size))
     targets = ",".join(machine.name for machine in world.machines)
     return dsv4(world, "up", f"{world.folder}/nano.yaml", "--hosts", targets, "--timeout", "30m", seconds=START_SECONDS)
 
 
-def group(world: World) -> dict[str, Any]:
-    """Return the status of the group; empty while it cannot be read."""
+def groups(world: World) -> list[dict[str, Any]]:
+    """Return the status of each group; empty while it cannot be read."""
     done = world.dsv4("status", "nano", "-o", "json", program=PROGRAM, seconds=120)
-    groups = json.loads(done.stdout)["status"].get("groups", []) if done.returncode == 0 else []
-    return dict(groups[0]) if groups else {}
+    return list(json.loads(done.stdout)["status"].get("groups", [])) if done.returncode == 0 else []
+
+
+def group(world: World) -> dict[str, Any]:
+    """Return the status of the first group; empty while it cannot be read."""
+    return next(iter(groups(world)), {})
 
 
 def conditions(world: World) -> str:
@@ -137,30 +143,40 @@ def test_the_life_of_a_deployment(world: World) -> None:
 
 @pytest.mark.parametrize("world", [3], indirect=True)
 def test_three_machines(world: World) -> None:
-    up(world, THREE)
+    up(world)
     chat(world)
-    first = group(world)
-    assert len(first["members"]) == 3
+    first = groups(world)
+    assert sorted(one["members"][0]["node"] for one in first) == sorted(machine.name for machine in world.machines)
 
     # One machine loses power, then two of them.
     for machines in (world.machines[2:], world.machines[:2]):
-        latest = group(world)["incarnation"]
+        latest = {one["index"]: one["incarnation"] for one in groups(world)}
+        names = {machine.name for machine in machines}
         for machine in machines:
             machine.cut()
         for machine in machines:
             machine.boot()
-        seconds = until(lambda latest=latest: serves(world, latest), "it serves after a power cut", START_SECONDS)
+
+        def serve(latest: dict[int, int] = latest, names: set[str] = names) -> bool:
+            found = groups(world)
+            return len(found) == 3 and all(
+                one["phase"] == "Serving"
+                and (one["incarnation"] > latest[one["index"]]) == (one["members"][0]["node"] in names)
+                for one in found
+            )
+
+        seconds = until(serve, "it serves after a power cut", START_SECONDS)
         print(f"serving {seconds:.0f} s after a power cut of {len(machines)} of 3")
     chat(world)
 
     # A machine gets another address on the link; ssh uses its name.
-    latest = group(world)["incarnation"]
+    latest = {one["index"]: one["incarnation"] for one in groups(world)}
     begun = time.monotonic()
     world.machines[2].readdress(33)
     until(lambda: f"{NETWORK}.3" in conditions(world), "the lost address is named", 180)
     print(f"named {time.monotonic() - begun:.0f} s after the change: {conditions(world)}")
-    assert f"has {NETWORK}.33, and had {NETWORK}.3;" in up(world, THREE)
-    assert group(world)["incarnation"] > latest
+    assert f"has {NETWORK}.33, and had {NETWORK}.3;" in up(world)
+    assert all(one["incarnation"] > latest[one["index"]] for one in groups(world))
     print(f"serving {time.monotonic() - begun:.0f} s after the change of an address")
     chat(world)
     assert "has ended on 3 machines" in dsv4(world, "down", "nano")

@@ -103,7 +103,23 @@ def config(case: dict[str, Any]) -> Any:
 
 def planned(case: dict[str, Any]) -> list[float]:
     told = config(case)
-    workers = [
+    found = get_kv_cache_configs(told, caches_by_stage(case), [case["available"]] * len(case["stages"]))
+    scheduled = generate_scheduler_kv_cache_config(found)
+    return [scheduled.num_blocks, *get_kv_cache_capacity(told, scheduled)]
+
+
+def is_allocated(case: dict[str, Any]) -> bool:
+    """Return whether `allocate_kv_cache` finds the group of every tensor on every stage."""
+    found = get_kv_cache_configs(config(case), caches_by_stage(case), [case["available"]] * len(case["stages"]))
+    return all(
+        any(tensor.layers[0] in group.layer_names for group in one.kv_cache_groups)
+        for one in found
+        for tensor in one.kv_cache_tensors
+    )
+
+
+def caches_by_stage(case: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
         {
             name: spec
             for layer in range(*stage)
@@ -115,15 +131,13 @@ def planned(case: dict[str, Any]) -> list[float]:
         }
         for stage in case["stages"]
     ]
-    found = get_kv_cache_configs(told, workers, [case["available"]] * len(workers))
-    scheduled = generate_scheduler_kv_cache_config(found)
-    return [scheduled.num_blocks, *get_kv_cache_capacity(told, scheduled)]
 
 
-cases = json.load(sys.stdin)
+asked = json.load(sys.stdin)
 json.dump(
     {
-        "plans": [planned(case) for case in cases],
+        "plans": [planned(case) for case in asked["plans"]],
+        "allocated": [is_allocated(case) for case in asked["divisions"]],
         "stages": [
             [get_pp_indices(layers, rank, size) for rank in range(size)]
             for layers in (4, 43, 61)

@@ -161,6 +161,12 @@ def test_expert_parallelism_moves_no_bytes_where_rows_divide() -> None:
         ("V4-Flash", Parallel(16), "use tensorParallelSize 8 with pipelineParallelSize 2$"),
         ("V4.1-Flash", Parallel(3), "use one of 1, 2, 4, 8$"),
         ("V4-Pro", Parallel(1, 62), "has 61 layers; use 1 to 61"),
+        (
+            "V4-Flash",
+            Parallel(1, 12),
+            "the stage from layer 0 on would have no layer with compress_ratio 128; use one of",
+        ),
+        ("Nano", Parallel(1, 3), "the stage from layer 0 on would have no layer with compress_ratio 4; use 1$"),
     ],
 )
 def test_indivisible_models_are_refused(name: str, parallel: Parallel, message: str) -> None:

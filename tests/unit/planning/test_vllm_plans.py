@@ -14,7 +14,7 @@ import pytest
 from dsv4_operator.backends.local.facts import read_checkpoint
 from dsv4_operator.planning.catalog import GIB, machine_named, model
 from dsv4_operator.planning.memory import EngineSettings, MemoryPlan, Parallel, memory_plan
-from dsv4_operator.planning.memory.items import stages
+from dsv4_operator.planning.memory.items import BadDivision, check_parallel, stages
 from dsv4_runtime.nano.checkpoint import make
 from dsv4_runtime.nano.recipe import Precision
 
@@ -25,14 +25,32 @@ CASES = [
     for length, batched in ((1024, 512), (8192, 2048), (131_072, 4096), (1_048_576, 8192))
     for asynchronous in (False, True)
     for gibibytes in (64, 200)
-    if not (name == "Nano" and length > 8192) and not (name == "V4.1-Flash" and pipeline == 4)
+    if not (name == "Nano" and (length > 8192 or pipeline > 1)) and not (name == "V4.1-Flash" and pipeline == 4)
 ]
+DIVISIONS = [(name, count) for name in ("V4-Flash", "V4-Pro", "Nano") for count in range(1, 17)]
+DIVISIONS = [(name, count) for name, count in DIVISIONS if count <= len(model(name).layers)]
 
 
 def planned(case: tuple[str, int, int, int, bool, int, int]) -> MemoryPlan:
     name, pipeline, length, batched, asynchronous, gibibytes, drafts = case
     engine = EngineSettings(length, 4, batched, asynchronous, drafts, kv_cache_memory=gibibytes * GIB)
     return memory_plan(model(name), machine_named("gb10"), Parallel(1, pipeline), engine)
+
+
+def division(name: str, count: int) -> dict[str, object]:
+    """Return the caches of a model in `count` stages, of one request of 1024 tokens."""
+    ratios = model(name).compress_ratios
+    parts = [[part.start, part.stop] for part in stages(len(ratios), count)]
+    room = {"available": 64 * GIB, "length": 1024, "in_flight": 512}
+    return {"ratios": ratios, "sources": (), "draft_tokens": 0, "stages": parts, **room}
+
+
+def is_divided(name: str, count: int) -> bool:
+    try:
+        check_parallel(model(name), Parallel(1, count))
+    except BadDivision:
+        return False
+    return True
 
 
 def test_vllms_own_planner_finds_the_same_blocks() -> None:
@@ -61,7 +79,7 @@ def test_vllms_own_planner_finds_the_same_blocks() -> None:
     script = Path(__file__).with_name("plan_vllm.py")
     done = subprocess.run(
         [sys.executable, str(script)],
-        input=json.dumps(asked),
+        input=json.dumps({"plans": asked, "divisions": [division(*one) for one in DIVISIONS]}),
         capture_output=True,
         text=True,
         timeout=240,
@@ -74,6 +92,8 @@ def test_vllms_own_planner_finds_the_same_blocks() -> None:
         assert plan.kv is not None
         assert (plan.kv.blocks, plan.kv.tokens) == (blocks, tokens), case
         assert plan.kv.concurrency == pytest.approx(concurrency), case
+    for (name, count), allocated in zip(DIVISIONS, found["allocated"], strict=True):
+        assert is_divided(name, count) == allocated, (name, count)
     ours = [
         [[part.start, part.stop] for part in stages(layers, size)]
         for layers in (4, 43, 61)

@@ -86,12 +86,11 @@ def check_parallel(model: Model, parallel: Parallel, padded: Sequence[int] = ())
             f"use 1 to {len(model.layers)}",
             legal,
         )
-    for stage in stages(len(model.layers), parallel.pipeline)[1:]:
-        if not _begins_well(model, stage.start):
+    for stage in stages(len(model.layers), parallel.pipeline):
+        if problem := _stage_problem(model, stage):
             raise BadDivision(
-                f"pipelineParallelSize {parallel.pipeline} does not divide {model.name}: layer {stage.start} would "
-                f"begin a stage, and reads the KV cache of an earlier layer",
-                f"use one of {_legal_stages(model)}",
+                f"pipelineParallelSize {parallel.pipeline} does not divide {model.name}: {problem}",
+                f"use {_legal_stages(model)}",
                 legal,
             )
 
@@ -102,21 +101,35 @@ def _divided(model: Model, legal: Sequence[int], devices: int) -> str:
         count = devices // tensor
         if devices % tensor or not 1 < count <= len(model.layers):
             continue
-        if all(_begins_well(model, part.start) for part in stages(len(model.layers), count)[1:]):
+        if _divides(model, count):
             return f"tensorParallelSize {tensor} with pipelineParallelSize {count}"
     return ""
 
 
-def _begins_well(model: Model, layer: int) -> bool:
-    """Return whether a stage may begin with `layer`: no stage reads the cache of another (vLLM models/deepseek_v41)."""
-    return not model.kv_sources or layer <= model.kv_sources[0] or layer in model.kv_sources
+def _divides(model: Model, count: int) -> bool:
+    return not any(_stage_problem(model, part) for part in stages(len(model.layers), count))
+
+
+def _stage_problem(model: Model, stage: range) -> str:
+    """Return the reason why these layers cannot be a stage; empty: they can.
+
+    No stage reads the cache of another (vLLM models/deepseek_v41). vLLM 0.33 fails where a stage has no layer of one of
+    the kinds of KV cache (`allocate_kv_cache`; seen with two and three stages of the nano model).
+    """
+    if sources := model.kv_sources:
+        reads = stage.start > sources[0] and stage.start not in sources
+        return f"layer {stage.start} would begin a stage, and reads the KV cache of an earlier layer" if reads else ""
+    ratios = model.compress_ratios
+    lacking = {ratio for ratio in ratios if ratio > 1} - {ratios[layer] for layer in stage}
+    if lacking:
+        return f"the stage from layer {stage.start} on would have no layer with compress_ratio {min(lacking)}"
+    return ""
 
 
 @cache
 def _legal_stages(model: Model) -> str:
-    layers = len(model.layers)
-    legal = (n for n in range(1, 17) if all(_begins_well(model, part.start) for part in stages(layers, n)))
-    return ", ".join(map(str, legal))
+    legal = [str(count) for count in range(1, min(16, len(model.layers)) + 1) if _divides(model, count)]
+    return f"one of {', '.join(legal)}" if len(legal) > 1 else legal[0]
 
 
 _DRAFT_EXPERTS = 0.95
