@@ -514,7 +514,7 @@ class Diagnosis:
     evidence: tuple[tuple[int, str], ...]
     """Numbers, from 1, and texts of the lines that prove it, the decisive one first."""
     remedy: str = ""
-    """What to do about it, in one sentence; empty: nothing is known."""
+    """Remedy in one sentence; empty: none is known."""
 
 
 def diagnose(*logs: Iterable[str]) -> Diagnosis | None:
