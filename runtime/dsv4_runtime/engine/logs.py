@@ -547,7 +547,7 @@ def diagnose(*logs: Iterable[str]) -> Diagnosis | None:
     number, text, signature, who = best
     cause, evidence = signature.cause, [(number, text)]
     if signature is SIGNATURES[-1] and starting and _REFUSED.match(text):
-        # vLLM refuses what it cannot do with a ValueError or NotImplementedError before it serves.
+        # Settings without support raise one of these errors before vLLM serves.
         if _OF_KERNEL.search(text):
             cause = Cause.KERNEL_MISSING
         elif not text.startswith("RuntimeError"):

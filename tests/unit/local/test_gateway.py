@@ -516,36 +516,25 @@ def _connections(processes: list[int], front: int) -> list[int]:
     ]
 
 
-async def test_a_killed_gateway_whose_files_were_removed_comes_back(tmp_path: Path, supervised: Supervised) -> None:
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["removed", "damaged"])
+async def test_a_killed_gateway_without_its_files_comes_back(
+    content: bytes | None, tmp_path: Path, supervised: Supervised
+) -> None:
     state = DeploymentState(tmp_path, "n")
     gateways, processes, url = await started(deployment(), state, [AWAY], supervised)
     before = pids(gateways)
     try:
         await _both_answer(url)
         for name in (*ROUTES, "gateway.json", "gateway-1.json"):
-            (state.directory / name).unlink()
+            if content is None:
+                (state.directory / name).unlink()
+            else:
+                (state.directory / name).write_bytes(content)
         assert before[0] is not None
         os.kill(before[0], signal.SIGKILL)
         follower = await _follower(gateways, [before[0]])
         await _both_answer(url)
         assert pids(gateways) == [follower, before[1]]
-    finally:
-        await gateways.stop()
-        await processes.close()
-
-
-async def test_a_killed_gateway_whose_files_are_damaged_comes_back(tmp_path: Path, supervised: Supervised) -> None:
-    state = DeploymentState(tmp_path, "n")
-    gateways, processes, url = await started(deployment(), state, [AWAY], supervised)
-    before = pids(gateways)
-    try:
-        await _both_answer(url)
-        for name in (*ROUTES, "gateway.json", "gateway-1.json"):
-            (state.directory / name).write_bytes(b"\xff\xfe")
-        assert before[0] is not None
-        os.kill(before[0], signal.SIGKILL)
-        await _follower(gateways, [before[0]])
-        await _both_answer(url)
     finally:
         await gateways.stop()
         await processes.close()
