@@ -82,14 +82,16 @@ def ended_roles(table: Mapping[int, Entry]) -> dict[int, str]:
     return {pid: role for pid, role in found.items() if role}
 
 
-def standby_workers() -> set[int]:
-    """Return the process ids of Ray's waiting processes below this one that have imported vLLM."""
-    found = set()
+def standby_workers() -> tuple[set[int], set[int]]:
+    """Return the process ids of the waiting processes of Ray below this one that have imported vLLM, and of all."""
+    ready, existing = set(), set()
     for pid in below(os.getpid()):
         with contextlib.suppress(OSError):
-            if _is_idle_worker(pid) and b"/libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
-                found.add(pid)
-    return found
+            if _is_idle_worker(pid):
+                existing.add(pid)
+                if b"/libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
+                    ready.add(pid)
+    return ready, existing
 
 
 def kill_stopped_workers() -> list[int]:

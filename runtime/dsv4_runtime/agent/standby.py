@@ -44,6 +44,8 @@ _LASTING_SECONDS = 600.0
 """Losses this far apart are not in a row."""
 _WORKERS_SECONDS = 3.0
 """Interval of the scans for Ray's waiting processes."""
+_MISSING_SECONDS = 30.0
+"""Time after which a requested worker that does not exist is lost: it ended before it was found."""
 _LEAST_MEMORY = 4 << 30
 """Minimum of available memory: a slower restart is better than an out-of-memory kill."""
 
@@ -87,9 +89,9 @@ class Standby:
         """
         lost, begun = 0, time.monotonic()
         await self._until_idle(self._context.api, _AFTER_SECONDS)
-        await self.prepare()
+        requested = await self.prepare()
         while True:
-            what, workers = await self._until_lost()
+            what, workers = await self._until_lost(requested)
             lost = 1 if time.monotonic() - begun > _LASTING_SECONDS else lost + 1
             if lost > _REPLACEMENTS:
                 _log.warning("%s; it is the %sth loss in a row, so the next start will be a cold one", what, lost)
@@ -99,10 +101,10 @@ class Standby:
             # Without waiting for an idle engine: the imports are slow ones.
             begun = time.monotonic()
             if not workers or not await self._repeat_prestart(workers):
-                await self.prepare()
+                requested = await self.prepare()
 
-    async def prepare(self) -> None:
-        """Start the standby processes that are missing.
+    async def prepare(self) -> int:
+        """Start the standby processes that are missing; return the number of workers that Ray was requested to have.
 
         Raises:
             OSError, TimeoutError: a process cannot be started, or Ray does not answer.
@@ -111,7 +113,8 @@ class Standby:
         context.brake.touch()
         await self.start_server(NAME)
         if not self._has_memory():
-            return
+            return 0
+        requested = 0
         if self._has_workers:
             arguments = [f"{head.address}:{head.ports.gcs}", me.address, str(me.devices), str(self._prestart_file)]
             command = [sys.executable, "-m", MODULE, "workers", *arguments]
@@ -120,9 +123,12 @@ class Standby:
                 async with asyncio.timeout(_BOUND_SECONDS):
                     if (code := await prestart.wait()) != 0:
                         _log.warning("no worker of Ray waits for the next engine (exit code %s): prestart.log", code)
+                    else:
+                        requested = me.devices
             finally:
                 await prestart.end(0.0)
                 context.children.remove(prestart)
+        return requested
 
     @property
     def _has_workers(self) -> bool:
@@ -146,12 +152,12 @@ class Standby:
         context.brake.touch()
         return bool(await grpc_call(context.me.address, port, _PRESTART, context.token, _RAYLET_SECONDS, message))
 
-    async def _until_lost(self) -> tuple[str, int]:
-        """Wait until standby processes have ended, or are stopped or hung; return a description and the number of
-        lost workers.
+    async def _until_lost(self, requested: int) -> tuple[str, int]:
+        """Wait until standby processes have ended, or are stopped or hung, or fewer than the `requested` workers exist;
+        return a description and the number of lost workers.
         """
         workers: set[int] = set()
-        scanned = 0.0
+        scanned, complete = 0.0, time.monotonic()
         while True:
             await asyncio.sleep(procfs.PROBE_SECONDS)
             if self._server is not None and not await self._is_usable(self._server):
@@ -167,7 +173,11 @@ class Standby:
                 scanned = time.monotonic()
                 if stopped := kill_stopped_workers():
                     return f"a waiting worker of Ray (process {stopped[0]}) is stopped", len(stopped)
-                workers = standby_workers()
+                workers, existing = standby_workers()
+                if len(existing) >= requested:
+                    complete = scanned
+                elif scanned - complete >= _MISSING_SECONDS:
+                    return f"Ray has {len(existing)} of {requested} waiting workers", requested - len(existing)
 
     async def _is_usable(self, server: Child) -> bool:
         """Return whether a standby server runs its program, and answers or works."""

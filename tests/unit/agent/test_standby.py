@@ -338,10 +338,10 @@ async def test_a_lost_one_is_replaced_within_seconds_and_a_bounded_number_of_tim
     assert [child for child in member.context.children if child.running] == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("number", "seen"), [(signal.SIGKILL, True), (signal.SIGSTOP, True), (signal.SIGKILL, False)])
 @pytest.mark.parametrize("raylet", ["accepts", "refuses"])
 async def test_a_lost_worker_of_ray_is_requested_again_within_seconds_beside_requests(
-    member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, raylet: str
+    member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, seen: bool, raylet: str
 ) -> None:
     """The raylet is a real gRPC server. The request needs no subprocess unless the raylet refuses it."""
     code = (
@@ -364,15 +364,23 @@ async def test_a_lost_worker_of_ray_is_requested_again_within_seconds_beside_req
     worker = subprocess.Popen(["bash", "-c", "exec -a ray::IDLE sleep 60"])
     prepared = []
 
-    async def prepare() -> None:
+    async def prepare() -> int:
         prepared.append(time.monotonic())
+        return 1
 
     async def busy(*_: object) -> None:
         return
 
     monkeypatch.setattr(member.standby, "_until_idle", busy)
     monkeypatch.setattr(member.standby, "prepare", prepare)
-    monkeypatch.setattr(standby, "standby_workers", lambda: {worker.pid})
+    monkeypatch.setattr(standby, "_WORKERS_SECONDS", 0.1)
+    monkeypatch.setattr(standby, "_MISSING_SECONDS", 0.5)
+
+    def scan() -> tuple[set[int], set[int]]:
+        existing = {worker.pid} if seen or worker.poll() is None else set()
+        return existing if seen else set(), existing
+
+    monkeypatch.setattr(standby, "standby_workers", scan)
     monkeypatch.setattr(type(member.standby), "_has_workers", True)
     member.context.me = member.context.me.model_copy(update={"address": "127.0.0.1"})
     assert server.stdout is not None
@@ -388,7 +396,7 @@ async def test_a_lost_worker_of_ray_is_requested_again_within_seconds_beside_req
         assert time.monotonic() - begun < 3.0
         assert line.split(maxsplit=1) == [b"one".hex(), "Bearer token\n"]
         assert worker.wait(5) == -signal.SIGKILL
-        monkeypatch.setattr(standby, "standby_workers", set)
+        monkeypatch.setattr(standby, "standby_workers", lambda: ({os.getpid()}, {os.getpid()}))
         await asyncio.sleep(0.3)
         assert len(prepared) == (1 if raylet == "accepts" else 2)
     finally:

@@ -78,6 +78,8 @@ _LIFE = (
      "    if broken is not None:\n", "    if False:\n", "agent/test_clear.py"),
     ("a stopped standby server is used", "runtime/dsv4_runtime/agent/standby.py",
      "return program and await server.alive()", "return program", "agent/test_standby.py"),
+    ("a worker of Ray that is lost before it was found stays lost", "runtime/dsv4_runtime/agent/standby.py",
+     "if len(existing) >= requested:", "if True:", "agent/test_standby.py"),
     ("a lost worker of Ray is requested by a program", "runtime/dsv4_runtime/agent/standby.py",
      "if not workers or not await self._repeat_prestart(workers):", "if True:", "agent/test_standby.py"),
     ("a refusal of a call is taken for its result", "runtime/dsv4_runtime/agent/ray.py",
