@@ -34,7 +34,7 @@ from dsv4_operator.backends.local.gateway import (
 from dsv4_operator.backends.local.gpus import Card, claim_card, claimed
 from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
-from dsv4_operator.backends.local.supervisor import LOCK, NETWORK, STATUS, Processes
+from dsv4_operator.backends.local.supervisor import LOCK, NETWORK, OUTSIDE, STATUS, Processes
 from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, Part, wait_for
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
@@ -248,15 +248,17 @@ def _enter_network(deployment: DSV4Deployment, processes: Processes) -> tuple[bo
     """Open the listening sockets and enter a private network; return whether that is possible, and a note for users."""
     ports = deployment.spec.network.ports
     listeners = bind_ports(deployment)
-    try:
-        network.enter_private_network()
-    except network.NoNamespacesError as error:
-        check_keyless(deployment, str(error))
-        # The member itself listens on these ports and two more; conflicts are reported before the start.
-        others = bind_loopback({"agent": ports.agent, "gcs": ports.gcs})
-        for listener in (*listeners.values(), *others.values()):
-            listener.close()
-        return False, f"shared: the members share this machine's network, because {error}"
+    with open("/proc/self/ns/net", "rb") as outside:
+        try:
+            network.enter_private_network()
+        except network.NoNamespacesError as error:
+            check_keyless(deployment, str(error))
+            # The member itself listens on these ports and two more; conflicts are reported before the start.
+            others = bind_loopback({"agent": ports.agent, "gcs": ports.gcs})
+            for listener in (*listeners.values(), *others.values()):
+                listener.close()
+            return False, f"shared: the members share this machine's network, because {error}"
+        processes.keep(OUTSIDE, outside.fileno())
     with open("/proc/self/ns/net", "rb") as namespace:
         processes.keep(NETWORK, namespace.fileno())
     for name, listener in listeners.items():

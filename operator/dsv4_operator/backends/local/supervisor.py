@@ -57,8 +57,8 @@ _READ_TRIES = 20
 _TICKS = os.sysconf("SC_CLK_TCK")
 STATUS = "status"
 """Name of the kept memory file with the latest deployment."""
-NETWORK, LOCK = "network", "lock"
-"""Names of other kept files: the private network and the deployment's lock."""
+NETWORK, OUTSIDE, LOCK = "network", "outside", "lock"
+"""Names of other kept files: the private network, that of the machine, and the deployment's lock."""
 
 
 class Liveness:
