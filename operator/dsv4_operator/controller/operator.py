@@ -98,7 +98,7 @@ class DependencyLost(Exception):
 
 
 def main() -> None:
-    """Run until SIGTERM. Exit codes: 0 ended as asked, 1 lost the lease or the watch, 2 cannot start."""
+    """Run until SIGTERM. Exit codes: 0 ended on request, 1 lost the lease or the watch, 2 cannot start."""
     arguments = command_line().parse_args()
     log_to(None)
     format_logs(arguments.log_format)

@@ -59,7 +59,7 @@ class _NotSaved(BackendError):
 
 
 def main() -> None:
-    """Run the loop until SIGTERM. Exit codes: 0 ended as asked, 2 cannot start, and `startup-error` says why."""
+    """Run the loop until SIGTERM. Exit codes: 0 ended on request, 2 cannot start (reason: `startup-error`)."""
     parser = argparse.ArgumentParser(prog="dsv4-standalone", description=main.__doc__)
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--name", required=True)

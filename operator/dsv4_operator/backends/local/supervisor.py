@@ -639,7 +639,7 @@ class Processes:
 
 
 def main() -> None:
-    """Run the reconcile loop with these arguments until it ends as asked. Exit code: the loop's."""
+    """Run the reconcile loop with these arguments until it ends on request. Exit code: the loop's."""
     parser = argparse.ArgumentParser(prog="dsv4-supervisor", description=main.__doc__)
     parser.add_argument("--attached", type=int, metavar="PID", help="end when this parent process ends")
     parser.add_argument(
