@@ -195,7 +195,7 @@ def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes
         raise StateError(f"{state.directory / INVENTORY}: {error}") from error
     key = read_key(state.directory / HOST_KEY)
     check_secrets(deployment, state)
-    software = _same_software(deployment, state)
+    software = _same_software(deployment, state, several=len(inventory.hosts) > 1)
     if "api" not in processes.kept:
         for name, listener in bind_ports(deployment).items():
             with listener:
@@ -226,8 +226,8 @@ def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes
     asyncio.run(_loop(state, deployment, processes, backend, front, wake, deletes=(state.directory / DOWN).exists))
 
 
-def _same_software(deployment: DSV4Deployment, state: DeploymentState) -> Software:
-    """Return the software for engines, which must have the same paths on all machines.
+def _same_software(deployment: DSV4Deployment, state: DeploymentState, *, several: bool) -> Software:
+    """Return the software for engines, which must have the same paths on all machines if there are several.
 
     Raises:
         StateError: something is missing on this machine, or a path exists on it alone.
@@ -236,7 +236,7 @@ def _same_software(deployment: DSV4Deployment, state: DeploymentState) -> Softwa
         check_compilers(cpu=True)
         return Software()
     software = cuda_software(deployment, state, gpus.find().cards)
-    if Path(software.cuda_home).is_relative_to(state.root):
+    if several and Path(software.cuda_home).is_relative_to(state.root):
         raise StateError(
             "several machines cannot use the CUDA toolkit of Python packages; install NVIDIA's toolkit at the same "
             "path on all of them (/usr/local/cuda)"
