@@ -44,7 +44,7 @@ check: $(VENV)/.ready ## Format, lint, types, import contracts
 	@$(BIN)/lint-imports
 
 .PHONY: format
-format: $(VENV)/.ready ## Format the code and mend what ruff can mend
+format: $(VENV)/.ready ## Format the code and apply the fixes of ruff
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 

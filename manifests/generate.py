@@ -37,7 +37,7 @@ def install(helm: Path) -> str:
     """`install.yaml`, as the program `helm` renders it.
 
     Raises:
-        subprocess.CalledProcessError: helm said no; the text is in `stderr`.
+        subprocess.CalledProcessError: helm failed; its message is in `stderr`.
     """
     command = [helm, "template", "dsv4", CHART, "--namespace", NAMESPACE]
     settings = [word for value in VALUES for word in ("--set", value)]

@@ -71,8 +71,13 @@ def up(
         bool, typer.Option("--detach", "-d", help="Return when the deployment is ready; it keeps running.")
     ] = False,
     timeout: Annotated[
-        str, typer.Option(metavar="DURATION", help="Timeout of the start, for example 90s or 10m.")
-    ] = "10m",
+        str | None,
+        typer.Option(
+            metavar="DURATION",
+            help="Timeout of the start, for example 90s [default: 10m with the Nano model, else 48h; the steps of a "
+            "start have limits of their own].",
+        ),
+    ] = None,
     hosts: Annotated[
         str | None,
         typer.Option(
@@ -82,15 +87,16 @@ def up(
         ),
     ] = None,
 ) -> int:
-    """Start a deployment on this machine and keep it running. Ctrl-C ends it."""
+    """Start a deployment on this machine, or with --hosts on others, and keep it running. Ctrl-C ends it here."""
     root = target.local_root("starts a deployment", "kubectl apply -f FILE")
+    limit = None if timeout is None else _duration("--timeout", timeout)
     if hosts is not None:
         from dsv4_operator.cli import hosts as several
 
-        return several.up(file, hosts, root, timeout=_duration("--timeout", timeout))
+        return several.up(file, hosts, root, timeout=limit)
     from dsv4_operator.cli import up as command
 
-    return command.run(file, root, detach=detach, timeout=_duration("--timeout", timeout))
+    return command.run(file, root, detach=detach, timeout=limit)
 
 
 @app.command()
@@ -138,7 +144,7 @@ def down(
         bool, typer.Option("--purge", help="Also remove its logs, evidence and status (never the weights).")
     ] = False,
 ) -> int:
-    """Stop a deployment of this machine; no error if it is not running."""
+    """Stop a deployment, also one that `up --hosts` started; no error if it is not running."""
     root = target.local_root("ends a deployment", f"kubectl delete dsv4 {name or 'NAME'}")
     from dsv4_operator.cli import up as command
 

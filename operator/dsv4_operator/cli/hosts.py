@@ -54,6 +54,7 @@ from dsv4_operator.cli.output import (
 )
 from dsv4_operator.cli.sources.base import read_file
 from dsv4_operator.cli.sources.local import deployment_state
+from dsv4_operator.cli.up import start_limit
 
 UV_VERSION = "0.13.8"
 _CHECK_SECONDS = 30.0
@@ -79,8 +80,10 @@ _FIND_PYTHON = (
 T = TypeVar("T")
 
 
-def up(file: str, hosts: str, root: Path, *, timeout: float) -> ExitCode:
+def up(file: str, hosts: str, root: Path, *, timeout: float | None) -> ExitCode:
     """Start the deployment in `file` on the machines of `hosts`, an inventory or ssh targets; return when it is ready.
+
+    The start may take `timeout` seconds after the installation; None: the default for the model.
 
     Raises:
         CommandError: a machine or the file is not suitable, a step failed, or the deployment was not ready in time.
@@ -90,7 +93,8 @@ def up(file: str, hosts: str, root: Path, *, timeout: float) -> ExitCode:
     if state.holder() is not None and not (state.directory / INVENTORY).exists():
         raise bad_input(f"{state.name} runs on this machine alone; run `dsv4 down {state.name}` first")
     known = _records(root).get(deployment.metadata.name)
-    return asyncio.run(_with_client(lambda client: client.up(deployment, hosts, known, root, timeout)))
+    limit = start_limit(deployment, timeout)
+    return asyncio.run(_with_client(lambda client: client.up(deployment, hosts, known, root, limit)))
 
 
 def down(root: Path, record: Record, *, uninstall: bool) -> ExitCode:

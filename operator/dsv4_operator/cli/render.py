@@ -241,12 +241,17 @@ def ready_text(found: DSV4Deployment, seconds: float, token_file: str, options: 
         lines.append(f"network     {network}")
     if status.ray_dashboard:
         lines.append(f"dashboard   {status.ray_dashboard}  (token: {token_file})")
+    headers = "-H 'Content-Type: application/json'"
+    if found.spec.gateway.api_keys is not None:
+        # Not the key: output may be kept in logs.
+        lines.append("key         `dsv4 connect FILE` shows it")
+        headers += " -H 'Authorization: Bearer KEY'"
     return "\n".join(
         [
             *lines,
             f"chat        dsv4 chat {name}{options}",
             "",
-            f"curl -sS {status.endpoint}/chat/completions -H 'Content-Type: application/json' \\",
+            f"curl -sS {status.endpoint}/chat/completions {headers} \\",
             f"  -d {shlex.quote(json.dumps(body))}",
         ]
     )

@@ -46,14 +46,33 @@ from dsv4_operator.cli.sources.local import deployment_state, find_state, select
 from dsv4_runtime.contract import Phase
 
 POLL_SECONDS = 0.2
+_NANO_SECONDS, _MODEL_SECONDS = 600.0, 172_800.0
+"""Default timeouts of a start. The second is longer than the limits of all steps that are derived for Pro."""
+
+
+def start_limit(deployment: DSV4Deployment, given: float | None) -> float:
+    """Return the timeout of a start in seconds: the given one, or the default for the model.
+
+    A start downloads real models, which takes hours. Each of its steps has a limit in the plan
+    (`spec.engine.timeouts`), and fails with a cause beyond it.
+    """
+    if given is not None:
+        return given
+    return _NANO_SECONDS if deployment.spec.model.source.nano is not None else _MODEL_SECONDS
 
 
 def run(
-    file: str, root: Path, *, detach: bool, timeout: float, command: Callable[..., list[str]] = processes.loop_command
+    file: str,
+    root: Path,
+    *,
+    detach: bool,
+    timeout: float | None,
+    command: Callable[..., list[str]] = processes.loop_command,
 ) -> ExitCode:
     """Start the deployment in `file`; with `detach` return when it is ready, else when it ends or is interrupted.
 
-    The start may take `timeout` seconds. `command` returns the command of the reconcile loop.
+    The start may take `timeout` seconds; None: the default for the model. `command` returns the command of the
+    reconcile loop.
     """
     deployment = read_file(file, detect_hardware=True)
     state = deployment_state(root, deployment.metadata.name)
@@ -67,7 +86,7 @@ def run(
     with processes.SignalCounter() as signals:
         previous = state.object_text()
         process = processes.start_loop(state, command(state, attached=not detach))
-        started = StartedDeployment(state, process, signals, previous, detach, timeout)
+        started = StartedDeployment(state, process, signals, previous, detach, start_limit(deployment, timeout))
         leave = False
         try:
             code = started.wait_until_ready()

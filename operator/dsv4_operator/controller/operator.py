@@ -98,7 +98,7 @@ class DependencyLost(Exception):
 
 
 def main() -> None:
-    """Run until SIGTERM. Exit codes: 0 ended as asked, 1 lost the lease or the watch, 2 cannot start."""
+    """Run until SIGTERM. Exit codes: 0 ended on request, 1 lost the lease or the watch, 2 cannot start."""
     arguments = command_line().parse_args()
     log_to(None)
     format_logs(arguments.log_format)
@@ -150,8 +150,8 @@ def main() -> None:
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the flags; docs/operator.md explains them."""
     parser = argparse.ArgumentParser(prog="dsv4-operator", description=main.__doc__)
-    parser.add_argument("--namespace", action="append", default=[], help="watch this one only; may be repeated")
-    parser.add_argument("--lease-namespace", help="where the lease is kept (default: the operator's own)")
+    parser.add_argument("--namespace", action="append", default=[], help="watch this namespace only; may be repeated")
+    parser.add_argument("--lease-namespace", help="namespace of the lease (default: the operator's own)")
     parser.add_argument("--metrics-port", type=int, default=8080, help="for /metrics, /livez and /readyz")
     parser.add_argument("--webhook-port", type=int, help="for the admission webhook (default: there is none)")
     parser.add_argument("--webhook-certificates", type=Path, default=_CERTIFICATES, help="tls.crt and tls.key for it")

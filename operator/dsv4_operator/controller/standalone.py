@@ -34,7 +34,7 @@ from dsv4_operator.backends.local.gateway import (
 from dsv4_operator.backends.local.gpus import Card, claim_card, claimed
 from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
-from dsv4_operator.backends.local.supervisor import LOCK, NETWORK, STATUS, Processes
+from dsv4_operator.backends.local.supervisor import LOCK, NETWORK, OUTSIDE, STATUS, Processes
 from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, Part, wait_for
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
@@ -59,7 +59,7 @@ class _NotSaved(BackendError):
 
 
 def main() -> None:
-    """Run the loop until SIGTERM. Exit codes: 0 ended as asked, 2 cannot start, and `startup-error` says why."""
+    """Run the loop until SIGTERM. Exit codes: 0 ended on request, 2 cannot start (reason: `startup-error`)."""
     parser = argparse.ArgumentParser(prog="dsv4-standalone", description=main.__doc__)
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--name", required=True)
@@ -195,7 +195,7 @@ def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes
         raise StateError(f"{state.directory / INVENTORY}: {error}") from error
     key = read_key(state.directory / HOST_KEY)
     check_secrets(deployment, state)
-    software = _same_software(deployment, state)
+    software = _same_software(deployment, state, several=len(inventory.hosts) > 1)
     if "api" not in processes.kept:
         for name, listener in bind_ports(deployment).items():
             with listener:
@@ -226,8 +226,8 @@ def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes
     asyncio.run(_loop(state, deployment, processes, backend, front, wake, deletes=(state.directory / DOWN).exists))
 
 
-def _same_software(deployment: DSV4Deployment, state: DeploymentState) -> Software:
-    """Return the software for engines, which must have the same paths on all machines.
+def _same_software(deployment: DSV4Deployment, state: DeploymentState, *, several: bool) -> Software:
+    """Return the software for engines, which must have the same paths on all machines if there are several.
 
     Raises:
         StateError: something is missing on this machine, or a path exists on it alone.
@@ -236,7 +236,7 @@ def _same_software(deployment: DSV4Deployment, state: DeploymentState) -> Softwa
         check_compilers(cpu=True)
         return Software()
     software = cuda_software(deployment, state, gpus.find().cards)
-    if Path(software.cuda_home).is_relative_to(state.root):
+    if several and Path(software.cuda_home).is_relative_to(state.root):
         raise StateError(
             "several machines cannot use the CUDA toolkit of Python packages; install NVIDIA's toolkit at the same "
             "path on all of them (/usr/local/cuda)"
@@ -248,15 +248,17 @@ def _enter_network(deployment: DSV4Deployment, processes: Processes) -> tuple[bo
     """Open the listening sockets and enter a private network; return whether that is possible, and a note for users."""
     ports = deployment.spec.network.ports
     listeners = bind_ports(deployment)
-    try:
-        network.enter_private_network()
-    except network.NoNamespacesError as error:
-        check_keyless(deployment, str(error))
-        # The member itself listens on these ports and two more; conflicts are reported before the start.
-        others = bind_loopback({"agent": ports.agent, "gcs": ports.gcs})
-        for listener in (*listeners.values(), *others.values()):
-            listener.close()
-        return False, f"shared: the members share this machine's network, because {error}"
+    with open("/proc/self/ns/net", "rb") as outside:
+        try:
+            network.enter_private_network()
+        except network.NoNamespacesError as error:
+            check_keyless(deployment, str(error))
+            # The member itself listens on these ports and two more; conflicts are reported before the start.
+            others = bind_loopback({"agent": ports.agent, "gcs": ports.gcs})
+            for listener in (*listeners.values(), *others.values()):
+                listener.close()
+            return False, f"shared: the members share this machine's network, because {error}"
+        processes.keep(OUTSIDE, outside.fileno())
     with open("/proc/self/ns/net", "rb") as namespace:
         processes.keep(NETWORK, namespace.fileno())
     for name, listener in listeners.items():

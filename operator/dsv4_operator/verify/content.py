@@ -385,7 +385,7 @@ def _difference(step: Step, reply: Reply) -> str:
         return "" if step.text in reply.content and reply.content.strip() else f"the answer lacks {step.text!r}"
     if len(reply.calls) != len(step.calls):
         return f"{len(reply.calls)} calls instead of {len(step.calls)}"
-    return "" if len(_order(step.calls, reply.calls)) == len(step.calls) else "other calls or arguments than asked for"
+    return "" if len(_order(step.calls, reply.calls)) == len(step.calls) else "other calls or arguments than requested"
 
 
 def _order(expected: Sequence[Expected], calls: Sequence[ToolCall]) -> list[int]:

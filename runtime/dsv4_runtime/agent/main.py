@@ -97,10 +97,10 @@ def main() -> None:
     """Run one member of a plan until SIGTERM or SIGINT; exit code 0 then, 2 for an unusable plan."""
     parser = argparse.ArgumentParser(prog="dsv4-agent", description=main.__doc__)
     parser.add_argument("--plan", type=Path, required=True, help="the GroupPlan, a JSON file")
-    parser.add_argument("--rank", type=int, required=True, help="which member of the plan this is")
-    parser.add_argument("--directory", type=Path, required=True, help="where this member's files go")
+    parser.add_argument("--rank", type=int, required=True, help="rank of this member in the plan")
+    parser.add_argument("--directory", type=Path, required=True, help="directory of this member's files")
     parser.add_argument("--address", help="this member's own IPv4 address, where the plan has a name instead")
-    parser.add_argument("--evidence", type=Path, help="where evidence of deaths goes [default: below --directory]")
+    parser.add_argument("--evidence", type=Path, help="directory of evidence of deaths [default: below --directory]")
     parser.add_argument("--echo", action="store_true", help="copy the logs of Ray and vLLM to stdout")
     parser.add_argument("--exit-message", type=Path, metavar="FILE", help="keep the reason of an exit there")
     parser.add_argument("--log-format", choices=LOG_FORMATS, help=f"of the log [default: ${LOG_FORMAT}, else text]")

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from dsv4_runtime.agent.context import run_in_daemon_thread
 from dsv4_runtime.agent.processes import waited_for
 from dsv4_runtime.contract import Cause, GroupPlan, PageCache, WeightsPlan, WeightsSource
+from dsv4_runtime.contract.plan import OUTSIDE_NETWORK
 from dsv4_runtime.nano.checkpoint import DAMAGED
 from dsv4_runtime.util.procfs import ANSWER_SECONDS, PROBE_SECONDS, ChildLine
 from dsv4_runtime.weights import store, writer
@@ -123,7 +124,10 @@ def _job(plan: GroupPlan, rank: int, token: str) -> StagingJob:
     return StagingJob(
         weights=plan.weights,
         rank=rank,
-        members={
+        # Not reachable from the machine's network; their files are in the same directory.
+        members={}
+        if OUTSIDE_NETWORK in os.environ
+        else {
             member.rank: f"http://{member.address}:{member.ports.agent}"
             for member in plan.members
             if member.rank != rank
@@ -161,6 +165,7 @@ async def _run_once(what: str, job: StagingJob, report: Callable[[StagingReport]
             limit=_LINE_BYTES,
             # With cached bytecode the process starts in half the time.
             env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+            pass_fds=[int(outside)] if (outside := os.environ.get(OUTSIDE_NETWORK)) else [],
         )
     except BaseException:
         line.close()

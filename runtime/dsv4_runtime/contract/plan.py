@@ -91,6 +91,10 @@ class Role(StrEnum):
 RAY_COMMAND = "KUBERAY_GEN_RAY_START_CMD"
 """Environment variable in which KubeRay passes the `ray start` of a member, made from the plan's."""
 
+OUTSIDE_NETWORK = "DSV4_OUTSIDE_NETWORK"
+"""Environment variable with the descriptor of the machine's network namespace, for an agent in a private network that
+leads nowhere else. Its process that fetches weights enters it."""
+
 LONGEST_RAY_ROOT = 39
 """Characters of Ray's `--temp-dir`: its longest socket, `/session_<time>_<pid>/sockets/dash_MetricsHead`, has 68 more,
 and Linux allows 107 (`ray/_private/node.py`, `ray/dashboard/subprocesses/utils.py`, Ray 2.60)."""

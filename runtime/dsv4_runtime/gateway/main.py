@@ -33,7 +33,7 @@ _LAST_PORT = 2**16 - 1
 
 
 def main() -> None:
-    """Serve until SIGTERM, then drain. Exit codes: 0 ended as asked, 2 cannot start, and the log says why."""
+    """Serve until SIGTERM, then drain. Exit codes: 0 ended on request, 2 cannot start, with the reason in the log."""
     parser = argparse.ArgumentParser(prog="dsv4-gateway", description=main.__doc__)
     parser.add_argument("--settings", type=Path, required=True, help="JSON file with the limits (GatewaySettings)")
     parser.add_argument(

@@ -6,6 +6,7 @@ exits at the end of stdin, so that it never outlives the agent.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsv4_runtime.contract import Cause, PageCache
+from dsv4_runtime.contract.plan import OUTSIDE_NETWORK
 from dsv4_runtime.util.procfs import input_lines
 from dsv4_runtime.weights import checkpoint, writer
 from dsv4_runtime.weights.checkpoint import WeightsError
@@ -25,10 +27,14 @@ _REPORT_SECONDS = 0.25
 # Scrubbing has the lowest priority, and restarts an hour after each pass.
 _NICE = 19
 _SCRUB_PAUSE_SECONDS = 3600.0
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 def main() -> None:
     """Run the job and exit without waiting for threads that are blocked on the network."""
+    if outside := os.environ.get(OUTSIDE_NETWORK):
+        # Before any thread: a thread keeps the network in which it was started.
+        _enter_network(int(outside))
     given = input_lines(0)
     job = StagingJob.model_validate_json(next(given, b""))
     threading.Thread(target=_exit_with_parent, args=(given,), daemon=True).start()
@@ -125,6 +131,17 @@ class _ThrottledReports:
 def _write(report: StagingReport) -> None:
     sys.stdout.write(f"{report.to_json()}\n")
     sys.stdout.flush()
+
+
+def _enter_network(descriptor: int) -> None:
+    """Enter the network namespace of an inherited descriptor, and close it.
+
+    Raises:
+        OSError: not permitted.
+    """
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"{OUTSIDE_NETWORK}: the network of the machine cannot be entered")
+    os.close(descriptor)
 
 
 def _exit_with_parent(given: Iterator[bytes]) -> None:

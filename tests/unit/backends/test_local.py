@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import stat
@@ -18,6 +19,9 @@ from dsv4_operator.api import DSV4Deployment, parse
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.backends.local.supervisor import OUTSIDE
+from dsv4_runtime.contract import WeightsSource
+from dsv4_runtime.contract.plan import OUTSIDE_NETWORK
 from dsv4_testkit.conformance import Bounded, Conformance, fenced, formed, live, over, planned, until
 from dsv4_testkit.supervised import Supervised
 
@@ -111,6 +115,32 @@ async def test_a_slow_network_setup_of_a_member_delays_no_reconciliation(
     # The member ends even while it waits for its network.
     await over(lambda: backend.fence(world.deployment, 0, 1), 5.0)
     await backend.close()
+
+
+@pytest.mark.parametrize(("source", "given"), [(WeightsSource.HTTP, True), (WeightsSource.PATH, False)])
+async def test_members_that_download_get_the_network_of_the_machine(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch, source: WeightsSource, given: bool
+) -> None:
+    seen = world.state.root / "seen"
+    script = f'readlink "/proc/self/fd/${{{OUTSIDE_NETWORK}:-none}}" > {seen}.new; mv {seen}.new {seen}; exec sleep 60'
+    monkeypatch.setattr(network, "member_command", lambda *_: ["sh", "-c", script])
+    monkeypatch.setattr(network, "in_own_network", lambda _: False)
+    monkeypatch.setattr(network, "unplug", lambda *_: None)
+    processes = world.supervised.again()
+    with open("/proc/self/ns/net", "rb") as outside:
+        processes.keep(OUTSIDE, outside.fileno())
+    processes.listen()
+    backend = LocalBackend(world.state, processes, isolated=True, changed=lambda: None)
+    plan = await planned(world, 1)
+    weights = plan.weights.model_copy(update={"source": source, "origin": "http://models.example.com/"})
+    await backend.ensure(world.deployment, plan.model_copy(update={"weights": weights}))
+    async with asyncio.timeout(30):
+        while not seen.exists():
+            await asyncio.sleep(0.02)
+    assert seen.read_text().strip() == (os.readlink("/proc/self/ns/net") if given else "")
+    await over(lambda: backend.fence(world.deployment, 0, 1), 15.0)
+    await backend.close()
+    await processes.close()
 
 
 async def test_an_agent_that_does_not_answer_delays_no_reconciliation(world: LocalWorld) -> None:

@@ -89,7 +89,7 @@ def test_kubectl_never_ends(world: World) -> None:
         ('E1121 19:30:45.1 1 memcache.go:265] "Unhandled"\nThe connection was refused', "The connection was refused"),
         ("Warning: old\n\nError from server (Forbidden): no", "Error from server (Forbidden): no"),
         ("Warning: old", "Warning: old"),
-        ("", "it said nothing"),
+        ("", "it printed no message"),
     ],
 )
 def test_the_line_of_the_error_is_found(said: str, line: str) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dsv4_operator.api import ConditionType, GroupPhase, KvCacheStatus, Reason
+from dsv4_operator.api import ConditionType, GroupPhase, KvCacheStatus, Reason, SecretKeyRef
+from dsv4_operator.api.spec import ApiKeysSource
 from dsv4_operator.backends.local.supervisor import LoopReport
 from dsv4_operator.cli import render
 from dsv4_operator.cli.sources.base import DeploymentView
@@ -76,6 +77,16 @@ def test_ready_text_can_be_pasted(make: Any) -> None:
         ["sh", "-c", curl.replace("curl", "printf '%s\\n'", 1)], capture_output=True, text=True, check=True
     )
     assert json.loads(echoed.stdout.splitlines()[-1])["model"] == "nano"
+
+
+def test_ready_text_of_an_api_with_keys(make: Any) -> None:
+    found = make.deployment(make.status())
+    keys = ApiKeysSource(secret_key_ref=SecretKeyRef(name="nano-api", key="keys"))
+    gateway = found.spec.gateway.model_copy(update={"api_keys": keys})
+    found = found.model_copy(update={"spec": found.spec.model_copy(update={"gateway": gateway})})
+    lines = render.ready_text(found, 41.2, "/state/nano/token", "").splitlines()
+    assert "key         `dsv4 connect FILE` shows it" in lines
+    assert lines[-2].endswith("-H 'Content-Type: application/json' -H 'Authorization: Bearer KEY' \\")
 
 
 def test_why_when_nothing_died(make: Any) -> None:

@@ -29,6 +29,17 @@ def test_choosing(root: Path, saved: Callable[..., Any], held: Callable[..., int
         select_state(root, "x")
 
 
+def test_a_deployment_on_other_machines_is_named_with_the_way_to_it(root: Path, saved: Callable[..., Any]) -> None:
+    (root / "remote").mkdir()
+    (root / "remote" / "flash.json").touch()
+    for name in (None, "flash"):
+        with raises_naming(CommandError, f"under {root}", "flash runs on other machines", "--url"):
+            select_state(root, name)
+    saved()
+    with raises_naming(CommandError, "no deployment 'x' under", "there is nano"):
+        select_state(root, "x")
+
+
 def test_a_running_deployment_as_json(
     root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from dsv4_operator.api import parse
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.cli import main, processes
+from dsv4_operator.cli import hosts, main, processes
+from dsv4_operator.cli import up as command
+from dsv4_operator.planning import catalog_facts
+from dsv4_operator.planning.catalog import machine_named
+from dsv4_operator.planning.setup import setup, timeouts
 
 # Upper bound for slow machines.
 SECONDS = 60.0
@@ -221,6 +227,38 @@ def test_failures(
     assert found == code
     assert dsv4.left() == []
     assert dsv4.state.holder() is None
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def test_the_default_timeout_leaves_time_for_every_step_of_a_start() -> None:
+    manifest = yaml.safe_load((EXAMPLES / "pro-8x-spark.yaml").read_text())
+    hub = {"repo": "deepseek-ai/DeepSeek-V4-Pro", "revision": "0" * 40}
+    manifest["spec"]["model"]["source"] = {"huggingFace": hub}
+    del manifest["spec"]["engine"]["timeouts"]
+    pro = parse(manifest)
+    chosen = setup(pro, catalog_facts(pro, machine_named("gb10"), state_root="/s", weights_root="/w"))
+    steps = timeouts(chosen)
+    assert steps.staging > 3600, "it is downloaded"
+    assert command.start_limit(pro, None) > steps.preflight + steps.staging + steps.formation + steps.load_at(None)
+    assert command.start_limit(pro, 5.0) == 5.0
+    nano = parse(yaml.safe_load((EXAMPLES / "nano.yaml").read_text()))
+    assert command.start_limit(nano, None) == 600.0
+
+
+def test_a_start_without_a_timeout_has_the_default_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float | None] = []
+
+    def run(*arguments: object, timeout: float | None, **options: object) -> int:
+        given.append(timeout)
+        return 0
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(hosts, "up", run)
+    for words in (["up", "f"], ["up", "f", "--hosts", "a,b"], ["up", "f", "--timeout", "90s"]):
+        assert main.run(words) == 0
+    assert given == [None, None, 90.0]
 
 
 def test_the_loop_is_killed(dsv4: Dsv4) -> None:

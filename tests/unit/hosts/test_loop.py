@@ -98,6 +98,7 @@ def test_a_toolkit_of_this_machine_alone_is_refused(
     deployment = nano.model_copy(update={"spec": nano.spec.model_copy(update={"topology": topology})})
     if refused:
         with pytest.raises(StateError, match="install NVIDIA's toolkit at the same path"):
-            standalone._same_software(deployment, state)
+            standalone._same_software(deployment, state, several=True)
     else:
-        assert standalone._same_software(deployment, state) == software
+        assert standalone._same_software(deployment, state, several=True) == software
+    assert standalone._same_software(deployment, state, several=False) == software, "no other machine needs the path"

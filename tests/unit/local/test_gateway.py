@@ -181,7 +181,7 @@ def test_secrets_that_cannot_be_used_are_refused_before_anything_starts(tmp_path
 
 
 def test_keys_are_refused_where_they_would_not_be_enforced() -> None:
-    with pytest.raises(StateError, match=r"spec\.gateway\.apiKeys: cannot be kept to.*, and there is no ip;"):
+    with pytest.raises(StateError, match=r"spec\.gateway\.apiKeys: only the gateway checks keys, .*: there is no ip;"):
         check_keyless(deployment(**KEYS), "there is no ip")
     check_keyless(deployment(), "there is no ip")
 

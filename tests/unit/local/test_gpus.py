@@ -213,7 +213,10 @@ def test_unused_cards_are_taken_first(driver: FakeNvml) -> None:
     ("present", "says"),
     [
         (FakeNvml(missing="NVML Shared Library Not Found"), "NVML Shared Library Not Found); install NVIDIA's driver"),
-        (FakeNvml(Gpu(name=RTX)), f"1 GPU of H100 are asked for, and this machine has 1 × {RTX}; write what is there"),
+        (
+            FakeNvml(Gpu(name=RTX)),
+            f"1 GPU of H100 is required, and this machine has 1 × {RTX}; write that number and kind",
+        ),
         (FakeNvml(), "this machine offers none: the driver has no GPU"),
     ],
 )

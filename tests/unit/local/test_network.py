@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address, ip_network
+from pathlib import Path
 
 import pytest
 
+from dsv4_operator.api import parse
 from dsv4_operator.backends.local import network
+from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.cli import processes
+from dsv4_testkit.waiting import free_ports
+
+# Upper bound for slow machines.
+SECONDS = 90.0
 
 # Runs in a process of its own, because it changes its own network. A member's namespace outlives its process while it
 # is referenced, for example by a socket with unsent data; here by an open file.
@@ -54,6 +66,49 @@ def test_the_address_of_a_fenced_member_does_not_answer() -> None:
     assert done.returncode == 0, done.stderr
     # A refused connection proves that the address exists; without the network there is no response.
     assert done.stdout.splitlines() == ["first: True", "dead but held: True", "unplugged: False", "second: True"]
+
+
+def test_weights_are_fetched_over_the_network_of_the_machine() -> None:
+    """By a real supervisor, loop and agent: the private network of members leads nowhere else."""
+    try:
+        network.check_namespaces()
+    except network.NoNamespacesError as error:
+        pytest.skip(str(error))
+    asked = threading.Event()
+
+    class Source(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.set()
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    ports = dict(zip(("api", "dashboard", "gcs", "agent"), free_ports(4), strict=True))
+    # tmp_path is not usable: its names are longer than Ray's sockets allow.
+    with (
+        tempfile.TemporaryDirectory(prefix="d", dir="/tmp") as root,
+        ThreadingHTTPServer(("127.0.0.1", 0), Source) as server,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        spec = {
+            "model": {"variant": "Nano", "source": {"http": {"url": f"http://127.0.0.1:{server.server_port}/"}}},
+            "topology": {"hardware": "CPU"},
+            "network": {"ports": ports},
+            "engine": {"maxModelLen": 1024, "kvCacheMemory": "64Mi"},
+        }
+        kind = {"apiVersion": "dsv4.dev/v1beta1", "kind": "DSV4Deployment", "metadata": {"name": "n"}}
+        state = DeploymentState(Path(root), "n")
+        state.prepare()
+        state.save_manifest(parse({**kind, "spec": spec}))
+        process = processes.start_loop(state, processes.loop_command(state, attached=False))
+        try:
+            assert asked.wait(SECONDS), state.log.read_text()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(SECONDS)
+            processes.stop_processes(state)
+            server.shutdown()
 
 
 def test_members_have_different_addresses() -> None:

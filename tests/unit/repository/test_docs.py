@@ -1,13 +1,18 @@
-"""The documentation is complete: each cause has a page, and no relative link is broken."""
+"""The documentation is complete and right: each cause has a page, no relative link is broken, and commands, options and
+targets exist."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
+from dsv4_operator.cli.commands import app
 from dsv4_runtime.contract import Cause
 
 ROOT = Path(__file__).parents[3]
@@ -16,6 +21,9 @@ PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 WORD_ENDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(<?([^()<>\s]+)>?(?:\s+\"[^\"]*\")?\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
+SHELL = re.compile(r"^ *```(?:sh|console)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+CALL = re.compile(r"(?:^ *|[|;&] *)(?:kubectl |\S*/)?dsv4 (.*)")
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 HEADING = re.compile(r"^#+\s+(.+?)\s*$", re.MULTILINE)
 
 
@@ -59,7 +67,39 @@ def test_every_relative_link_resolves(page: Path) -> None:
     assert broken == []
 
 
-def test_links_are_found() -> None:
+def calls(page: Path) -> Iterator[list[str]]:
+    """Yield the words of each command line of `dsv4` and `kubectl dsv4` in the shell blocks of a page."""
+    for block in SHELL.findall(page.read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            if call := CALL.search(line):
+                yield shlex.split(re.split(r"\s[|&;>]", call[1])[0], comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_a_page_has_its_options(page: Path) -> None:
+    unknown = []
+    for words in calls(page):
+        name = next((name for length in (2, 1) if (name := " ".join(words[:length])) in COMMANDS), None)
+        known = {text for one in COMMANDS[name].params for text in (*one.opts, *one.secondary_opts)} if name else set()
+        options = [word.partition("=")[0] for word in words if re.match("--?[a-zA-Z]", word)]
+        if name is None or not known.issuperset(options):
+            unknown.append(" ".join(words))
+    assert unknown == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_target_and_example_of_a_page_exists(page: Path) -> None:
+    text = page.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for block in SHELL.findall(text) for name in re.findall(r"^ *make ([a-z-]+)", block, re.MULTILINE)}
+    assert named | set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+    assert [name for name in re.findall(r"\bexamples/[\w.-]+\.yaml", text) if not (ROOT / name).is_file()] == []
+
+
+def test_links_and_commands_are_found() -> None:
+    assert ["kernels", "compile", "/models/flash", "--arch", "sm_121,sm_120"] in list(
+        calls(ROOT / "docs" / "kernels" / "engine.md")
+    )
     assert "docs/quickstart.md" in links(ROOT / "README.md")
     assert "images/group.svg" in links(ROOT / "docs" / "concepts.md")
 

@@ -27,6 +27,7 @@ from dsv4_runtime.contract import (
     WeightsPlan,
     WeightsSource,
 )
+from dsv4_runtime.contract.plan import OUTSIDE_NETWORK
 from dsv4_runtime.weights import writer
 from dsv4_runtime.weights.members import StagingReport
 from dsv4_testkit.documents import group_plan
@@ -100,6 +101,36 @@ async def test_progress_reaches_the_agent_and_a_restart_is_fast(
     caplog.set_level("INFO")
     await prepare_page_cache(plan, 0, lambda _: None)
     assert "read ahead 9.9 MB of 9.9 MB" in caplog.text
+
+
+_STAGE = """
+import asyncio, sys
+from dsv4_runtime.agent.staging import StagingError, stage
+from dsv4_runtime.contract import GroupPlan
+try:
+    asyncio.run(stage(GroupPlan.model_validate_json(sys.stdin.read()), 0, "t", lambda _: None))
+except StagingError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_an_agent_in_a_private_network_fetches_over_that_of_the_machine(plan: GroupPlan, files: FileServer) -> None:
+    """As a member of `dsv4 up`, whose network leads to the other members alone."""
+    if (tried := subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(tried.stderr)
+    with open("/proc/self/ns/net", "rb") as outside:
+        done = subprocess.run(
+            ["unshare", "--net", sys.executable, "-c", _STAGE],
+            input=plan.to_json(),
+            pass_fds=[outside.fileno()],
+            env={**os.environ, OUTSIDE_NETWORK: str(outside.fileno())},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert same_files(files.folder, Path(plan.weights.path))
 
 
 async def test_causes_reach_the_agent(plan: GroupPlan, files: FileServer, tmp_path: Path) -> None:

@@ -349,7 +349,7 @@ def _refuse(status: int, message: str) -> web.Response:
 
 
 def main() -> None:
-    """Run the host service until SIGTERM. Exit codes: 0 ended as asked, 2 cannot start."""
+    """Run the host service until SIGTERM. Exit codes: 0 ended on request, 2 cannot start."""
     parser = argparse.ArgumentParser(prog="dsv4-host", description=main.__doc__)
     parser.add_argument("--state-dir", type=Path, required=True, help="directory of the members' files")
     parser.add_argument("--name", required=True, help="name of the deployment")

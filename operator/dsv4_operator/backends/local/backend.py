@@ -24,13 +24,14 @@ from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.network import children, outside_ids
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import PEER_COPIES, DeploymentState, collect_evidence
-from dsv4_operator.backends.local.supervisor import NETWORK, Child, LoopReport, Processes
+from dsv4_operator.backends.local.supervisor import NETWORK, OUTSIDE, Child, LoopReport, Processes
 from dsv4_operator.lifecycle import compute_status
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.lifecycle.watch import watch
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient
-from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
+from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan, WeightsSource
+from dsv4_runtime.contract.plan import OUTSIDE_NETWORK
 from dsv4_runtime.contract.token import new_key, new_token
 from dsv4_runtime.util.clock import unix_time
 from dsv4_runtime.util.files import replace_file
@@ -54,6 +55,7 @@ _MEMBER = re.compile(r"g(\d+)/i(\d+)/m(\d+)")
 """Names of the members' processes: group, incarnation, rank."""
 _END_BYTES = 4096
 """Bytes of a member's log that are read after its end: the last line counts."""
+_DOWNLOADED = frozenset({WeightsSource.HUGGING_FACE, WeightsSource.S3, WeightsSource.HTTP})
 _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
 
 
@@ -252,13 +254,24 @@ class LocalBackend(OwnGateways):
         command = [sys.executable, "-m", "dsv4_runtime.agent.main", "--plan", str(plan_file)]
         command += ["--rank", str(member.rank), "--directory", str(directory)]
         command += ["--evidence", str(self._state.evidence(plan.group))]
+        outside: dict[str, str] = {}
         if self._isolated:
             command = network.member_command(command, plan.expectations.shm_bytes)
+            # A supervisor of an earlier version has no such file.
+            if plan.weights.source in _DOWNLOADED and OUTSIDE in self._processes.kept:
+                outside = {OUTSIDE_NETWORK: str(self._processes.number(OUTSIDE))}
         # On SIGTERM the agent stops the member gracefully. `unshare` forwards no signal, but its end kills the
         # member.
         death = signal.SIGKILL if self._isolated else signal.SIGTERM
         name = f"g{plan.group}/i{plan.incarnation}/m{member.rank}"
-        child = await self._processes.start(name, command, log=directory / "agent.log", death=death)
+        child = await self._processes.start(
+            name,
+            command,
+            log=directory / "agent.log",
+            death=death,
+            files=(OUTSIDE,) if outside else (),
+            variables=outside,
+        )
         # Recorded before any later step can fail, so that the process can be found and ended.
         self._follow(plan, member, child)
 

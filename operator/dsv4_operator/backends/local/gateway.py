@@ -180,8 +180,8 @@ def check_keyless(deployment: DSV4Deployment, reason: str) -> None:
     """
     if deployment.spec.gateway.api_keys is not None:
         raise StateError(
-            "spec.gateway.apiKeys: cannot be kept to, because keys are asked for by the gateway, which "
-            f"needs a private network, and {reason}; run it where there can be one, or remove the field"
+            "spec.gateway.apiKeys: only the gateway checks keys, and there is none without a private network: "
+            f"{reason}; run it as root, or remove the field"
         )
 
 

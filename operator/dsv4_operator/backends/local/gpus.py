@@ -252,21 +252,21 @@ def _too_few(
     topology: TopologySpec, count: int, found: GpuInventory, fitting: Sequence[Card], taken: Sequence[tuple[Card, str]]
 ) -> str:
     kind = topology.hardware
-    wanted = f"{count} GPU{'s' if count > 1 else ''} of {kind}"
+    wanted = f"{count} GPU{'s' if count > 1 else ''} of {kind} {'are' if count > 1 else 'is'} required"
     if not found.cards:
         return (
-            f"spec.topology.hardware: {wanted} are asked for, and this machine offers none: {found.problem}; install "
+            f"spec.topology.hardware: {wanted}, and this machine offers none: {found.problem}; install "
             "NVIDIA's driver so that `nvidia-smi` lists the GPUs (https://www.nvidia.com/drivers), or run it elsewhere"
         )
     if len(fitting) < count:
         return (
-            f"spec.topology.devicesPerNode: {wanted} are asked for, and this machine has {found.kinds()}; write what "
-            "is there (leave hardware out to take it from the machine), or run it elsewhere"
+            f"spec.topology.devicesPerNode: {wanted}, and this machine has {found.kinds()}; write that number and "
+            "kind (without `hardware` it is that of the machine), or run it elsewhere"
         )
     holders = "; ".join(f"{card.title} is held by {holder}" for card, holder in taken)
     return (
-        f"spec.topology.devicesPerNode: {wanted} are asked for, and {len(fitting) - len(taken)} of {len(fitting)} are "
-        f"free: {holders}; end that deployment with `dsv4 down`, or ask for fewer"
+        f"spec.topology.devicesPerNode: {wanted}, and {len(fitting) - len(taken)} of {len(fitting)} are free: "
+        f"{holders}; end that deployment with `dsv4 down`, or write a smaller number"
     )
 
 

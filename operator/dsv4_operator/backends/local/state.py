@@ -291,7 +291,7 @@ class DeploymentState:
         if named != self.name:
             raise StateError(
                 f"{self.directory} is not removed, because its manifest.json is not of a deployment {self.name!r}; "
-                "look what is in it, and remove it yourself"
+                "check its content, and remove it by hand"
             )
         shutil.rmtree(self.directory)
 

@@ -57,8 +57,8 @@ _READ_TRIES = 20
 _TICKS = os.sysconf("SC_CLK_TCK")
 STATUS = "status"
 """Name of the kept memory file with the latest deployment."""
-NETWORK, LOCK = "network", "lock"
-"""Names of other kept files: the private network and the deployment's lock."""
+NETWORK, OUTSIDE, LOCK = "network", "outside", "lock"
+"""Names of other kept files: the private network, that of the machine, and the deployment's lock."""
 
 
 class Liveness:
@@ -639,7 +639,7 @@ class Processes:
 
 
 def main() -> None:
-    """Run the reconcile loop with these arguments until it ends as asked. Exit code: the loop's."""
+    """Run the reconcile loop with these arguments until it ends on request. Exit code: the loop's."""
     parser = argparse.ArgumentParser(prog="dsv4-supervisor", description=main.__doc__)
     parser.add_argument("--attached", type=int, metavar="PID", help="end when this parent process ends")
     parser.add_argument(

@@ -52,7 +52,7 @@ def first_error_line(text: str) -> str:
     """Return the first line of `kubectl`'s stderr that describes the error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if not _NOISE.match(line)]
-    return (errors or lines or ["it said nothing"])[0].removeprefix("error: ")
+    return (errors or lines or ["it printed no message"])[0].removeprefix("error: ")
 
 
 class Kubectl:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, GroupStatus, Reason
 from dsv4_operator.backends.hosts.documents import INVENTORY, MEMBERS
 from dsv4_operator.backends.local.facts import available_memory, local_facts, resident_memory
-from dsv4_operator.backends.local.state import RESERVED, DeploymentState, StateError, default_root, deployments
+from dsv4_operator.backends.local.state import REMOTE, RESERVED, DeploymentState, StateError, default_root, deployments
 from dsv4_operator.cli.output import (
     CommandError,
     ExitCode,
@@ -212,14 +212,27 @@ def select_state(root: Path, name: str | None) -> DeploymentState:
         for state in known:
             if state.name == name:
                 return state
-        raise bad_input(f"there is no deployment {name!r} under {root}{names_hint(state.name for state in known)}")
+        hint = _remote_hint(root, name) or names_hint(state.name for state in known)
+        raise bad_input(f"there is no deployment {name!r} under {root}{hint}")
     running = [state for state in known if state.holder() is not None]
     for candidates in (running, known):
         if len(candidates) == 1:
             return candidates[0]
     if not known:
-        raise bad_input(f"there is no deployment under {root}; start one with `dsv4 up FILE`")
+        hint = _remote_hint(root, None) or "; start one with `dsv4 up FILE`"
+        raise bad_input(f"there is no deployment under {root}{hint}")
     raise bad_input(f"which deployment? Give its name{names_hint(state.name for state in running or known)}")
+
+
+def _remote_hint(root: Path, name: str | None) -> str:
+    """Return the remedy for commands that are not run on the machine of the loop; empty without such a deployment.
+
+    Without a name it is about all deployments on other machines that were started from here.
+    """
+    found = sorted(path.stem for path in (root / REMOTE).glob("*.json") if name in (None, path.stem))
+    if not found:
+        return ""
+    return f"; {', '.join(found)} runs on other machines: use the address of its API (--url), or its file"
 
 
 def read_deployment(state: DeploymentState) -> DeploymentView:

@@ -178,6 +178,13 @@ MEMBER = (
         ("tests/unit/weights/test_http_client.py",),
     ),
     Mutant(
+        "members that download get no way out of their private network",
+        "operator/dsv4_operator/backends/local/backend.py",
+        "            files=(OUTSIDE,) if outside else (),\n",
+        "            files=(),\n",
+        ("tests/unit/backends/test_local.py",),
+    ),
+    Mutant(
         "a body that is cut off ends",
         "runtime/dsv4_runtime/weights/transfer.py",
         '        if not count:\n            raise TransientError(f"{self._where} was cut off {self._left}',
