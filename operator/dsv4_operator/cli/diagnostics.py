@@ -160,7 +160,7 @@ def show_why_of_logs(files: Sequence[str], form: DocumentFormat | None) -> ExitC
 
 
 _MOST_LOG_BYTES = 64 * 2**20
-"""About 20 s of analysis."""
+"""About 25 s of analysis."""
 
 
 def _log_text(name: str) -> str:

@@ -22,7 +22,16 @@ from typing import BinaryIO, NamedTuple
 
 from dsv4_runtime.contract import Cause, KernelStatus, Progress, WeightsProgress
 from dsv4_runtime.engine.signatures import REMEDIES, SIGNAL, SIGNATURES, Signature, match, minor, row, split
-from dsv4_runtime.util.log_lines import FATAL_SECONDS, LineFilter, carries_client_text, head, log_reader
+from dsv4_runtime.util.log_lines import (
+    FATAL_SECONDS,
+    LineFilter,
+    Time,
+    bare,
+    carries_client_text,
+    head,
+    log_reader,
+    time_of,
+)
 from dsv4_runtime.util.procfs import entry
 
 _log = logging.getLogger(__name__)
@@ -429,49 +438,64 @@ def fatal(line: str) -> tuple[str, Cause | None] | None:
     return (line[:1024], cause) if cause is not None or SIGNATURES[-1].pattern.search(line) else None
 
 
-# In front of the lines: a container's name (Docker Compose), a pod, a time of `kubectl logs` or Docker, the journal, a
-# quotation.
-_CARRIER = re.compile(
-    r"^(?:[\w.-]{1,80} {0,20}\| ?|\[pod/[^\]]{1,200}\] ?|\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-][\d:]{4,6}) "
-    r"|[A-Z][a-z]{2} [ \d]\d [\d:]{8} \S{1,80} \S{1,80}\[\d{1,9}\]: |> |\[(?!rank\d)[A-Za-z][\w.-]{0,40}\]: )"
-)
-# Copied logs have colour codes without their first character.
-_COLOUR = re.compile(r"(?:\x1b|\^\[)\[[0-9;]{0,16}[A-Za-z]|\[\d{1,3}(?:;\d{1,3}){0,4}m")
+_QUOTED = re.compile(r"^\s{1,8}(?:Value error|Assertion failed), (.+)")
 _PYDANTIC = re.compile(r"\d+ validation errors? for \w")
 # The message of a C++ exception and Kubernetes' description of a pod are indented like the frames of a traceback.
 _FRAME = re.compile(
-    r"^(?!\s+(?:Reason: +OOMKilled|Exit Code: +137|what\(\): ))\s+(?:File \"|\S|\^)|^Traceback |^\s*$|^\s*[~^]+\s*$"
+    r"^(?!\s+(?:Reason: +OOMKilled|Exit Code: +137|Warning +[A-Z]\w+ |what\(\): ))\s+(?:File \"|\S|\^)"
+    r"|^Traceback |^\s*$|^\s*[~^]+\s*$"
 )
 _EXCEPTION = re.compile(r"^[\w.]{1,200}(?:Error|Exception)\b")
 # The end of a traceback; not all classes are named Error.
 _RAISED = re.compile(r"^[A-Za-z_]\w{0,80}(?:\.\w{1,80}){0,12}(?::|$)")
+# The end of a traceback that is no error: a person or a signal ended the program.
+_ENDED = re.compile(r"^(?:KeyboardInterrupt|SystemExit|(?:asyncio\.)?(?:exceptions\.)?CancelledError|GeneratorExit)\b")
+# From here on other processes report that their peers are gone.
+_STOPS = re.compile(
+    r"^KeyboardInterrupt\b|^INFO: +Shutting down$|Shutting down FastAPI HTTP server|API server: shutdown triggered"
+)
+_LOOKED_UP = re.compile(r"^(?:KeyError|StopIteration|LookupError)\b")
 _CHAINED = re.compile(r"^(?:During handling of|The above exception was)")
 # Errors that the program survives: of one request, of a destructor.
 _CONTAINED = re.compile(r"Exception in ASGI application|^Exception ignored ")
+# A kernel that a search for the fastest one leaves out.
+_TRIED = re.compile(r"torch/_inductor/select_algorithm\.py:\d|\bautotuner\.py:\d|Ignoring this choice")
 _SERVES = re.compile(r"INFO: +Application startup complete")
 # What was waited for has happened.
 _PROGRESS = re.compile(
     r"Ray runtime started|Resolved architecture|Initializing a V1 LLM engine|vLLM is using nccl|Starting to load model"
     r"|Model loading took|Available KV cache memory|init engine \(profile|Avg (?:prompt|generation) throughput"
 )
+_REPEATED = re.compile(r"Worker failed with error '(.{1,600}?)(?:', please check|$)")
+_RUNS = re.compile(r"encountered a fatal error|generation throughput: \d|EngineDeadError|output_handler failed")
+_LOADS = re.compile(r"Starting to load model|Loading (?:safetensors|weights)|Model loading took|throughput: \d")
 _P2P_CHANNEL = re.compile(r"NCCL INFO Channel .{1,80} via P2P/")
 _FIRST_COLLECTIVE = re.compile(r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=[1-9],")
 _EVIDENCE = 5
 _DETAIL_LINES = 8
+_TIMED_LINES = 32
 _CORE_DIED = re.compile(
-    r"EngineCore (?:encountered a fatal error|failed to start)|EngineDeadError|Engine core initialization failed"
-    r"|[Ee]ngine core (?:proc .{1,80} died|exited) unexpectedly"
+    r"EngineCore (?:encountered a fatal error|failed to start|hit an exception)|EngineDeadError"
+    r"|Engine core initialization failed|[Ee]ngine core (?:proc .{1,80} died|exited) unexpectedly"
+)
+# Of Python, in front of the exception that ends EngineCore.
+_CORE_ENDS = re.compile(r"^Process EngineCore")
+# Of a worker, in front of its traceback.
+_WORKER_ENDS = re.compile(r"WorkerProc (?:hit an exception|failed to start)")
+_NOTED = re.compile(
+    "|".join(one.pattern for one in (_LOADS, _PROGRESS, _P2P_CHANNEL, _CORE_DIED, _CORE_ENDS, _WORKER_ENDS, _RUNS)),
 )
 _BY_FRAME = (
     row(
-        r"/vllm/(?:config[/.]|engine/arg_utils\.py|transformers_utils/)|/transformers/(?:configuration_|models/auto/)",
+        r"/vllm/(?:config[/.]|engine/arg_utils\.py|transformers_utils/|model_executor/models/registry\.py)"
+        r"|/transformers/(?:configuration_|models/auto/)",
         Cause.CONFIG_ERROR,
         "the innermost frame of a traceback",
         "",
         consequence=True,
     ),
     row(
-        r"/vllm/model_executor/.{1,200}\", line \d{1,6}, in (?:load_weights|weight_loader)",
+        r"/vllm/model_executor/.{1,200}\", line \d{1,6}, in (?:load_weights|\w{0,40}weight_loader|_load_\w{1,40})",
         Cause.CONFIG_ERROR,
         "the innermost frame of a traceback",
         "",
@@ -483,16 +507,112 @@ _BY_FRAME = (
 """For errors without a signature: the code that raised them."""
 
 
-_STARTING = re.compile(
-    r"(?:EngineCore|WorkerProc) failed to start|Worker(?:Proc)? initialization failed|Engine core initialization failed"
-)
 _REFUSED = re.compile(
-    r"^(?:ValueError|NotImplementedError|AssertionError|RuntimeError): .{0,600}(?:[Uu]nsupported|[Ii]nvalid "
-    r"|not support|not implemented|only supports?\b|not compatible|[Ii]ncompatible"
+    r"^(?:ValueError|NotImplementedError|AssertionError|AttributeError|RuntimeError): "
+    r".{0,600}(?:[Uu]nsupported|[Ii]nvalid |not support|not implemented|only supports?\b|not compatible|[Ii]ncompatible"
     r"|\bmust\b|\bshould be\b|\brequires?\b|\bexceeds\b"
     r"|cannot be|(?:greater|less|larger|smaller) than|[Uu]nknown |expected .{1,80} got |--[a-z]{2,40}-)"
 )
 _OF_KERNEL = re.compile(r"\bkernels?\b|compute capability|\b(?:SM|sm)_?\d{2,3}|(?:current|this) (?:device|GPU)")
+_NEGATIVE = (
+    r"(?=.{0,600}?(?:\b(?:[Nn]ot?|[Nn]one|[Cc]annot|[Oo]nly|without|[Mm]issing|must|[Uu]nable|lacks?)\b|n't\b"
+    r"|[Uu]nsupported|[Uu]nknown|[Ii]nvalid|[Ff]ail|[Ii]ncompatible|[Mm]ismatch|\brequire|\bneeds?\b|\bexpect))"
+)
+"""In front of words: that the text also refuses or misses something."""
+_OF_DOWNLOADS = row(
+    r"^(?:requests|urllib3|aiohttp|httpx|httpcore|ssl|hf_xet|botocore|boto3)\.|\b(?:huggingface|hf)\.co\b|\bxethub\b"
+    r"|(?:[Dd]ownload|[Ff]etch)\w{0,4} .{0,80}(?:fail|error)|(?:[Ff]ail|[Ee]rror).{0,40}download",
+    Cause.STAGING_FAILED,
+    "errors of downloads",
+    "",
+)
+_BY_WORDS = (
+    row(
+        rf"^{_NEGATIVE}.{{0,600}}?(?:\b(?:SM|sm|compute)[ _]?\d{{2,3}}[a-z]?\b|[Cc]ompute capability|capability \d"
+        r"|\bHopper\b|\bBlackwell\b|\barch(?:itecture)?s? .{0,20}\d{2})",
+        Cause.KERNEL_MISSING,
+        "errors about the capability of a GPU",
+        "",
+    ),
+    row(
+        r"not implemented for '\w{1,40}'|\b(?:cubin|fatbin|PTX|SASS)\b",
+        Cause.KERNEL_MISSING,
+        "torch ATen/Dispatch.h, the CUDA driver",
+        "",
+    ),
+    row(
+        r"\b(?:GPU|device|CUDA|VRAM)\b.{0,60}\b(?:memory|allocat).{0,60}(?:insufficient|not enough|exhaust|fail)"
+        r"|(?:[Ii]nsufficient|[Nn]ot enough) (?:free )?(?:GPU|device|CUDA|VRAM)\b",
+        Cause.OUT_OF_MEMORY_GPU,
+        "errors about the memory of a GPU",
+        "",
+    ),
+    row(
+        r"(?:shared memory|/dev/shm).{1,60}(?:too small|insufficient|not enough|exhaust|full\b)"
+        r"|(?:[Ii]nsufficient|[Nn]ot enough|[Tt]oo little) shared memory (?!per\b)(?!.{0,60}\b(?:block|SM)\b)",
+        Cause.SHARED_MEMORY_FULL,
+        "errors about shared memory",
+        "",
+    ),
+    row(
+        rf"^{_NEGATIVE}.{{0,600}}?(?:\bNVML\b|(?:CUDA|NVIDIA|GPU|display) driver|driver version"
+        r"|visible (?:CUDA )?device)",
+        Cause.PREFLIGHT_FAILED,
+        "errors about the driver",
+        "",
+    ),
+    row(
+        r"[Pp]ermission denied|[Oo]peration not permitted",
+        Cause.PREFLIGHT_FAILED,
+        "errno 1 and 13",
+        "",
+        remedy="give the container's user access to what the message names: volumes, devices, capabilities",
+    ),
+    row(
+        rf"^{_NEGATIVE}.{{0,600}}?(?:shared (?:object|librar)|\bABI\b|\bsymbol\b|[Pp]ackage"
+        r"|[Pp]lease (?:install|upgrade)|pip install|\b[\w.-]{1,40}[<>=]=\d|version of [\w-]{2,40})",
+        Cause.PREFLIGHT_FAILED,
+        "errors about packages",
+        "",
+        remedy="the installed packages do not fit each other: use an image that was built as a whole",
+    ),
+)
+_OF_SETTINGS = row(
+    rf"^{_NEGATIVE}.{{0,600}}?(?:model_type|[Tt]okenizer|chat.template|\bconfig(?:uration)?\b|hf_config"
+    r"|[Cc]heckpoint|[Qq]uantiz|(?:command.line|engine|server) arguments?\b|--[a-z]{2,40}\b|\bmax_[a-z_]{2,40}\b"
+    r"|\b(?:[Ss]upported|[Vv]alid|[Aa]vailable|[Aa]llowed) (?:dtypes|data types|values|options|presets|choices)\b)",
+    Cause.CONFIG_ERROR,
+    "errors about a configuration, before an engine serves",
+    "",
+)
+# vLLM refuses settings by these classes.
+_REFUSAL = re.compile(r"^(?:ValueError|NotImplementedError): (?!.{0,200}(?:shape|tensor))\S+ \S+ \S")
+# Python raises them too, where a program is wrong.
+_OF_PYTHON = re.compile(r"values to unpack|could not broadcast|invalid literal for |math domain error|is not in list$")
+_BY_CLASS = (
+    row(r"^torch\.distributed\.DistStoreError\b", Cause.MEMBER_MISSING, "the class of an exception", ""),
+    row(r"^torch\.distributed\.Dist(?:Network|Backend)Error\b", Cause.NCCL_TIMEOUT, "the class of an exception", ""),
+    row(
+        r"^(?:triton|tilelang|tvm|tvm_ffi|cutlass)\.[\w.]{1,120}(?:Error|Exception|Resources)\b|^\w{0,80}DSL\w{0,80}Error\b",
+        Cause.KERNEL_MISSING,
+        "the class of an exception",
+        "",
+        remedy="a kernel cannot be compiled for this GPU: use a build for it, or the bundled kernels "
+        "(`spec.engine.kernels: auto`)",
+    ),
+    row(r"^jinja2\.", Cause.CONFIG_ERROR, "the class of an exception", ""),
+)
+"""For exceptions without a signature: the library that raises them."""
+# Names of files are not words of a message, except that of the shared memory.
+_PATHS = re.compile(r"(?<!\S)(?!\S?/dev/shm)\S*/\S*")
+_SHARED_MEMORY = next(one for one in SIGNATURES if one.cause is Cause.SHARED_MEMORY_FULL)
+_SHARED_MEMORY_FRAME = re.compile(r"multiprocessing/shared_memory\.py|/shm_broadcast\.py")
+
+
+# The rank of reports that another process failed.
+_LAST = 3
+# What a process reports about a peer: the peer's own error is the cause, whenever it was logged.
+_WAITED_FOR = {Cause.FABRIC_ERROR: 0.25, Cause.ENGINE_HUNG: 0.5, Cause.MEMBER_MISSING: 0.5}
 
 
 class _Hit(NamedTuple):
@@ -500,6 +620,109 @@ class _Hit(NamedTuple):
     text: str
     signature: Signature
     who: str
+    at: Time | None
+    """Time of this line, or of the last one before it that has one."""
+    fatal: bool
+    """Whether it ends the first traceback of a worker that reports its own end."""
+
+
+class _Log:
+    """Facts of one log, which `read` collects line by line."""
+
+    def __init__(self) -> None:
+        self.hits: list[_Hit] = []
+        self.channel: tuple[int, str] | None = None
+        """A channel of NCCL over PCIe."""
+        self.core: tuple[int, str] | None = None
+        """The end of EngineCore."""
+        self.loads = False
+        """Whether the engine came to its weights."""
+        self.served = False
+        """Whether the engine has served, as far as the log shows."""
+        self._stops = False
+        # The last lines, for the time of a line that has none.
+        self._recent: deque[str] = deque(maxlen=_TIMED_LINES)
+        self._at: Time | None = None
+        # Of each process: the last frame and the first line of a traceback, an error that it survives, its own end.
+        self._frames: dict[str, str] = {}
+        self._traced: dict[str, int] = {}
+        self._contained: set[str] = set()
+        self._ends: set[str] = set()
+        # Whose exception ends EngineCore.
+        self._core_of: str | None = None
+
+    def read(self, number: int, line: str) -> str:
+        """Take a line, and return its text."""
+        line = line[:_LINE_LIMIT]
+        self._recent.append(line)
+        line = bare(line)
+        who, level, text = split(line)
+        # No library begins a line with this: it is a note of a person. Other lines quote requests of clients.
+        if text.startswith("# ") or carries_client_text(line) or _TRIED.search(text):
+            return text
+        if _SERVES.search(text):
+            self.hits, self.core, self.served = [], None, True
+        elif not self._passes_over(number, who, level, text):
+            self._note(number, who, text)
+            self._take(number, who, level, line, text)
+        return text
+
+    def _passes_over(self, number: int, who: str, level: str, text: str) -> bool:
+        """Return whether a line is the part of a traceback that names no error, or of an error that was survived."""
+        self._stops = self._stops or _STOPS.search(text) is not None
+        if _CONTAINED.search(text):
+            self._contained.add(who)
+            return True
+        if _FRAME.match(text):
+            if text.startswith("Traceback "):
+                self._frames[who], self._traced[who] = "", number
+            elif text.lstrip().startswith('File "'):
+                self._frames[who] = text
+            return not text.startswith("Traceback ") or who in self._contained
+        if who in self._contained:
+            if not level and (_RAISED.match(text) or _CHAINED.match(text)):
+                self._frames.pop(who, None)
+                return True
+            self._contained.discard(who)
+        if _ENDED.match(text):
+            self._frames.pop(who, None)
+            begun = self._traced.get(who, number)
+            self.hits = [one for one in self.hits if one.who != who or one.number < begun]
+            return True
+        if text.startswith("During handling of "):
+            # A look-up that failed only led to the error that follows.
+            self.hits = [one for one in self.hits if not (one.who == who and _LOOKED_UP.match(one.text))]
+        return False
+
+    def _note(self, number: int, who: str, text: str) -> None:
+        if _NOTED.search(text) is None:
+            return
+        self.loads = self.loads or _LOADS.search(text) is not None
+        if _PROGRESS.search(text):
+            self.hits = [one for one in self.hits if not one.signature.waits]
+        if self.channel is None and _P2P_CHANNEL.search(text):
+            self.channel = number, text
+        if self.core is None and (self.hits or not self._stops) and _CORE_DIED.search(text):
+            self.core = number, text
+        if _CORE_ENDS.match(text):
+            self._core_of = who
+        if _WORKER_ENDS.search(text):
+            self._ends.add(who)
+        self.served = self.served or _RUNS.search(text) is not None
+
+    def _take(self, number: int, who: str, level: str, line: str, text: str) -> None:
+        signature, ends = match(line), False
+        if not text.startswith("Traceback ") and (frame := self._frames.pop(who, None)) is not None:
+            signature = _by_frame(frame, text, signature, level)
+            ends = who in self._ends
+            self._ends.discard(who)
+            if who == self._core_of and self.core is None:
+                self.core = number, text
+        if signature is None or (self._stops and not self.hits and _of_peers(signature)):
+            return
+        self._at = next((at for each in reversed(self._recent) if (at := time_of(each)) is not None), self._at)
+        last = ends and signature is SIGNATURES[-1] and _RAISED.match(text) is not None
+        self.hits.append(_Hit(number, text, signature, who, self._at, last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,44 +743,46 @@ class Diagnosis:
 def diagnose(*logs: Iterable[str]) -> Diagnosis | None:
     """Return the cause that log lines prove; None if no line is an error.
 
-    The first line that proves a cause counts. Without one, the first exception of its own or text that usually follows
-    another failure counts, whichever is earlier. Of errors without a cause the exception that ends the first traceback
-    is the message. Errors before the start was complete were survived and prove nothing.
+    The first line that proves a cause counts; of several logs the earliest by time if the lines have times, else that
+    of the first log. What a process reports about a peer that it waits for yields to the peer's own error, and errors
+    that follow the first exception of a worker that reports its own end yield to it. Without a proof, the first
+    exception of its own or text that usually follows another failure counts, whichever is earlier. Of errors without a
+    cause the exception that ends the first traceback is the message. Errors before the start was complete were
+    survived and prove nothing, nor does the end that a person or a signal gives a program.
 
     Args:
         logs: lines of each log of vLLM, Ray or NCCL, in order of time, with or without vLLM's prefixes.
     """
     texts: list[str] = []
-    hits: list[_Hit] = []
-    peer_to_peer: tuple[int, str] | None = None
-    core: tuple[int, str] | None = None
-    starting = False
-    for lines in logs:
-        found, channel, died, begun = _read(lines, texts)
-        starting = starting or begun
-        hits += found
-        peer_to_peer = peer_to_peer or channel
-        core = core or died
+    read = [_Log() for _ in logs]
+    for log, lines in zip(read, logs, strict=True):
+        for line in lines:
+            texts.append(log.read(len(texts) + 1, line))
+    hits = [hit for log in read for hit in log.hits]
+    peer_to_peer = next((log.channel for log in read if log.channel), None)
+    core = next((log.core for log in read if log.core), None)
+    starting = not any(log.served for log in read)
     if not hits:
         return Diagnosis(None, core[1][:1024], True, (core,), REMEDIES[Cause.ENGINE_CORE_DIED]) if core else None
-    best = min(hits, key=lambda one: (_rank(one), one.number))
+    best = _first(read)
     if best.signature.cause is Cause.RAY_WORKER_DIED:
         # The loss of a node explains the death of its worker.
         best = next((one for one in hits if one.signature.cause in (Cause.NODE_LOST, Cause.RAYLET_DIED)), best)
-    number, text, signature, who = best
+    number, text, signature, who = best[:4]
     cause, evidence = signature.cause, [(number, text)]
-    if signature is SIGNATURES[-1] and starting and _REFUSED.match(text):
-        # Settings without support raise one of these errors before vLLM serves.
-        if _OF_KERNEL.search(text):
-            cause = Cause.KERNEL_MISSING
-        elif not text.startswith("RuntimeError"):
-            cause = Cause.CONFIG_ERROR
-    if cause is Cause.NCCL_TIMEOUT and peer_to_peer is not None and _FIRST_COLLECTIVE.search(text):
+    if _PYDANTIC.search(text) and (refused := _of_value(texts, number)) is not None:
+        signature, cause = refused, refused.cause
+    if cause is None and (inferred := _inferred(best, hits, starting)) is not None:
+        signature, cause = inferred, inferred.cause
+    if peer_to_peer is not None and (
+        (cause is Cause.NCCL_TIMEOUT and _FIRST_COLLECTIVE.search(text))
+        or (cause is Cause.ENGINE_HUNG and not any(log.loads for log in read))
+    ):
         # The first collectives over PCIe never end where IOMMU or ACS redirect the copies (NVIDIA/nccl#2079).
         cause = Cause.PEER_TO_PEER_HANG
         evidence.append(peer_to_peer)
     if cause is None and re.search(SIGNAL, text):
-        if "EngineCore" not in who and "Worker" in who:
+        if "EngineCore" not in who and ("Worker" in who or any(_worker_died(one) for one in hits)):
             cause = Cause.RAY_WORKER_DIED
         elif "EngineCore" in who:
             core = core or (number, text)
@@ -577,73 +802,85 @@ def diagnose(*logs: Iterable[str]) -> Diagnosis | None:
     return Diagnosis(cause, message[:1024], core is not None, proof, remedy)
 
 
-def _read(
-    lines: Iterable[str], texts: list[str]
-) -> tuple[list[_Hit], tuple[int, str] | None, tuple[int, str] | None, bool]:
-    """Return errors, a channel of NCCL over PCIe, the end of EngineCore, and whether a start failed in one log; append
-    its texts."""
-    serves = ran = failed = False
-    hits: list[_Hit] = []
-    channel: tuple[int, str] | None = None
-    core: tuple[int, str] | None = None
-    frames: dict[str, str] = {}
-    contained: set[str] = set()
-    for number, line in enumerate(lines, len(texts) + 1):
-        line = _COLOUR.sub("", line)[:_LINE_LIMIT].rstrip()
-        for _ in range(2):
-            line = _CARRIER.sub("", line, count=1)
-        who, level, text = split(line)
-        texts.append(text)
-        # No library begins a line with this: it is a note of a person. Other lines quote requests of clients.
-        if text.startswith("# ") or carries_client_text(line):
-            continue
-        if _SERVES.search(text):
-            hits, core, serves = [], None, True
-            continue
-        if _PROGRESS.search(text):
-            hits = [one for one in hits if not one.signature.waits]
-        if channel is None and _P2P_CHANNEL.search(text):
-            channel = number, text
-        if _CONTAINED.search(text):
-            contained.add(who)
-            continue
-        if _FRAME.match(text):
-            if text.startswith("Traceback "):
-                frames[who] = ""
-            elif who in frames and text.lstrip().startswith("File "):
-                frames[who] = text
-            if not text.startswith("Traceback ") or who in contained:
-                continue
-        elif who in contained:
-            if not level and (_RAISED.match(text) or _CHAINED.match(text)):
-                frames.pop(who, None)
-                continue
-            contained.discard(who)
-        if core is None and _CORE_DIED.search(text):
-            core = number, text
-        ran = ran or "encountered a fatal error" in text
-        raised = who.startswith("(APIServer") and text.startswith("Traceback ")
-        failed = failed or raised or _STARTING.search(text) is not None
-        signature = match(line)
-        if (frame := frames.get(who)) is not None and not text.startswith("Traceback "):
-            del frames[who]
-            if (signature is None or signature is SIGNATURES[-1]) and _RAISED.match(text) and not minor(level):
-                by_frame = next((one for one in _BY_FRAME if one.pattern.search(frame)), None)
-                signature = by_frame or SIGNATURES[-1]
-        if signature is not None:
-            hits.append(_Hit(number, text, signature, who))
-    return hits, channel, core, failed and not serves and not ran
+def _by_frame(frame: str, text: str, signature: Signature | None, level: str) -> Signature | None:
+    """Return the signature of the end of a traceback, where the code that raised it is more exact than its text."""
+    if signature is not None and signature.cause is Cause.DISK_FULL and _SHARED_MEMORY_FRAME.search(frame):
+        return _SHARED_MEMORY
+    if signature not in (None, SIGNATURES[-1]) or minor(level) or not _RAISED.match(text):
+        return signature
+    return next((one for one in _BY_FRAME if one.pattern.search(frame)), SIGNATURES[-1])
+
+
+def _inferred(best: _Hit, hits: list[_Hit], starting: bool) -> Signature | None:
+    """Return the family of sentences that an error without a signature is of; None: it names no cause."""
+    if best.signature is SIGNATURES[-1]:
+        return _family(best.text, starting) if _RAISED.match(best.text) else None
+    # EngineCore repeats the error of a worker, whose own log may be missing.
+    repeated = next((found[1] for one in hits if (found := _REPEATED.search(one.text))), None)
+    if repeated is None or _rank(best) < _LAST:
+        return None
+    return _family(repeated if _RAISED.match(repeated) else f"RuntimeError: {repeated}", starting)
+
+
+def _family(text: str, starting: bool) -> Signature | None:
+    if _OF_PYTHON.search(text):
+        return None
+    words = _PATHS.sub(" ", text)
+    if starting and _REFUSED.match(text):
+        # Settings without support raise one of these errors before vLLM serves.
+        if _OF_KERNEL.search(words):
+            return _BY_WORDS[0]
+        if not text.startswith("RuntimeError"):
+            return _OF_SETTINGS
+    if _OF_DOWNLOADS.pattern.search(text):
+        return _OF_DOWNLOADS
+    families = (*_BY_WORDS, *_BY_CLASS, _OF_SETTINGS) if starting else (*_BY_WORDS, *_BY_CLASS)
+    found = next((one for one in families if one.pattern.search(words)), None)
+    return _OF_SETTINGS if found is None and starting and _REFUSAL.match(text) else found
+
+
+def _of_value(texts: list[str], number: int) -> Signature | None:
+    """Return the signature of the error that pydantic quotes below line `number`; None: it names no cause."""
+    below = (_QUOTED.match(text) for text in texts[number : number + _DETAIL_LINES])
+    quoted = next((found for found in below if found), None)
+    signature = match(f"ValueError: {quoted[1]}") if quoted else None
+    return signature if signature is not None and signature.cause is not None else None
+
+
+def _worker_died(hit: _Hit) -> bool:
+    return hit.signature.cause is Cause.RAY_WORKER_DIED
+
+
+def _of_peers(signature: Signature) -> bool:
+    """Return whether a text may only report that other processes ended."""
+    return signature.consequence or signature is SIGNATURES[-1]
+
+
+def _first(logs: list[_Log]) -> _Hit:
+    """Return the decisive line of all logs: the first of the highest rank of one log, the earliest of several."""
+    heads = [min(log.hits, key=lambda one: (_rank(one), one.number)) for log in logs if log.hits]
+    rank = min(map(_rank, heads))
+    heads = [head for head in heads if _rank(head) == rank]
+    times = [head.at for head in heads if head.at is not None]
+    if len(times) < len(heads):
+        return heads[0]
+    return heads[times.index(min(times))]
 
 
 def _rank(hit: _Hit) -> float:
+    """Return the rank of a line; the lowest is the strongest."""
     signature = hit.signature
     if signature.cause is None and signature.consequence:
-        return 3
+        return _LAST
     if signature.waits:
         return 2.5
     if signature is SIGNATURES[-1] and not _RAISED.match(hit.text):
         return 2
-    return 1 if signature.cause is None or signature.consequence else 0
+    if hit.fatal and not hit.text.startswith("TimeoutError"):
+        return 0
+    if signature.cause is None or signature.consequence:
+        return 1
+    return _WAITED_FOR.get(signature.cause, 0)
 
 
 def _message(texts: list[str], number: int, hits: list[_Hit]) -> str:

@@ -8,7 +8,9 @@ Formats: vLLM 0.32 and 0.33 (`logger.py`, `logging_utils/formatter.py`), uvicorn
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -80,6 +82,32 @@ _WITHHELD = "[text withheld]"
 _TRACEBACKS = 64
 
 
+# In front of the lines: a container's name (Docker Compose), a pod, a time of `kubectl logs` or Docker, a rank of
+# mpirun or srun, a file of grep, the journal, a quotation.
+_CARRIER = re.compile(
+    r"^(?:[\w.-]{1,80} {0,20}\| ?|\^C|\s{0,8}Line \d{1,7}: ?|\[pod/[^\]]{1,200}\] ?"
+    r"|\[?\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-][\d:]{4,6})\]? |\d{4}-\d\d-\d\d [\d:.]{8,15} {1,3}\| ?"
+    r"|\[\d{1,4},\d{1,6}\]<std(?:err|out)>: ?|[\w./-]{1,200}\.(?:log|out|err|txt):(?=[(\[A-Za-z])|\d{1,4}: (?=[(\[A-Z])"
+    r"|[\w.-]{3,120} [\w.-]{1,60} (?=\((?:APIServer|EngineCore|Worker|RayWorker)[^()]{0,80}\) )"
+    r"|[A-Z][a-z]{2} [ \d]\d [\d:]{8} \S{1,80} \S{1,80}\[\d{1,9}\]: |> |\[(?!rank\d)[A-Za-z][\w.-]{0,40}\]: )"
+)
+# A line of Docker's own files: its text is a JSON string.
+_JSON_LINE = re.compile(r'^\{"log": ?"')
+# Copied logs have colour codes without their first character, or with one that a program wrote in another way.
+_COLOUR = re.compile(r"(?:\x1b|\^\[|#033|\\(?:x1b|033|u001b|e))\[[0-9;]{0,16}[A-Za-z]|\[\d{1,3}(?:;\d{1,3}){0,4}m")
+# Times of vLLM, Ray, Docker and Kubernetes; of torch and glog; of the journal.
+_TIME = re.compile(
+    r"(?:\d{4}-)?\b(?P<month>[01]\d)-(?P<day>[0-3]\d)[T ](?P<time>\d\d:\d\d:\d\d)"
+    r"|[DIWEFC](?P<date>\d{3,4}) (?P<clock>\d\d:\d\d:\d\d)"
+    r"|^(?:\[[A-Z][a-z]{2} )?(?P<name>[A-Z][a-z]{2}) (?P<number>[ \d]\d) (?P<hour>\d\d:\d\d:\d\d)"
+)
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_TIME_WITHIN = 160
+
+Time = tuple[int, int, str]
+"""Month, day and time of day of a line, in the zone of its writer: most programs log no year and no zone."""
+
+
 class Head(NamedTuple):
     """The part of a line that its logger wrote in front of the message; parts that it lacks are empty."""
 
@@ -97,6 +125,34 @@ def head(line: str) -> Head:
     found = _HEAD.match(line)
     assert found is not None  # noqa: S101  (every part is optional)
     return Head(found["process"] or "", found["level"] or "", found["file"] or "", found.start("file"), found.end())
+
+
+def bare(line: str) -> str:
+    """Return a line without colours and what carried it."""
+    line = _COLOUR.sub("", line).rstrip().removesuffix("^M")
+    if _JSON_LINE.match(line):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            line = _COLOUR.sub("", str(json.loads(line)["log"])).rstrip()
+    for _ in range(2):
+        line = _CARRIER.sub("", line, count=1)
+    return line
+
+
+def time_of(line: str) -> Time | None:
+    """Return the time of a line: its own, else that of its carrier; None: it has none."""
+    return _time(bare(line)) or _time(line)
+
+
+def _time(line: str) -> Time | None:
+    if (found := _TIME.search(line[:_TIME_WITHIN])) is None:
+        return None
+    if found["month"]:
+        return int(found["month"]), int(found["day"]), found["time"]
+    if found["date"]:
+        return int(found["date"][:-2]), int(found["date"][-2:]), found["clock"]
+    if found["name"] in _MONTHS:
+        return _MONTHS.index(found["name"]) + 1, int(found["number"]), found["hour"]
+    return None
 
 
 def carries_client_text(line: str) -> bool:

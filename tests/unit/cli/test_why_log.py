@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.cli import diagnostics, main
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.engine.signatures import REMEDIES, SIGNATURES
@@ -66,6 +69,14 @@ def test_a_log_without_an_error_and_a_file_that_is_missing(tmp_path: Path, capsy
     assert "leave the name out" in capsys.readouterr().err
 
 
+def test_logs_with_carriage_returns_and_colours_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (f"\x1b[36m{CORE}EngineCore failed to start.\x1b[0m", f"{CORE}torch.OutOfMemoryError: CUDA out of memory.")
+    (tmp_path / "vllm.log").write_bytes("\r\n".join(lines).encode())
+    assert main.run(["why", "--log", str(tmp_path / "vllm.log"), "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["cause"], document["evidence"][0]["line"]) == ("OutOfMemoryGPU", f"{tmp_path}/vllm.log:2")
+
+
 def test_bytes_that_are_no_text_are_read(tmp_path: Path) -> None:
     (tmp_path / "vllm.log").write_bytes(b"\xff\xfe\x00 CUDA out of memory\n")
     assert main.run(["why", "--log", str(tmp_path / "vllm.log")]) == 0
@@ -86,3 +97,22 @@ def test_of_a_long_log_the_end_is_read(
 def test_each_cause_has_a_remedy_and_a_page(cause: Cause) -> None:
     assert REMEDIES[cause]
     assert (PAGES / "failures" / f"{diagnostics._kebab(cause)}.md").is_file()
+
+
+def test_remedies_differ_and_name_fields_of_the_specification() -> None:
+    assert len(set(REMEDIES.values())) == len(REMEDIES)
+    named = set()
+    for text in (*REMEDIES.values(), *(row.remedy for row in SIGNATURES)):
+        for path in re.findall(r"\bspec((?:\.[a-zA-Z]+)+)", text):
+            part: Any = DeploymentSpec
+            for name in path[1:].split("."):
+                fields = {field.alias or key: field.annotation for key, field in part.model_fields.items()}
+                assert name in fields, f"spec{path}"
+                part = fields[name]
+            named.add(path)
+    assert len(named) >= 8, "fields of causes that a restart does not change"
+
+
+@pytest.mark.parametrize("cause", [cause for cause in REMEDIES if cause.deterministic])
+def test_a_cause_that_a_restart_does_not_change_names_its_field(cause: Cause) -> None:
+    assert "spec." in REMEDIES[cause]

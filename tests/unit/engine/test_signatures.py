@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -275,6 +276,33 @@ def test_messages_of_the_libraries_prove_their_cause(source: str, cause: str, me
     assert found.cause is Cause(cause), source
 
 
+def runs() -> dict[str, tuple[str, list[list[str]]]]:
+    """Return cause (`none`: the run is good) and logs of each run in `runs.txt`, by name."""
+    found = {}
+    for text in (Path(__file__).parent / "runs.txt").read_text().split("\n=== ")[1:]:
+        heading, _, body = text.partition("\n")
+        cause, name, *_ = heading.split(" | ")
+        logs = [log.replace("␍", "\r").splitlines() for log in body.split("\n---\n")]
+        assert name not in found
+        found[name] = cause, logs
+    return found
+
+
+RUNS = runs()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_logs_of_whole_runs_prove_the_first_failure_or_nothing(name: str) -> None:
+    cause, logs = RUNS[name]
+    found = diagnose(*logs)
+    if cause == "none":
+        assert found is None
+        return
+    assert found is not None
+    assert (found.cause or (Cause.ENGINE_CORE_DIED if found.core_died else Cause.UNKNOWN)) == cause
+    assert found.remedy
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -401,6 +429,12 @@ def test_comments_in_a_log_are_no_evidence() -> None:
         "^[[0;36m",
         "> ",
         "[vllm]: ",
+        "2026-08-22 09:01:01.616 | ",
+        "[2026-08-22T09:01:01Z] ",
+        "[1,0]<stderr>:",
+        "head.log:",
+        "  Line 117: ",
+        "#033[2m#033[36m",
     ],
 )
 @pytest.mark.parametrize("name", LOGS)
@@ -410,6 +444,49 @@ def test_lines_of_a_container_or_of_the_journal_are_read_alike(name: str, carrie
     assert found is not None
     assert found.cause is cause
     assert found.message.startswith(message)
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_lines_in_files_of_docker_are_read_alike(name: str) -> None:
+    lines, cause, message = LOGS[name]
+    found = diagnose([json.dumps({"log": f"{line}\n", "stream": "stderr"}) for line in lines])
+    assert found is not None
+    assert found.cause is cause
+    assert found.message.startswith(message)
+    assert diagnose(['{"log":', '{"log": ' + "[" * 5000, '{"log": 1}']) is None
+
+
+HUNG = "TimeoutError: RPC call to execute_model timed out."
+FAULT = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
+FULL = "OSError: [Errno 28] No space left on device: '/root/.cache'"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "cause"),
+    [
+        # The peer's own error is the cause, whenever it was logged.
+        (HUNG, FAULT, Cause.XID_ERROR),
+        (f"{CORE}{HUNG}", f"(Worker_TP1 pid=3) ERROR 08-22 09:05:01 [x.py:1] {FAULT}", Cause.XID_ERROR),
+        # Of two proofs the earlier one, in the times of different programs.
+        (f"(EngineCore pid=9) ERROR 08-22 10:12:30 [core.py:1] {FULL}", f"[rank1]:[E822 10:07:11.1 x.cpp:1] {FAULT}",
+         Cause.XID_ERROR),
+        (f"2026-08-22T10:12:30Z {FULL}", f"Aug 22 10:07:11 spark2 vllm[9]: {FAULT}", Cause.XID_ERROR),
+        (f"2026-08-22 10:12:30,100 ERROR x.py:1 -- {FULL}", f"[2026-08-22 10:12:31,1 E 1 1] {FAULT}", Cause.DISK_FULL),
+        # Without times the order of the logs.
+        (FULL, f"2026-08-22T10:07:11Z {FAULT}", Cause.DISK_FULL),
+    ],
+)  # fmt: skip
+def test_of_several_logs_the_earliest_own_error_counts(first: str, second: str, cause: Cause) -> None:
+    found = diagnose([first], ["started", second])
+    assert found is not None
+    assert found.cause is cause
+
+
+def test_a_line_without_a_time_has_that_of_the_lines_before_it() -> None:
+    timed = "(EngineCore pid=9) INFO 08-22 {} [core.py:1] x"
+    found = diagnose([timed.format("10:12:30"), FULL], [timed.format("10:07:11"), "y", FAULT])
+    assert found is not None
+    assert found.cause is Cause.XID_ERROR
 
 
 def test_a_bracket_is_no_colour() -> None:
