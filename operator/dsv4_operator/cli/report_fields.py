@@ -404,6 +404,7 @@ class BenchRun(Report):
     tpot_seconds: _Quantiles = Quantiles()
     request_seconds: _Quantiles = Quantiles()
     acceptance_rate: Number = None
+    joules_per_output_token: Number = None
 
 
 class BenchPart(Report):
