@@ -357,8 +357,6 @@ _FULL = 0.9
 _POLL_SECONDS = 0.1
 _USAGE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-_CACHE = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-_BLOCKS = re.compile(r'\b(num_gpu_blocks|block_size)="(\d+)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,8 +368,6 @@ class _Cache:
     used: float
     """Highest used share of an engine."""
     preemptions: float
-    tokens: int
-    """Blocks of an engine times their size; 0 if unknown."""
 
 
 async def _cache(client: Client) -> _Cache:
@@ -383,9 +379,7 @@ async def _cache(client: Client) -> _Cache:
         preemptions = sum(float(value) for value in _PREEMPTIONS.findall(text))
     except ValueError:
         used, preemptions = [], 0.0
-    blocks = [dict(_BLOCKS.findall(labels)) for labels in _CACHE.findall(text)]
-    tokens = [int(each["num_gpu_blocks"]) * int(each["block_size"]) for each in blocks if len(each) == 2]
-    return _Cache(len(used), max(used, default=0.0), preemptions, min(tokens, default=0))
+    return _Cache(len(used), max(used, default=0.0), preemptions)
 
 
 async def _peak(client: Client, work: Coroutine[Any, Any, _T]) -> tuple[_T, float]:
@@ -442,21 +436,21 @@ async def pressure(session: Session) -> Figures:
         raise Skip(Reason.NOT_OFFERED, f"the size of the KV cache is not known, because there is no {missing}")
     nonce = random.randrange(10**6)  # noqa: S311
 
-    def ask(number: int, tokens: int) -> Coroutine[Any, Any, Reply]:
+    def ask(number: int, tokens: int, output: int = _OUTPUT) -> Coroutine[Any, Any, Reply]:
         # Different from the first token on, so that no request shares blocks with another one.
         prompt = " ".join((f"{number} of {nonce}.", *text_of(session, tokens, seed=number)))
-        return client.complete(prompt, max_tokens=_OUTPUT, logprobs=3, **session.fixed())
+        return client.complete(prompt, max_tokens=output, logprobs=3, **session.fixed())
 
     before = await _sentence(session)
     tokens = facts.context(_SHARE, _FIRST)
     first, peak = await _peak(client, ask(0, tokens))
-    share = max(peak - idle.used, 0.0)
-    if not share and idle.tokens:
-        # Short requests may end between two samples.
-        share = (first.prompt_tokens + _OUTPUT) / idle.tokens
-    if not share:
-        raise Skip(Reason.INCONCLUSIVE, "the use of the KV cache did not change with a request")
-    load = plan_load(tokens, facts.context(_SHARE, _LONGEST), share / idle.engines, first.seconds)
+    if peak <= idle.used:
+        # It ended between two samples; a gateway has new ones once a second.
+        _, peak = await _peak(client, ask(0, tokens, min(10 * _OUTPUT, facts.max_model_len // 5)))
+    if peak <= idle.used:
+        raise Skip(Reason.INCONCLUSIVE, "the used share of the KV cache did not change with a request")
+    share = (peak - idle.used) / idle.engines
+    load = plan_load(tokens, facts.context(_SHARE, _LONGEST), share, first.seconds)
     if load.requests not in _REQUESTS or 2 * load.seconds > client.seconds:
         raise Skip(
             Reason.TOO_LARGE,

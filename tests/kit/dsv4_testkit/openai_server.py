@@ -486,7 +486,6 @@ class Engine:
             with self.lock:
                 rows.append(f'vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {min(self.used / self.cache, 1.0)}')
             rows.append(f'vllm:num_preemptions_total{{engine="0",model_name="m"}} {self.preemptions}.0')
-            rows.append(f'vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="{self.cache // 16}"}} 1.0')
         return "\n".join(rows) + "\n"
 
 
