@@ -248,6 +248,8 @@ class Engine:
         """Tokens of the KV cache, and requests that are computed at the same time."""
         self.used = self.preemptions = 0
         self.cache_metrics = True
+        self.failed_status = 500
+        """Of requests that fail under pressure."""
         self.open = self.requests = self.drafts = 0
         self.fail_after: int | None = None
         """Number of requests after which connections are closed."""
@@ -612,7 +614,7 @@ class Handler(BaseHTTPRequestHandler):
             self._json({"error": {"message": str(error)}}, status)
             return
         except MemoryError as error:
-            self._json({"error": {"message": str(error)}}, 500)
+            self._json({"error": {"message": str(error)}}, engine.failed_status)
             return
         if not body.get("stream"):
             self._json({"id": "x1", "model": "m", "created": 1, **document})

@@ -110,6 +110,8 @@ def test_an_endpoint_without_log_probabilities_has_no_defect(logprobs: str, caps
         ({"cache": 10_000_000}, "TooLarge"),
         # One request at a time, as with --max-num-seqs 1.
         ({"seqs": 1}, "Inconclusive"),
+        # A limit of requests is no defect.
+        ({"defect": "failed under pressure", "failed_status": 429}, "Inconclusive"),
     ],
 )
 def test_an_exhausted_cache(change: dict[str, Any], reason: str | None, capsys: pytest.CaptureFixture[str]) -> None:
