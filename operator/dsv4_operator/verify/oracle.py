@@ -458,30 +458,37 @@ async def pressure(session: Session) -> Figures:
             f"exhaust the KV cache; at most {_REQUESTS[-1]} are sent, and the time must be below --timeout",
         )
     alone = [await ask(number, load.tokens) for number in range(load.requests)]
-    earlier = await _cache(client)
-    together, peak = await _peak(client, _all([ask(number, load.tokens) for number in range(load.requests)]))
-    ties = _judge(alone, together)
-    try:
-        after = await _sentence(session)
-    except (Skip, Defect) as error:
-        raise Defect(f"after the KV cache was exhausted, a request fails: {error}") from None
-    if (problem := _difference(before, after)) is not None:
-        texts = [before.text, after.text]
-        raise Defect(f"after the KV cache was exhausted, a request has another output: {problem}", texts)
-    preemptions = max((await _cache(client)).preemptions - earlier.preemptions, 0.0)
-    if not preemptions and peak < _FULL:
-        raise Skip(
-            Reason.INCONCLUSIVE,
-            f"{load.requests} requests of about {load.tokens} tokens used only {peak:.0%} of the KV cache: another "
-            "limit applies, such as --max-num-seqs, or they went to several groups",
-        )
-    return {
-        "requests": load.requests,
-        "prompt_tokens": alone[0].prompt_tokens,
-        "preemptions": int(preemptions),
-        "largest_usage": round(peak, 3),
-        "ties": ties,
-    }
+    while True:
+        earlier = await _cache(client)
+        together, peak = await _peak(client, _all([ask(number, load.tokens) for number in range(len(alone))]))
+        ties = _judge(alone, together)
+        try:
+            after = await _sentence(session)
+        except (Skip, Defect) as error:
+            raise Defect(f"after the KV cache was exhausted, a request fails: {error}") from None
+        if (problem := _difference(before, after)) is not None:
+            texts = [before.text, after.text]
+            raise Defect(f"after the KV cache was exhausted, a request has another output: {problem}", texts)
+        preemptions = max((await _cache(client)).preemptions - earlier.preemptions, 0.0)
+        if preemptions or peak >= _FULL:
+            return {
+                "requests": len(alone),
+                "prompt_tokens": alone[0].prompt_tokens,
+                "preemptions": int(preemptions),
+                "largest_usage": round(peak, 3),
+                "ties": ties,
+            }
+        # While its prompt is computed, a request needs more of a cache with windows than afterwards.
+        count = math.ceil(len(alone) * _OVERCOMMIT / max(peak, 0.01))
+        seconds = count * load.seconds / load.requests
+        if len(alone) > load.requests or count not in _REQUESTS or 2 * seconds > client.seconds:
+            break
+        alone += [await ask(number, load.tokens) for number in range(len(alone), count)]
+    raise Skip(
+        Reason.INCONCLUSIVE,
+        f"{len(alone)} requests of about {load.tokens} tokens used only {peak:.0%} of the KV cache: another limit "
+        "applies, such as --max-num-seqs, or they went to several groups",
+    )
 
 
 async def _sentence(session: Session) -> Reply:

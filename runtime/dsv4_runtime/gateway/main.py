@@ -96,7 +96,7 @@ def main() -> None:
 
 def _overdue(descriptor: int) -> float:
     """Return the seconds for which a reconcile of the control loop has been overdue."""
-    (due,) = LOOP_DUE.unpack(os.pread(descriptor, LOOP_DUE.size, 0))
+    due: float = LOOP_DUE.unpack(os.pread(descriptor, LOOP_DUE.size, 0))[0]
     return max(0.0, time.monotonic() - due)
 
 

@@ -248,6 +248,8 @@ class Engine:
         """Tokens of the KV cache, and requests that are computed at the same time."""
         self.used = self.preemptions = 0
         self.cache_metrics = True
+        self.single_factor = 1
+        """Factor of the used share in the metrics of a single request: a cache with windows."""
         self.failed_status = 500
         """Of requests that fail under pressure."""
         self.open = self.requests = self.drafts = 0
@@ -486,7 +488,8 @@ class Engine:
         ]
         if self.cache_metrics:
             with self.lock:
-                rows.append(f'vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {min(self.used / self.cache, 1.0)}')
+                used = self.used / self.cache * (self.single_factor if self.open == 1 else 1)
+            rows.append(f'vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {min(used, 1.0)}')
             rows.append(f'vllm:num_preemptions_total{{engine="0",model_name="m"}} {self.preemptions}.0')
         return "\n".join(rows) + "\n"
 

@@ -115,7 +115,7 @@ def test_an_endpoint_without_log_probabilities_has_no_defect(logprobs: str, caps
     ],
 )
 def test_an_exhausted_cache(change: dict[str, Any], reason: str | None, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = Engine(delay=0.3)
+    engine = Engine(delay=0.1 if "seqs" in change else 0.3)
     for name, value in change.items():
         setattr(engine, name, value)
     with serving(engine) as url:
@@ -129,6 +129,17 @@ def test_an_exhausted_cache(change: dict[str, Any], reason: str | None, capsys: 
         assert run(["verify", "--url", url, "-o", "json", "--only", "context.pressure", "--timeout", "2s"]) == 0
     [found] = document(capsys)["results"]
     assert (found["status"], found["reason"]) == ("skipped", "TooLarge")
+
+
+def test_a_cache_that_is_not_exhausted_at_once_is_with_more_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Engine(delay=0.3)
+    engine.cache, engine.single_factor = 8192, 3
+    with serving(engine) as url:
+        assert run(["verify", "--url", url, "-o", "json", "--only", "context.pressure"]) == 0
+    [found] = document(capsys)["results"]
+    assert found["status"] == "ok"
+    assert found["figures"]["requests"] > 4
+    assert found["figures"]["preemptions"] > 0
 
 
 @given(st.integers(64, 8192), st.integers(1, 16), st.floats(1e-6, 1.0), st.floats(0.01, 60.0))

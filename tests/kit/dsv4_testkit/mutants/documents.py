@@ -392,8 +392,8 @@ DOCUMENTS = (
     Mutant(
         "verify calls a KV cache exhausted that is not",
         f"{_OPERATOR}/verify/oracle.py",
-        "    if not preemptions and peak < _FULL:\n",
-        "    if False:\n",
+        "        if preemptions or peak >= _FULL:\n",
+        "        if True:\n",
         ("tests/unit/verify/test_command.py",),
     ),
     Mutant(
