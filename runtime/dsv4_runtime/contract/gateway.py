@@ -6,7 +6,6 @@ import base64
 import functools
 import hashlib
 import re
-import struct
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from importlib import resources
@@ -31,10 +30,6 @@ Long bodies have pages of their own, which grow without a copy and go back to th
 threshold to the size of the first body that it frees, and keep those that follow in its heap.
 """
 
-
-LOOP_DUE = struct.Struct("=d")
-"""Content of the memory file that a control loop without Kubernetes shares with its gateways: the time from which on a
-successful reconcile is overdue, in seconds of the machine's monotonic clock."""
 
 _COMMENT = re.compile(r"(?:^|[ \t])#.*")
 _UNSENDABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import uvloop
 
-from dsv4_runtime.contract.gateway import LOOP_DUE, GatewaySettings
+from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway.admission import ApiKeys, ApiKeysError
 from dsv4_runtime.gateway.http_server import RESERVED_CONNECTIONS
 from dsv4_runtime.gateway.metrics import open_traces
 from dsv4_runtime.gateway.routing import RouteFile
 from dsv4_runtime.gateway.server import MAX_CONNECTIONS, Gateway
 from dsv4_runtime.util import LOG_DEPLOYMENT, LOG_FORMAT, TRACES
-from dsv4_runtime.util.files import LOG_FORMATS, format_logs, log_to
+from dsv4_runtime.util.files import LOG_FORMATS, LOOP_DUE, format_logs, log_to
 
 _log = logging.getLogger("dsv4.gateway")
 _OWN_FILES = 64 + 2 * RESERVED_CONNECTIONS
