@@ -164,7 +164,8 @@ FIGURES = frozenset({
     "attempts", "characters", "chars_per_token", "chunks", "common_prefix_other_seed", "common_prefix_same_seed",
     "continuations", "correct", "decisive_differences", "depths", "drafts", "equal", "equal_continuations", "events",
     "found", "largest_difference", "largest_usage", "max_model_len", "mean_difference", "median_margin", "noise",
-    "p99_difference", "per_position", "positions", "preemptions", "prompt_tokens", "prompts", "questions", "reasoning_characters", "requests", "scale",
+    "p99_difference", "per_position", "positions", "preemptions", "prompt_tokens", "prompts", "questions",
+    "reasoning_characters", "requests", "scale",
     "scale_error", "seconds", "sentences", "smallest_effect", "tie", "ties", "tokens", "tokens_per_second",
     "tokens_per_step", "top1_agreement", "topk_overlap",
 })  # fmt: skip
