@@ -247,14 +247,17 @@ def test_a_token_key_that_cannot_be_read(tmp_path: Path) -> None:
         assert found.ask() == 200
 
 
-def test_a_silent_agent(tmp_path: Path) -> None:
-    """Nothing may repair it: neither the supervisor nor the loop."""
+def test_a_silent_loop_and_a_silent_agent(tmp_path: Path) -> None:
+    """Nothing may repair them: neither the supervisor nor, for the agent, the loop."""
     with world(tmp_path, "silent", operator=False) as found:
         stopped = [found.system.network, *Own.LOOP.find(found.system), found.system.pid(0, "agent")]
         assert len(stopped) == 3
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
+        supervisor, loop, agent = stopped
         try:
+            for pid in (supervisor, loop):
+                os.kill(pid, signal.SIGSTOP)
+            found.fires("DSV4LoopSilent", 150)
+            os.kill(agent, signal.SIGSTOP)
             found.fires("DSV4AgentSilent", 150)
         finally:
             for pid in reversed(stopped):

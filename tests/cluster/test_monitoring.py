@@ -70,6 +70,7 @@ HEALTHY: Series = {
     **{deployed("dsv4_gateway_engine_restarts", pod=pod, group=0): "0x100 1x80" for pod in "ab"},
     **{deployed("dsv4_gateway_engine_recent_failures", pod=pod, group=0, cause="EngineHung"): "1x180" for pod in "ab"},
     **{deployed("dsv4_gateway_watch_age_seconds", pod=pod, group=0): "1x180" for pod in "ab"},
+    deployed("dsv4_gateway_loop_overdue_seconds", gateway=0): "0x143 30 90 90 0x34",
     deployed("dsv4_gateway_held", pod="a"): "3x145 0 3x35",
     deployed("dsv4_gateway_credentials_rejected", pod="a"): "0x180",
     deployed("dsv4_gateway_requests_total", pod="a", outcome="ok"): "0+100x180",
@@ -131,6 +132,7 @@ FAULTS: dict[str, tuple[Series, ...]] = {
     ),
     "DSV4CredentialsRejected": ({deployed("dsv4_gateway_credentials_rejected", pod="a"): "0x120 1x60"},),
     "DSV4AgentSilent": (SILENT,),
+    "DSV4LoopSilent": ({deployed("dsv4_gateway_loop_overdue_seconds", gateway=0): "0x140 10+60x40"},),
     "DSV4OperatorDown": (
         {series("dsv4_operator_leading", pod="a"): "1x120 0x60"},
         {series("dsv4_operator_leading", pod=pod): "1x120 _x60" for pod in "ab"},
@@ -145,6 +147,7 @@ ON_A_MACHINE = {
     "DSV4GroupNotServing": AWAY,
     "DSV4RestartsOften": {deployed("dsv4_gateway_engine_restarts", pod="a", group=0): "0x100 1 2 3x78"},
     "DSV4AgentSilent": SILENT,
+    "DSV4LoopSilent": {deployed("dsv4_gateway_loop_overdue_seconds", gateway=0): "0x140 10+60x40"},
 }
 """Faults whose series differ without the operator's metrics."""
 RESTING = {GroupPhase.QUEUED, GroupPhase.DRAINING, GroupPhase.SUSPENDED, GroupPhase.STOPPED}

@@ -16,37 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
-HEAD, ROPE, GROUP, FP8_MAX = 512, 64, 64, 448.0
-
-
-def round_as_cached(entry: torch.Tensor) -> torch.Tensor:
-    """Round `[…, 512]` as one cache record: 448 e4m3 values with a power-of-two scale per 64, then 64 in bfloat16."""
-    entry = entry.to(torch.bfloat16).float()
-    plain = entry[..., : HEAD - ROPE].unflatten(-1, (-1, GROUP))
-    scale = torch.exp2(torch.ceil(torch.log2(plain.abs().amax(-1, keepdim=True).clamp_min(1e-4) / FP8_MAX)))
-    rounded = (plain / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
-    return torch.cat((rounded.flatten(-2), entry[..., HEAD - ROPE :]), dim=-1)
-
-
-@contextmanager
-def fp8_cache(model: Any) -> Iterator[None]:
-    original = modeling.apply_rotary_pos_emb
-
-    def rotate(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        rotated = original(x, *args, **kwargs)
-        is_entry = (
-            x.shape[1] == 1 and x.shape[-1] == HEAD
-        )  # queries and outputs have all heads there, the indexer is narrower
-        return round_as_cached(rotated) if is_entry else rotated
-
-    modeling.apply_rotary_pos_emb = rotate
-    try:
-        yield
-    finally:
-        modeling.apply_rotary_pos_emb = original
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from transformers_reference import distribution, fp8_cache, load
 
 
 @contextmanager
@@ -122,19 +94,6 @@ def figures(reference: torch.Tensor, measured: torch.Tensor) -> dict[str, float]
         "max": difference.max().item(),
         "same choice": (reference.argmax(-1) == measured.argmax(-1)).float().mean().item(),
     }
-
-
-def load(path: str) -> tuple[Any, dict[str, list[str]]]:
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
-    wrong = {key: sorted(map(str, loading[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-    return model.eval(), wrong
-
-
-def distribution(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Return log-probabilities `[tokens - 1, vocab]`, float32."""
-    return model(torch.tensor([tokens]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
 def main() -> None:

@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ from dsv4_operator.cli.output import (
 )
 from dsv4_operator.cli.sources.base import DeploymentSource
 from dsv4_operator.verify import speed
-from dsv4_operator.verify.endpoint import Address, Client, Defect, Skip
+from dsv4_operator.verify.endpoint import ERRORS, Address, Client, Defect, Skip, open_url
 from dsv4_operator.verify.speed import Case, Change, Document, Repetition, Row, Skipped, Verdict
 
 START_SECONDS = 180.0
@@ -49,6 +51,9 @@ START_SECONDS = 180.0
 _TERM_SECONDS = 5.0
 _SAMPLE_CHARACTERS = 600
 _LOG_BYTES = 64 << 10
+_POWER_SECONDS = 1.0
+"""Time between two samples of the power of the GPUs; agents report it once a second."""
+_POWER_WAIT_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,9 +407,9 @@ def _generate(state: Run, case: Case, number: int, texts: Sequence[str]) -> Repe
         log = Path(folder, "log")
         allowed = limit(case, state.options.request_seconds)
         left = state.left()
-        status = run_child(
-            [state.python, "-c", speed.PROGRAM, *options], environment(state.address.key), log, min(allowed, left)
-        )
+        command = [state.python, "-c", speed.PROGRAM, *options]
+        with _Power(state.address) as power:
+            status = run_child(command, environment(state.address.key), log, min(allowed, left))
         if status is None:
             if left < allowed:
                 raise _time_limit(state.options)
@@ -418,6 +423,8 @@ def _generate(state: Run, case: Case, number: int, texts: Sequence[str]) -> Repe
                 f"the load generator of {state.python} ended with status {status}: {last_line(log)}; "
                 "check with --python that it has vLLM 0.32 or later"
             )
+        # The result is written directly after the last answer; the end of the generator follows.
+        ended = time.monotonic() - max(time.time() - result.stat().st_mtime, 0.0)
         try:
             found = speed.read(result.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -428,7 +435,40 @@ def _generate(state: Run, case: Case, number: int, texts: Sequence[str]) -> Repe
             raise CommandError(
                 f"{_title(case)}: all {found.failed} requests failed: {_first_error(log)}", code=ExitCode.UNCERTAIN
             )
-        return found
+        return speed.with_energy(found, power.samples, ended, power.missing)
+
+
+class _Power:
+    """Samples the power of the endpoint's GPUs in a thread during the block."""
+
+    def __init__(self, address: Address) -> None:
+        self.samples: list[tuple[float, float]] = []
+        """Monotonic time and watts."""
+        self.missing = ""
+        """Reason why the latest sample has no value."""
+        self._url = address.url.removesuffix("/v1") + speed.POWER_PATH
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="power", daemon=True)
+
+    def __enter__(self) -> _Power:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(2 * _POWER_WAIT_SECONDS)
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                with open_url("GET", self._url, total_seconds=_POWER_WAIT_SECONDS) as response:
+                    text = response.read().decode(errors="replace") if response.status == HTTPStatus.OK else ""
+                watts, self.missing = speed.power(text)
+                if watts is not None:
+                    self.samples.append((time.monotonic(), watts))
+            except ERRORS:
+                self.missing = f"{speed.POWER_PATH} does not answer"
+            self._ended.wait(_POWER_SECONDS)
 
 
 def run_child(command: Sequence[str], variables: dict[str, str], log: Path, seconds: float) -> int | None:
@@ -549,6 +589,8 @@ def _print(
         print_line(render_document(found, options.form))
         return
     print_line(table(document.runs))
+    for missing in dict.fromkeys(each.energy_missing for each in document.runs if each.energy_missing):
+        note(f"energy: N/A, {missing}")
     if other is not None:
         print_line(f"\n--against\n{table(document.against)}")
     if before is not None or other is not None:
@@ -566,6 +608,8 @@ _COLUMNS: tuple[tuple[str, str, float], ...] = (
     ("TPOT P50 MS", "tpotSeconds.p50", 1000),
     ("P95", "tpotSeconds.p95", 1000),
     ("ACCEPTED", "acceptanceRate", 100),
+    ("GPU W", "gpuWatts", 1),
+    ("J/OUT TOK", "joulesPerOutputToken", 1),
 )
 
 
@@ -579,7 +623,7 @@ def table(rows: Sequence[Row]) -> str:
         for _, figure, factor in _COLUMNS:
             values = each.samples.get(figure)
             if values is None:
-                cells.append("-")
+                cells.append("N/A" if figure in speed.ENERGY else "-")
                 continue
             spread = f" ±{100 * each.spread[figure]:.1f}%" if figure in each.spread else ""
             cells.append(f"{factor * sum(values) / len(values):.4g}{'%' if figure == 'acceptanceRate' else ''}{spread}")

@@ -163,8 +163,9 @@ FIGURES = frozenset({
     "accuracy", "minimum", "standard_error",
     "attempts", "characters", "chars_per_token", "chunks", "common_prefix_other_seed", "common_prefix_same_seed",
     "continuations", "correct", "decisive_differences", "depths", "drafts", "equal", "equal_continuations", "events",
-    "found", "largest_difference", "max_model_len", "mean_difference", "median_margin", "noise", "p99_difference",
-    "per_position", "positions", "prompt_tokens", "prompts", "questions", "reasoning_characters", "requests", "scale",
+    "found", "largest_difference", "largest_usage", "max_model_len", "mean_difference", "median_margin", "noise",
+    "p99_difference", "per_position", "positions", "preemptions", "prompt_tokens", "prompts", "questions",
+    "reasoning_characters", "requests", "scale",
     "scale_error", "seconds", "sentences", "smallest_effect", "tie", "ties", "tokens", "tokens_per_second",
     "tokens_per_step", "top1_agreement", "topk_overlap",
 })  # fmt: skip
@@ -404,6 +405,7 @@ class BenchRun(Report):
     tpot_seconds: _Quantiles = Quantiles()
     request_seconds: _Quantiles = Quantiles()
     acceptance_rate: Number = None
+    joules_per_output_token: Number = None
 
 
 class BenchPart(Report):

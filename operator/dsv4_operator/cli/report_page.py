@@ -314,6 +314,7 @@ _BENCH: tuple[tuple[str, Callable[[BenchRun], Cell]], ...] = (
     ("request p50", lambda run: _seconds(run.request_seconds.p50)),
     ("request p95", lambda run: _seconds(run.request_seconds.p95)),
     ("accepted drafts", lambda run: run.acceptance_rate),
+    ("J per output token", lambda run: run.joules_per_output_token),
 )
 """Columns of the benchmark; the first two identify a row."""
 

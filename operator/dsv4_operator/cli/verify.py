@@ -100,6 +100,13 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("speculative.tokens", "tokens with and without drafts", checks.draft_tokens, _NUMERICS),
     *content.content_checks(),
+    # The last one: if an engine dies of it, the other checks are done.
+    Check(
+        "context.pressure",
+        "an exhausted KV cache changes no output",
+        oracle.pressure,
+        f"compare with fewer requests (--max-num-seqs), and with --no-enable-prefix-caching; {_LOGS}",
+    ),
 )
 
 
@@ -393,7 +400,7 @@ def _read_reference(path: Path) -> dict[str, Any]:
         raise bad_input(f"--reference {str(path)!r} is no reference: {error}; make one with --export") from None
 
 
-_REPEATED = INCOMPLETE | {Reason.NO_REFERENCE, Reason.TOO_WEAK}
+_REPEATED = INCOMPLETE | {Reason.NO_REFERENCE, Reason.TOO_WEAK, Reason.TOO_LARGE}
 """Reasons of skipped checks that may not apply to a later run with other options; these checks are repeated."""
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from dsv4_operator.backends.local.gateway import (
 from dsv4_operator.backends.local.gpus import Card, claim_card, claimed
 from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
-from dsv4_operator.backends.local.supervisor import LOCK, NETWORK, OUTSIDE, STATUS, Processes
+from dsv4_operator.backends.local.supervisor import BEAT_SECONDS, LOCK, NETWORK, OUTSIDE, STATUS, Processes
 from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, Part, wait_for
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
@@ -50,6 +51,8 @@ _LONGEST_BACKOFF_SECONDS = 15.0
 
 
 _STORAGE = Part("storage", _LONGEST_BACKOFF_SECONDS)
+_EXPECT_SECONDS = 10.0
+"""Time after which the gateways count a loop as overdue that has stopped between two reconciles."""
 _WRITE_SECONDS = 2.0
 """Interval between attempts to write the status to a full disk."""
 
@@ -289,9 +292,32 @@ class _Front:
         """Drain and end the gateways."""
         await self._gateways.stop()
 
+    def expect(self, due: float) -> None:
+        """See `LocalGateways.expect`."""
+        self._gateways.expect(due)
+
     def close(self) -> None:
         """Stop listening for the dashboard."""
         self._publisher.close()
+
+
+class Passes:
+    """Time from which on a successful reconcile of the loop is overdue. Times are monotonic."""
+
+    def __init__(self, now: float) -> None:
+        self.due = now
+
+    def begin(self, now: float) -> None:
+        """Note the begin of a reconcile, possibly before it was due. Failures do not move the time."""
+        self.due = min(self.due, now)
+
+    def end(self, now: float, pause: float) -> None:
+        """Note the end of a successful reconcile, after which the next one begins within `pause` seconds."""
+        self.due = now + pause
+
+    def expected(self, now: float) -> float:
+        """Return the time to tell now: in a long pause a near one, because telling goes on only while the loop runs."""
+        return min(self.due, now + _EXPECT_SECONDS)
 
 
 async def _loop(
@@ -350,6 +376,14 @@ async def _loop(
             unsaved = None
             reconciler.report(_STORAGE, None)
 
+    passes = Passes(time.monotonic())
+
+    async def tell() -> None:
+        while True:
+            front.expect(passes.expected(time.monotonic()))
+            await asyncio.sleep(BEAT_SECONDS)
+
+    telling = asyncio.create_task(tell())
     reconciler = Reconciler(
         backend,
         Endpoints(endpoint(deployment), f"http://{network.LOOPBACK}:{deployment.spec.network.ports.dashboard}"),
@@ -370,9 +404,11 @@ async def _loop(
                 drained = True
                 if not deletes():
                     break
+            passes.begin(time.monotonic())
             try:
                 pause = await reconciler.reconcile(deployment, deleting=stop.is_set())
                 failures = 0
+                passes.end(time.monotonic(), pause)
             except Exception:
                 _log.exception("reconciling %s failed", deployment.metadata.name)
                 failures += 1
@@ -384,6 +420,7 @@ async def _loop(
                 pause = min(pause, _WRITE_SECONDS)
             await wait_for(event, pause)
     finally:
+        telling.cancel()
         await front.stop()
         front.close()
         await reconciler.close()

@@ -38,6 +38,7 @@ class Reason(StrEnum):
     TOO_WEAK = "ModelTooWeak"
     NO_REFERENCE = "NoReference"
     INCONCLUSIVE = "Inconclusive"
+    TOO_LARGE = "TooLarge"
     TIME_LIMIT = "TimeLimit"
     UNREACHABLE = "Unreachable"
 
@@ -62,9 +63,11 @@ class Defect(Exception):
 class Skip(Exception):
     """A check is not applicable, or could not be performed."""
 
-    def __init__(self, reason: Reason, text: str) -> None:
+    def __init__(self, reason: Reason, text: str, status: int = 0) -> None:
         super().__init__(text)
         self.reason = reason
+        self.status = status
+        """Of the response, if there is one."""
 
 
 def shorten(value: object, limit: int = 400) -> str:
@@ -274,7 +277,7 @@ def _checked(path: str, status: int, data: bytes, *, optional: bool) -> bytes:
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise Skip(Reason.UNREACHABLE, f"{text}; check --key-file")
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT):
-        raise Skip(Reason.UNREACHABLE, text)
+        raise Skip(Reason.UNREACHABLE, text, status)
     if optional and HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR:
         raise Skip(Reason.NOT_OFFERED, text)
     raise Defect(text)

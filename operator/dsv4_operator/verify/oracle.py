@@ -3,20 +3,41 @@
 Every case has a prompt, its greedy continuation, and the log-probabilities of both as the endpoint scores them in one
 prefill. The candidate scores the tokens of the reference, so that every position is comparable also after the first
 different token of its own continuation. The format is in docs/verify.md.
+
+`pressure` compares outputs with those of the same requests alone, while the KV cache is exhausted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import random
+import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dsv4_operator.verify.checks import SHIFT_NATS, Figures, Session, decoded_as_scored, filler
-from dsv4_operator.verify.endpoint import TIE_NATS, Client, Defect, Divergence, Reason, Skip, Token, divergence
+from dsv4_operator.verify.checks import SENTENCE, SHIFT_NATS, Figures, Session, decoded_as_scored, filler, text_of
+from dsv4_operator.verify.endpoint import (
+    TIE_NATS,
+    Client,
+    Defect,
+    Divergence,
+    Reason,
+    Reply,
+    Skip,
+    Token,
+    divergence,
+    shorten,
+)
+
+_T = TypeVar("_T")
 
 FORMAT = "dsv4-logprobs/1"
 PROMPTS: tuple[tuple[str, str], ...] = (
@@ -86,6 +107,11 @@ def parse(text: str) -> Document:
     return document
 
 
+def sizes(*, quick: bool) -> tuple[Sequence[tuple[str, str]], int]:
+    """Return names and texts of the prompts, and the tokens of each continuation."""
+    return (PROMPTS[:3], 12) if quick else (PROMPTS, 32)
+
+
 async def score(client: Client, ids: Sequence[int], top: int) -> list[Token | None]:
     """Return the log-probabilities of a sequence of tokens, computed in one prefill."""
     reply = await client.complete(list(ids), max_tokens=1, prompt_logprobs=top, optional=True)
@@ -114,8 +140,7 @@ async def _generate(
 
 async def collect(session: Session, client: Client) -> Document:
     """Return the log-probabilities of all prompts at an endpoint, with the noise of repetitions."""
-    prompts = PROMPTS[:3] if session.quick else PROMPTS
-    tokens = 12 if session.quick else 32
+    prompts, tokens = sizes(quick=session.quick)
     cases, noises = [], []
     for name, prompt in prompts:
         prompt_ids, ids, decoded = await _generate(client, prompt, tokens, session.top)
@@ -315,3 +340,202 @@ async def against_reference(session: Session) -> Figures:
     if session.against is not None:
         return await compare(session, await collect(session, session.against))
     raise Skip(Reason.NO_REFERENCE, "neither --reference nor --against is given")
+
+
+# An exhausted KV cache.
+
+_OVERCOMMIT = 1.5
+"""Size of all requests at the same time, relative to the KV cache."""
+_OUTPUT = 48
+_REQUESTS = range(4, 49)
+_PREFERRED_REQUESTS = 12
+"""Longer prompts are preferred to more requests, because an engine computes a limited number at the same time."""
+_SHARE, _FIRST, _LONGEST = 0.7, 8192, 131_072
+"""Prompts: share of the context; tokens of the measured one and of the longest one, at most."""
+_FULL = 0.9
+"""Used share of the cache from which on it counts as exhausted without a preemption."""
+_POLL_SECONDS = 0.1
+_USAGE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """Metrics of the KV cache."""
+
+    engines: int
+    """0: the endpoint does not have these metrics."""
+    used: float
+    """Highest used share of an engine."""
+    preemptions: float
+
+
+async def _cache(client: Client) -> _Cache:
+    """Return vLLM's metrics of the KV cache."""
+    status, data = await client.send("/metrics", root=True)
+    text = data.decode(errors="replace") if status == HTTPStatus.OK else ""
+    try:
+        used = [float(value) for value in _USAGE.findall(text)]
+        preemptions = sum(float(value) for value in _PREEMPTIONS.findall(text))
+    except ValueError:
+        used, preemptions = [], 0.0
+    return _Cache(len(used), max(used, default=0.0), preemptions)
+
+
+async def _peak(client: Client, work: Coroutine[Any, Any, _T]) -> tuple[_T, float]:
+    """Return the result of `work`, and the highest used share of the KV cache meanwhile."""
+    peak, task = 0.0, asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            # A busy endpoint may not answer; the requests of `work` decide.
+            with contextlib.suppress(Skip, Defect):
+                peak = max(peak, (await _cache(client)).used)
+            await asyncio.wait({task}, timeout=_POLL_SECONDS)
+        return task.result(), peak
+    finally:
+        task.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that together need more than the KV cache."""
+
+    requests: int
+    tokens: int
+    """Of each prompt, about."""
+    seconds: float
+    """Estimated time of all of them, one after the other."""
+
+
+def plan_load(tokens: int, longest: int, share: float, seconds: float) -> Load:
+    """Return requests that need `_OVERCOMMIT` times the KV cache of all engines together.
+
+    Args:
+        tokens: of the prompt that was measured.
+        longest: tokens of the longest prompt.
+        share: of the caches that this prompt needs with its output.
+        seconds: of its request.
+    """
+    count = math.ceil(_OVERCOMMIT / share)
+    if count > _PREFERRED_REQUESTS:
+        factor = min(count / _PREFERRED_REQUESTS, longest / tokens)
+        tokens, seconds, share = round(tokens * factor), seconds * factor, share * factor
+        count = math.ceil(_OVERCOMMIT / share)
+    count = max(count, _REQUESTS.start)
+    return Load(count, tokens, count * seconds)
+
+
+async def pressure(session: Session) -> Figures:
+    """Check that requests that exhaust the KV cache together have the outputs that they have alone, and that the
+    endpoint answers as before afterwards.
+    """
+    client, facts = session.client, session.facts
+    idle = await _cache(client)
+    if not idle.engines or not facts.max_model_len:
+        missing = "vllm:kv_cache_usage_perc in /metrics" if facts.max_model_len else "max_model_len"
+        raise Skip(Reason.NOT_OFFERED, f"the size of the KV cache is not known, because there is no {missing}")
+    nonce = random.randrange(10**6)  # noqa: S311
+
+    def ask(number: int, tokens: int, output: int = _OUTPUT) -> Coroutine[Any, Any, Reply]:
+        # Different from the first token on, so that no request shares blocks with another one.
+        prompt = " ".join((f"{number} of {nonce}.", *text_of(session, tokens, seed=number)))
+        return client.complete(prompt, max_tokens=output, logprobs=3, **session.fixed())
+
+    before = await _sentence(session)
+    tokens = facts.context(_SHARE, _FIRST)
+    first, peak = await _peak(client, ask(0, tokens))
+    if peak <= idle.used:
+        # It ended between two samples; a gateway has new ones once a second.
+        _, peak = await _peak(client, ask(0, tokens, min(10 * _OUTPUT, facts.max_model_len // 5)))
+    if peak <= idle.used:
+        raise Skip(Reason.INCONCLUSIVE, "the used share of the KV cache did not change with a request")
+    share = (peak - idle.used) / idle.engines
+    load = plan_load(tokens, facts.context(_SHARE, _LONGEST), share, first.seconds)
+    if load.requests not in _REQUESTS or 2 * load.seconds > client.seconds:
+        raise Skip(
+            Reason.TOO_LARGE,
+            f"{load.requests} requests of about {load.tokens} tokens, which may take {2 * load.seconds:.0f} s, would "
+            f"exhaust the KV cache; at most {_REQUESTS[-1]} are sent, and the time must be below --timeout",
+        )
+    alone = [await ask(number, load.tokens) for number in range(load.requests)]
+    while True:
+        earlier = await _cache(client)
+        together, peak = await _peak(client, _all([ask(number, load.tokens) for number in range(len(alone))]))
+        ties = _judge(alone, together)
+        try:
+            after = await _sentence(session)
+        except (Skip, Defect) as error:
+            raise Defect(f"after the KV cache was exhausted, a request fails: {error}") from None
+        if (problem := _difference(before, after)) is not None:
+            texts = [before.text, after.text]
+            raise Defect(f"after the KV cache was exhausted, a request has another output: {problem}", texts)
+        preemptions = max((await _cache(client)).preemptions - earlier.preemptions, 0.0)
+        if preemptions or peak >= _FULL:
+            return {
+                "requests": len(alone),
+                "prompt_tokens": alone[0].prompt_tokens,
+                "preemptions": int(preemptions),
+                "largest_usage": round(peak, 3),
+                "ties": ties,
+            }
+        # While its prompt is computed, a request needs more of a cache with windows than afterwards.
+        count = math.ceil(len(alone) * _OVERCOMMIT / max(peak, 0.01))
+        seconds = count * load.seconds / load.requests
+        if len(alone) > load.requests or count not in _REQUESTS or 2 * seconds > client.seconds:
+            break
+        alone += [await ask(number, load.tokens) for number in range(len(alone), count)]
+    raise Skip(
+        Reason.INCONCLUSIVE,
+        f"{len(alone)} requests of about {load.tokens} tokens used only {peak:.0%} of the KV cache: another limit "
+        "applies, such as --max-num-seqs, or they went to several groups",
+    )
+
+
+async def _sentence(session: Session) -> Reply:
+    return await session.client.complete(SENTENCE, max_tokens=16, logprobs=3, **session.fixed())
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply | BaseException]:
+    return await asyncio.gather(*work, return_exceptions=True)
+
+
+def _judge(alone: Sequence[Reply], together: Sequence[Reply | BaseException]) -> int:
+    """Return the number of requests whose outputs part at a tie.
+
+    Raises:
+        Defect: requests failed or have another output than alone.
+        Skip: the endpoint limits the number of requests.
+    """
+    failed, wrong, ties = list[str](), list[tuple[str, str, str]](), 0
+    for one, other in zip(alone, together, strict=True):
+        if isinstance(other, Skip) and other.status == HTTPStatus.TOO_MANY_REQUESTS:
+            raise Skip(Reason.INCONCLUSIVE, f"the endpoint limits the number of requests: {other}")
+        if isinstance(other, Skip | Defect):
+            failed.append(str(other))
+        elif isinstance(other, BaseException):
+            raise other
+        elif (problem := _difference(one, other)) is not None:
+            wrong.append((problem, one.text, other.text))
+        else:
+            ties += divergence(one.tokens, other.tokens) is not None
+    if failed:
+        found = f"{len(failed)} of {len(alone)} requests fail while the KV cache is exhausted"
+        raise Defect(f"{found}: {shorten(failed[0], 200)}", failed)
+    if wrong:
+        problem, *texts = wrong[0]
+        found = f"{len(wrong)} of {len(alone)} requests have another output while the KV cache is exhausted"
+        raise Defect(f"{found}: {problem}", texts)
+    return ties
+
+
+def _difference(one: Reply, other: Reply) -> str | None:
+    """Return how greedy outputs of the same request differ by more than rounding; None if they do not."""
+    counts = [f"{each.completion_tokens} tokens ({each.finish})" for each in (other, one)]
+    if counts[0] != counts[1]:
+        return " instead of ".join(counts)
+    if low := sum(token.margin() < -TIE_NATS for token in other.tokens):
+        return f"{low} tokens at temperature 0 are not the most likely ones"
+    found = divergence(one.tokens, other.tokens)
+    if found is None:
+        return None if one.text == other.text else "the same tokens and another text"
+    return None if found.tie else str(found)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -301,6 +303,7 @@ RATES: tuple[str, ...] = (
 _NAMES_OF_TIMES = {"ttft": "ttftSeconds", "tpot": "tpotSeconds", "itl": "itlSeconds", "e2el": "requestSeconds"}
 TIMES = tuple(f"{name}.{percentile}" for name in _NAMES_OF_TIMES.values() for percentile in ("p50", "p95"))
 DRAFTS = ("acceptanceRate", "acceptanceLength")
+ENERGY = ("gpuWatts", "joulesPerOutputToken")
 JUDGED = ("outputTokensPerSecond", "ttftSeconds.p50", "tpotSeconds.p50")
 """Figures whose slowdown fails a comparison; the others follow from them, or vary more."""
 
@@ -316,6 +319,10 @@ class Repetition:
     input_tokens: float
     """Mean of a request, as the endpoint counts."""
     output_tokens: float
+    seconds: float = 0.0
+    """Measured time."""
+    energy_missing: str = ""
+    """Reason for the lack of figures of energy."""
 
 
 def read(text: str) -> Repetition:
@@ -336,6 +343,7 @@ def read(text: str) -> Repetition:
             for percentile in ("p50", "p95"):
                 figures[f"{ours}.{percentile}"] = float(found[f"{percentile}_{theirs}_ms"]) / 1000
         inputs, outputs = float(found["total_input_tokens"]), float(found["total_output_tokens"])
+        seconds = float(found["duration"])
         if "spec_decode_acceptance_rate" in found:
             figures["acceptanceRate"] = found["spec_decode_acceptance_rate"] / 100
             figures["acceptanceLength"] = float(found["spec_decode_acceptance_length"])
@@ -348,7 +356,53 @@ def read(text: str) -> Repetition:
         figures["decodeTokensPerSecond"] = 1 / figures["tpotSeconds.p50"]
     # A time or rate of zero is a missing one: of failed requests, or of outputs with one token.
     kept = {name: value for name, value in figures.items() if value > 0 or name in DRAFTS}
-    return Repetition(kept, completed, failed, inputs / share, outputs / share)
+    return Repetition(kept, completed, failed, inputs / share, outputs / share, seconds)
+
+
+# Energy
+
+POWER_PATH = "/dsv4/process/metrics"
+"""Metrics of one gateway, without those of vLLM, whose collection takes processor time of the engine."""
+_LEAST_SAMPLES = 5
+_LONGEST_GAP = 5.0
+"""Seconds between two samples."""
+_GROUP = re.compile(r'^dsv4_gateway_engine_state\{.*?\bgroup="(\d+)"', re.MULTILINE)
+_WATTS = re.compile(r'^dsv4_gateway_group_watts\{.*?\bgroup="(\d+)".*?\} (\d+(?:\.\d+)?)$', re.MULTILINE)
+
+
+def power(text: str) -> tuple[float | None, str]:
+    """Return the power of the GPUs of all groups in the metrics of a gateway, in watts; or None with the reason."""
+    groups, watts = set(_GROUP.findall(text)), {group: float(value) for group, value in _WATTS.findall(text)}
+    if not groups:
+        return None, "the endpoint is no gateway of dsv4, which exports the power of its GPUs"
+    if missing := sorted(groups - watts.keys(), key=int):
+        return None, f"not every GPU of group {', '.join(missing)} reports its power"
+    return sum(watts.values()), ""
+
+
+def with_energy(found: Repetition, samples: Sequence[tuple[float, float]], end: float, missing: str = "") -> Repetition:
+    """Return a repetition with its energy, or with the reason why that is not known.
+
+    Args:
+        found: repetition.
+        samples: times in seconds, and power in watts at them, in order of time.
+        end: of the measured time, on the same clock.
+        missing: reason for missing samples.
+    """
+    begin = end - found.seconds
+    inside = [(time, watts) for time, watts in samples if begin <= time <= end]
+    gaps = [later - time for time, later in pairwise([begin, *(time for time, _ in inside), end])]
+    if len(inside) < _LEAST_SAMPLES or max(gaps) > _LONGEST_GAP:
+        reason = (
+            f"the power has {len(inside)} samples within {found.seconds:.1f} s; {_LEAST_SAMPLES} are needed, "
+            f"at most {_LONGEST_GAP:.0f} s apart"
+        )
+        return replace(found, energy_missing=missing or reason)
+    parts = [(later - time) * (one + other) / 2 for (time, one), (later, other) in pairwise(inside)]
+    watts = sum(parts) / (inside[-1][0] - inside[0][0])
+    tokens = found.output_tokens * found.completed
+    energy = {"gpuWatts": watts, **({"joulesPerOutputToken": watts * found.seconds / tokens} if tokens else {})}
+    return replace(found, figures={**found.figures, **energy})
 
 
 # Documents
@@ -396,6 +450,11 @@ class Row(BaseModel):
     request_seconds: Percentiles
     acceptance_rate: float | None
     acceptance_length: float | None
+    gpu_watts: float | None = None
+    """Mean power of all GPUs together."""
+    joules_per_output_token: float | None = None
+    energy_missing: str = ""
+    """Reason for the lack of the last two."""
     spread: dict[str, float]
     """Standard deviation over the repetitions, divided by the mean."""
     samples: dict[str, Annotated[list[_Figure], Field(min_length=1)]]
@@ -466,7 +525,7 @@ def _first(error: ValueError) -> str:
 
 def row(case: Case, seed: int, found: Sequence[Repetition]) -> Row:
     """Return the means of repetitions, with their spread."""
-    names = [name for name in (*RATES, *TIMES, *DRAFTS) if any(name in each.figures for each in found)]
+    names = [name for name in (*RATES, *TIMES, *DRAFTS, *ENERGY) if any(name in each.figures for each in found)]
     samples = {name: [each.figures[name] for each in found if name in each.figures] for name in names}
     means: dict[str, Any] = {name: statistics.fmean(values) for name, values in samples.items()}
     spread = {
@@ -492,9 +551,10 @@ def row(case: Case, seed: int, found: Sequence[Repetition]) -> Row:
         failed=sum(each.failed for each in found),
         measured_input_tokens=round(statistics.fmean(each.input_tokens for each in found), 1),
         measured_output_tokens=round(statistics.fmean(each.output_tokens for each in found), 1),
+        energy_missing="" if "gpuWatts" in samples else next((each.energy_missing for each in found), ""),
         spread=spread,
         samples=samples,
-        **{**times, **{name: means.get(name) for name in (*RATES, *DRAFTS)}},
+        **{**times, **{name: means.get(name) for name in (*RATES, *DRAFTS, *ENERGY)}},
     )
 
 

@@ -42,6 +42,8 @@ from dsv4_runtime.contract.token import CHALLENGE, challenge
 _WATCH_SECONDS = 1.0
 # Interval between checks of the other members' statuses, for clients that watch the group.
 _PEERS_SECONDS = 0.1
+# Age of a sample of the GPUs from which on their power is not taken for the present one.
+_POWER_SECONDS = 5.0
 
 
 class Reporter(Protocol):
@@ -217,6 +219,18 @@ def memory_use(signals: Signals) -> MemoryUse:
     )
 
 
+def group_watts(status: AgentStatus, others: Mapping[int, Peer]) -> float | None:
+    """Return the power of all GPUs of the group; None if a member does not report that of each of its GPUs."""
+    members = [status.signals, *(peer.status.signals if peer.status is not None else None for peer in others.values())]
+    watts: list[float | None] = []
+    for signals in members:
+        if signals is None or not signals.gpus or signals.gpus_age > _POWER_SECONDS:
+            return None
+        watts += [gpu.power_watts for gpu in signals.gpus]
+    known = [each for each in watts if each is not None]
+    return round(sum(known), 1) if len(known) == len(watts) else None
+
+
 def _lasting(status: AgentStatus) -> AgentStatus:
     """Return `status` without the fields that change in every sample."""
     return status.model_copy(update={"signals": None, "time": status.phase_time})
@@ -291,6 +305,8 @@ class _Handlers:
         ended = False
         while not ended:
             change, now = self._reporter.changes.next, self._reporter.status()
+            if now.engine is not None:
+                now = now.model_copy(update={"group_watts": group_watts(now, self._reporter.others())})
             await response.write(now.to_json().encode() + b"\n")
             ended = now.phase is Phase.STOPPED
             with contextlib.suppress(TimeoutError):

@@ -397,6 +397,8 @@ class AgentStatus(Report):
     broken: str | None = None
     """Missing prerequisite of another engine on this Ray node, such as a removed directory; None: there is none."""
     signals: Signals | None = None
+    group_watts: float | None = None
+    """Power of all GPUs of the group, in the head's answer to `GET /v1/watch`; None: a driver does not report it."""
     start: tuple[StartStep, ...] = ()
     """Finished steps of the present start, or of the latest one if the member serves, in order."""
     disk_bytes_per_second: float | None = None

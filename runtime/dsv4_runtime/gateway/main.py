@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from dsv4_runtime.gateway.metrics import open_traces
 from dsv4_runtime.gateway.routing import RouteFile
 from dsv4_runtime.gateway.server import MAX_CONNECTIONS, Gateway
 from dsv4_runtime.util import LOG_DEPLOYMENT, LOG_FORMAT, TRACES
-from dsv4_runtime.util.files import LOG_FORMATS, format_logs, log_to
+from dsv4_runtime.util.files import LOG_FORMATS, LOOP_DUE, format_logs, log_to
 
 _log = logging.getLogger("dsv4.gateway")
 _OWN_FILES = 64 + 2 * RESERVED_CONNECTIONS
@@ -46,6 +47,9 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="URL", help="own socket of another process")
     parser.add_argument("--inherit-fd", type=int, help="inherited Unix socket for the connections of another process")
     parser.add_argument("--heir", metavar="NAME", help="abstract address of such a socket of another process")
+    parser.add_argument(
+        "--loop-fd", type=int, help="inherited memory file in which the control loop writes its due time"
+    )
     parser.add_argument("--log", type=Path, help="log file, at most 64 MiB [default: standard error]")
     parser.add_argument(
         "--number", type=int, help="index among several gateways at one address, a label of its metrics"
@@ -80,6 +84,7 @@ def main() -> None:
         number=options.number,
         peers=options.peer,
         traces=traces,
+        overdue=partial(_overdue, options.loop_fd) if options.loop_fd is not None else None,
     )
     heir = b"\0" + options.heir.encode() if options.heir is not None else None
     try:
@@ -87,6 +92,12 @@ def main() -> None:
     finally:
         if traces is not None:
             traces.close()
+
+
+def _overdue(descriptor: int) -> float:
+    """Return the seconds for which a reconcile of the control loop has been overdue."""
+    due: float = LOOP_DUE.unpack(os.pread(descriptor, LOOP_DUE.size, 0))[0]
+    return max(0.0, time.monotonic() - due)
 
 
 def _bind(where: str) -> socket.socket:

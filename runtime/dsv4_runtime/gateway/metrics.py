@@ -70,12 +70,28 @@ class GatewayMetrics:
         for counter in counters:
             counter.inc()
 
-    def observe(self, groups: Groups, active: Callable[[], int], client_bytes: Callable[[], int]) -> None:
-        """Compute the gauges of groups, open requests and client memory at every scrape."""
+    def observe(
+        self,
+        groups: Groups,
+        active: Callable[[], int],
+        client_bytes: Callable[[], int],
+        overdue: Callable[[], float] | None = None,
+    ) -> None:
+        """Compute the gauges of groups, open requests, client memory and control loop at every scrape.
+
+        Args:
+            groups: groups of the deployment.
+            active: returns the number of open requests.
+            client_bytes: returns the bytes kept for clients.
+            overdue: returns the seconds since a reconcile of the control loop was due; None: the loop tells nothing.
+        """
         self._registry.register(_GroupsCollector(groups))
         self._active.set_function(active)
         self._client_bytes.set_function(client_bytes)
         self._rejected.set_function(lambda: float(groups.refusal is not None))
+        if overdue is not None:
+            late = "Seconds for which a successful reconcile of the control loop has been overdue"
+            Gauge("dsv4_gateway_loop_overdue_seconds", late, registry=self._registry).set_function(overdue)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus text format."""
@@ -130,18 +146,23 @@ class _GroupsCollector:
             "Deaths of the present incarnation in the last hour by cause",
             labels=["group", "cause"],
         )
+        watts = GaugeMetricFamily(
+            "dsv4_gateway_group_watts", "Power of all GPUs of the group, if all of them report it", labels=["group"]
+        )
         for index, group in self._groups.all.items():
             for state in Availability:
                 states.add_metric([str(index), state.value], float(state is group.engine.state))
             if (age := group.age) is not None:
                 ages.add_metric([str(index)], age)
+            if group.connected and group.report is not None and group.report.group_watts is not None:
+                watts.add_metric([str(index)], group.report.group_watts)
             if group.report is not None and (engine := group.report.engine) is not None:
                 restarts.add_metric([str(index)], len(engine.restarts))
                 now = unix_time()
                 recent = Tally(one.cause for one in engine.failures if abs(now - one.time) < RECENT_SECONDS)
                 for cause, number in recent.items():
                     failures.add_metric([str(index), cause.value], number)
-        yield from (states, ages, restarts, failures)
+        yield from (states, ages, restarts, failures, watts)
 
 
 _log = logging.getLogger("dsv4.gateway")

@@ -226,6 +226,7 @@ class Gateway:
         number: int | None = None,
         peers: Sequence[str] = (),
         traces: Traces | None = None,
+        overdue: Callable[[], float] | None = None,
     ) -> None:
         """Args:
         settings: limits.
@@ -235,6 +236,7 @@ class Gateway:
         number: index of this process among several at one address.
         peers: base URLs of the others' own sockets.
         traces: of requests to vLLM; None: there are none.
+        overdue: see `GatewayMetrics.observe`.
         """
         self._peers = tuple(peers)
         self._max_connections = max_connections
@@ -243,7 +245,7 @@ class Gateway:
         self._metrics = GatewayMetrics(number)
         self._groups = Groups(routes)
         self._proxy = Proxy(settings, self._groups, self._metrics, keep_key=keys is None, traces=traces)
-        self._metrics.observe(self._groups, lambda: self._proxy.active, lambda: self._account.used)
+        self._metrics.observe(self._groups, lambda: self._proxy.active, lambda: self._account.used, overdue)
         self._keys = keys
         self._refusals = RefusalLog()
         self._draining = False

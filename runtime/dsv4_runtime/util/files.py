@@ -20,6 +20,10 @@ from pathlib import Path
 
 from dsv4_runtime.util import LOG_FORMAT
 
+LOOP_DUE = struct.Struct("=d")
+"""Content of the memory file that a control loop without Kubernetes shares with its gateways: the time from which on a
+successful reconcile is overdue, in seconds of the machine's monotonic clock."""
+
 
 def replace_file(path: Path, text: str, *, mode: int = 0o600) -> None:
     """Replace `path` as a whole: readers, and a machine after a power loss, find the old text or the new one. The file

@@ -142,6 +142,7 @@ def _status() -> AgentStatus:
         time=0.0,
         verdict=Verdict(health=Health.HEALTHY),
         joined=True,
+        group_watts=60.0,
         signals=Signals(
             time=1.0,
             memory_available=2**36,
@@ -193,6 +194,7 @@ class _Engine:
 class _Group:
     engine = _Engine()
     age = 0.5
+    connected = True
 
     @property
     def report(self) -> AgentStatus:
@@ -206,7 +208,7 @@ class _Groups:
 
 def _gateway() -> bytes:
     metrics = GatewayMetrics()
-    metrics.observe(_Groups(), lambda: 1, lambda: 2**20)  # type: ignore[arg-type]
+    metrics.observe(_Groups(), lambda: 1, lambda: 2**20, lambda: 0.0)  # type: ignore[arg-type]
     metrics.hold.observe(1.0)
     metrics.first_byte.observe(0.1)
     return metrics.text()

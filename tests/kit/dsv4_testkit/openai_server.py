@@ -90,6 +90,10 @@ DEFECTS = (
     "no context length",
     "unstable numerics",
     "needless calls",
+    "truncated under pressure",
+    "garbled under pressure",
+    "failed under pressure",
+    "wrong after pressure",
 )
 
 
@@ -239,6 +243,15 @@ class Engine:
         self.model = Model(defect, noise, noise_seed, weak=weak)
         self.bot = Bot()
         self.lock = threading.Lock()
+        self.room = threading.Condition(self.lock)
+        self.cache, self.seqs = 4096, 64
+        """Tokens of the KV cache, and requests that are computed at the same time."""
+        self.used = self.preemptions = 0
+        self.cache_metrics = True
+        self.single_factor = 1
+        """Factor of the used share in the metrics of a single request: a cache with windows."""
+        self.failed_status = 500
+        """Of requests that fail under pressure."""
         self.open = self.requests = self.drafts = 0
         self.fail_after: int | None = None
         """Number of requests after which connections are closed."""
@@ -248,6 +261,8 @@ class Engine:
         """`ignored` or `rejected`: as servers that are not vLLM."""
         self.chunk: dict[str, Any] = {}
         """Fields added to each chunk of a stream."""
+        self.watts = 0.0
+        """Power in the metrics of a gateway of dsv4; 0: it is none, negative: the driver reports no power."""
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Any, thinking: bool) -> str:
         if self.defect == "wrong template":
@@ -282,14 +297,28 @@ class Engine:
         context = ids
         if self.defect == "stale prefix cache" and "cache_salt" not in body:
             context = self.model.stale(ids)
+        need = len(ids) + count
+        pressed = self._enter(need)
+        try:
+            time.sleep(self.delay)
+            if self.defect == "batch crosstalk" and self.open > 1:
+                context = [*ids, ids[-1]]
+            if pressed and self.defect == "failed under pressure":
+                raise MemoryError("no KV block is free")
+            if pressed and self.defect == "truncated under pressure":
+                count -= 5
+            if (pressed and self.defect == "garbled under pressure") or (
+                # Short requests, which never exhaust the cache.
+                self.defect == "wrong after pressure" and self.preemptions and len(ids) < 200
+            ):
+                context = [*ids, ids[-1]]
+            out = self.model.generate(context, count, body.get("seed"), float(body.get("temperature", 1.0)))
+        finally:
+            with self.room:
+                self.open -= 1
+                self.used -= need
+                self.room.notify_all()
         with self.lock:
-            self.open += 1
-        time.sleep(self.delay)
-        if self.defect == "batch crosstalk" and self.open > 1:
-            context = [*ids, ids[-1]]
-        out = self.model.generate(context, count, body.get("seed"), float(body.get("temperature", 1.0)))
-        with self.lock:
-            self.open -= 1
             self.drafts += count
         constraint = body.get("structured_outputs")
         if constraint:
@@ -311,6 +340,17 @@ class Engine:
         if body.get("prompt_logprobs"):
             choice["prompt_logprobs"] = self.scored(ids, body["prompt_logprobs"])
         return {"object": "text_completion", "choices": [choice], "usage": self.usage(ids, len(out), streamed)}
+
+    def _enter(self, need: int) -> bool:
+        """Wait until a request has its part of the KV cache; return whether it had to wait for that of others."""
+        with self.room:
+            self.room.wait_for(lambda: self.open < self.seqs, 60)
+            pressed = self.used > 0 and self.used + need > self.cache
+            self.preemptions += pressed
+            self.room.wait_for(lambda: self.open < self.seqs and (not self.used or self.used + need <= self.cache), 60)
+            self.open += 1
+            self.used += need
+        return pressed
 
     def legacy(self, ids: Sequence[int], out: Sequence[int], top: int, as_ids: bool) -> dict[str, Any]:
         def name(token: int) -> str:
@@ -446,6 +486,11 @@ class Engine:
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{at}"}} {self.drafts * rate}'
             for at, rate in enumerate(rates)
         ]
+        if self.cache_metrics:
+            with self.lock:
+                used = self.used / self.cache * (self.single_factor if self.open == 1 else 1)
+            rows.append(f'vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {min(used, 1.0)}')
+            rows.append(f'vllm:num_preemptions_total{{engine="0",model_name="m"}} {self.preemptions}.0')
         return "\n".join(rows) + "\n"
 
 
@@ -524,9 +569,12 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def do_GET(self) -> None:
+        engine = self.engine
+        if self.path == "/dsv4/process/metrics":
+            self._power()
+            return
         if self._lost():
             return
-        engine = self.engine
         if self.path == "/v1/models":
             length = {} if engine.defect == "no context length" else {"max_model_len": engine.context}
             try:
@@ -539,6 +587,16 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, engine.metrics().encode(), "text/plain")
         else:
             self._json({"error": {"message": "not found"}}, 404)
+
+    def _power(self) -> None:
+        """Respond as a gateway of dsv4, which needs no key for its own metrics."""
+        watts = self.engine.watts
+        if not watts:
+            self._json({"error": {"message": "not found"}}, 404)
+            return
+        rows = ['dsv4_gateway_engine_state{group="0",state="healthy"} 1.0']
+        rows += [f'dsv4_gateway_group_watts{{group="0"}} {watts}'] if watts > 0 else []
+        self._send(200, "\n".join((*rows, "")).encode(), "text/plain")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -557,6 +615,9 @@ class Handler(BaseHTTPRequestHandler):
         except (ValueError, TypeError) as error:
             status = {"errors are 500": 500, "errors are 200": 200}.get(engine.defect, 400)
             self._json({"error": {"message": str(error)}}, status)
+            return
+        except MemoryError as error:
+            self._json({"error": {"message": str(error)}}, engine.failed_status)
             return
         if not body.get("stream"):
             self._json({"id": "x1", "model": "m", "created": 1, **document})

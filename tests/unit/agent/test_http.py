@@ -207,6 +207,44 @@ async def test_watches_send_changes_at_once_and_the_status_each_second(served: A
         assert await asyncio.wait_for(response.content.read(), 3.0) == b""
 
 
+def _power(*watts: float | None, age: float = 0.0) -> Signals:
+    gpus = tuple(GpuSignals(index=index, power_watts=each) for index, each in enumerate(watts))
+    return Signals(time=1.0, gpus=gpus, gpus_age=age)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "watts"),
+    [
+        (_power(100.0, 50.04), _power(25.0), 175.0),
+        (_power(100.0), None, None),
+        (_power(100.0), _power(), None),
+        (_power(100.0), _power(30.0, None), None),
+        (_power(100.0), _power(30.0, age=6.0), None),
+        (_power(), _power(30.0), None),
+        (None, _power(30.0), None),
+    ],
+)
+async def test_the_heads_own_stream_has_the_power_of_the_group(
+    own: Signals | None, other: Signals | None, watts: float | None, served: Any, make_plan: Any
+) -> None:
+    session, reporter = served
+    worker = MemberRecord(make_plan(), 1)
+    reporter.state.signals, worker.signals = own, other
+    reporter.peers[1] = Peer(status=worker.status(), heard=time.monotonic(), asked=time.monotonic())
+    async with session.get("/v1/watch", headers={"Authorization": "Bearer secret"}) as response:
+        found = AgentStatus.model_validate_json(await asyncio.wait_for(response.content.readline(), 3.0))
+    assert found.group_watts == (None if watts is None else pytest.approx(watts, abs=0.06))
+
+
+async def test_power_of_a_member_that_never_responded_is_not_known(served: Any) -> None:
+    session, reporter = served
+    reporter.state.signals = _power(100.0)
+    reporter.peers[1] = Peer()
+    async with session.get("/v1/watch", headers={"Authorization": "Bearer secret"}) as response:
+        found = AgentStatus.model_validate_json(await asyncio.wait_for(response.content.readline(), 3.0))
+    assert found.group_watts is None
+
+
 async def test_the_heads_stream_reports_the_group_without_repetition(
     served: Any, make_plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

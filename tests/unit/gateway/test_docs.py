@@ -31,9 +31,12 @@ def test_every_metric_is_listed_with_its_labels() -> None:
         failures=(Failure(time=unix_time(), cause=Cause.ENGINE_HUNG, message="", detected_by="steps"),),
     )
     watched = SimpleNamespace(
-        engine=SimpleNamespace(state=Availability.AWAY), age=1.0, report=SimpleNamespace(engine=engine)
+        engine=SimpleNamespace(state=Availability.AWAY),
+        age=1.0,
+        connected=True,
+        report=SimpleNamespace(engine=engine, group_watts=1.0),
     )
-    metrics.observe(SimpleNamespace(all={0: watched}, refusal=None), lambda: 0, lambda: 0)
+    metrics.observe(SimpleNamespace(all={0: watched}, refusal=None), lambda: 0, lambda: 0, lambda: 0.0)
     found = set()
     for family in text_string_to_metric_families(metrics.text().decode()):
         if family.name.endswith("_created"):

@@ -5,13 +5,14 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import gateway_groups
@@ -34,6 +35,7 @@ from dsv4_operator.backends.local.gateway import (
 )
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import FROZEN_SECONDS, Child, Processes
+from dsv4_operator.controller.standalone import Passes
 from dsv4_operator.planning.revision import revision
 from dsv4_operator.planning.setup import with_settings
 from dsv4_runtime.contract import Cause
@@ -221,6 +223,57 @@ async def test_gateways_serve_on_the_socket_restart_and_end(tmp_path: Path, supe
     assert not (state.directory / "route.json").exists()
     await gateway.stop()
     await processes.close()
+
+
+async def _overdue(url: str, true: Callable[[list[float]], bool]) -> list[float]:
+    """Return the metric of both gateways once it meets a condition."""
+    async with asyncio.timeout(30):
+        while True:
+            text = (await _get(url + "/metrics"))[1].decode()
+            found = [float(value) for value in re.findall(r"^dsv4_gateway_loop_overdue_seconds{.*} (.+)$", text, re.M)]
+            if len(found) == 2 and true(found):
+                return found
+            await asyncio.sleep(0.1)
+
+
+async def test_gateways_export_for_how_long_the_loop_is_overdue(tmp_path: Path, supervised: Supervised) -> None:
+    state = DeploymentState(tmp_path, "n")
+    gateways, processes, url = await started(deployment(), state, [AWAY], supervised)
+    try:
+        gateways.expect(time.monotonic() + 3600)
+        await _overdue(url, lambda found: found == [0.0, 0.0])
+        gateways.expect(time.monotonic() - 1000)
+        assert max(await _overdue(url, lambda found: min(found) >= 1000)) < 2000
+        # The time outlives gateways and loops.
+        for killed in pids(gateways):
+            assert killed is not None
+            await _kill(gateways, killed)
+        await _overdue(url, lambda found: min(found) >= 1000)
+        await processes.close()
+        gateways, processes, url = await started(deployment(), state, [AWAY], supervised)
+        await _overdue(url, lambda found: min(found) >= 1000)
+        gateways.expect(time.monotonic() + 3600)
+        await _overdue(url, lambda found: found == [0.0, 0.0])
+    finally:
+        await gateways.stop()
+        await processes.close()
+
+
+def test_a_reconcile_is_overdue_until_one_succeeds() -> None:
+    passes = Passes(100.0)
+    passes.begin(101.0)
+    assert passes.expected(200.0) == 100.0
+    # A long pause: it is told to be due soon, again and again, as long as the loop runs.
+    passes.end(200.0, 300.0)
+    assert [passes.expected(now) for now in (200.0, 300.0)] == [210.0, 310.0]
+    assert passes.expected(600.0) == 500.0
+    # An event begins a reconcile early; it hangs, or it and the following ones fail.
+    passes.begin(250.0)
+    assert passes.expected(900.0) == 250.0
+    passes.begin(260.0)
+    assert passes.expected(900.0) == 250.0
+    passes.end(900.0, 1.0)
+    assert passes.expected(900.5) == 901.0
 
 
 async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path, supervised: Supervised) -> None:

@@ -307,6 +307,49 @@ def test_another_endpoint_in_alternation(
     assert KEY not in file.read_text()
 
 
+TIMED = """#!{python}
+import json, pathlib, sys, time
+given = dict(word[2:].split("=", 1) for word in sys.argv[3:] if "=" in word)
+time.sleep({seconds})
+times = {{f"p{{p}}_{{name}}_ms": 100.0 for p in (50, 95) for name in ("ttft", "tpot", "itl", "e2el")}}
+result = {{"completed": 8, "failed": 0, "duration": {seconds}, "request_throughput": 8.0, "output_throughput": 256.0,
+          "total_input_tokens": 2048, "total_output_tokens": 256, **times}}
+pathlib.Path(given["result-dir"], given["result-filename"]).write_text(json.dumps(result))
+"""
+
+
+@pytest.mark.parametrize(
+    ("watts", "named"),
+    [(200.0, ""), (0.0, "no gateway of dsv4"), (-1.0, "not every GPU of group 0 reports its power")],
+)
+def test_energy(
+    watts: float, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_POWER_SECONDS", 0.05)
+    python = tmp_path / "python"
+    python.write_text(TIMED.format(python=sys.executable, seconds=3.0))
+    python.chmod(0o755)
+    engine = Engine(key=KEY)
+    engine.watts = watts
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    with serving(engine) as url:
+        command = ["bench", "--url", url, "--key-file", str(key), "--quick", "--repeat", "1", "--python", str(python)]
+        assert run([*command, "-o", "json", "--resume", str(tmp_path / "run.json")]) == 0
+        row = json.loads(capsys.readouterr().out)["runs"][0]
+        assert run([*command, "--resume", str(tmp_path / "run.json")]) == 0
+    captured = capsys.readouterr()
+    if not named:
+        assert row["gpuWatts"] == pytest.approx(200.0)
+        assert row["joulesPerOutputToken"] == pytest.approx(200.0 * 3 / 256)
+        assert "N/A" not in captured.out
+        return
+    assert row["gpuWatts"] is row["joulesPerOutputToken"] is None
+    assert named in row["energyMissing"]
+    assert captured.out.split().count("N/A") == 2
+    assert f"energy: N/A, {row['energyMissing']}" in captured.err
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dsv4_operator.cli.main import run
 from dsv4_operator.cli.verify import line
 from dsv4_operator.verify.checks import Result, Status
 from dsv4_operator.verify.content import language_problem
 from dsv4_operator.verify.endpoint import Address, Client, Defect, read_document
+from dsv4_operator.verify.oracle import plan_load
 from dsv4_testkit.openai_server import Engine, serving
 from dsv4_testkit.waiting import free_ports
 
@@ -97,6 +100,59 @@ def test_an_endpoint_without_log_probabilities_has_no_defect(logprobs: str, caps
         options = [word for name in (*only, "context.prefix-cache") for word in ("--only", name)]
         assert run(["verify", "--url", url, "-o", "json", *options]) == 0
     assert statuses(document(capsys)) == {**dict.fromkeys(only, "ok"), "context.prefix-cache": "skipped"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"cache_metrics": False}, "NotOffered"),
+        ({"cache": 10_000_000}, "TooLarge"),
+        # One request at a time, as with --max-num-seqs 1.
+        ({"seqs": 1}, "Inconclusive"),
+        # A limit of requests is no defect.
+        ({"defect": "failed under pressure", "failed_status": 429}, "Inconclusive"),
+    ],
+)
+def test_an_exhausted_cache(change: dict[str, Any], reason: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Engine(delay=0.1 if "seqs" in change else 0.3)
+    for name, value in change.items():
+        setattr(engine, name, value)
+    with serving(engine) as url:
+        assert run(["verify", "--url", url, "-o", "json", "--only", "context.pressure"]) == 0
+        [found] = document(capsys)["results"]
+        if reason is not None:
+            assert (found["status"], found["reason"]) == ("skipped", reason)
+            return
+        assert found["figures"]["preemptions"] > 0
+        # The time of all requests must be below that of one.
+        assert run(["verify", "--url", url, "-o", "json", "--only", "context.pressure", "--timeout", "2s"]) == 0
+    [found] = document(capsys)["results"]
+    assert (found["status"], found["reason"]) == ("skipped", "TooLarge")
+
+
+def test_a_cache_that_is_not_exhausted_at_once_is_with_more_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Engine(delay=0.3)
+    engine.cache, engine.single_factor = 8192, 3
+    with serving(engine) as url:
+        assert run(["verify", "--url", url, "-o", "json", "--only", "context.pressure"]) == 0
+    [found] = document(capsys)["results"]
+    assert found["status"] == "ok"
+    assert found["figures"]["requests"] > 4
+    assert found["figures"]["preemptions"] > 0
+
+
+@given(st.integers(64, 8192), st.integers(1, 16), st.floats(1e-6, 1.0), st.floats(0.01, 60.0))
+def test_the_load_exceeds_the_cache(tokens: int, factor: int, share: float, seconds: float) -> None:
+    longest = tokens * factor
+    load = plan_load(tokens, longest, share, seconds)
+    assert load.tokens <= longest
+    assert load.requests >= 4
+    assert load.requests * share * load.tokens / tokens >= 1.48
+    # No more requests than needed, and with short prompts no more than preferred.
+    assert load.requests == 4 or (load.requests - 1) * share * load.tokens / tokens < 1.53
+    assert load.tokens == longest or load.requests <= 13
+    assert load.seconds == pytest.approx(load.requests * seconds * load.tokens / tokens, rel=0.02)
 
 
 @pytest.mark.parametrize(

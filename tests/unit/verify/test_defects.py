@@ -69,6 +69,10 @@ FOUND_BY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no context length": (("smoke.models", "smoke.long-prompt"), ()),
     "unstable numerics": (("oracle.repetition",), ()),
     "needless calls": ((), ("tools.no-tool",)),
+    "truncated under pressure": (("context.pressure",), ()),
+    "garbled under pressure": (("context.pressure",), ()),
+    "failed under pressure": (("context.pressure",), ()),
+    "wrong after pressure": (("context.pressure",), ()),
 }
 
 Verify = Callable[..., tuple[int, dict[str, Any]]]
@@ -98,7 +102,7 @@ def test_the_defect_is_found(defect: str, weak: bool, verify: Verify) -> None:
         pytest.skip("needs a model that answers")
     only = [option for name in sorted(expected) for option in ("--only", name)]
     # Long enough that simultaneous requests overlap.
-    delay = 0.1 if defect == "batch crosstalk" else 0.002
+    delay = 0.3 if "pressure" in defect else 0.1 if defect == "batch crosstalk" else 0.002
     timeout = "5s" if defect == "hanging stream" else "30s"
     with serving(Engine("", weak=weak)) as good, serving(Engine(defect, weak=weak, delay=delay)) as url:
         code, document = verify(url, "--against", good, "--timeout", timeout, *only)

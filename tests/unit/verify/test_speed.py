@@ -142,6 +142,65 @@ def test_a_figure_without_values_is_missing() -> None:
     assert wanted.spread == {}
 
 
+METRICS = """\
+# TYPE dsv4_gateway_engine_state gauge
+dsv4_gateway_engine_state{gateway="1",group="0",state="healthy"} 1.0
+dsv4_gateway_engine_state{gateway="1",group="0",state="away"} 0.0
+dsv4_gateway_engine_state{gateway="1",group="12",state="healthy"} 1.0
+dsv4_gateway_group_watts{gateway="1",group="0"} 120.5
+dsv4_gateway_group_watts{gateway="1",group="12"} 80.0
+"""
+
+
+def test_power_is_that_of_all_groups_or_not_known() -> None:
+    assert speed.power(METRICS) == (200.5, "")
+    # Without the label of several gateways at one address.
+    assert speed.power(METRICS.replace('gateway="1",', "")) == (200.5, "")
+    part = METRICS.replace('dsv4_gateway_group_watts{gateway="1",group="12"} 80.0\n', "")
+    assert speed.power(part) == (None, "not every GPU of group 12 reports its power")
+    for other in ("", "<html>", 'vllm:num_requests_running{engine="0"} 1.0\n', METRICS.replace("dsv4_", "x_")):
+        watts, missing = speed.power(other)
+        assert watts is None
+        assert "no gateway of dsv4" in missing
+    assert speed.power(METRICS.replace("80.0", "NaN"))[0] is None
+
+
+def test_energy_is_that_of_the_measured_time() -> None:
+    """The start of the generator before it, and the idle time after it, do not count."""
+    found = speed.read(result(duration=10.0))
+    idle = [(float(time), 20.0) for time in (*range(30), *range(41, 50))]
+    loaded = [(30 + time + 0.5, 100.0 + 10 * time) for time in range(10)]
+    energy = speed.with_energy(found, sorted(idle + loaded), 40.0)
+    # From 100 to 190 W in equal steps: 145 W for 10 s, 256 tokens.
+    assert energy.figures["gpuWatts"] == pytest.approx(145.0, rel=0.07)
+    assert energy.figures["joulesPerOutputToken"] == pytest.approx(energy.figures["gpuWatts"] * 10 / 256)
+    assert energy.energy_missing == ""
+    row = speed.row(case(), 0, [energy, found])
+    assert row.gpu_watts == energy.figures["gpuWatts"]
+    assert row.energy_missing == ""
+    assert row.samples["gpuWatts"] == [row.gpu_watts]
+
+
+@pytest.mark.parametrize(
+    ("times", "missing", "reason"),
+    [
+        ([], "no driver", "no driver"),
+        ([1.0, 2.0, 3.0, 4.0], "", "the power has 4 samples within 10.0 s; 5 are needed"),
+        # No values for a long time, at the beginning, in the middle or at the end.
+        ([6.0, 7.0, 8.0, 9.0, 9.5], "it did not answer", "it did not answer"),
+        ([0.5, 1.0, 2.0, 7.5, 8.0, 9.0], "", "the power has 6 samples"),
+        ([0.5, 1.0, 2.0, 3.0, 4.0, 4.5], "", "the power has 6 samples"),
+        ([-3.0, -2.0, -1.0, 11.0, 12.0, 13.0, 14.0], "", "the power has 0 samples"),
+    ],
+)
+def test_energy_that_is_not_known_has_a_reason(times: list[float], missing: str, reason: str) -> None:
+    found = speed.with_energy(speed.read(result(duration=10.0)), [(time, 50.0) for time in times], 10.0, missing)
+    assert not set(speed.ENERGY) & set(found.figures)
+    assert found.energy_missing.startswith(reason)
+    row = speed.row(case(), 0, [found])
+    assert (row.gpu_watts, row.joules_per_output_token, row.energy_missing) == (None, None, found.energy_missing)
+
+
 @given(st.one_of(st.text(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)))
 def test_another_file_is_no_result(text: str) -> None:
     with pytest.raises(ValueError, match="unexpected format"):

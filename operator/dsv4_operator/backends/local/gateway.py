@@ -24,7 +24,7 @@ from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute, api_keys
 from dsv4_runtime.util import LOG_DEPLOYMENT
-from dsv4_runtime.util.files import replace_file
+from dsv4_runtime.util.files import LOOP_DUE, replace_file
 from dsv4_runtime.util.secrets import is_secret_name
 
 _log = logging.getLogger("dsv4")
@@ -143,6 +143,8 @@ _RESTART_SECONDS = 0.5
 _LEAST = 2
 """Gateways of a deployment with one group: while one is replaced, the other one accepts connections."""
 _PROBE_INTERVAL, _PROBE_SECONDS = 0.5, 1.0
+_LOOP = "loop"
+"""Name of the kept memory file of `LOOP_DUE`: it outlives loops and gateways, and needs no disk."""
 
 
 def settings(deployment: DSV4Deployment, state: DeploymentState) -> GatewaySettings:
@@ -205,7 +207,16 @@ class LocalGateways:
         ]
 
     def keep_sockets(self) -> None:
-        """Open each process' own sockets, for probes and for the other processes; before `Processes.listen`."""
+        """Open each process' own sockets, for probes and for the other processes, and the file of the loop's due time;
+        before `Processes.listen`.
+        """
+        if _LOOP not in self._processes.kept:
+            descriptor = os.memfd_create(_LOOP)
+            try:
+                os.pwrite(descriptor, LOOP_DUE.pack(time.monotonic()), 0)
+                self._processes.keep(_LOOP, descriptor)
+            finally:
+                os.close(descriptor)
         for gateway in self._all:
             if gateway.inherit_name not in self._processes.kept:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as inheritance:
@@ -251,6 +262,11 @@ class LocalGateways:
         ]
         for number, gateway in enumerate(self._all):
             gateway.follow(self._route(number, heads))
+
+    def expect(self, due: float) -> None:
+        """Tell the gateways the monotonic time from which on a successful reconcile is overdue."""
+        if _LOOP in self._processes.kept:
+            os.pwrite(self._processes.kept[_LOOP], LOOP_DUE.pack(due), 0)
 
     async def stop(self) -> None:
         """Drain and end the gateways."""
@@ -307,17 +323,18 @@ class _GatewayProcess:
         self.inherit_address = b""
         """Of the Unix socket for the client connections of another gateway, which this one continues after its end."""
         self._command: list[str] = []
-        self._sockets: tuple[str, ...] = ()
+        self._inherited: tuple[str, ...] = ()
         self._process: Child | None = None
         self._serial = 0
         self._supervisor: asyncio.Task[None] | None = None
 
     async def start(self, listener: str, peers: Sequence[int], heir: bytes) -> None:
         limits, route = map(str, self._files)
-        self._sockets = listener, self.own_name, self.inherit_name
+        self._inherited = listener, self.own_name, self.inherit_name, _LOOP
         self._command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--settings", limits, "--route", route]
         self._command += [f"--number={self._number}", f"--fd={self._processes.number(listener)}"]
         self._command += [f"--own-fd={self._processes.number(self.own_name)}", f"--log={self._log_file}"]
+        self._command += [f"--loop-fd={self._processes.number(_LOOP)}"]
         self._command += [f"--inherit-fd={self._processes.number(self.inherit_name)}", f"--heir={heir[1:].decode()}"]
         self._command += [f"--peer=http://{LOOPBACK}:{port}" for port in peers]
         running = [child for child in self._mine() if child.code is None]
@@ -438,7 +455,7 @@ class _GatewayProcess:
             self._command,
             log=self._log_file,
             death=signal.SIGKILL,
-            files=self._sockets,
+            files=self._inherited,
             unset=[name for name in os.environ if is_secret_name(name)],
             variables={**ENVIRONMENT, LOG_DEPLOYMENT: self._log_file.parent.name},
         )

@@ -448,6 +448,20 @@ CONTROL = (
         ("tests/unit/lifecycle/test_status_and_events.py",),
     ),
     Mutant(
+        "a loop that hangs in a reconcile is not overdue",
+        f"{_OPERATOR}/controller/standalone.py",
+        "        self.due = min(self.due, now)\n",
+        "        self.due = max(self.due, now)\n",
+        ("tests/unit/local/test_gateway.py",),
+    ),
+    Mutant(
+        "a loop that stops in a long pause is not overdue soon",
+        f"{_OPERATOR}/controller/standalone.py",
+        "        return min(self.due, now + _EXPECT_SECONDS)\n",
+        "        return self.due\n",
+        ("tests/unit/local/test_gateway.py",),
+    ),
+    Mutant(
         "a full disk stops the status",
         f"{_OPERATOR}/controller/standalone.py",
         "        processes.keep_text(STATUS, changed.to_json())\n        await write(changed)\n",

@@ -376,6 +376,27 @@ DOCUMENTS = (
         _VERIFY,
     ),
     Mutant(
+        "verify accepts other outputs of an exhausted KV cache",
+        f"{_OPERATOR}/verify/oracle.py",
+        "    if wrong:\n",
+        "    if False:\n",
+        _VERIFY,
+    ),
+    Mutant(
+        "verify does not ask again after an exhausted KV cache",
+        f"{_OPERATOR}/verify/oracle.py",
+        "    if (problem := _difference(before, after)) is not None:\n",
+        "    if (problem := _difference(before, before)) is not None:\n",
+        _VERIFY,
+    ),
+    Mutant(
+        "verify calls a KV cache exhausted that is not",
+        f"{_OPERATOR}/verify/oracle.py",
+        "        if preemptions or peak >= _FULL:\n",
+        "        if True:\n",
+        ("tests/unit/verify/test_command.py",),
+    ),
+    Mutant(
         "verify does not look for markup",
         f"{_OPERATOR}/verify/checks.py",
         "        if found := MARKUP.search(text):\n",
@@ -392,8 +413,8 @@ DOCUMENTS = (
     Mutant(
         "verify does not repeat checks that were not performed",
         f"{_OPERATOR}/cli/verify.py",
-        "    return {result.name: result for result in results if result.reason not in INCOMPLETE}\n",
-        "    return {result.name: result for result in results}\n",
+        "{each.name: each for each in results if each.reason not in _REPEATED}",
+        "{each.name: each for each in results}",
         ("tests/unit/verify/test_command.py",),
     ),
     Mutant(
@@ -465,6 +486,20 @@ DOCUMENTS = (
         "        if key in FIGURES and row is not None",
         "        if row is not None",
         ("tests/unit/cli/test_report.py",),
+    ),
+    Mutant(
+        "the energy of a benchmark includes the start of its generator",
+        f"{_OPERATOR}/verify/speed.py",
+        "if begin <= time <= end]",
+        "if time <= end]",
+        _SPEED,
+    ),
+    Mutant(
+        "the power of one group counts as that of all",
+        f"{_OPERATOR}/verify/speed.py",
+        "    if missing := sorted(groups - watts.keys(), key=int):\n",
+        "    if missing := sorted(groups - groups):\n",
+        _SPEED,
     ),
     Mutant(
         "a report has the device in the name of a check",

@@ -255,6 +255,13 @@ MEMBER = (
         ("tests/unit/agent/test_http.py",),
     ),
     Mutant(
+        "the power of some GPUs counts as that of the group",
+        "runtime/dsv4_runtime/agent/http.py",
+        "    return round(sum(known), 1) if len(known) == len(watts) else None\n",
+        "    return round(sum(known), 1)\n",
+        ("tests/unit/agent/test_http.py",),
+    ),
+    Mutant(
         "vLLM's port takes a prefix for its token",
         "runtime/dsv4_runtime/engine/token_auth.py",
         "hmac.compare_digest(value, self._token)",
