@@ -114,10 +114,29 @@ def with_placement(group: GroupStatus, observed: Observed, now: float) -> GroupS
 
 def without_queue_time(group: GroupStatus, now: float) -> GroupStatus:
     """Return `group`, which leaves its phase, with time in a queue excluded from `spec.rollout.progressDeadline`."""
-    if group.phase is not GroupPhase.QUEUED or group.revision_time is None or group.phase_time is None:
+    if group.phase is not GroupPhase.QUEUED or group.phase_time is None:
         return group
-    waited = max(0.0, now - group.phase_time)
-    return group.model_copy(update={"revision_time": round(group.revision_time + waited, 3)})
+    # `with_pause` excludes the rest.
+    until = now if group.paused_time is None else min(now, group.paused_time)
+    return _excluding(group, until - group.phase_time)
+
+
+def with_pause(group: GroupStatus, now: float, *, paused: bool) -> GroupStatus:
+    """Return `group` with the time of a pause excluded from `spec.rollout.progressDeadline` when the pause ends."""
+    if paused:
+        return group if group.paused_time is not None else group.model_copy(update={"paused_time": now})
+    if group.paused_time is None:
+        return group
+    # `without_queue_time` excludes all time in the present queue.
+    queued_since = group.phase_time if group.phase is GroupPhase.QUEUED else None
+    until = now if queued_since is None else queued_since
+    return _excluding(group, until - group.paused_time).model_copy(update={"paused_time": None})
+
+
+def _excluding(group: GroupStatus, seconds: float) -> GroupStatus:
+    if group.revision_time is None:
+        return group
+    return group.model_copy(update={"revision_time": round(group.revision_time + max(0.0, seconds), 3)})
 
 
 def with_members(group: GroupStatus, observed: Observed, now: float) -> GroupStatus:
@@ -146,6 +165,12 @@ def with_failure(group: GroupStatus, failure: FailureStatus) -> GroupStatus:
     # Sorted, because agents report deaths again that were dropped here.
     kept = tuple(sorted(history, key=lambda known: (known.incarnation, known.time))[-HISTORY_LENGTH:])
     return group.model_copy(update={"history": kept, "last_failure": kept[-1]})
+
+
+def placement_loss(group: GroupStatus) -> FailureStatus | None:
+    """Return the entry of the history by which the last incarnation lost its nodes: to a scheduler, or an eviction."""
+    lost = (one for one in group.history if one.incarnation == group.incarnation)
+    return next((one for one in lost if one.cause is Cause.PLACEMENT_LOST), None)
 
 
 def same_death(one: FailureStatus, other: FailureStatus) -> bool:
@@ -329,9 +354,19 @@ def diagnose(group: GroupStatus, observed: Observed, now: float) -> Failure | No
     """Return the failure that ended the group's present incarnation; None while it may live.
 
     A report of the member takes precedence over the fact of its end. Of several members the earliest death wins. If it
-    names another dead member as the culprit, that member's report wins, unless it names a different culprit. `group`
-    must be the status after `watch` with the same arguments.
+    names another dead member as the culprit, that member's report wins, unless it names a different culprit. A loss of
+    the placement during a pause is read from the history. `group` must be the status after `watch` with the same
+    arguments.
     """
+    lost = placement_loss(group)
+    if lost is not None:
+        return Failure(
+            time=lost.time,
+            cause=lost.cause,
+            culprit_rank=lost.culprit_rank,
+            message=lost.message,
+            detected_by=lost.detected_by,
+        )
     found = {one.rank: one for one in _member_failures(group, observed, now)}
     if not found:
         return None
