@@ -7,6 +7,7 @@ from dsv4_testkit.mutants.common import Mutant
 _OPERATOR = "operator/dsv4_operator"
 _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
 _ROLLOUT = ("tests/unit/lifecycle/test_rollout.py",)
+_CHANGES = ("tests/unit/lifecycle/test_changes.py",)
 _MOVES = ("tests/unit/pods/test_moves.py",)
 
 CONTROL = (
@@ -705,5 +706,26 @@ CONTROL = (
         "        settling = writing or time",
         "        settling = time",
         ("tests/unit/pods/test_repair.py",),
+    ),
+    Mutant(
+        "an eviction during a pause is a failure",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "        if death is None or death.cause is not Cause.PLACEMENT_LOST:\n",
+        "        if True:\n",
+        _CHANGES,
+    ),
+    Mutant(
+        "a change fails by the time of a pause",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "        group = with_pause(group, self.now, paused=is_paused(self.deployment))\n",
+        "",
+        _CHANGES,
+    ),
+    Mutant(
+        "a pause in a queue counts twice",
+        f"{_OPERATOR}/lifecycle/watch.py",
+        "    until = now if group.paused_time is None else min(now, group.paused_time)\n",
+        "    until = now\n",
+        _CHANGES,
     ),
 )
