@@ -150,6 +150,9 @@ SCHEDULER_CHOOSES = "its nodes are chosen by the scheduler of spec.topology.sche
 _BLOCKED = 500
 """Characters of a reason in the status."""
 
+_BEGINNINGS = ("phase_time", "revision_time", "paused_time", "formed_time")
+"""Fields of a group's status from which durations count."""
+
 _PLANNED_ENDS = frozenset({GroupPhase.UPDATING, GroupPhase.DRAINING})
 
 
@@ -244,6 +247,9 @@ class _Step:
     def _refreshed(self, group: GroupStatus) -> GroupStatus:
         """Return `group` updated from the observation and the clock alone."""
         window = self.policy.window_seconds
+        # Dated by an operator whose clock was ahead: bounds that count from these times would be extended.
+        ahead = [name for name in _BEGINNINGS if (getattr(group, name) or self.now) > self.now]
+        group = group.model_copy(update=dict.fromkeys(ahead, self.now))
         group = with_pause(group, self.now, paused=is_paused(self.deployment))
         # Names used by other deployments matter only for the first number; later numbers are higher.
         used_incarnation = 0 if group.incarnation else self.observed.used_incarnation

@@ -214,7 +214,8 @@ def _members(
     found = {member.rank: _member(member, known.get(member.rank), key, now) for member in present}
     for rank, member in known.items():
         if rank not in found:
-            gone = {"processes": (), "warnings": (), "message": "is gone", "silent_since": member.silent_since or now}
+            since = _silent_since(member, now) or now
+            gone = {"processes": (), "warnings": (), "message": "is gone", "silent_since": since}
             found[rank] = member.model_copy(update=gone)
     return tuple(found[rank] for rank in sorted(found))
 
@@ -226,7 +227,7 @@ def _member(member: ObservedMember, known: MemberStatus | None, key: GroupKey, n
     # Counted from the first observation of the silence: no status can arrive while no operator runs. An agent that
     # cannot have started is not silent.
     answers = fresh or member.waiting is not None
-    silent_since = None if answers else (known and known.silent_since) or max(heard or now, now - FRESH_SECONDS)
+    silent_since = None if answers else _silent_since(known, now) or max(heard or now, now - FRESH_SECONDS)
     phase, phase_time = (known.phase, known.phase_time) if known else (None, None)
     if status is not None:
         phase, phase_time = status.phase, status.phase_time
@@ -242,6 +243,13 @@ def _member(member: ObservedMember, known: MemberStatus | None, key: GroupKey, n
         warnings=status.warnings if status is not None and not member.ended else (),
         silent_since=silent_since,
     )
+
+
+def _silent_since(known: MemberStatus | None, now: float) -> float | None:
+    """Return the known start of a member's silence; not later than now, because a clock that was ahead may have dated
+    it."""
+    since = known.silent_since if known is not None else None
+    return None if since is None else min(since, now)
 
 
 def _message(member: ObservedMember, status: AgentStatus | None) -> str:

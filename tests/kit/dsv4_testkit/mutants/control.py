@@ -728,4 +728,18 @@ CONTROL = (
         "    until = now\n",
         _CHANGES,
     ),
+    Mutant(
+        "a silence begins when a clock that was ahead says",
+        f"{_OPERATOR}/lifecycle/watch.py",
+        "    return None if since is None else min(since, now)\n",
+        "    return since\n",
+        ("tests/unit/lifecycle/test_decide.py",),
+    ),
+    Mutant(
+        "durations count from the future",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "if (getattr(group, name) or self.now) > self.now]",
+        "if False]",
+        ("tests/unit/lifecycle/test_decide.py",),
+    ),
 )
