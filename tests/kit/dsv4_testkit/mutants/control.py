@@ -8,6 +8,7 @@ _OPERATOR = "operator/dsv4_operator"
 _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
 _ROLLOUT = ("tests/unit/lifecycle/test_rollout.py",)
 _CHANGES = ("tests/unit/lifecycle/test_changes.py",)
+_WATCHING = ("tests/unit/controller/test_watching.py",)
 _MOVES = ("tests/unit/pods/test_moves.py",)
 
 CONTROL = (
@@ -741,5 +742,19 @@ CONTROL = (
         "if (getattr(group, name) or self.now) > self.now]",
         "if False]",
         ("tests/unit/lifecycle/test_decide.py",),
+    ),
+    Mutant(
+        "a namespace that is gone delays all others",
+        f"{_OPERATOR}/controller/operator.py",
+        "            if self._readable:\n                break\n",
+        "            if self._readable >= set(self._places):\n                break\n",
+        _WATCHING,
+    ),
+    Mutant(
+        "deployments are reconciled before their pods are known",
+        f"{_OPERATOR}/controller/operator.py",
+        "        await self._pods.listed(place)\n",
+        "",
+        _WATCHING,
     ),
 )
