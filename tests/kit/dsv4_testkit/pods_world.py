@@ -135,8 +135,8 @@ class InterruptedKube(FailingKube):
                 await request()
         raise Unavailable("no response")
 
-    async def get(self, *what: Any) -> Any:
-        return await self._send("get", *what)
+    async def get(self, *what: Any, **options: Any) -> Any:
+        return await self._send("get", *what, **options)
 
     async def list(self, *what: Any, **options: Any) -> Any:
         return await self._send("list", *what, **options)
