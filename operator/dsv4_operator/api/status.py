@@ -312,7 +312,7 @@ class GroupStatus(StatusPart):
     measured: MeasuredStatus | None = None
     """Memory measured at the latest start."""
     formed_time: Time | None = None
-    """Time of the claim of the incarnation."""
+    """Time of the claim of the incarnation, plus the time in pauses since then."""
     ready_time: Time | None = None
     """Time of the first checked completion of the present engine generation."""
     start: tuple[StartStep, ...] = ()

@@ -122,7 +122,8 @@ def without_queue_time(group: GroupStatus, now: float) -> GroupStatus:
 
 
 def with_pause(group: GroupStatus, now: float, *, paused: bool) -> GroupStatus:
-    """Return `group` with the time of a pause excluded from `spec.rollout.progressDeadline` when the pause ends."""
+    """Return `group` with the time of a pause excluded, when the pause ends, from `spec.rollout.progressDeadline` and
+    from the time in which members are created."""
     if paused:
         return group if group.paused_time is not None else group.model_copy(update={"paused_time": now})
     if group.paused_time is None:
@@ -130,7 +131,10 @@ def with_pause(group: GroupStatus, now: float, *, paused: bool) -> GroupStatus:
     # `without_queue_time` excludes all time in the present queue.
     queued_since = group.phase_time if group.phase is GroupPhase.QUEUED else None
     until = now if queued_since is None else queued_since
-    return _excluding(group, until - group.paused_time).model_copy(update={"paused_time": None})
+    formed = group.formed_time
+    formed = None if formed is None else round(formed + max(0.0, now - group.paused_time), 3)
+    update = {"paused_time": None, "formed_time": formed}
+    return _excluding(group, until - group.paused_time).model_copy(update=update)
 
 
 def _excluding(group: GroupStatus, seconds: float) -> GroupStatus:
