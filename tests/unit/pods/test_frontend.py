@@ -123,6 +123,18 @@ async def test_a_change_that_was_applied_in_part_is_taken_back() -> None:
     assert world.server.asked() == []
 
 
+async def test_the_service_of_a_group_that_is_formed_again_stays() -> None:
+    """The removal of the group before it may be slow."""
+    world = World()
+    await world.ensure(2, groups(GroupPhase.SERVING, GroupPhase.SERVING))
+    heads = {incarnation: ("Service", "team", names.head_name("nano", incarnation)) for incarnation in (3, 4)}
+    for incarnation, name in heads.items():
+        world.server._put(name, head_service(world.wanted(9), incarnation, incarnation))
+    await world.ensure(1, groups(GroupPhase.SERVING).model_copy(update={"removed_incarnation": 3}))
+    assert heads[3] not in world.server.objects
+    assert heads[4] in world.server.objects
+
+
 @pytest.mark.parametrize(
     ("replicas", "phases", "number"),
     [

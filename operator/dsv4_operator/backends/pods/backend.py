@@ -21,7 +21,14 @@ from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import scheduling
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer, RayClusterFencer, is_held
-from dsv4_operator.backends.pods.frontend import Frontends, TokenKeys, move_head, require_secrets, routed_groups
+from dsv4_operator.backends.pods.frontend import (
+    Frontends,
+    TokenKeys,
+    last_removed,
+    move_head,
+    require_secrets,
+    routed_groups,
+)
 from dsv4_operator.backends.pods.gateways import Balance, Canaries, Reported
 from dsv4_operator.backends.pods.observe import (
     AgentWatch,
@@ -176,10 +183,11 @@ class PodsBackend:
 
     async def _end_late(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """End members of removed groups: the API server may create one long after the request, which got no answer."""
-        groups = range(routed_groups(deployment, status), MOST_REPLICAS) if status.removed_incarnation else ()
-        for group in groups:
+        first = routed_groups(deployment, status)
+        removed = last_removed(status, first)
+        for group in range(first, MOST_REPLICAS) if removed else ():
             for incarnation in {one.incarnation for one in self._members(deployment, group)}:
-                if incarnation <= status.removed_incarnation:
+                if incarnation <= removed:
                     await self.forget(deployment, group, incarnation)
 
     def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:

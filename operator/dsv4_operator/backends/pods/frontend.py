@@ -185,24 +185,27 @@ class Frontend:
         await gather_all(*(self._cluster.objects.apply(one) for one in changed))
         if deployment.metadata.generation > 1:
             # The first generation cannot have had more groups.
-            await self._remove_superfluous(deployment, len(lost))
-            await self._sweep(deployment, len(lost), status.removed_incarnation)
+            removed = last_removed(status, len(lost))
+            await self._remove_superfluous(deployment, len(lost), removed)
+            await self._sweep(deployment, len(lost), removed)
         self._applied, self._interrupted = wanted, False
         if due:
             self._time = time.monotonic() - random.uniform(0.0, 0.5) * _AGAIN_SECONDS  # noqa: S311
 
-    async def _remove_superfluous(self, deployment: DSV4Deployment, groups: int) -> None:
+    async def _remove_superfluous(self, deployment: DSV4Deployment, groups: int, removed: int) -> None:
         """Remove the gateways and head Services of all groups but the first `groups`.
 
-        Each kind is listed: a removal may be interrupted, and a group may have a part of these objects only.
+        Each kind is listed: a removal may be interrupted, and a group may have a part of these objects only. A Service
+        of an incarnation after `removed` belongs to a group that is formed again meanwhile.
         """
         metadata = deployment.metadata
         query = f"{names.selector(names.labels(metadata.name))},{names.GROUP},!{names.INCARNATION}"
         for resource in (DEPLOYMENTS, CONFIG_MAPS, SERVICES):
             for one in await self._cluster.kube.list(resource, metadata.namespace, labels=query):
                 group = names.number(one, names.GROUP)
-                if group is not None and group >= groups:
-                    await self._cluster.objects.delete(resource, one, metadata.uid or "")
+                if group is None or group < groups or (resource is SERVICES and _incarnation(one) > removed):
+                    continue
+                await self._cluster.objects.delete(resource, one, metadata.uid or "")
 
 
 def was_placed(status: DeploymentStatus) -> bool:
@@ -218,6 +221,12 @@ def routed_groups(deployment: DSV4Deployment, status: DeploymentStatus) -> int:
     """Return the number of groups with routes and gateways: wanted groups, and those in drain."""
     ending = (group.index + 1 for group in status.groups if group.phase not in _GONE)
     return max((deployment.spec.replicas, *ending))
+
+
+def last_removed(status: DeploymentStatus, groups: int) -> int:
+    """Return the last incarnation of all groups but the first `groups`; groups that are created again begin above."""
+    stopped = (max(group.incarnation, group.fenced_below) for group in status.groups if group.index >= groups)
+    return max((status.removed_incarnation, *stopped))
 
 
 def _objects(

@@ -540,7 +540,7 @@ BACKENDS = (
     Mutant(
         "objects of a removed group that appear late stay",
         f"{_OPERATOR}/backends/pods/frontend.py",
-        "            await self._sweep(deployment, len(lost), status.removed_incarnation)\n",
+        "            await self._sweep(deployment, len(lost), removed)\n",
         "",
         _SCALE_DOWN,
     ),
@@ -557,5 +557,12 @@ BACKENDS = (
         "        await self._end_late(deployment, status)\n",
         "",
         _SCALE_DOWN,
+    ),
+    Mutant(
+        "the Service of a group that is formed again is removed",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        " or (resource is SERVICES and _incarnation(one) > removed):",
+        ":",
+        ("tests/unit/pods/test_frontend.py",),
     ),
 )
