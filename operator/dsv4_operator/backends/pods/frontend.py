@@ -187,7 +187,8 @@ class Frontend:
             # The first generation cannot have had more groups.
             removed = last_removed(status, len(lost))
             await self._remove_superfluous(deployment, len(lost), removed)
-            await self._sweep(deployment, len(lost), removed)
+            if removed:
+                await self._sweep(deployment, len(lost), removed)
         self._applied, self._interrupted = wanted, False
         if due:
             self._time = time.monotonic() - random.uniform(0.0, 0.5) * _AGAIN_SECONDS  # noqa: S311
