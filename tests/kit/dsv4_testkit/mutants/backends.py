@@ -6,7 +6,7 @@ from dsv4_testkit.mutants.common import Mutant
 
 _OPERATOR = "operator/dsv4_operator"
 _OWNERSHIP = ("tests/unit/pods/test_ownership.py",)
-_SCALE_DOWN = ("tests/unit/pods/test_scale_down.py",)
+_INTERRUPTIONS = ("tests/unit/pods/test_interruptions.py",)
 _KUBERAY = ("tests/unit/pods/test_kuberay.py",)
 
 BACKENDS = (
@@ -535,14 +535,14 @@ BACKENDS = (
         f"{_OPERATOR}/backends/pods/frontend.py",
         "        for resource in (DEPLOYMENTS, CONFIG_MAPS, SERVICES):\n",
         "        for resource in (DEPLOYMENTS,):\n",
-        _SCALE_DOWN,
+        _INTERRUPTIONS,
     ),
     Mutant(
         "objects of a removed group that appear late stay",
         f"{_OPERATOR}/backends/pods/frontend.py",
         "            if removed:\n",
         "            if False:\n",
-        _SCALE_DOWN,
+        _INTERRUPTIONS,
     ),
     Mutant(
         "the removal of a group removes a later group of its index",
@@ -556,7 +556,7 @@ BACKENDS = (
         f"{_OPERATOR}/backends/pods/backend.py",
         "        await self._end_late(deployment, status)\n",
         "",
-        _SCALE_DOWN,
+        _INTERRUPTIONS,
     ),
     Mutant(
         "the Service of a group that is formed again is removed",
