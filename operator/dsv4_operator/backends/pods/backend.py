@@ -188,7 +188,7 @@ class PodsBackend:
         for group in range(first, MOST_REPLICAS) if removed else ():
             for incarnation in {one.incarnation for one in self._members(deployment, group)}:
                 if incarnation <= removed:
-                    await self.forget(deployment, group, incarnation)
+                    await self.fence(deployment, group, incarnation)
 
     def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
         """See `Backend` and `Canaries.problem`."""
