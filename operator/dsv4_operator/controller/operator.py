@@ -47,7 +47,7 @@ from dsv4_operator.kube.cache import DeploymentKey, PodKey
 from dsv4_operator.lifecycle import Event
 from dsv4_operator.lifecycle.decide import RESYNC_SECONDS
 from dsv4_runtime.util import LOG_FORMAT, TRACES, trace_receiver
-from dsv4_runtime.util.files import LOG_FORMATS, format_logs, is_json, log_to
+from dsv4_runtime.util.files import LOG_FORMATS, format_logs, is_json, log_to, raise_file_limit
 
 _log = logging.getLogger("dsv4")
 
@@ -101,6 +101,8 @@ class DependencyLost(Exception):
 def main() -> None:
     """Run until SIGTERM. Exit codes: 0 ended as asked, 1 lost the lease or the watch, 2 cannot start."""
     arguments = command_line().parse_args()
+    # Each group has a connection to its head.
+    raise_file_limit()
     log_to(None)
     format_logs(arguments.log_format)
     logging.getLogger("kopf").setLevel(logging.WARNING)

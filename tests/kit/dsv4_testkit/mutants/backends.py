@@ -565,4 +565,18 @@ BACKENDS = (
         ":",
         ("tests/unit/pods/test_frontend.py",),
     ),
+    Mutant(
+        "agents beyond a number of streams seem silent",
+        "runtime/dsv4_runtime/client.py",
+        "aiohttp.TCPConnector(limit=0)",
+        "aiohttp.TCPConnector(limit=1024)",
+        ("tests/unit/pods/test_agents.py",),
+    ),
+    Mutant(
+        "the operator has the file limit of its container",
+        f"{_OPERATOR}/controller/operator.py",
+        "    raise_file_limit()\n",
+        "",
+        ("tests/unit/pods/test_agents.py",),
+    ),
 )

@@ -22,6 +22,7 @@ from dsv4_operator.builders import names
 from dsv4_operator.kube import Client, Manifest, PodCache, find_access
 from dsv4_runtime.contract import AgentStatus, EngineStatus, GroupReport, Health, Phase, Verdict
 from dsv4_runtime.contract.gateway import CanaryReport
+from dsv4_runtime.util.files import raise_file_limit
 
 _TICK_SECONDS = 1.0
 _PORTS = {names.MEMBER: names.HEAD_PORTS["agent"][0], names.GATEWAY: names.GATEWAY_PORT}
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--members", type=int, default=2, help="of a group (default: %(default)s)")
     options = parser.parse_args()
+    raise_file_limit()
     asyncio.run(_serve(options.kubeconfig, options.namespace, options.members))
 
 
