@@ -113,7 +113,7 @@ CONTROL = (
     Mutant(
         "a member that its scheduler removed uses a restart",
         f"{_OPERATOR}/lifecycle/decide.py",
-        "        charged = repeated and not _lost_placement(group)\n",
+        "        charged = repeated and placement_loss(group) is None\n",
         "        charged = repeated\n",
         ("tests/unit/pods/test_podgroups.py",),
     ),
@@ -263,8 +263,8 @@ CONTROL = (
     Mutant(
         "a group without members is never reported as down",
         f"{_OPERATOR}/lifecycle/status.py",
-        "since is not None and self.now - since > FORMING_SECONDS",
-        "since is not None and self.now - since > 1e9",
+        "since is not None and until - since > FORMING_SECONDS",
+        "since is not None and until - since > 1e9",
         ("tests/unit/controller/test_refusals.py",),
     ),
     Mutant(
