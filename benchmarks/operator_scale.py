@@ -6,16 +6,17 @@
 
 The API server, etcd, the scheduler, the controllers and the operator are real and run on this machine, the operator as
 a process with the rights of the chart. Nodes are simulated by KWOK, which reports every pod as running; one process
-responds for all agents and reports that a group serves as soon as its members run. The benchmark thus covers everything
-except engines. A group counts as formed when its deployment's status is `Serving`: its plan is stored, its members are
-bound and run, its Services and its gateway's Deployment exist, its agents have reported, and the status is written. The
-gateways' pods are created by Kubernetes' own controllers, at 20 requests a second each; their time is printed
-separately.
+responds for all agents and gateways, and reports that a group serves as soon as its members run. The benchmark thus
+covers everything except engines. A group counts as formed when its deployment's status is `Serving`: its plan is
+stored, its members are bound and run, its Services and its gateway's Deployment exist, its agents have reported, and
+the status is written. The gateways' pods are created by Kubernetes' own controllers, at 20 requests a second each;
+their time is printed separately.
 
 Requests are counted by the API server itself: the operator's account has its own flow schema. With `--kuberay` the
-deployments are removed, and KubeRay's operator, with its default settings and its own account, gets as many
-RayClusters of a head and a worker, which count as formed when their state is `ready`. Requires root, for the pods'
-addresses. `--profile FILE` writes a cProfile of the operator, which makes it slower.
+deployments are removed and their operator ends, and KubeRay's operator, with its default settings and its own account,
+gets as many RayClusters of a head and a worker, which count as formed when their state is `ready`. Requires root, for
+the pods' addresses. `--profile FILE` writes a cProfile of the operator, which makes it slower; it is not restarted
+then.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from operator_process import OperatorProcess
 
 from dsv4_operator.backends.local.network import die_with_parent
 from dsv4_operator.builders import names
+from dsv4_operator.builders.frontend import gateways_of
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, PODS, RAY_CLUSTERS, Client, Manifest, Resource, find_access
 from dsv4_testkit.scale import counts
 from dsv4_testkit.scripted_agent import routed
@@ -203,11 +205,11 @@ class Bench:
             raise SystemExit(f"{running} of {made} members run, and {2 * count} should")
 
     async def gateways(self, kube: Client, count: int) -> None:
-        """Wait until the gateway of every group runs."""
+        """Wait until the gateways of every deployment run."""
         async with asyncio.timeout(_FORM_SECONDS):
             while True:
                 _, running = await self._pods(kube, names.GATEWAY)
-                if running >= count:
+                if running >= count * gateways_of(0):
                     return
                 await asyncio.sleep(0.5)
 
@@ -306,15 +308,19 @@ def _table(bench: Bench, side: Side, count: int, forming: tuple[Moment, Moment],
         print(f"| processor: {name} | {shares[0]} | {shares[1]} |")
 
 
-async def _both(bench: Bench, count: int, rest: float, *, kuberay: bool) -> None:
+async def _both(bench: Bench, count: int, rest: float, *, kuberay: bool, restart: bool) -> None:
     async with Client(find_access(kubeconfig=bench.cluster.kubeconfig)) as kube:
         ours = await _measure(bench, kube, OURS, count, rest)
-        await _restart(bench, count)
+        if restart:
+            await _restart(bench, count)
         if not kuberay:
             return
         began = time.monotonic()
         await bench.remove(kube, OURS)
         print(f"\nall deployments and their pods were gone {time.monotonic() - began:.1f} s later\n", flush=True)
+        # It would parse the pods of the RayClusters.
+        _end(bench.operator)
+        del bench.processes[OURS.name]
         theirs = await _measure(bench, kube, KUBERAY, count, rest)
         print("\n| | dsv4 | KubeRay | ratio |\n|---|---|---|---|")
         rows = (
@@ -445,7 +451,8 @@ def main() -> None:
         _cluster(options.cluster) as cluster,
         _bench(cluster, options.profile, stays=stays, kuberay=options.kuberay) as bench,
     ):
-        asyncio.run(_both(bench, options.deployments, options.rest, kuberay=options.kuberay))
+        restart = options.profile is None
+        asyncio.run(_both(bench, options.deployments, options.rest, kuberay=options.kuberay, restart=restart))
 
 
 if __name__ == "__main__":

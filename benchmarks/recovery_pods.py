@@ -136,7 +136,7 @@ def measure(backend: str, serving: Serving, faults: Sequence[Fault], runs: int) 
             time.sleep(_SETTLE_SECONDS)
             try:
                 row = inflict(serving, fault)
-            except (LookupError, StopIteration) as error:
+            except (LookupError, RuntimeError, StopIteration) as error:
                 # The backend has no such process, or does not report it.
                 print(
                     f"  {backend}, {fault.name}: not possible: {error or 'no such process in the status'}", flush=True

@@ -24,7 +24,6 @@ STATUS_SECONDS = 1.5
 _CONNECT_SECONDS = 1.0
 _DRAIN_SECONDS = 1.5
 _EVIDENCE_SECONDS = 10.0
-_CONNECTIONS = 1024
 _CREDENTIALS = 4096
 """Number of agents with a cached token; another agent needs a second request."""
 _LARGEST_BYTES = 256 * 2**10
@@ -60,7 +59,9 @@ class AgentClient:
     @property
     def _session(self) -> aiohttp.ClientSession:
         if self._open is None:
-            connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
+            # One stream for each group of the operator, and one poll for each stale agent: beyond a limit, they would
+            # wait for others to end, and agents would seem silent.
+            connector = aiohttp.TCPConnector(limit=0)
             # Agents compress nothing; a compromised member must not make the operator decompress.
             self._open = aiohttp.ClientSession(
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False

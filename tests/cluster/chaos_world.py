@@ -299,7 +299,7 @@ class Run:
                 return problem
         # Of a group that was given up, the objects of its last incarnation are kept for inspection.
         kept = f"{DOOMED}-0-i{1 + DOOMED_RESTARTS}"
-        optional = {one for one in owned if "-evidence-" in one[1] or _is_gateways(one)}
+        optional = {one for one in owned if "-evidence-" in one[1]}
         optional |= {one for one in owned if one[0] != "Pod" and (one[1] == kept or one[1].startswith(f"{kept}-"))}
         left, missing = owned - optional - wanted, wanted - owned
         return f"left: {sorted(left)}; missing: {sorted(missing)}" if left or missing else None
@@ -328,6 +328,7 @@ class Run:
                 wanted |= {("Pod", f"{stem}-r{rank}") for rank in range(2)}
                 wanted |= {("Service", stem), ("ConfigMap", mounted), ("Secret", mounted)}
             wanted |= {("Service", f"{name}-{index}-head")}
+            wanted |= {one for one in owned if _is_gateways(one, names.gateway_name(name, index))}
             head = await self._kube.get(SERVICES, self._namespace, f"{name}-{index}-head")
             points = ((head or {}).get("spec") or {}).get("selector", {}).get(names.INCARNATION)
             if points != str(one["incarnation"]):
@@ -372,9 +373,10 @@ class Run:
             await asyncio.sleep(0.3)
 
 
-def _is_gateways(one: tuple[str, str]) -> bool:
+def _is_gateways(one: tuple[str, str], stem: str) -> bool:
+    """Return whether an object is part of the gateway of this name, or its pod."""
     kind, name = one
-    return "-gateway" in name and kind in ("Deployment", "ConfigMap", "Pod")
+    return name == stem if kind in ("Deployment", "ConfigMap") else kind == "Pod" and name.startswith(f"{stem}-")
 
 
 @contextlib.asynccontextmanager

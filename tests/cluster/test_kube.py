@@ -207,7 +207,7 @@ async def test_changes_of_many_deployments_are_reported_at_once(
             news.clear()
             await news.wait()
 
-    watch = DeploymentWatch(kube.access, [namespace], told)
+    watch = DeploymentWatch(kube.access, namespace, told)
     watch.start()
     try:
         await create("first")

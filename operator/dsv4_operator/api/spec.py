@@ -528,6 +528,10 @@ class RecoverySpec(SpecPart):
         )
 
 
+MOST_REPLICAS = 32
+"""Upper bound of `spec.replicas`."""
+
+
 class RolloutStrategy(StrEnum):
     """Order in which groups change to a new specification."""
 
@@ -543,10 +547,11 @@ class RolloutSpec(SpecPart):
 
     strategy: RolloutStrategy = RolloutStrategy.ROLLING_UPDATE
     """`RollingUpdate` (one after the other) or `Recreate` (all at once); a single group always restarts."""
-    max_unavailable: Annotated[Count, Field(ge=1, le=32)] = 1
+    max_unavailable: Annotated[Count, Field(ge=1, le=MOST_REPLICAS)] = 1
     """With `RollingUpdate`: a serving group is not ended while this many groups are down for any reason."""
     progress_deadline: Annotated[BoundedDuration, Between("1ms", "8760h", "1h")] = 3600.0
-    """Time in which a group must serve with a changed specification, including its recoveries."""
+    """Time in which a group must serve with a changed specification, including its recoveries. Time in a scheduler's
+    queue and time in which the deployment is paused do not count."""
     auto_rollback: StrictBool = True
     """Roll back to the last specification with which all groups served if a changed one fails: not serving within
     `progressDeadline`, a non-retryable cause, or exhausted recovery. A failed specification is not tried again until it
@@ -564,7 +569,7 @@ class DeploymentSpec(SpecPart):
     """On a cluster: the operator's backend for the members. `Pods` creates pods directly, `KubeRay` one `RayCluster` of
     KubeRay per incarnation, if the administrator allows it (`policy.backends`). Immutable. `dsv4 up` ignores it and
     runs processes of this machine."""
-    replicas: Annotated[Count, Field(ge=0, le=32)] = 1
+    replicas: Annotated[Count, Field(ge=0, le=MOST_REPLICAS)] = 1
     """Groups, each an independent engine with its own copy of the model."""
     model: ModelSpec
     """The model and its weights."""

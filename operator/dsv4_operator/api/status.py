@@ -294,7 +294,9 @@ class GroupStatus(StatusPart):
     revision: str = ""
     """Fingerprint of the specification of this incarnation."""
     revision_time: Time | None = None
-    """Time at which the group was first formed from it."""
+    """Time at which the group was first formed from it, plus the time in queues and pauses since then."""
+    paused_time: Time | None = None
+    """Start of the present pause (`dsv4.dev/paused`)."""
     served_revision: str = ""
     """Fingerprint of the last specification with which the group served."""
     members: tuple[MemberStatus, ...] = ()
@@ -310,7 +312,7 @@ class GroupStatus(StatusPart):
     measured: MeasuredStatus | None = None
     """Memory measured at the latest start."""
     formed_time: Time | None = None
-    """Time of the claim of the incarnation."""
+    """Time of the claim of the incarnation, plus the time in pauses since then."""
     ready_time: Time | None = None
     """Time of the first checked completion of the present engine generation."""
     start: tuple[StartStep, ...] = ()

@@ -33,6 +33,7 @@ from dsv4_operator.kube import (
     Access,
     AccessError,
     Client,
+    Forbidden,
     KubeError,
     Manifest,
     NodeCache,
@@ -46,7 +47,7 @@ from dsv4_operator.kube.cache import DeploymentKey, PodKey
 from dsv4_operator.lifecycle import Event
 from dsv4_operator.lifecycle.decide import RESYNC_SECONDS
 from dsv4_runtime.util import LOG_FORMAT, TRACES, trace_receiver
-from dsv4_runtime.util.files import LOG_FORMATS, format_logs, is_json, log_to
+from dsv4_runtime.util.files import LOG_FORMATS, format_logs, is_json, log_to, raise_file_limit
 
 _log = logging.getLogger("dsv4")
 
@@ -100,6 +101,8 @@ class DependencyLost(Exception):
 def main() -> None:
     """Run until SIGTERM. Exit codes: 0 ended on request, 1 lost the lease or the watch, 2 cannot start."""
     arguments = command_line().parse_args()
+    # Each group has a connection to its head.
+    raise_file_limit()
     log_to(None)
     format_logs(arguments.log_format)
     logging.getLogger("kopf").setLevel(logging.WARNING)
@@ -230,6 +233,12 @@ class Operator:
             lambda: self._admission.certificate_end if self._admission is not None else None,
             self._deployments.failing,
         )
+        self._places: Sequence[str | None] = tuple(dict.fromkeys(options.namespaces)) or (None,)
+        """Namespaces of the watched deployments; None: all."""
+        self._readable: set[str | None] = set()
+        """Those whose deployments could be listed at the start."""
+        self._known: set[str | None] = set()
+        """Those whose pods are known, so that their deployments are reconciled."""
         self._listed: tuple[float, list[Manifest]] | None = None
         """Monotonic time and result of the latest list for the status page."""
         self._waits_for: str | None = "starting"
@@ -308,16 +317,33 @@ class Operator:
             return self._deployments.manifests()
         now = time.monotonic()
         if self._listed is None or now - self._listed[0] >= _STANDBY_LIST_SECONDS:
-            where: Sequence[str | None] = self._options.namespaces or (None,)
-            self._listed = now, [one for place in where for one in await self._plain.list(DSV4_DEPLOYMENTS, place)]
+            found: list[Manifest] = []
+            for place in self._places:
+                # Of a namespace that is gone.
+                with contextlib.suppress(Forbidden):
+                    found += await self._plain.list(DSV4_DEPLOYMENTS, place)
+            self._listed = now, found
         return self._listed[1]
 
-    async def _synced(self) -> None:
-        """Wait for the pods, and for a limited time for the nodes, which the operator may not be allowed to watch."""
-        await self._pods.synced.wait()
+    async def _follow(self, place: str | None) -> None:
+        """Watch the deployments of one namespace from the first list of its pods on, until cancelled.
+
+        Each namespace has a watch of its own: one that is deleted, with the operator's rights in it, ends no other.
+        """
+        await self._pods.listed(place)
+        # The operator may not be allowed to watch nodes.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_NODES_SECONDS):
-                await self._nodes.synced.wait()
+                await self._nodes.synced()
+        watch = DeploymentWatch(self._access, place, self._on_event)
+        watch.start()
+        self._known.add(place)
+        if self._known >= self._readable:
+            self._waits_for = None
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await watch.close()
 
     async def _work(self) -> None:
         """Acquire the lease and run all tasks that need it."""
@@ -328,7 +354,6 @@ class Operator:
         await self._lease.acquire()
         _log.info("%s leads", self._lease.identity)
         self._waits_for = "the pods"
-        watch = DeploymentWatch(self._access, self._options.namespaces, self._on_event)
         ends = {
             asyncio.create_task(self._lease.keep()): "the lease",
             asyncio.create_task(self._pods.run()): "the watch of the pods",
@@ -339,12 +364,8 @@ class Operator:
         }
         if self._ray_clusters is not None:
             ends[asyncio.create_task(self._ray_clusters.run())] = "the watch of the RayClusters"
+        ends |= {asyncio.create_task(self._follow(place)): "the watch of the deployments" for place in self._places}
         try:
-            synced = asyncio.create_task(self._synced())
-            await asyncio.wait((synced, *ends), return_when=asyncio.FIRST_COMPLETED)
-            synced.cancel()
-            self._waits_for = None
-            watch.start()
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             task = done.pop()
             raise DependencyLost(f"{ends[task]} ended") from task.exception()
@@ -354,30 +375,32 @@ class Operator:
             for task in ends:
                 task.cancel()
             await asyncio.gather(*ends, return_exceptions=True)
-            await watch.close()
 
     async def _definition(self) -> None:
-        """Wait until the API server serves DSV4Deployment and this account may list them."""
-        where: Sequence[str | None] = self._options.namespaces or (None,)
-        reported = None
+        """Wait until the API server serves DSV4Deployment and this account may list them, in one namespace at least."""
+        problems: dict[str | None, str] = {}
         while True:
-            try:
-                for place in where:
+            for place in self._places:
+                try:
                     await self._kube.list(DSV4_DEPLOYMENTS, place)
-            except KubeError as error:
-                if str(error) != reported:
-                    reported = str(error)
-                    _log.warning("waiting for the API server and the definition of DSV4Deployment: %s", reported)
-                await asyncio.sleep(_DEFINITION_SECONDS)
-            else:
-                return
+                except KubeError as error:
+                    if str(error) not in problems.values():
+                        _log.warning("waiting for the API server and the definition of DSV4Deployment: %s", error)
+                    problems[place] = str(error)
+                else:
+                    self._readable.add(place)
+            if self._readable:
+                break
+            await asyncio.sleep(_DEFINITION_SECONDS)
+        for place in problems.keys() - self._readable:
+            remedy = "if the namespace is gone, remove it from --namespace (the chart's watchNamespaces)"
+            _log.warning("%s: its deployments are supervised once they can be listed; %s", place, remedy)
 
     async def _resync(self) -> None:
         """List the deployments now and then, until cancelled."""
-        where: Sequence[str | None] = self._options.namespaces or (None,)
         while True:
             await asyncio.sleep(RESYNC_SECONDS)
-            for place in where:
+            for place in tuple(self._known):
                 try:
                     listing = await self._kube.listing(DSV4_DEPLOYMENTS, place)
                 except KubeError as error:

@@ -16,7 +16,7 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -41,15 +41,15 @@ class DeploymentWatch:
     def __init__(
         self,
         access: Access,
-        namespaces: Sequence[str],
+        namespace: str | None,
         on_change: Callable[[Manifest, bool], None],
     ) -> None:
         """Args:
         access: API server and account.
-        namespaces: watched namespaces; empty: all.
+        namespace: the watched one; None: all.
         on_change: called in the caller's loop with the object, and whether it was deleted.
         """
-        self._access, self._namespaces = access, tuple(namespaces)
+        self._access, self._namespace = access, namespace
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._stop: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -75,7 +75,8 @@ class DeploymentWatch:
                 return
             failures = 1 if time.monotonic() - begun > _STABLE_SECONDS else failures + 1
             pause = backoff(failures, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE) * random.uniform(0.8, 1.2)  # noqa: S311
-            _log.warning("watching the deployments is broken, again in %.1f s: %s", pause, problem)
+            where = "" if self._namespace is None else f" of {self._namespace}"
+            _log.warning("watching the deployments%s is broken, again in %.1f s: %s", where, pause, problem)
             with contextlib.suppress(concurrent.futures.TimeoutError):
                 self._stop.result(pause)
 
@@ -93,8 +94,8 @@ class DeploymentWatch:
             identity=identity,
             registry=_registry(self._access, self._forward),
             settings=watch_settings(),
-            clusterwide=not self._namespaces,
-            namespaces=self._namespaces,
+            clusterwide=self._namespace is None,
+            namespaces=() if self._namespace is None else (self._namespace,),
             stop_flag=stop,
         )
 

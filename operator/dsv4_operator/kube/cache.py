@@ -75,8 +75,6 @@ class Cache(Generic[CacheKeyT]):
         self._kube = kube
         self._resource = resource
         self._key = key
-        # Once each: `synced` counts them.
-        self._namespaces: tuple[str | None, ...] = tuple(dict.fromkeys(namespaces)) or (None,)
         self._labels = labels
         self._changed = changed
         self._keep = keep
@@ -84,8 +82,9 @@ class Cache(Generic[CacheKeyT]):
         self._objects: dict[CacheKeyT, dict[_NamespacedName, Manifest]] = defaultdict(dict)
         self._keys: dict[_NamespacedName, CacheKeyT] = {}
         self._last_data: dict[str | None, float] = {}
-        self.synced = asyncio.Event()
-        """Set after the first complete list."""
+        places: Sequence[str | None] = namespaces or (None,)
+        self._listed = {namespace: asyncio.Event() for namespace in places}
+        """Set after the first complete list of a namespace."""
 
     def objects(self, key: CacheKeyT) -> list[Manifest]:
         """Return the objects with `key`, in no order. They are shared and must not be modified."""
@@ -97,17 +96,26 @@ class Cache(Generic[CacheKeyT]):
         for found in self._objects.values():
             yield from found.values()
 
+    async def synced(self) -> None:
+        """Wait for the first complete list of every namespace."""
+        for listed in self._listed.values():
+            await listed.wait()
+
+    async def listed(self, namespace: str | None) -> None:
+        """Wait for the first complete list of one of the namespaces; None: of all, if none are given."""
+        await self._listed[namespace].wait()
+
     @property
     def silence(self) -> float:
         """Return the seconds since the last data from the server, of the namespace with the longest silence."""
-        if len(self._last_data) < len(self._namespaces):
+        if len(self._last_data) < len(self._listed):
             return float("inf")
         return self._clock() - min(self._last_data.values())
 
     async def run(self) -> None:
         """Keep the cache up to date until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for namespace in self._namespaces:
+            for namespace in self._listed:
                 tasks.create_task(self._follow(namespace))
 
     async def _follow(self, namespace: str | None) -> None:
@@ -156,8 +164,7 @@ class Cache(Generic[CacheKeyT]):
             self._drop(name)
         for item in listing.items:
             self._put(item)
-        if len(self._last_data) == len(self._namespaces):
-            self.synced.set()
+        self._listed[namespace].set()
         return listing.resource_version
 
     def _put(self, item: Manifest) -> None:

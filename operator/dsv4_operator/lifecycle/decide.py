@@ -10,7 +10,8 @@ PENDING ──claim──▶ FORMING ──all members seen──▶ STARTING �
 ```
 
 QUEUED, between FORMING and STARTING, lasts until the scheduler of `spec.topology.scheduler` has placed all members. The
-loss of a placement (`Cause.PLACEMENT_LOST`) leads to RECOVERING without a restart of the budget.
+loss of a placement (`Cause.PLACEMENT_LOST`) leads to RECOVERING without a restart of the budget, also if it occurred
+during a pause, in which no action is taken.
 
 UPDATING and DRAINING are planned ends: a healthy engine finishes its open requests first (`Drain`).
 
@@ -39,10 +40,12 @@ from dsv4_operator.lifecycle.watch import (
     agent_status,
     diagnose,
     failure_status,
+    placement_loss,
     same_death,
     watch,
     with_failure,
     with_members,
+    with_pause,
     with_placement,
     with_restarts,
     without_queue_time,
@@ -147,6 +150,9 @@ SCHEDULER_CHOOSES = "its nodes are chosen by the scheduler of spec.topology.sche
 _BLOCKED = 500
 """Characters of a reason in the status."""
 
+_BEGINNINGS = ("phase_time", "revision_time", "paused_time", "formed_time")
+"""Fields of a group's status from which durations count."""
+
 _PLANNED_ENDS = frozenset({GroupPhase.UPDATING, GroupPhase.DRAINING})
 
 
@@ -218,7 +224,7 @@ class _Step:
     def decide(self, previous: GroupStatus | None, deleting: bool) -> Decision:
         group = self._refreshed(previous or GroupStatus(index=self.key.group))
         if is_paused(self.deployment) and not deleting:
-            decision = Decision((), self.now + POLL_SECONDS, group)
+            decision = Decision((), self.now + POLL_SECONDS, self._paused(group))
         elif deleting or self.key.group >= self.deployment.spec.replicas:
             decision = self._stop(group, GroupPhase.STOPPED, at_once=deleting)
         elif self.deployment.spec.suspend:
@@ -241,6 +247,10 @@ class _Step:
     def _refreshed(self, group: GroupStatus) -> GroupStatus:
         """Return `group` updated from the observation and the clock alone."""
         window = self.policy.window_seconds
+        # Dated by an operator whose clock was ahead: bounds that count from these times would be extended.
+        ahead = [name for name in _BEGINNINGS if (getattr(group, name) or self.now) > self.now]
+        group = group.model_copy(update=dict.fromkeys(ahead, self.now))
+        group = with_pause(group, self.now, paused=is_paused(self.deployment))
         # Names used by other deployments matter only for the first number; later numbers are higher.
         used_incarnation = 0 if group.incarnation else self.observed.used_incarnation
         seen = max((used_incarnation, *(member.incarnation for member in self.observed.members)))
@@ -260,6 +270,14 @@ class _Step:
         if group.phase is GroupPhase.SERVING and group.served_revision != group.revision:
             group = group.model_copy(update={"served_revision": group.revision})
         return group
+
+    def _paused(self, group: GroupStatus) -> GroupStatus:
+        """Return `group` with a loss of its placement in the history: after the pause the pod may be gone."""
+        death = diagnose(group, self.observed, self.now) if group.phase in ALIVE else None
+        if death is None or death.cause is not Cause.PLACEMENT_LOST:
+            return group
+        failure = failure_status(death, group, self.generation)
+        return with_failure(group, failure.model_copy(update={"level": 2}))
 
     def _alive(self, group: GroupStatus) -> Decision:
         death = diagnose(group, self.observed, self.now)
@@ -396,7 +414,7 @@ class _Step:
         wanted = revision(self.deployment)
         # Trying another specification is no restart of this one.
         repeated = group.phase is GroupPhase.RECOVERING and group.revision == wanted
-        charged = repeated and not _lost_placement(group)
+        charged = repeated and placement_loss(group) is None
         if repeated and not charged:
             # Bounded, because a clock that was ahead may have dated it.
             begin = min(group.next_restart_time or 0.0, self.now + self.policy.backoff_base_seconds)
@@ -518,11 +536,6 @@ class _Step:
 
     def _live(self) -> set[int]:
         return {member.incarnation for member in self.observed.members if member.ended is None}
-
-
-def _lost_placement(group: GroupStatus) -> bool:
-    """Return whether the last incarnation ended because its scheduler gave it no nodes, or took them away."""
-    return any(one.incarnation == group.incarnation and one.cause is Cause.PLACEMENT_LOST for one in group.history)
 
 
 def _is_same_end(known: FailureStatus, failure: FailureStatus) -> bool:

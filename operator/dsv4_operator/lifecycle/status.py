@@ -256,9 +256,9 @@ class _View:
         return next((group for group in self.wanted if is_down(group) or self.is_stuck(group)), None)
 
     def is_stuck(self, group: GroupStatus) -> bool:
-        """Return whether members of `group` are missing longer than `FORMING_SECONDS`."""
-        since = group.formed_time
-        return group.phase is GroupPhase.FORMING and since is not None and self.now - since > FORMING_SECONDS
+        """Return whether members of `group` are missing longer than `FORMING_SECONDS`, without a pause."""
+        since, until = group.formed_time, self.now if group.paused_time is None else group.paused_time
+        return group.phase is GroupPhase.FORMING and since is not None and until - since > FORMING_SECONDS
 
     def with_problems(self, group: GroupStatus, text: str) -> str:
         """Return `text` with the problems of `group`."""

@@ -114,10 +114,33 @@ def with_placement(group: GroupStatus, observed: Observed, now: float) -> GroupS
 
 def without_queue_time(group: GroupStatus, now: float) -> GroupStatus:
     """Return `group`, which leaves its phase, with time in a queue excluded from `spec.rollout.progressDeadline`."""
-    if group.phase is not GroupPhase.QUEUED or group.revision_time is None or group.phase_time is None:
+    if group.phase is not GroupPhase.QUEUED or group.phase_time is None:
         return group
-    waited = max(0.0, now - group.phase_time)
-    return group.model_copy(update={"revision_time": round(group.revision_time + waited, 3)})
+    # `with_pause` excludes the rest.
+    until = now if group.paused_time is None else min(now, group.paused_time)
+    return _excluding(group, until - group.phase_time)
+
+
+def with_pause(group: GroupStatus, now: float, *, paused: bool) -> GroupStatus:
+    """Return `group` with the time of a pause excluded, when the pause ends, from `spec.rollout.progressDeadline` and
+    from the time in which members are created."""
+    if paused:
+        return group if group.paused_time is not None else group.model_copy(update={"paused_time": now})
+    if group.paused_time is None:
+        return group
+    # `without_queue_time` excludes all time in the present queue.
+    queued_since = group.phase_time if group.phase is GroupPhase.QUEUED else None
+    until = now if queued_since is None else queued_since
+    formed = group.formed_time
+    formed = None if formed is None else round(formed + max(0.0, now - group.paused_time), 3)
+    update = {"paused_time": None, "formed_time": formed}
+    return _excluding(group, until - group.paused_time).model_copy(update=update)
+
+
+def _excluding(group: GroupStatus, seconds: float) -> GroupStatus:
+    if group.revision_time is None:
+        return group
+    return group.model_copy(update={"revision_time": round(group.revision_time + max(0.0, seconds), 3)})
 
 
 def with_members(group: GroupStatus, observed: Observed, now: float) -> GroupStatus:
@@ -146,6 +169,12 @@ def with_failure(group: GroupStatus, failure: FailureStatus) -> GroupStatus:
     # Sorted, because agents report deaths again that were dropped here.
     kept = tuple(sorted(history, key=lambda known: (known.incarnation, known.time))[-HISTORY_LENGTH:])
     return group.model_copy(update={"history": kept, "last_failure": kept[-1]})
+
+
+def placement_loss(group: GroupStatus) -> FailureStatus | None:
+    """Return the entry of the history by which the last incarnation lost its nodes: to a scheduler, or an eviction."""
+    lost = (one for one in group.history if one.incarnation == group.incarnation)
+    return next((one for one in lost if one.cause is Cause.PLACEMENT_LOST), None)
 
 
 def same_death(one: FailureStatus, other: FailureStatus) -> bool:
@@ -189,7 +218,8 @@ def _members(
     found = {member.rank: _member(member, known.get(member.rank), key, now) for member in present}
     for rank, member in known.items():
         if rank not in found:
-            gone = {"processes": (), "warnings": (), "message": "is gone", "silent_since": member.silent_since or now}
+            since = _silent_since(member, now) or now
+            gone = {"processes": (), "warnings": (), "message": "is gone", "silent_since": since}
             found[rank] = member.model_copy(update=gone)
     return tuple(found[rank] for rank in sorted(found))
 
@@ -201,7 +231,7 @@ def _member(member: ObservedMember, known: MemberStatus | None, key: GroupKey, n
     # Counted from the first observation of the silence: no status can arrive while no operator runs. An agent that
     # cannot have started is not silent.
     answers = fresh or member.waiting is not None
-    silent_since = None if answers else (known and known.silent_since) or max(heard or now, now - FRESH_SECONDS)
+    silent_since = None if answers else _silent_since(known, now) or max(heard or now, now - FRESH_SECONDS)
     phase, phase_time = (known.phase, known.phase_time) if known else (None, None)
     if status is not None:
         phase, phase_time = status.phase, status.phase_time
@@ -217,6 +247,13 @@ def _member(member: ObservedMember, known: MemberStatus | None, key: GroupKey, n
         warnings=status.warnings if status is not None and not member.ended else (),
         silent_since=silent_since,
     )
+
+
+def _silent_since(known: MemberStatus | None, now: float) -> float | None:
+    """Return the known start of a member's silence; not later than now, because a clock that was ahead may have dated
+    it."""
+    since = known.silent_since if known is not None else None
+    return None if since is None else min(since, now)
 
 
 def _message(member: ObservedMember, status: AgentStatus | None) -> str:
@@ -329,9 +366,19 @@ def diagnose(group: GroupStatus, observed: Observed, now: float) -> Failure | No
     """Return the failure that ended the group's present incarnation; None while it may live.
 
     A report of the member takes precedence over the fact of its end. Of several members the earliest death wins. If it
-    names another dead member as the culprit, that member's report wins, unless it names a different culprit. `group`
-    must be the status after `watch` with the same arguments.
+    names another dead member as the culprit, that member's report wins, unless it names a different culprit. A loss of
+    the placement during a pause is read from the history. `group` must be the status after `watch` with the same
+    arguments.
     """
+    lost = placement_loss(group)
+    if lost is not None:
+        return Failure(
+            time=lost.time,
+            cause=lost.cause,
+            culprit_rank=lost.culprit_rank,
+            message=lost.message,
+            detected_by=lost.detected_by,
+        )
     found = {one.rank: one for one in _member_failures(group, observed, now)}
     if not found:
         return None

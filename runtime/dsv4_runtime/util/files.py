@@ -1,4 +1,5 @@
-"""Files: atomic replacement, safe opening, logs as text or JSON, counters in shared memory, and files below /sys."""
+"""Files: atomic replacement, safe opening, logs as text or JSON, counters in shared memory, files below /sys, and the
+limit of open files."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import logging
 import mmap
 import os
 import re
+import resource
 import stat
 import struct
 import sys
@@ -23,6 +25,16 @@ from dsv4_runtime.util import LOG_FORMAT
 LOOP_DUE = struct.Struct("=d")
 """Content of the memory file that a control loop without Kubernetes shares with its gateways: the time from which on a
 successful reconcile is overdue, in seconds of the machine's monotonic clock."""
+
+
+def raise_file_limit() -> None:
+    """Raise this process' soft limit of open files to the hard one.
+
+    The soft limit of containers and services is usually 1024, because `select` cannot handle more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def replace_file(path: Path, text: str, *, mode: int = 0o600) -> None:

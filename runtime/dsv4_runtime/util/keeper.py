@@ -18,7 +18,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import socket
 import struct
 import threading
@@ -26,6 +25,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dsv4_runtime.util.files import raise_file_limit
 
 _log = logging.getLogger(__name__)
 
@@ -85,9 +86,7 @@ class Keeper:
         self._sets: dict[str, Kept] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        raise_file_limit()
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
         try:

@@ -151,6 +151,8 @@ def merged(document: Any, changes: Any) -> Any:
 
 def _chooses(term: str, labels: dict[str, str]) -> bool:
     """Return whether `labels` satisfy one term of a label selector."""
+    if term.startswith("!"):
+        return term[1:] not in labels
     if "!=" in term:
         name, _, value = term.partition("!=")
         return labels.get(name) != value

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from dsv4_operator.backends.pods.scheduling import node_of
 from dsv4_operator.builders import names
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.reconcile import Endpoints
-from dsv4_operator.kube import NodeCache, PodCache, Resource
+from dsv4_operator.kube import KubeError, NodeCache, PodCache, Resource, Unavailable
 from dsv4_operator.lifecycle import Event
 from dsv4_runtime.contract import AgentStatus, EngineStatus, Health, Phase, Verdict
 from dsv4_testkit.fake_kube import FakeKube
@@ -69,6 +71,92 @@ class FailingKube(FakeKube):
         raise AssertionError("the world fills the cache")
 
 
+class Killed(BaseException):
+    """The operator process was killed."""
+
+
+class Interruption(StrEnum):
+    """Result of one request to the API server."""
+
+    REFUSED = "refused"
+    """It is not executed."""
+    UNANSWERED = "unanswered"
+    """It is executed, and the response is lost."""
+    LATE = "late"
+    """It gets no response, and is executed by `InterruptedKube.deliver`."""
+    KILLED = "killed"
+    """It is not executed, and the operator gets no response to any request until `InterruptedKube.revive`."""
+
+
+class InterruptedKube(FailingKube):
+    """An API server that interrupts one request."""
+
+    def __init__(self, objects: Any = ()) -> None:
+        super().__init__(objects)
+        self.requested = ""
+        """The interrupted request; empty until it is sent."""
+        self.dead = False
+        """Whether the operator was killed."""
+        self._left, self._how = -1, Interruption.REFUSED
+        self._late: list[Callable[[], Awaitable[Any]]] = []
+
+    def interrupt(self, number: int, how: Interruption) -> None:
+        """Interrupt the request with this number, counted from 0 from now on."""
+        self._left, self._how, self.requested = number, how, ""
+
+    async def deliver(self) -> None:
+        """Execute the late request, as far as its preconditions allow."""
+        for request in self._late:
+            with contextlib.suppress(KubeError):
+                await request()
+        self._late.clear()
+
+    def revive(self) -> None:
+        """Respond to a new operator."""
+        self.dead = False
+
+    async def _send(self, verb: str, *what: Any, **options: Any) -> Any:
+        def request() -> Awaitable[Any]:
+            return getattr(FailingKube, verb)(self, *what, **options)  # type: ignore[no-any-return]
+
+        if self.dead:
+            raise Killed
+        interrupted, self._left = self._left == 0, self._left - 1
+        if not interrupted:
+            return await request()
+        self.requested = f"{verb} {what}"[:300]
+        match self._how:
+            case Interruption.KILLED:
+                self.dead = True
+                raise Killed
+            case Interruption.LATE:
+                self._late.append(request)
+            case Interruption.UNANSWERED:
+                await request()
+        raise Unavailable("no response")
+
+    async def get(self, *what: Any, **options: Any) -> Any:
+        return await self._send("get", *what, **options)
+
+    async def list(self, *what: Any, **options: Any) -> Any:
+        return await self._send("list", *what, **options)
+
+    async def create(self, *what: Any, **options: Any) -> Any:
+        return await self._send("create", *what, **options)
+
+    async def apply(self, *what: Any, **options: Any) -> Any:
+        return await self._send("apply", *what, **options)
+
+    async def replace(self, *what: Any, **options: Any) -> Any:
+        return await self._send("replace", *what, **options)
+
+    async def patch(self, *what: Any, **options: Any) -> Any:
+        return await self._send("patch", *what, **options)
+
+    async def delete(self, *what: Any, **options: Any) -> Any:
+        return await self._send("delete", *what, **options)
+
+
 class _Agents:
     """Replaces `AgentClient`: no member has open requests or evidence."""
 
@@ -86,9 +174,14 @@ class World:
     """The deployment `team/nano` of two members on four nodes."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, schedulers: Sequence[SchedulerType] = (), **spec: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        schedulers: Sequence[SchedulerType] = (),
+        server: type[FailingKube] = FailingKube,
+        **spec: Any,
     ) -> None:
-        """Allow `schedulers`; `spec` replaces fields of the specification."""
+        """Allow `schedulers`; `server` is the API server; `spec` replaces fields of the specification."""
         self.placing = True
         """Whether a scheduler chooses nodes for pods without a required node."""
         self.lingering: set[str] = set()
@@ -101,7 +194,7 @@ class World:
         live["metadata"] |= {"name": "nano", "namespace": "team", "generation": 1, "annotations": {}, "labels": {}}
         live["spec"] |= spec
         nodes = [{"apiVersion": "v1", "kind": "Node", **node(f"n{i}", address=f"10.0.0.{i}")} for i in range(4)]
-        self.kube = FailingKube([live, *nodes])
+        self.kube = server([live, *nodes])
         kube: Any = self.kube
         self.cache = PodCache(kube)
         world = self
@@ -128,14 +221,25 @@ class World:
 
         monkeypatch.setattr("dsv4_operator.backends.pods.backend.AgentWatch", Agents)
         monkeypatch.setattr("dsv4_operator.backends.pods.backend.unix_time", lambda: world.now)
-        policy = ALLOWED.model_copy(update={"schedulers": tuple(schedulers)})
-        self.nodes = NodeCache(kube)
-        cluster = Cluster(kube, self.cache, runtime_image="runtime:1", policy=policy, nodes=self.nodes)
-        self.backend = PodsBackend(cluster, changed=lambda *_: None)
-        client: Any = _Agents()
-        self.backend._agents = client
         # No gateways run here.
-        monkeypatch.setattr(self.backend, "endpoint_problem", lambda *_: None)
+        monkeypatch.setattr(PodsBackend, "endpoint_problem", lambda *_: None)
+        self._policy = ALLOWED.model_copy(update={"schedulers": tuple(schedulers)})
+        self.nodes = NodeCache(kube)
+        self.backend = self._new_backend()
+        self.deployments = self.operator()
+
+    def _new_backend(self) -> PodsBackend:
+        kube: Any = self.kube
+        cluster = Cluster(kube, self.cache, runtime_image="runtime:1", policy=self._policy, nodes=self.nodes)
+        backend = PodsBackend(cluster, changed=lambda *_: None)
+        client: Any = _Agents()
+        backend._agents = client
+        return backend
+
+    async def restart(self) -> None:
+        """Replace the operator's process."""
+        await self.close()
+        self.backend = self._new_backend()
         self.deployments = self.operator()
 
     def operator(self) -> Deployments:

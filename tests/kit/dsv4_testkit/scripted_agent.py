@@ -232,7 +232,7 @@ class ScriptedAgents:
 
     async def __aenter__(self) -> ScriptedAgents:
         self._tasks = [asyncio.create_task(self._pods.run()), asyncio.create_task(self._follow())]
-        await asyncio.wait_for(self._pods.synced.wait(), 30)
+        await asyncio.wait_for(self._pods.synced(), 30)
         return self
 
     async def __aexit__(self, *_: object) -> None:

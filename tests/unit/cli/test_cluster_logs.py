@@ -17,6 +17,7 @@ from cluster_world import RESOURCE, World, gone, pod, secret, wait_for
 
 from dsv4_operator.builders import names
 from dsv4_operator.cli import main
+from dsv4_operator.cli.sources.cluster import main_container, parse_pod
 
 
 @pytest.fixture
@@ -157,3 +158,16 @@ def test_evidence(logged: World, make: Any, deployed: Callable[..., Any], tmp_pa
     assert "[vllm rank 0] ready" in found["nano/pods/nano-0-i2-r0.log"]
     assert "pods/nano-0-i2-r1.log: Error from server (NotFound)" in found["nano/missing.txt"]
     assert "t0ken" not in "".join(found.values())
+
+
+def test_an_injected_container_is_not_the_members() -> None:
+    """Service meshes may put their proxy first, so that it starts first."""
+    document = pod(0)
+    document["spec"]["containers"].insert(0, {"name": "istio-proxy"})
+    document["status"]["containerStatuses"].insert(0, {"name": "istio-proxy", "state": {"terminated": {}}})
+    found = parse_pod(document)
+    assert found is not None
+    assert (found.container, found.running) == ("agent", True)
+    gateway = {"spec": {"containers": [{"name": "istio-proxy"}, {"name": "gateway"}]}}
+    assert main_container(gateway) == "gateway"
+    assert main_container({"spec": {"containers": [{"name": "other"}]}}) == "other"

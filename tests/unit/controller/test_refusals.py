@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import InvalidDeployment, Reason, security
+from dsv4_operator.api.deployment import PAUSED
 from dsv4_operator.api.values import parse_time
 from dsv4_operator.builders import names
 from dsv4_operator.controller import reconcile
@@ -147,6 +148,29 @@ async def test_groups_of_an_unknown_backend_are_not_called_ready(world: World) -
     assert world.condition("Ready")[0] == "Unknown"
     assert world.status["readyReplicas"] == 0
     await world.close()
+
+
+async def test_members_that_are_missing_during_a_pause_are_no_failure(world: World) -> None:
+    def annotate(**annotations: str) -> None:
+        live = world.live()
+        live["metadata"]["annotations"] = annotations
+        world.put(live)
+
+    world.kube.failing["create", "Pod"] = REFUSED
+    for _ in range(5):
+        await world.step()
+    annotate(**{PAUSED: "true"})
+    await world.step()
+    world.now += 2 * FORMING_SECONDS
+    await world.step()
+    assert world.condition("Degraded")[0] == "False"
+    annotate()
+    for _ in range(5):
+        await world.step()
+    assert world.condition("Degraded")[0] == "False"
+    world.now += FORMING_SECONDS
+    await world.step()
+    assert world.condition("Degraded")[:2] == ("True", "FormingFailed")
 
 
 async def test_refused_members_are_reported_and_use_no_restart(world: World) -> None:

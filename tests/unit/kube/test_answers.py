@@ -123,7 +123,7 @@ async def test_a_page_of_a_proxy_does_not_end_a_cache() -> None:
         cache = PodCache(kube)
         task = asyncio.create_task(cache.run())
         async with asyncio.timeout(20):
-            await cache.synced.wait()
+            await cache.synced()
         assert not task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -88,7 +88,7 @@ async def test_objects_come_change_and_go(monkeypatch: pytest.MonkeyPatch) -> No
     assert told == [("a", "d", 0), ("a", "d", 0), ("a", "d", 1), ("a", "d", 0), ("a", "d", 0)]
     # The stream ended without an error, so the next watch starts at the bookmark.
     assert script.watched_from == ["100", "110"]
-    assert cache.synced.is_set()
+    await asyncio.wait_for(cache.synced(), 5)
 
 
 async def test_objects_deleted_during_an_interrupted_watch_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,5 +219,5 @@ async def test_a_watch_that_lasted_is_opened_again_at_once(monkeypatch: pytest.M
 
 async def test_a_namespace_that_is_named_twice_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, _ = await followed(Script([[pod("x", 1)]], []), monkeypatch, namespaces=("a", "a"))
-    assert cache.synced.is_set()
+    await asyncio.wait_for(cache.synced(), 5)
     assert names(cache) == {"x"}

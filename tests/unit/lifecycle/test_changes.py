@@ -10,6 +10,7 @@ from words import short
 
 from dsv4_operator.api import GroupPhase
 from dsv4_operator.api.deployment import PAUSED, RESTART_AT
+from dsv4_runtime.contract import Cause, Phase
 
 Scene = Any
 
@@ -128,3 +129,91 @@ def test_a_paused_deployment_that_is_deleted_is_ended(scene: Scene) -> None:
     scene.deleting = True
     scene.look()
     assert "fence 1" in short(scene.look())
+
+
+def test_an_eviction_during_a_pause_spends_nothing(scene: Scene) -> None:
+    """After the pause its pod is gone, and nothing tells its end from another one."""
+    scene.serve()
+    scene.annotations[PAUSED] = "true"
+    evicted = scene.member(1, Phase.DRAINING, removal="EvictionByEvictionAPI: evicting")
+    scene.members[1] = evicted
+    for _ in range(3):
+        assert short(scene.look(1.0)) == []
+    scene.members = [scene.member(0, Phase.FAILED, failure=scene.died(1, Cause.RAY_WORKER_DIED, after=1.0))]
+    for _ in range(3):
+        assert short(scene.look(100.0)) == []
+    (recorded,) = scene.status.history
+    assert (recorded.cause, recorded.culprit_rank, recorded.culprit_node) == (Cause.PLACEMENT_LOST, 1, "node-1")
+    assert "EvictionByEvictionAPI" in recorded.message
+    scene.annotations.clear()
+    assert short(scene.look(1.0))[:2] == ["collectevidence 1", "fence 1"]
+    assert scene.phase is GroupPhase.RECOVERING
+    assert scene.status.history == (recorded,)
+    scene.members = []
+    scene.look(5.0)
+    assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 2)
+    assert (scene.status.restarts, scene.status.total_restarts) == ((), 0)
+
+
+def test_a_death_during_a_pause_spends_a_restart(scene: Scene) -> None:
+    scene.serve()
+    scene.annotations[PAUSED] = "true"
+    scene.look(1.0)
+    for _ in range(3):
+        scene.now += 5.0
+        scene.members = [scene.member(0)]
+        scene.look()
+    assert not scene.status.history
+    scene.annotations.clear()
+    scene.look()
+    assert scene.status.last_failure.cause is Cause.MEMBER_LOST
+    scene.members = []
+    scene.look(5.0)
+    assert len(scene.status.restarts) == 1
+
+
+def test_a_pause_is_no_time_of_the_specification(scene: Scene) -> None:
+    scene.look()
+    scene.look()
+    scene.says(Phase.LOADING)
+    scene.look(1.0)
+    tried = scene.status.revision_time
+    scene.annotations[PAUSED] = "true"
+    scene.look(10.0)
+    scene.look(50_000.0)
+    assert scene.status.revision_time == tried
+    scene.annotations.clear()
+    scene.now += 2.0
+    scene.says(Phase.LOADING)
+    scene.look()
+    assert (scene.phase, scene.status.paused_time) == (GroupPhase.STARTING, None)
+    # The pause is known since the reconcile before the long wait.
+    assert scene.status.revision_time == tried + 50_002.0
+    scene.look(1.0)
+    assert scene.status.revision_time == tried + 50_002.0, "once"
+
+
+@pytest.mark.parametrize("placed", ["before the pause ends", "after the pause"])
+def test_a_pause_in_a_queue_counts_once(scene: Scene, placed: str) -> None:
+    scene.look()
+    scene.look()
+    waits = [replace(scene.member(rank, None, queued=True, waiting="no quota"), node="") for rank in (0, 1)]
+    scene.members = waits
+    scene.look(1.0)
+    assert scene.phase is GroupPhase.QUEUED
+    began, tried = scene.now, scene.status.revision_time
+    scene.look(100.0)
+    scene.annotations[PAUSED] = "true"
+    scene.look(100.0)
+    if placed == "before the pause ends":
+        scene.now += 100.0
+        scene.says(Phase.LOADING)
+        scene.look()
+        assert scene.phase is GroupPhase.STARTING
+    scene.look(100.0)
+    scene.annotations.clear()
+    scene.now += 100.0
+    scene.says(Phase.LOADING)
+    scene.look()
+    assert scene.phase is GroupPhase.STARTING
+    assert scene.status.revision_time == tried + (scene.now - began)

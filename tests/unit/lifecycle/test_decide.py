@@ -419,3 +419,36 @@ def test_the_pause_after_a_lost_placement_is_bounded_by_any_clock(scene: Scene) 
     assert scene.phase is GroupPhase.RECOVERING
     scene.look(4.0)
     assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 2)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_silence_is_noticed_after_an_operator_whose_clock_was_ahead(scene: Scene, gone: bool) -> None:
+    """Otherwise the loss of a member would be noticed a day later."""
+    scene.serve()
+    scene.members = [scene.member(0)] if gone else [scene.member(0), scene.member(1, None)]
+    day = 86_400.0
+    scene.now += day
+    scene.members[0] = scene.member(0)
+    scene.look()
+    assert scene.status.members[1].silent_since > scene.now - 10.0
+    scene.now -= day
+    for _ in range(8):
+        scene.now += 2.0
+        scene.members[0] = scene.member(0)
+        scene.look()
+    assert scene.phase is GroupPhase.RECOVERING
+
+
+def test_no_duration_counts_from_the_future(scene: Scene) -> None:
+    """Otherwise a change that never serves would be taken back a day late."""
+    scene.look()
+    scene.look()
+    scene.says(Phase.LOADING)
+    scene.look()
+    day = scene.now + 86_400.0
+    fields = ("phase_time", "revision_time", "formed_time")
+    scene.kept = scene.status.model_copy(update=dict.fromkeys(fields, day))
+    scene.look(1.0)
+    assert [getattr(scene.status, name) for name in fields] == [scene.now] * 3
+    scene.look(1.0)
+    assert [getattr(scene.status, name) for name in fields] == [scene.now - 1.0] * 3

@@ -210,6 +210,20 @@ def test_a_specification_does_not_fail_while_its_group_waits_for_nodes(phase: Gr
     assert (_failed(group, "new", DEADLINE, 1001.0 + DEADLINE) is not None) is late
 
 
+def test_a_change_does_not_fail_while_the_deployment_is_paused() -> None:
+    world = serving_world()
+    world.bad[1] = "never"
+    world.asked = world.asked.but(seed=1)
+    world.until(lambda: world.group(1).phase is GroupPhase.STARTING)
+    world.asked = world.asked.but(paused=True)
+    world.go_on(10, seconds=DEADLINE)
+    world.asked = world.asked.but(paused=False)
+    del world.bad[1]
+    world.until(lambda: world.all_serve(1))
+    assert world.kept.rollout.rejected is None
+    assert Reason.ROLLED_BACK not in world.reasons()
+
+
 def test_groups_move_away_from_cordoned_nodes_one_after_the_other() -> None:
     world = serving_world(replicas=3, limit=2)
     # One node is free, and each move frees none: the second group waits for the node to be uncordoned.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -10,9 +12,11 @@ import pytest
 from aiohttp import web
 
 from dsv4_operator.backends.pods.observe import AgentWatch, Endpoint
+from dsv4_runtime import client as client_module
 from dsv4_runtime.client import AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupReport, Phase
 from dsv4_runtime.contract.token import CHALLENGE, challenge, new_token
+from dsv4_runtime.util.files import raise_file_limit
 from dsv4_testkit.documents import agent_status
 
 KEY = "the deployment's key"
@@ -164,3 +168,53 @@ async def test_older_statuses_from_the_head_do_not_replace_newer_ones(
                 break
             await asyncio.sleep(0.05)
         assert listening.report(0) is not None
+
+
+async def test_an_agent_answers_whatever_the_number_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator has a stream for each of its groups."""
+    raise_file_limit()
+    # So many connections take long on a busy machine.
+    monkeypatch.setattr(client_module, "_CONNECT_SECONDS", 90.0)
+    monkeypatch.setattr(client_module, "SILENCE_SECONDS", 90.0)
+    streams, all_open, member = 1100, asyncio.Event(), Member(0, answers=True)
+    opened = 0
+
+    async def hold(request: web.Request) -> web.StreamResponse:
+        nonlocal opened
+        response = web.StreamResponse()
+        await response.prepare(request)
+        opened += 1
+        if opened == streams:
+            all_open.set()
+        await asyncio.sleep(120)
+        return response
+
+    member._watch = hold  # type: ignore[method-assign]
+    client = AgentClient(TOKEN)
+    async with member as endpoint:
+        waiting = [asyncio.create_task(anext(client.watch_group(endpoint.url, None))) for _ in range(streams)]
+        try:
+            async with asyncio.timeout(90):
+                await all_open.wait()
+            assert (await client.status(endpoint.url, seconds=30.0)).rank == 0
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await client.close()
+
+
+def test_the_operator_may_open_as_many_files_as_the_machine_allows() -> None:
+    code = (
+        "import resource, sys\n"
+        "from dsv4_operator.controller import operator\n"
+        "def found(**_):\n"
+        "    print(*resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+        "    sys.exit()\n"
+        "operator.find_access = found\n"
+        "sys.argv = ['dsv4-operator']\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 300))\n"
+        "operator.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "300 300\n", done.stderr

@@ -15,7 +15,7 @@ from dsv4_operator.kube import CONFIG_MAPS
 from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_testkit.errors import raises_naming
 from dsv4_testkit.fake_kube import FakeKube
-from dsv4_testkit.pod_objects import node, owners
+from dsv4_testkit.pod_objects import deployment, node, owners
 
 KEY = GroupKey("team", "d", 0, "uid-d")
 POLICY = NodeLossSpec(after=10.0)
@@ -170,3 +170,26 @@ async def test_names_and_plan_go_after_the_last_member(kube: FakeKube, fencer: F
     end(kube)
     assert await fencer.fence(KEY, 1, POLICY)
     assert not any([await kube.get(CONFIG_MAPS, "team", name) for name in plans])
+
+
+async def test_only_incarnations_of_removed_groups_are_swept(kube: FakeKube, fencer: Fencer) -> None:
+    """A group that is created again has a later incarnation, and may be forming."""
+
+    def of(kind: str, name: str, group: int, incarnation: int, owner: str = "uid-d", **more: object) -> None:
+        labels = names.labels("d", group=group, incarnation=incarnation, **more)
+        about = {"namespace": "team", "name": name, "labels": labels, "ownerReferences": owners("d", owner)}
+        kube._put((kind, "team", name), {"apiVersion": "v1", "kind": kind, "metadata": about})
+
+    for kind in ("ConfigMap", "Secret"):
+        for group, incarnation in ((0, 3), (1, 2), (1, 3), (1, 4), (2, 1)):
+            of(kind, f"d-{group}-i{incarnation}-12345678", group, incarnation)
+    of("Service", "d-1-i3", 1, 3)
+    of("Service", "d-1-i2", 1, 2, "another")
+    of("ConfigMap", "d-1-evidence-3", 1, 3, component=names.EVIDENCE)
+    kept = {name for kind, _, name in kube.objects if kind in ("ConfigMap", "Secret", "Service")}
+    kept -= {"d-1-i2-12345678", "d-1-i3-12345678", "d-1-i3", "d-2-i1-12345678"}
+    wanted = deployment("nano.yaml", replicas=1)
+    metadata = wanted.metadata.model_copy(update={"namespace": "team", "name": "d", "uid": "uid-d"})
+    await fencer.sweep_removed(wanted.model_copy(update={"metadata": metadata}), 1, 3)
+    assert {name for kind, _, name in kube.objects if kind in ("ConfigMap", "Secret", "Service")} == kept
+    assert [kind for kind, _, name in kube.objects if name == "d-1-i4-12345678"] == ["ConfigMap", "Secret"]

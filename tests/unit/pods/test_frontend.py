@@ -12,8 +12,9 @@ from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.frontend import Frontend, routed_groups, was_placed
 from dsv4_operator.builders import names
 from dsv4_operator.builders.member import head_service
-from dsv4_testkit.fake_kube import FakeKube
+from dsv4_operator.kube import Forbidden
 from dsv4_testkit.pod_objects import ALLOWED, deployment
+from dsv4_testkit.pods_world import FailingKube
 
 
 def groups(*phases: GroupPhase, incarnation: int = 1) -> DeploymentStatus:
@@ -25,14 +26,19 @@ class World:
     """The frontend of one deployment on an API server in memory."""
 
     def __init__(self) -> None:
-        self.server = FakeKube()
+        self.server = FailingKube()
         kube: Any = self.server
         view: Any = None
 
         async def token_key() -> str:
             return "key"
 
-        self.frontend = Frontend(Cluster(kube, view, runtime_image="r", policy=ALLOWED), token_key)
+        async def sweep(_: DSV4Deployment, *removed: int) -> None:
+            self.swept.append(removed)
+
+        self.swept: list[tuple[int, ...]] = []
+        """Number of groups that stay, and last incarnation of the others."""
+        self.frontend = Frontend(Cluster(kube, view, runtime_image="r", policy=ALLOWED), token_key, sweep)
         self.generation = 0
 
     def wanted(self, replicas: int) -> DSV4Deployment:
@@ -98,6 +104,35 @@ async def test_a_group_that_finishes_its_requests_has_its_route_and_gateway_unti
     assert world.routed() == [0]
     assert "nano-1-gateway" not in world.gateways()
     assert head not in world.server.objects
+
+
+async def test_a_change_that_was_applied_in_part_is_taken_back() -> None:
+    world = World()
+    await world.ensure(1, groups(GroupPhase.SERVING))
+    world.server.failing["create", "Deployment"] = Forbidden("exceeded quota")
+    with pytest.raises(Forbidden):
+        await world.ensure(2, groups(GroupPhase.SERVING, GroupPhase.FORMING))
+    assert world.routed() == [0, 1]
+    stopped = groups(GroupPhase.SERVING).model_copy(update={"removed_incarnation": 7})
+    await world.ensure(1, stopped)
+    assert world.routed() == [0]
+    assert ("ConfigMap", "team", "nano-1-gateway") not in world.server.objects
+    assert world.swept == [(1, 7)]
+    world.server.requests.clear()
+    await world.ensure(1, stopped)
+    assert world.server.asked() == []
+
+
+async def test_the_service_of_a_group_that_is_formed_again_stays() -> None:
+    """The removal of the group before it may be slow."""
+    world = World()
+    await world.ensure(2, groups(GroupPhase.SERVING, GroupPhase.SERVING))
+    heads = {incarnation: ("Service", "team", names.head_name("nano", incarnation)) for incarnation in (3, 4)}
+    for incarnation, name in heads.items():
+        world.server._put(name, head_service(world.wanted(9), incarnation, incarnation))
+    await world.ensure(1, groups(GroupPhase.SERVING).model_copy(update={"removed_incarnation": 3}))
+    assert heads[3] not in world.server.objects
+    assert heads[4] in world.server.objects
 
 
 @pytest.mark.parametrize(

@@ -266,3 +266,29 @@ def test_the_cache_has_cordoned_nodes_only() -> None:
     other = {"apiVersion": "v1", "kind": "Node", **node("a")}
     cache._put({**other, "metadata": {**other["metadata"], "resourceVersion": "2"}})
     assert list(cache.all()) == []
+
+
+async def test_an_eviction_while_the_deployment_is_paused_uses_no_restart(world: World) -> None:
+    def annotate(**annotations: str) -> None:
+        live = world.live()
+        live["metadata"]["annotations"] = annotations
+        world.put(live)
+
+    annotate(**{"dsv4.dev/paused": "true"})
+    evicted = world.kube.objects["Pod", "team", "nano-0-i1-r1"]
+    evicted["metadata"] |= {"deletionTimestamp": "2026-11-23T00:00:00Z", "deletionGracePeriodSeconds": 30}
+    reason = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "evicting"}
+    evicted["status"]["conditions"].append(reason)
+    world.lingering = {"nano-0-i1-r1"}
+    await world.step()
+    world.lingering = set()
+    for _ in range(10):
+        await world.step()
+    assert [one["metadata"]["name"] for one in world.pods()] == ["nano-0-i1-r0"]
+    annotate()
+    await world.until(lambda: world.formed(2), 30.0)
+    await world.serve()
+    (death,) = group(world)["history"]
+    assert (death["cause"], death["level"]) == ("PlacementLost", 2)
+    assert group(world).get("totalRestarts", 0) == 0
+    assert told(world, Reason.GROUP_DEAD) == ["PlacementLost on member 1 (n1): " + death["message"]]

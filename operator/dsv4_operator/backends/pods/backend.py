@@ -16,11 +16,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Finding, GroupStatus, Reason
+from dsv4_operator.api.spec import MOST_REPLICAS
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import scheduling
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer, RayClusterFencer, is_held
-from dsv4_operator.backends.pods.frontend import Frontends, TokenKeys, move_head, require_secrets
+from dsv4_operator.backends.pods.frontend import (
+    Frontends,
+    TokenKeys,
+    last_removed,
+    move_head,
+    require_secrets,
+    routed_groups,
+)
 from dsv4_operator.backends.pods.gateways import Balance, Canaries, Reported
 from dsv4_operator.backends.pods.observe import (
     AgentWatch,
@@ -130,7 +138,7 @@ class PodsBackend:
         self._groups: dict[GroupKey, _GroupCache] = {}
         self._facts: dict[tuple[str, str], dict[str, _KnownFacts]] = {}
         """By deployment and revision."""
-        self._frontends = Frontends(cluster, self._keys)
+        self._frontends = Frontends(cluster, self._keys, lambda *about: self._fencer.sweep_removed(*about))
         self._canaries = Canaries(
             self._keys.of,
             self._gateway_pods,
@@ -170,7 +178,17 @@ class PodsBackend:
             # The plan is refused with the reason; existing objects are not changed.
             return
         await self._frontends.ensure(deployment, status)
+        await self._end_late(deployment, status)
         await self._balance.rebalance(deployment, status)
+
+    async def _end_late(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+        """End members of removed groups: the API server may create one long after the request, which got no answer."""
+        first = routed_groups(deployment, status)
+        removed = last_removed(status, first)
+        for group in range(first, MOST_REPLICAS) if removed else ():
+            for incarnation in {one.incarnation for one in self._members(deployment, group)}:
+                if incarnation <= removed:
+                    await self.fence(deployment, group, incarnation)
 
     def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
         """See `Backend` and `Canaries.problem`."""

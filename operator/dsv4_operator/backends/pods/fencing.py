@@ -10,9 +10,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from dsv4_operator.api import NodeLossPolicy, NodeLossSpec
+from dsv4_operator.api import DSV4Deployment, NodeLossPolicy, NodeLossSpec
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.observe import is_finalizing, not_ready_since
 from dsv4_operator.backends.pods.ownership import OwnedObjects, gather_all
@@ -139,9 +139,36 @@ class Fencer:
     async def sweep(self, key: GroupKey, incarnation: int) -> None:
         """Remove objects of earlier incarnations whose fencing was interrupted by the end of an operator."""
         chosen = names.labels(key.deployment, group=key.group)
+        await self._sweep(key, chosen, lambda _, number: number < incarnation)
+
+    async def sweep_removed(self, deployment: DSV4Deployment, groups: int, incarnation: int) -> None:
+        """Remove objects of all groups but the first `groups`, of incarnations up to `incarnation`.
+
+        Groups that are created again with the index of a removed one have later incarnations.
+        """
+        key = GroupKey.of(deployment, groups)
+        chosen = names.labels(key.deployment)
+        await self._sweep(key, chosen, lambda group, number: group >= groups and number <= incarnation)
+
+    async def _sweep(self, key: GroupKey, chosen: Mapping[str, str], is_left: Callable[[int, int], bool]) -> None:
+        """Remove the objects of incarnations, except evidence, with the labels `chosen`, for whose group and
+        incarnation `is_left` is true."""
         query = f"{names.selector(chosen)},{names.INCARNATION},{names.COMPONENT}!={names.EVIDENCE}"
         for resource in (SERVICES, CONFIG_MAPS, *self._pod_groups):
-            await self._sweep_of(resource, key, query, incarnation)
+            try:
+                found = await self._kube.list(resource, key.namespace, labels=query)
+            except NotFound:
+                # The scheduler is not installed.
+                continue
+            for one in found:
+                group, number = names.number(one, names.GROUP), names.number(one, names.INCARNATION)
+                if group is None or number is None or not is_left(group, number) or not names.belongs(one, key.uid):
+                    continue
+                if resource in (CONFIG_MAPS, SERVICES):
+                    # Secrets are not listed; the token has the plan's name, or with KubeRay the Service's. First, so
+                    # that an interrupted removal finds it again.
+                    await self._objects.delete_named(SECRETS, key.namespace, one["metadata"]["name"], key.uid)
+                await self._objects.delete(resource, one, key.uid)
 
     async def _end(self, key: GroupKey, pod: Manifest, policy: NodeLossSpec) -> None:
         """Delete `pod`; by force if it was deleted before and its node is lost."""
@@ -186,21 +213,6 @@ class Fencer:
             *((kind, name) for kind in self._pod_groups),
         )
         await gather_all(*(self._objects.delete_named(kind, key.namespace, one, key.uid) for kind, one in wanted))
-
-    async def _sweep_of(self, resource: Resource, key: GroupKey, query: str, incarnation: int) -> None:
-        try:
-            found = await self._kube.list(resource, key.namespace, labels=query)
-        except NotFound:
-            # The scheduler is not installed.
-            return
-        for one in found:
-            number = names.number(one, names.INCARNATION)
-            if number is None or number >= incarnation or not names.belongs(one, key.uid):
-                continue
-            await self._objects.delete(resource, one, key.uid)
-            if resource in (CONFIG_MAPS, SERVICES):
-                # Secrets are not listed; the token has the plan's name, or with KubeRay the Service's.
-                await self._objects.delete_named(SECRETS, key.namespace, one["metadata"]["name"], key.uid)
 
 
 class RayClusterFencer(Fencer):

@@ -139,16 +139,23 @@ _AGAIN_SECONDS = 12 * 3600.0
 half of it to all of it, so that deployments do not coincide."""
 _GONE = frozenset({GroupPhase.SUSPENDED, GroupPhase.STOPPED})
 
+Sweep = Callable[[DSV4Deployment, int, int], Awaitable[None]]
+"""Removes what is left of incarnations of removed groups: deployment, number of groups that stay, last incarnation of
+those that do not."""
+
 
 class Frontend:
     """Front end of one deployment. Caches the applied objects, so that only changes are written."""
 
-    def __init__(self, cluster: Cluster, token_key: Callable[[], Awaitable[str]]) -> None:
+    def __init__(self, cluster: Cluster, token_key: Callable[[], Awaitable[str]], sweep: Sweep) -> None:
         self._cluster = cluster
         self._token_key = token_key
+        self._sweep = sweep
         self._built: tuple[DSV4Deployment, list[str | None], bool, list[Manifest]] | None = None
         """Inputs of the latest objects, and the objects."""
         self._applied: list[Manifest] = []
+        self._interrupted = False
+        """Whether a request failed: some objects may differ from `_applied`, or belong to groups that it lacks."""
         self._time = -math.inf
 
     @property
@@ -166,32 +173,40 @@ class Frontend:
             self._built = deployment, lost, placed, made
         wanted = self._built[3]
         due = time.monotonic() - self._time > _AGAIN_SECONDS
-        if wanted is self._applied and not due:
+        everything = due or self._interrupted
+        if wanted is self._applied and not everything:
             return
-        changed = [one for one in wanted if due or one not in self._applied]
+        changed = [one for one in wanted if everything or one not in self._applied]
         if not changed and len(wanted) == len(self._applied):
             self._applied = wanted
             return
+        self._interrupted = True
         await self._token_key()
         await gather_all(*(self._cluster.objects.apply(one) for one in changed))
         if deployment.metadata.generation > 1:
             # The first generation cannot have had more groups.
-            await self._remove_superfluous(deployment, len(lost))
-        self._applied = wanted
+            removed = last_removed(status, len(lost))
+            await self._remove_superfluous(deployment, len(lost), removed)
+            if removed:
+                await self._sweep(deployment, len(lost), removed)
+        self._applied, self._interrupted = wanted, False
         if due:
             self._time = time.monotonic() - random.uniform(0.0, 0.5) * _AGAIN_SECONDS  # noqa: S311
 
-    async def _remove_superfluous(self, deployment: DSV4Deployment, groups: int) -> None:
-        """Remove the gateways and head Services of all groups but the first `groups`."""
-        metadata, objects = deployment.metadata, self._cluster.objects
-        namespace, name, uid = metadata.namespace, metadata.name, metadata.uid or ""
-        chosen = names.selector(names.labels(name, component=names.GATEWAY))
-        for one in await self._cluster.kube.list(DEPLOYMENTS, namespace, labels=chosen):
-            group = names.number(one, names.GROUP)
-            if group is not None and group >= groups and names.belongs(one, uid):
-                await objects.delete_named(SERVICES, namespace, names.head_name(name, group), uid)
-                await objects.delete_named(CONFIG_MAPS, namespace, names.gateway_name(name, group), uid)
-                await objects.delete(DEPLOYMENTS, one, uid)
+    async def _remove_superfluous(self, deployment: DSV4Deployment, groups: int, removed: int) -> None:
+        """Remove the gateways and head Services of all groups but the first `groups`.
+
+        Each kind is listed: a removal may be interrupted, and a group may have a part of these objects only. A Service
+        of an incarnation after `removed` belongs to a group that is formed again meanwhile.
+        """
+        metadata = deployment.metadata
+        query = f"{names.selector(names.labels(metadata.name))},{names.GROUP},!{names.INCARNATION}"
+        for resource in (DEPLOYMENTS, CONFIG_MAPS, SERVICES):
+            for one in await self._cluster.kube.list(resource, metadata.namespace, labels=query):
+                group = names.number(one, names.GROUP)
+                if group is None or group < groups or (resource is SERVICES and _incarnation(one) > removed):
+                    continue
+                await self._cluster.objects.delete(resource, one, metadata.uid or "")
 
 
 def was_placed(status: DeploymentStatus) -> bool:
@@ -207,6 +222,12 @@ def routed_groups(deployment: DSV4Deployment, status: DeploymentStatus) -> int:
     """Return the number of groups with routes and gateways: wanted groups, and those in drain."""
     ending = (group.index + 1 for group in status.groups if group.phase not in _GONE)
     return max((deployment.spec.replicas, *ending))
+
+
+def last_removed(status: DeploymentStatus, groups: int) -> int:
+    """Return the last incarnation of all groups but the first `groups`; groups that are created again begin above."""
+    stopped = (max(group.incarnation, group.fenced_below) for group in status.groups if group.index >= groups)
+    return max((status.removed_incarnation, *stopped))
 
 
 def _objects(
@@ -247,9 +268,10 @@ class _Known:
 class Frontends:
     """Front ends of all deployments: objects are applied after a change of the wanted state or by another client."""
 
-    def __init__(self, cluster: Cluster, keys: TokenKeys) -> None:
+    def __init__(self, cluster: Cluster, keys: TokenKeys, sweep: Sweep) -> None:
         self._cluster = cluster
         self._keys = keys
+        self._sweep = sweep
         self._known: dict[tuple[str, str], _Known] = {}
         self._writing: Counter[tuple[str, str]] = Counter()
         """Number of present `writing` blocks, by namespace and name."""
@@ -269,7 +291,7 @@ class Frontends:
 
     async def _apply(self, deployment: DSV4Deployment, status: DeploymentStatus, versions: Versions) -> None:
         """Apply all objects again; unchanged ones cause no write."""
-        frontend = Frontend(self._cluster, functools.partial(self._keys.ensure, deployment))
+        frontend = Frontend(self._cluster, functools.partial(self._keys.ensure, deployment), self._sweep)
         await frontend.ensure(deployment, status)
         for group in status.groups:
             if group.phase in ALIVE and group.members:

@@ -305,7 +305,7 @@ class EvidenceCollector:
             yield from self._output(f"nodes/{node}.json", "get", "node", node, "--output=json")
 
     def _pod_files(self, document: dict[str, Any]) -> Iterator[EvidenceFile]:
-        name, container = document["metadata"]["name"], document["spec"]["containers"][0]["name"]
+        name, container = document["metadata"]["name"], main_container(document)
         log = ("logs", name, f"--container={container}", f"--tail={_EVIDENCE_LINES}")
         yield from self._output(f"pods/{name}.log", *log)
         pod = parse_pod(document)
@@ -355,6 +355,7 @@ POLL_SECONDS = 2.0
 LOG_SECONDS = 120.0
 """Limit for reading a complete log."""
 _CONTAINER = "agent"
+_GATEWAY_CONTAINER = "gateway"
 _MAX_LOGS = 1000
 """Limit of logs that are followed at the same time; that of `kubectl` is 5 by default."""
 
@@ -379,7 +380,7 @@ def parse_pod(document: dict[str, Any]) -> Pod | None:
         group, incarnation, rank = (int(labels[key]) for key in (GROUP, INCARNATION, RANK))
     except (KeyError, ValueError):
         return None
-    container = document["spec"]["containers"][0]
+    container = main_container(document)
     statuses = document.get("status", {}).get("containerStatuses") or []
     states: dict[str, Any] = {each["name"]: each.get("state") or {} for each in statuses}
     return Pod(
@@ -387,9 +388,15 @@ def parse_pod(document: dict[str, Any]) -> Pod | None:
         group=group,
         incarnation=incarnation,
         rank=rank,
-        container=container["name"],
-        running="running" in states.get(container["name"], {}),
+        container=container,
+        running="running" in states.get(container, {}),
     )
+
+
+def main_container(document: dict[str, Any]) -> str:
+    """Return the name of dsv4's container in a Pod object; admission webhooks may inject others before it."""
+    found = [str(each["name"]) for each in document["spec"]["containers"]]
+    return next((name for name in found if name in (_CONTAINER, _GATEWAY_CONTAINER)), found[0])
 
 
 def deployment_selector(name: str) -> str:

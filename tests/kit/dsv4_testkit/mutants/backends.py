@@ -6,6 +6,7 @@ from dsv4_testkit.mutants.common import Mutant
 
 _OPERATOR = "operator/dsv4_operator"
 _OWNERSHIP = ("tests/unit/pods/test_ownership.py",)
+_INTERRUPTIONS = ("tests/unit/pods/test_interruptions.py",)
 _KUBERAY = ("tests/unit/pods/test_kuberay.py",)
 
 BACKENDS = (
@@ -521,5 +522,61 @@ BACKENDS = (
         "await self.ensure(deployment, -1.0)",
         "await self.ensure(deployment)",
         _OWNERSHIP,
+    ),
+    Mutant(
+        "the gateway of a removed group stays if its creation failed in part",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        "        everything = due or self._interrupted\n",
+        "        everything = due\n",
+        ("tests/unit/pods/test_frontend.py",),
+    ),
+    Mutant(
+        "a removed group without a gateway keeps its ConfigMap and its Service",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        "        for resource in (DEPLOYMENTS, CONFIG_MAPS, SERVICES):\n",
+        "        for resource in (DEPLOYMENTS,):\n",
+        _INTERRUPTIONS,
+    ),
+    Mutant(
+        "objects of a removed group that appear late stay",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        "            if removed:\n",
+        "            if False:\n",
+        _INTERRUPTIONS,
+    ),
+    Mutant(
+        "the removal of a group removes a later group of its index",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "group >= groups and number <= incarnation",
+        "group >= groups",
+        ("tests/unit/pods/test_fencing.py",),
+    ),
+    Mutant(
+        "a member of a removed group that appears late runs on",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "        await self._end_late(deployment, status)\n",
+        "",
+        _INTERRUPTIONS,
+    ),
+    Mutant(
+        "the Service of a group that is formed again is removed",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        " or (resource is SERVICES and _incarnation(one) > removed):",
+        ":",
+        ("tests/unit/pods/test_frontend.py",),
+    ),
+    Mutant(
+        "agents beyond a number of streams seem silent",
+        "runtime/dsv4_runtime/client.py",
+        "aiohttp.TCPConnector(limit=0)",
+        "aiohttp.TCPConnector(limit=1024)",
+        ("tests/unit/pods/test_agents.py",),
+    ),
+    Mutant(
+        "the operator has the file limit of its container",
+        f"{_OPERATOR}/controller/operator.py",
+        "    raise_file_limit()\n",
+        "",
+        ("tests/unit/pods/test_agents.py",),
     ),
 )

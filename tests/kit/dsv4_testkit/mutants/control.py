@@ -7,6 +7,8 @@ from dsv4_testkit.mutants.common import Mutant
 _OPERATOR = "operator/dsv4_operator"
 _DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
 _ROLLOUT = ("tests/unit/lifecycle/test_rollout.py",)
+_CHANGES = ("tests/unit/lifecycle/test_changes.py",)
+_WATCHING = ("tests/unit/controller/test_watching.py",)
 _MOVES = ("tests/unit/pods/test_moves.py",)
 
 CONTROL = (
@@ -111,7 +113,7 @@ CONTROL = (
     Mutant(
         "a member that its scheduler removed uses a restart",
         f"{_OPERATOR}/lifecycle/decide.py",
-        "        charged = repeated and not _lost_placement(group)\n",
+        "        charged = repeated and placement_loss(group) is None\n",
         "        charged = repeated\n",
         ("tests/unit/pods/test_podgroups.py",),
     ),
@@ -261,8 +263,8 @@ CONTROL = (
     Mutant(
         "a group without members is never reported as down",
         f"{_OPERATOR}/lifecycle/status.py",
-        "since is not None and self.now - since > FORMING_SECONDS",
-        "since is not None and self.now - since > 1e9",
+        "since is not None and until - since > FORMING_SECONDS",
+        "since is not None and until - since > 1e9",
         ("tests/unit/controller/test_refusals.py",),
     ),
     Mutant(
@@ -719,5 +721,54 @@ CONTROL = (
         "        settling = writing or time",
         "        settling = time",
         ("tests/unit/pods/test_repair.py",),
+    ),
+    Mutant(
+        "an eviction during a pause is a failure",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "        if death is None or death.cause is not Cause.PLACEMENT_LOST:\n",
+        "        if True:\n",
+        _CHANGES,
+    ),
+    Mutant(
+        "a change fails by the time of a pause",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "        group = with_pause(group, self.now, paused=is_paused(self.deployment))\n",
+        "",
+        _CHANGES,
+    ),
+    Mutant(
+        "a pause in a queue counts twice",
+        f"{_OPERATOR}/lifecycle/watch.py",
+        "    until = now if group.paused_time is None else min(now, group.paused_time)\n",
+        "    until = now\n",
+        _CHANGES,
+    ),
+    Mutant(
+        "a silence begins when a clock that was ahead says",
+        f"{_OPERATOR}/lifecycle/watch.py",
+        "    return None if since is None else min(since, now)\n",
+        "    return since\n",
+        ("tests/unit/lifecycle/test_decide.py",),
+    ),
+    Mutant(
+        "durations count from the future",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "if (getattr(group, name) or self.now) > self.now]",
+        "if False]",
+        ("tests/unit/lifecycle/test_decide.py",),
+    ),
+    Mutant(
+        "a namespace that is gone delays all others",
+        f"{_OPERATOR}/controller/operator.py",
+        "            if self._readable:\n                break\n",
+        "            if self._readable >= set(self._places):\n                break\n",
+        _WATCHING,
+    ),
+    Mutant(
+        "deployments are reconciled before their pods are known",
+        f"{_OPERATOR}/controller/operator.py",
+        "        await self._pods.listed(place)\n",
+        "",
+        _WATCHING,
     ),
 )

@@ -1,9 +1,10 @@
-"""Agents of many groups with pods on KWOK; a group serves as soon as all its members run.
+"""Agents of many groups and their gateways, with pods on KWOK; a group serves as soon as all its members run.
 
     python -m dsv4_testkit.scale.agents --kubeconfig FILE --namespace NAME
 
-One process responds on the addresses of all pods, in the format of the agent's contract. Unlike the scripted agents of
-the tests it runs no task per member, because it shares the processor with the measured operator.
+One process responds on the addresses of all pods, in the format of the agent's contract, and to the operator's requests
+through gateways, whatever their token. Unlike the scripted agents of the tests it runs no task per member, because it
+shares the processor with the measured operator.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from aiohttp import web
 from dsv4_operator.builders import names
 from dsv4_operator.kube import Client, Manifest, PodCache, find_access
 from dsv4_runtime.contract import AgentStatus, EngineStatus, GroupReport, Health, Phase, Verdict
+from dsv4_runtime.contract.gateway import CanaryReport
+from dsv4_runtime.util.files import raise_file_limit
 
 _TICK_SECONDS = 1.0
-_PORT = names.HEAD_PORTS["agent"][0]
+_PORTS = {names.MEMBER: names.HEAD_PORTS["agent"][0], names.GATEWAY: names.GATEWAY_PORT}
+"""Port by component."""
 
 GroupName = tuple[str, int, int]
 """Deployment, group, incarnation."""
@@ -50,6 +54,7 @@ class Agents:
         app = web.Application()
         app.router.add_get("/v1/status", self._status)
         app.router.add_get("/v1/watch", self._watch)
+        app.router.add_get("/dsv4/canary", _canary)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
 
     def changed(self, _: object) -> None:
@@ -57,18 +62,21 @@ class Agents:
         self._news.set()
 
     async def follow(self) -> None:
-        """Listen on the addresses of all running members, until cancelled."""
+        """Listen on the addresses of all running members and gateways, until cancelled."""
         await self._runner.setup()
         while True:
             await self._news.wait()
             self._news.clear()
-            running = {str(pod["status"]["podIP"]): pod for pod in self._pods.all() if _runs(pod)}
+            found = ((_component(pod), pod) for pod in self._pods.all() if _runs(pod))
+            running = {str(pod["status"]["podIP"]): (kind, pod) for kind, pod in found if kind in _PORTS}
             for address in self._sites.keys() - running.keys():
                 await self._sites.pop(address).stop()
                 self._forget(address)
             for address in running.keys() - self._sites.keys():
-                self._take(address, running[address])
-                self._sites[address] = web.TCPSite(self._runner, address, _PORT, reuse_address=True)
+                kind, pod = running[address]
+                if kind == names.MEMBER:
+                    self._take(address, pod)
+                self._sites[address] = web.TCPSite(self._runner, address, _PORTS[kind], reuse_address=True)
                 await self._sites[address].start()
             # Pods change in bursts; one pass serves many changes.
             await asyncio.sleep(0.05)
@@ -85,7 +93,9 @@ class Agents:
             whole.set()
 
     def _forget(self, address: str) -> None:
-        member = self._members.pop(address)
+        member = self._members.pop(address, None)
+        if member is None:
+            return
         self._groups[member.group].pop(member.rank, None)
         self._whole[member.group].clear()
 
@@ -142,10 +152,18 @@ class Agents:
         return self._members[address]
 
 
+async def _canary(_: web.Request) -> web.Response:
+    return web.Response(text=CanaryReport(ok=True, gateway="scripted").to_json(), content_type="application/json")
+
+
+def _component(pod: Manifest) -> str:
+    """Return the component of dsv4; empty for pods of others, such as KubeRay's."""
+    return str(names.part(pod, "metadata", "labels").get(names.COMPONENT, ""))
+
+
 def _runs(pod: Manifest) -> bool:
     status = pod.get("status") or {}
-    member = pod["metadata"]["labels"].get(names.COMPONENT) == names.MEMBER
-    return member and status.get("phase") == "Running" and bool(status.get("podIP"))
+    return status.get("phase") == "Running" and bool(status.get("podIP"))
 
 
 async def _serve(kubeconfig: Path, namespace: str, members: int) -> None:
@@ -164,6 +182,7 @@ def main() -> None:
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--members", type=int, default=2, help="of a group (default: %(default)s)")
     options = parser.parse_args()
+    raise_file_limit()
     asyncio.run(_serve(options.kubeconfig, options.namespace, options.members))
 
 
