@@ -392,8 +392,8 @@ DOCUMENTS = (
     Mutant(
         "verify does not repeat checks that were not performed",
         f"{_OPERATOR}/cli/verify.py",
-        "    return {result.name: result for result in results if result.reason not in INCOMPLETE}\n",
-        "    return {result.name: result for result in results}\n",
+        "{each.name: each for each in results if each.reason not in _REPEATED}",
+        "{each.name: each for each in results}",
         ("tests/unit/verify/test_command.py",),
     ),
     Mutant(
