@@ -473,9 +473,7 @@ def _offloaded_cache(chosen: Setup) -> Iterator[Broken]:
     further = settings.get("kv_connector_extra_config")
     name = further.get("spec_name") if isinstance(further, dict) else None
     if chosen.several_machines and (name or settings.get("kv_connector_extra_config.spec_name")) == _TIERS:
-        yield Broken(
-            _ARGS, None, f"{_TIERS} stores the cache of rank 0's machine only"
-        )
+        yield Broken(_ARGS, None, f"{_TIERS} stores the cache of rank 0's machine only")
 
 
 def _cpu_fields(chosen: Setup) -> Iterator[Broken]:
@@ -626,7 +624,7 @@ RULES = (
     Rule(
         "OffloadedCache", Severity.REFUSE, "offloading of the KV cache to tiers from several machines",
         _offloaded_cache, "remove it, or use LMCacheMPConnector with a server of LMCache on each machine",
-        "https://github.com/vllm-project/vllm/issues/54415; vLLM 0.32, v1/kv_offload/tiering/spec.py",
+        "https://github.com/vllm-project/vllm/issues/54415; vLLM 0.33, v1/kv_offload/tiering/spec.py",
     ),
     Rule(
         "SpeculativeHeads", Severity.REFUSE, "drafts that the checkpoint or the image does not support",
