@@ -226,10 +226,13 @@ def test_the_shipped_folder_depends_on_the_kernels_alone(packed: tuple[Path, Pat
     precompile(tmp_path / "cache", *compile_into, asked="\n".join([*FAST[::-1], "", ""]))
     pack([tmp_path / "cache"], again, Arch.SM_121)
 
-    def content(folder: Path) -> dict[str, bytes]:
-        files = (one for one in folder.rglob("*") if one.is_file())
+    def content(folder: Path) -> dict[str, object]:
+        manifest = json.loads((folder / "sm_121" / "manifest.json").read_text())
         # The compiler writes the path of its temporary file into a module.
-        return {str(one.relative_to(folder)): b"" if one.suffix == ".so" else one.read_bytes() for one in files}
+        manifest["sha256"] = {name: one for name, one in manifest["sha256"].items() if not name.endswith(".so")}
+        files = (one for one in folder.rglob("*") if one.is_file() and one.name != "manifest.json")
+        found = {str(one.relative_to(folder)): b"" if one.suffix == ".so" else one.read_bytes() for one in files}
+        return {**found, "manifest": manifest}
 
     assert content(again) == content(first)
     with pytest.raises(shipping.ShippedError, match="no compiled kernels for sm_90"):
