@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +161,10 @@ def drop_cache(model: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def main() -> None:
-    """Read the options, measure and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def read_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line; `further` has the arguments after `--`."""
+    usage = "%(prog)s MODEL --out FILE [options] [-- further arguments of vLLM]"
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=usage)
     parser.add_argument("model")
     parser.add_argument("--runs", type=int, default=3, help="restarts of each way (default: %(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:2]))
@@ -171,8 +174,14 @@ def main() -> None:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, default=Path("restart-logs"))
-    parser.add_argument("further", nargs="*", help="further arguments of vLLM, after --")
-    options = parser.parse_args()
+    # A positional argument of any length would be complete, and empty, before the first option (Python 3.11).
+    own = list(itertools.takewhile(lambda word: word != "--", arguments))
+    return parser.parse_args(own, argparse.Namespace(further=list(arguments[len(own) + 1 :])))
+
+
+def main() -> None:
+    """Read the options, measure and write the result."""
+    options = read_options(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(DSV4_KERNELS=options.kernels, VLLM_WORKER_MULTIPROC_METHOD="fork")

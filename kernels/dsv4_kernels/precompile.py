@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import hashlib
@@ -241,28 +242,31 @@ def pack(caches: Sequence[Path], shipped: Path, arch: Arch) -> dict[str, Any]:
 
     Returns:
         The manifest: `environment` (`compiler_identity`), `kernels` (key to the file with the metadata), `others`
-        (files of other keys), `marks`, and `files` with their sizes in bytes.
+        (files of other keys), `marks`, `files` with their sizes in bytes, and `sha256` of each file.
 
     Raises:
         ShippedError: the caches have no kernel for `arch`.
         OSError: the folder cannot be written.
     """
-    target, unique = shipped / arch, uuid.uuid4().hex
-    written, earlier = shipped / f".{arch}.{unique}", shipped / f".{arch}.{unique}.old"
+    written = shipped / f".{arch}.{uuid.uuid4().hex}"
     kernels: dict[str, str] = {}
     others: list[str] = []
     files: dict[str, int] = {}
+    digests: dict[str, str] = {}
 
     def copy(source: Path, key: str, name: str) -> None:
         (written / key).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, written / key / name)
-        files[f"{key}/{name}"] = source.stat().st_size
+        # Of the copy: the cache may be that of a running engine.
+        content = (written / key / name).read_bytes()
+        files[f"{key}/{name}"], digests[f"{key}/{name}"] = len(content), hashlib.sha256(content).hexdigest()
 
     try:
         for folder in sorted(folder for cache in caches for folder in cache.iterdir()):
             if not folder.is_dir() or folder.name in (_MARKS, *kernels):
                 continue
-            if (group := next(folder.glob(f"{_GROUP}*"), None)) is not None:
+            # Not the file beside it that an interrupted `attach` has left.
+            if (group := next(folder.glob(f"{_GROUP}*.json"), None)) is not None:
                 name, paths = group.name.removeprefix(_GROUP), _children(group)
                 if paths is not None and _target_of(paths.get(name)) == arch.spec.capability:
                     kernels[folder.name] = name
@@ -278,17 +282,35 @@ def pack(caches: Sequence[Path], shipped: Path, arch: Arch) -> dict[str, Any]:
         marks = sorted({mark.name for cache in caches for mark in (cache / _MARKS).glob("*") if mark.exists()})
         manifest: dict[str, Any] = {
             "environment": compiler_identity(arch), "dsv4": _version("dsv4-kernels"),
-            "kernels": kernels, "others": others, "marks": marks, "files": files,
+            "kernels": kernels, "others": others, "marks": marks, "files": files, "sha256": digests,
         }  # fmt: skip
         (written / _MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
-        # An engine may read the earlier files: no kernel of them may be there in part.
-        with contextlib.suppress(FileNotFoundError):
-            target.rename(earlier)
-        written.rename(target)
+        _replace_folder(shipped / arch, written)
     finally:
         shutil.rmtree(written, ignore_errors=True)
-        shutil.rmtree(earlier, ignore_errors=True)
     return manifest
+
+
+def _replace_folder(target: Path, written: Path) -> None:
+    """Rename `written` to `target`, also while others do the same. An engine finds the folder whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    while True:
+        earlier = target.with_name(f"{written.name}.old")
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(earlier)
+        try:
+            written.rename(target)
+        except OSError as error:
+            # Another writer was between the two renames.
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        else:
+            return
+        finally:
+            shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _children(group: Path) -> dict[str, Path] | None:
@@ -316,7 +338,7 @@ def attach(shipped: Path, arch: Arch) -> int | None:
     folder. Concurrent callers write the same.
 
     Raises:
-        ShippedError: the kernels are of another environment, or a file is missing or damaged.
+        ShippedError: the kernels are of another environment, or a file is missing, or its content another one.
         OSError: the cache cannot be written.
     """
     folder = shipped / arch
@@ -327,11 +349,14 @@ def attach(shipped: Path, arch: Arch) -> int | None:
         raise ShippedError("; ".join(found))
     for name, size in manifest["files"].items():
         try:
-            actual = (folder / name).stat().st_size
+            content = (folder / name).read_bytes()
         except OSError as error:
             raise ShippedError(f"{name}: {error.strerror}") from error
-        if actual != size:
-            raise ShippedError(f"{name} has {actual} bytes, needs {size}")
+        if len(content) != size:
+            raise ShippedError(f"{name} has {len(content)} bytes, needs {size}")
+        # After a power cut a file may have its size and no content.
+        if hashlib.sha256(content).hexdigest() != manifest["sha256"].get(name):
+            raise ShippedError(f"{name} differs from the file that was compiled (SHA-256)")
     cache = Path(triton.knobs.cache.dir)
     members: dict[str, dict[str, str]] = {key: {} for key in manifest["kernels"]}
     for name in manifest["files"]:
@@ -374,7 +399,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     try:
         found: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
-        kinds = {"environment": dict, "kernels": dict, "files": dict, "others": list, "marks": list}
+        kinds = {"environment": dict, "kernels": dict, "files": dict, "sha256": dict, "others": list, "marks": list}
         lacking = [name for name, kind in kinds.items() if not isinstance(found.get(name), kind)]
     except (OSError, ValueError, AttributeError) as error:
         raise ShippedError(f"{_MANIFEST} cannot be read ({type(error).__name__})") from error

@@ -226,10 +226,13 @@ def test_the_shipped_folder_depends_on_the_kernels_alone(packed: tuple[Path, Pat
     precompile(tmp_path / "cache", *compile_into, asked="\n".join([*FAST[::-1], "", ""]))
     pack([tmp_path / "cache"], again, Arch.SM_121)
 
-    def content(folder: Path) -> dict[str, bytes]:
-        files = (one for one in folder.rglob("*") if one.is_file())
+    def content(folder: Path) -> dict[str, object]:
+        manifest = json.loads((folder / "sm_121" / "manifest.json").read_text())
         # The compiler writes the path of its temporary file into a module.
-        return {str(one.relative_to(folder)): b"" if one.suffix == ".so" else one.read_bytes() for one in files}
+        manifest["sha256"] = {name: one for name, one in manifest["sha256"].items() if not name.endswith(".so")}
+        files = (one for one in folder.rglob("*") if one.is_file() and one.name != "manifest.json")
+        found = {str(one.relative_to(folder)): b"" if one.suffix == ".so" else one.read_bytes() for one in files}
+        return {**found, "manifest": manifest}
 
     assert content(again) == content(first)
     with pytest.raises(shipping.ShippedError, match="no compiled kernels for sm_90"):
@@ -257,7 +260,7 @@ def test_kernels_of_another_environment_are_refused_by_its_name(
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("damage", ["removed", "shortened", "manifest", "field"])
+@pytest.mark.parametrize("damage", ["removed", "shortened", "zeros", "manifest", "field"])
 def test_damaged_shipped_kernels_are_refused(
     packed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -269,10 +272,44 @@ def test_damaged_shipped_kernels_are_refused(
         cubin.unlink()
     elif damage == "shortened":
         cubin.write_bytes(cubin.read_bytes()[:-1])
+    elif damage == "zeros":
+        cubin.write_bytes(bytes(cubin.stat().st_size))
     elif damage == "manifest":
         (folder / "manifest.json").write_text("{")
     else:
         (folder / "manifest.json").write_text("{}")
-    with pytest.raises(shipping.ShippedError, match=cubin.name if damage in ("removed", "shortened") else "manifest"):
+    named = "manifest" if damage in ("manifest", "field") else cubin.name
+    with pytest.raises(shipping.ShippedError, match=named):
         shipping.attach(tmp_path / "shipped", Arch.SM_121)
     assert not (tmp_path / "cache").exists()
+
+
+def test_kernels_beside_the_remains_of_an_interrupted_attach_are_packed(
+    packed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended between writing a group and renaming it."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    count = shipping.attach(packed[0], Arch.SM_121)
+    groups = list(cache.glob("*/__grp__*"))
+    assert len(groups) == count
+    for group in groups:
+        for number in range(3):
+            group.with_name(f"{group.name}.{number:032x}").write_text("{")
+    manifest = pack([cache], tmp_path / "again", Arch.SM_121)
+    assert len(manifest["kernels"]) == count
+
+
+def test_several_writers_of_one_directory_leave_one_whole_result(
+    packed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs that build for machines with a common file system."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    count = shipping.attach(packed[0], Arch.SM_121)
+    again = tmp_path / "again"
+    with ThreadPoolExecutor(4) as pool:
+        written = list(pool.map(lambda _: pack([tmp_path / "cache"], again, Arch.SM_121), range(60)))
+    assert {len(manifest["kernels"]) for manifest in written} == {count}
+    assert [one.name for one in again.iterdir()] == ["sm_121"]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
+    assert shipping.attach(again, Arch.SM_121) == count

@@ -692,7 +692,8 @@ def _engine_of(deployment: DSV4Deployment, source: DeploymentSource) -> tuple[Ma
     given = dict(each.split("=", 1) for each in plans[0].engine.args if "=" in each)
     if "--enable-expert-parallel" in plans[0].engine.args:
         raise bad_input("spec.topology.expertParallel: only the engine compiles kernels of experts on several ranks")
-    flags = [f"{option}={given[flag]}" for flag, option in _ENGINE_FLAGS.items()]
+    # One rank has no flag of parallelism, and the default of both programs is 1.
+    flags = [f"{option}={given[flag]}" for flag, option in _ENGINE_FLAGS.items() if flag in given]
     if drafts := given.get("--speculative-config"):
         flags.append(f"--drafts={json.loads(drafts)['num_speculative_tokens']}")
     return kind, model_config(model_here(deployment.spec.model) or model_for(deployment.spec.model)), flags

@@ -66,6 +66,8 @@ _RAY_PORTS = {10001: "Ray's client server", 52365: "Ray's dashboard agent"}
 _MOST_BATCHED_UNIFIED = 8192
 _MOST_STAGED_REQUESTS = 16
 _UNEQUAL_BYTES = 2 * GIB
+_TIERS = "TieringOffloadingSpec"
+"""Setting `spec_name` of vLLM's offloaded KV cache with tiers below the host's memory, such as files."""
 
 
 def _wrong_hardware(chosen: Setup) -> Iterator[Broken]:
@@ -466,6 +468,14 @@ def _short_steps(chosen: Setup) -> Iterator[Broken]:
         yield Broken("spec.engine.timeouts.executeModel", format_duration(seconds), problem)
 
 
+def _offloaded_cache(chosen: Setup) -> Iterator[Broken]:
+    settings = chosen.json("--kv-transfer-config")
+    further = settings.get("kv_connector_extra_config")
+    name = further.get("spec_name") if isinstance(further, dict) else None
+    if chosen.several_machines and (name or settings.get("kv_connector_extra_config.spec_name")) == _TIERS:
+        yield Broken(_ARGS, None, f"{_TIERS} stores the cache of rank 0's machine only")
+
+
 def _cpu_fields(chosen: Setup) -> Iterator[Broken]:
     """Yield the settings without an effect in the CPU build; they would be ignored silently."""
     if not chosen.on_cpu:
@@ -610,6 +620,11 @@ RULES = (
     Rule(
         "KVCacheDtype", Severity.REFUSE, "a KV cache format that the image does not support for DeepSeek-V4",
         _kv_cache_dtype, "", "vLLM 0.33, models/deepseek_v4/attention.py; the sources of the image profile",
+    ),
+    Rule(
+        "OffloadedCache", Severity.REFUSE, "offloading of the KV cache to tiers from several machines",
+        _offloaded_cache, "remove it, or use LMCacheMPConnector with a server of LMCache on each machine",
+        "https://github.com/vllm-project/vllm/issues/54415; vLLM 0.33, v1/kv_offload/tiering/spec.py",
     ),
     Rule(
         "SpeculativeHeads", Severity.REFUSE, "drafts that the checkpoint or the image does not support",

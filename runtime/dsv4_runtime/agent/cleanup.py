@@ -1,7 +1,8 @@
 """Remains of an ended engine: processes, the port and GPU memory that block the next one, shared memory and sockets.
 
-Python's `multiprocessing` (`psm_…`, vLLM's message queues) and vLLM's CPU communicator (`…-cpushm_…`) create files in
-/dev/shm and remove them at a regular exit. A killed engine leaves them behind, and a few restarts fill the file system.
+Python's `multiprocessing` (`psm_…`, vLLM's message queues), vLLM's CPU communicator (`…-cpushm_…`) and its offloaded KV
+cache (`vllm_offload_….mmap`, 0.33 in parts) create files in /dev/shm and remove them at a regular exit. A killed engine
+leaves them behind, and a few restarts fill the file system.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SHM = Path("/dev/shm")  # noqa: S108  (shared memory of Ray and vLLM, not tempor
 # The driver keeps a little memory after the first use of a GPU.
 _GPU_SLACK_BYTES = 1 << 30
 _NAMED = 3
-_OURS = re.compile(r"psm_[0-9a-f]+|.+-cpushm(_\d+)?|torch_\d+_.+|dsv4-ledger\.\d+")
+_OURS = re.compile(r"psm_[0-9a-f]+|.+-cpushm(_\d+)?|torch_\d+_.+|dsv4-ledger\.\d+|vllm_offload_.+\.mmap(\.\d+)?")
 # A file this young may belong to a process that has not mapped it yet.
 _SETTLED_SECONDS = 2.0
 _BOUND_SOCKETS = Path("/proc/net/unix")

@@ -292,11 +292,13 @@ class Member:
             self.loop.feed(self.context.view())
 
     async def _maintain_processes(self) -> None:
-        """Reap orphans, follow Ray's log, and watch processes that started late."""
+        """Reap orphans, renew the keeper's socket, follow Ray's log, and watch processes that started late."""
         context, refreshed = self.context, 0.0
         while True:
             await tick(1.0)
             reap_orphans(frozenset(child.pid for child in context.children))
+            if context.keeper is not None:
+                context.keeper.renew()
             if context.record.joined:
                 context.tails["ray"].read()
             if context.record.joined and time.monotonic() - refreshed > _REFRESH_SECONDS:

@@ -160,8 +160,9 @@ class Standby:
         scanned, complete = 0.0, time.monotonic()
         while True:
             await asyncio.sleep(procfs.PROBE_SECONDS)
-            if self._server is not None and not await self._is_usable(self._server):
-                return f"the standby server (process {await self._discard()}) ended or does not answer", 0
+            server = self._server
+            if server is not None and not await self._is_usable(server) and self._server is server:
+                return f"the standby server (process {await self._discard(server)}) ended or does not answer", 0
             lost = {pid for pid in workers if not _runs(pid)}
             # Ray itself ends processes beyond the number of devices.
             missing = min(len(workers), self._context.me.devices) - len(workers - lost)
@@ -184,9 +185,9 @@ class Standby:
         program = server.running and any(MODULE in word for word in command_of(server.pid))
         return program and await server.alive()
 
-    async def _discard(self) -> int:
-        server, self._server = self._server, None
-        assert server is not None  # noqa: S101  (see the callers)
+    async def _discard(self, server: Child) -> int:
+        if self._server is server:
+            self._server = None
         await server.end(0.0)
         if server in self._context.children:
             self._context.children.remove(server)
@@ -226,7 +227,10 @@ class Standby:
         if server is None:
             return None
         if not await self._is_usable(server):
-            _log.warning("the standby server (process %s) does not answer: a cold start", await self._discard())
+            _log.warning("the standby server (process %s) does not answer: a cold start", await self._discard(server))
+            return None
+        if self._server is not server:
+            # `_until_lost` has discarded it meanwhile.
             return None
         self._server = None
         server.name = name

@@ -7,6 +7,9 @@ nor a copy: it holds descriptors and one JSON document per set. A set belongs to
 the name of its slot (`<rank>-<number>`); a later offer for this slot replaces it. When the agent ends, the kernel
 closes the descriptors, and the memory is free.
 
+A set that cannot be mapped costs a start: the engine that counted its memory ends, and the next one loads from disk.
+After two in a row that failed because of one rank the keeper accepts no more sets: the third would fail too.
+
 Protocol over a Unix stream socket, one request per connection: a line of JSON in each direction. An offer is followed
 by its descriptors, an answer with a set too, in messages of at most 200 with one byte each.
 """
@@ -42,11 +45,17 @@ _SECONDS = 20.0
 _PAUSE_SECONDS = 0.5
 _BACKLOG = 16
 _NOT_LOADED = "the engine that mapped them last did not load its model"
+_MOST_FAILURES = 2
+"""Starts in a row that could not map a set, after which no set is accepted."""
 _UCRED = struct.Struct("3i")
 
 
 class KeeperError(Exception):
     """The keeper cannot be reached, or answered with an error; the text is the reason."""
+
+
+class KeeperSilentError(KeeperError):
+    """The keeper did not answer in time; it may hold memory."""
 
 
 @dataclass
@@ -84,30 +93,69 @@ class Keeper:
         """
         self.path = path
         self._sets: dict[str, Kept] = {}
+        self._failures: dict[str, list[str]] = {}
+        """Rank to the reasons of its latest failures in a row."""
         self._lock = threading.Lock()
         self._ended = threading.Event()
         raise_file_limit()
-        path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX)
-        try:
-            with _short(path) as name:
-                self._listener.bind(name)
-            path.chmod(0o600)
-            self._listener.listen(_BACKLOG)
-        except OSError:
-            self._listener.close()
-            raise
+        self._listener, self._file = self._listen()
         threading.Thread(target=self._serve, name="weights-keeper", daemon=True).start()
+
+    def _listen(self) -> tuple[socket.socket, tuple[int, int, int]]:
+        """Return a socket that listens at the path, and the identity of its file."""
+        self.path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            with _short(self.path) as name:
+                listener.bind(name)
+            self.path.chmod(0o600)
+            listener.listen(_BACKLOG)
+            file = self._identity()
+        except OSError:
+            listener.close()
+            raise
+        return listener, file
+
+    def _identity(self) -> tuple[int, int, int]:
+        # With the type: another file may have the inode of a removed one.
+        found = self.path.stat()
+        return found.st_dev, found.st_ino, found.st_mode
+
+    def renew(self) -> None:
+        """Make the socket's file again if it was removed, for example by a cleaner of old files.
+
+        If that fails, everything is released: a worker that does not reach the keeper loads a second copy.
+        """
+        try:
+            if self._file == self._identity():
+                return
+        except OSError:
+            pass
+        try:
+            former, (self._listener, self._file) = self._listener, self._listen()
+        except OSError as error:
+            self.drop(f"{self.path} was removed and cannot be made again: {error}")
+            return
+        _log.warning("%s was removed, and is made again", self.path)
+        _end(former)
 
     def held(self) -> int:
         """Return the bytes of all sets."""
         with self._lock:
             return sum(kept.size for kept in self._sets.values())
 
-    def drop(self, reason: str, rank: str | None = None) -> None:
-        """Release all sets, or those of one rank."""
+    def drop(self, reason: str, rank: str | None = None, *, failed: str | None = None) -> None:
+        """Release all sets, or those of one rank.
+
+        Args:
+            reason: for the log.
+            rank: whose; None: of all ranks.
+            failed: rank that could not map one of them.
+        """
         with self._lock:
             dropped = [self._sets.pop(slot) for slot in list(self._sets) if rank in (None, _rank_of(slot))]
+            if dropped and failed is not None:
+                self._failures.setdefault(failed, []).append(reason)
         for kept in dropped:
             kept.close()
         if dropped:
@@ -117,19 +165,21 @@ class Keeper:
     def close(self) -> None:
         """Stop listening and release everything."""
         self._ended.set()
+        _end(self._listener)
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.path.unlink(missing_ok=True)
+            self.path.unlink()
         self.drop("the agent ends")
 
     def _serve(self) -> None:
         while True:
+            listener = self._listener
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError as error:
                 if self._ended.is_set():
                     return
+                if listener is not self._listener:
+                    continue
                 _log.warning("retained weights: no request can be accepted: %s", error)
                 self._ended.wait(_PAUSE_SECONDS)
                 continue
@@ -156,14 +206,24 @@ class Keeper:
                 size = int(about["bytes"])
                 kept = Kept(about, _receive(connection, count))
                 with self._lock:
-                    before, self._sets[slot] = self._sets.get(slot), kept
+                    before = self._sets.pop(slot, None)
+                    if before is not None and before.taken:
+                        self._failures.pop(rank, None)
+                    failed = next((said for said in self._failures.values() if len(said) >= _MOST_FAILURES), None)
+                    if failed is None:
+                        self._sets[slot] = kept
                 if before is not None:
                     before.close()
+                if failed is not None:
+                    kept.close()
+                    why = f"{len(failed)} starts in a row could not map them, the last one: {failed[-1]}"
+                    _send_line(connection, {"refused": why})
+                    return
                 _send_line(connection, {"ok": True})
                 _log.info("retains %.1f GiB of weights (%s)", size / 2**30, slot)
             case "take":
                 if slot in self._taken(rank):
-                    self.drop(_NOT_LOADED, rank)
+                    self.drop(_NOT_LOADED, rank, failed=rank)
                 copies: list[int] = []
                 try:
                     with self._lock:
@@ -179,12 +239,12 @@ class Keeper:
                         os.close(one)
             case "sizes":
                 if self._taken(rank):
-                    self.drop(_NOT_LOADED, rank)
+                    self.drop(_NOT_LOADED, rank, failed=rank)
                 with self._lock:
                     sizes = {name: one.size for name, one in self._sets.items() if _rank_of(name) == rank}
                 _send_line(connection, {"sizes": sizes})
             case "drop":
-                self.drop(str(request.get("reason", "")))
+                self.drop(str(request.get("reason", "")), failed=rank)
                 _send_line(connection, {"ok": True})
             case other:
                 raise ValueError(f"unknown request {other!r}")
@@ -213,7 +273,9 @@ class Client:
             KeeperError: it was not accepted.
         """
         request = {"do": "offer", "slot": slot, "about": about, "descriptors": len(descriptors)}
-        self._ask(request, give=descriptors)
+        answer, _ = self._ask(request, give=descriptors)
+        if refused := answer.get("refused"):
+            raise KeeperError(str(refused))
 
     def take(self, slot: str) -> Kept | None:
         """Return the set of a slot with descriptors of this process, None if there is none; the keeper retains its own.
@@ -231,18 +293,19 @@ class Client:
         count as memory outside of the engine.
 
         Raises:
-            KeeperError: the keeper did not answer.
+            KeeperSilentError: the keeper did not answer in time, for example because the agent is stopped.
+            KeeperError: it cannot be reached: the agent has ended.
         """
         answer, _ = self._ask({"do": "sizes", "slot": f"{rank}-"})
         return {str(slot): int(size) for slot, size in answer["sizes"].items()}
 
-    def drop(self, reason: str) -> None:
-        """Have all sets released.
+    def drop(self, reason: str, slot: str) -> None:
+        """Have all sets released, because that of a slot cannot be mapped.
 
         Raises:
             KeeperError: the keeper did not answer.
         """
-        self._ask({"do": "drop", "slot": "", "reason": reason})
+        self._ask({"do": "drop", "slot": slot, "reason": reason})
 
     def _ask(self, request: dict[str, Any], give: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
         try:
@@ -255,7 +318,17 @@ class Client:
                 answer = _receive_line(connection)
                 return answer, _receive(connection, int(answer.get("descriptors", 0)))
         except (OSError, ValueError) as error:
-            raise KeeperError(f"{self._path}: {type(error).__name__}: {error}") from error
+            # The second one: its queue of connections is full.
+            silent = isinstance(error, (TimeoutError, BlockingIOError))
+            kind = KeeperSilentError if silent else KeeperError
+            raise kind(f"{self._path}: {type(error).__name__}: {error}") from error
+
+
+def _end(listener: socket.socket) -> None:
+    """Close a socket on which another thread waits."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
 def _rank_of(slot: str) -> str:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsv4_runtime.util.keeper import Client, KeeperError, Kept
+from dsv4_runtime.util.keeper import Client, KeeperError, KeeperSilentError, Kept
 from dsv4_runtime.vllm_plugin.kernels.v033 import LAYERS
 
 LOGGER = logging.getLogger("vllm.dsv4")
@@ -585,7 +585,8 @@ def _compare(about: dict[str, Any], found: Inventory) -> None:
         if size != one[2]:
             raise RetainedError(f"the storage at {address:#x} has {size} bytes, before {one[2]}")
     for path, value in about["values"].items():
-        if path in found.values and found.values[path] != value:
+        # As JSON: NaN differs from itself.
+        if path in found.values and json.dumps(found.values[path]) != json.dumps(value):
             raise RetainedError(f"{path} is {found.values[path]!r}, after the load it was {value!r}")
 
 
@@ -647,6 +648,9 @@ def retaining(default: type) -> type:
         _outside.clear()
         try:
             _outside.update(client.sizes(_rank_of(vllm_config)))
+        except KeeperSilentError as error:
+            # A second copy beside weights that it holds may not fit, and on unified memory stops the machine.
+            raise RetainedError(f"whether there are retained weights is unknown: {error}") from error
         except KeeperError as error:
             LOGGER.warning("dsv4 retained weights: %s", error)
         return sum(_outside.values())
@@ -685,23 +689,34 @@ def _rank_of(vllm_config: Any) -> str:
     return f"{parallel.data_parallel_rank}.{parallel.rank}"
 
 
+def _reason(error: Exception) -> str:
+    known = isinstance(error, (RetainedError, KeeperError))
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
 def _load(default: Any, loader: Any, client: Client, vllm_config: Any, model_config: Any, prefix: str) -> Any:
     """Load a model with or without kept memory, and give its memory to the keeper."""
     begun = time.monotonic()
     rank = _rank_of(vllm_config)
     slot = f"{rank}-{_COUNT.get(rank, 0)}"
     _COUNT[rank] = _COUNT.get(rank, 0) + 1
-    key = key_of(vllm_config, model_config, prefix)
     kept, lacking = None, ""
     try:
+        key = key_of(vllm_config, model_config, prefix)
         memory = CudaMemory(torch.cuda.current_device())
         kept = client.take(slot)
-    except (RetainedError, KeeperError) as error:
-        lacking = str(error)
+    except Exception as error:
+        # Also vLLM's: a configuration without a hash, or a file of the checkpoint that is removed meanwhile.
+        lacking = _reason(error)
+    if kept is not None and slot not in _outside:
+        # vLLM would take their bytes for free memory of its own: the KV cache would not fit.
+        kept.close()
+        kept, lacking = None, "the keeper did not answer when they were to be counted"
+        _outside[slot] = 0
     if kept is None and slot in _outside:
         # Their bytes are missing in the budget of this engine, and the memory may still be in use.
         with contextlib.suppress(KeeperError):
-            client.drop(f"{slot} was not mapped")
+            client.drop(f"{slot} was not mapped", slot)
         reason = lacking or "they are no longer there"
         raise RetainedError(f"retained weights were released, the next start loads from disk: {reason}")
     if lacking:
@@ -723,7 +738,7 @@ def _load(default: Any, loader: Any, client: Client, vllm_config: Any, model_con
         error = pool.error or error
         kept.close()
         with contextlib.suppress(KeeperError):
-            client.drop(str(error))
+            client.drop(str(error), slot)
         raise RetainedError(f"retained weights were released, the next start loads from disk: {error}") from error
     restored = time.monotonic()
     try:
@@ -736,9 +751,9 @@ def _load(default: Any, loader: Any, client: Client, vllm_config: Any, model_con
                 os.close(one)
             if kept is not None:
                 kept.close()
-    except (RuntimeError, KeeperError, OSError) as error:
-        # `RetainedError`, or PyTorch's: the model itself is loaded.
-        LOGGER.warning("dsv4 retained weights: the next start loads from disk: %s", error)
+    except Exception as error:
+        # The model itself is loaded.
+        LOGGER.warning("dsv4 retained weights: the next start loads from disk: %s", _reason(error))
         return model
     LOGGER.info(
         "dsv4 retained weights: %.2f GiB in %d segments %s, made in %.1f s, mapped in %.2f s, offered in %.2f s",

@@ -114,3 +114,21 @@ def test_a_task_that_cannot_end_does_not_keep_the_agent(make_plan: MakePlan, tmp
         [sys.executable, "-c", STUCK, plan, tmp_path], capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == 0, ended.stderr
+
+
+async def test_a_removed_socket_of_retained_weights_is_made_again(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It would collect the exit codes of this process's other children.
+    monkeypatch.setattr(member, "reap_orphans", lambda own: None)
+    plan = make_plan()
+    plan = plan.model_copy(update={"engine": plan.engine.model_copy(update={"retain_weights": True})})
+    made = Member(plan, 1, tmp_path, "token")
+    keeper = made.context.keeper
+    assert keeper is not None
+    assert made.context.env["DSV4_WEIGHTS_KEEPER"] == str(keeper.path)
+    keeper.path.unlink()
+    keeping = asyncio.create_task(made._maintain_processes())
+    await until(keeper.path.exists, 20)
+    keeping.cancel()
+    keeper.close()

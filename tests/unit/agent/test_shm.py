@@ -19,7 +19,8 @@ def leave(name: str) -> Path:
 
 def test_only_abandoned_shared_memory_is_removed() -> None:
     born = time.time() - 0.1
-    left = [leave("psm_0123abcd"), leave("12345-tp:0-[0-1]-cpushm_0")]
+    region = "vllm_offload_5e6c7a52-0d1f-4a3c-9f59-1d2c3b4a5e6f_dp0.mmap"
+    left = [leave(name) for name in ("psm_0123abcd", "12345-tp:0-[0-1]-cpushm_0", region, f"{region}.31")]
     foreign = leave("somebody-elses-data")
     used = shared_memory.SharedMemory(create=True, size=16)
     opened = leave("psm_0badcafe")

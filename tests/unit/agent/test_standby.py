@@ -27,6 +27,7 @@ from dsv4_runtime.agent.decide.actions import KillEngine, StartTask, Stop
 from dsv4_runtime.agent.decide.events import EngineGone, Staged, Task
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan, Phase
+from dsv4_runtime.util import procfs
 from dsv4_runtime.vllm_plugin import forking, patch, preload, warm_pool
 from dsv4_runtime.vllm_plugin.kernels import v033
 from dsv4_runtime.weights.staging import StagingResult
@@ -306,6 +307,30 @@ async def test_a_standby_process_is_used_only_if_it_answers_or_works(
         assert not waiting.running, "it is no child any more"
         assert member.context.children == []
     await waiting.end(0.0)
+
+
+async def test_a_server_that_two_tasks_find_unusable_is_discarded_once(
+    member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The next engine and the search for losses query one server at once; it runs and does not answer."""
+    begin = member.context.start_child
+
+    async def silent(name: str, command: list[str], *, fed: bool = False, log: str | None = None) -> Any:
+        text = "import time; print('sleeps', flush=True); time.sleep(60)"
+        return await begin(name, [sys.executable, "-c", text, *command[2:3]], fed=fed, log=log)
+
+    monkeypatch.setattr(member.context, "start_child", silent)
+    monkeypatch.setattr(procfs, "PROBE_SECONDS", 0.2)
+    await member.standby.prepare()
+    (waiting,) = member.context.children
+    await wait_for(tmp_path / "standby.log", "sleeps")
+    searching = asyncio.create_task(member.standby._until_lost())
+    taken = await member.standby.take((), str(tmp_path / "vllm.log"))
+    await asyncio.sleep(procfs.ANSWER_SECONDS + 1.0)
+    assert taken is None
+    assert not waiting.running
+    assert not searching.done(), "the engine has discarded it, so nothing is to be replaced"
+    searching.cancel()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent.decide.actions import FindProcesses, KillEngine, RecordFailure, ReportServing, StartEngine
+from dsv4_runtime.agent.decide.actions import (
+    FindProcesses,
+    KillEngine,
+    RecordFailure,
+    ReportServing,
+    StartEngine,
+    Stop,
+)
 from dsv4_runtime.agent.decide.events import (
     AgentEvent,
     ApiEnded,
@@ -16,6 +23,7 @@ from dsv4_runtime.agent.decide.events import (
     FabricFellBack,
     FirstError,
     ProcessEnded,
+    Task,
     WorkerLost,
 )
 from dsv4_runtime.contract import Cause, GroupPlan, Phase
@@ -58,6 +66,24 @@ def test_a_member_starts_its_part_of_each_generation_once(serving: MakeReplay, f
         assert len(replay.all(StartEngine)) == generation
         assert len(replay.all(ReportServing)) == generation
         replay.head_says(generation, Phase.RESTARTING)
+
+
+@pytest.mark.parametrize("seen", [(Phase.RESTARTING,), ()])
+def test_the_standby_server_is_kept_by_no_task_while_the_next_generation_takes_it(
+    serving: MakeReplay, seen: tuple[Phase, ...]
+) -> None:
+    """Answers with the short phase of a restart may be lost; imports would stay slow until it serves."""
+    replay = serving(1, members=MEMBERS)
+    for phase in (Phase.LOADING, Phase.WARMING, Phase.SERVING):
+        replay.head_says(1, phase)
+    before = len(replay.done)
+    for phase in seen:
+        replay.head_says(1, phase)
+    replay.head_says(2, Phase.LOADING)
+    later = [action for _, action in replay.done[before:]]
+    order = [type(action) for action in later if action == Stop((Task.STANDBY,)) or isinstance(action, StartEngine)]
+    assert order[0] is Stop
+    assert order[-1] is StartEngine
 
 
 def test_with_ray_a_member_starts_nothing(serving: MakeReplay) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dsv4_operator.cli import main
+from dsv4_operator.cli import main, plan
 from dsv4_operator.cli.output import wrap
 from dsv4_operator.cli.plan import memory_text
 from dsv4_operator.planning.memory.runs import LoggedStart, runs
@@ -338,3 +338,48 @@ def test_the_memory_of_every_logged_start_fits_a_terminal_of_80_columns(start: L
     """Together the starts have every item of a plan."""
     text = wrap(memory_text(start.plan, (), "flash", ("safetensors", "instanttensor")), 80)
     assert [line for line in text.split("\n") if len(line) > 80] == []
+
+
+RECORDER = """
+import json, sys
+from pathlib import Path
+print(json.dumps([sys.argv[2:], json.loads(Path(sys.argv[1], "config.json").read_text())["hidden_size"]]))
+"""
+ONE_GPU = """
+apiVersion: dsv4.dev/v1beta1
+kind: DSV4Deployment
+metadata: {name: one}
+spec:
+  model: {variant: Nano, source: {nano: {seed: 0, precision: fp8}}}
+  topology: {hardware: H100, nodesPerGroup: 1}
+  engine: {maxModelLen: 4096, maxNumSeqs: 8, maxNumBatchedTokens: 2048}
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "expected", "hidden"),
+    [
+        (ONE_GPU, [], "--tokens=2048 --requests=8 --context=4096 --arch sm_90", None),
+        (
+            "flash-2x-spark.yaml",
+            ["--arch", "sm_121,sm_120", "--processes", "2"],
+            "--tensor-parallel=2 --tokens=4096 --requests=4 --context=131072 --arch sm_121 sm_120 --processes 2",
+            4096,
+        ),
+    ],
+    ids=["one GPU", "two Sparks"],
+)
+def test_kernels_are_compiled_for_the_engine_of_a_deployment(
+    file: str, options: list[str], expected: str, hidden: int | None, root: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "recorder.py").write_text(RECORDER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(plan, "_COMPILER", "recorder")
+    named = tmp_path / "one.yaml" if file == ONE_GPU else EXAMPLES / file
+    if file == ONE_GPU:
+        named.write_text(file)
+    assert main.run(["kernels", "compile", str(named), "--state-dir", str(root), *options]) == 0
+    given, size = json.loads(capfd.readouterr().out)
+    assert " ".join(given) == expected
+    assert hidden in (None, size)

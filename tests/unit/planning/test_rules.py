@@ -49,6 +49,13 @@ def env(name: str, value: str) -> dict[str, object]:
     return {"env": [{"name": name, "value": value}]}
 
 
+TIERS = (
+    '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": '
+    '{"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8589934592, '
+    '"secondary_tiers": [{"type": "fs", "root_dir": "/cache"}]}}'
+)
+TIERS_KEY = "kv_connector_extra_config.spec_name"
+
 CASES = [
     (
         "PipelineRequests",
@@ -213,6 +220,10 @@ CASES = [
         "spec.engine.env",
         None,
     ),
+    *(
+        ("OffloadedCache", deployment(engine={"extraArgs": [argument]}), "spec.engine.extraArgs", None)
+        for argument in (f"--kv-transfer-config={TIERS}", f"--kv-transfer-config.{TIERS_KEY}=TieringOffloadingSpec")
+    ),
     ("E8M0", deployment(engine=env("VLLM_USE_DEEP_GEMM_E8M0", "0")), "spec.engine.env", None),
     ("Eager", deployment(engine={"cudagraphMode": "None"}), "spec.engine.cudagraphMode", "None"),
     (
@@ -293,6 +304,15 @@ def test_rules_about_the_machines_at_hand() -> None:
     facts = facts_for(cards)
     assert "the reason" in broken(cards, changed(0, unsafe_copies="the reason"))["UnsafeCopies"].message
     assert "UnsafeCopies" not in broken(cards, facts)
+
+
+def test_an_offloaded_cache_of_one_machine_and_other_connectors_are_accepted() -> None:
+    def reasons(hardware: str, argument: str) -> set[str]:
+        return set(broken(deployment(hardware, engine={"extraArgs": [f"--kv-transfer-config={argument}"]})))
+
+    assert "OffloadedCache" not in reasons(RTX, TIERS)
+    other = '{"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}'
+    assert "OffloadedCache" not in reasons("GB10", other)
 
 
 def test_every_rule_is_tried_and_none_is_there_twice() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -39,6 +40,49 @@ def keeper(tmp_path: Path) -> Iterator[Keeper]:
     kept = Keeper(folder / "weights.sock")
     yield kept
     kept.close()
+
+
+AGENT = """
+import subprocess, sys, time
+from pathlib import Path
+from dsv4_runtime.util.keeper import Keeper
+kept = Keeper(Path(sys.argv[1]))
+print("listens", flush=True)
+sys.stdin.readline()
+print(subprocess.Popen(["sleep", "60"], close_fds=False).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_agent_frees_the_memory_although_its_children_live(tmp_path: Path) -> None:
+    path = tmp_path / "weights.sock"
+    held, memory = os.pipe()  # an end of file follows the last reference to `memory`
+    command = [sys.executable, "-c", AGENT, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "listens\n"
+        Client(path).offer("0.0-0", {"bytes": 7}, [memory] * 3)
+        os.close(memory)
+        agent.stdin.write("\n")
+        agent.stdin.flush()
+        child = int(agent.stdout.readline())
+        try:
+            assert select.select([held], [], [], 0.5)[0] == [], "it is kept"
+            agent.kill()
+            agent.wait(10)
+            assert select.select([held], [], [], 10)[0] == [held]
+            assert os.read(held, 1) == b""
+        finally:
+            agent.kill()
+            os.kill(child, signal.SIGKILL)
+            os.close(held)
+    with pytest.raises(KeeperError, match=r"weights\.sock"):
+        Client(path).sizes("0.0")
+    # The next agent finds the file of the socket there.
+    again = Keeper(path)
+    assert Client(path).sizes("0.0") == {}
+    again.close()
 
 
 def contents(descriptors: list[int]) -> list[str]:
@@ -88,7 +132,7 @@ def test_replaced_dropped_and_closed_sets_leave_no_descriptor(keeper: Keeper) ->
         client.offer(f"b-{number}", {"bytes": 10}, [file])
     assert client.sizes("a") == {"a-0": 2}
     assert client.sizes("b") == {"b-0": 10, "b-1": 10, "b-2": 10}
-    client.drop("a test")
+    client.drop("a test", "a-0")
     assert client.sizes("a") == client.sizes("b") == {}
     assert client.take("a-0") is None
     until_open(before)
@@ -98,6 +142,44 @@ def test_replaced_dropped_and_closed_sets_leave_no_descriptor(keeper: Keeper) ->
     os.close(file)
     with pytest.raises(KeeperError, match=r"weights\.sock"):
         client.sizes("a")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_removed_socket_is_made_again_and_the_weights_are_kept(keeper: Keeper, replaced: bool) -> None:
+    client = Client(keeper.path)
+    file = os.memfd_create("part")
+    before = open_files() + 1  # the keeper's
+    client.offer("a-0", {"bytes": 5}, [file])
+    for _ in range(3):
+        keeper.path.unlink()
+        if replaced:
+            keeper.path.write_text("")
+        with pytest.raises(KeeperError):
+            client.sizes("a")
+        keeper.renew()
+        assert client.sizes("a") == {"a-0": 5}
+        until_open(before)
+    made = keeper.path.stat().st_ino
+    keeper.renew()
+    assert keeper.path.stat().st_ino == made
+    assert keeper.path.stat().st_mode & 0o777 == 0o600
+    os.close(file)
+
+
+def test_without_a_place_for_the_socket_the_weights_are_released(keeper: Keeper) -> None:
+    """A worker that does not reach the keeper loads its own copy."""
+    client = Client(keeper.path)
+    file = os.memfd_create("part")
+    client.offer("a-0", {"bytes": 5}, [file])
+    folder = keeper.path.parent
+    folder.rename(folder.with_name("moved"))
+    keeper.renew()
+    assert keeper.held() == 0
+    folder.with_name("moved").rename(folder)
+    keeper.renew()
+    client.offer("a-0", {"bytes": 5}, [file])
+    assert client.sizes("a") == {"a-0": 5}
+    os.close(file)
 
 
 def mapped(client: Client, slot: str) -> bool:
@@ -137,6 +219,48 @@ def test_sets_of_a_worker_that_did_not_load_are_released_before_they_are_counted
     assert client.sizes("0.10") == {"0.10-0": 5}
     client.offer("0.1-0", {"bytes": 5}, [file])
     assert mapped(client, "0.1-0")
+    os.close(file)
+
+
+def test_nothing_is_retained_after_two_starts_in_a_row_that_could_not_map_it(keeper: Keeper) -> None:
+    """Such a start takes a restart of the budget. Ranks of one engine are not equally fast."""
+    client = Client(keeper.path)
+    file = os.memfd_create("part")
+    before = open_files()
+
+    def load() -> None:
+        for rank in ("0.0", "0.1"):
+            client.offer(f"{rank}-0", {"bytes": 1}, [file] * 3)
+
+    def maps(rank: str) -> None:
+        assert mapped(client, f"{rank}-0")
+        client.offer(f"{rank}-0", {"bytes": 1}, [file] * 3)
+
+    def fails(rank: str) -> None:
+        assert mapped(client, f"{rank}-0")
+        client.drop("layer.port is 1, after the load it was 2", f"{rank}-0")
+        client.drop("of the same start", f"{rank}-1")
+        assert keeper.held() == 0
+
+    load()
+    for _ in range(3):
+        maps("0.0")
+        maps("0.1")
+        maps("0.0")
+        fails("0.1")
+        load()
+    keeper.drop("after XIDError")
+    load()
+    maps("0.1")
+    maps("0.0")
+    fails("0.1")
+    load()
+    maps("0.0")
+    fails("0.1")
+    with pytest.raises(KeeperError, match=r"2 starts in a row could not map them, the last one: layer\.port"):
+        load()
+    assert keeper.held() == 0
+    until_open(before)
     os.close(file)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsv4_runtime.util.keeper import VARIABLE, Keeper, Kept
+from dsv4_runtime.util import keeper as keeper_module
+from dsv4_runtime.util.keeper import VARIABLE, Keeper, KeeperError, Kept
 from dsv4_runtime.vllm_plugin import retained
 from dsv4_runtime.vllm_plugin.retained import Pool, RetainedError, checksum, describe, restore
 
@@ -131,6 +133,7 @@ def build(allocate: Callable[[int], torch.Tensor], sizes: list[int], tied: bool,
         layer.register_buffer("scale", allocate(8).view(torch.float32), persistent=False)
         layer.part = layer.weight.data[size // 2 :]  # a view that a kernel keeps
         layer.width = size
+        layer.limit = float("nan")
         model.add_module(f"layer{number}", layer)
     if tied:
         model.head = torch.nn.Module()
@@ -409,17 +412,80 @@ def test_a_loaded_model_serves_even_if_it_cannot_be_retained(keeper: Keeper, mon
     memory = HostMemory()
     worker = Worker(memory, monkeypatch)
 
-    def no_memory(_: torch.Tensor) -> list[int]:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), TypeError("not serializable")):
 
-    with monkeypatch.context() as patch:
-        patch.setattr(retained, "checksum", no_memory)
-        assert worker.load()
-    assert keeper.held() == 0
+        def failing(_: torch.Tensor, error: Exception = error) -> list[int]:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(retained, "checksum", failing)
+            assert worker.load()
+        assert keeper.held() == 0
+        worker = Worker(memory, monkeypatch)
     keeper.close()
     worker = Worker(memory, monkeypatch)
     assert worker.count() == 0
     assert worker.load()
+
+
+def test_weights_that_were_not_counted_are_not_mapped(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would give their memory to the KV cache."""
+    memory = HostMemory()
+    assert Worker(memory, monkeypatch).load()
+    worker = Worker(memory, monkeypatch)
+
+    def no_answer(*_: object) -> dict[str, int]:
+        raise KeeperError("timed out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retained.Client, "sizes", no_answer)
+        assert worker.count() == 0
+    with pytest.raises(RetainedError, match="loads from disk: the keeper did not answer when they were to be counted"):
+        worker.load()
+    assert keeper.held() == 0
+    worker = Worker(memory, monkeypatch)
+    assert worker.count() == 0
+    assert worker.load()
+
+
+def test_no_second_copy_is_loaded_while_the_agent_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket accepts connections and does not answer."""
+    monkeypatch.setattr(keeper_module, "_SECONDS", 0.1)
+    path = tmp_path / "weights.sock"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, str(path))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path.name)
+        listener.listen()
+        with pytest.raises(RetainedError, match=r"whether there are retained weights is unknown: .*weights\.sock"):
+            Worker(HostMemory(), monkeypatch).count()
+    # It ended: the memory is free.
+    worker = Worker(HostMemory(), monkeypatch)
+    assert worker.count() == 0
+    assert worker.load()
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_model_without_a_key_is_loaded_as_without_a_keeper(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """vLLM raises `TypeError` for a configuration that it cannot hash."""
+    memory = HostMemory()
+    if counted:
+        assert Worker(memory, monkeypatch).load()
+
+    def no_hash(*_: object) -> str:
+        raise TypeError("unsupported type 'function'")
+
+    worker = Worker(memory, monkeypatch)
+    monkeypatch.setattr(retained, "key_of", no_hash)
+    if counted:
+        assert worker.count() > 0
+        with pytest.raises(RetainedError, match="loads from disk: TypeError: unsupported type"):
+            worker.load()
+    else:
+        assert worker.load()
+    assert keeper.held() == 0
 
 
 @pytest.mark.parametrize("getter", [True, False])

@@ -301,6 +301,8 @@ def _follow(state: MemberState, now: Now) -> StepResult:
         verified = state.verified if state.generation == 0 else None
         state = replace(state, generation=head.engine.generation, verified=verified, doubted=False)
         actions += [FollowGeneration(head.engine.generation), ReportVerified(verified), SweepSharedMemory()]
+        # Also where no answer with the phase of the restart arrived: the next engine takes the standby processes.
+        actions.append(Stop((Task.STANDBY,)))
     for death in head.engine.failures:
         if death.cause in RELEASING and (death.generation or 0) > state.released:
             state = replace(state, released=death.generation or 0)

@@ -15,6 +15,7 @@ without shipped kernels.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
@@ -152,7 +153,7 @@ def compile_plans(engine: Engine, arch: Arch, cache: Path, processes: int) -> tu
     )  # fmt: skip
     if done.returncode:
         raise ShippedError(f"{' '.join(command)} ended with {done.returncode}")
-    told = {one["plan"]: one["error"] for one in map(json.loads, done.stdout.splitlines())}
+    told = {one["plan"]: one["error"] for one in documents(done.stdout) if "plan" in one}
     errors = {one: told.get(one, "the process that compiled it ended") for one in lines}
     return len(told), [f"{one}: {error}" for one, error in errors.items() if error is not None]
 
@@ -167,8 +168,16 @@ def compile_vllm(engine: Engine, arch: Arch, cache: Path, processes: int) -> tup
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return 0, [f"vLLM: {last[0]}"]
-    told = json.loads(done.stdout.splitlines()[-1])
-    return told["calls"], told["errors"]
+    told = [one for one in documents(done.stdout) if "calls" in one]
+    return (told[-1]["calls"], told[-1]["errors"]) if told else (0, ["vLLM: no result of its kernels"])
+
+
+def documents(output: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects among the lines of `output`; libraries write log lines there too."""
+    for text in output.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(found := json.loads(text), dict):
+                yield found
 
 
 def _environment(cache: Path) -> dict[str, str]:

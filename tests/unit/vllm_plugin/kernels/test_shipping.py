@@ -19,7 +19,7 @@ from dsv4_kernels.precompile import ShippedError
 from dsv4_operator.planning.catalog import checkpoint_named
 from dsv4_operator.planning.catalog.checkpoint import model_config
 from dsv4_runtime.vllm_plugin.kernels import v033
-from dsv4_runtime.vllm_plugin.kernels.shipping import FEW_TOKENS, Engine, main, plans_of
+from dsv4_runtime.vllm_plugin.kernels.shipping import FEW_TOKENS, Engine, documents, main, plans_of
 from dsv4_testkit.plans import FLASH
 
 _OTHERS = {
@@ -102,6 +102,12 @@ def test_bad_input_is_named(change: dict[str, Any], ranks: int, said: str) -> No
 def test_a_size_below_one_is_named(size: str) -> None:
     with pytest.raises(ShippedError, match=f"--{size.replace('_', '-')} 0 is too small"):
         Engine(flash().config, **{size: 0})
+
+
+def test_results_are_found_among_log_lines() -> None:
+    output = 'INFO 11-27 [utils.py:1] loaded\n{"calls": 3, "errors": []}\n[1]\n7\nINFO: destroyed\n{"calls\n'
+    assert list(documents(output)) == [{"calls": 3, "errors": []}]
+    assert list(documents("")) == []
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "7", '{"text_config": 7}', "\ufeff{}"])
