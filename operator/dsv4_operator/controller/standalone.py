@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, Hardware, Reason
+from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, Hardware, Reason
 from dsv4_operator.backends.base import Backend, BackendError
 from dsv4_operator.backends.hosts.backend import HostsBackend
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, InvalidInventory, load_inventory
@@ -30,6 +30,8 @@ from dsv4_operator.backends.local.gateway import (
     check_keyless,
     check_secrets,
     endpoint,
+    give_listener,
+    take_listener,
 )
 from dsv4_operator.backends.local.gpus import Card, claim_card, claimed
 from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software
@@ -179,7 +181,12 @@ def _saved(state: DeploymentState) -> DSV4Deployment:
         else condition
         for condition in earlier.status.conditions
     )
-    status = earlier.status.model_copy(update={"conditions": conditions})
+    # Groups that were ended on request begin with the whole restart budget, as on one machine.
+    groups = tuple(
+        group.model_copy(update={"restarts": ()}) if group.phase is GroupPhase.STOPPED else group
+        for group in earlier.status.groups
+    )
+    status = earlier.status.model_copy(update={"conditions": conditions, "groups": groups})
     return deployment.model_copy(update={"status": status})
 
 
@@ -197,7 +204,7 @@ def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes
     check_secrets(deployment, state)
     software = _same_software(deployment, state)
     if "api" not in processes.kept:
-        for name, listener in bind_ports(deployment).items():
+        for name, listener in bind_ports(deployment, take_listener(state, deployment)).items():
             with listener:
                 processes.keep(name, listener.fileno())
     head, size = head_ports(deployment, isolated=True), deployment.spec.topology.nodes_per_group
@@ -223,7 +230,13 @@ def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes
         gateways=gateways,
     )
     front = _Front(gateways, addresses[0], deployment)
-    asyncio.run(_loop(state, deployment, processes, backend, front, wake, deletes=(state.directory / DOWN).exists))
+
+    def leave() -> None:
+        with processes.socket("api") as listener:
+            give_listener(state, listener)
+
+    deletes = (state.directory / DOWN).exists
+    asyncio.run(_loop(state, deployment, processes, backend, front, wake, leave=leave, deletes=deletes))
 
 
 def _same_software(deployment: DSV4Deployment, state: DeploymentState) -> Software:
@@ -301,6 +314,7 @@ async def _loop(
     event: asyncio.Event,
     *,
     adopt: Callable[[], None] = lambda: None,
+    leave: Callable[[], None] = lambda: None,
     deletes: Callable[[], bool] = lambda: True,
 ) -> None:
     """Reconcile until SIGTERM.
@@ -313,6 +327,7 @@ async def _loop(
         front: the front end.
         event: starts the next turn at once.
         adopt: called before the first turn, in the event loop.
+        leave: called after SIGTERM, before the front end stops.
         deletes: returns after SIGTERM whether the members end with the loop.
     """
     stop = asyncio.Event()
@@ -363,6 +378,7 @@ async def _loop(
                 _log.error("%s was removed: ending", state.directory)
                 stop.set()
             if stop.is_set() and not drained:
+                leave()
                 # Before the members and the engine end.
                 await front.stop()
                 drained = True
