@@ -1,10 +1,11 @@
-"""`dsv4 up --hosts` on two machines with systemd: start, chat, death, restart, power cut, loss of ssh, removal; and on
-three with changed addresses."""
+"""`dsv4 up --hosts` on two machines with systemd: start, chat, death, restart, power cut, loss of ssh, removal, and an
+upgrade under clients; and on three with changed addresses."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from dsv4_testkit.faults.load import Load, Outcome, Shape, counts, outage
+from dsv4_testkit.faults.machines import OnMachines
+from dsv4_testkit.faults.system import MODEL
 from dsv4_testkit.nspawn import NETWORK, World, lacks, until
 
 LACKS = lacks()
@@ -182,3 +186,85 @@ def test_three_machines(world: World) -> None:
     assert "has ended on 3 machines" in dsv4(world, "down", "nano")
     for machine in world.machines:
         assert machine.run("pgrep", "-f", "dsv4_").returncode == 1, "no process is left"
+
+
+def version(folder: Path, file: str, text: str) -> tuple[str, ...]:
+    """Copy this checkout with another text of a file; return the start of command lines of its `dsv4`."""
+    checkout = Path(__file__).parents[2]
+    for part in ("operator", "runtime", "kernels"):
+        shutil.copytree(checkout / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for pins in checkout.glob("requirements*.txt"):
+        shutil.copy(pins, folder)
+    (folder / file).write_text(text)
+    path = ":".join(str(folder / part) for part in ("operator", "runtime", "kernels"))
+    return ("env", f"PYTHONPATH={path}", *PROGRAM)
+
+
+def software(world: World) -> list[set[str]]:
+    """Return the directories of software on each machine."""
+    found = [machine.run("ls", "/var/lib/dsv4/software").stdout.split() for machine in world.machines]
+    return [{name for name in names if not name.endswith(".input")} for names in found]
+
+
+def test_an_upgrade_under_clients(tmp_path: Path) -> None:
+    system = OnMachines(CACHE)
+    world = system.world
+    words = ("up", f"{world.folder}/nano.yaml", "--hosts", ",".join(machine.address for machine in world.machines))
+    try:
+        system.start()
+        system.ready()
+        (old,), _ = software(world)
+        restarts = system.group().get("totalRestarts", 0)
+
+        newer = version(tmp_path / "newer", "operator/dsv4_operator/cli/__init__.py", "# Newer.\n")
+        with Load(system.api, MODEL, Shape(pause=0.2), "upgrade") as load:
+            until(lambda: load.answered() > 8, "clients are answered", 120)
+            begun = time.time()
+            done = world.dsv4(*words, "--timeout", "10m", program=newer, seconds=START_SECONDS)
+            ended = time.time()
+            print(done.stdout)
+            assert done.returncode == 0, done.stderr
+            until(lambda: load.answered(ended) > 4, "clients are answered again", 120)
+            requests = load.stop()
+        found, longest = counts(requests), max(one.ended - one.sent for one in requests)
+        print(
+            f"up {ended - begun:.0f} s, answered again after {outage(requests, begun) or 0.0:.1f} s, longest request "
+            f"{longest:.1f} s: {found}"
+        )
+        assert found[Outcome.ANSWERED] == len(requests), [
+            one for one in requests if one.outcome is not Outcome.ANSWERED
+        ]
+        (new,), _ = software(world)
+        assert software(world) == [{new}, {new}], "the earlier software is removed"
+        assert new != old
+        for machine in world.machines:
+            assert machine.run("pgrep", "-f", f"software/{old}").returncode == 1, "nothing runs with it"
+            for unit in machine.run("ls", "/etc/systemd/system").stdout.split():
+                text = machine.run("cat", f"/etc/systemd/system/{unit}").stdout if unit.startswith("dsv4-") else new
+                assert new in text
+        assert system.group().get("totalRestarts", 0) == restarts
+
+        broken = version(tmp_path / "broken", "runtime/dsv4_runtime/agent/main.py", "raise SystemExit('broken')\n")
+        begun = time.time()
+        done = world.dsv4(*words, "--timeout", "40s", program=broken, seconds=START_SECONDS)
+        print(f"going back took {time.time() - begun:.0f} s: {done.stdout}\n{done.stderr}")
+        assert done.returncode == 1
+        assert "it serves again with the earlier software" in done.stderr
+        system.ready()
+        assert all(new in names for names in software(world))
+        for machine in world.machines:
+            assert machine.run("pgrep", "-f", f"software/{new}").returncode == 0
+
+        # Commands of the client, and another client.
+        assert dsv4(world, "chat", MODEL, "hello", "--max-tokens", "4", "--no-thinking").strip()
+        assert "export OPENAI_BASE_URL=http://127.0.0.1:8000/v1" in dsv4(world, "connect", MODEL)
+        assert "machines cannot be examined" not in world.dsv4("doctor", program=PROGRAM, seconds=120).stdout
+        other = ("env", f"DSV4_STATE_DIR={tmp_path / 'other'}", *newer)
+        done = world.dsv4(*words, program=other, seconds=300)
+        assert done.returncode == 2
+        assert "already running, and " in done.stderr
+        assert " started it at " in done.stderr
+        dsv4(world, "uninstall", MODEL)
+        assert software(world) == [set(), set()]
+    finally:
+        system.close()

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from dsv4_operator.api import DeploymentPhase
+from dsv4_operator.api import DeploymentPhase, DSV4Deployment
 from dsv4_operator.api.spec import LOOPBACK
 from dsv4_operator.backends.local.gateway import endpoint
 from dsv4_operator.backends.local.state import DeploymentState, StateError
@@ -33,6 +33,9 @@ from dsv4_operator.cli.sources.base import (
 )
 from dsv4_runtime.util import sse
 from dsv4_runtime.util.files import replace_file
+
+if TYPE_CHECKING:
+    from dsv4_operator.cli.machine import Record
 
 ChatMessage = dict[str, str]
 ENVIRONMENT = "dsv4.env"
@@ -355,20 +358,30 @@ class Access:
 _TITLES = {Client.CLAUDE: "Claude Code", Client.OPENAI: "OpenAI clients", Client.WEBUI: "Open WebUI"}
 
 
-def connect(source: DeploymentSource, name: str | None, client: Client, root: Path, *, write: bool) -> ExitCode:
+def connect(
+    source: DeploymentSource, name: str | None, client: Client, root: Path, record: Record | None, *, write: bool
+) -> ExitCode:
     """Print the settings, or write them.
 
     Args:
         source: of the deployment.
         name: a deployment, or its file, from which the address is known on every machine.
         client: selects the settings.
-        root: state directory of this machine, with the secrets of a file.
+        root: state directory of this machine, with the secrets of a file or of a deployment on other machines.
+        record: such a deployment.
         write: change files instead of printing.
 
     Raises:
         CommandError: the deployment does not serve, or a file cannot be changed.
     """
-    access = _access_of_file(name, root) if name and Path(name).is_file() else _access(source, name)
+    if name and Path(name).is_file():
+        access = _access_from_here(read_file(name, detect_hardware=True), root, "MACHINE")
+    elif record is not None:
+        from dsv4_operator.cli import hosts
+
+        access = _access_from_here(hosts.deployment(record), root, record.inventory.hosts[0].target)
+    else:
+        access = _access(source, name)
     selected = [each for each in _TITLES if client in (each, Client.ALL)]
     if not write:
         for number, each in enumerate(selected):
@@ -387,8 +400,8 @@ def connect(source: DeploymentSource, name: str | None, client: Client, root: Pa
     return ExitCode.OK
 
 
-def _access_of_file(file: str, root: Path) -> Access:
-    deployment = read_file(file, detect_hardware=True)
+def _access_from_here(deployment: DSV4Deployment, root: Path, machine: str) -> Access:
+    """Return the access to a deployment on `machine`, with the key on this one."""
     keys, key = deployment.spec.gateway.api_keys, ""
     if keys is not None:
         try:
@@ -399,7 +412,7 @@ def _access_of_file(file: str, root: Path) -> Access:
     url = endpoint(deployment)
     if urlsplit(url).hostname == LOOPBACK:
         port = deployment.spec.network.ports.api
-        note(f"{url} is of the machine that serves it; elsewhere: `ssh -L {port}:{LOOPBACK}:{port} MACHINE`")
+        note(f"{url} is of the machine that serves it; elsewhere: `ssh -L {port}:{LOOPBACK}:{port} {machine}`")
     return Access(url, key, deployment.served_names[0])
 
 

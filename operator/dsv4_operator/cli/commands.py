@@ -248,7 +248,9 @@ def connect(
 
     if client not in list(chat.Client):
         raise bad_input(f"--client {client!r} is unknown; use one of {', '.join(chat.Client)}")
-    return chat.connect(target.source(), name, chat.Client(client), target.state_root(), write=write)
+    # A file has the address on every machine.
+    record = None if name and Path(name).is_file() else target.elsewhere(name)
+    return chat.connect(target.source(), name, chat.Client(client), target.state_root(), record, write=write)
 
 
 @app.command()

@@ -212,7 +212,7 @@ def check_machine(
 ) -> ExitCode:
     """Print the checks, including paths to `peers` that respond within `wait` seconds; `FAILED` if any check failed.
 
-    On the first machine of deployments on several ones, with their loops in `root`, also the findings about these.
+    Also the findings about the machines of deployments on several ones: with their loops in `root`, or known there.
 
     Raises:
         CommandError: the checks could not be performed, or did not finish.
@@ -226,30 +226,29 @@ def check_machine(
     words += ["-o", "json"] if form else []
     limit = _CHECK_SECONDS + (2 * wait + 30 if peers else 0) + (_COPIES_SECONDS if copies else 0)
     done = _run_checks(words, capture=form is not None, limit=limit)
-    findings = _about_machines(root)
+    findings = about_machines(root)
+    if (root / "remote").is_dir():
+        from dsv4_operator.cli import hosts
+
+        for record in hosts.elsewhere(root):
+            findings += hosts.examine(record)
     if form:
         machines = {"machines": [each.to_dict() for each in findings]} if findings else {}
         print_line(render_document({**json.loads(done.stdout), **machines}, form))
     else:
         for each in findings:
             print_line(f"{'FAIL' if each.severity is Severity.REFUSE else 'WARN'}  {each}")
-        if (root / "remote").is_dir():
-            from dsv4_operator.cli import hosts
-
-            for record in hosts.elsewhere(root):
-                remote = f"ssh {record.inventory.hosts[0].target} {'sudo ' * record.sudo}dsv4 doctor"
-                note(f"{record.name} is on other machines; `{remote}` examines them")
     failed = done.returncode != 0 or any(each.severity is Severity.REFUSE for each in findings)
     return ExitCode.FAILED if failed else ExitCode.OK
 
 
-def _about_machines(root: Path) -> list[Finding]:
-    """Return the findings about the machines of the deployments with loops in `root`."""
+def about_machines(root: Path, name: str = "*") -> list[Finding]:
+    """Return the findings about the machines of the deployments with loops in `root`, or of that called `name`."""
     from dsv4_operator.backends.hosts.documents import HOST_KEY, INVENTORY, InvalidInventory, load_inventory
     from dsv4_operator.cli.machine import APPLIED
 
     found: list[Finding] = []
-    for file in sorted(root.glob(f"*/{INVENTORY}")):
+    for file in sorted(root.glob(f"{name}/{INVENTORY}")):
         from dsv4_operator.backends.hosts.backend import examine
 
         try:

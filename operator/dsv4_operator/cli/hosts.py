@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import hashlib
-import importlib.util
-import io
 import json
 import os
 import re
 import secrets
-import shutil
-import subprocess
+import socket
 import sys
-import tarfile
-import tempfile
 import time
-import zipfile
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, distribution
 from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from dsv4_operator.api import DSV4Deployment, Hardware
+from dsv4_operator.api import DSV4Deployment, Finding, Hardware, Severity
 from dsv4_operator.api.values import format_duration
 from dsv4_operator.backends.hosts import bootstrap
 from dsv4_operator.backends.hosts.documents import (
+    HOST_KEY,
     INVENTORY,
     Host,
     InvalidInventory,
@@ -39,9 +34,18 @@ from dsv4_operator.backends.hosts.documents import (
 )
 from dsv4_operator.backends.hosts.ssh import CONNECTION_FAILED, Completed, ConnectionLost, Ssh, SshError, connections
 from dsv4_operator.backends.hosts.survey import CONTAINERS
+from dsv4_operator.backends.local.software import ARCHITECTURES, OwnSoftware, archive_of, installer
 from dsv4_operator.backends.local.state import REMOTE, DeploymentState, StateError, deployments
 from dsv4_operator.cli.init import host_names
-from dsv4_operator.cli.machine import SOFTWARE, Record, Settings, save_record, secret_paths
+from dsv4_operator.cli.machine import (
+    READY,
+    SOFTWARE,
+    Record,
+    Settings,
+    of_another_client,
+    save_record,
+    secret_paths,
+)
 from dsv4_operator.cli.output import (
     CommandError,
     ExitCode,
@@ -56,20 +60,14 @@ from dsv4_operator.cli.sources.base import read_file
 from dsv4_operator.cli.sources.local import deployment_state
 from dsv4_operator.cli.up import start_limit
 
-UV_VERSION = "0.13.8"
 _CHECK_SECONDS = 30.0
 _STEP_SECONDS = 240.0
 _INSTALL_SECONDS = 5400.0
-_UV_SECONDS = 300.0
 _ATTEMPTS = 4
 """Attempts of a step whose connection is lost, as on a machine that writes gigabytes to a slow disk."""
 _PAUSE_SECONDS = 5.0
 _PROGRESS_SECONDS = 10.0
-_GPU_BYTES, _CPU_BYTES = 16 * 10**9, 9 * 10**9
-"""Space for the software."""
 _CLOCK_SECONDS = 60.0
-_ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "aarch64"}
-_ZIP_TIME = (2020, 1, 1, 0, 0, 0)
 # -P: modules in the user's directory must not replace those of Python.
 _FIND_PYTHON = (
     "for p in python3 python3.13 python3.12 python3.11; do "
@@ -140,12 +138,39 @@ def forward(record: Record, arguments: Sequence[str]) -> int:
     return asyncio.run(_with_client(lambda client: client.forward(record, arguments)))
 
 
+def deployment(record: Record) -> DSV4Deployment:
+    """Return a deployment on other machines with its status.
+
+    Raises:
+        CommandError: the first machine does not answer, or has no such deployment.
+    """
+    return asyncio.run(_with_client(lambda client: client.deployment(record)))
+
+
+def examine(record: Record) -> list[Finding]:
+    """Return the findings about all machines of a deployment, for `dsv4 doctor`: of this machine if it is one of them,
+    else of the first one."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        key = (record.inventory.members(record.name).directory / HOST_KEY).read_text().strip()
+        from dsv4_operator.backends.hosts.backend import examine as examine_from_here
+
+        return asyncio.run(examine_from_here(record.inventory, key, first=False))
+    try:
+        return asyncio.run(_with_client(lambda client: client.examine(record)))
+    except CommandError as error:
+        target = record.inventory.hosts[0].target
+        message = f"its machines cannot be examined: {'; '.join(error.messages)}"
+        return [Finding(record.name, "NotExamined", message, f"check `ssh {target} true`", severity=Severity.WARN)]
+
+
 async def _with_client(action: Callable[[_Client], Awaitable[T]]) -> T:
     try:
         async with connections() as ssh:
             return await action(_Client(ssh))
     except SshError as error:
         raise CommandError(str(error)) from None
+    except StateError as error:
+        raise bad_input(str(error)) from None
 
 
 def _records(root: Path) -> dict[str, Record]:
@@ -194,17 +219,23 @@ class _Client:
         inventory = named
         moved = _check_machines(known, inventory)
         cpu = spec.topology.hardware is Hardware.CPU
-        source = _Source.of(cpu=cpu, python=_minor(checks[inventory.hosts[0].target]["python"]))
+        source = OwnSoftware.of(cpu=cpu, python=_minor(checks[inventory.hosts[0].target]["python"]))
         self._judge(inventory, checks, source)
-        first, found = checks[inventory.hosts[0].target], _secrets(deployment, root)
+        name, first, found = deployment.metadata.name, checks[inventory.hosts[0].target], _secrets(deployment, root)
+        _check_client(name, known, first["loops"].get(name))
         record = Record(
-            name=deployment.metadata.name,
+            name=name,
             inventory=inventory,
             key=known.key if known and known.key else secrets.token_hex(32),
             software=f"{inventory.state_dir}/{SOFTWARE}/{source.identity(first['architecture'])}",
             sudo=first["sudo"],
             secrets=tuple(found),
+            client=_client_name(),
         )
+        if known:
+            fallback, unused = _earlier_software(known, record.software)
+            # With other addresses, the earlier software has no settings to go back to.
+            record = record.model_copy(update={"fallback": "" if moved else fallback, "unused": unused})
         await self._install(record, checks, source)
         settings = [
             Settings(record=record, host=host.name, deployment=deployment, secrets=found, timeout=limit)
@@ -212,15 +243,120 @@ class _Client:
         ]
         if moved:
             await self._move(record, moved, settings)
+        elif known and (record.fallback or known.software != record.software):
+            return await self._upgrade(root, settings, serving=not known.fallback)
         # Not before: `down` uses the software of the record, and a refused move is checked again by the next `up`.
-        with convert_os_errors("the record of the deployment cannot be written"):
-            save_record(root, record)
-        # The first one refuses if another version runs.
-        await self._machine("apply", settings[0], _STEP_SECONDS * 2)
-        await self._all({each.host: self._machine("apply", each, _STEP_SECONDS) for each in settings[1:]})
-        self.report(inventory.hosts[0].name, f"starting; at most {format_duration(limit)}")
-        words = ["dsv4_operator.cli.machine", "wait"]
-        return _exit_code(await self._attached(record, inventory.hosts[0], words, settings[0]))
+        _save(root, record)
+        code = await self._start(settings, last=bool(moved))
+        if code is ExitCode.OK and record.unused:
+            await self._tidy(root, settings)
+        return code
+
+    async def _start(self, settings: Sequence[Settings], *, last: bool) -> ExitCode:
+        """Start the services, with `last` those of the first machine after the others, and wait until it is ready."""
+        first, *others = settings
+        # The first one refuses if another version runs. After an end, its loop must not find earlier software on the
+        # others.
+        for each in (others, [first]) if last else ([first], others):
+            await self._all({one.host: self._machine("apply", one, _STEP_SECONDS * 2) for one in each})
+        self.report(first.host, f"starting; at most {format_duration(first.timeout)}")
+        host, words = first.record.inventory.hosts[0], ["dsv4_operator.cli.machine", "wait"]
+        return _exit_code(await self._attached(first.record, host, words, first))
+
+    async def _tidy(self, root: Path, settings: Sequence[Settings]) -> None:
+        """Remove the earlier software, after this one has served; the next `up` removes what cannot be removed now."""
+        record = settings[0].record.model_copy(update={"fallback": ""})
+        outcome = await self._try(self._all({one.host: self._machine("tidy", one, _STEP_SECONDS) for one in settings}))
+        if isinstance(outcome, Exception):
+            note(f"the earlier software could not be removed: {outcome}")
+        else:
+            record = record.model_copy(update={"unused": ()})
+        _save(root, record)
+
+    async def _upgrade(self, root: Path, settings: Sequence[Settings], *, serving: bool) -> ExitCode:
+        """Start a deployment with other software, and go back to the earlier one if it does not become ready.
+
+        `serving`: the software of `fallback` may serve now. Clients wait in the queue of the listening socket until the
+        next loop has it, then in the gateways.
+
+        Raises:
+            CommandError: it is refused, or did not become ready with the new software.
+        """
+        record = settings[0].record
+        async with self._held(settings[0]):
+            ended = await self._machine("prepare", settings[0], _STEP_SECONDS * 2)
+            if serving and not ended:
+                # Nothing ran, so there is nothing to go back to.
+                record = record.model_copy(update={"fallback": ""})
+                settings = [each.model_copy(update={"record": record}) for each in settings]
+            _save(root, record)
+            try:
+                code = await self._start(settings, last=True)
+            except CommandError as error:
+                if isinstance(error, _Unreachable) or not record.fallback:
+                    raise
+                code = error.code
+                for line in error.messages:
+                    note(f"error: {line}")
+        if code is ExitCode.OK:
+            await self._tidy(root, settings)
+        if code in (ExitCode.OK, ExitCode.INTERRUPTED) or not record.fallback:
+            return code
+        raise await self._back(root, settings)
+
+    async def _back(self, root: Path, settings: Sequence[Settings]) -> CommandError:
+        """Start a deployment with the software that served before; return the error of the upgrade."""
+        record = settings[0].record
+        self.report(settings[0].host, f"not ready; going back to the software in {record.fallback}")
+        await self._machine("stop-loop", settings[0], _STEP_SECONDS * 2)
+        unused = tuple(sorted({*record.unused, record.software} - {record.fallback}))
+        record = record.model_copy(update={"software": record.fallback, "fallback": "", "unused": unused})
+        _save(root, record)
+        text = f"{record.name} did not become ready with the software of this dsv4 (reason above)"
+        # A short limit for the new software must not end the return.
+        limit = max(settings[0].timeout, Settings.model_fields["timeout"].default)
+        back = [each.model_copy(update={"record": record, "timeout": limit}) for each in settings]
+        outcome = await self._try(self._start(back, last=True))
+        if outcome is ExitCode.OK:
+            return CommandError(f"{text}; it serves again with the earlier software")
+        reasons = getattr(outcome, "messages", (str(outcome),)) if isinstance(outcome, Exception) else ()
+        return CommandError(*reasons, f"{text}, nor with the earlier one; correct the reason, and repeat the command")
+
+    @contextlib.asynccontextmanager
+    async def _held(self, settings: Settings) -> AsyncIterator[None]:
+        """Hold the listening socket of the API on the first machine in the context."""
+        record, host = settings.record, settings.record.inventory.hosts[0]
+        pipe, words = asyncio.subprocess.PIPE, [*record.program(), "dsv4_operator.cli.machine", "hold"]
+        process = await self.ssh.start(host.target, words, stdin=pipe, stdout=pipe)
+        if process.stdin is None or process.stdout is None:
+            raise CommandError("no pipe to ssh")
+        try:
+            process.stdin.write(settings.message())
+            line = b""
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CHECK_SECONDS):
+                    line = await process.stdout.readline()
+            if line.decode().strip() != READY:
+                raise CommandError(f"{host.name}: the listening socket of the API cannot be held; repeat the command")
+            yield
+        finally:
+            process.stdin.close()
+            try:
+                async with asyncio.timeout(_CHECK_SECONDS):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+
+    async def deployment(self, record: Record) -> DSV4Deployment:
+        host = record.inventory.hosts[0]
+        words = [*record.program(), "dsv4_operator.cli.main", "status", record.name, "-o", "json"]
+        text = _output(host.name, "`dsv4 status`", await self.ssh.run(host.target, words, seconds=_STEP_SECONDS))
+        return DSV4Deployment.model_validate_json(text)
+
+    async def examine(self, record: Record) -> list[Finding]:
+        settings = Settings(record=record, host=record.inventory.hosts[0].name)
+        (text,) = await self._machine("examine", settings, _STEP_SECONDS, shown=False)
+        return [Finding(**{**each, "severity": Severity(each["severity"])}) for each in json.loads(text)]
 
     async def _move(self, record: Record, moved: Sequence[str], settings: Sequence[Settings]) -> None:
         """End the loop and prove that these are the same machines, before they get other addresses."""
@@ -292,14 +428,14 @@ class _Client:
         stdin = None if settings is None else asyncio.subprocess.PIPE
         process = await self.ssh.start(host.target, [*record.program(), *words], terminal=terminal, stdin=stdin)
         if process.stdin is not None and settings is not None:
-            process.stdin.write(settings.to_json().encode())
+            process.stdin.write(settings.message())
             # Without a connection, ssh ends with its exit code.
             with contextlib.suppress(ConnectionError):
                 await process.stdin.drain()
             process.stdin.close()
         code = await process.wait()
         if code == CONNECTION_FAILED:
-            raise CommandError(
+            raise _Unreachable(
                 f"{host.name}: the connection was lost; {record.name} is not affected: see `dsv4 status {record.name}`"
             )
         return code
@@ -313,6 +449,8 @@ class _Client:
                 failed += result.messages if isinstance(result, CommandError) else [str(result)]
             elif isinstance(result, BaseException):
                 raise result
+        if any(isinstance(result, SshError) for result in results):
+            raise _Unreachable(*failed, code=ExitCode.BAD_INPUT)
         if failed:
             raise bad_input(*failed)
         return {
@@ -345,7 +483,7 @@ class _Client:
                 return {**json.loads(done.output), "sudo": True}
         return {**facts, "sudo": False}
 
-    def _judge(self, inventory: Inventory, checks: dict[str, Any], source: _Source) -> None:
+    def _judge(self, inventory: Inventory, checks: dict[str, Any], source: OwnSoftware) -> None:
         """Report the machines.
 
         Raises:
@@ -368,7 +506,7 @@ class _Client:
         if problems:
             raise bad_input(*problems)
 
-    async def _install(self, record: Record, checks: dict[str, Any], source: _Source) -> None:
+    async def _install(self, record: Record, checks: dict[str, Any], source: OwnSoftware) -> None:
         """Install the software on the first machine, and copy it from there to the others."""
         identity = Path(record.software).name
         lacking = [host for host in record.inventory.hosts if identity not in checks[host.target]["software"]]
@@ -382,8 +520,8 @@ class _Client:
             uv, files = facts["uv"], dict(source.files)
             folder = f"{record.software}.input"
             if uv is None:
-                files["uv"], uv = await asyncio.to_thread(_uv, facts["architecture"]), f"{folder}/uv"
-            archive = _archive(files)
+                files["uv"], uv = await asyncio.to_thread(installer, facts["architecture"]), f"{folder}/uv"
+            archive = archive_of(files)
             await self._bootstrap(record, first, ["receive", folder], given=archive)
             words = ["install", record.software, uv, f"{folder}/requirements.txt", folder]
             await self._bootstrap(record, first, words, seconds=_INSTALL_SECONDS)
@@ -456,17 +594,45 @@ class _Client:
                 await asyncio.sleep(_PAUSE_SECONDS)
         _output(host.name, f"`{words[0]}` of the software", done)
 
-    async def _machine(self, action: str, settings: Settings, seconds: float) -> None:
-        """Run an action of `cli.machine` and report its output."""
+    async def _machine(self, action: str, settings: Settings, seconds: float, *, shown: bool = True) -> list[str]:
+        """Run an action of `cli.machine`, report its output, and return its lines."""
         host = next(host for host in settings.record.inventory.hosts if host.name == settings.host)
         words = [*settings.record.program(), "dsv4_operator.cli.machine", action]
-        done = await self.ssh.run(host.target, words, seconds=seconds, given=settings.to_json().encode())
-        for line in done.output.decode(errors="replace").splitlines():
+        done = await self.ssh.run(host.target, words, seconds=seconds, given=settings.message())
+        output = done.output.decode(errors="replace").splitlines()
+        for line in output if shown else ():
             self.report(host.name, line)
         if done.code:
             lines = [line.removeprefix("error: ") for line in done.errors.splitlines()] or [f"exit code {done.code}"]
-            shown = [line for line in lines if line][-5:]
-            raise CommandError(*(f"{host.name}: {line}" for line in shown), code=_exit_code(done.code))
+            latest = [line for line in lines if line][-5:]
+            raise CommandError(*(f"{host.name}: {line}" for line in latest), code=_exit_code(done.code))
+        return output
+
+
+class _Unreachable(CommandError):
+    """A machine does not answer, and work may go on there."""
+
+
+def _client_name() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # Without an entry in the list of users.
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def _save(root: Path, record: Record) -> None:
+    with convert_os_errors("the record of the deployment cannot be written"):
+        save_record(root, record)
+
+
+def _earlier_software(known: Record, software: str) -> tuple[str, tuple[str, ...]]:
+    """Return the directory of the software that served last, empty if it is `software`, and the directories that are
+    not needed once `software` has served."""
+    served = known.fallback or known.software
+    unused = {*known.unused, known.software, served} - {software}
+    return "" if served == software else served, tuple(sorted(unused))
 
 
 def _exit_code(code: int) -> ExitCode:
@@ -533,6 +699,18 @@ def _check_machines(known: Record | None, inventory: Inventory) -> list[str]:
     ]
 
 
+def _check_client(name: str, known: Record | None, loop: dict[str, str] | None) -> None:
+    """Check that a running loop was started with the host key of this client.
+
+    Raises:
+        CommandError: another client started it.
+    """
+    if loop is not None:
+        key = known.key if known else ""
+        if hashlib.sha256(key.encode()).hexdigest() != loop["key"]:
+            raise bad_input(of_another_client(name, loop["who"]))
+
+
 def _present(inventory: Inventory, checks: dict[str, Any]) -> Inventory:
     """Return the inventory with the present addresses, if a machine has lost that of the inventory.
 
@@ -590,7 +768,7 @@ def _minor(python: str) -> str:
 
 
 def _problems(
-    host: Host, facts: dict[str, Any], first: dict[str, Any], source: _Source, state_dir: str
+    host: Host, facts: dict[str, Any], first: dict[str, Any], source: OwnSoftware, state_dir: str
 ) -> Iterable[str]:
     if not (facts["root"] or facts["writable"]):
         yield (
@@ -612,8 +790,8 @@ def _problems(
         yield f"{' and '.join(missing)} cannot be found; install: apt-get install {' '.join(missing)}"
     if facts["architecture"] != first["architecture"]:
         yield f"it is {facts['architecture']}, and the first machine {first['architecture']}; use machines of one kind"
-    if facts["architecture"] not in _ARCHITECTURES:
-        yield f"its architecture {facts['architecture']} is not supported; use {' or '.join(_ARCHITECTURES)}"
+    if facts["architecture"] not in ARCHITECTURES:
+        yield f"its architecture {facts['architecture']} is not supported; use {' or '.join(ARCHITECTURES)}"
     addresses = [one["address"] for one in facts["addresses"]]
     if facts["addresses"] and host.address not in addresses:
         yield f"it has not the address {host.address} of the inventory; it has {', '.join(addresses)}"
@@ -622,121 +800,6 @@ def _problems(
         yield f"{facts['free_bytes'] / 1e9:.1f} GB are free at {state_dir}, and the software needs {needed / 1e9:.0f}"
     if abs(facts["time"] - first["time"]) > _CLOCK_SECONDS:
         yield f"its clock differs by {facts['time'] - first['time']:.0f} s from the first machine's; set it"
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The software to install."""
-
-    files: dict[str, bytes]
-    """Wheels of dsv4, and `requirements.txt` with everything else."""
-    python: str
-    bytes: int
-
-    @classmethod
-    def of(cls, *, cpu: bool, python: str) -> _Source:
-        """Return the software for engines on CPU or GPU, from this installation of dsv4.
-
-        Raises:
-            CommandError: it is not complete.
-        """
-        names = ["dsv4"] if cpu and not _installed("dsv4-kernels") else ["dsv4", "dsv4-kernels"]
-        wheels = [_wheel(name) for name in names]
-        package = Path(importlib.util.find_spec("dsv4_operator").origin or "").parent  # type: ignore[union-attr]
-        pins = package.parents[1] / ("requirements.txt" if cpu else "requirements-gpu.txt")
-        if not pins.is_file() or not (package.parents[1] / "requirements-build.txt").is_file():
-            raise bad_input(
-                "`dsv4 up --hosts` installs the pinned packages of a checkout of dsv4, and this is none; run it there: "
-                "`make setup`, then .venv/bin/dsv4"
-            )
-        files = {**dict(wheels), "requirements.txt": pins.read_bytes()}
-        return cls(files, python, _CPU_BYTES if cpu else _GPU_BYTES)
-
-    def identity(self, architecture: str) -> str:
-        """Return the name of the directory of the environment; it changes with its content."""
-        digest = hashlib.sha256(f"{self.python} {architecture}".encode())
-        for name, content in sorted(self.files.items()):
-            digest.update(name.encode() + hashlib.sha256(content).digest())
-        return digest.hexdigest()[:12]
-
-
-def _installed(name: str) -> bool:
-    try:
-        distribution(name)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-_PACKAGES = {"dsv4": ("dsv4_operator", "dsv4_runtime"), "dsv4-kernels": ("dsv4_kernels",)}
-
-
-def _wheel(name: str) -> tuple[str, bytes]:
-    """Return file name and content of a wheel of an installed package, also of an editable one.
-
-    Raises:
-        CommandError: it is not installed.
-    """
-    try:
-        found = distribution(name)
-    except PackageNotFoundError:
-        raise bad_input(
-            f"the package {name} is not installed beside this dsv4; run `make setup` in its checkout"
-        ) from None
-    stem = f"{name.replace('-', '_')}-{found.version}"
-    files: dict[str, bytes] = {}
-    for package in _PACKAGES[name]:
-        spec = importlib.util.find_spec(package)
-        folder = Path(spec.origin or "").parent if spec else Path()
-        for path in sorted(folder.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                files[f"{package}/{path.relative_to(folder)}"] = path.read_bytes()
-    for part in ("METADATA", "entry_points.txt"):
-        if text := found.read_text(part):
-            files[f"{stem}.dist-info/{part}"] = text.encode()
-    wheel = "Wheel-Version: 1.0\nGenerator: dsv4\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    files[f"{stem}.dist-info/WHEEL"] = wheel.encode()
-    files[f"{stem}.dist-info/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{stem}.dist-info/RECORD")).encode()
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for entry, content in files.items():
-            archive.writestr(zipfile.ZipInfo(entry, _ZIP_TIME), content, zipfile.ZIP_DEFLATED)
-    return f"{stem}-py3-none-any.whl", buffer.getvalue()
-
-
-def _uv(architecture: str) -> bytes:
-    """Return the installer for machines of `architecture`, from the package index of this machine.
-
-    Raises:
-        CommandError: it cannot be fetched.
-    """
-    with tempfile.TemporaryDirectory(prefix="dsv4-") as folder:
-        wanted = f"uv=={UV_VERSION}"
-        own = shutil.which("uv") or str(Path(sys.prefix).parent / ".uv" / "bin" / "uv")
-        if Path(own).is_file():
-            command = [own, "pip", "install", "--quiet", "--target", folder, "--no-deps", wanted]
-            command += ["--python-platform", f"{_ARCHITECTURES[architecture]}-unknown-linux-gnu"]
-        else:
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, "--no-deps", wanted]
-            command += ["--only-binary=:all:", "--platform", f"manylinux_2_17_{_ARCHITECTURES[architecture]}"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_UV_SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CommandError(f"the installer uv cannot be fetched ({error}); install uv on the machines") from None
-        program = Path(folder, "bin", "uv")
-        if done.returncode or not program.is_file():
-            raise CommandError(f"the installer uv cannot be fetched: {done.stderr.strip()}; install uv on the machines")
-        return program.read_bytes()
-
-
-def _archive(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(content), 0o755 if name == "uv" else 0o644
-            archive.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 def _secrets(deployment: DSV4Deployment, root: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -20,17 +21,28 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dsv4_operator.api import DSV4Deployment, SecretKeyRef
-from dsv4_operator.backends.hosts.bootstrap import COMPLETE, alone
+from dsv4_operator.backends.hosts.bootstrap import CLIENT, COMPLETE, alone, started_by
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, Inventory
 from dsv4_operator.backends.hosts.service import STARTUP_ERROR
+from dsv4_operator.backends.local.gateway import hold_listener
 from dsv4_operator.backends.local.state import REMOTE, DeploymentState, StateError, deployments
 from dsv4_operator.backends.local.supervisor import read_kept_status
 from dsv4_operator.cli import processes, up
-from dsv4_operator.cli.output import CommandError, ExitCode, bad_input, convert_os_errors, note, print_line
+from dsv4_operator.cli.output import (
+    CommandError,
+    ExitCode,
+    bad_input,
+    convert_os_errors,
+    note,
+    print_line,
+)
 from dsv4_runtime.contract.base import Report
 from dsv4_runtime.util.files import replace_file, sync_folder
 
 SOFTWARE = "software"
+"""Directory of the environments; file of a deployment with the path of its own."""
+READY = "ready"
+"""First line that `hold` prints."""
 APPLIED = "applied"
 """File with the digest of the settings that a machine's services were started with."""
 _UNITS = Path("/etc/systemd/system")
@@ -83,6 +95,12 @@ class Record(Report):
     """Whether commands on the machines are run with sudo."""
     secrets: tuple[str, ...] = ()
     """Paths of its secrets below the directory of secrets."""
+    client: str = ""
+    """User and machine that started it, such as `me@laptop`."""
+    fallback: str = ""
+    """Directory of the software that served before, until that of `software` has served."""
+    unused: tuple[str, ...] = ()
+    """Directories of earlier software, to be removed once that of `software` has served."""
 
     @property
     def prefix(self) -> list[str]:
@@ -97,7 +115,8 @@ class Record(Report):
 
 
 class Settings(Report):
-    """One machine's part of a deployment. A client of a newer version ends deployments of an older one."""
+    """One machine's part of a deployment. A client of a newer version ends deployments of an older one, and goes back
+    to its software."""
 
     record: Record
     host: str
@@ -124,7 +143,14 @@ class Settings(Report):
 
     def digest(self) -> str:
         """Return a digest of everything that a restart of the services is needed for."""
-        return hashlib.sha256(self.model_copy(update={"timeout": 0.0}).to_json().encode()).hexdigest()
+        record = self.record.model_copy(update={"client": "", "fallback": "", "unused": ()})
+        changes = {"timeout": 0.0, "record": record}
+        return hashlib.sha256(self.model_copy(update=changes).to_json().encode()).hexdigest()
+
+    def message(self) -> bytes:
+        """Return the text for the machine, in one line. Older software refuses fields of the manifest that it does not
+        know, so those that the user left out are left out."""
+        return self.model_dump_json(by_alias=True, exclude_none=True, exclude_unset=True).encode() + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +257,10 @@ def apply(settings: Settings) -> ExitCode:
     """
     if (deployment := settings.deployment) is None:
         raise bad_input("deployment: is required by `apply`")
-    host, loop, digest = host_service(settings), loop_service(settings.loop), settings.digest()
-    applied = settings.members.directory / APPLIED
-    same = applied.exists() and applied.read_text() == digest
+    host, loop = host_service(settings), loop_service(settings.loop)
+    applied, same = settings.members.directory / APPLIED, _is_applied(settings)
     if settings.first and loop.running() and not same:
-        name = settings.record.name
-        other = f"; it runs with other machines, software or secrets; to use these, run `dsv4 down {name}` first"
-        raise bad_input(f"{name} is already running{up.difference(settings.loop, deployment) or other}")
+        raise bad_input(_refusal(settings) or _other(settings))
     if not (same and host.running()):
         # Written again at the end: an interrupted attempt may leave other files.
         applied.unlink(missing_ok=True)
@@ -247,7 +270,7 @@ def apply(settings: Settings) -> ExitCode:
             host.stop()
         host.start()
         _await_lock(host)
-        replace_file(applied, digest)
+        replace_file(applied, settings.digest())
         print_line("host service started")
     if settings.first:
         # Of an earlier attempt, and of an end that was interrupted.
@@ -258,6 +281,62 @@ def apply(settings: Settings) -> ExitCode:
         # Before another client may find that no loop runs.
         _await_lock(loop)
         print_line("control loop started")
+    return ExitCode.OK
+
+
+def _is_applied(settings: Settings) -> bool:
+    applied = settings.members.directory / APPLIED
+    return applied.exists() and applied.read_text() == settings.digest()
+
+
+def _other(settings: Settings) -> str:
+    name = settings.record.name
+    return (
+        f"{name} is already running; it runs with other machines, software or secrets; to use these, run `dsv4 down "
+        f"{name}` first"
+    )
+
+
+def of_another_client(name: str, who: str) -> str:
+    """Return the reason why a client with another host key is refused."""
+    return (
+        f"{name} is already running, and {who}; use it there, or copy ~/.dsv4/{REMOTE}/{name}.json from there to the "
+        f"same place here, or end it with `dsv4 down {name}` there"
+    )
+
+
+def _refusal(settings: Settings) -> str:
+    """Return why the running loop is not replaced: another client started it, or with another file; empty if it may
+    be."""
+    name, key = settings.record.name, settings.loop.directory / HOST_KEY
+    if not key.exists() or key.read_text().strip() != settings.record.key:
+        return of_another_client(name, started_by(str(settings.loop.directory)))
+    if settings.deployment is not None and (other := up.difference(settings.loop, settings.deployment)):
+        return f"{name} is already running{other}"
+    return ""
+
+
+def prepare(settings: Settings) -> ExitCode:
+    """End the members and the loop if they run with other software, before that of `settings` is applied.
+
+    Raises:
+        CommandError: another client started them, or with another file.
+    """
+    if loop_service(settings.loop).running() and not _is_applied(settings):
+        if reason := _refusal(settings):
+            raise bad_input(reason)
+        software = settings.members.directory / SOFTWARE
+        if software.exists() and software.read_text() == settings.record.software:
+            raise bad_input(_other(settings))
+        print_line("ending the members and the loop, to start them with this software")
+        end_members(settings.loop)
+    return ExitCode.OK
+
+
+def hold(settings: Settings) -> ExitCode:
+    """Hold the listening socket of the API from one loop to the next one, until standard input ends."""
+    settings.loop.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    hold_listener(settings.loop, sys.stdin.buffer, lambda: print_line(READY))
     return ExitCode.OK
 
 
@@ -297,6 +376,7 @@ def _write_files(settings: Settings, deployment: DSV4Deployment) -> None:
             members.prepare(deployment.spec.replicas)
             (members.directory / STARTUP_ERROR).unlink(missing_ok=True)
             replace_file(members.directory / HOST_KEY, record.key + "\n")
+            replace_file(members.directory / SOFTWARE, record.software)
             members.save_manifest(deployment)
             for path, text in settings.secrets.items():
                 file = settings.loop.secrets / path
@@ -305,10 +385,12 @@ def _write_files(settings: Settings, deployment: DSV4Deployment) -> None:
             if settings.first:
                 settings.loop.prepare(deployment.spec.replicas)
                 replace_file(settings.loop.directory / HOST_KEY, record.key + "\n")
+                replace_file(settings.loop.directory / CLIENT, record.client or "another client")
                 replace_file(settings.loop.directory / INVENTORY, record.inventory.to_json())
                 settings.loop.save_manifest(deployment)
             else:
-                save_record(settings.loop.root, record.model_copy(update={"key": _client_key(settings)}))
+                own = {"key": _client_key(settings), "fallback": "", "unused": ()}
+                save_record(settings.loop.root, record.model_copy(update=own))
             if os.geteuid() == 0 and (not _COMMAND.exists() or _is_ours(_COMMAND)):
                 default = f"${{DSV4_STATE_DIR:-{record.inventory.state_dir}}}"
                 script = f'#!/bin/sh\nexec env DSV4_STATE_DIR="{default}" {record.software}/bin/dsv4 "$@"\n'
@@ -421,6 +503,41 @@ def stop_host(settings: Settings) -> ExitCode:
     return ExitCode.OK
 
 
+def tidy(settings: Settings) -> ExitCode:
+    """Remove the earlier software of the deployment that no other one on this machine uses."""
+    root, record = settings.loop.root, settings.record
+    used = {record.software}
+    for other in (*deployments(settings.members.root), *deployments(root)):
+        if other.name != record.name and not (other.directory / INVENTORY).exists():
+            try:
+                used.add((other.directory / SOFTWARE).read_text())
+            except FileNotFoundError:
+                # It is of this machine alone or of an earlier version of dsv4, and may use any of them.
+                return ExitCode.OK
+    with alone(str(root / SOFTWARE), ACTION_SECONDS):
+        for path in map(Path, {*record.unused} - used):
+            if path.parent == root / SOFTWARE:
+                _remove_software(path)
+    return ExitCode.OK
+
+
+def _remove_software(path: Path) -> None:
+    # After a loss of power, software that is removed in part must not count as complete.
+    if (mark := path / COMPLETE).exists():
+        mark.unlink()
+        sync_folder(path)
+    for each in (path, path.with_name(f"{path.name}.input")):
+        shutil.rmtree(each, ignore_errors=True)
+
+
+def examine(settings: Settings) -> ExitCode:
+    """Print the findings about the machines of the deployment as JSON, for `dsv4 doctor` of a client."""
+    from dsv4_operator.cli.diagnostics import about_machines
+
+    print_line(json.dumps([each.to_dict() for each in about_machines(settings.loop.root, settings.record.name)]))
+    return ExitCode.OK
+
+
 def remove(settings: Settings) -> ExitCode:
     """Remove the files of a deployment that was stopped; without others also software, caches and command."""
     root = settings.loop.root
@@ -442,9 +559,7 @@ def remove(settings: Settings) -> ExitCode:
         if _is_ours(_COMMAND):
             _COMMAND.unlink()
         for mark in root.glob(f"{SOFTWARE}/*/{COMPLETE}"):
-            # After a loss of power, software that is removed in part must not count as complete.
-            mark.unlink()
-            sync_folder(mark.parent)
+            _remove_software(mark.parent)
         for name in (settings.members.root.name, "cache", SOFTWARE):
             shutil.rmtree(root / name, ignore_errors=True)
         # It may have records of deployments on other machines, with their keys.
@@ -465,22 +580,28 @@ def secret_paths(deployment: DSV4Deployment) -> dict[str, tuple[str, SecretKeyRe
 
 _ACTIONS: dict[str, Callable[[Settings], ExitCode]] = {
     "apply": apply,
+    "prepare": prepare,
     "move": move,
+    "hold": hold,
     "wait": wait,
     "stop-loop": stop_loop,
     "stop-host": stop_host,
+    "tidy": tidy,
     "remove": remove,
+    "examine": examine,
 }
+_CONCURRENT = ("hold", "wait", "examine")
+"""Actions that change nothing, and run beside others."""
 
 
 def main() -> int:
     """Run one action; errors are printed as by `dsv4`."""
     action = sys.argv[1]
     try:
-        settings = Settings.model_validate_json(sys.stdin.buffer.read())
+        settings = Settings.model_validate_json(sys.stdin.buffer.readline())
         with (
             convert_os_errors(f"`{action}` failed"),
-            contextlib.nullcontext() if action == "wait" else alone(str(settings.loop.root), ACTION_SECONDS),
+            contextlib.nullcontext() if action in _CONCURRENT else alone(str(settings.loop.root), ACTION_SECONDS),
         ):
             return _ACTIONS[action](settings)
     except (CommandError, StateError, ValidationError) as error:

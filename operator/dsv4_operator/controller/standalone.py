@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, Hardware, Reason
+from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, Hardware, Reason
 from dsv4_operator.backends.base import Backend, BackendError
 from dsv4_operator.backends.hosts.backend import HostsBackend
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, InvalidInventory, load_inventory
@@ -31,6 +31,8 @@ from dsv4_operator.backends.local.gateway import (
     check_keyless,
     check_secrets,
     endpoint,
+    give_listener,
+    take_listener,
 )
 from dsv4_operator.backends.local.gpus import Card, claim_card, claimed
 from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software
@@ -182,7 +184,12 @@ def _saved(state: DeploymentState) -> DSV4Deployment:
         else condition
         for condition in earlier.status.conditions
     )
-    status = earlier.status.model_copy(update={"conditions": conditions})
+    # Groups that were ended on request begin with the whole restart budget, as on one machine.
+    groups = tuple(
+        group.model_copy(update={"restarts": ()}) if group.phase is GroupPhase.STOPPED else group
+        for group in earlier.status.groups
+    )
+    status = earlier.status.model_copy(update={"conditions": conditions, "groups": groups})
     return deployment.model_copy(update={"status": status})
 
 
@@ -200,7 +207,7 @@ def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes
     check_secrets(deployment, state)
     software = _same_software(deployment, state, several=len(inventory.hosts) > 1)
     if "api" not in processes.kept:
-        for name, listener in bind_ports(deployment).items():
+        for name, listener in bind_ports(deployment, take_listener(state, deployment)).items():
             with listener:
                 processes.keep(name, listener.fileno())
     head, size = head_ports(deployment, isolated=True), deployment.spec.topology.nodes_per_group
@@ -226,7 +233,13 @@ def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes
         gateways=gateways,
     )
     front = _Front(gateways, addresses[0], deployment)
-    asyncio.run(_loop(state, deployment, processes, backend, front, wake, deletes=(state.directory / DOWN).exists))
+
+    def leave() -> None:
+        with processes.socket("api") as listener:
+            give_listener(state, listener)
+
+    deletes = (state.directory / DOWN).exists
+    asyncio.run(_loop(state, deployment, processes, backend, front, wake, leave=leave, deletes=deletes))
 
 
 def _same_software(deployment: DSV4Deployment, state: DeploymentState, *, several: bool) -> Software:
@@ -329,6 +342,7 @@ async def _loop(
     event: asyncio.Event,
     *,
     adopt: Callable[[], None] = lambda: None,
+    leave: Callable[[], None] = lambda: None,
     deletes: Callable[[], bool] = lambda: True,
 ) -> None:
     """Reconcile until SIGTERM.
@@ -341,6 +355,7 @@ async def _loop(
         front: the front end.
         event: starts the next turn at once.
         adopt: called before the first turn, in the event loop.
+        leave: called after SIGTERM, before the front end stops.
         deletes: returns after SIGTERM whether the members end with the loop.
     """
     stop = asyncio.Event()
@@ -399,6 +414,7 @@ async def _loop(
                 _log.error("%s was removed: ending", state.directory)
                 stop.set()
             if stop.is_set() and not drained:
+                leave()
                 # Before the members and the engine end.
                 await front.stop()
                 drained = True

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from dsv4_operator.cli import hosts
+from dsv4_operator.backends.hosts import bootstrap
+from dsv4_operator.backends.local.software import OwnSoftware
 
 PACKAGES = (
     "systemd,systemd-sysv,dbus,openssh-server,iproute2,procps,python3,python3-dev,python3-venv,gcc,g++,libnuma1,"
@@ -176,11 +177,11 @@ class World:
             check=True,
             timeout=60,
         ).stdout.strip()
-        source = hosts._Source.of(cpu=True, python=version)
+        source = OwnSoftware.of(cpu=True, python=version)
         for machine in self.machines if self.linked else self.machines[:1]:
             self._install(machine.root, source, version)
 
-    def _install(self, root: Path, source: hosts._Source, version: str) -> None:
+    def _install(self, root: Path, source: OwnSoftware, version: str) -> None:
         path = f"/var/lib/dsv4/software/{source.identity(os.uname().machine)}"
         folder = root / path.lstrip("/")
         if (folder / ".complete").exists():
@@ -192,6 +193,15 @@ class World:
         for entry in Path(psutil.__file__).parents[1].iterdir():
             if not entry.name.startswith(("_editable", "__editable", "dsv4", "__pycache__")):
                 subprocess.run([*copy, entry, packages / entry.name], check=True, timeout=BUILD_SECONDS)
+        # Programs and data outside of the packages are not copied, so the lists of files must not have them either.
+        for record in packages.glob("*.dist-info/RECORD"):
+            kept = [
+                row for row in record.read_text().splitlines(keepends=True) if not row.lstrip('"').startswith("../")
+            ]
+            # It may be a link to the file of this environment.
+            record.unlink()
+            record.write_text("".join(kept))
+        (folder / bootstrap.INSTALLED).write_bytes(source.files["requirements.txt"])
         for name, content in source.files.items():
             if name.endswith(".whl"):
                 zipfile.ZipFile(io.BytesIO(content)).extractall(packages)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import errno
 import hashlib
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
 from pathlib import Path
@@ -28,8 +30,9 @@ from hypothesis import strategies as st
 from dsv4_operator.api import Condition, DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, load
 from dsv4_operator.backends.hosts import bootstrap
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, MEMBERS, Host, Inventory
-from dsv4_operator.backends.hosts.ssh import ConnectionLost, Ssh
+from dsv4_operator.backends.hosts.ssh import ConnectionLost, Ssh, SshError
 from dsv4_operator.backends.local.backend import query_members
+from dsv4_operator.backends.local.software import OwnSoftware, archive_of, installer, wheel
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.backends.local.supervisor import LoopReport
 from dsv4_operator.cli import diagnostics, hosts, init, machine, main, processes, sources, up
@@ -160,6 +163,31 @@ def test_an_environment_starts_from_an_earlier_one(tmp_path: Path) -> None:
     assert not list(software.glob("*.part"))
 
 
+def test_without_a_package_index_only_the_own_wheels_are_installed(tmp_path: Path) -> None:
+    base, software = tmp_path / "base-1.0-py3-none-any.whl", tmp_path / "software"
+    base.write_bytes(minimal_wheel("base"))
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text(f"base @ file://{base}\n")
+    for name in ("one", "two", "three"):
+        wheels = tmp_path / name
+        wheels.mkdir()
+        (wheels / "own-1.0-py3-none-any.whl").write_bytes(minimal_wheel("own", **{"own.py": f"VALUE = {name!r}\n"}))
+    bootstrap.install(str(software / "one"), str(UV), str(requirements), str(tmp_path / "one"))
+    # The source of the packages is gone.
+    base.unlink()
+    bootstrap.install(str(software / "two"), str(UV), str(requirements), str(tmp_path / "two"))
+    for name in ("one", "two"):
+        packages = next((software / name / "lib").glob("python*")) / "site-packages"
+        assert (packages / "own.py").read_text() == f"VALUE = {name!r}\n"
+        assert (packages / "base-1.0.dist-info").is_dir()
+    # Other requirements are not taken for installed, and the earlier environment keeps its list.
+    before = (software / "two" / bootstrap.INSTALLED).read_text()
+    requirements.write_text("")
+    bootstrap.install(str(software / "three"), str(UV), str(requirements), str(tmp_path / "three"))
+    assert (software / "three" / bootstrap.INSTALLED).read_text() == ""
+    assert (software / "two" / bootstrap.INSTALLED).read_text() == before
+
+
 def test_an_installation_after_a_power_loss_has_no_empty_file(tmp_path: Path) -> None:
     folder, requirements = tmp_path / "wheels", tmp_path / "requirements.txt"
     folder.mkdir()
@@ -202,9 +230,11 @@ def digest(data: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
 
 
-def minimal_wheel(name: str) -> bytes:
+def minimal_wheel(name: str, **files: str) -> bytes:
     buffer, info = BytesIO(), f"{name}-1.0.dist-info"
     with zipfile.ZipFile(buffer, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
         archive.writestr(f"{info}/RECORD", "")
@@ -216,7 +246,7 @@ def test_two_clients_do_not_write_one_environment_at_once(tmp_path: Path) -> Non
     with bootstrap.alone(str(target.parent)):
         process = start("receive", str(target))
         with pytest.raises(subprocess.TimeoutExpired):
-            process.communicate(hosts._archive({"good": b"1"}), timeout=1)
+            process.communicate(archive_of({"good": b"1"}), timeout=1)
         assert not target.exists()
         # The wait is bounded, and its error names the directory.
         text = f"another dsv4 has worked in {target.parent} for 0 s; wait for its end"
@@ -265,7 +295,7 @@ def test_a_copy_with_another_token_gets_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../x", "/tmp/dsv4-x", "a/../../x"])
 def test_an_archive_cannot_write_elsewhere(name: str, tmp_path: Path) -> None:
     with start("receive", str(tmp_path / "target")) as process:
-        _, errors = process.communicate(hosts._archive({"good": b"1", name: b"1"}), timeout=60)
+        _, errors = process.communicate(archive_of({"good": b"1", name: b"1"}), timeout=60)
     assert process.returncode == 3
     assert b"invalid entry" in errors
     assert list(content(tmp_path)) == ["target/good"]
@@ -281,14 +311,19 @@ def test_the_facts_of_this_machine() -> None:
 
 
 def test_a_wheel_of_the_code_with_its_entry_points() -> None:
-    name, data = hosts._wheel("dsv4")
+    name, data = wheel("dsv4")
     with zipfile.ZipFile(BytesIO(data)) as archive:
         names = archive.namelist()
         assert "dsv4_operator/cli/hosts.py" in names
         assert "dsv4_runtime/agent/main.py" in names
         folder = name.removesuffix("-py3-none-any.whl")
         assert b"vllm.general_plugins" in archive.read(f"{folder}.dist-info/entry_points.txt")
-    assert hosts._wheel("dsv4") == (name, data), "the same content gives the same file"
+    assert wheel("dsv4") == (name, data), "the same content gives the same file"
+
+
+def test_the_installer_of_the_checkout_needs_no_package_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert installer(platform.machine()) == UV.read_bytes()
 
 
 def facts(*networks: tuple[str, str, int, bool]) -> dict[str, object]:
@@ -386,11 +421,87 @@ def test_deployments_on_other_machines_are_named(
     shown = capsys.readouterr()
     assert "nothing is running" in shown.out
     assert "nano is on other machines and is not ended; `dsv4 down nano` ends it" in shown.err
+
+
+def run_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
+    """Let `ssh` run commands here; return a record with the software of this environment and the state in `folder`."""
+    (folder / "bin").mkdir()
+    for name, text in (
+        ("ssh", '#!/bin/bash\nexec sh -c "${@: -1}"\n'),
+        ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
+    ):
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    inventory = record().inventory.model_copy(update={"state_dir": str(folder / "machine")})
+    return record().model_copy(update={"inventory": inventory, "software": str(folder)})
+
+
+def test_a_client_examines_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked = subprocess.CompletedProcess[str]([], 0, "{}", "")
+    monkeypatch.setattr(diagnostics, "_run_checks", lambda *_, **__: checked)
+    monkeypatch.setenv("DSV4_STATE_DIR", str(tmp_path / "client"))
+    known = run_here(tmp_path, monkeypatch)
+    save_record(tmp_path / "client", known)
+    state = DeploymentState(tmp_path / "machine", "nano")
+    state.directory.mkdir(parents=True)
+    (state.directory / INVENTORY).write_text("hosts: []")
+    (state.directory / HOST_KEY).write_text("k" * 64)
+    (state.root / "other").mkdir()
+    (state.root / "other" / INVENTORY).write_text("hosts: [")
+    assert main.run(["doctor"]) == ExitCode.FAILED
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"FAIL  nano: {state.directory / INVENTORY} cannot be read: ")
+    assert main.run(["doctor", "-o", "json"]) == ExitCode.FAILED
+    (found,) = json.loads(capsys.readouterr().out)["machines"]
+    assert (found["field"], found["reason"]) == ("nano", "Unreadable")
+    (tmp_path / "bin" / "ssh").write_text("#!/bin/sh\necho 'No route to host' >&2\nexit 255\n")
+    assert main.run(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("WARN  nano: its machines cannot be examined: spark-1: No route to host")
+
+
+def test_each_machine_examines_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     checked = subprocess.CompletedProcess[str]([], 0, "", "")
     monkeypatch.setattr(diagnostics, "_run_checks", lambda *_, **__: checked)
     monkeypatch.setenv("DSV4_STATE_DIR", str(tmp_path))
-    assert main.run(["doctor"]) == 0
-    assert "nano is on other machines; `ssh spark-1 sudo dsv4 doctor` examines them" in capsys.readouterr().err
+    # Without ssh.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    places = (Host(name="spark-1", address="127.0.0.1"), Host(name="spark-2", address="127.0.0.2"))
+    inventory = Inventory(hosts=places, state_dir=str(tmp_path), service_port=unused_tcp_port)
+    save_record(tmp_path, record().model_copy(update={"inventory": inventory, "key": ""}))
+    key = inventory.members("nano").directory / HOST_KEY
+    key.parent.mkdir(parents=True)
+    key.write_text("k" * 64 + "\n")
+    assert main.run(["doctor"]) == ExitCode.FAILED
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["FAIL  hosts[0].address", "FAIL  hosts[1].address"]
+
+
+def test_a_client_gets_the_settings_of_clients_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, root = run_here(tmp_path, monkeypatch), tmp_path / "client"
+    save_record(root, known)
+    state = DeploymentState(tmp_path / "machine", "nano")
+    state.directory.mkdir(parents=True)
+    keys = {"secretKeyRef": {"name": "keys", "key": "api"}}
+    state.save_manifest(nano(listen="127.0.0.1", apiKeys=keys))
+    state.save_object(nano(listen="127.0.0.1", apiKeys=keys))
+    (state.directory / INVENTORY).touch()
+    (root / "secrets" / "keys").mkdir(parents=True)
+    (root / "secrets" / "keys" / "api").write_text("sk-of-the-client\n")
+    (root / "secrets" / "keys" / "api").chmod(0o600)
+    for words in (["connect", "nano"], ["connect"]):
+        assert main.run([*words, "--client", "openai", "--state-dir", str(root)]) == 0
+        shown = capsys.readouterr()
+        assert "export OPENAI_API_KEY=sk-of-the-client" in shown.out
+        assert "export OPENAI_BASE_URL=http://127.0.0.1:8000/v1" in shown.out
+        assert "`ssh -L 8000:127.0.0.1:8000 spark-1`" in shown.err
 
 
 def test_a_deployment_stays_on_its_machines() -> None:
@@ -441,7 +552,14 @@ def test_up_follows_a_changed_address(tmp_path: Path, monkeypatch: pytest.Monkey
         target: facts(("eth0", address, 1, False))
         | {"interpreter": "/usr/bin/python3.11"}
         | {"root": True, "sudo": False, "python": "3.11.2", "headers": True, "compilers": ["gcc", "g++"], "time": 0.0}
-        | {"architecture": "x86_64", "free_bytes": 10**12, "software": [], "systemd": True, "writable": True}
+        | {
+            "architecture": "x86_64",
+            "free_bytes": 10**12,
+            "software": [],
+            "systemd": True,
+            "writable": True,
+            "loops": {},
+        }
         for target, address in (("spark-1", "10.0.0.1"), ("spark-2", "10.0.0.7"))
     }
 
@@ -471,12 +589,251 @@ def test_up_follows_a_changed_address(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [(action, host) for action, host, _ in done] == [
         ("move", "spark-2"),
         ("move", "spark-1"),
-        ("apply", "spark-1"),
         ("apply", "spark-2"),
+        ("apply", "spark-1"),
+        ("tidy", "spark-1"),
+        ("tidy", "spark-2"),
     ]
     done.clear()
     assert hosts.up(str(NANO), "spark-1,spark-2", tmp_path, timeout=1) == ExitCode.OK
     assert done == [("apply", "spark-1", "10.0.0.7"), ("apply", "spark-2", "10.0.0.7")]
+
+
+MACHINE: dict[str, object] = {
+    "root": True,
+    "sudo": False,
+    "writable": True,
+    "systemd": True,
+    "python": "3.12.3",
+    "interpreter": "/usr/bin/python3.12",
+    "headers": True,
+    "compilers": ["gcc", "g++"],
+    "architecture": "x86_64",
+    "software": [],
+    "free_bytes": 10**12,
+    "time": 0.0,
+    **facts(("eth0", "10.0.0.1", 1000, False)),
+}
+
+V1, V2, V3 = (f"/var/lib/dsv4/software/{name}" for name in ("one", "two", "three"))
+_EVENTS = st.tuples(st.sampled_from([V1, V2, V3]), st.sampled_from(["served", "interrupted", "back"]))
+
+
+@given(st.lists(_EVENTS, max_size=8))
+def test_the_software_that_served_is_never_removed(events: list[tuple[str, str]]) -> None:
+    known, served, installed = record().model_copy(update={"software": V1}), V1, {V1}
+    for software, end in events:
+        fallback, unused = hosts._earlier_software(known, software)
+        assert software not in unused
+        assert served in (software, fallback), "it is started again if the other one does not become ready"
+        installed.add(software)
+        assert {software, *unused} == installed, "nothing is forgotten"
+        if end == "served":
+            served, installed, fallback, unused = software, {software}, "", ()
+        elif end == "back" and fallback:
+            unused = tuple({*unused, software} - {fallback})
+            software, fallback = fallback, ""
+        known = known.model_copy(update={"software": software, "fallback": fallback, "unused": unused})
+
+
+class Machines:
+    """Stand-ins for the machines of `hosts.up`, with the order of the actions."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+        self.done: list[str] = []
+        self.runs = True
+        self.waits: list[int | CommandError] = []
+        self.fails: dict[str, Exception] = {}
+        self.software = ""
+        self.limits: list[float] = []
+        self.loops: dict[str, dict[str, str]] = {}
+        found = {
+            name: {**MACHINE, **facts(("eth0", f"10.0.0.{number}", 1000, False))}
+            for number, name in enumerate(("spark-1", "spark-2"), 1)
+        }
+        machines = self
+
+        async def check(client: object, target: str, state_dir: str) -> dict[str, object]:
+            return {**found[target], "loops": machines.loops}
+
+        async def act(client: object, action: str, given: Settings, seconds: float, *, shown: bool = True) -> list[str]:
+            machines.done.append(f"{action} {given.host} {Path(given.record.software).name}")
+            if error := machines.fails.pop(action, None):
+                raise error
+            ended = action == "prepare" and machines.runs
+            machines.runs = (machines.runs and not ended and action != "stop-loop") or action == "apply"
+            return ["ending the members"] if ended else []
+
+        async def install(client: object, known: Record, *given: object) -> None:
+            machines.software = Path(known.software).name
+
+        async def attached(client: object, known: Record, host: Host, words: object, given: Settings) -> int:
+            machines.limits.append(given.timeout)
+            outcome = machines.waits.pop(0)
+            if isinstance(outcome, CommandError):
+                raise outcome
+            return outcome
+
+        @contextlib.asynccontextmanager
+        async def held(client: object, given: Settings) -> AsyncIterator[None]:
+            machines.done.append("hold")
+            yield
+            machines.done.append("let go")
+
+        stand_ins = {"_check": check, "_machine": act, "_install": install, "_attached": attached, "_held": held}
+        for name, stand_in in stand_ins.items():
+            monkeypatch.setattr(hosts._Client, name, stand_in)
+        self._root = root
+
+    def up(self, *waits: int | CommandError) -> ExitCode:
+        self.done.clear()
+        self.waits = [*waits]
+        return hosts.up(str(NANO), "spark-1,spark-2", self._root, timeout=1)
+
+    def record(self) -> Record:
+        found = hosts.find(self._root, "nano")
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machines:
+    found = Machines(monkeypatch, tmp_path)
+    save_record(tmp_path, record().model_copy(update={"software": V1}))
+    return found
+
+
+def test_up_of_another_version_is_an_upgrade(machines: Machines) -> None:
+    assert machines.up(0) is ExitCode.OK
+    new = machines.software
+    # Members of the earlier software must not be started by the new loop, so the first machine is the last.
+    steps = ["prepare spark-1", "apply spark-2", "apply spark-1"]
+    expected = ["hold", *(f"{step} {new}" for step in steps), "let go", f"tidy spark-1 {new}", f"tidy spark-2 {new}"]
+    assert machines.done == expected
+    found = machines.record()
+    assert (Path(found.software).name, found.fallback, found.unused) == (new, "", ())
+    assert machines.up(0) is ExitCode.OK
+    assert machines.done == [f"apply spark-1 {new}", f"apply spark-2 {new}"], "it is the same version"
+
+
+@pytest.mark.parametrize("fails", ["wait", "apply"])
+def test_an_upgrade_that_does_not_become_ready_goes_back(
+    fails: str, machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if fails == "apply":
+        machines.fails["apply"] = CommandError("spark-2: the host service did not start")
+    with pytest.raises(CommandError, match=r"nano did not become ready with .*; it serves again with the earlier"):
+        machines.up(*[1, 0] if fails == "wait" else [0])
+    assert machines.limits[-1] == 600.0, "not the short limit of this attempt"
+    new = machines.software
+    place = machines.done.index("let go")
+    assert machines.done[place + 1 :] == [f"stop-loop spark-1 {new}", "apply spark-2 one", "apply spark-1 one"]
+    found = machines.record()
+    assert (found.software, found.fallback) == (V1, "")
+    assert [Path(path).name for path in found.unused] == [new]
+    assert (fails == "apply") == ("spark-2: the host service did not start" in capsys.readouterr().err)
+    # The next attempt is an upgrade again.
+    assert machines.up(0) is ExitCode.OK
+    assert Path(machines.record().software).name == new
+
+
+def test_an_upgrade_that_cannot_go_back_has_both_reasons(machines: Machines) -> None:
+    with pytest.raises(CommandError) as caught:
+        machines.up(1, CommandError("of the earlier one"))
+    assert caught.value.messages[0] == "of the earlier one"
+    assert "nor with the earlier one; correct the reason, and repeat" in caught.value.messages[1]
+
+
+def test_an_interrupted_upgrade_continues(machines: Machines, tmp_path: Path) -> None:
+    machines.fails["apply"] = SshError("spark-2: no route to host")
+    with pytest.raises(CommandError, match="no route to host"):
+        machines.up()
+    assert not [line for line in machines.done if line.startswith("stop-loop")], "what runs there is not known"
+    assert (Path(machines.record().software).name, machines.record().fallback) == (machines.software, V1)
+    with pytest.raises(hosts._Unreachable):
+        machines.up(hosts._Unreachable("the connection was lost"))
+    # The software that served before is not forgotten, although another one runs now.
+    with pytest.raises(CommandError, match="serves again"):
+        machines.up(1, 0)
+    assert machines.record().software == V1
+
+
+def test_a_deployment_that_did_not_run_does_not_go_back(machines: Machines) -> None:
+    machines.runs = False
+    assert machines.up(1) is ExitCode.FAILED
+    assert not [line for line in machines.done if line.endswith(" one")]
+    assert machines.record().fallback == ""
+    assert machines.up(0) is ExitCode.OK
+    assert machines.done[-1].startswith("tidy"), "the earlier software is removed once this one has served"
+    assert machines.record().unused == ()
+
+
+def test_a_refused_upgrade_changes_nothing(machines: Machines) -> None:
+    machines.fails["prepare"] = CommandError("spark-1: nano is already running; it runs with other values")
+    before = machines.record()
+    with pytest.raises(CommandError, match="other values"):
+        machines.up()
+    assert machines.record() == before
+    assert machines.done == ["hold", f"prepare spark-1 {machines.software}"]
+
+
+@pytest.mark.parametrize("key", [None, "", "z" * 64])
+def test_another_client_installs_nothing(
+    key: str | None, tmp_path: Path, machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = DeploymentState(tmp_path / "machine", "nano")
+    state.directory.mkdir(parents=True)
+    (state.directory / HOST_KEY).write_text(record().key + "\n")
+    assert bootstrap._loops(str(state.root)) == {}, "it does not run"
+    with state.lock():
+        assert bootstrap._loops(str(state.root))["nano"]["who"] == "another client started it"
+        (state.directory / bootstrap.CLIENT).write_text("me@laptop\n")
+        machines.loops = bootstrap._loops(str(state.root))
+    assert machines.up(0) is ExitCode.OK, "it has the key"
+    before = machines.record().model_copy(update={"key": key or ""})
+    save_record(tmp_path, before)
+    if key is None:
+        (tmp_path / "remote" / "nano.json").unlink()
+    with pytest.raises(
+        CommandError, match=r"running, and me@laptop started it at \d{4}-.*copy ~/\.dsv4/remote/nano\.json"
+    ):
+        machines.up()
+    assert not machines.done
+    assert hosts.find(tmp_path, "nano") == (None if key is None else before)
+
+
+def test_software_that_another_deployment_uses_stays(tmp_path: Path) -> None:
+    inventory, software = record().inventory.model_copy(update={"state_dir": str(tmp_path)}), tmp_path / "software"
+    for name in ("one", "two", "three", "four.input", "one.input"):
+        (software / name).mkdir(parents=True)
+        (software / name / bootstrap.COMPLETE).touch()
+    (tmp_path / "elsewhere").mkdir()
+    unused = (*(str(software / name) for name in ("one", "two", "three")), str(tmp_path / "elsewhere"))
+    known = record().model_copy(update={"inventory": inventory, "software": str(software / "three"), "unused": unused})
+    other = inventory.members("other")
+    other.directory.mkdir(parents=True)
+    other.save_manifest(nano("other"))
+    sent = Settings(record=known, host="spark-2")
+    names = {path.name for path in software.iterdir()}
+    machine.tidy(sent)
+    assert {path.name for path in software.iterdir()} == names, "an earlier version started the other one"
+    (other.directory / machine.SOFTWARE).write_text(str(software / "two"))
+    machine.tidy(sent)
+    assert {path.name for path in software.iterdir()} == {"two", "three", "four.input"}
+    assert (tmp_path / "elsewhere").exists()
+
+
+EXAMPLES = sorted(file for file in NANO.parent.glob("*.yaml") if "hardware:" in file.read_text())
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_older_software_gets_no_fields_that_the_user_left_out(file: Path) -> None:
+    sent = Settings(record=record(), host="spark-1", deployment=load(file.read_text()), secrets={"keys/api": "a\nb"})
+    text = sent.message()
+    assert text.count(b"\n") == 1
+    assert Settings.model_validate_json(text) == sent
+    assert Settings.model_validate_json(text).digest() == sent.digest()
+    assert "drain" not in json.loads(text)["deployment"]["spec"].get("gateway", {})
 
 
 def test_only_the_machines_of_a_deployment_must_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,23 +857,6 @@ def test_only_the_machines_of_a_deployment_must_answer(tmp_path: Path, monkeypat
     assert not asked
 
 
-MACHINE: dict[str, object] = {
-    "root": True,
-    "sudo": False,
-    "writable": True,
-    "systemd": True,
-    "python": "3.12.3",
-    "interpreter": "/usr/bin/python3.12",
-    "headers": True,
-    "compilers": ["gcc", "g++"],
-    "architecture": "x86_64",
-    "software": [],
-    "free_bytes": 10**12,
-    "time": 0.0,
-    **facts(("eth0", "10.0.0.1", 1000, False)),
-}
-
-
 @pytest.mark.parametrize(
     ("change", "shown"),
     [
@@ -531,12 +871,12 @@ def test_rights_and_their_use_are_named(
 ) -> None:
     inventory = Inventory(hosts=(Host(name="spark-1", address="10.0.0.1"),))
     client = hosts._Client(None)  # type: ignore[arg-type]
-    client._judge(inventory, {"spark-1": {**MACHINE, **change}}, hosts._Source({}, "3.12", 1))
+    client._judge(inventory, {"spark-1": {**MACHINE, **change}}, OwnSoftware({}, "3.12", 1))
     assert capsys.readouterr().out.strip().endswith(f"1000 GB free, {shown}")
 
 
 def test_the_interpreter_has_one_path_on_all_machines() -> None:
-    host, source = Host(name="spark-2", address="10.0.0.1"), hosts._Source({}, "3.12", 1)
+    host, source = Host(name="spark-2", address="10.0.0.1"), OwnSoftware({}, "3.12", 1)
     assert list(hosts._problems(host, MACHINE, MACHINE, source, "/var/lib/dsv4")) == []
     other = {**MACHINE, "interpreter": "/usr/local/bin/python3.12"}
     (problem,) = hosts._problems(host, other, MACHINE, source, "/var/lib/dsv4")
@@ -840,10 +1180,13 @@ def answers(address: str, port: int) -> bool:
         return probe.connect_ex((address, port)) == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces everywhere")
-def test_the_services_of_a_machine(
-    monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory: Callable[[], int], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def first_machine(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory: Callable[[], int]
+) -> Iterator[tuple[Settings, list[Settings]]]:
+    """Yield the settings of a first machine without systemd, and a list for those that are to be ended."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may make namespaces everywhere")
     started: list[subprocess.Popen[bytes]] = []
     start_loop = processes.start_loop
     monkeypatch.setattr(machine, "has_systemd", lambda: False)
@@ -857,43 +1200,118 @@ def test_the_services_of_a_machine(
         spec |= {"model": {"variant": "Nano", "source": {"path": f"{folder}/missing"}}}
         places = (Host(name="spark-1", address="127.0.0.1"), Host(name="spark-2", address="127.0.0.2"))
         inventory = Inventory(hosts=places, state_dir=folder, service_port=unused_tcp_port_factory())
-        known = record().model_copy(update={"inventory": inventory})
+        known = record().model_copy(update={"inventory": inventory, "client": "me@laptop"})
         deployment = nano().model_copy(update={"spec": type(nano().spec).model_validate(spec)})
         settings = Settings(record=known, host="spark-1", deployment=deployment)
+        used = [settings]
         try:
-            machine.apply(settings)
-            assert machine.loop_service(settings.loop).running(), "another client finds it"
-            assert machine.host_service(settings).running()
-            assert "host service started\ncontrol loop started" in capsys.readouterr().out
-            # An end that a loss of power interrupted must not apply to the next restart of the machine.
-            (settings.loop.directory / DOWN).touch()
-            machine.apply(settings)
-            assert not (settings.loop.directory / DOWN).exists()
-            assert capsys.readouterr().out == ""
-            other = known.model_copy(update={"key": "z" * 64})
-            with pytest.raises(CommandError, match=r"nano is already running.*other machines, software or secrets"):
-                machine.apply(settings.model_copy(update={"record": other}))
-            # The machine gets another address.
-            inventory = inventory.model_copy(update={"hosts": (places[0].model_copy(update={"address": "127.0.0.9"}),)})
-            moved = known.model_copy(update={"inventory": inventory})
-            settings = settings.model_copy(update={"record": moved})
-            assert machine.move(settings) == ExitCode.OK
-            assert not machine.loop_service(settings.loop).running()
-            assert machine.host_service(settings).running()
-            machine.apply(settings)
-            assert "host service started\ncontrol loop started" in capsys.readouterr().out
-            deadline = time.monotonic() + 60
-            while not answers("127.0.0.9", inventory.service_port):
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            assert not answers("127.0.0.1", inventory.service_port)
+            yield settings, used
         finally:
-            machine.stop_loop(settings)
-            machine.stop_host(settings)
+            machine.stop_loop(used[-1])
+            machine.stop_host(used[-1])
         for process in started:
             process.wait(20)
-        machine.remove(settings)
+        machine.remove(used[-1])
         assert [path.name for path in Path(folder).iterdir() if path.name != "bin"] == ["weights"]
+
+
+def test_the_services_of_a_machine(
+    first_machine: tuple[Settings, list[Settings]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, used = first_machine
+    known, inventory = settings.record, settings.record.inventory
+    machine.apply(settings)
+    assert machine.loop_service(settings.loop).running(), "another client finds it"
+    assert machine.host_service(settings).running()
+    assert "host service started\ncontrol loop started" in capsys.readouterr().out
+    # An end that a loss of power interrupted must not apply to the next restart of the machine.
+    (settings.loop.directory / DOWN).touch()
+    machine.apply(settings)
+    assert not (settings.loop.directory / DOWN).exists()
+    assert capsys.readouterr().out == ""
+    # Another client is refused, also with other software.
+    other = settings.model_copy(
+        update={"record": known.model_copy(update={"key": "z" * 64, "software": V1, "client": "you@desk"})}
+    )
+    for action in (machine.apply, machine.prepare):
+        with pytest.raises(
+            CommandError, match=r"already running, and me@laptop started it at \d{4}-.*remote/nano\.json"
+        ):
+            action(other)
+    secret = settings.model_copy(update={"secrets": {"keys/api": "x"}})
+    for action in (machine.apply, machine.prepare):
+        with pytest.raises(CommandError, match=r"nano is already running.*other machines, software or secrets"):
+            action(secret)
+    # The machine gets another address.
+    moved = (inventory.hosts[0].model_copy(update={"address": "127.0.0.9"}),)
+    inventory = inventory.model_copy(update={"hosts": moved})
+    settings = settings.model_copy(update={"record": known.model_copy(update={"inventory": inventory})})
+    used.append(settings)
+    assert machine.move(settings) == ExitCode.OK
+    assert not machine.loop_service(settings.loop).running()
+    assert machine.host_service(settings).running()
+    machine.apply(settings)
+    assert "host service started\ncontrol loop started" in capsys.readouterr().out
+    deadline = time.monotonic() + 60
+    while not answers("127.0.0.9", inventory.service_port):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert not answers("127.0.0.1", inventory.service_port)
+
+
+def test_other_software_replaces_the_services(
+    first_machine: tuple[Settings, list[Settings]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, used = first_machine
+    newer = settings.model_copy(update={"record": settings.record.model_copy(update={"software": V2})})
+    machine.prepare(newer)
+    machine.apply(settings)
+    api = ("127.0.0.1", nano_ports(settings)["api"])
+    deadline = time.monotonic() + 60
+    while not answers(*api):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    capsys.readouterr()
+    machine.prepare(settings)
+    assert capsys.readouterr().out == "", "it is the same software"
+    with pytest.raises(CommandError, match="maxNumSeqs"):
+        machine.prepare(newer.model_copy(update={"deployment": changed(newer)}))
+    command = [sys.executable, "-m", "dsv4_operator.cli.machine", "hold"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdin is not None
+            assert holder.stdout is not None
+            holder.stdin.write(newer.message())
+            holder.stdin.flush()
+            assert holder.stdout.readline().decode().strip() == machine.READY
+            machine.prepare(newer)
+            assert "ending the members and the loop" in capsys.readouterr().out
+            assert not machine.loop_service(settings.loop).running()
+            # A client between the two loops is not refused.
+            with socket.create_connection(api, 5) as early:
+                early.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                machine.apply(newer)
+                used.append(newer)
+                early.settimeout(60)
+                assert early.recv(100).startswith(b"HTTP/1.1 200")
+        finally:
+            holder.stdin.close()
+            assert holder.wait(20) == 0
+    assert (settings.members.directory / machine.SOFTWARE).read_text() == V2
+    assert V2 in machine._COMMAND.read_text()
+
+
+def nano_ports(settings: Settings) -> dict[str, int]:
+    assert settings.deployment is not None
+    return settings.deployment.spec.network.ports.model_dump()
+
+
+def changed(settings: Settings) -> DSV4Deployment:
+    """Return the manifest with another value of a field."""
+    assert settings.deployment is not None
+    found = settings.deployment.to_dict()
+    spec = found["spec"] | {"engine": {"maxNumSeqs": 7}}  # type: ignore[operator]
+    return DSV4Deployment.model_validate({**found, "spec": spec})
 
 
 def test_the_only_argument_may_be_the_prompt_or_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from dsv4_operator.api import (
     ConditionType,
     DeploymentPhase,
     DeploymentStatus,
+    GroupPhase,
+    GroupStatus,
     Hardware,
     Reason,
     load,
@@ -82,6 +84,16 @@ def test_after_a_loss_of_power_nothing_is_ready(state: DeploymentState) -> None:
     state.save_object(load(NANO).model_copy(update={"status": earlier}))
     found = standalone._saved(state).status
     assert [each.status for each in found.conditions] == [ConditionStatus.TRUE, ConditionStatus.FALSE]
+
+
+def test_after_an_end_on_request_the_restart_budget_is_whole(state: DeploymentState) -> None:
+    groups = tuple(
+        GroupStatus(index=index, phase=phase, incarnation=7, restarts=(1.0, 2.0))
+        for index, phase in enumerate((GroupPhase.STOPPED, GroupPhase.SERVING))
+    )
+    state.save_object(load(NANO).model_copy(update={"status": DeploymentStatus(groups=groups)}))
+    found = standalone._saved(state).status.groups
+    assert [(each.incarnation, each.restarts) for each in found] == [(7, ()), (7, (1.0, 2.0))]
 
 
 @pytest.mark.parametrize(

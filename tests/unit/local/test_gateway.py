@@ -7,8 +7,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +26,7 @@ from pydantic import ValidationError
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
 from dsv4_operator.api.spec import GatewaySpec
 from dsv4_operator.backends.local.gateway import (
+    HANDOVER,
     MAX_DRAIN_SECONDS,
     LocalGateways,
     bind_loopback,
@@ -31,7 +34,10 @@ from dsv4_operator.backends.local.gateway import (
     check_keyless,
     check_secrets,
     endpoint,
+    give_listener,
+    hold_listener,
     settings,
+    take_listener,
 )
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import FROZEN_SECONDS, Child, Processes
@@ -154,6 +160,50 @@ def test_the_api_binds_the_address_of_the_specification() -> None:
     assert endpoint(deployment(listen="0.0.0.0", **KEYS)).startswith("http://127.0.0.1:")
     with pytest.raises(StateError, match=r"spec\.gateway\.listen: 192\.0\.2\.7 is not an address of this machine"):
         bind_ports(with_settings(deployment(listen="192.0.2.7", **KEYS), free))
+
+
+def test_connections_wait_between_two_loops(tmp_path: Path) -> None:
+    state = DeploymentState(tmp_path, "n")
+    state.directory.mkdir()
+    free = {"network.ports.api": free_port(), "network.ports.dashboard": free_port()}
+    wanted = with_settings(deployment(), free)
+    other = with_settings(wanted, {"network.ports.api": free_port()})
+    address = ("127.0.0.1", wanted.spec.network.ports.api)
+    listeners = bind_ports(wanted)
+    listeners["dashboard"].close()
+    # Without a process that holds it, a loop binds the address.
+    give_listener(state, listeners["api"])
+    assert take_listener(state, wanted) is None
+    ready = threading.Event()
+    reading, writing = os.pipe()
+    with open(reading, "rb") as until, open(writing, "wb") as held:
+        holder = threading.Thread(target=hold_listener, args=(state, until, ready.set))
+        holder.start()
+        try:
+            assert ready.wait(20)
+            assert take_listener(state, wanted) is None, "no loop has ended yet"
+            give_listener(state, listeners["api"])
+            listeners["api"].close()
+            with socket.create_connection(address, 5) as client:
+                client.sendall(b"early")
+                assert take_listener(state, other) is None, "the file names another address now"
+                # A loop that fails at its start does not lose it.
+                failed, taken = take_listener(state, wanted), take_listener(state, wanted)
+                assert failed is not None
+                failed.close()
+                again = bind_ports(wanted, taken)
+                again["dashboard"].close()
+                connection, _ = again["api"].accept()
+                with connection:
+                    assert connection.recv(16) == b"early"
+                again["api"].close()
+        finally:
+            held.close()
+            holder.join(20)
+    assert not holder.is_alive()
+    assert not (state.directory / HANDOVER).exists()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, 5)
 
 
 def test_secrets_that_cannot_be_used_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import csv
 import fcntl
 import glob
+import hashlib
 import hmac
 import io
 import json
@@ -32,6 +33,10 @@ from typing import IO, Union
 
 COMPLETE = ".complete"
 """File in the directory of an environment that is installed completely."""
+CLIENT = "client"
+"""File of a loop with user and machine of the client that started it."""
+INSTALLED = ".requirements"
+"""File in it with the requirements of its packages, as they were installed."""
 CONNECT_SECONDS = 20.0
 SILENT_SECONDS = 60.0
 _TOKEN_BYTES = 64
@@ -91,8 +96,32 @@ def check(state_dir: str) -> None:
         "uv": shutil.which("uv"),
         "compilers": [name for name in ("gcc", "g++") if shutil.which(name)],
         "software": sorted(os.path.basename(os.path.dirname(path)) for path in software),
+        "loops": _loops(state_dir),
     }
     print(json.dumps(facts))
+
+
+def _loops(state_dir: str) -> dict[str, dict[str, str]]:
+    """Return for each deployment whose loop runs here a digest of its host key, and who started it."""
+    found: dict[str, dict[str, str]] = {}
+    for file in glob.glob(f"{state_dir}/*/host-key"):
+        folder = os.path.dirname(file)
+        with contextlib.suppress(OSError), open(f"{folder}/lock", "rb") as lock:
+            digest = hashlib.sha256(Path(file).read_bytes().strip()).hexdigest()
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found[os.path.basename(folder)] = {"key": digest, "who": started_by(folder)}
+    return found
+
+
+def started_by(folder: str) -> str:
+    """Return which client started the loop with the files in `folder`, and when by the clock of this machine."""
+    try:
+        client, seconds = Path(folder, CLIENT).read_text().strip(), os.stat(os.path.join(folder, CLIENT)).st_mtime
+    except (OSError, UnicodeDecodeError):
+        return "another client started it"
+    return f"{client} started it at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(seconds))}"
 
 
 def addresses() -> list[dict[str, object]]:
@@ -162,6 +191,7 @@ def receive(directory: str) -> None:
 def install(directory: str, uv: str, requirements: str, wheels: str) -> None:
     """Make a virtual environment in `directory`; a repeated call continues one that was interrupted."""
     python = os.path.join(directory, "bin", "python")
+    installed, wanted = Path(directory, INSTALLED), Path(requirements).read_bytes()
     environment = {**os.environ, "UV_LINK_MODE": "copy", "UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"}
 
     def run(*words: str) -> None:
@@ -188,8 +218,14 @@ def install(directory: str, uv: str, requirements: str, wheels: str) -> None:
         if not os.path.exists(python):
             # The environment has a link to it, which copies on other machines have too: `python3` may differ there.
             run("venv", "--quiet", "--python", os.path.realpath(sys.executable), directory)
-        run("pip", "sync", "--python", python, requirements)
-        run("pip", "install", "--python", python, "--no-deps", "--reinstall", *sorted(glob.glob(f"{wheels}/*.whl")))
+        # Often only the wheels differ from the earlier environment. These need no package index.
+        if not (installed.exists() and installed.read_bytes() == wanted):
+            run("pip", "sync", "--python", python, requirements)
+            # Not written in place: it may be a link to the file of the earlier one.
+            installed.unlink(missing_ok=True)
+            installed.write_bytes(wanted)
+        own = sorted(glob.glob(f"{wheels}/*.whl"))
+        run("pip", "install", "--python", python, "--offline", "--no-deps", "--reinstall", *own)
         return _damaged(directory)
 
     with alone(os.path.dirname(directory)):

@@ -7,12 +7,14 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus, PortsSpec
 from dsv4_operator.api.spec import LOOPBACK
@@ -33,12 +35,19 @@ _ALL = "0.0.0.0"  # noqa: S104
 _CHUNK = 65536
 _CONNECT_SECONDS = 5.0
 
+HANDOVER = "handover"
+"""Unix socket in the state directory of a process that holds the listening socket of the API between two loops."""
+_GIVE, _TAKE = b"give", b"take"
+_HANDOVER_SECONDS = 2.0
+
 Listeners = dict[str, socket.socket]
 """Listening sockets by the name of their field below `spec.network.ports`."""
 
 
-def bind_ports(deployment: DSV4Deployment) -> Listeners:
+def bind_ports(deployment: DSV4Deployment, api: socket.socket | None = None) -> Listeners:
     """Return the listening sockets of the API, at `spec.gateway.listen`, and of the dashboard, on loopback.
+
+    `api` is that of an earlier loop.
 
     Raises:
         StateError: a port is in use, or the machine does not have the address; no socket stays open.
@@ -46,7 +55,7 @@ def bind_ports(deployment: DSV4Deployment) -> Listeners:
     ports, listen = deployment.spec.network.ports, deployment.spec.gateway.listen
     listeners = bind_loopback({"dashboard": ports.dashboard})
     try:
-        return bind_loopback({"api": ports.api}, address=listen) | listeners
+        return ({"api": api} if api else bind_loopback({"api": ports.api}, address=listen)) | listeners
     except StateError:
         listeners["dashboard"].close()
         raise
@@ -93,6 +102,63 @@ def bind_loopback(ports: Mapping[str, int], *, address: str = LOOPBACK) -> Liste
             listener.close()
         raise
     return sockets
+
+
+def hold_listener(state: DeploymentState, until: IO[bytes], ready: Callable[[], None]) -> None:
+    """Hold the listening socket of the API from the end of a loop to the start of the next one, until `until` ends:
+    connections wait in its queue. `ready` is called when loops can give and take it.
+
+    Raises:
+        OSError: the socket of this process cannot be created.
+    """
+    path, held = state.directory / HANDOVER, list[socket.socket]()
+    path.unlink(missing_ok=True)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.bind(str(path))
+            server.listen()
+            ready()
+            while until.fileno() not in select.select([server.fileno(), until.fileno()], [], [])[0]:
+                with contextlib.suppress(OSError), server.accept()[0] as peer:
+                    peer.settimeout(_HANDOVER_SECONDS)
+                    data, files, _, _ = socket.recv_fds(peer, len(_GIVE), 1)
+                    if data == _TAKE:
+                        socket.send_fds(peer, [_GIVE], [each.fileno() for each in held])
+                    elif files:
+                        held, old = [socket.socket(fileno=files[0])], held
+                        for each in old:
+                            each.close()
+    finally:
+        path.unlink(missing_ok=True)
+        for each in held:
+            each.close()
+
+
+def give_listener(state: DeploymentState, listener: socket.socket) -> None:
+    """Give the listening socket of the API to the process that holds it for the next loop, if there is one."""
+    with contextlib.suppress(OSError), _handover(state) as peer:
+        socket.send_fds(peer, [_GIVE], [listener.fileno()])
+
+
+def take_listener(state: DeploymentState, deployment: DSV4Deployment) -> socket.socket | None:
+    """Return the listening socket of the API that an earlier loop gave; None if there is none for this address."""
+    address = deployment.spec.gateway.listen, deployment.spec.network.ports.api
+    with contextlib.suppress(OSError), _handover(state) as peer:
+        peer.send(_TAKE)
+        for descriptor in socket.recv_fds(peer, len(_GIVE), 1)[1]:
+            found = socket.socket(fileno=descriptor)
+            if found.getsockname() == address:
+                return found
+            found.close()
+    return None
+
+
+@contextlib.contextmanager
+def _handover(state: DeploymentState) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.settimeout(_HANDOVER_SECONDS)
+        peer.connect(str(state.directory / HANDOVER))
+        yield peer
 
 
 class Publisher:

@@ -1,4 +1,5 @@
-"""Software that engines on this machine need: vLLM, torch, Ray, the CUDA toolkit and compilers.
+"""Software that engines on this machine need: vLLM, torch, Ray, the CUDA toolkit and compilers; and the software of
+dsv4 for other machines.
 
 Versions are read from package metadata; nothing here imports vLLM or torch. vLLM's libraries compile kernels on the
 serving
@@ -9,15 +10,22 @@ with the C compiler and Python's headers, and torch on CPU compiles with g++.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
+import io
 import os
+import platform
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
+import tarfile
+import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, distribution, entry_points, version
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment
@@ -29,6 +37,13 @@ LEAST = (12, 9)
 """Minimum release of nvcc for DeepGEMM."""
 _SYSTEM = Path("/usr/local/cuda")
 _ANSWER_SECONDS = 10.0
+UV_VERSION = "0.13.8"
+_UV_SECONDS = 300.0
+_GPU_BYTES, _CPU_BYTES = 16 * 10**9, 9 * 10**9
+"""Space for the software on another machine."""
+ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "aarch64"}
+_PACKAGES = {"dsv4": ("dsv4_operator", "dsv4_runtime"), "dsv4-kernels": ("dsv4_kernels",)}
+_ZIP_TIME = (2020, 1, 1, 0, 0, 0)
 
 Release = tuple[int, int]
 """Release of CUDA: major, minor."""
@@ -307,3 +322,120 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSoftware:
+    """The software of this installation of dsv4, for other machines."""
+
+    files: dict[str, bytes]
+    """Wheels of dsv4, and `requirements.txt` with everything else."""
+    python: str
+    bytes: int
+
+    @classmethod
+    def of(cls, *, cpu: bool, python: str) -> OwnSoftware:
+        """Return the software for engines on CPU or GPU, from this installation of dsv4.
+
+        Raises:
+            StateError: it is not complete.
+        """
+        names = ["dsv4"] if cpu and not _is_installed("dsv4-kernels") else ["dsv4", "dsv4-kernels"]
+        wheels = [wheel(name) for name in names]
+        package = Path(importlib.util.find_spec("dsv4_operator").origin or "").parent  # type: ignore[union-attr]
+        pins = package.parents[1] / ("requirements.txt" if cpu else "requirements-gpu.txt")
+        if not pins.is_file() or not (package.parents[1] / "requirements-build.txt").is_file():
+            raise StateError(
+                "`dsv4 up --hosts` installs the pinned packages of a checkout of dsv4, and this is none; run it there: "
+                "`make setup`, then .venv/bin/dsv4"
+            )
+        files = {**dict(wheels), "requirements.txt": pins.read_bytes()}
+        return cls(files, python, _CPU_BYTES if cpu else _GPU_BYTES)
+
+    def identity(self, architecture: str) -> str:
+        """Return the name of the directory of the environment; it changes with its content."""
+        digest = hashlib.sha256(f"{self.python} {architecture}".encode())
+        for name, content in sorted(self.files.items()):
+            digest.update(name.encode() + hashlib.sha256(content).digest())
+        return digest.hexdigest()[:12]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def wheel(name: str) -> tuple[str, bytes]:
+    """Return file name and content of a wheel of an installed package, also of an editable one.
+
+    Raises:
+        StateError: it is not installed.
+    """
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        raise StateError(
+            f"the package {name} is not installed beside this dsv4; run `make setup` in its checkout"
+        ) from None
+    stem = f"{name.replace('-', '_')}-{found.version}"
+    files: dict[str, bytes] = {}
+    for package in _PACKAGES[name]:
+        spec = importlib.util.find_spec(package)
+        folder = Path(spec.origin or "").parent if spec else Path()
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                files[f"{package}/{path.relative_to(folder)}"] = path.read_bytes()
+    for part in ("METADATA", "entry_points.txt"):
+        if text := found.read_text(part):
+            files[f"{stem}.dist-info/{part}"] = text.encode()
+    head = "Wheel-Version: 1.0\nGenerator: dsv4\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{stem}.dist-info/WHEEL"] = head.encode()
+    files[f"{stem}.dist-info/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{stem}.dist-info/RECORD")).encode()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for entry, content in files.items():
+            archive.writestr(zipfile.ZipInfo(entry, _ZIP_TIME), content, zipfile.ZIP_DEFLATED)
+    return f"{stem}-py3-none-any.whl", buffer.getvalue()
+
+
+def installer(architecture: str) -> bytes:
+    """Return the installer for machines of `architecture`: that of this checkout, or from the package index of this
+    machine.
+
+    Raises:
+        StateError: it cannot be fetched.
+    """
+    checkout = Path(sys.prefix).parent / ".uv" / "bin" / "uv"
+    if sys.platform == "linux" and platform.machine() == architecture and checkout.is_file():
+        return checkout.read_bytes()
+    with tempfile.TemporaryDirectory(prefix="dsv4-") as folder:
+        wanted = f"uv=={UV_VERSION}"
+        own = shutil.which("uv") or str(checkout)
+        if Path(own).is_file():
+            command = [own, "pip", "install", "--quiet", "--target", folder, "--no-deps", wanted]
+            command += ["--python-platform", f"{ARCHITECTURES[architecture]}-unknown-linux-gnu"]
+        else:
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, "--no-deps", wanted]
+            command += ["--only-binary=:all:", "--platform", f"manylinux_2_17_{ARCHITECTURES[architecture]}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_UV_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise StateError(f"the installer uv cannot be fetched ({error}); install uv on the machines") from None
+        program = Path(folder, "bin", "uv")
+        if done.returncode or not program.is_file():
+            raise StateError(f"the installer uv cannot be fetched: {done.stderr.strip()}; install uv on the machines")
+        return program.read_bytes()
+
+
+def archive_of(files: dict[str, bytes]) -> bytes:
+    """Return a tar archive of files by name, for `bootstrap.receive`."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o755 if name == "uv" else 0o644
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()

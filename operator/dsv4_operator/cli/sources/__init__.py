@@ -15,6 +15,7 @@ import typer
 from dsv4_operator.cli.output import CommandError, DocumentFormat, bad_input, program_name
 
 if TYPE_CHECKING:
+    from dsv4_operator.cli.machine import Record
     from dsv4_operator.cli.sources.base import DeploymentSource
 
 _COMPLETION_SECONDS = 3.0
@@ -86,6 +87,22 @@ class CommandTarget:
 
         return Path((self.state_dir or default_root()).expanduser()).absolute()
 
+    def elsewhere(self, name: str | None, *, uncertain: bool = False) -> Record | None:
+        """Return the deployment that a command is for, if its loop is on another machine; `uncertain` as for
+        `hosts.find`.
+
+        Raises:
+            CommandError: a record cannot be read.
+        """
+        root = self.state_root()
+        # Checked first: the import takes longer than the command.
+        if self.is_cluster or not (root / "remote").is_dir():
+            return None
+        from dsv4_operator.cli import hosts
+
+        record = hosts.find(root, name, uncertain=uncertain)
+        return record if record and not hosts.is_here(root, record) else None
+
     def local_root(self, action: str, alternative: str) -> Path:
         """Return the state directory, for a command that is not available for clusters.
 
@@ -127,17 +144,13 @@ def with_target_options(
     def wrapper(**given: Any) -> int:
         target = CommandTarget(**{name: given.pop(name) for name in names})
         # `why --log` reads files of this machine, and no deployment.
-        if command.__name__ in _FORWARDED and not target.is_cluster and not given.get("log"):
-            root = target.state_root()
-            # Checked first: the import takes longer than the command.
-            if (root / "remote").is_dir():
+        if command.__name__ in _FORWARDED and not given.get("log"):
+            # The only argument of `chat` may be the prompt, and that of `logs` the rank.
+            alone = given.get("prompt", "") is None or given.get("rank", "") is None
+            if record := target.elsewhere(given.get("name") or given.get("name_or_rank"), uncertain=alone):
                 from dsv4_operator.cli import hosts
 
-                # The only argument of `chat` may be the prompt, and that of `logs` the rank.
-                alone = given.get("prompt", "") is None or given.get("rank", "") is None
-                record = hosts.find(root, given.get("name") or given.get("name_or_rank"), uncertain=alone)
-                if record and not hosts.is_here(root, record):
-                    return hosts.forward(record, _without_state_dir(sys.argv[1:]))
+                return hosts.forward(record, _without_state_dir(sys.argv[1:]))
         return command(target, **given)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
