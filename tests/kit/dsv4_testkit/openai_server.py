@@ -15,7 +15,6 @@ import random
 import re
 import socket
 import threading
-import time
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -239,6 +238,8 @@ class Engine:
         self.model = Model(defect, noise, noise_seed, weak=weak)
         self.bot = Bot()
         self.lock = threading.Lock()
+        self.over = threading.Event()
+        """The server ends: no request is delayed any more."""
         self.open = self.requests = self.drafts = 0
         self.fail_after: int | None = None
         """Number of requests after which connections are closed."""
@@ -284,7 +285,7 @@ class Engine:
             context = self.model.stale(ids)
         with self.lock:
             self.open += 1
-        time.sleep(self.delay)
+        self.over.wait(self.delay)
         if self.defect == "batch crosstalk" and self.open > 1:
             context = [*ids, ids[-1]]
         out = self.model.generate(context, count, body.get("seed"), float(body.get("temperature", 1.0)))
@@ -617,12 +618,14 @@ class _Server(ThreadingHTTPServer):
 @contextlib.contextmanager
 def serving(engine: Engine) -> Iterator[str]:
     """Serve on a free port; yield the base URL."""
+    engine.over.clear()
     server = _Server(("127.0.0.1", 0), type("Bound", (Handler,), {"engine": engine}))
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}/v1"
     finally:
+        engine.over.set()
         server.shutdown()
         server.server_close()
-        thread.join(5)
+        thread.join()
