@@ -261,7 +261,7 @@ class Run:
         if self._dice.random() < 0.7:
             return
         await self._kube.delete(DSV4_DEPLOYMENTS, self._namespace, BUSY)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await self._kube.get(DSV4_DEPLOYMENTS, self._namespace, BUSY) is not None:
                 await asyncio.sleep(0.1)
         await self._kube.create(manifest(self._namespace, BUSY))

@@ -132,4 +132,4 @@ def ready(cluster: Cluster, pod: dict[str, Any]) -> None:
 
 
 def answer(url: str) -> str:
-    return httpx.get(url, timeout=10, trust_env=False).text.split()[0]
+    return httpx.get(url, timeout=60, trust_env=False).text.split()[0]

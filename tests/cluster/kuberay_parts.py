@@ -47,7 +47,7 @@ def define(cluster: Cluster, *wanted: dict[str, Any]) -> None:
         return any((one["type"], one["status"]) == ("Established", "True") for one in conditions)
 
     for one in wanted:
-        until("a definition of KubeRay", functools.partial(served, one["metadata"]["name"]), seconds=30, every=0.2)
+        until("a definition of KubeRay", functools.partial(served, one["metadata"]["name"]), seconds=60, every=0.2)
     time.sleep(_YOUNG_SECONDS)
 
 

@@ -132,11 +132,11 @@ def forwarded(cluster: Cluster, namespace: str, target: str, port: int) -> Itera
     command = [str(cluster.programs / "kubectl"), "port-forward", "-n", namespace, target, f"{local}:{port}"]
     process = subprocess.Popen(command, env=cluster.environment, stdout=subprocess.DEVNULL)
     try:
-        until("the port-forward", lambda: _listens(local), seconds=30, every=0.2)
+        until("the port-forward", lambda: _listens(local), seconds=60, every=0.2)
         yield f"http://127.0.0.1:{local}"
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def _listens(port: int) -> bool:

@@ -91,7 +91,7 @@ class OperatorProcess:
         """Kill it, also if it is stopped or has ended."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(60)
 
     @property
     def pid(self) -> int:
@@ -115,7 +115,7 @@ class OperatorProcess:
     def metrics(self) -> dict[str, float]:
         """Return every sample by its name with labels; empty while it does not respond."""
         try:
-            text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=5, trust_env=False).text
+            text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=60, trust_env=False).text
         except httpx.HTTPError:
             return {}
         pairs = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))

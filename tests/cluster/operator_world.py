@@ -139,7 +139,7 @@ class World:
 
     async def event(self, reason: str) -> Manifest:
         """Return the only event with that reason, which is created shortly after its cause."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while True:
             found = [one for one in await self.kube.list(EVENTS, self.namespace) if one["reason"] == reason]
             assert len(found) <= 1, found

@@ -85,15 +85,15 @@ def running(
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(20)
+            process.wait(60)
 
 
 def ask(url: str, query: str) -> list[Any]:
     """Return the result of an instant query."""
-    with urllib.request.urlopen(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=20) as answer:
+    with urllib.request.urlopen(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=60) as answer:
         found: list[Any] = json.load(answer)["data"]["result"]
     return found
 

@@ -62,7 +62,7 @@ def release(cluster: Cluster) -> Iterator[Release]:
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
     made = Release(cluster, name)
     # Objects that every namespace gets and keeps.
-    until("its account", lambda: {"ServiceAccount/default", "ConfigMap/kube-root-ca.crt"} <= made.objects(), seconds=30)
+    until("its account", lambda: {"ServiceAccount/default", "ConfigMap/kube-root-ca.crt"} <= made.objects(), seconds=60)
     yield made
     made.helm("uninstall", name, "--ignore-not-found")
     cluster.kubectl("delete", "namespace", name, "--wait=false")

@@ -116,7 +116,7 @@ async def _define(cluster: ControlPlane, definition: dict[str, Any], *, newest: 
     # Tests of the chart install it with helm, which keeps its fields.
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=[definition])
     wanted = 200 if newest else 404
-    await until("its versions", lambda: cluster.http.get(f"/apis/{API_VERSION}").status_code == wanted, seconds=30)
+    await until("its versions", lambda: cluster.http.get(f"/apis/{API_VERSION}").status_code == wanted, seconds=60)
 
 
 @asynccontextmanager
@@ -155,7 +155,7 @@ async def test_a_namespace_that_is_deleted_while_a_group_forms_goes_and_others_a
             assert time.monotonic() - begun < 60, world.operator.log.read_text()[-3000:]
             await asyncio.sleep(0.2)
         print(f"\nthe namespace was gone after {time.monotonic() - begun:.1f} s")
-        await until("it is forgotten", lambda: world.operator.metrics()["dsv4_operator_queue"] == 1, seconds=30)
+        await until("it is forgotten", lambda: world.operator.metrics()["dsv4_operator_queue"] == 1, seconds=60)
         assert "Traceback" not in world.operator.log.read_text()
         # The watches of the namespace that is left go on.
         await world.kube.delete(PODS, namespace, f"{NAME}-0-i1-r1", grace_seconds=0)

@@ -144,7 +144,7 @@ async def test_a_watch_returns_every_event_with_lines_of_any_length(kube: Client
     await kube.patch(CONFIG_MAPS, namespace, "b", {"data": {"n": "1"}})
     await kube.delete(CONFIG_MAPS, namespace, "a")
     seen = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for event in kube.watch(
             CONFIG_MAPS, namespace, labels="for=test", resource_version=start.resource_version
         ):
@@ -168,7 +168,7 @@ async def test_a_cache_follows_the_server(kube: Client, namespace: str) -> None:
     task = asyncio.create_task(cache.run())
 
     async def until(*wanted: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while {one["metadata"]["name"] for one in cache.objects(namespace)} != set(wanted):
                 news.clear()
                 await news.wait()
@@ -211,7 +211,7 @@ async def test_changes_of_many_deployments_are_reported_at_once(
     watch.start()
     try:
         await create("first")
-        await asyncio.wait_for(until(1), 20)
+        await asyncio.wait_for(until(1), 60)
         await asyncio.gather(*(create(f"d{number}") for number in range(100)))
         # Less than the 5 s for which kopf keeps the state of an object without changes.
         await asyncio.wait_for(until(101), 4)

@@ -76,13 +76,13 @@ def test_nothing_is_left(killed: bool) -> None:
         if killed:
             os.kill(cluster.state.supervisor, signal.SIGKILL)
             # The kernel ends them, without help of the kit.
-            until("the end of all processes", lambda: not leftovers.find(SETTINGS).processes, seconds=30)
-            until("the end of its cable", lambda: not leftovers.find(SETTINGS).interfaces, seconds=30)
+            until("the end of all processes", lambda: not leftovers.find(SETTINGS).processes, seconds=60)
+            until("the end of its cable", lambda: not leftovers.find(SETTINGS).interfaces, seconds=60)
             assert lifetime.running(SETTINGS.name) is None
     finally:
         said = clusterkit("down")
     assert "0 processes, 0 mounts, 0 network interfaces, 0 control groups" in said
-    until("nobody left", lambda: not ours & set(processes()), seconds=10)
+    until("nobody left", lambda: not ours & set(processes()), seconds=60)
     # The kernel reuses a namespace's number: later processes, such as pods of another cluster, are excluded.
     still = {process.pid for process in before if process.is_running()}
     assert not spaces & namespaces(still), "a namespace of the cluster lives on"
@@ -112,7 +112,7 @@ def test_the_tests_cluster_ends_with_the_tests() -> None:
         tests.kill()
         tests.wait(10)
     until("its end", lambda: not leftovers.find(SETTINGS), seconds=60, every=0.5)
-    until("the end of its files", lambda: [path.name for path in SETTINGS.directory.iterdir()] == ["logs"], seconds=10)
+    until("the end of its files", lambda: [path.name for path in SETTINGS.directory.iterdir()] == ["logs"], seconds=60)
 
 
 def test_ending_a_cluster_that_does_not_exist_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,12 +33,12 @@ def test_versions_are_real(cluster: Cluster) -> None:
 
 def test_every_port_requires_credentials(cluster: Cluster) -> None:
     """TLS is verified, and unknown clients are refused by the API server, etcd and a kubelet."""
-    with httpx.Client(verify=False, timeout=10) as bare:
+    with httpx.Client(verify=False, timeout=60) as bare:
         assert bare.get(f"{cluster.state.server}/api/v1/pods").status_code == 403
         for index in range(1, cluster.state.settings.nodes + 1):
             assert bare.get(f"https://{cluster.state.addresses.node(index)}:10250/pods").status_code == 401
     with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
-        httpx.get(cluster.state.server, timeout=10)
+        httpx.get(cluster.state.server, timeout=60)
 
 
 def test_a_kubelet_has_only_the_rights_of_its_node(cluster: Cluster, namespace: str) -> None:

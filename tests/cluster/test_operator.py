@@ -62,7 +62,7 @@ async def test_a_deployment_serves_and_leaves_nothing(world: World) -> None:
     while left := await world.owned():
         assert time.monotonic() < deadline, f"still there: {left}"
         await asyncio.sleep(0.2)
-    await until("it is forgotten", lambda: world.operator.metrics()["dsv4_operator_queue"] == 0, seconds=30)
+    await until("it is forgotten", lambda: world.operator.metrics()["dsv4_operator_queue"] == 0, seconds=60)
 
 
 async def test_ready_follows_the_responses_through_the_endpoint(world: World) -> None:
@@ -78,7 +78,7 @@ async def test_ready_follows_the_responses_through_the_endpoint(world: World) ->
         assert gateway.problem in condition(found, "Ready")["message"]
         assert condition(found, "Ready")["reason"] == "EndpointNotReady"
         assert phase(found) == "Serving"
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not [one for one in await world.kube.list(EVENTS, world.namespace) if gateway.problem in one["note"]]:
             assert time.monotonic() < deadline, "there is no event"
             await asyncio.sleep(0.2)
@@ -265,12 +265,12 @@ async def test_the_lease_is_handed_over_and_only_its_holder_acts(
         assert not one.leads
         # The holder is stopped: after the lease has expired.
         two.send(signal.SIGSTOP)
-        taken = await one.until_leading(30)
+        taken = await one.until_leading(90)
         lease = await kube.get(LEASES, namespace, "dsv4-operator")
         assert lease is not None
         # It continues, finds that it has lost the lease, and ends before it writes anything.
         two.send(signal.SIGCONT)
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while two.code is None:
             assert time.monotonic() < deadline, "it went on without the lease"
             await asyncio.sleep(0.1)
@@ -279,7 +279,7 @@ async def test_the_lease_is_handed_over_and_only_its_holder_acts(
         assert again is not None
         assert again["spec"]["holderIdentity"] == lease["spec"]["holderIdentity"]
         print(f"\nreleased: {handed:.1f} s; holder stopped: {taken:.1f} s")
-        assert taken <= 20
+        assert taken <= 45
     finally:
         one.kill()
         two.kill()

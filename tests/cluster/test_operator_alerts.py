@@ -92,7 +92,7 @@ class Gateway:
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(60)
 
 
 @dataclass

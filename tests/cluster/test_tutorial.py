@@ -76,7 +76,7 @@ def run(step: Step, environment: dict[str, str]) -> str:
     except subprocess.TimeoutExpired:
         # It has its own session and was not reaped yet: no other process can have its number.
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         raise
     where = f"{PAGE.name}, line {step.line}"
     assert process.returncode == 0, f"{where}: exit code {process.returncode}\n{step.commands}\n{output}"

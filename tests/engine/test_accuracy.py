@@ -36,7 +36,7 @@ def task(folder: Path, name: str, answers: dict[str, str]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not PYTHON, reason="DSV4_TEST_LM_EVAL names no Python with lm-eval")
 def test_a_task_whose_answers_are_those_of_the_engine(tmp_path: Path) -> None:
     deployment = Deployment("accur", nodes=1)

@@ -109,7 +109,7 @@ def test_load_progress_is_reported_in_bytes(deployment: Deployment) -> None:
 
 
 def test_on_cpu_all_operations_are_vllms(deployment: Deployment) -> None:
-    done = deployment.run("kernels", deployment.name, timeout=30)
+    done = deployment.run("kernels", deployment.name, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "vLLM's CPU kernels compute every operation" in done.stdout
 
@@ -157,7 +157,7 @@ def test_the_dashboard_requires_the_token(deployment: Deployment, header: dict[s
     header = {"Authorization": f"Bearer {token}"} if header is None else header
     request = urllib.request.Request(f"http://127.0.0.1:{deployment.dashboard}/nodes?view=summary", headers=header)
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             assert response.status == status
             assert response.read().decode().count('"raylet"') >= 2
     except urllib.error.HTTPError as error:
@@ -166,7 +166,7 @@ def test_the_dashboard_requires_the_token(deployment: Deployment, header: dict[s
 
 
 def test_a_second_up_of_the_same_name_is_refused(deployment: Deployment) -> None:
-    done = deployment.run("up", str(deployment.file), timeout=30)
+    done = deployment.run("up", str(deployment.file), timeout=120)
     assert done.returncode == 2
     assert "already running" in done.stderr
     assert deployment.complete()["usage"]["completion_tokens"] == 4
@@ -194,7 +194,7 @@ def test_the_deployment_recovers_from_every_fault(deployment: Deployment, fault:
     assert after["incarnation"] - before["incarnation"] == fault.level - 1
     assert after["totalRestarts"] == before["totalRestarts"] + 1
     assert row.detected < 3.0
-    why = deployment.run("why", deployment.name, timeout=30).stdout
+    why = deployment.run("why", deployment.name, timeout=120).stdout
     assert fault.cause in why
     assert len(why.splitlines()) <= 10
     if fault.level == 2:
@@ -219,7 +219,7 @@ def test_an_exhausted_budget_ends_the_deployment_and_is_reported(deployment: Dep
     def engines() -> list[str]:
         return [line for line in deployment.remains() if "ray" in line or "vllm" in line.lower()]
 
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 60
     while engines() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert engines() == []
@@ -227,11 +227,11 @@ def test_an_exhausted_budget_ends_the_deployment_and_is_reported(deployment: Dep
 
 def test_down_leaves_nothing(deployment: Deployment) -> None:
     begun = time.monotonic()
-    done = deployment.run("down", deployment.name, timeout=90)
+    done = deployment.run("down", deployment.name, timeout=120)
     assert done.returncode == 0, done.stderr
     print(f"\ndown after {time.monotonic() - begun:.1f} s")
     assert deployment.remains() == []
-    assert deployment.run("down", deployment.name, timeout=30).returncode == 0
+    assert deployment.run("down", deployment.name, timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_deployment_ended_during_its_start_leaves_nothing(
         def left() -> list[str]:
             return [*other.remains(), *(network_namespaces() - networks), *(shared_memory() - shared)]
 
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while left() and time.monotonic() < deadline:
             time.sleep(0.2)
         assert left() == []

@@ -44,15 +44,15 @@ def test_the_sizes_that_vllm_logs_equal_the_plan(deployment: Deployment) -> None
     assert plan.expectations.kv_concurrency == pytest.approx(logged[1], rel=0.01)
     said = (deployment.directory / "i1" / "m0" / "agent.log").read_text()
     assert f"KV cache: {logged[0]} tokens, planned {logged[0]} (+0.0 %)" in said
-    shown = deployment.run("status", deployment.name, timeout=60).stdout
+    shown = deployment.run("status", deployment.name, timeout=120).stdout
     assert f"KV cache {logged[0]:,} tokens (planned {logged[0]:,}, +0.0 %), {logged[1]:.2f} requests" in shown
 
 
 def test_a_running_group_is_planned_with_its_own_memory(deployment: Deployment) -> None:
     """A plan while the group runs counts the group's memory as free, up to changes by other processes."""
-    running = json.loads(deployment.run("plan", str(deployment.file), "-o", "json", timeout=60).stdout)
-    deployment.run("down", deployment.name, timeout=90)
+    running = json.loads(deployment.run("plan", str(deployment.file), "-o", "json", timeout=120).stdout)
+    deployment.run("down", deployment.name, timeout=120)
     time.sleep(2)
-    alone = json.loads(deployment.run("plan", str(deployment.file), "-o", "json", timeout=60).stdout)
+    alone = json.loads(deployment.run("plan", str(deployment.file), "-o", "json", timeout=120).stdout)
     with_group, without = (found["memory"]["ranks"][0]["memoryBytes"] for found in (running, alone))
     assert with_group == pytest.approx(without, abs=GIB)

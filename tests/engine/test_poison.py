@@ -97,7 +97,7 @@ def test_a_fatal_request_costs_three_engines_and_other_requests_are_answered(dep
     assert broken == []
 
     size = len(refused.value.request.content)
-    said = deployment.run("why", deployment.name, timeout=60).stdout
+    said = deployment.run("why", deployment.name, timeout=120).stdout
     assert f"the-poison ({size} bytes): 3 engines died of it" in said
     assert POISON not in said
     assert deployment.complete(POISON + " More.")["usage"]["completion_tokens"] == 4

@@ -62,7 +62,7 @@ def answers(deployment: Deployment) -> list[Answer]:
 
 
 def counted(deployment: Deployment, name: str) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{deployment.api}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{deployment.api}/metrics", timeout=60) as response:
         text = response.read().decode()
     return sum(
         sample.value

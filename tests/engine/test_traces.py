@@ -24,7 +24,7 @@ SECONDS = 60.0
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_vllms_spans_are_children_of_the_gateways(tmp_path: Path) -> None:
     with Receiver(f"unix:{tmp_path}/otlp.sock") as receiver:
         deployment = Deployment("traced", nodes=1, environment={"DSV4_TRACES": receiver.url})
@@ -54,7 +54,7 @@ def test_vllms_spans_are_children_of_the_gateways(tmp_path: Path) -> None:
             whole = Asked(deployment, "/v1/completions", body)
             assert begun.wait(SECONDS)
             os.kill(pid_in(deployment.peek()["groups"][0], 0, "engine-core"), signal.SIGKILL)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while deployment.peek()["groups"][0]["phase"] == "Serving" and time.monotonic() < deadline:
                 time.sleep(0.1)
             held = Asked(deployment, "/v1/completions", {**body, "max_tokens": 4})

@@ -64,14 +64,14 @@ def test_a_killed_group_costs_no_request_and_gets_no_more(deployment: Deployment
     before, after = quantile(found.before, 0.95), quantile(found.after, 0.95)
     print(f"\nfirst byte, p95: {before * 1e3:.0f} ms before, {after * 1e3:.0f} ms after")
     assert after < 1.5 * before + 0.5
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while deployment.peek()["groups"][1]["phase"] != "Failed":
         assert time.monotonic() < deadline
         time.sleep(0.2)
     status = deployment.object()["status"]
     assert (status["groups"][0]["phase"], status["groups"][0]["incarnation"]) == ("Serving", 1)
     # It stays down and gets no requests: its state is away by its agent's last report, or in doubt without one.
-    with urllib.request.urlopen(f"http://127.0.0.1:{deployment.api}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{deployment.api}/metrics", timeout=60) as answer:
         lines = [line for line in answer.read().decode().splitlines() if line.startswith("dsv4_gateway_engine_state{")]
     healthy = {line.partition('group="')[2][0]: line[-3:] for line in lines if 'state="healthy"' in line}
     assert healthy == {"0": "1.0", "1": "0.0"}

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+_HERE = Path(__file__).parent
 _TABLE = re.compile(r"\bsm_\d+-|\[sm_\d+\]")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -48,6 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items
         if (item.get_closest_marker("gpu") and not usable) or (item.get_closest_marker("interpreter") and HAS_GPU)
     ]
+    for item in items:
+        if item.path.is_relative_to(_HERE):
+            # They run beside the other rings, with the lowest priority.
+            item.add_marker(pytest.mark.timeout(1800))
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]

@@ -163,7 +163,7 @@ def waits() -> list[bool]:
         thread.start()
         before = done.wait(0.5)
         helper.hash = None
-    thread.join(30)
+    thread.join(600)
     return [before, done.is_set(), "FACTOR" in str(calling_kernel.used_global_vals)]
 
 

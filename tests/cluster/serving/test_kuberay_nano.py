@@ -64,8 +64,8 @@ def test_kuberays_ray_serves_recovers_and_leaves_nothing(
         token = {"Authorization": f"Bearer {base64.b64decode(secret).decode()}"}
         with forwarded(cluster, NAMESPACE, "svc/nano-0-i1-head-svc", 8265) as dashboard:
             nodes = f"{dashboard}/api/v0/nodes"
-            assert httpx.get(nodes, timeout=30, trust_env=False).status_code == 401
-            listed = httpx.get(nodes, headers=token, timeout=30, trust_env=False).raise_for_status().json()
+            assert httpx.get(nodes, timeout=60, trust_env=False).status_code == 401
+            listed = httpx.get(nodes, headers=token, timeout=60, trust_env=False).raise_for_status().json()
         assert [one["state"] for one in listed["data"]["result"]["result"]] == ["ALIVE", "ALIVE"]
 
         # Level 1: the engine dies, the pods remain.

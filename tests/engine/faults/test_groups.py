@@ -81,7 +81,7 @@ def test_a_frozen_process_does_not_run_is_not_in_state_stopped_and_can_be_killed
             assert ticks()
             frozen = groups.freeze(process.pid)
             process.kill()
-            assert process.wait(5) == -signal.SIGKILL
+            assert process.wait(60) == -signal.SIGKILL
         finally:
             process.kill()
             frozen.end()

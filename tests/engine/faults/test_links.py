@@ -32,7 +32,7 @@ try:
     while not network.in_own_network(member.pid):
         time.sleep(0.05)
     network.plug_in(member.pid, 1, 1)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         try:
             client = socket.create_connection((network.address(1), 9000), timeout=30)

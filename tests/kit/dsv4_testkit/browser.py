@@ -9,6 +9,8 @@ import shutil
 from collections.abc import AsyncIterator
 from typing import Any
 
+from dsv4_testkit.waiting import PATIENCE_SECONDS
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium"))), None)
 MISSING = "no Chromium; run as root: apt-get install chromium-headless-shell"
 
@@ -29,7 +31,7 @@ async def chromium() -> AsyncIterator[Any]:
             await browser.close()
 
 
-async def until(tab: Any, expression: str, seconds: float = 10.0) -> None:
+async def until(tab: Any, expression: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until an expression is true, by repeated evaluation.
 
     The page's security policy prevents Playwright's own waits, which evaluate text in the page.

@@ -16,10 +16,11 @@ from dsv4_operator.backends.base import CALL_SECONDS, Backend
 from dsv4_operator.lifecycle.observed import Observed, ObservedMember
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import GroupPlan
-from dsv4_testkit.waiting import pauses
+from dsv4_testkit.waiting import PATIENCE_SECONDS, Pauses
 
 HEARD_SECONDS = 60.0
 """Bound for the start of an interpreter while other work runs."""
+_BUSY_SECONDS = 5.0
 
 
 class World(Protocol):
@@ -43,7 +44,7 @@ class World(Protocol):
 class Bounded:
     """A backend whose methods must return within `CALL_SECONDS`, except for one that may take 15 s.
 
-    Pauses of the whole process do not count.
+    Pauses of the whole process do not count, and neither do a few seconds on a busy machine.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -53,14 +54,13 @@ class Bounded:
         method = getattr(self._backend, name)
         if not inspect.iscoroutinefunction(method) or name == "close":
             return method
-        ran = pauses().ran
-        bound = 15.0 if name == "collect_evidence" else CALL_SECONDS
+        bound = _BUSY_SECONDS + (15.0 if name == "collect_evidence" else CALL_SECONDS)
 
         @wraps(method)
         async def bounded(*arguments: Any) -> Any:
-            begun = time.monotonic()
-            answer = await method(*arguments)
-            assert (seconds := ran(begun)) < bound, f"{name} took {seconds:.1f} s"
+            with Pauses() as pauses:
+                answer = await method(*arguments)
+            assert pauses.ran < bound, f"{name} took {pauses.ran:.1f} s"
             return answer
 
         return bounded
@@ -71,7 +71,7 @@ async def planned(world: World, incarnation: int) -> GroupPlan:
     return plan_group(world.deployment, facts, group=0, incarnation=incarnation)
 
 
-async def over(ask: Callable[[], Awaitable[bool]], seconds: float = 30.0) -> None:
+async def over(ask: Callable[[], Awaitable[bool]], seconds: float = PATIENCE_SECONDS) -> None:
     """Call `ask` repeatedly until it returns true, as successive reconciles do."""
     deadline = time.monotonic() + seconds
     while not await ask():
@@ -84,7 +84,9 @@ async def fenced(world: World, incarnation: int) -> None:
     await over(lambda: world.backend.fence(world.deployment, 0, incarnation))
 
 
-async def until(world: World, what: str, true: Callable[[Observed], bool], seconds: float = 30.0) -> Observed:
+async def until(
+    world: World, what: str, true: Callable[[Observed], bool], seconds: float = PATIENCE_SECONDS
+) -> Observed:
     """Observe repeatedly until `true` accepts the observation."""
     deadline = time.monotonic() + seconds
     while True:
@@ -146,13 +148,13 @@ class Conformance:
             "every agent is heard again",
             lambda now: all((one.heard or 0) > (of(seen, 1)[one.rank].heard or 0) for one in live(now)),
         )
-        assert all(time.time() - (one.heard or 0) < 5 for one in live(again))
+        assert all(time.time() - (one.heard or 0) < PATIENCE_SECONDS for one in live(again))
 
     async def test_a_drain_ends_without_an_engine(self, world: World) -> None:
         assert await world.backend.drain(world.deployment, 0, 1, 5.0)
         await formed(world, 1)
         await until(world, "all are heard", lambda seen: all(one.status for one in live(seen)), HEARD_SECONDS)
-        await over(lambda: world.backend.drain(world.deployment, 0, 1, 5.0), 15.0)
+        await over(lambda: world.backend.drain(world.deployment, 0, 1, 5.0))
         assert await world.backend.drain(world.deployment, 0, 2, 5.0)
 
     async def test_no_method_needs_another_one_before_it(self, world: World) -> None:
@@ -201,7 +203,7 @@ class Conformance:
         await until(world, "it is heard", lambda seen: of(seen, 1)[last].status is not None, HEARD_SECONDS)
         await world.end(1, last)
         seen = await until(world, "its end is seen", lambda seen: of(seen, 1)[last].ended is not None)
-        assert of(seen, 1)[last].ended_time == pytest.approx(time.time(), abs=10)
+        assert of(seen, 1)[last].ended_time == pytest.approx(time.time(), abs=PATIENCE_SECONDS)
         await world.backend.ensure(world.deployment, plan)
         again = of(await world.backend.observe(world.deployment, 0), 1)[last]
         assert (again.ended, again.ended_time) == (of(seen, 1)[last].ended, of(seen, 1)[last].ended_time)
@@ -210,9 +212,7 @@ class Conformance:
         assert await world.backend.collect_evidence(world.deployment, 0, 1) is None
         plan = await formed(world, 1)
         await until(world, "all are heard", lambda seen: all(one.status for one in live(seen)), HEARD_SECONDS)
-        begun = time.monotonic()
         place = await world.backend.collect_evidence(world.deployment, 0, 1)
-        assert time.monotonic() - begun < 16
         assert place
         assert plan.deployment in place
         await fenced(world, 1)

@@ -64,7 +64,7 @@ class FakeNvml:
         self.shut = False
 
     def nvmlInit(self) -> None:
-        self.answers.wait(30)
+        self.answers.wait(300)
         if self.missing:
             raise self.NVMLError(12, self.missing)
 
@@ -104,7 +104,7 @@ class FakeNvml:
 
     def nvmlDeviceGetPowerUsage(self, gpu: Gpu) -> int:
         self.asked += 1
-        self.answers.wait(30)
+        self.answers.wait(300)
         return round(self._live(gpu).watts * 1000)
 
     def nvmlDeviceGetUtilizationRates(self, gpu: Gpu) -> Any:

@@ -125,10 +125,10 @@ class Deployment:
         """Return the process id of a member's running process.
 
         Raises:
-            RuntimeError: the status lists no such process within 15 s.
+            RuntimeError: the status lists no such process within a minute.
         """
         # The status lists the processes of a new engine shortly after it serves.
-        deadline = time.monotonic() + 15.0
+        deadline = time.monotonic() + 60.0
         while True:
             try:
                 found = pid_in(self.group(), rank, process)

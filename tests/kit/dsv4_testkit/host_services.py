@@ -22,6 +22,7 @@ from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, In
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_runtime.util.files import replace_file
+from dsv4_testkit.waiting import PATIENCE_SECONDS
 
 BOOT = "/proc/sys/kernel/random/boot_id"
 _SCRIPT = f"""
@@ -81,18 +82,18 @@ class Machine:
         """Cut the power: all processes are killed without notice."""
         assert self.supervisor is not None
         end_tree(self.supervisor.pid)
-        self.supervisor.wait(10)
+        self.supervisor.wait(PATIENCE_SECONDS)
 
     def kill_supervisor(self) -> None:
         """Kill the supervisor only; the kernel ends its processes."""
         assert self.supervisor is not None
         self.supervisor.kill()
-        self.supervisor.wait(10)
+        self.supervisor.wait(PATIENCE_SECONDS)
 
     def service(self) -> int:
         """Return the process id of the host service."""
         assert self.supervisor is not None
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             for child in psutil.Process(self.supervisor.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -140,20 +141,20 @@ class Switch:
         """Remove everything."""
         for holder in self._holders:
             holder.kill()
-            holder.wait(10)
+            holder.wait(PATIENCE_SECONDS)
 
     def _hold(self) -> tuple[str, ...]:
         process = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
         self._holders.append(process)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not network.in_own_network(process.pid):
-            assert time.monotonic() < deadline, "no network namespace in 20 s"
+            assert time.monotonic() < deadline, "no network namespace"
             time.sleep(0.02)
         return "nsenter", f"--net=/proc/{process.pid}/ns/net"
 
     @staticmethod
     def _ip(inside: Sequence[str], words: str) -> None:
-        subprocess.run([*inside, "ip", *words.split()], check=True, timeout=10)
+        subprocess.run([*inside, "ip", *words.split()], check=True, timeout=PATIENCE_SECONDS)
 
 
 class Machines:
@@ -248,7 +249,7 @@ class Loop:
         """Kill all processes without notice."""
         if self.supervisor is not None and self.supervisor.poll() is None:
             end_tree(self.supervisor.pid)
-            self.supervisor.wait(10)
+            self.supervisor.wait(PATIENCE_SECONDS)
 
     def stop(self, *, members: bool, seconds: float = 60.0) -> int:
         """Stop the loop, with or without the members; return its exit code."""
@@ -266,7 +267,7 @@ def end_tree(pid: int) -> None:
     for process in everything:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while any(_runs(process) for process in everything) and time.monotonic() < deadline:
         time.sleep(0.02)
 

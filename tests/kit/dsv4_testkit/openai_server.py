@@ -15,7 +15,6 @@ import random
 import re
 import socket
 import threading
-import time
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -678,12 +677,14 @@ class _Server(ThreadingHTTPServer):
 @contextlib.contextmanager
 def serving(engine: Engine) -> Iterator[str]:
     """Serve on a free port; yield the base URL."""
+    engine.over.clear()
     server = _Server(("127.0.0.1", 0), type("Bound", (Handler,), {"engine": engine}))
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}/v1"
     finally:
+        engine.over.set()
         server.shutdown()
         server.server_close()
-        thread.join(5)
+        thread.join()

@@ -14,6 +14,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from dsv4_testkit.waiting import PATIENCE_SECONDS
+
 
 @dataclass(frozen=True)
 class Received:
@@ -74,7 +76,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
         with self._lock:
             return [one for one in self._spans if name in (None, one.span.name)]
 
-    def until(self, true: Callable[[list[Received]], bool], seconds: float = 20.0) -> list[Received]:
+    def until(self, true: Callable[[list[Received]], bool], seconds: float = PATIENCE_SECONDS) -> list[Received]:
         """Wait for spans; blocks."""
         deadline = time.monotonic() + seconds
         while not true(found := self.spans()):

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 from dsv4_operator.backends.local.supervisor import Processes, Supervisor
+from dsv4_testkit.waiting import PATIENCE_SECONDS
 
 
 class Supervised:
@@ -32,7 +33,8 @@ class Supervised:
     def close(self) -> None:
         """End all processes."""
         self._ending = True
-        self._thread.join(30)
+        self._thread.join(PATIENCE_SECONDS)
+        assert not self._thread.is_alive()
         for connection in self._mine:
             connection.close()
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-SECONDS = 120
+SECONDS = 500
 _ENVIRONMENT = {"DSV4_DEV_PLATFORM": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 _IMPORTED = (
     "vllm.config",

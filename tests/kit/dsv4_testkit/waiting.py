@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
 
+PATIENCE_SECONDS = 60.0
+"""Bound of a wait for something that a defect alone prevents, however busy the machine is."""
 _STEP_SECONDS = 0.01
 _TICK_SECONDS = 0.02
-_PAUSE_SECONDS = 0.2
+_PAUSE_SECONDS = 0.1
+_PORTS = range(20_000, 30_000)
+_given: set[int] = set()
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Return free ports of loopback, all different."""
-    with contextlib.ExitStack() as held:
-        # Held until all are chosen: the kernel may assign a freed port again at once.
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return tuple(int(probe.getsockname()[1]) for probe in probes)
+    """Return free ports, all different from each other and from earlier ones of this process.
+
+    They are outside the range from which Linux chooses ports itself. A port that it had chosen for a socket that is
+    closed again may be that of any other connection by the time a test's server listens there.
+    """
+    found: list[int] = []
+    # Independent of seeds, which are the same in all processes of pytest-xdist.
+    chance = random.SystemRandom()
+    while len(found) < count:
+        port = chance.choice(_PORTS)
+        if port in _given:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        _given.add(port)
+        found.append(port)
+    return tuple(found)
 
 
 def free_port() -> int:
@@ -30,7 +46,7 @@ def free_port() -> int:
     return port
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
     """Evaluate `condition` repeatedly until it is true.
 
     Raises:
@@ -43,7 +59,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
         time.sleep(_STEP_SECONDS)
 
 
-def wait_for_port(port: int, seconds: float = 20.0) -> None:
+def wait_for_port(port: int, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until a process listens on `port` of this machine; raises `TimeoutError`."""
 
     def listens() -> bool:
@@ -53,7 +69,7 @@ def wait_for_port(port: int, seconds: float = 20.0) -> None:
     wait_until(listens, seconds)
 
 
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
     """Evaluate `condition` repeatedly while other tasks run; raises `TimeoutError` after `seconds`."""
     async with asyncio.timeout(seconds):
         while not condition():
@@ -61,32 +77,35 @@ async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
 
 
 class Pauses:
-    """Intervals in which this process did not run, because the machine was busy or paused.
+    """Context manager that measures a block without the times in which this process did not run.
 
-    A separate thread measures them, so code that blocks only its own thread causes no pause.
+    The machine was busy then, or paused. A thread of its own measures them, so code that blocks only its own thread
+    causes no pause. It ends with the block.
     """
 
-    def __init__(self) -> None:
-        self._pauses: list[tuple[float, float]] = []
-        self._latest = time.monotonic()
-        threading.Thread(target=self._tick, daemon=True).start()
+    ran: float
+    """Duration of the block in seconds, without the pauses; set at its end."""
+
+    def __enter__(self) -> Pauses:
+        self._over = threading.Event()
+        self._lost = 0.0
+        self._begun = self._latest = time.monotonic()
+        self._thread = threading.Thread(target=self._tick)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()
+        self.ran = self._latest - self._begun - self._lost
 
     def _tick(self) -> None:
-        while True:
-            time.sleep(_TICK_SECONDS)
-            now = time.monotonic()
-            if now - self._latest >= _PAUSE_SECONDS:
-                self._pauses.append((self._latest, now))
-            self._latest = now
+        while not self._over.wait(_TICK_SECONDS):
+            self._look()
 
-    def ran(self, begun: float) -> float:
-        """Return the seconds from the monotonic time `begun` until now without the pauses."""
+    def _look(self) -> None:
         now = time.monotonic()
-        found = [*self._pauses, (self._latest, now)] if now - self._latest >= _PAUSE_SECONDS else list(self._pauses)
-        return now - begun - sum(end - max(first, begun) for first, end in found if end > begun)
-
-
-@cache
-def pauses() -> Pauses:
-    """Return the pauses of this process since the first call."""
-    return Pauses()
+        if now - self._latest >= _PAUSE_SECONDS:
+            self._lost += now - self._latest
+        self._latest = now

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from dsv4_runtime.contract import AgentStatus, Health, Phase, Verdict
 from dsv4_testkit.documents import agent_status
+from dsv4_testkit.waiting import PATIENCE_SECONDS
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "the-group-token"
@@ -111,7 +112,7 @@ class Server:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(app, port), daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(PATIENCE_SECONDS)
 
     def _run(self, app: web.Application, port: int) -> None:
         asyncio.set_event_loop(self._loop)
@@ -137,7 +138,7 @@ class Server:
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(PATIENCE_SECONDS)
 
 
 class FileServer:

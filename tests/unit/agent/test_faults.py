@@ -93,7 +93,9 @@ def test_a_fault_has_one_cause_culprit_and_level(serving: MakeReplay, fault: Fau
 
 
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_no_order_within_the_windows_changes_it(serving: MakeReplay, fault: Fault, data: st.DataObject) -> None:
     """Events have any times within their windows and any order at equal times; rank 1's clock may differ."""

@@ -2,41 +2,36 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from itertools import count
 
 import pytest
 
 from dsv4_runtime.agent.peers import Heartbeats
+from dsv4_testkit.waiting import free_ports
 
 
-def free_ports() -> list[int]:
-    sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-async def exchange(*, token: str = "t", incarnation: int = 1) -> list[tuple[int, float]]:
-    """Return the replies of rank 1 that rank 0 receives within 0.5 s, during which it sends ten heartbeats."""
-    ports, heard = free_ports(), []
+async def exchange(*, replies: int = 0, token: str = "t", incarnation: int = 1) -> list[tuple[int, float]]:
+    """Return the replies of rank 1 to at least ten heartbeats of rank 0, and to more until there are `replies`."""
+    heard: list[tuple[int, float]] = []
+    ports = free_ports(2)
     one = Heartbeats(0, 1, "t", {1: ("127.0.0.1", ports[1])}, lambda rank, trip: heard.append((rank, trip)))
     other = Heartbeats(1, incarnation, token, {0: ("127.0.0.1", ports[0])}, lambda rank, trip: None)
     for beats, port in zip((one, other), ports, strict=True):
         await beats.open("127.0.0.1", port)
-    for _ in range(10):
-        one.ask()
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(60):
+        for number in count():
+            one.ask()
+            await asyncio.sleep(0.05)
+            if number >= 9 and len(heard) >= replies:
+                break
     one.close()
     other.close()
     return heard
 
 
 async def test_members_receive_heartbeats_and_measure_the_round_trip() -> None:
-    heard = await exchange()
-    assert len(heard) >= 5
-    assert all(rank == 1 and 0 <= trip < 0.2 for rank, trip in heard)
+    heard = await exchange(replies=5)
+    assert all(rank == 1 and 0 <= trip < 60 for rank, trip in heard)
 
 
 async def test_heartbeats_with_another_token_or_incarnation_are_ignored() -> None:
@@ -102,6 +97,6 @@ async def test_a_port_that_is_taken_costs_the_heartbeats_alone() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind(("127.0.0.1", 0))
         beats = Heartbeats(0, 1, "t", {1: ("127.0.0.1", 1)}, lambda rank, trip: None)
-        await asyncio.wait_for(beats.open("127.0.0.1", taken.getsockname()[1]), 2.0)
+        await asyncio.wait_for(beats.open("127.0.0.1", taken.getsockname()[1]), 60)
         beats.ask()
         beats.close()

@@ -61,7 +61,7 @@ async def test_a_token_of_any_bytes_is_refused(served: Any, given: bytes) -> Non
     session, _ = served
     reader, writer = await asyncio.open_connection(session._base_url.host, session._base_url.port)
     writer.write(b"GET /v1/status HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: " + given + b"\r\n\r\n")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert (await reader.readline()).split()[1] == b"401"
     writer.close()
 
@@ -171,16 +171,21 @@ async def test_metrics_of_the_machine_the_fabric_and_failures(served: Any) -> No
     assert 'dsv4_gpu_celsius{gpu="1"}' not in text
 
 
-async def test_watches_send_changes_at_once_and_the_status_each_second(served: Any) -> None:
+async def test_watches_send_changes_at_once_and_the_status_each_second(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session, reporter = served
     async with session.get("/v1/watch", headers={"Authorization": "Bearer secret"}) as response:
 
-        async def following() -> tuple[AgentStatus, float]:
-            line = await asyncio.wait_for(response.content.readline(), 3.0)
-            return AgentStatus.model_validate_json(line), time.monotonic()
+        async def following() -> AgentStatus:
+            return AgentStatus.model_validate_json(await asyncio.wait_for(response.content.readline(), 60))
 
-        first, _ = await following()
+        first = await following()
         assert first.phase is Phase.PREFLIGHT
+        assert (await following()).time - first.time > 0.8
+        # With this period only changes cause messages on the stream.
+        monkeypatch.setattr(http, "_WATCH_SECONDS", 600.0)
+        await following()
         died = Failure(time=1.0, cause=Cause.ENGINE_HUNG, message="it stands", detected_by="steps")
         changes = (
             (lambda: reporter.state.enter(Phase.LOADING, "reading"), "progress", Progress(stage="reading")),
@@ -190,21 +195,15 @@ async def test_watches_send_changes_at_once_and_the_status_each_second(served: A
             (lambda: reporter.state.suspect(None), "verdict", Verdict(health=Health.HEALTHY)),
             (lambda: reporter.state.record_failure(died), "verdict", Verdict(health=Health.DEAD, failure=died)),
         )
-        delays = []
         for change, name, expected in changes:
-            begun = time.monotonic()
             change()
-            status, heard = await following()
-            assert getattr(status, name) == expected
-            delays.append(heard - begun)
-        # The minimum, because single messages may be delayed by other processes.
-        assert min(delays) < 0.05
-        begun = time.monotonic()
-        _, heard = await following()
-        assert heard - begun > 0.8
+            while getattr(await following(), name) != expected:
+                pass
+        # The stream ends one period after the member.
+        monkeypatch.setattr(http, "_WATCH_SECONDS", 0.1)
         reporter.state.enter(Phase.STOPPED)
         await following()
-        assert await asyncio.wait_for(response.content.read(), 3.0) == b""
+        assert await asyncio.wait_for(response.content.read(), 60) == b""
 
 
 def _power(*watts: float | None, age: float = 0.0) -> Signals:
@@ -254,18 +253,16 @@ async def test_the_heads_stream_reports_the_group_without_repetition(
     async with session.get("/v1/watch?group=1", headers={"Authorization": "Bearer secret"}) as response:
 
         async def following() -> GroupReport:
-            return GroupReport.model_validate_json(await asyncio.wait_for(response.content.readline(), 3.0))
+            return GroupReport.model_validate_json(await asyncio.wait_for(response.content.readline(), 60))
 
         first = await following()
         assert first.members is not None
         assert [one.rank for one in first.members] == [0, 1]
         assert first.ages[0] == 0.0
-        assert 0.4 < first.ages[1] < 2.0
-        begun = time.monotonic()
+        assert 0.4 < first.ages[1] < 60
         second = await following()
-        assert time.monotonic() - begun > 0.8
         assert second.members is None
-        assert second.ages[1] > first.ages[1]
+        assert second.ages[1] - first.ages[1] > 0.8
         # With this period only changes cause messages on the stream.
         monkeypatch.setattr(http, "_WATCH_SECONDS", 60.0)
         worker.enter(Phase.STAGING)
@@ -278,14 +275,14 @@ async def test_the_heads_stream_reports_the_group_without_repetition(
         reporter.state.enter(Phase.STOPPED)
         last = await following()
         assert last.members is not None
-        assert await asyncio.wait_for(response.content.read(), 3.0) == b""
+        assert await asyncio.wait_for(response.content.read(), 60) == b""
 
 
 async def test_a_member_that_never_responded_has_no_age(served: Any) -> None:
     session, reporter = served
     reporter.peers[1] = Peer()
     async with session.get("/v1/watch?group=1", headers={"Authorization": "Bearer secret"}) as response:
-        report = GroupReport.model_validate_json(await asyncio.wait_for(response.content.readline(), 3.0))
+        report = GroupReport.model_validate_json(await asyncio.wait_for(response.content.readline(), 60))
     assert report.ages == {0: 0.0}
     assert report.members is not None
     assert [one.rank for one in report.members] == [0]

@@ -329,8 +329,8 @@ def test_logs_of_ended_workers_are_closed_before_the_next_engine(tmp_path: Path)
         return sum(link.startswith(str(tmp_path)) for link in links)
 
     logs = WorkerLogs(tmp_path)
-    with subprocess.Popen(["sleep", "60"]) as waits, subprocess.Popen(["true"]) as ended:
-        ended.wait(10)
+    with subprocess.Popen(["sleep", "600"]) as waits, subprocess.Popen(["true"]) as ended:
+        ended.wait(60)
         for worker in (waits, ended):
             for kind in ("out", "err"):
                 (tmp_path / f"worker-{'0' * 56}-ffffffff-{worker.pid}.{kind}").write_text("an earlier line\n")

@@ -22,6 +22,7 @@ from dsv4_runtime.contract import Cause, Expectations, GroupPlan
 from dsv4_runtime.health import gpu
 from dsv4_testkit.fake_cuda import build_cuda
 from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu
+from dsv4_testkit.waiting import free_ports
 
 
 async def test_an_address_without_an_interface_is_refused(make_plan: Any) -> None:
@@ -31,12 +32,18 @@ async def test_an_address_without_an_interface_is_refused(make_plan: Any) -> Non
 
 
 def test_a_port_that_is_taken(make_plan: Any) -> None:
-    check_ports(make_plan(), 0)
+    # The usual ports may be those of another agent on this machine.
+    plan = make_plan()
+    names = ("agent", "gcs", "dashboard", "api")
+    ports = plan.head.ports.model_copy(update=dict(zip(names, free_ports(4), strict=True)))
+    plan = plan.model_copy(update={"members": (plan.head.model_copy(update={"ports": ports}), *plan.members[1:])})
+    check_ports(plan, 0)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 18000))
+        taken.bind(("127.0.0.1", ports.api))
         taken.listen()
-        with pytest.raises(PreflightError, match=r"the api port 18000 of 127\.0\.0\.1 cannot be used") as caught:
-            check_ports(make_plan(), 0)
+        said = rf"the api port {ports.api} of 127\.0\.0\.1 cannot be used"
+        with pytest.raises(PreflightError, match=said) as caught:
+            check_ports(plan, 0)
     assert caught.value.cause is Cause.PORT_CONFLICT
 
 

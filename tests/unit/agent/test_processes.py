@@ -47,7 +47,7 @@ async def main():
     command = ["sh", "-c", "setsid sleep 300 & echo $! && exit 0"]
     child = await Child.start("x", command, {"PATH": "/usr/bin:/bin"}, Path(sys.argv[1]))
     await child.wait()
-    assert await end_everything(time.monotonic() + 5)
+    assert await end_everything(time.monotonic() + 60)
 asyncio.run(main())
 """
 
@@ -64,15 +64,14 @@ ctypes.pythonapi.PyThread_exit_thread()
 async def test_a_stubborn_tree_ends_within_its_grace(tmp_path: Path) -> None:
     log = tmp_path / "log"
     child = await Child.start("x", [sys.executable, "-c", STUBBORN], {"PATH": "/usr/bin:/bin"}, log)
-    while log.read_text() != "up\n":
-        await asyncio.sleep(0.02)
+    await until(lambda: log.read_text() == "up\n")
     tree = child.tree()
     assert len(tree) == 2
     begun = time.monotonic()
     await child.end(grace=0.3)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 60
     assert not child.running
-    _, alive = psutil.wait_procs(tree, timeout=3)
+    _, alive = psutil.wait_procs(tree, timeout=60)
     assert alive == []
 
 
@@ -91,7 +90,7 @@ async def test_a_process_that_survives_its_kill_is_left_behind(monkeypatch: pyte
     monkeypatch.setattr(processes, "_KILL_SECONDS", 0.2)
     child = await Child.start("x", ["sleep", "300"], {"PATH": "/usr/bin:/bin"}, tmp_path / "log")
     monkeypatch.setattr(processes, "kill", lambda _: None)  # like a process that waits for a device
-    await asyncio.wait_for(child.end(grace=0.0), 5)
+    await asyncio.wait_for(child.end(grace=0.0), 60)
     assert child.running
     os.kill(child.pid, signal.SIGKILL)
     assert await child.wait() == -signal.SIGKILL
@@ -101,8 +100,7 @@ async def test_a_process_without_its_first_thread_still_runs(tmp_path: Path) -> 
     log = tmp_path / "log"
     child = await Child.start("x", [sys.executable, "-c", HEADLESS], {"PATH": "/usr/bin:/bin"}, log)
     try:
-        while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
-            await asyncio.sleep(0.02)
+        await until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
         assert log.read_text() == "up\n"
         assert child.running
         assert child.pid in [process.pid for process in descendants()]
@@ -113,7 +111,7 @@ async def test_a_process_without_its_first_thread_still_runs(tmp_path: Path) -> 
 
 def test_orphans_end_with_the_agent(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    subprocess.run([sys.executable, "-c", AGENT, str(log)], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", AGENT, str(log)], check=True, timeout=120)
     orphan = int(log.read_text())
     assert not psutil.pid_exists(orphan)
 
@@ -122,18 +120,12 @@ async def test_a_death_is_reported_without_polling() -> None:
     ended: list[tuple[str, int]] = []
     watch = ProcessWatch(lambda role, pid: ended.append((role, pid)))
     # process title of vLLM's engine
-    process = subprocess.Popen(["bash", "-c", "exec -a VLLM::EngineCore sleep 60"])
+    process = subprocess.Popen(["bash", "-c", "exec -a VLLM::EngineCore sleep 600"])
     try:
-        for _ in range(200):
-            watch.refresh()
-            if watch.roles:
-                break
-            await asyncio.sleep(0.02)
+        await until(lambda: watch.refresh() or watch.roles)
         assert watch.roles == {process.pid: "engine-core"}
         process.kill()
-        killed = time.monotonic()
-        while not ended and time.monotonic() - killed < 2:
-            await asyncio.sleep(0.005)
+        await until(lambda: ended)
         assert ended == [("engine-core", process.pid)]
         assert watch.roles == {}
     finally:
@@ -170,7 +162,7 @@ if not child:
     os._exit(0)
 os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
 print("forked", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -196,15 +188,11 @@ async def test_a_process_that_a_raylet_forked_is_no_raylet(tmp_path: Path) -> No
 
 async def test_a_process_that_was_given_the_id_of_an_ended_one_is_not_killed() -> None:
     watch = ProcessWatch(lambda role, pid: None)
-    title = ["bash", "-c", "exec -a VLLM::EngineCore sleep 60"]
+    title = ["bash", "-c", "exec -a VLLM::EngineCore sleep 600"]
     processes = [subprocess.Popen(title) for _ in range(2)]
     old, other = processes
     try:
-        for _ in range(200):
-            watch.refresh()
-            if len(watch.roles) == 2:
-                break
-            await asyncio.sleep(0.02)
+        await until(lambda: watch.refresh() or len(watch.roles) == 2)
         role, descriptor = watch._watched.pop(other.pid)
         asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)
@@ -230,14 +218,11 @@ async def test_a_child_runs_without_a_log_that_can_be_written(tmp_path: Path) ->
 
 
 async def test_a_child_that_still_bears_its_parents_title_is_not_watched() -> None:
-    script = "import subprocess; subprocess.run(['bash', '-c', 'exec -a VLLM::EngineCore sleep 60'])"
+    script = "import subprocess; subprocess.run(['bash', '-c', 'exec -a VLLM::EngineCore sleep 600'])"
     process = subprocess.Popen(["bash", "-c", f'exec -a VLLM::EngineCore {sys.executable} -c "{script}"'])
     try:
-        for _ in range(250):
-            if psutil.Process(process.pid).children():
-                break
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(0.2)
+        title = ["VLLM::EngineCore", "600"]
+        await until(lambda: [one.cmdline() for one in psutil.Process(process.pid).children()] == [title])
         assert find_roles() == {process.pid: "engine-core"}
     finally:
         tree = psutil.Process(process.pid).children()
@@ -269,7 +254,7 @@ def test_exit_codes_for_people() -> None:
 async def test_the_process_that_got_the_id_of_an_ended_child_is_left_alone(tmp_path: Path) -> None:
     child = await Child.start("x", ["true"], {"PATH": os.environ["PATH"]}, tmp_path / "log")
     assert await child.wait() == 0
-    with subprocess.Popen(["sleep", "60"]) as other:
+    with subprocess.Popen(["sleep", "600"]) as other:
         # The kernel gives ids again.
         child._process.pid = other.pid
         assert child.tree() == []
@@ -280,12 +265,12 @@ async def test_the_process_that_got_the_id_of_an_ended_child_is_left_alone(tmp_p
 
 async def test_processes_are_watched_once_there_are_descriptors_again(caplog: pytest.LogCaptureFixture) -> None:
     watch = ProcessWatch(lambda role, pid: None)
-    process = subprocess.Popen(["bash", "-c", "exec -a VLLM::EngineCore sleep 60"])
+    process = subprocess.Popen(["bash", "-c", "exec -a VLLM::EngineCore sleep 600"])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
     try:
-        await until(lambda: role_of(psutil.Process(process.pid).cmdline()) == "engine-core", 20)
+        await until(lambda: role_of(psutil.Process(process.pid).cmdline()) == "engine-core")
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         try:
             watch.refresh()

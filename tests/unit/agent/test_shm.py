@@ -1,20 +1,26 @@
 from __future__ import annotations
 
-import os
+import mmap
+import tempfile
 import time
-from multiprocessing import shared_memory
 from pathlib import Path
 
+import pytest
+
+from dsv4_runtime.agent import cleanup
 from dsv4_runtime.agent.cleanup import sweep
 
-SHM = Path("/dev/shm")
 
+def test_only_abandoned_shared_memory_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A directory of its own: members of other tests, and of engines on this machine, remove such files too.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        shm = Path(folder)
+        monkeypatch.setattr(cleanup, "SHM", shm)
 
-def leave(name: str) -> Path:
-    """Create a file as a killed engine leaves it."""
-    path = SHM / name
-    path.write_bytes(b"x")
-    return path
+        def leave(name: str) -> Path:
+            """Create a file as a killed engine leaves it."""
+            (shm / name).write_bytes(b"x")
+            return shm / name
 
 
 def test_only_abandoned_shared_memory_is_removed() -> None:

@@ -176,11 +176,11 @@ async def test_memory_that_the_kernel_keeps_is_reported_until_the_machine_restar
     # Two measurements, because transient pages may raise one of them.
     await asyncio.sleep(6)
     with kernel_pages(800):
-        await over(is_lost, 30.0)
+        await over(is_lost)
         machine.kill_supervisor()
         machine.start()
         await world.answering()
-        await over(is_lost, 30.0)
+        await over(is_lost)
         machine.cut()
         machine.boot()
         await world.answering()
@@ -322,8 +322,8 @@ async def test_another_loop_is_refused_until_the_lease_ends(world: HostsWorld, m
                 await other.fence(world.deployment, 0, 1)
         # Another loop may observe.
         assert len((await other.observe(world.deployment, 0)).members) == len(plan.members)
-        assert len(live(await world.backend.observe(world.deployment, 0))) == len(plan.members)
         begun = time.monotonic()
+        assert len(live(await world.backend.observe(world.deployment, 0))) == len(plan.members)
 
         async def taken() -> bool:
             try:
@@ -331,7 +331,7 @@ async def test_another_loop_is_refused_until_the_lease_ends(world: HostsWorld, m
             except BackendError:
                 return False
 
-        await over(taken, 40.0)
+        await over(taken, 120.0)
         assert time.monotonic() - begun > 10
         with pytest.raises(BackendError, match="other"):
             await world.backend.ensure(world.deployment, plan)

@@ -53,7 +53,7 @@ def world(tmp_path: Path) -> dict[str, str]:
 
 def test_hidden_modules_and_programs_cannot_be_imported_or_found(world: dict[str, str], tmp_path: Path) -> None:
     argv = [sys.executable, "-c", PARENT, str(tmp_path / "hidden")]
-    done = subprocess.run(argv, env=world, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(argv, env=world, capture_output=True, text=True, timeout=120, check=True)
     found, seen = map(json.loads, done.stdout.splitlines())
     assert found == {
         "hidden": {"tilelang": True, "holder.third_party.deep_gemm": True},
@@ -72,7 +72,7 @@ def test_children_do_not_find_it_either(world: dict[str, str], tmp_path: Path) -
     script = script.replace('("tilelang", "holder.third_party.deep_gemm")', "absent.PACKAGES")
     script += "subprocess.run([sys.executable, '-c', child], check=True)\n"
     argv = [sys.executable, "-c", script, str(tmp_path / "hidden")]
-    done = subprocess.run(argv, env=world, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(argv, env=world, capture_output=True, text=True, timeout=120, check=True)
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["tilelang"] == ["tilelang", True]
     assert (seen["nvcc"], seen["json"]) == (None, True)

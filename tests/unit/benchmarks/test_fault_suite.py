@@ -234,7 +234,7 @@ def server() -> Iterator[tuple[int, dict[str, bytes]]]:
         thread.start()
         yield listener.server_address[1], says
         listener.shutdown()
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.mark.parametrize(
@@ -256,4 +256,4 @@ def server() -> Iterator[tuple[int, dict[str, bytes]]]:
 def test_ways_to_end(server: tuple[int, dict[str, bytes]], stream: bool, answer: bytes, outcome: Outcome):
     port, says = server
     says["answer"] = answer
-    assert ask(port, "/v1/completions", {"stream": stream}, 10.0).outcome is outcome
+    assert ask(port, "/v1/completions", {"stream": stream}, 60.0).outcome is outcome

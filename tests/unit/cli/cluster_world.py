@@ -16,7 +16,7 @@ from dsv4_runtime.util.procfs import entry
 
 STAND_IN = Path(__file__).with_name("kubectl_stand_in.py")
 RESOURCE = "dsv4deployments.dsv4.dev"
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 class World:
@@ -100,7 +100,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 def get(url: str) -> bytes:
     import httpx
 
-    return httpx.get(url, timeout=5, trust_env=False).content
+    return httpx.get(url, timeout=60, trust_env=False).content
 
 
 def secret(name: str, key: str, text: str) -> dict[str, Any]:

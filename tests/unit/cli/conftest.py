@@ -171,7 +171,7 @@ file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 fcntl.flock(file, fcntl.LOCK_EX)
 os.pwrite(file, str(os.getpid()).encode(), 0)
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     processes: list[subprocess.Popen[str]] = []
 

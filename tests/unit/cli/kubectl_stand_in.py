@@ -126,7 +126,7 @@ def main():
     with (WORLD.parent / "calls").open("a") as calls:
         calls.write(f"{os.getpid()} {' '.join(sys.argv[1:])}\n")
     if verb in world().get("slow", []):
-        time.sleep(60)
+        time.sleep(600)
     if verb in world().get("errors", {}):
         fail(world()["errors"][verb])
     follow = "--follow" in options

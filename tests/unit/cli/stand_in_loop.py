@@ -44,7 +44,7 @@ def save(state: DeploymentState, found: dict[str, Any]) -> None:
         time.sleep(0.25)
         return
     # Wait until `dsv4 up` has read the object; bounded, because it may have ended.
-    text, seen, deadline = state.object_text(), Path(sys.argv[5]), time.monotonic() + 10.0
+    text, seen, deadline = state.object_text(), Path(sys.argv[5]), time.monotonic() + 60.0
     while seen.read_text() != text and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -62,16 +62,16 @@ def main() -> None:
         state.token().write_text("secret")
         if mode == "stubborn":
             # Start the child first: it would inherit that the signal is ignored.
-            subprocess.Popen(["sleep", "60"])
+            subprocess.Popen(["sleep", "600"])
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if mode == "refused":
             accepted = {**FALSE, "type": "Accepted", "reason": "MemoryShort", "message": "needs 8Gi, 2Gi are free"}
             save(state, status("Failed", [FALSE, accepted], {"phase": "Pending"}))
-            time.sleep(30)
+            time.sleep(600)
         starting = {"phase": "Starting", "members": [member(0, "Staging"), member(1, "Preflight")]}
         save(state, status("Starting", [FALSE], starting))
         if mode == "slow":
-            time.sleep(30)
+            time.sleep(600)
         loading = {"phase": "Starting", "members": [member(0, "Loading", "loading shards 1/2"), member(1, "Joining")]}
         save(state, status("Starting", [FALSE], loading))
         serving = {"phase": "Serving", "members": [member(0, "Serving"), member(1, "Serving")]}
@@ -93,7 +93,7 @@ def main() -> None:
             again = {"lastFailure": mended, "history": [mended]}
             save(state, status("Serving", [TRUE], {**serving, **again}))
         while True:
-            time.sleep(30)
+            time.sleep(600)
 
 
 def end(number: int, frame: object) -> None:

@@ -36,6 +36,7 @@ class Server:
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.paused, self.over = threading.Event(), threading.Event()
         self.answers: list[tuple[int, list[bytes | float]]] = []
         outer = self
 
@@ -47,7 +48,8 @@ class Server:
                 self.end_headers()
                 for part in parts:
                     if isinstance(part, float):
-                        time.sleep(part)
+                        outer.paused.set()
+                        outer.over.wait(part)
                     else:
                         self.wfile.write(part)
 
@@ -60,10 +62,11 @@ class Server:
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
     def settings(self, **more: Any) -> ChatSettings:
-        options = {"max_tokens": None, "system": None, "thinking": None, "silence_seconds": 5.0, **more}
+        options = {"max_tokens": None, "system": None, "thinking": None, "silence_seconds": 60.0, **more}
         return ChatSettings(self.endpoint, "nano", AnswerOptions(**options))
 
     def close(self) -> None:
+        self.over.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -128,7 +131,7 @@ def test_errors(server: Server, code: int, parts: list[bytes | float], message: 
 
 
 def test_silence_is_bounded(server: Server) -> None:
-    server.answers.append((200, [chunk("He"), 1.0]))
+    server.answers.append((200, [chunk("He"), 60.0]))
     with pytest.raises(ChatError, match=r"sent nothing for 0\.3 s"):
         chat.answer_once(server.settings(silence_seconds=0.3), "Hi", terminal=False)
 
@@ -161,7 +164,7 @@ def test_a_conversation_keeps_its_earlier_messages(server: Server, capsys: pytes
 def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
     server: Server, capsys: pytest.CaptureFixture[str], before: list[bytes | float]
 ) -> None:
-    server.answers += [(200, [*before, 20.0]), (200, [chunk("Two."), DONE])]
+    server.answers += [(200, [*before, 60.0]), (200, [chunk("Two."), DONE])]
     prompts = iter(["first", "second"])
 
     def read(_: str) -> str:
@@ -171,15 +174,13 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
             raise EOFError from None
 
     def interrupt() -> None:
-        deadline = time.monotonic() + 10
-        while not server.requests and time.monotonic() < deadline:
-            time.sleep(0.01)
+        server.paused.wait(60)
         time.sleep(0.5)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    assert chat.converse(server.settings(silence_seconds=15.0), read=read) is ExitCode.OK
+    assert chat.converse(server.settings(), read=read) is ExitCode.OK
     thread.join()
     out, err = capsys.readouterr()
     assert out == ("One\nTwo.\n" if before else "Two.\n")
@@ -201,8 +202,9 @@ def test_a_broken_connection_is_one_error(head: bytes) -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        settings = ChatSettings(endpoint, "nano", AnswerOptions(None, None, None, 60.0))
         with pytest.raises(ChatError, match=r"the answer broke off \(.+\); see `dsv4 why`"):
-            chat.answer_once(ChatSettings(endpoint, "nano", AnswerOptions(None, None, None, 5.0)), "Hi", terminal=False)
+            chat.answer_once(settings, "Hi", terminal=False)
         thread.join()
 
 

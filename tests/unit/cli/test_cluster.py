@@ -143,13 +143,14 @@ def test_a_way_that_cannot_be_opened(world: World) -> None:
 
 
 def test_opening_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubectl, "OPEN_SECONDS", 0.5)
+    monkeypatch.setattr(kubectl, "OPEN_SECONDS", 2.0)
     world.known["slow"] = ["port-forward"]
     world.write()
     way = PortForward(Kubectl(None, None, None), "nano", 8000)
-    with way, pytest.raises(KubectlError, match="no connection within 0 s"):
+    with way, pytest.raises(KubectlError, match="no connection within 2 s"):
         way.url()
-    assert gone(world.calls("port-forward")[0][0])
+    # On a busy machine it may have been ended before it wrote its number.
+    assert all(gone(pid) for pid, _ in world.calls("port-forward"))
 
 
 def test_a_way_ends_with_a_killed_command(world: World, server: Server) -> None:
@@ -157,7 +158,7 @@ def test_a_way_ends_with_a_killed_command(world: World, server: Server) -> None:
     code = (
         "import time; from dsv4_operator.cli.sources.kubectl import PortForward;"
         "from dsv4_operator.cli.sources.kubectl import Kubectl;"
-        "print(PortForward(Kubectl(None, None, None), 'nano', 8000).url(), flush=True); time.sleep(60)"
+        "print(PortForward(Kubectl(None, None, None), 'nano', 8000).url(), flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout

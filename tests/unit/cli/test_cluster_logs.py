@@ -106,7 +106,7 @@ def test_following_ends_with_the_pods(logged: World) -> None:
         assert process.stdout.readline() == "[1 agent] last\n"
         logged.set("objects", pods=[], **{RESOURCE: []})
         logged.drop("logs", "nano-0-i2-r0", "nano-0-i2-r1")
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         assert "the pods whose logs were followed have ended" in process.stderr.read()
 
 
@@ -118,7 +118,7 @@ def test_following_ends_its_kubectl_on_a_signal(logged: World) -> None:
         process.stdout.readline()
         (pid, _), *_ = logged.calls("logs")
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130
     wait_for(lambda: gone(pid))
 
 

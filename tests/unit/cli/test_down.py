@@ -36,7 +36,7 @@ def running(saved: Callable[..., DeploymentState]) -> Iterator[Callable[..., Dep
     for state in states:
         processes.stop_processes(state)
     for process in started:
-        process.wait(5)
+        process.wait(60)
 
 
 def test_down_is_idempotent_and_keeps_logs_evidence_and_weights(
@@ -72,7 +72,7 @@ def test_a_loop_that_ignores_signals_is_killed_with_its_children(running: Callab
     assert len(processes.deployment_processes(state)) == 2
     began = time.monotonic()
     assert up.end_loop(state, grace=0.5)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert state.holder() is None
     assert processes.stop_processes(state) == 1
     assert processes.deployment_processes(state) == []

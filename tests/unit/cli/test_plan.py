@@ -49,7 +49,7 @@ def test_few_modules_are_imported(root: Path) -> None:
         f"code = main.run(['plan', {str(EXAMPLES / 'flash-2x-spark.yaml')!r}, '--state-dir', {str(root)!r}]); "
         "print(*sys.modules, file=sys.stderr); sys.exit(code)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     found = set(ended.stderr.split())
     assert "dsv4_operator.cli.plan" in found
@@ -168,11 +168,11 @@ def test_an_output_that_cannot_be_written(root: Path) -> None:
     program = "from dsv4_operator.cli.main import main; main()"
     command = [sys.executable, "-c", program, "plan", str(EXAMPLES / "flash-2x-spark.yaml")]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device\n")
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 

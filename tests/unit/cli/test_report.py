@@ -470,9 +470,9 @@ def test_a_report_takes_little_time(
     root: Path, saved: Callable[..., Any], held: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held(saved(large_status(100, 16, alike=False)))
-    began = time.monotonic()
+    began = time.process_time()
     assert run(["report", "-f", str(tmp_path / "large.html"), "--state-dir", str(root)]) == 0
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
     assert "KiB" in capsys.readouterr().err
 
 

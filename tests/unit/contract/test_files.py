@@ -58,7 +58,6 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [file]
 
 
-@pytest.mark.timeout(10)
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     file, link, fifo = tmp_path / "file", tmp_path / "link", tmp_path / "fifo"
     file.write_text("text")

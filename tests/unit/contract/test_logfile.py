@@ -32,7 +32,7 @@ raise SystemError("what ends a process")
 def run(file: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PROGRAM, str(file), str(LIMIT)]
     with file.open("ab") as log:
-        return subprocess.run(command, stdout=log, stderr=log, text=True, timeout=60, check=False)
+        return subprocess.run(command, stdout=log, stderr=log, text=True, timeout=120, check=False)
 
 
 def test_a_log_stays_small_and_ends_with_the_fatal_error(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_json_lines_have_every_field(
     assert "ValueError: invalid literal" in found[-1]["exception"]
     assert found[0]["level"] == "INFO"
     now = datetime.now(UTC)
-    assert all(abs((datetime.fromisoformat(each["time"]) - now).total_seconds()) < 60 for each in found)
+    assert all(abs((datetime.fromisoformat(each["time"]) - now).total_seconds()) < 600 for each in found)
 
 
 @pytest.mark.usefixtures("root_logger")
@@ -127,10 +127,9 @@ def test_json_lines_sort_with_those_of_vllm(tmp_path: Path) -> None:
     format_logs("json")
     logging.getLogger("dsv4.test").info("a line")
     line = (tmp_path / "log").read_bytes()
-    now = datetime.now(UTC)
-    found = log_time(line, now.month)
+    written = datetime.fromisoformat(json.loads(line)["time"])
+    found = log_time(line, written.month)
     assert found is not None
-    other = log_time(f"INFO {now:%m-%d %H:%M:%S} [a.py:1] x".encode(), now.month)
+    other = log_time(f"INFO {written:%m-%d %H:%M:%S} [a.py:1] x".encode(), written.month)
     assert other is not None
-    assert abs(int(found[-6:-4]) - int(other[-2:])) in (0, 1, 59)
-    assert found[:14] == other[:14]
+    assert (found[:14], found[-6:-4]) == (other[:14], other[-2:])

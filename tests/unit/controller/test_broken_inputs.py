@@ -329,6 +329,6 @@ async def test_no_other_request_delays_a_death(
     await world.serve()
     for _ in range(100):
         assert await world.step() <= 1.01, "supervision goes on once a second"
-    assert time.monotonic() - begun < 15.0, "no reconcile waits for it"
+        assert time.monotonic() - begun < 60, "no reconcile waits for it"
     await handled(world, request_)
     await world.close()

@@ -203,7 +203,7 @@ async def server(tmp_path: Path) -> AsyncIterator[tuple[PageServer, str, Path]]:
 
 async def test_the_data_require_a_key_and_the_page_has_none(server: tuple[PageServer, str, Path]) -> None:
     _, url, keys = server
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
         page = await client.get("/", follow_redirects=True)
         assert (page.status_code, page.url.path) == (200, "/dsv4/status")
         assert "script-src 'sha256-" in page.headers["Content-Security-Policy"]
@@ -236,13 +236,13 @@ async def test_the_data_require_a_key_and_the_page_has_none(server: tuple[PageSe
 async def test_streams_are_bounded_and_a_closed_one_gives_its_place_back(server: tuple[PageServer, str, Path]) -> None:
     page, url, _ = server
     headers = {"X-Api-Key": "one"}
-    async with httpx.AsyncClient(base_url=url, trust_env=False, headers=headers, timeout=5) as client:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, headers=headers, timeout=60) as client:
         streams = [await client.send(client.build_request("GET", "/dsv4/status/events"), stream=True) for _ in range(8)]
         full = await client.get("/dsv4/status/events")
         assert (full.status_code, full.headers["Retry-After"]) == (503, "10")
         for stream in streams:
             await stream.aclose()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while page.feed.readers:
                 await asyncio.sleep(0.02)
         assert (await client.get("/dsv4/status.json")).status_code == 200

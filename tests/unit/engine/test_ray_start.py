@@ -24,7 +24,7 @@ class Node:
         self.closed = False
 
     def process(self) -> Any:
-        self.made.append(subprocess.Popen(["sleep", "60"]))
+        self.made.append(subprocess.Popen(["sleep", "600"]))
         return types.SimpleNamespace(process=self.made[-1])
 
     def start_api_server(self, *, include_dashboard: bool, raise_on_failure: bool) -> None:
@@ -39,7 +39,7 @@ class Node:
 
     def kill(self, kind: str) -> float:
         """Kill a process as soon as it exists; return the time."""
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60
         while kind not in self.all_processes:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -47,7 +47,7 @@ class Node:
         return time.monotonic()
 
     def wait(self, starts: int) -> None:
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60
         while len(self.started) < starts:
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -60,15 +60,15 @@ def node() -> Iterator[Node]:
     found.closed = True
     for process in found.made:
         process.kill()
-        process.wait(5)
+        process.wait(60)
 
 
-def test_a_dead_dashboard_is_started_again_at_once(node: Node) -> None:
+def test_a_dead_dashboard_is_started_again_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     auxiliaries = Auxiliaries("dashboard")
     assert auxiliaries.essential(node) == []
-    killed = node.kill("dashboard")
+    monkeypatch.setattr(ray_start, "_PAUSE_SECONDS", 600.0)
+    node.kill("dashboard")
     node.wait(1)
-    assert node.started[0] - killed < 0.5
     assert auxiliaries.essential(node) == []
 
 
@@ -91,5 +91,5 @@ def test_the_end_of_another_process_ends_the_node(node: Node) -> None:
     raylet = node.all_processes["raylet"][0].process
     node.kill("dashboard")
     node.kill("raylet")
-    raylet.wait(5)
+    raylet.wait(60)
     assert auxiliaries.essential(node) == [("raylet", raylet)]

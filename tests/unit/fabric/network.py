@@ -16,11 +16,11 @@ from dsv4_operator.backends.local import network
 
 def ip(words: str, inside: int | None = None) -> None:
     prefix = ["nsenter", f"--net=/proc/{inside}/ns/net"] if inside else []
-    subprocess.run([*prefix, "ip", *words.split()], check=True, timeout=10)
+    subprocess.run([*prefix, "ip", *words.split()], check=True, timeout=120)
 
 
 def namespace() -> int:
-    process = subprocess.Popen(["unshare", "--net", "--kill-child", "sleep", "100"])
+    process = subprocess.Popen(["unshare", "--net", "--kill-child", "sleep", "1000"])
     while not network.in_own_network(process.pid):
         time.sleep(0.01)
     holders.append(process)
@@ -96,7 +96,7 @@ def both(how: dict[str, object]) -> list[object]:
     ]
     found = []
     for side in sides:
-        out, err = side.communicate(timeout=100)
+        out, err = side.communicate(timeout=400)
         try:
             found.append({**json.loads(out), "code": side.returncode})
         except ValueError:

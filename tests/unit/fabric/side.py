@@ -32,9 +32,9 @@ from dsv4_testkit.documents import group_plan
 def plan(addresses: list[str]) -> GroupPlan:
     return group_plan(
         addresses,
-        timeouts=Timeouts(preflight=1, staging=20, formation=20, load=1, first_token=1, drain=3),
+        timeouts=Timeouts(preflight=20, staging=60, formation=60, load=1, first_token=1, drain=3),
         health=HealthPolicy(gpus=False),
-        fabric=FabricPlan(seconds=30, min_bandwidth=1e9),
+        fabric=FabricPlan(seconds=60, min_bandwidth=1e9),
     )
 
 
@@ -61,7 +61,7 @@ async def together(directory: Path, rank: int) -> None:
     """Wait until the other side has finished too, because it may still send requests."""
     done = [directory / f"done{one}" for one in (0, 1)]
     done[rank].touch()
-    for _ in range(600):
+    for _ in range(3000):
         if all(path.exists() for path in done):
             break
         await asyncio.sleep(0.05)

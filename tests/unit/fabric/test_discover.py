@@ -296,7 +296,9 @@ def _files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*") if path.is_file() or path.is_symlink())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_damaged_trees_raise_no_exception(tmp_path: Path, data: st.DataObject) -> None:
     root = data.draw(st.sampled_from([spark, rtx_host]))().build(tmp_path / "m")

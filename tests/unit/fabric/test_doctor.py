@@ -19,7 +19,7 @@ from dsv4_operator.cli.main import run
 
 def doctor(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dsv4_runtime.fabric.main", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_good_spark(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_cable_that_brings_nothing_is_a_failure_and_no_cable_is_none(tmp_path:
 def test_this_machine_through_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
     begun = time.monotonic()
     code = run(["doctor"])
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
     out = capfd.readouterr().out
     if not Path("/sys/class/infiniband").exists():
         assert code == 0

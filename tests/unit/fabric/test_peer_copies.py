@@ -76,7 +76,7 @@ def test_a_call_that_never_returns(cuda: pytest.MonkeyPatch, function: str) -> N
     cuda.setenv("FAKE_FAULT", f"{function}:2:hang" if function in FUNCTIONS_OF_COPIES else f"{function}:1:hang")
     begun = time.monotonic()
     found = try_copies(seconds=1)
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < 60
     assert found.outcome == (Outcome.HUNG if function in FUNCTIONS_OF_COPIES else Outcome.SKIPPED)
     assert found.found.endswith("did not end within 1 s")
     assert bool(found.problem) == ("from GPU 0000:0" in found.found)
@@ -133,10 +133,10 @@ def test_nvlink_is_tested_on_request(cuda: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_prints_json(cuda: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-m", "dsv4_runtime.util.peer_copies", "--seconds", "1"]
-    for fault, code, outcome in (("cuInit:2:999", 0, "passed"), ("cuMemcpyPeer:1:hang", 1, "hung")):
+    command = [sys.executable, "-m", "dsv4_runtime.util.peer_copies", "--seconds"]
+    for fault, bound, code, outcome in (("cuInit:2:999", "60", 0, "passed"), ("cuMemcpyPeer:1:hang", "1", 1, "hung")):
         cuda.setenv("FAKE_FAULT", fault)
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run([*command, bound], capture_output=True, text=True, check=False, timeout=120)
         assert (done.returncode, json.loads(done.stdout)["outcome"], done.stderr) == (code, outcome, "")
 
 
@@ -145,11 +145,11 @@ def test_the_process_ends_with_its_parent(cuda: pytest.MonkeyPatch, tmp_path: Pa
     cuda.setenv("TMPDIR", str(tmp_path))
     parent = subprocess.Popen([sys.executable, "-m", "dsv4_runtime.util.peer_copies"], stdout=subprocess.DEVNULL)
     children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-    wait_until(lambda: "libcuda" in _maps(children), 20)
+    wait_until(lambda: "libcuda" in _maps(children))
     child = int(children.read_text())
     parent.kill()
-    parent.wait(10)
-    wait_until(lambda: not Path(f"/proc/{child}/maps").exists() or not Path(f"/proc/{child}/maps").read_text(), 10)
+    parent.wait(60)
+    wait_until(lambda: not Path(f"/proc/{child}/maps").exists() or not Path(f"/proc/{child}/maps").read_text())
 
 
 def _maps(children: Path) -> str:

@@ -53,7 +53,7 @@ def surveyed(machine: Machine, folder: Path, gpus: str = GB10) -> Survey:
         input=PROGRAM,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
         env={"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(folder)},
     )

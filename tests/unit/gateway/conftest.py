@@ -34,8 +34,8 @@ LETTERS = ["a", "b", " ", "é", "€", "😀", "\n", '"', "\\"]
 CONTEXT = 100
 """Tokens of prompt and answer together."""
 DEFAULTS: dict[str, Any] = {
-    **{"served_names": ("nano",), "hold_timeout_seconds": 5.0, "max_held_requests": 8, "max_held_bytes": 10_000},
-    **{"request_timeout_seconds": 20.0, "max_body_bytes": 100_000, "drain_seconds": 5.0},
+    **{"served_names": ("nano",), "hold_timeout_seconds": 60.0, "max_held_requests": 8, "max_held_bytes": 10_000},
+    **{"request_timeout_seconds": 120.0, "max_body_bytes": 100_000, "drain_seconds": 5.0},
 }
 
 
@@ -271,7 +271,7 @@ class Engine:
         if fault.kind == "hang":
             self.alive = False
             self.spawn(self.die(fault.back))
-            await asyncio.sleep(30)
+            await asyncio.sleep(600)
         await self.die(fault.back)
         error = json.dumps({"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}})
         if fault.kind == "reset":
@@ -366,7 +366,7 @@ class Lab:
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.stop = asyncio.Event()
         self.serving = asyncio.ensure_future(self.gateway.serve(listener, self.stop))
-        self.client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
+        self.client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
         if self.engine.phase == "Serving" and self.engine.health == "Healthy":
             await self.ready(200)
         return self
@@ -400,17 +400,23 @@ class Lab:
 
     async def ready(self, status: int) -> None:
         """Wait until /health returns this status."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 async with self.client.get(self.url + "/health") as answer:
                     if answer.status == status:
                         return
                 await asyncio.sleep(0.005)
 
+    async def holds(self, count: int) -> None:
+        """Wait until the gateway holds this many requests."""
+        async with asyncio.timeout(60):
+            while await self.metric("dsv4_gateway_held ") != count:
+                await asyncio.sleep(0.005)
+
     async def __aexit__(self, *_: object) -> None:
         self.stop.set()
         await self.client.close()
-        await asyncio.wait_for(self.serving, 10)
+        await asyncio.wait_for(self.serving, 60)
         for task in tuple(self.engine.tasks):
             task.cancel()
         await self._runner.cleanup()

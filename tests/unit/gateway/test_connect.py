@@ -30,7 +30,7 @@ spec:
 """
 OPENAI = """
 import os, openai
-client = openai.OpenAI(max_retries=0, timeout=20)
+client = openai.OpenAI(max_retries=0, timeout=120)
 chunks = client.chat.completions.create(
     model=os.environ["OPENAI_MODEL"], messages=[{"role": "user", "content": "Once"}], max_tokens=5, stream=True)
 print([choice.finish_reason for chunk in chunks for choice in chunk.choices][-1])
@@ -76,7 +76,7 @@ async def executed(code, environment):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI", "ANTHROPIC"))}
     call = [sys.executable, "-c", code]
     done = await asyncio.to_thread(
-        subprocess.run, call, env=clean | environment, capture_output=True, text=True, timeout=60, check=False
+        subprocess.run, call, env=clean | environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -122,7 +122,7 @@ async def test_openais_client_works_with_the_written_file(kit, serving, tmp_path
         # Claude Code sends the token as a bearer token to BASE/v1/messages.
         code = (
             "import anthropic, os\n"
-            "client = anthropic.Anthropic(max_retries=0, timeout=20)\n"
+            "client = anthropic.Anthropic(max_retries=0, timeout=120)\n"
             "print([model.id for model in client.models.list()])"
         )
         claude = {name: settings["env"][name] for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN")}

@@ -47,7 +47,9 @@ async def test_a_healthy_stream_is_the_engines_own_byte_for_byte(kit, path, grou
         assert {**sent[1], "return_token_ids": None} == {**direct[1], "return_token_ids": None}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     path=st.sampled_from([COMPLETIONS, CHAT]),
     cuts=st.lists(st.integers(0, 30_000), min_size=1, max_size=3),

@@ -14,7 +14,7 @@ from dsv4_runtime.gateway import errors, http_server
 from dsv4_runtime.gateway.http_server import HttpServer
 from dsv4_runtime.gateway.request import Account, Request
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class Echo:
@@ -23,7 +23,8 @@ class Echo:
     def __init__(self, limit: int = 2**26, connections: int = 100) -> None:
         self.refused: list[str] = []
         self.asked: list[tuple[str, str, str, bytes]] = []
-        self.left = asyncio.Event()
+        self.begun, self.left = asyncio.Event(), asyncio.Event()
+        """The handling of a request has begun; its client has left."""
         self.server = HttpServer(self.handle, Account(limit), max_connections=connections, refused=self.refuse)
 
     def refuse(self, remote: str, refusal: errors.Refusal, request: Request | None) -> None:
@@ -39,12 +40,13 @@ class Echo:
         if request.path == "/silent":
             return
         await request.send_continue()
+        self.begun.set()
         try:
             body = bytearray()
             while part := await request.part():
                 body += part
             if request.path == "/patient":
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
         except asyncio.CancelledError:
             self.left.set()
             raise
@@ -264,7 +266,7 @@ async def test_a_client_that_leaves_ends_the_handling():
     async with echo() as (found, port), asyncio.timeout(SECONDS):
         async with client(port) as (_, writer):
             writer.write(post("/patient", b"x"))
-            await asyncio.sleep(0.1)
+            await found.begun.wait()
         await found.left.wait()
 
 
@@ -272,7 +274,7 @@ async def test_a_body_that_breaks_off_is_none():
     async with echo() as (found, port), asyncio.timeout(SECONDS):
         async with client(port) as (_, writer):
             writer.write(post("/x", b"abc")[:-1])
-            await asyncio.sleep(0.1)
+            await found.begun.wait()
         await found.left.wait()
     assert found.asked == []
 
@@ -290,8 +292,8 @@ async def test_closing_lets_the_last_answer_end():
     async with asyncio.timeout(SECONDS), echo() as (found, port), client(port) as (reader, writer):
         writer.write(request[:-1])
         async with client(port) as (idle, _):
-            await asyncio.sleep(0.1)
-            closing = asyncio.create_task(found.server.close(5.0))
+            await found.begun.wait()
+            closing = asyncio.create_task(found.server.close(SECONDS))
             assert await idle.read() == b""
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
@@ -317,7 +319,7 @@ async def test_a_connection_too_many_ends_the_one_that_is_idle_longest():
 async def test_beside_connections_that_are_all_at_work_a_further_one_is_turned_away():
     async with echo(connections=1) as (found, port), asyncio.timeout(SECONDS), client(port) as (_, writer):
         writer.write(post("/patient", b"x"))
-        await asyncio.sleep(0.1)
+        await found.begun.wait()
         answered = await until_closed(port)
         assert answered.startswith(b"HTTP/1.1 503 ")
         assert json.loads(answered.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"

@@ -97,11 +97,11 @@ async def test_an_event_that_does_not_end_is_charged(kit):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await response.write(b"data: " + b"x" * 2**22)
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 
     async with kit.Lab(max_client_bytes=2**21) as lab:
         lab.engine.script = script
-        status, answer = await asyncio.wait_for(lab.post("/v1/responses", {**ASK, "stream": True}), 20)
+        status, answer = await asyncio.wait_for(lab.post("/v1/responses", {**ASK, "stream": True}), 60)
         assert (status, json.loads(answer)["error"]["code"]) == (502, "engine_lost")
         assert await lab.metric("dsv4_gateway_client_bytes") < 2**18
 
@@ -110,10 +110,11 @@ async def test_a_held_stream_has_a_comment_now_and_then(kit, monkeypatch):
     monkeypatch.setattr(proxy, "COMMENT_SECONDS", 0.2)
     async with kit.Lab() as lab:
         lab.engine.faults = [kit.Fault(after=5, back=3.0)]
+        begun = time.monotonic()
         async with lab.client.post(lab.url + COMPLETIONS, json={**ASK, "stream": True, "max_tokens": 9}) as answer:
             lines = (await answer.read()).split(b"\n\n")
         comments = [line for line in lines if line.startswith(b":")]
-        assert 2 <= len(comments) <= 15
+        assert 2 <= len(comments) <= (time.monotonic() - begun) / 0.2
         assert lines[-2] == b"data: [DONE]"
 
 
@@ -180,7 +181,7 @@ async def test_an_offer_of_http_2_is_ignored(kit, piece, chunked):
         for at in range(0, len(data), piece):
             writer.write(data[at : at + piece])
             await asyncio.sleep(0)
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         assert answer.count(b"HTTP/1.1 200 OK") == 3
         assert [asked for _, asked, _ in lab.engine.requests] == [ASK, ASK]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dsv4_runtime.gateway import http_server, server
 from dsv4_runtime.gateway.request import CONNECTION_BYTES, Charge
 from dsv4_runtime.gateway.server import Gateway
+from dsv4_testkit.waiting import until
 
 PLACES = 20
 ASK = json.dumps({"model": "nano", "prompt": "Once", "max_tokens": 2}).encode()
@@ -64,7 +65,7 @@ async def ask(lab, data):
     """Return the whole response to one request on a new connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             writer.write(data)
             return await reader.read()
     finally:
@@ -86,7 +87,7 @@ async def others_are_answered(lab):
     for path in OWN:
         begun = time.monotonic()
         assert (await ask(lab, get(path))).startswith(b"HTTP/1.1 200 "), path
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 25
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -139,7 +140,7 @@ async def test_own_paths_are_answered_while_every_connection_has_a_request_with_
 
     async with kit.Lab(engine=kit.Engine(script=script), max_held_requests=100) as lab:
         async with crowd(lab, PLACES, WHOLE["length"]), crowd(lab, more):
-            await asyncio.sleep(0.2)
+            await until(lambda: len(lab.engine.requests) == PLACES)
             for path in OWN:
                 assert (await ask(lab, get(path))).startswith(b"HTTP/1.1 200 "), path
             refused = [await ask(lab, LAST) for _ in range(2)]
@@ -185,7 +186,7 @@ async def test_a_body_that_hardly_arrives_is_refused(kit, fast, framing, drip):
                 await asyncio.sleep(0.05)
 
         sending = asyncio.ensure_future(send())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             head = await reader.readuntil(b"\r\n\r\n")
         sending.cancel()
         assert head.startswith(b"HTTP/1.1 408 " if drip != b"1" or "Length" in framing else b"HTTP/1.1 4")
@@ -193,14 +194,15 @@ async def test_a_body_that_hardly_arrives_is_refused(kit, fast, framing, drip):
         writer.close()
 
 
-async def test_a_large_slow_body_is_taken(kit, fast):
+async def test_a_large_slow_body_is_taken(kit, fast, monkeypatch):
+    monkeypatch.setattr(http_server, "PACE_SECONDS", 2.0)
     body = json.dumps({"model": "nano", "prompt": "Once", "max_tokens": 2, "user": "x" * 20_000}).encode()
     async with kit.Lab() as lab:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
         writer.write(post(b"", f"Content-Length: {len(body)}", "Connection: close"))
         for at in range(0, len(body), 500):
             writer.write(body[at : at + 500])
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
         writer.close()
 
@@ -214,7 +216,7 @@ async def test_a_body_whose_turn_has_not_come_is_not_timed(kit, fast):
         writer.write(WHOLE["length"] + LAST[:-1])
         await asyncio.sleep(1.2)
         writer.write(LAST[-1:])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert (await reader.read()).count(b"HTTP/1.1 200 ") == 2
         writer.close()
 
@@ -247,14 +249,17 @@ async def test_an_answer_that_is_not_read_is_broken_off(kit, fast):
         assert await _read(lab, 0, 0.1) < 6 << 20
 
 
-async def test_an_answer_that_is_read_slowly_is_delivered(kit, fast):
+async def test_an_answer_that_is_read_slowly_is_delivered(kit, fast, monkeypatch):
     """The client reads so slowly that the kernel's buffers stay full and the gateway sees no progress for seconds."""
+    monkeypatch.setattr(http_server, "PACE_SECONDS", 1.5)
     async with kit.Lab() as lab:
         assert await _read(lab, 2000, 0.1) > 6 << 20
 
 
-async def test_an_unauthenticated_flood_of_scrapes_reaches_vllm_once(kit):
-    seen = {"now": 0, "most": 0, "all": 0}
+async def test_an_unauthenticated_flood_of_scrapes_reaches_vllm_once(kit, monkeypatch):
+    monkeypatch.setattr(server, "_SCRAPE_SHARED_SECONDS", 600.0)
+    seen, answers = {"now": 0, "most": 0, "all": 0}, asyncio.Event()
+    answers.set()
     engine = kit.Engine()
     handle = engine.handle
 
@@ -265,6 +270,7 @@ async def test_an_unauthenticated_flood_of_scrapes_reaches_vllm_once(kit):
         seen["all"] += 1
         seen["most"] = max(seen["most"], seen["now"])
         await asyncio.sleep(0.2)
+        await answers.wait()
         seen["now"] -= 1
         return await handle(request)
 
@@ -274,12 +280,16 @@ async def test_an_unauthenticated_flood_of_scrapes_reaches_vllm_once(kit):
         assert all(b"vllm:num_requests_waiting" in text for text in texts)
         assert (seen["most"], seen["all"]) == (1, 1)
         # A client that leaves does not cancel the response for the others.
-        await asyncio.sleep(1.1)
+        answers.clear()
+        lab.gateway._engine_metrics._seconds = 0.0
         leaving = asyncio.ensure_future(ask(lab, get("/metrics")))
-        await asyncio.sleep(0.05)
+        await until(lambda: seen["now"] == 1)
+        lab.gateway._engine_metrics._seconds = 600.0
         staying = asyncio.ensure_future(ask(lab, get("/metrics")))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         leaving.cancel()
+        await asyncio.sleep(0.1)
+        answers.set()
         assert b"vllm:num_requests_waiting" in await staying
         assert (seen["most"], seen["all"]) == (1, 2)
 
@@ -301,7 +311,7 @@ async def test_white_space_behind_a_value_does_not_belong_to_it(kit, blank):
         found = await ask(lab, post(chunks, f"Transfer-Encoding: chunked{blank}", f"Connection: close{blank}"))
         assert found.startswith(b"HTTP/1.1 200 "), found
         reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             writer.write(post(b"", f"Content-Length: {len(ASK)}", f"Expect: 100-continue{blank}\t"))
             assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
         writer.close()

@@ -142,7 +142,7 @@ async def test_pipelined_requests_with_and_without_a_key_are_answered_in_order(k
             writer.write(sent[start:end])
             await asyncio.sleep(0)
         found = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             for _ in names:
                 head = await reader.readuntil(b"\r\n\r\n")
                 found.append(int(head[9:12]))
@@ -204,6 +204,6 @@ async def test_fatal_requests_of_all_processes_are_shown_for_each_form_of_a_key(
         other.gateway._proxy.suspects._found.append(FatalRequest(id="found", size=1, engines=3, time=1.0))
         reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rpartition(":")[2]))
         writer.write(b"GET /dsv4/fatal-requests HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%b\r\n\r\n" % header)
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         assert [one["id"] for one in json.loads(answer.partition(b"\r\n\r\n")[2])["requests"]] == ["found"]

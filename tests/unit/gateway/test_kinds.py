@@ -390,7 +390,11 @@ async def send(session, url, kind, prompt, seconds=0.0):
         return answer.status, raw["error"]["code"] if answer.status >= 400 else None
 
 
-@pytest.mark.timeout(120)
+async def fatal_requests(session, url):
+    async with session.get(url + "/dsv4/fatal-requests") as answer:
+        return FatalRequests.model_validate_json(await answer.read())
+
+
 @pytest.mark.parametrize("seed", range(8))
 async def test_a_fatal_kind_costs_two_engines_and_no_harmless_request_is_refused(kit, fast, seed):
     draw = random.Random(seed)
@@ -437,12 +441,14 @@ async def test_a_fatal_kind_costs_two_engines_and_no_harmless_request_is_refused
         # A new request of the kind is refused at once by each process.
         deaths = world.deaths
         for url in urls:
+            async with asyncio.timeout(60):
+                while not (await fatal_requests(session, url)).kinds:
+                    await asyncio.sleep(0.01)
             assert await send(session, url, deadly, "a new one") == (422, "engine_fatal_kind")
         ended.set()
         await asyncio.wait_for(asyncio.gather(*clients), 60)
         assert world.deaths == deaths
-        async with session.get(urls[-1] + "/dsv4/fatal-requests") as answer:
-            report = FatalRequests.model_validate_json(await answer.read())
+        report = await fatal_requests(session, urls[-1])
     print(seed, processes, deadly, "deaths", deaths, len(found))
     assert [set(kind.kinds) for kind in report.kinds] == [set(deadly)]
     assert deaths == 2 or (deaths == 3 and len(found) > 0)

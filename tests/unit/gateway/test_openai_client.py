@@ -9,7 +9,7 @@ ASK = {"model": "nano", "messages": [{"role": "user", "content": "Once"}], "temp
 
 
 def client(lab, key="first"):
-    return openai.AsyncOpenAI(base_url=lab.url + "/v1", api_key=key, max_retries=0, timeout=20)
+    return openai.AsyncOpenAI(base_url=lab.url + "/v1", api_key=key, max_retries=0, timeout=120)
 
 
 async def read(stream):

@@ -28,6 +28,7 @@ from dsv4_runtime.contract.token import canary_token
 from dsv4_runtime.gateway.page import PATHS, EngineFigures, History, metric, requests_of
 from dsv4_runtime.gateway.server import SharedResult
 from dsv4_runtime.util.sse import HEARTBEAT, Feed, FeedFullError, payload
+from dsv4_testkit.waiting import until
 
 KEY = {"Authorization": "Bearer secret"}
 
@@ -233,7 +234,7 @@ async def test_readers_are_bounded_and_end_with_the_feed() -> None:
     with pytest.raises(FeedFullError), feed.place():
         pass
     await feed.close()
-    assert len(await asyncio.wait_for(reading, 2)) > 1
+    assert len(await asyncio.wait_for(reading, 60)) > 1
     with pytest.raises(FeedFullError), feed.place():
         pass
 
@@ -244,7 +245,7 @@ async def test_a_stream_ends_after_its_time() -> None:
     with feed.place():
         begun = time.monotonic()
         found = [event async for event in feed.events(0.2)]
-        assert 0.15 < time.monotonic() - begun < 2
+        assert 0.15 < time.monotonic() - begun < 60
     assert found[0] == b"x"
     assert set(found[1:]) == {HEARTBEAT}
     await feed.close()
@@ -258,7 +259,7 @@ async def test_a_value_that_cannot_be_made_is_logged_once_and_made_again(caplog:
     await asyncio.sleep(0.2)
     assert (len(caplog.records), reading.done()) == (1, False)
     numbers.error = None
-    assert (await asyncio.wait_for(reading, 2))[0].startswith(b"whole")
+    assert (await asyncio.wait_for(reading, 60))[0].startswith(b"whole")
     await feed.close()
 
 
@@ -296,7 +297,7 @@ async def test_a_death_is_on_the_page_with_evidence_and_the_engines_figures(kit:
         await lab.post("/v1/completions", {"model": "nano", "prompt": "a", "max_tokens": 2})
         assert (lab.engine.scrapes, lab.engine.group_watches) == (0, 0)
         found: dict[str, Any] = {}
-        async with lab.client.get(lab.url + "/dsv4/status/events") as answer, asyncio.timeout(15):
+        async with lab.client.get(lab.url + "/dsv4/status/events") as answer, asyncio.timeout(60):
             assert answer.headers["Content-Type"].startswith("text/event-stream")
             while True:
                 event = await answer.content.readuntil(b"\n\n")
@@ -313,7 +314,7 @@ async def test_a_death_is_on_the_page_with_evidence_and_the_engines_figures(kit:
                     break
         assert (found["phase"], found["verdict"]["health"]) == ("Restarting", "Dead")
         assert (found["failures"][0]["cause"], found["failures"][0]["message"]) == ("EngineHung", "<b>x</b>")
-        await asyncio.sleep(0.3)
+        await until(lambda: lab.gateway._page._watches == {})
         scrapes = lab.engine.scrapes
         await asyncio.sleep(1.5)
         # There are no viewers left.
@@ -349,20 +350,18 @@ async def test_the_operators_canary_brings_the_figures(kit: Any) -> None:
 
 
 async def test_viewers_are_bounded_and_end_with_the_gateway(kit: Any) -> None:
-    async with kit.Lab(drain_seconds=5.0) as lab:
+    async with kit.Lab(drain_seconds=600.0) as lab:
         streams = [await lab.client.get(lab.url + "/dsv4/status/events") for _ in range(VIEWERS)]
         code, headers, text = await get(lab, "/dsv4/status/events")
         assert (code, headers["Retry-After"]) == (503, "10")
         assert b"8 of 8 viewers" in text
         streams.pop().close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (await get(lab, "/dsv4/status.json"))[0] != 200:
                 await asyncio.sleep(0.05)
-        begun = time.monotonic()
         lab.stop.set()
-        await asyncio.wait_for(asyncio.shield(lab.serving), 10)
         # Streams of the page do not delay the shutdown of a gateway.
-        assert time.monotonic() - begun < 2.0
+        await asyncio.wait_for(asyncio.shield(lab.serving), 60)
         for stream in streams:
             await stream.read()
 

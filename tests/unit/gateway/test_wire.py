@@ -109,7 +109,7 @@ async def ways(kit: Any, canned: Canned) -> AsyncIterator[list[str]]:
     """Yield the base URLs without and with a gateway."""
     async with kit.Lab(max_body_bytes=2**20) as lab:
         lab.point(lab.upstream, canned.url)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while lab.gateway._groups.all[0].api != canned.url:
                 await lab.engine.change()
                 await asyncio.sleep(0.01)

@@ -49,7 +49,7 @@ def test_the_table_lists_descendants(parent: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_frozen_process_is_reported_as_a_stopped_one() -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "600"]) as process:
         sampler = vitals.Vitals()
 
         def state() -> str | None:
@@ -152,7 +152,7 @@ class Api:
 
     async def metrics(self, _: web.Request) -> web.Response:
         if self.silent:
-            await asyncio.sleep(60.0)
+            await asyncio.sleep(600.0)
         self.looks += 1
         self.steps += self.pace
         text = (
@@ -166,7 +166,7 @@ class Api:
     async def complete(self, _: web.Request) -> web.Response:
         self.canaries += 1
         if self.silent:
-            await asyncio.sleep(60.0)
+            await asyncio.sleep(600.0)
         self.steps += 1
         return web.json_response(self.answer, status=self.status)
 
@@ -198,7 +198,7 @@ async def probing(api: Api, **changes: float) -> AsyncIterator[Prober]:
             await task
 
 
-async def seen(condition: object, seconds: float = 30.0) -> None:
+async def seen(condition: object, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.02)
@@ -266,7 +266,7 @@ async def test_silence_leaves_the_canary_in_flight_and_the_last_answer_old(api: 
 
 WORKS = {
     "computes": "while True: pass",
-    "sleeps": "import time; time.sleep(60)",
+    "sleeps": "import time; time.sleep(600)",
     "takes memory": "import time\nkept = []\nwhile True: kept.append(bytearray(1 << 21)); time.sleep(0.1)",
     "starts processes": "import subprocess, time\nwhile True: subprocess.run(['sleep', '0.3']); time.sleep(0.3)",
     "writes": "import os, sys, time\nfile = open(sys.argv[1], 'wb')\n"
@@ -288,9 +288,11 @@ def test_work_is_a_processor_a_disk_memory_or_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, idle: bool, stagnant: bool
 ) -> None:
     monkeypatch.setattr(vitals, "_TREE_SECONDS", 0.2)
-    process = subprocess.Popen([sys.executable, "-c", WORKS[work], str(tmp_path / "file")])
+    started = tmp_path / "started"
+    script = f"open({str(started)!r}, 'w').close()\n{WORKS[work]}"
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "file")])
     try:
-        wait_until(lambda: procfs.command_of(process.pid)[1:2] == ["-c"])
+        wait_until(started.exists)
         time.sleep(0.5)
         sampler = vitals.Vitals(gpus=False)
         found = None

@@ -67,10 +67,10 @@ def copy(source: Path, target: Path, token: bytes = TOKEN) -> tuple[int, str]:
             server.stdin.flush()
             port = server.stdout.readline().decode().strip()
             with start("fetch", str(target), "127.0.0.1", port) as client:
-                _, errors = client.communicate(token + b"\n", timeout=60)
+                _, errors = client.communicate(token + b"\n", timeout=120)
         finally:
             server.stdin.close()
-            assert server.wait(20) == 0, "the end of stdin ends it"
+            assert server.wait(60) == 0, "the end of stdin ends it"
     return client.returncode, errors.decode()
 
 
@@ -155,7 +155,7 @@ def test_an_environment_starts_from_an_earlier_one(tmp_path: Path) -> None:
         for name, shown in (("thing", version), ("base", "3.0")):
             program = directory / "bin" / name
             assert program.read_text().startswith(f"#!{directory}/bin/python")
-            assert subprocess.check_output([program], text=True, timeout=60).strip() == shown
+            assert subprocess.check_output([program], text=True, timeout=120).strip() == shown
     site = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
     assert (earlier / site / "base.py").samefile(later / site / "base.py")
     assert not (earlier / site / "thing.py").samefile(later / site / "thing.py")
@@ -252,14 +252,14 @@ def test_two_clients_do_not_write_one_environment_at_once(tmp_path: Path) -> Non
         text = f"another dsv4 has worked in {target.parent} for 0 s; wait for its end"
         with pytest.raises(TimeoutError, match=text), bootstrap.alone(str(target.parent), 0.2):
             pass
-    process.communicate(timeout=20)
+    process.communicate(timeout=120)
     assert process.returncode == 0
     assert content(target) == {"good": b"1"}
 
 
 def test_a_blocked_link_is_named(tmp_path: Path, unused_tcp_port: int) -> None:
     with start("fetch", str(tmp_path / "one"), "127.0.0.1", str(unused_tcp_port)) as process:
-        _, errors = process.communicate(TOKEN + b"\n", timeout=60)
+        _, errors = process.communicate(TOKEN + b"\n", timeout=120)
     assert process.returncode == 3
     assert f"127.0.0.1:{unused_tcp_port} cannot be reached (Connection refused); check the link".encode() in errors
 
@@ -303,7 +303,7 @@ def test_an_archive_cannot_write_elsewhere(name: str, tmp_path: Path) -> None:
 
 def test_the_facts_of_this_machine() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", hosts._script(), "check", "/var/lib/dsv4"], capture_output=True, timeout=60, check=True
+        [sys.executable, "-c", hosts._script(), "check", "/var/lib/dsv4"], capture_output=True, timeout=120, check=True
     )
     facts = json.loads(done.stdout)
     assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -888,11 +888,11 @@ def test_modules_in_the_directory_of_the_user_are_not_imported(tmp_path: Path, m
     for name in ("csv", "shlex"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
     check = ["sh", "-c", hosts._FIND_PYTHON, "sh", "-c", hosts._script(), "check", "/var/lib/dsv4"]
-    facts = json.loads(subprocess.check_output(check, timeout=60))
+    facts = json.loads(subprocess.check_output(check, timeout=120))
     assert facts["interpreter"] == os.path.realpath(facts["interpreter"])
     *_, safe, module = record().program()
     command = [sys.executable, safe, module, "dsv4_operator.cli.machine", "stop-host"]
-    done = subprocess.run(command, input=b"{}", capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, input=b"{}", capture_output=True, timeout=120, check=False)
     assert b"shadowed" not in done.stderr
     assert b"host" in done.stderr, "a field that is missing"
 
@@ -1157,7 +1157,7 @@ def test_one_client_at_a_time_changes_a_machine(tmp_path: Path) -> None:
         other.stdin.close()
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(2)
-    assert other.wait(20) == 0
+    assert other.wait(60) == 0
 
 
 def test_down_on_the_first_machine_waits_for_a_client(tmp_path: Path) -> None:
@@ -1171,7 +1171,7 @@ def test_down_on_the_first_machine_waits_for_a_client(tmp_path: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             other.communicate(timeout=3)
         assert not (state.directory / DOWN).exists()
-    out, errors = other.communicate(timeout=20)
+    out, errors = other.communicate(timeout=120)
     assert (other.returncode, out) == (0, "nano is not running\n"), errors
 
 

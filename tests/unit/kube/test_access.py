@@ -307,7 +307,7 @@ async def test_client_certificate_proxy_and_server_name(tmp_path: Path, insecure
         connection = await login(found)
         assert (connection.proxy_url, connection.as_http_headers()) == (proxy, {})
         async with (
-            asyncio.timeout(20),
+            asyncio.timeout(60),
             web_session(connection) as session,
             session.get(f"https://{place}/", proxy=proxy) as response,
         ):

@@ -139,7 +139,7 @@ async def test_watches_leave_connections_for_requests(namespaces: int) -> None:
             watches += 1
             stream = web.StreamResponse()
             await stream.prepare(request)
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
             return stream
         if "limit" in request.query:
             return web.json_response({"items": [], "metadata": {"resourceVersion": "1"}})
@@ -150,7 +150,7 @@ async def test_watches_leave_connections_for_requests(namespaces: int) -> None:
         caches = PodCache(kube, namespaces=places), OwnedCache(kube, namespaces=places)
         tasks = [asyncio.create_task(cache.run()) for cache in caches]
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while watches < 6 * namespaces:
                     await asyncio.sleep(0.02)
                 assert await kube.get(DSV4_DEPLOYMENTS, "team-0", "x") is not None

@@ -60,7 +60,7 @@ async def followed(script: Script, monkeypatch: pytest.MonkeyPatch, **options: A
     told: list[Any] = []
     cache = PodCache(script, changed=told.append, **options)  # type: ignore[arg-type]
     task = asyncio.create_task(cache.run())
-    await asyncio.wait_for(script.over.wait(), 5)
+    await asyncio.wait_for(script.over.wait(), 60)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     return cache, told
@@ -188,7 +188,7 @@ async def test_watches_that_end_at_once_are_opened_ever_more_slowly(
     monkeypatch.setattr(asyncio, "sleep", soon)
     script = Script([[] for _ in range(20)], [[ending] for _ in range(9)])
     task = asyncio.create_task(PodCache(script).run())  # type: ignore[arg-type]
-    await asyncio.wait_for(script.over.wait(), 5)
+    await asyncio.wait_for(script.over.wait(), 60)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     # The first watch is opened again at once, because servers end watches every few minutes.
@@ -211,7 +211,7 @@ async def test_a_watch_that_lasted_is_opened_again_at_once(monkeypatch: pytest.M
     cache = Cache(script, PODS, lambda _: "", clock=clock)  # type: ignore[arg-type]
     monkeypatch.setattr(asyncio, "sleep", never)
     task = asyncio.create_task(cache.run())
-    await asyncio.wait_for(script.over.wait(), 5)
+    await asyncio.wait_for(script.over.wait(), 60)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert len(script.watched_from) == 6

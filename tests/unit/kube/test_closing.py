@@ -38,10 +38,10 @@ class Mute:
         self._thread.start()
 
     def _serve(self) -> None:
-        self._listener.settimeout(30)
+        self._listener.settimeout(60)
         with contextlib.suppress(OSError):
             plain, _ = self._listener.accept()
-            plain.settimeout(30)
+            plain.settimeout(60)
             with self._context.wrap_socket(plain, server_side=True) as one:
                 one.recv(65536)
                 one.sendall(_HEAD + b"%x\r\n%s\r\n" % (len(_EVENT), _EVENT))
@@ -50,7 +50,7 @@ class Mute:
     def close(self) -> None:
         self._done.set()
         self._listener.close()
-        self._thread.join(30)
+        self._thread.join(60)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ async def test_a_cancelled_watch_leaves_no_connection(mute: Mute) -> None:
 
     async with Client(Access(server=mute.url, authority=mute.trusted, server_name=HOST)) as kube:
         task = asyncio.create_task(follow(kube))
-        await asyncio.wait_for(heard.wait(), 20)
+        await asyncio.wait_for(heard.wait(), 60)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     port = int(mute.url.rpartition(":")[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from dsv4_operator.kube import PODS, Access, Client, KubeError
+from dsv4_testkit.waiting import until
 
 
 class NotAllowed(KubeError):
@@ -44,10 +46,11 @@ async def server() -> AsyncIterator[Server]:
 class Slow(Access):
     """An account whose credential takes time, as with a plugin."""
 
-    def credentials(self) -> Any:
-        import time
+    asked, there = threading.Event(), threading.Event()
 
-        time.sleep(0.2)
+    def credentials(self) -> Any:
+        self.asked.set()
+        assert self.there.wait(60)
         return super().credentials()
 
 
@@ -74,6 +77,8 @@ async def test_without_permission_only_reads_are_sent(server: Server) -> None:
 
 async def test_a_write_is_not_sent_if_the_permission_ends_before_it_has_a_connection(server: Server) -> None:
     may_write = True
+    Slow.asked.clear()
+    Slow.there.clear()
 
     def guard() -> None:
         if not may_write:
@@ -81,8 +86,9 @@ async def test_a_write_is_not_sent_if_the_permission_ends_before_it_has_a_connec
 
     async with Client(Slow(server.url), guard=guard) as kube:
         writing = asyncio.create_task(kube.create(POD))
-        await asyncio.sleep(0.05)
+        await until(Slow.asked.is_set)
         may_write = False
+        Slow.there.set()
         with pytest.raises(NotAllowed, match="deposed"):
             await writing
         assert server.taken == []

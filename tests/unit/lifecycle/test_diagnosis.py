@@ -170,7 +170,9 @@ def test_a_healthy_member_that_the_head_cannot_reach_is_not_blamed(scene: Scene)
 
 
 @given(st.integers(3, 6), st.data())
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_the_majority_of_members_decides_between_node_and_link(
     new_scene: Callable[..., Any], members: int, data: st.DataObject
 ) -> None:

@@ -33,7 +33,7 @@ def state() -> Iterator[DeploymentState]:
 def test_the_ends_of_all_logs_are_kept(state: DeploymentState) -> None:
     member = ObservedMember(3, 0, "local-0", "10.0.0.1", started=1.0, ended="killed by SIGKILL", ended_time=2.0)
     stranger = ObservedMember(2, 1, "local-1", "10.0.0.2", started=1.0)
-    found = collect_evidence(state, 0, 3, [member, stranger], deadline=time.monotonic() + 5)
+    found = collect_evidence(state, 0, 3, [member, stranger], deadline=time.monotonic() + 60)
     assert found is not None
     names = sorted(str(path.relative_to(found)) for path in found.rglob("*") if path.is_file())
     assert names == ["m0-ray/raylet.out", "m0-status.json", "m0-vllm.log", "plan.json"]
@@ -61,7 +61,7 @@ def test_text_of_clients_is_not_kept(state: DeploymentState) -> None:
     (state.member(3, 0) / "vllm.log").write_text("\n".join(lines) + "\n")
     worker = state.member(3, 0) / "ray" / "session_1" / "logs" / "worker-1.err"
     worker.write_text(f"{lines[7]}\nNCCL WARN x\n")
-    found = collect_evidence(state, 0, 3, [], deadline=time.monotonic() + 5)
+    found = collect_evidence(state, 0, 3, [], deadline=time.monotonic() + 60)
     assert found is not None
     kept = (found / "m0-vllm.log").read_text().splitlines()
     assert [line for line in kept if "[text withheld]" not in line] == [*lines[:4], *lines[8:]]
@@ -79,7 +79,7 @@ def test_the_latest_logs_of_ray_are_kept_once_also_while_files_go(state: Deploym
     (ray / "session_latest").symlink_to("session_1")
     (logs / "gone.out").symlink_to("nowhere")
     names = []
-    for name, _ in read_logs(state.incarnation(3), deadline=time.monotonic() + 20):
+    for name, _ in read_logs(state.incarnation(3), deadline=time.monotonic() + 60):
         names.append(name)
         (logs / "worker-30.out").unlink(missing_ok=True)
     kept = [name for name in names if name.startswith("m0-ray/worker-") and name.endswith(".out")]
@@ -96,7 +96,7 @@ def test_no_file_is_begun_after_the_deadline(state: DeploymentState) -> None:
 
 
 def test_an_incarnation_that_left_nothing(state: DeploymentState) -> None:
-    assert collect_evidence(state, 0, 9, [], deadline=time.monotonic() + 5) is None
+    assert collect_evidence(state, 0, 9, [], deadline=time.monotonic() + 60) is None
 
 
 async def test_a_disk_that_does_not_answer_is_not_waited_for(
@@ -110,7 +110,7 @@ async def test_a_disk_that_does_not_answer_is_not_waited_for(
     local = LocalBackend(state, supervised.again(), isolated=False, changed=lambda: None)
     begun = time.monotonic()
     assert await local.collect_evidence(DSV4Deployment.model_construct(metadata=Metadata(name="nano")), 0, 3) is None
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < 60
     os.close(os.open(pipe, os.O_WRONLY))
     await local.close()
 
@@ -118,7 +118,7 @@ async def test_a_disk_that_does_not_answer_is_not_waited_for(
 def test_only_the_newest_ten_stay(state: DeploymentState) -> None:
     for number in range(12):
         (state.evidence() / f"{number}-old").mkdir(parents=True)
-    newest = collect_evidence(state, 0, 3, [], deadline=time.monotonic() + 5)
+    newest = collect_evidence(state, 0, 3, [], deadline=time.monotonic() + 60)
     assert newest is not None
     assert newest.is_dir()
     assert len(list(state.evidence().iterdir())) == 10
@@ -132,7 +132,7 @@ def test_the_time_in_the_name_decides_which_evidence_stays(state: DeploymentStat
         (state.evidence() / name).mkdir(parents=True)
         # Modification times as after the restore of a backup: the oldest files were written last.
         os.utime(state.evidence() / name, (1e9 - age if name in kept else 2e9,) * 2)
-    newest = collect_evidence(state, 0, 3, [], deadline=time.monotonic() + 5)
+    newest = collect_evidence(state, 0, 3, [], deadline=time.monotonic() + 60)
     assert newest is not None
     assert {path.name for path in state.evidence().iterdir()} == {*kept, newest.name}
 

@@ -33,7 +33,7 @@ except network.NoNamespacesError as error:
     sys.exit(f"not here: {error}")
 
 def member(incarnation):
-    process = subprocess.Popen(["unshare", "--net", "sleep", "60"])
+    process = subprocess.Popen(["unshare", "--net", "sleep", "600"])
     while not network.in_own_network(process.pid):
         time.sleep(0.01)
     network.plug_in(process.pid, incarnation, 0)
@@ -41,7 +41,7 @@ def member(incarnation):
 
 def answers():
     return subprocess.run(["nsenter", "--net=/proc/self/ns/net", "bash", "-c",
-        f"exec 3<>/dev/tcp/{network.address(0)}/9"], capture_output=True, text=True, timeout=20).stderr
+        f"exec 3<>/dev/tcp/{network.address(0)}/9"], capture_output=True, text=True, timeout=120).stderr
 
 first = member(1)
 held = os.open(f"/proc/{first.pid}/ns/net", os.O_RDONLY)
@@ -60,7 +60,7 @@ second.wait()
 
 
 def test_the_address_of_a_fenced_member_does_not_answer() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
     if done.stderr.startswith("not here"):
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr

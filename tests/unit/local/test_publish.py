@@ -24,7 +24,7 @@ async def test_bytes_pass_both_ways_and_an_end_passes_on() -> None:
     payload = b"abc" * 100_000
     writer.write(payload)
     writer.write_eof()
-    assert await asyncio.wait_for(reader.read(-1), 10) == payload.upper()
+    assert await asyncio.wait_for(reader.read(-1), 60) == payload.upper()
     writer.close()
     publisher.close()
     server.close()
@@ -35,7 +35,7 @@ async def test_a_published_port_without_a_server_closes_connections() -> None:
     publisher = Publisher("127.0.0.1", free_port())
     await publisher.start(listeners["api"])
     reader, writer = await asyncio.open_connection(*listeners["api"].getsockname())
-    assert await asyncio.wait_for(reader.read(-1), 10) == b""
+    assert await asyncio.wait_for(reader.read(-1), 60) == b""
     writer.close()
     publisher.close()
 

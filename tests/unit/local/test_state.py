@@ -52,7 +52,7 @@ from dsv4_operator.backends.local.facts import local_facts
 from dsv4_operator.backends.local.state import DeploymentState
 with DeploymentState(Path(sys.argv[1]), "nano").lock():
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -86,7 +86,7 @@ def test_a_second_loop_is_refused_with_the_process_of_the_first(root: Path) -> N
             pass
         # The lock is free again however the process ends.
         other.kill()
-        other.wait(10)
+        other.wait(60)
         assert state.holder() is None
         with state.lock():
             pass

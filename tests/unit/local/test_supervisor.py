@@ -111,7 +111,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     found = World(tmp_path)
     yield found
     found.process.kill()
-    found.process.wait(10)
+    found.process.wait(60)
 
 
 def test_the_next_loop_adopts_processes_of_the_killed_one(world: World) -> None:
@@ -140,12 +140,12 @@ def test_a_stopped_loop_is_continued_and_a_frozen_one_is_replaced(world: World) 
     loop = first["loop"]
     os.kill(loop, signal.SIGSTOP)
     stopped = time.time()
-    world.until(lambda: (world.report.beat or 0.0) > stopped + 1.0, 3 * FROZEN_SECONDS)
+    world.until(lambda: (world.report.beat or 0.0) > stopped + 1.0)
     assert (world.report.loop, world.report.count) == (loop, 0)
 
     with frozen(loop):
         # The supervisor does not wait for SIGKILL either, and the child survives.
-        world.until(lambda: world.report.count == 1, 3 * FROZEN_SECONDS)
+        world.until(lambda: world.report.count == 1)
         assert world.life(2)["child"] == first["child"]
     assert world.report.restarts[-1][1].startswith("did not respond for ")
     assert world.life(2)["loop"] != loop
@@ -170,7 +170,7 @@ def test_the_supervisor_ends_although_its_loop_is_killed_during_the_end(world: W
 def test_everything_ends_with_a_killed_supervisor(world: World) -> None:
     found = world.life(1)
     world.process.kill()
-    world.process.wait(10)
+    world.process.wait(60)
     for pid in (found["loop"], found["child"]):
         world.until(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     assert read_report(world.process.pid) is None
@@ -203,7 +203,7 @@ def test_a_first_start_that_fails_is_not_repeated_and_a_later_one_is(tmp_path: P
         world.until(lambda: not psutil.pid_exists(found["child"]))
     finally:
         world.process.kill()
-        world.process.wait(10)
+        world.process.wait(60)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ async def test_a_start_that_fails_is_answered(command: list[str], log: str, reas
     processes = supervised.again()
     try:
         processes.listen()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             with pytest.raises(OSError, match=reason):
                 await processes.start("child", command, log=tmp_path / log, death=signal.SIGKILL)
     finally:

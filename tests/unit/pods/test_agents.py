@@ -18,6 +18,7 @@ from dsv4_runtime.contract import AgentStatus, GroupReport, Phase
 from dsv4_runtime.contract.token import CHALLENGE, challenge, new_token
 from dsv4_runtime.util.files import raise_file_limit
 from dsv4_testkit.documents import agent_status
+from dsv4_testkit.waiting import until
 
 KEY = "the deployment's key"
 TOKEN = new_token(KEY)
@@ -54,7 +55,7 @@ class Member:
             return web.Response(status=401, headers={CHALLENGE: challenge(TOKEN)})
         self.asked += 1
         if not self.answers:
-            await asyncio.sleep(30)
+            await asyncio.sleep(600)
         said = status(self._rank, self.phase, self.incarnation)
         return web.Response(text=said.to_json(), content_type="application/json")
 
@@ -63,7 +64,7 @@ class Member:
             raise web.HTTPNotFound
         stream = web.StreamResponse()
         await stream.prepare(request)
-        for _ in range(50):
+        for _ in range(6000):
             await stream.write(self.report.to_json().encode() + b"\n")
             await asyncio.sleep(0.1)
         return stream
@@ -85,33 +86,31 @@ async def agents() -> AsyncIterator[tuple[AgentWatch, asyncio.Event]]:
 
 async def failed(listening: AgentWatch, news: asyncio.Event) -> None:
     """Wait until rank 1 has reported its failure."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (report := listening.report(1)) is None or report.status.phase is not Phase.FAILED:
             await news.wait()
             news.clear()
 
 
 async def test_an_absent_member_does_not_delay_reports_of_another(
-    agents: tuple[AgentWatch, asyncio.Event],
+    agents: tuple[AgentWatch, asyncio.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listening, news = agents
     gone, witness = Member(0, answers=False), Member(1, answers=True)
     async with gone as first, witness as second:
-        # The head's stream is not followed here: the watch only sends status requests.
+        # The head's stream is not followed here: the watch only sends status requests, and one without an end.
+        status = functools.partial(listening._client.status, seconds=600.0)
+        monkeypatch.setattr(listening._client, "status", status)
         listening.follow({1: second, 2: first})
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await news.wait()
         report = listening.report(1)
         assert report is not None
         assert report.status.phase is Phase.SERVING
-        # Its agent never responds, so it counts as silent; the witness responds to each request at once.
+        await until(lambda: gone.asked)
         witness.phase = Phase.FAILED
         news.clear()
-        asked = time.monotonic()
         await failed(listening, news)
-        # 2.5 s until it counts as silent and 0.5 s between rounds; a blocking request would add its own 1.5 s.
-        assert time.monotonic() - asked < 4.0
-        assert gone.asked > 1
 
 
 async def test_members_are_polled_repeatedly_once_the_head_is_silent(
@@ -121,7 +120,7 @@ async def test_members_are_polled_repeatedly_once_the_head_is_silent(
     head, witness = Member(0, answers=True), Member(1, answers=True)
     async with head as first, witness as second:
         listening.follow({0: first, 1: second})
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while listening.report(0) is None or listening.report(1) is None:
                 await news.wait()
                 news.clear()
@@ -129,9 +128,9 @@ async def test_members_are_polled_repeatedly_once_the_head_is_silent(
         # The last report arrived just now, so the head counts as silent after 2.5 s.
         await asyncio.sleep(4.5)
         witness.phase = Phase.FAILED
-        told = time.monotonic()
+        asked = witness.asked
         await failed(listening, news)
-        assert time.monotonic() - told < 1.5
+        await until(lambda: witness.asked >= asked + 3)
 
 
 async def test_reports_of_agents_of_another_incarnation_are_ignored(agents: tuple[AgentWatch, asyncio.Event]) -> None:
@@ -139,12 +138,12 @@ async def test_reports_of_agents_of_another_incarnation_are_ignored(agents: tupl
     stranger = Member(1, answers=True, incarnation=2)
     async with stranger as endpoint:
         listening.follow({1: endpoint})
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while stranger.asked < 3:
                 await asyncio.sleep(0.05)
         assert listening.report(1) is None
         stranger.incarnation = 3
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while listening.report(1) is None:
                 await asyncio.sleep(0.05)
 
@@ -160,7 +159,7 @@ async def test_older_statuses_from_the_head_do_not_replace_newer_ones(
         listening.follow({1: second})
         await failed(listening, news)
         listening.follow({0: first, 1: second})
-        for _ in range(20):
+        for _ in range(1200):
             report = listening.report(1)
             assert report is not None
             assert report.status.phase is Phase.FAILED, "the head has not heard of it for a second"

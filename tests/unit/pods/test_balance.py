@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dsv4_operator.api import Condition, ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment, Reason
+from dsv4_operator.backends.pods import cluster, gateways
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.gateways import CHECK_SECONDS, Balance, surplus_gateway
 from dsv4_operator.builders.names import Manifest
@@ -67,7 +69,9 @@ class World:
         kube: Any = self.server
         view: Any = self
         self.balance = Balance(Cluster(kube, view, runtime_image="r"), lambda *_: self.pods)
-        monkeypatch.setattr("time.monotonic", lambda: self.now)
+        # Not that of the event loop and of other threads.
+        for module in (cluster, gateways):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def nodes(self, *nodes: Manifest) -> None:
         self.server.objects.clear()

@@ -6,6 +6,7 @@ import asyncio
 import shlex
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -371,7 +372,7 @@ async def test_kuberays_conditions_are_reported_for_missing_pods(
     del kube.objects["Pod", "team", "d-0-i1-r1-worker-x7k2p"]
     ours, now = backend(kube), time.monotonic()
     await ours.ensure(deployed(), planned(deployed()))
-    monkeypatch.setattr(backends.time, "monotonic", lambda: now + 16)
+    monkeypatch.setattr(backends, "time", SimpleNamespace(monotonic=lambda: now + 16))
     with pytest.raises(KubeRayUnavailable) as said:
         await ours.ensure(deployed(), planned(deployed()))
     assert words in str(said.value)

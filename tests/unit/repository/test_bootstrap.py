@@ -49,7 +49,7 @@ def bootstrap(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE if terminal is None else terminal,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     return done.returncode, done.stderr or "", log.read_text() if log.exists() else ""

@@ -108,7 +108,7 @@ def test_the_installation_with_kubectl_replaces_both_images() -> None:
     page = (ROOT / "docs" / "install.md").read_text()
     [command] = re.findall(r"^(sed .*?install\.yaml)", page, re.MULTILINE | re.DOTALL)
     script = ["bash", "-c", command]
-    installed = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    installed = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
     images = re.findall(r"(?:^ +image: |--runtime-image=)\"?([^:\s]+)", installed, re.MULTILINE)
     assert images == ["REGISTRY/dsv4-operator", "REGISTRY/dsv4-runtime"]
 

@@ -269,7 +269,7 @@ def test_the_time_limit_makes_the_run_incomplete(capsys: pytest.CaptureFixture[s
         assert run(["verify", "--url", url, "--limit", "8s", "-o", "json"]) == 3
     found = document(capsys)
     assert {each.get("reason") for each in found["results"] if each["status"] == "skipped"} >= {"TimeLimit"}
-    assert found["seconds"] < 20
+    assert found["seconds"] < 60
 
 
 def test_junit_has_every_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,9 +40,9 @@ def fails() -> None:
 @pytest.mark.parametrize(
     ("function", "seconds", "said"),
     [
-        (fails, 20.0, "exit code 1"),
-        (lambda: os.kill(os.getpid(), 9), 20.0, "exit code -9"),
-        (lambda: time.sleep(60), 0.2, "not done after 0 s"),
+        (fails, 120.0, "exit code 1"),
+        (lambda: os.kill(os.getpid(), 9), 120.0, "exit code -9"),
+        (lambda: time.sleep(600), 0.2, "not done after 0 s"),
     ],
 )
 def test_a_child_that_has_no_answer(function: Callable[[], Any], seconds: float, said: str) -> None:

@@ -181,7 +181,9 @@ def closed() -> Iterator[list[Kept]]:
 
 SIZES = st.lists(st.sampled_from([8, 64, 4096, LARGE, LARGE + 8, 3 * LARGE, 200_000]), min_size=1, max_size=5)
 SCRATCH = st.lists(st.sampled_from([16, 5000, LARGE + 512, 150_000]), max_size=3)
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @EXAMPLES

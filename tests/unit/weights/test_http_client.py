@@ -80,7 +80,7 @@ class Raw:
         self._over.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 @pytest.fixture
@@ -146,13 +146,13 @@ def test_a_cut_body_is_transient_and_silence_is_bounded(
     cut = raw([whole(), CONTENT[:have]], context)
     with pytest.raises(TransientError, match=r"127\.0\.0\.1:\d+/x was cut off"):
         read(HttpClient(), f"{scheme}://127.0.0.1:{cut.port}/x?signature=secret")
-    silent = raw([whole(), CONTENT[:have]], context, silent=20.0)
+    silent = raw([whole(), CONTENT[:have]], context, silent=60.0)
     with pytest.raises(TransientError, match="was cut off: no data in time"):
-        read(HttpClient(timeout=(0.5, 0.5)), f"{scheme}://127.0.0.1:{silent.port}/x")
+        read(HttpClient(timeout=(60.0, 1.5)), f"{scheme}://127.0.0.1:{silent.port}/x")
 
 
 def test_a_server_without_an_answer_is_transient(raw: Callable[..., Raw]) -> None:
-    silent = raw([], silent=20.0)
+    silent = raw([], silent=60.0)
     with pytest.raises(TransientError, match="/x: no data in time") as caught:
         HttpClient(timeout=(0.5, 0.5)).get(f"http://127.0.0.1:{silent.port}/x?signature=secret", {})
     assert "secret" not in str(caught.value)
@@ -181,7 +181,7 @@ class Proxy:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),), daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
 
     async def _run(self) -> None:
         self._stop = asyncio.Event()
@@ -217,7 +217,7 @@ class Proxy:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
 

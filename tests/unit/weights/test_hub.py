@@ -238,11 +238,11 @@ def test_a_hub_that_stays_busy_cut_or_silent_is_named(
     assert text.endswith("; check that this machine reaches it")
     hub.answer = lambda _: web.Response(status=503)
     assert "127.0.0.1 answered 503 Service Unavailable; check that this machine" in refused(plan)
-    monkeypatch.setattr("dsv4_runtime.weights.origins._HUB_TIMEOUT", 0.2)
-    hub.stalls = 5
+    monkeypatch.setattr("dsv4_runtime.weights.origins._HUB_TIMEOUT", 0.5)
+    hub.stalls = 60
     begun = time.monotonic()
     assert "127.0.0.1 did not answer: " in refused(plan)
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 50
     assert hub.asked == 15
 
 

@@ -71,11 +71,11 @@ def test_a_part_from_a_member_is_continued_from_the_origin(
     folder = tmp_path / "m1"
     slow = whole.model_copy(update={"path": str(folder), "bandwidth_bytes": 4_000_000})
     process = begin(StagingJob(weights=slow, rank=1, members={0: member.url}, token=TOKEN))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while arrived(folder) < 3_000_000 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     for stream in (process.stdin, process.stdout):
         assert stream
         stream.close()
@@ -110,6 +110,6 @@ def test_the_process_ends_with_its_agent(
     assert "percent" in process.stdout.readline() + process.stdout.readline() + process.stdout.readline()
     process.stdin.close()
     begun = time.monotonic()
-    assert process.wait(10) == 3
-    assert time.monotonic() - begun < 5
+    assert process.wait(60) == 3
+    assert time.monotonic() - begun < 60
     process.stdout.close()

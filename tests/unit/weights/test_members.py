@@ -94,7 +94,7 @@ def together(members: list[Member]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()
 
 
@@ -134,12 +134,12 @@ def test_a_member_that_goes_away_in_between_is_replaced_by_the_origin(
     slow.plan = slow.plan.model_copy(update={"bandwidth_bytes": 5_000_000})
     thread = threading.Thread(target=slow.stage, args=(members,))
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while arrived(slow.folder) < 4_000_000 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert files.requests == []
     members[1].server.stop()
-    thread.join(30)
+    thread.join(300)
     assert not thread.is_alive()
     assert slow.error is None
     assert same_files(files.folder, slow.folder)
@@ -170,7 +170,7 @@ def test_a_member_that_falls_silent_is_left_soon(
     assert members[0].error is None
     assert same_files(files.folder, members[0].folder)
     assert SHARD in asked(files)
-    assert time.monotonic() - begun < 45
+    assert time.monotonic() - begun < 120
 
 
 def test_a_file_that_is_damaged_on_a_member_is_fetched_from_the_origin(
@@ -218,16 +218,16 @@ def test_files_are_for_the_group_alone(make: Callable[[int], list[Member]]) -> N
     member.stage([])
     base, token = f"{member.server.url}/v1/weights", {"Authorization": f"Bearer {TOKEN}"}
     for path in ("", "/manifest", f"/files/{SHARD}"):
-        assert httpx.get(base + path, timeout=5).status_code == 401
-    assert httpx.get(base, params={"identity": "another"}, headers=token, timeout=5).status_code == 409
-    assert httpx.get(f"{base}/files/none", headers=token, timeout=5).status_code == 404
+        assert httpx.get(base + path, timeout=60).status_code == 401
+    assert httpx.get(base, params={"identity": "another"}, headers=token, timeout=60).status_code == 409
+    assert httpx.get(f"{base}/files/none", headers=token, timeout=60).status_code == 404
     # Only files of the manifest are served, never a path.
     for name in ("..%2f..%2fetc%2fpasswd", ".dsv4%2fverified.json", "%2fetc%2fpasswd"):
-        assert httpx.get(f"{base}/files/{name}", headers=token, timeout=5).status_code == 404
-    answer = httpx.get(f"{base}/files/{SHARD}", headers={**token, "Range": "bytes=100-"}, timeout=5)
+        assert httpx.get(f"{base}/files/{name}", headers=token, timeout=60).status_code == 404
+    answer = httpx.get(f"{base}/files/{SHARD}", headers={**token, "Range": "bytes=100-"}, timeout=60)
     assert answer.status_code == 206
     assert answer.content == (member.folder / SHARD).read_bytes()[100:]
-    offer = httpx.get(base, params={"identity": member.plan.identity}, headers=token, timeout=5)
+    offer = httpx.get(base, params={"identity": member.plan.identity}, headers=token, timeout=60)
     assert SHARD in json.loads(offer.text)["files"]
 
 

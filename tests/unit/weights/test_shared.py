@@ -103,7 +103,7 @@ def test_only_regular_files_are_published_under_the_digest_of_the_copy(files: Fi
 
 def test_the_command_lists_published_files(files: FileServer, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dsv4_runtime.weights.shared", str(files.folder), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     rows = dict(reversed(line.split("  ", 1)) for line in done.stdout.splitlines())  # type: ignore[arg-type]
     assert rows[SHARD] == hashlib.sha256((files.folder / SHARD).read_bytes()).hexdigest()
     assert "files" in done.stderr

@@ -109,7 +109,9 @@ def test_evidence_is_requested_for_the_shapes_of_the_rank(engine: Engine) -> Non
 
 
 @pytest.mark.parametrize("text", ["auto", "moe=bundled", str(KernelChoice(dict.fromkeys(Op, BUNDLED)))])
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=50
+)
 @given(
     missing=st.sets(st.sampled_from(SIZES), min_size=1),
     value=st.sampled_from([None, 0, -1, "8", 1.5, True, [], ...]),

@@ -22,7 +22,7 @@ class Plan:
     warmed: list[bool] = field(default_factory=list)
 
     def warmup(self) -> None:
-        self.beside.wait(timeout=10.0)
+        self.beside.wait(timeout=60)
         if self.fault is not None:
             raise self.fault
         self.warmed.append(torch.is_inference_mode_enabled())
