@@ -81,7 +81,7 @@ async def deployed(cluster: ControlPlane, namespace: str, rights: Path) -> Async
     pods = PodCache(operator, namespaces=[namespace])
     deployment = parse(await kube.create(of_kuberay(namespace)))
     task = asyncio.create_task(pods.run())
-    await asyncio.wait_for(pods.synced(), 30)
+    await asyncio.wait_for(pods.synced(), 60)
     async with ScriptedAgents(kube) as agents:
         world = PodsWorld(kube, pods, deployment, agents=agents, operator=operator)
         yield world

@@ -64,7 +64,7 @@ async def world(cluster: ControlPlane, namespace: str) -> AsyncIterator[PodsWorl
     deployment = parse(created)
 
     task = asyncio.create_task(pods.run())
-    await asyncio.wait_for(pods.synced(), 30)
+    await asyncio.wait_for(pods.synced(), 60)
     async with ScriptedAgents(kube) as agents:
         world = PodsWorld(kube, pods, deployment, agents=agents, writes=writes)
         yield world

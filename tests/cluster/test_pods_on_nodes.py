@@ -40,7 +40,7 @@ async def world(cluster: ControlPlane, namespace: str, runtime_image: str) -> As
     pods = PodCache(kube)
     deployment = parse(await kube.create(on_nodes(namespace)))
     task = asyncio.create_task(pods.run())
-    await asyncio.wait_for(pods.synced(), 30)
+    await asyncio.wait_for(pods.synced(), 60)
     world = PodsWorld(kube, pods, deployment, image=runtime_image)
     yield world
     await fenced(world, 1)

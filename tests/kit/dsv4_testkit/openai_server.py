@@ -251,6 +251,8 @@ class Engine:
         """Factor of the used share in the metrics of a single request: a cache with windows."""
         self.failed_status = 500
         """Of requests that fail under pressure."""
+        self.over = threading.Event()
+        """The server ends: no request is delayed any more."""
         self.open = self.requests = self.drafts = 0
         self.fail_after: int | None = None
         """Number of requests after which connections are closed."""
@@ -299,7 +301,7 @@ class Engine:
         need = len(ids) + count
         pressed = self._enter(need)
         try:
-            time.sleep(self.delay)
+            self.over.wait(self.delay)
             if self.defect == "batch crosstalk" and self.open > 1:
                 context = [*ids, ids[-1]]
             if pressed and self.defect == "failed under pressure":

@@ -122,7 +122,7 @@ async def test_a_page_of_a_proxy_does_not_end_a_cache() -> None:
     async with served(handler) as kube:
         cache = PodCache(kube)
         task = asyncio.create_task(cache.run())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await cache.synced()
         assert not task.done()
         task.cancel()

@@ -40,7 +40,7 @@ from dsv4_operator.backends.local.gateway import (
     take_listener,
 )
 from dsv4_operator.backends.local.state import DeploymentState, StateError
-from dsv4_operator.backends.local.supervisor import FROZEN_SECONDS, Child, Processes
+from dsv4_operator.backends.local.supervisor import Child, Processes
 from dsv4_operator.controller.standalone import Passes
 from dsv4_operator.planning.revision import revision
 from dsv4_operator.planning.setup import with_settings

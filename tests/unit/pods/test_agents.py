@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 
 import pytest
