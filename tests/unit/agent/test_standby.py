@@ -326,7 +326,7 @@ async def test_a_server_that_two_tasks_find_unusable_is_discarded_once(
     await member.standby.prepare()
     (waiting,) = member.context.children
     await wait_for(tmp_path / "standby.log", "sleeps")
-    searching = asyncio.create_task(member.standby._until_lost())
+    searching = asyncio.create_task(member.standby._until_lost(0))
     taken = await member.standby.take((), str(tmp_path / "vllm.log"))
     await asyncio.sleep(procfs.ANSWER_SECONDS + 1.0)
     assert taken is None
