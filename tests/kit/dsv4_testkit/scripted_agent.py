@@ -329,6 +329,11 @@ class ScriptedAgents:
             one.listener = listener
         elif one.listener is not None and one.agent.script.gone:
             await self._deafen(one)
+            # A vanished machine answers on no open connection either.
+            server = one.runner.server
+            for connection in server.connections if server is not None else ():
+                if connection.transport is not None:
+                    connection.transport.abort()
 
     async def _deafen(self, one: _Running) -> None:
         """Close the agent's port."""
