@@ -156,14 +156,14 @@ BACKENDS = (
         f"{_OPERATOR}/backends/hosts/bootstrap.py",
         "        if not hmac.compare_digest(stream.read(_TOKEN_BYTES), token):\n",
         "        if stream.read(_TOKEN_BYTES) is None:\n",
-        ("tests/unit/hosts/test_client.py",),
+        ("tests/unit/hosts/test_software.py",),
     ),
     Mutant(
         "packages with empty files count as installed",
         f"{_OPERATOR}/backends/hosts/bootstrap.py",
         "if not os.path.exists(path) or str(os.path.getsize(path)) not in expected:\n",
         "if not os.path.exists(path):\n",
-        ("tests/unit/hosts/test_client.py",),
+        ("tests/unit/hosts/test_software.py",),
     ),
     Mutant(
         "a full disk of one machine keeps the loop from all",
@@ -535,7 +535,7 @@ BACKENDS = (
         f"{_OPERATOR}/backends/hosts/bootstrap.py",
         "        if not (installed.exists() and installed.read_bytes() == wanted):\n",
         "        if True:\n",
-        ("tests/unit/hosts/test_client.py",),
+        ("tests/unit/hosts/test_software.py",),
     ),
     Mutant(
         "clients between two loops are refused",
@@ -549,7 +549,7 @@ BACKENDS = (
         f"{_OPERATOR}/backends/hosts/bootstrap.py",
         "content.replace(earlier.encode(), directory.encode())",
         "content",
-        ("tests/unit/hosts/test_client.py",),
+        ("tests/unit/hosts/test_software.py",),
     ),
     Mutant(
         "lost memory is counted anew by each service",
