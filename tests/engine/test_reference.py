@@ -69,6 +69,5 @@ def test_log_probabilities_are_those_of_transformers(cache: str, deployment: Dep
 
 
 def test_an_exhausted_cache_changes_no_output(deployment: Deployment) -> None:
-    """Whether requests are preempted depends on the layout of the cache and on the times of the machine."""
     result = verified(deployment, "context.pressure")
-    assert result["status"] == "ok" or result.get("reason") == "Inconclusive"
+    assert result["status"] == "ok"
