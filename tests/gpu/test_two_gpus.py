@@ -5,20 +5,24 @@ Once with weights from the disk at each start, and once with weights that outliv
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import needs
+import psutil
 import pytest
 from page import Page
 from served import DEATH_SECONDS, HANG_SECONDS, MANIFEST, SERVES_SECONDS, recovered
 
 from dsv4_operator.backends.local.gpus import find
 from dsv4_runtime.util.peer_copies import Outcome, try_copies
+from dsv4_runtime.vllm_plugin.warm_pool import WAITS
 from dsv4_testkit.harness import Deployment
 
 if reason := needs.gpu() or needs.engine():
@@ -30,6 +34,10 @@ if len(find().cards) < 2:
 RETAINED = MANIFEST.replace("kernels: auto", "kernels: auto\n    retainWeights: true")
 MAPPED = re.compile(r"dsv4 retained weights: .* segments mapped, .*")
 """Of each worker whose start mapped the weights; the durations in it make it unique."""
+
+
+_STANDBY_SECONDS = 150.0
+"""Until the processes of the next engine have imported vLLM."""
 
 
 @pytest.fixture(scope="module", params=["disk", "retained"])
@@ -61,6 +69,26 @@ def workers(deployment: Deployment) -> list[int]:
     return [int(one["pid"]) for one in processes if one["name"] == "worker"]
 
 
+def wait_for_standby(deployment: Deployment, servers: int) -> None:
+    """Wait until Ray's two waiting workers and the last of `servers` standby servers have imported vLLM."""
+    deadline = time.monotonic() + _STANDBY_SECONDS
+    while (found := _standby(deployment)) != (servers, 2):
+        assert time.monotonic() < deadline, f"standby servers so far, waiting workers: {found}"
+        time.sleep(1.0)
+
+
+def _standby(deployment: Deployment) -> tuple[int, int]:
+    """Return the number of standby servers that have imported vLLM since the start, and of Ray's waiting workers."""
+    logs = deployment.directory.glob("i*/m0/standby.log")
+    servers, workers = sum(log.read_text(errors="replace").count(WAITS) for log in logs), 0
+    for process in psutil.Process(deployment.pid(0, "agent")).children(recursive=True):
+        # Ray's titles of processes replace their environment too.
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.cmdline()[:1] == ["ray::IDLE"]:
+                workers += "/libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+    return servers, workers
+
+
 def mapped(deployment: Deployment) -> int:
     """Return the number of loads that mapped kept memory, in the logs of all incarnations."""
     lines: set[str] = set()
@@ -90,6 +118,7 @@ def before(deployment: Deployment) -> str:
 
 
 def test_a_worker_killed(deployment: Deployment, weights: str, page: Page, before: str) -> None:
+    wait_for_standby(deployment, 1)
     known, since = mapped(deployment), time.time()
     os.kill(workers(deployment)[-1], signal.SIGKILL)
     failure = recovered(deployment, page, f"two GPUs, {weights}: one worker killed", since)
@@ -100,6 +129,7 @@ def test_a_worker_killed(deployment: Deployment, weights: str, page: Page, befor
 
 
 def test_a_worker_stopped(deployment: Deployment, weights: str, page: Page, before: str) -> None:
+    wait_for_standby(deployment, 2)
     known, since = mapped(deployment), time.time()
     os.kill(workers(deployment)[-1], signal.SIGSTOP)
     failure = recovered(deployment, page, f"two GPUs, {weights}: one worker stopped (SIGSTOP)", since)
