@@ -262,7 +262,7 @@ class _DeploymentController:
         return deployment.model_copy(update={"status": self.status})
 
     def is_own_write(self, cached: Manifest) -> bool:
-        """Return whether this is the version that this process wrote last."""
+        """Return whether this is the version that this process wrote or read last."""
         metadata = cached["metadata"]
         return bool(metadata["uid"] == self.uid and metadata["resourceVersion"] == self._version)
 
@@ -296,6 +296,12 @@ class _DeploymentController:
                 self._record(event)
 
     async def reconcile(self) -> float:
+        manifest = self._manifest
+        pause = await self._reconcile()
+        # A conflicting write read a later object: the watch may report it as this process' own write, or not at all.
+        return pause if self._manifest is manifest else 0.0
+
+    async def _reconcile(self) -> float:
         deleting = "deletionTimestamp" in self._manifest["metadata"]
         found = self._specification()
         refused, deployment = found.refused, found.deployment

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -361,6 +361,51 @@ class Unanswering(FakeKube):
         for manifest in late:
             with contextlib.suppress(Conflict):
                 await super().replace(manifest, subresource="status")
+
+
+class ChangedMeanwhile(FakeKube):
+    """An API server on which a user changes the specification shortly before some of the status writes."""
+
+    def __init__(self, server: FakeKube, before: Sequence[bool]) -> None:
+        super().__init__()
+        self.objects, self._version = server.objects, server._version
+        self._before = list(before)
+
+    async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
+        if self._before and self._before.pop(0):
+            self.change()
+        return await super().replace(manifest, subresource=subresource)
+
+    def change(self) -> None:
+        changed = live(self)
+        changed["metadata"]["generation"] += 1
+        changed["spec"]["replicas"] = changed["metadata"]["generation"]
+        self._put(("DSV4Deployment", *KEY), changed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    # Three changes in a row make a write give up, which is repeated after a pause.
+    before=st.lists(st.sampled_from([(True,), (False,), (True, True)]), max_size=3).map(
+        lambda found: [one for part in found for one in (*part, False)]
+    ),
+    changes=st.integers(0, 2),
+)
+async def test_a_specification_that_changes_before_a_status_write_is_reconciled(
+    before: list[bool], changes: int
+) -> None:
+    """Also if the watch was interrupted meanwhile, and reports only the status that was written over it."""
+    server = ChangedMeanwhile(server_of(), before)
+    deployments = deployments_without_machines(server)
+    for change in range(changes + 1):
+        if change:
+            server.change()
+        if deployments.handle_event(live(server), gone=False) is not None:
+            await settled(deployments)
+        # The list with which the watch continues.
+        assert deployments.handle_event(live(server), gone=False) is None
+    found = live(server)
+    assert found["status"]["observedGeneration"] == found["metadata"]["generation"]
 
 
 @settings(max_examples=60, deadline=None)

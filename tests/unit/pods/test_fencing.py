@@ -190,6 +190,6 @@ async def test_only_incarnations_of_removed_groups_are_swept(kube: FakeKube, fen
     kept -= {"d-1-i2-12345678", "d-1-i3-12345678", "d-1-i3", "d-2-i1-12345678"}
     wanted = deployment("nano.yaml", replicas=1)
     metadata = wanted.metadata.model_copy(update={"namespace": "team", "name": "d", "uid": "uid-d"})
-    await fencer.sweep_removed(wanted.model_copy(update={"metadata": metadata}), 1, 3)
+    await fencer.sweep_ended(wanted.model_copy(update={"metadata": metadata}), lambda group: 3 if group else 0)
     assert {name for kind, _, name in kube.objects if kind in ("ConfigMap", "Secret", "Service")} == kept
     assert [kind for kind, _, name in kube.objects if name == "d-1-i4-12345678"] == ["ConfigMap", "Secret"]

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from dsv4_operator.api.deployment import RESTART_AT
+from dsv4_operator.backends.pods import frontend
 from dsv4_operator.kube import Forbidden
 from dsv4_testkit.pods_world import InterruptedKube, Interruption, Killed, World
 
@@ -170,6 +171,47 @@ async def test_an_interrupted_operation_ends_as_wanted(world: Scaled, how: Inter
         assert all(new[0] >= first for new, first in zip(after, least, strict=True)), about
         number += 7
     assert number > 20
+
+
+@pytest.mark.parametrize("turns", [1, 2, 4])
+async def test_a_late_request_leaves_nothing_of_a_suspended_group(
+    world: Scaled, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    async def suspend() -> None:
+        world.change(suspend=True)
+        for _ in range(REST_TURNS):
+            await world.turn()
+            if world.status["phase"] == "Suspended":
+                break
+
+    await suspend()
+    wanted, number = world.owned(), 0
+    while True:
+        # All earlier incarnations are proven to be gone.
+        world.change(suspend=None)
+        await world.until(lambda: world.status["phase"] == "Serving", 20.0)
+        await suspend()
+        world.kube.interrupt(number, Interruption.LATE)
+        world.change(suspend=None)
+        for _ in range(turns):
+            await world.turn()
+        await suspend()
+        request = world.kube.requested
+        if not request:
+            break
+        await world.kube.deliver()
+        # Without a new operator: this one checks once a late execution is impossible.
+        with monkeypatch.context() as patched:
+            patched.setattr(frontend, "_LATE_SECONDS", 0.0)
+            for _ in range(4):
+                await world.turn()
+        # Secrets are not listed, see above.
+        left = {one for one in world.owned() - wanted if one[0] == "Secret"}
+        assert world.owned() - left == wanted, f"request {number}: {request}"
+        for kind, name in left:
+            del world.kube.objects[kind, "team", name]
+        number += 1
+    assert number > 10
 
 
 async def test_a_group_without_a_gateway_leaves_nothing(world: Scaled) -> None:

@@ -138,7 +138,7 @@ class PodsBackend:
         self._groups: dict[GroupKey, _GroupCache] = {}
         self._facts: dict[tuple[str, str], dict[str, _KnownFacts]] = {}
         """By deployment and revision."""
-        self._frontends = Frontends(cluster, self._keys, lambda *about: self._fencer.sweep_removed(*about))
+        self._frontends = Frontends(cluster, self._keys, lambda *about: self._fencer.sweep_ended(*about))
         self._canaries = Canaries(
             self._keys.of,
             self._gateway_pods,

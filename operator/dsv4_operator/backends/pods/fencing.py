@@ -141,14 +141,13 @@ class Fencer:
         chosen = names.labels(key.deployment, group=key.group)
         await self._sweep(key, chosen, lambda _, number: number < incarnation)
 
-    async def sweep_removed(self, deployment: DSV4Deployment, groups: int, incarnation: int) -> None:
-        """Remove objects of all groups but the first `groups`, of incarnations up to `incarnation`.
+    async def sweep_ended(self, deployment: DSV4Deployment, last: Callable[[int], int]) -> None:
+        """Remove objects of incarnations of each group up to `last`: of removed and suspended groups.
 
         Groups that are created again with the index of a removed one have later incarnations.
         """
-        key = GroupKey.of(deployment, groups)
-        chosen = names.labels(key.deployment)
-        await self._sweep(key, chosen, lambda group, number: group >= groups and number <= incarnation)
+        key = GroupKey.of(deployment, 0)
+        await self._sweep(key, names.labels(key.deployment), lambda group, number: number <= last(group))
 
     async def _sweep(self, key: GroupKey, chosen: Mapping[str, str], is_left: Callable[[int, int], bool]) -> None:
         """Remove the objects of incarnations, except evidence, with the labels `chosen`, for whose group and

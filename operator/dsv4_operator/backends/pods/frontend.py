@@ -139,9 +139,11 @@ _AGAIN_SECONDS = 12 * 3600.0
 half of it to all of it, so that deployments do not coincide."""
 _GONE = frozenset({GroupPhase.SUSPENDED, GroupPhase.STOPPED})
 
-Sweep = Callable[[DSV4Deployment, int, int], Awaitable[None]]
-"""Removes what is left of incarnations of removed groups: deployment, number of groups that stay, last incarnation of
-those that do not."""
+_LATE_SECONDS = 15.0
+"""Time in which the API server may still execute a write that got no response."""
+
+Sweep = Callable[[DSV4Deployment, Callable[[int], int]], Awaitable[None]]
+"""Removes objects of ended incarnations: deployment, and a function that returns the last one of a group."""
 
 
 class Frontend:
@@ -184,11 +186,12 @@ class Frontend:
         await self._token_key()
         await gather_all(*(self._cluster.objects.apply(one) for one in changed))
         if deployment.metadata.generation > 1:
-            # The first generation cannot have had more groups.
+            # The first generation cannot have had more groups, or a suspended one.
             removed = last_removed(status, len(lost))
             await self._remove_superfluous(deployment, len(lost), removed)
-            if removed:
-                await self._sweep(deployment, len(lost), removed)
+            ended = {group.index: group.incarnation for group in status.groups if group.phase in _GONE}
+            if removed or ended:
+                await self._sweep(deployment, lambda group: ended.get(group, 0) if group < len(lost) else removed)
         self._applied, self._interrupted = wanted, False
         if due:
             self._time = time.monotonic() - random.uniform(0.0, 0.5) * _AGAIN_SECONDS  # noqa: S311
@@ -275,6 +278,8 @@ class Frontends:
         self._known: dict[tuple[str, str], _Known] = {}
         self._writing: Counter[tuple[str, str]] = Counter()
         """Number of present `writing` blocks, by namespace and name."""
+        self._failed: dict[tuple[str, str], float] = {}
+        """Monotonic time of the latest failed write, which the API server may execute later, by namespace and name."""
 
     async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """See `Backend.ensure_frontend`."""
@@ -282,12 +287,27 @@ class Frontends:
         known = self._known.get(name)
         versions = self._versions(*name)
         same = known is not None and known.uid == deployment.metadata.uid
-        if known is not None and same and not self._changed_externally(known, versions, writing=name in self._writing):
-            known.versions = versions
-            await known.frontend.ensure(deployment, status)
-        else:
-            await self._apply(deployment, status, versions)
+        failed = self._failed.get(name)
+        late = failed is not None and time.monotonic() - failed >= _LATE_SECONDS
+        changed = known is None or self._changed_externally(known, versions, writing=name in self._writing)
+        with self._noted(name):
+            if known is not None and same and not changed and not late:
+                known.versions = versions
+                await known.frontend.ensure(deployment, status)
+            else:
+                await self._apply(deployment, status, versions)
+        if late and self._failed.get(name) == failed:
+            del self._failed[name]
         await self._keys.ensure(deployment, _SECRET_SECONDS)
+
+    @contextlib.contextmanager
+    def _noted(self, name: tuple[str, str]) -> Iterator[None]:
+        """Note a failed write: all objects are checked again once the API server cannot execute it any more."""
+        try:
+            yield
+        except BaseException:
+            self._failed[name] = time.monotonic()
+            raise
 
     async def _apply(self, deployment: DSV4Deployment, status: DeploymentStatus, versions: Versions) -> None:
         """Apply all objects again; unchanged ones cause no write."""
@@ -308,7 +328,8 @@ class Frontends:
         key = namespace, name
         self._writing[key] += 1
         try:
-            yield
+            with self._noted(key):
+                yield
         finally:
             self._writing[key] -= 1
             self._writing += Counter()
@@ -318,6 +339,7 @@ class Frontends:
     def release(self, namespace: str, name: str) -> None:
         """Drop the data of one deployment."""
         self._known.pop((namespace, name), None)
+        self._failed.pop((namespace, name), None)
 
     def _versions(self, namespace: str, name: str) -> Versions:
         return self._cluster.owned.versions(namespace, name) if self._cluster.owned is not None else frozenset()

@@ -573,6 +573,20 @@ BACKENDS = (
         ("tests/unit/pods/test_frontend.py",),
     ),
     Mutant(
+        "objects of a suspended group that appear late stay",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        "            if removed or ended:\n",
+        "            if removed:\n",
+        _INTERRUPTIONS,
+    ),
+    Mutant(
+        "a failed write is not checked again",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        "            self._failed[name] = time.monotonic()\n",
+        "            pass\n",
+        _INTERRUPTIONS,
+    ),
+    Mutant(
         "a removed group without a gateway keeps its ConfigMap and its Service",
         f"{_OPERATOR}/backends/pods/frontend.py",
         "        for resource in (DEPLOYMENTS, CONFIG_MAPS, SERVICES):\n",
@@ -582,15 +596,15 @@ BACKENDS = (
     Mutant(
         "objects of a removed group that appear late stay",
         f"{_OPERATOR}/backends/pods/frontend.py",
-        "            if removed:\n",
-        "            if False:\n",
+        "            if removed or ended:\n",
+        "            if ended:\n",
         _INTERRUPTIONS,
     ),
     Mutant(
         "the removal of a group removes a later group of its index",
         f"{_OPERATOR}/backends/pods/fencing.py",
-        "group >= groups and number <= incarnation",
-        "group >= groups",
+        "number <= last(group)",
+        "last(group) > 0",
         ("tests/unit/pods/test_fencing.py",),
     ),
     Mutant(

@@ -415,6 +415,13 @@ CONTROL = (
         ("tests/unit/lifecycle/test_decide.py",),
     ),
     Mutant(
+        "a specification that a write has read is not reconciled",
+        f"{_OPERATOR}/controller/deployments.py",
+        "return pause if self._manifest is manifest else 0.0",
+        "return pause",
+        _DEPLOYMENTS,
+    ),
+    Mutant(
         "the end of an earlier object of a name is that of the present one",
         f"{_OPERATOR}/controller/deployments.py",
         'if known is None or known["metadata"]["uid"] != metadata["uid"]:',
