@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,11 +34,11 @@ class World:
         async def token_key() -> str:
             return "key"
 
-        async def sweep(_: DSV4Deployment, *removed: int) -> None:
-            self.swept.append(removed)
+        async def sweep(_: DSV4Deployment, last: Callable[[int], int]) -> None:
+            self.swept.append((last(0), last(1), last(2)))
 
         self.swept: list[tuple[int, ...]] = []
-        """Number of groups that stay, and last incarnation of the others."""
+        """Last incarnation of groups 0 to 2 whose objects are removed."""
         self.frontend = Frontend(Cluster(kube, view, runtime_image="r", policy=ALLOWED), token_key, sweep)
         self.generation = 0
 
@@ -117,7 +118,7 @@ async def test_a_change_that_was_applied_in_part_is_taken_back() -> None:
     await world.ensure(1, stopped)
     assert world.routed() == [0]
     assert ("ConfigMap", "team", "nano-1-gateway") not in world.server.objects
-    assert world.swept == [(1, 7)]
+    assert world.swept == [(0, 7, 7)]
     world.server.requests.clear()
     await world.ensure(1, stopped)
     assert world.server.asked() == []
