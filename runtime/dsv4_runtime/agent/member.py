@@ -7,10 +7,11 @@ The decisions are in `agent.decide.member`; the work is done by `agent.start` an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -296,21 +297,23 @@ class Member:
         context, refreshed = self.context, 0.0
         while True:
             await tick(1.0)
-            reap_orphans(frozenset(child.pid for child in context.children))
-            if context.keeper is not None:
-                context.keeper.renew()
-            if context.record.joined:
-                context.tails["ray"].read()
-            if context.record.joined and time.monotonic() - refreshed > _REFRESH_SECONDS:
-                refreshed = time.monotonic()
-                context.watch.refresh()
+            with _log_errors("the processes could not be maintained"):
+                reap_orphans(frozenset(child.pid for child in context.children))
+                if context.keeper is not None:
+                    context.keeper.renew()
+                if context.record.joined:
+                    context.tails["ray"].read()
+                if context.record.joined and time.monotonic() - refreshed > _REFRESH_SECONDS:
+                    refreshed = time.monotonic()
+                    context.watch.refresh()
 
     async def _keep_logs_small(self) -> None:
         """Bound every log. Copying half of a log may block on the disk, so it runs outside the event loop."""
         while True:
             await asyncio.sleep(_REFRESH_SECONDS)
             for name in ("agent", *self.context.tails):
-                await run_in_daemon_thread(bound, self.context.directory / f"{name}.log", _LOG_BYTES)
+                with _log_errors(f"{name}.log could not be bounded"):
+                    await run_in_daemon_thread(bound, self.context.directory / f"{name}.log", _LOG_BYTES)
 
     async def _sample(self) -> None:
         """Sample the member's signals, for the rules on this member and on the head."""
@@ -319,11 +322,9 @@ class Member:
             now = time.monotonic()
             silences = {rank: context.peers.silence(rank, now) for rank in context.peers.all}
             silent = {rank: silence for rank, silence in silences.items() if silence is not None}
-            try:
+            with _log_errors("the signals could not be sampled"):
                 context.record.signals = with_retained(context.vitals.sample(context.roles(), silent), context.keeper)
                 context.record.warn(context.vitals.warnings)
-            except OSError:
-                _log.exception("the signals could not be sampled, which is tried again")
             context.sampled.notify()
             self.loop.feed(context.view())
             await tick(SAMPLE_SECONDS)
@@ -360,3 +361,12 @@ class Member:
         for tail in context.tails.values():
             tail.close()
         context.record.enter(Phase.STOPPED)
+
+
+@contextlib.contextmanager
+def _log_errors(failed: str) -> Iterator[None]:
+    """Log an `OSError` of one pass, such as a full disk or no free descriptor; the next pass tries again."""
+    try:
+        yield
+    except OSError:
+        _log.exception("%s, which is tried again", failed)

@@ -30,6 +30,7 @@ _GUARD_SECONDS = 2.0
 # Of a process that reads or fetches the weights, replacements of a hung one included.
 _ATTEMPTS = 3
 _REPLACE_SECONDS = 5.0
+_AGAIN_SECONDS = 10.0
 _MISSING_ANSWERS = 2
 _LINE_BYTES = 16 << 20
 # Dropped files return to the cache as they are read: dropping them again at once would only slow the load down.
@@ -94,7 +95,8 @@ async def read_again(how: str, plan: GroupPlan, rank: int, report: Callable[[Sta
     """Read the checkpoint again: `scrub` slowly until a file is wrong, `verify` once at full speed. Return the last
     report.
 
-    `report` is called after every complete pass without a wrong file.
+    `report` is called after every complete pass without a wrong file. A process that cannot be started, for example for
+    lack of descriptors, is no result about the files: it is tried again.
     """
     last = StagingReport()
 
@@ -103,7 +105,14 @@ async def read_again(how: str, plan: GroupPlan, rank: int, report: Callable[[Sta
         last = news
         report(news)
 
-    if (code := await _run(how, _job(plan, rank, ""), keep)) != 0:
+    while True:
+        try:
+            code = await _run(how, _job(plan, rank, ""), keep)
+            break
+        except OSError as error:
+            _log.warning("the %s of the weights cannot be started, which is tried again: %s", how, error)
+        await asyncio.sleep(_AGAIN_SECONDS)
+    if code != 0:
         _log.warning("the %s of the weights ended with exit code %s: its log is the agent's", how, code)
     return last
 

@@ -37,6 +37,7 @@ import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.abc import MetaPathFinder
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -266,7 +267,7 @@ def prestart_workers(gcs: str, address: str, count: int, file: Path) -> None:
 
     Args:
         gcs: address and port of the cluster's GCS.
-        address: of the node.
+        address: IP address of the node, as in the plan.
         count: idle workers, including existing ones.
         file: receives the `Prestart`.
 
@@ -284,10 +285,12 @@ def prestart_workers(gcs: str, address: str, count: int, file: Path) -> None:
     state.connect()
     actors = [gcs_pb2.ActorTableData.FromString(actor) for actor in state.get_actor_table(None, "ALIVE")]
     environments = {actor.serialized_runtime_env for actor in actors if actor.class_name.endswith(ACTOR)}
+    # Ray replaces a loopback address of a node with one of the machine's others; such a cluster has no further nodes.
+    alone = ip_address(address).is_loopback
     ports = [
         node["NodeManagerPort"]
         for node in state.get_node_table()
-        if node["Alive"] and node["NodeManagerAddress"] == address
+        if node["Alive"] and (alone or node["NodeManagerAddress"] == address)
     ]
     if len(environments) != 1 or len(ports) != 1:
         raise SystemExit(f"{len(environments)} runtime environments of {ACTOR}, {len(ports)} nodes at {address}")

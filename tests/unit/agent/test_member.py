@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -138,3 +141,24 @@ async def test_a_removed_socket_of_retained_weights_is_made_again(
     await until(keeper.path.exists, 20)
     keeping.cancel()
     keeper.close()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_error_of_the_system_does_not_stop_the_maintenance_of_processes_and_logs(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+
+    def fail(what: str) -> None:
+        calls[what] += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(member, "reap_orphans", lambda own: fail("processes"))
+    monkeypatch.setattr(member, "bound", lambda path, most: fail("logs"))
+    made = Member(make_plan(), 1, tmp_path, "token")
+    tasks = [asyncio.create_task(made._maintain_processes()), asyncio.create_task(made._keep_logs_small())]
+    try:
+        await until(lambda: min(calls["processes"], calls["logs"]) >= 2, 60)
+    finally:
+        for task in tasks:
+            task.cancel()

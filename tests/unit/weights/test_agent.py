@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from aiohttp import web
 
+from dsv4_runtime.agent import staging
 from dsv4_runtime.agent.decide.events import Staged, Task, TaskFailed, WeightsRead
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, read_again, stage
@@ -28,6 +30,7 @@ from dsv4_runtime.contract import (
     WeightsSource,
 )
 from dsv4_runtime.contract.plan import OUTSIDE_NETWORK
+from dsv4_runtime.util.procfs import ChildLine
 from dsv4_runtime.weights import writer
 from dsv4_runtime.weights.members import StagingReport
 from dsv4_testkit.documents import group_plan
@@ -323,3 +326,22 @@ async def test_the_end_of_a_killed_scrub_is_logged(plan: GroupPlan, caplog: pyte
     done = await read_again("scrub", plan, 0, kill)
     assert not done.wrong
     assert "the scrub of the weights ended with exit code -9" in caplog.text
+
+
+async def test_a_scrub_without_a_free_descriptor_is_tried_again(
+    plan: GroupPlan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await stage(plan, 0, "token", lambda _: None)
+    begun: list[None] = []
+
+    def without_descriptors() -> ChildLine:
+        begun.append(None)
+        if len(begun) < 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return ChildLine()
+
+    monkeypatch.setattr(staging, "ChildLine", without_descriptors)
+    monkeypatch.setattr(staging, "_AGAIN_SECONDS", 0.01)
+    done = await read_again("verify", plan, 0, lambda _: None)
+    assert done.verified
+    assert caplog.text.count("cannot be started, which is tried again: [Errno 24]") == 2

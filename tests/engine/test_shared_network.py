@@ -1,0 +1,57 @@
+"""A deployment without a private network, as for users without root or without iproute2: one member on loopback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dsv4_testkit.harness import Deployment, first_failure
+
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+
+_STANDBY_SECONDS = 240.0
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    programs = tmp_path_factory.mktemp("bin")
+    for place in reversed(os.environ["PATH"].split(os.pathsep)):
+        for file in Path(place).glob("*"):
+            if file.name != "ip":
+                (programs / file.name).unlink(missing_ok=True)
+                (programs / file.name).symlink_to(file)
+    assert shutil.which("ip", path=str(programs)) is None
+    found = Deployment("shared", nodes=1, environment={"PATH": str(programs)})
+    try:
+        found.up(400.0)
+        assert "network shared" in found.log()
+        yield found
+    finally:
+        found.destroy()
+
+
+def waiting(deployment: Deployment) -> list[int]:
+    """Return Ray's waiting processes that have imported vLLM."""
+    below = psutil.Process(deployment.pid(0, "agent")).children(recursive=True)
+    idle = [process.pid for process in below if process.cmdline()[:1] == ["ray::IDLE"]]
+    return [pid for pid in idle if "/libtorch" in Path(f"/proc/{pid}/maps").read_text()]
+
+
+def test_the_next_engine_gets_a_waiting_worker_of_ray(deployment: Deployment) -> None:
+    deadline = time.monotonic() + _STANDBY_SECONDS
+    while not (found := waiting(deployment)):
+        assert time.monotonic() < deadline, (deployment.directory / "i1/m0/prestart.log").read_text()
+        time.sleep(1.0)
+    since = time.time()
+    os.kill(deployment.pid(0, "engine-core"), signal.SIGKILL)
+    failure = first_failure(deployment.wait("Serving", since=since), since)
+    assert (failure["cause"], failure["level"]) == ("EngineCoreDied", 1)
+    assert deployment.complete(timeout=180)["usage"]["completion_tokens"] == 4
+    assert deployment.pid(0, "worker") in found
