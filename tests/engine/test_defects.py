@@ -28,6 +28,10 @@ SHORT = (
 )
 REACH = "context.reach"
 QUICK_CASES = 3
+SAME_ENGINE = 0.005
+"""Tolerance in nats of a comparison with the same engine on the same machine, far above its noise."""
+PAIRS = [[number, number + 1] for number in range(0, 256, 2)]
+"""All routed experts of a layer."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,11 @@ class Engine:
         finally:
             file.unlink()
 
-    def verify(self, *checks: str, reference: str = "short.json") -> dict[str, dict[str, Any]]:
+    def verify(self, *checks: str, reference: str = "short.json", tolerance: float = 0.05) -> dict[str, dict[str, Any]]:
         """Return the results of `checks` by name."""
         only = [word for name in checks for word in ("--only", name)]
         options = ("--quick", "--weak", "--limit", "5m", "--reference", str(self.folder / reference), "-o", "json")
+        options += ("--tolerance", str(tolerance))
         done = self.deployment.run("verify", self.deployment.name, *options, *only, timeout=330)
         assert done.stdout, done.stderr
         document = json.loads(done.stdout)
@@ -96,7 +101,8 @@ def failed(results: dict[str, dict[str, Any]]) -> set[str]:
 
 
 def no_defect(engine: Engine) -> None:
-    assert {result["status"] for result in engine.verify(*SHORT, REACH, reference="long.json").values()} == {"ok"}
+    found = engine.verify(*SHORT, REACH, reference="long.json", tolerance=SAME_ENGINE)
+    assert {result["status"] for result in found.values()} == {"ok"}
 
 
 def test_no_check_fails_without_a_defect(engine: Engine) -> None:
@@ -108,16 +114,24 @@ def test_no_check_fails_without_a_defect(engine: Engine) -> None:
     [
         ({"kind": "logits", "scale": 1.01}, {"oracle.reference"}),
         ({"kind": "logits", "spread": 0.01}, {"oracle.reference"}),
-        ({"kind": "expert", "layer": 1, "experts": [[0, 1]]}, {"oracle.reference"}),
+        ({"kind": "expert", "layer": 1, "experts": PAIRS}, {"oracle.reference"}),
         ({"kind": "repeat", "every": 5}, {"smoke.completions", "oracle.reference"}),
         ({"kind": "stop"}, {"smoke.stop"}),
         ({"kind": "template"}, {"smoke.template"}),
     ],
-    ids=["logits", "single logits", "expert", "repeat", "stop", "template"],
+    ids=["logits", "single logits", "experts", "repeat", "stop", "template"],
 )
 def test_a_defect_is_found(engine: Engine, order: dict[str, Any], expected: set[str]) -> None:
     with engine.defect(order):
         assert failed(engine.verify(*SHORT)) == expected
+
+
+def test_two_swapped_experts_need_a_tolerance_for_the_same_engine(engine: Engine) -> None:
+    """Experts of nano have most of their weights in common, and few tokens select one of these two."""
+    with engine.defect({"kind": "expert", "layer": 1, "experts": PAIRS[:1]}):
+        found = engine.verify("oracle.reference", tolerance=SAME_ENGINE)["oracle.reference"]
+    assert found["status"] == "failed"
+    assert "differ by 0.01" in found["text"]
 
 
 def test_a_truncated_page_is_found(engine: Engine) -> None:
