@@ -113,25 +113,37 @@ def test_no_check_fails_without_a_defect(engine: Engine) -> None:
     ("order", "expected"),
     [
         ({"kind": "logits", "scale": 1.01}, {"oracle.reference"}),
-        ({"kind": "logits", "spread": 0.01}, {"oracle.reference"}),
         ({"kind": "expert", "layer": 1, "experts": PAIRS}, {"oracle.reference"}),
         ({"kind": "repeat", "every": 5}, {"smoke.completions", "oracle.reference"}),
         ({"kind": "stop"}, {"smoke.stop"}),
         ({"kind": "template"}, {"smoke.template"}),
     ],
-    ids=["logits", "single logits", "experts", "repeat", "stop", "template"],
+    ids=["logits", "experts", "repeat", "stop", "template"],
 )
 def test_a_defect_is_found(engine: Engine, order: dict[str, Any], expected: set[str]) -> None:
     with engine.defect(order):
         assert failed(engine.verify(*SHORT)) == expected
 
 
-def test_two_swapped_experts_need_a_tolerance_for_the_same_engine(engine: Engine) -> None:
-    """Experts of nano have most of their weights in common, and few tokens select one of these two."""
-    with engine.defect({"kind": "expert", "layer": 1, "experts": PAIRS[:1]}):
+@pytest.mark.parametrize(
+    ("order", "difference"),
+    [
+        ({"kind": "logits", "spread": 0.01}, "0.059"),
+        ({"kind": "expert", "layer": 1, "experts": PAIRS[:1]}, "0.013"),
+    ],
+    ids=["random logits", "two experts"],
+)
+def test_a_small_defect_needs_a_tolerance_for_the_same_engine(
+    engine: Engine, order: dict[str, Any], difference: str
+) -> None:
+    """Random errors of 1 % are as large as the default tolerance, which they exceed in five of nine draws.
+
+    Experts of nano have most of their weights in common, and few tokens select one of the two.
+    """
+    with engine.defect(order):
         found = engine.verify("oracle.reference", tolerance=SAME_ENGINE)["oracle.reference"]
     assert found["status"] == "failed"
-    assert "differ by 0.01" in found["text"]
+    assert f"differ by {difference[:-1]}" in found["text"]
 
 
 def test_a_truncated_page_is_found(engine: Engine) -> None:
