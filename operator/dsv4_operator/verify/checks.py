@@ -494,7 +494,7 @@ def no_markup(reply: Reply) -> None:
 
 async def thinking(session: Session) -> Figures:
     """Reasoning is separated from the answer when on, and absent when off."""
-    count = 2048 if session.facts.capable else 12
+    count = session.facts.context(0.5, 2048) if session.facts.capable else 12
     question = user("How many legs have two spiders and a dog together?")
     off = await session.client.chat(question, max_tokens=min(count, 256))
     on = await session.client.chat(question, thinking=True, max_tokens=count)

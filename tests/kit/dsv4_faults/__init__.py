@@ -16,6 +16,8 @@ each step with a request for structured output:
 | `pace` | from now on every step takes `seconds` at least, so that the speed of the machine does not matter |
 | `eat` | allocates and writes `mebibytes` of memory, like a leak, and fails if the process is not ended before |
 
+Orders without `rank` are those of `dsv4_faults.defects`: wrong output for as long as they are in the file.
+
 On a CPU build the plugin requires the development platform (`DSV4_DEV_PLATFORM=1`).
 """
 
@@ -27,6 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dsv4_faults import defects
 from dsv4_runtime.vllm_plugin.patch import after_import, expect_parameters, is_cpu_build
 
 FILE_VARIABLE = "DSV4_FAULT_FILE"
@@ -113,10 +116,11 @@ def _poison(model: Any) -> None:
 
 @functools.cache  # vLLM may call a plugin several times per process
 def register() -> None:
-    """Patch vLLM's worker after the import of its module if fault injection is enabled."""
+    """Patch vLLM after the import of its modules if fault injection is enabled."""
     file = os.environ.get(FILE_VARIABLE)
     if file and (os.environ.get(_PLATFORM_VARIABLE) == "1" or not is_cpu_build()):
         after_import(_WORKER, functools.partial(attach, Path(file)))
+        defects.register(Path(file))
 
 
 def attach(file: Path) -> None:
@@ -128,6 +132,7 @@ def attach(file: Path) -> None:
 
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
+        defects.switch(self, file)
         if (order := take(file, self.rank, scheduler_output)) is not None:
             obey(order, self)
         if not (pace := getattr(self, "pace", 0.0)):

@@ -387,7 +387,7 @@ class Engine:
     def check(self, ids: Sequence[int], count: int) -> None:
         if count < 1:
             raise ValueError(f"max_tokens must be at least 1, got {count}")
-        if len(ids) + count > self.context and len(ids) >= self.context:
+        if len(ids) >= self.context or count > self.context:
             raise ValueError(f"the context is {self.context} tokens")
 
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,13 @@ def test_a_quick_run_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "generation.chinese-max" not in out
 
 
+def test_reasoning_fits_a_short_context(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Engine(context=1024)) as url:
+        code = run(["verify", "--url", url, "--only", "smoke.thinking", "-o", "json"])
+    [result] = json.loads(capsys.readouterr().out)["results"]
+    assert (code, result["status"]) == (0, "ok"), result
+
+
 def test_text_names_finding_evidence_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(Engine("ignored stop")) as url:
         assert run(["verify", "--url", url, "--only", "smoke.stop"]) == 1

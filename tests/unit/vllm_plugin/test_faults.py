@@ -12,8 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import dsv4_faults
+from dsv4_faults import defects
 from dsv4_runtime.vllm_plugin import patch
 
 # Runs in a separate process: the import of vLLM's worker takes seconds, and the plugin changes it permanently.
@@ -50,7 +53,7 @@ def test_the_installed_plugin_is_that_of_this_checkout():
     (point,) = found.entry_points.select(group="vllm.general_plugins")
     assert (point.name, point.value) == ("dsv4_faults", "dsv4_faults:register")
     own = Path(dsv4_faults.__file__).parent
-    for name in ("__init__.py", "illegal_address.py"):
+    for name in ("__init__.py", "defects.py", "illegal_address.py"):
         assert found.read_text(f"../dsv4_faults/{name}") == (own / name).read_text(), "run: make setup"
 
 
@@ -128,6 +131,80 @@ def test_logits_are_no_numbers_from_then_on():
         assert found != found
 
 
+class Runner:
+    """The parts of vLLM's model runner that defects change; `hidden` are the logits."""
+
+    def __init__(self) -> None:
+        self.model = self.sampler = self.block_tables = self
+        prompts = torch.tensor([[7, 5], [7, 8]])
+        lengths = SimpleNamespace(np=prompts.new_full((2,), 2).numpy())
+        self.req_states = SimpleNamespace(prompt_len=lengths, all_token_ids=SimpleNamespace(gpu=prompts))
+        self.w13_weight, self.w2_weight = torch.arange(4.0)[:, None], torch.arange(4.0)[:, None] * 2
+
+    def named_modules(self) -> list[tuple[str, Any]]:
+        return [("model.layers.1.attn", object()), ("model.layers.1.ffn.experts", self)]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def compute_slot_mappings(self, idx_mapping, query_start_loc, positions, num_tokens_padded, out=None):
+        return torch.arange(num_tokens_padded).repeat(2, 1)
+
+    def sample(
+        self, logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
+        seq_lens_upper_bound_np, return_logprobs=False,
+    ):  # fmt: skip
+        return logits.argmax(-1), logits
+
+    def outcome(self) -> list[list[float]]:
+        """Return logits, weights, slots and sampled tokens."""
+        pos, logits = torch.tensor([1, 2]), torch.eye(2)
+        sampled, _ = self.sampler.sample(
+            logits, torch.tensor([0, 1]), None, None, pos, torch.tensor([5, 8]), None, None
+        )
+        slots = self.block_tables.compute_slot_mappings(None, None, torch.arange(3), 4)
+        parts = (self.model.compute_logits(torch.ones(2)), self.w13_weight, self.w2_weight, slots[1], sampled)
+        return [[round(value, 3) for value in part.flatten().tolist()] for part in parts]
+
+
+SOUND = [[1.0, 1.0], [0.0, 1.0, 2.0, 3.0], [0.0, 2.0, 4.0, 6.0], [0, 1, 2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("order", "changed"),
+    [
+        ({"kind": "logits", "scale": 1.01}, {0: [1.01, 1.01]}),
+        ({"kind": "logits", "spread": 0.01}, {0: [1.015, 0.997]}),
+        ({"kind": "expert", "layer": 1, "experts": [[0, 3]]}, {1: [3.0, 1.0, 2.0, 0.0], 2: [6.0, 2.0, 4.0, 0.0]}),
+        ({"kind": "page", "first": 1, "last": 3}, {3: [0, -1, -1, 3]}),
+        ({"kind": "repeat", "every": 2}, {4: [0, 8]}),
+        ({"kind": "script", "think": 5, "reasoned": [20, 21], "answer": [30, 31]}, {4: [20, 31]}),
+        ({"kind": "stop"}, {}),
+    ],
+    ids=lambda value: value.get("kind", ""),
+)
+def test_a_defect_lasts_as_long_as_its_order(file: Path, order: dict[str, Any], changed: dict[int, list[float]]):
+    worker = SimpleNamespace(model_runner=Runner())
+    wanted = [changed.get(number, part) for number, part in enumerate(SOUND)]
+    for _ in range(2):
+        defects.switch(worker, file)
+        assert worker.model_runner.outcome() == SOUND
+        write(file, **order)
+        assert dsv4_faults.take(file, 0, None) is None
+        for _ in range(2):
+            defects.switch(worker, file)
+            assert worker.model_runner.outcome() == wanted
+        file.unlink()
+
+
+def test_one_defect_replaces_another_one(file: Path):
+    worker = SimpleNamespace(model_runner=Runner())
+    for scale in (2.0, 3.0):
+        write(file, kind="logits", scale=scale)
+        defects.switch(worker, file)
+        assert worker.model_runner.outcome()[0] == [scale, scale]
+
+
 def test_unlimited_memory_is_an_error():
     with pytest.raises(MemoryError, match="2 chunks"):
         dsv4_faults.obey({"kind": "eat", "rank": 0, "mebibytes": 32}, None)
@@ -163,6 +240,7 @@ def test_faults_are_injected_on_cuda_if_enabled(file: Path, monkeypatch: pytest.
             return "computed"
 
     monkeypatch.setattr(dsv4_faults, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(patch._FINDER, "waiting", {})
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     for name in ("vllm.v1", "vllm.v1.worker"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
