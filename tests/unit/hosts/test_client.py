@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
 from pathlib import Path
@@ -22,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_operator.api import Condition, DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, load
+from dsv4_operator.api import Condition, DeploymentStatus, DSV4Deployment, FailureStatus, GroupPhase, GroupStatus, load
 from dsv4_operator.backends.hosts import bootstrap
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, MEMBERS, Host, Inventory
 from dsv4_operator.backends.hosts.ssh import ConnectionLost, Ssh, SshError
@@ -33,7 +34,7 @@ from dsv4_operator.backends.local.supervisor import LoopReport
 from dsv4_operator.cli import diagnostics, hosts, init, machine, main, processes, sources, up
 from dsv4_operator.cli.machine import Record, Settings, save_record
 from dsv4_operator.cli.output import CommandError, ExitCode
-from dsv4_runtime.contract import Phase
+from dsv4_runtime.contract import Cause, Phase
 from dsv4_testkit.documents import agent_status, group_plan
 
 NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
@@ -366,7 +367,7 @@ class Machines:
         self.waits: list[int | CommandError] = []
         self.fails: dict[str, Exception] = {}
         self.software = ""
-        self.limits: list[float] = []
+        self.waited: list[Settings] = []
         self.loops: dict[str, dict[str, str]] = {}
         found = {
             name: {**MACHINE, **facts(("eth0", f"10.0.0.{number}", 1000, False))}
@@ -389,7 +390,7 @@ class Machines:
             machines.software = Path(known.software).name
 
         async def attached(client: object, known: Record, host: Host, words: object, given: Settings) -> int:
-            machines.limits.append(given.timeout)
+            machines.waited.append(given)
             outcome = machines.waits.pop(0)
             if isinstance(outcome, CommandError):
                 raise outcome
@@ -398,18 +399,21 @@ class Machines:
         @contextlib.asynccontextmanager
         async def held(client: object, given: Settings) -> AsyncIterator[None]:
             machines.done.append("hold")
-            yield
-            machines.done.append("let go")
+            try:
+                yield
+            finally:
+                machines.done.append("let go")
 
         stand_ins = {"_check": check, "_machine": act, "_install": install, "_attached": attached, "_held": held}
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(hosts._Client, name, stand_in)
         self._root = root
 
-    def up(self, *waits: int | CommandError) -> ExitCode:
+    def up(self, *waits: int | CommandError, timeout: float | None = 1, file: Path = NANO) -> ExitCode:
         self.done.clear()
+        self.waited.clear()
         self.waits = [*waits]
-        return hosts.up(str(NANO), "spark-1,spark-2", self._root, timeout=1)
+        return hosts.up(str(file), "spark-1,spark-2", self._root, timeout=timeout)
 
     def record(self) -> Record:
         found = hosts.find(self._root, "nano")
@@ -445,10 +449,12 @@ def test_an_upgrade_that_does_not_become_ready_goes_back(
         machines.fails["apply"] = CommandError("spark-2: the host service did not start")
     with pytest.raises(CommandError, match=r"nano did not become ready with .*; it serves again with the earlier"):
         machines.up(*[1, 0] if fails == "wait" else [0])
-    assert machines.limits[-1] == 600.0, "not the short limit of this attempt"
+    assert machines.waited[-1].timeout == 600.0, "not the short limit of this attempt"
+    assert not machines.waited[-1].replaces, "the earlier software may recover"
     new = machines.software
-    place = machines.done.index("let go")
-    assert machines.done[place + 1 :] == [f"stop-loop spark-1 {new}", "apply spark-2 one", "apply spark-1 one"]
+    steps = [f"stop-loop spark-1 {new}", "apply spark-2 one", "apply spark-1 one", "let go"]
+    assert machines.done[-4:] == steps, "connections wait until the earlier loop has the socket"
+    assert machines.done.count("hold") == 1
     found = machines.record()
     assert (found.software, found.fallback) == (V1, "")
     assert [Path(path).name for path in found.unused] == [new]
@@ -456,6 +462,59 @@ def test_an_upgrade_that_does_not_become_ready_goes_back(
     # The next attempt is an upgrade again.
     assert machines.up(0) is ExitCode.OK
     assert Path(machines.record().software).name == new
+
+
+def test_an_upgrade_has_a_bound_of_its_own(tmp_path: Path, machines: Machines) -> None:
+    text = NANO.read_text().replace("nano: {seed: 0, precision: bf16}", "path: /srv/weights")
+    assert "/srv/weights" in text
+    (tmp_path / "nano.yaml").write_text(f"{text}  rollout: {{progressDeadline: 20m}}\n")
+    run = partial(machines.up, file=tmp_path / "nano.yaml")
+    machines.runs = False
+    assert run(1, timeout=None) is ExitCode.FAILED
+    first_start, deadline, given = (172_800.0, False), (1200.0, True), (7200.0, True)
+    assert [(one.timeout, one.replaces) for one in machines.waited] == [first_start], "it may download weights"
+    # The software that served is another one.
+    save_record(tmp_path, record().model_copy(update={"software": V1}))
+    machines.runs = True
+    with pytest.raises(CommandError, match="serves again with the earlier"):
+        run(1, 0, timeout=None)
+    assert [(one.timeout, one.replaces) for one in machines.waited] == [deadline, (1200.0, False)]
+    machines.runs = True
+    assert run(0, timeout=7200) is ExitCode.OK
+    assert [(one.timeout, one.replaces) for one in machines.waited] == [given]
+    # After an attempt that was interrupted, an earlier death is no reason to go back.
+    save_record(tmp_path, record().model_copy(update={"software": V2, "fallback": V1}))
+    machines.runs = False
+    assert run(0, timeout=None) is ExitCode.OK
+    assert [(one.timeout, one.replaces) for one in machines.waited] == [(1200.0, False)]
+
+
+def test_settings_of_a_wait_restart_no_service() -> None:
+    sent = Settings(record=record(), host="spark-1", deployment=nano())
+    assert sent.model_copy(update={"replaces": True, "timeout": 1.0}).digest() == sent.digest()
+
+
+@pytest.mark.parametrize(("replaces", "incarnation", "ends"), [(True, 8, True), (True, 7, False), (False, 8, False)])
+def test_the_first_start_of_other_software_is_the_last(
+    replaces: bool, incarnation: int, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
+    known = record().model_copy(update={"inventory": inventory})
+    sent = Settings(record=known, host="spark-1", timeout=1.0, replaces=replaces)
+    state = sent.loop
+    state.directory.mkdir()
+    (state.directory / machine.BEFORE).write_text('{"0": 7}')
+    death = FailureStatus(time=1.0, cause=Cause.ENGINE_CORE_DIED, incarnation=incarnation, message="no such kernel")
+    group = GroupStatus(index=0, phase=GroupPhase.FORMING, incarnation=9, history=(death,), last_failure=death)
+    state.save_object(nano())
+    monkeypatch.setattr(machine, "read_kept_status", lambda pid: "")
+    with state.lock():
+        state.save_object(nano().model_copy(update={"status": DeploymentStatus(groups=(group,))}))
+        with pytest.raises(CommandError) as caught:
+            machine.wait(sent)
+    (message,) = caught.value.messages
+    expected = "nano: the start failed: EngineCoreDied: no such kernel" if ends else "nano was not ready within 1s"
+    assert message.startswith(expected)
 
 
 def test_an_upgrade_that_cannot_go_back_has_both_reasons(machines: Machines) -> None:
@@ -495,7 +554,7 @@ def test_a_refused_upgrade_changes_nothing(machines: Machines) -> None:
     with pytest.raises(CommandError, match="other values"):
         machines.up()
     assert machines.record() == before
-    assert machines.done == ["hold", f"prepare spark-1 {machines.software}"]
+    assert machines.done == ["hold", f"prepare spark-1 {machines.software}", "let go"]
 
 
 @pytest.mark.parametrize("key", [None, "", "z" * 64])

@@ -108,10 +108,13 @@ def hold_listener(state: DeploymentState, until: IO[bytes], ready: Callable[[], 
     """Hold the listening socket of the API from the end of a loop to the start of the next one, until `until` ends:
     connections wait in its queue. `ready` is called when loops can give and take it.
 
+    Nothing is held if the first loop that asks gets none: then the loop before it gave none because its version does
+    not know this, and could not take one either if it starts again.
+
     Raises:
         OSError: the socket of this process cannot be created.
     """
-    path, held = state.directory / HANDOVER, list[socket.socket]()
+    path, held, known = state.directory / HANDOVER, list[socket.socket](), True
     path.unlink(missing_ok=True)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
@@ -122,12 +125,14 @@ def hold_listener(state: DeploymentState, until: IO[bytes], ready: Callable[[], 
                 with contextlib.suppress(OSError), server.accept()[0] as peer:
                     peer.settimeout(_HANDOVER_SECONDS)
                     data, files, _, _ = socket.recv_fds(peer, len(_GIVE), 1)
+                    unused = [socket.socket(fileno=each) for each in files]
                     if data == _TAKE:
+                        known = known and bool(held)
                         socket.send_fds(peer, [_GIVE], [each.fileno() for each in held])
-                    elif files:
-                        held, old = [socket.socket(fileno=files[0])], held
-                        for each in old:
-                            each.close()
+                    elif unused and known:
+                        held, unused = unused, held
+                    for each in unused:
+                        each.close()
     finally:
         path.unlink(missing_ok=True)
         for each in held:
