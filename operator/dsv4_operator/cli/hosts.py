@@ -34,7 +34,15 @@ from dsv4_operator.backends.hosts.documents import (
 )
 from dsv4_operator.backends.hosts.ssh import CONNECTION_FAILED, Completed, ConnectionLost, Ssh, SshError, connections
 from dsv4_operator.backends.hosts.survey import CONTAINERS
-from dsv4_operator.backends.local.software import ARCHITECTURES, OwnSoftware, archive_of, installer
+from dsv4_operator.backends.local.software import (
+    ARCHITECTURES,
+    OwnSoftware,
+    Release,
+    archive_of,
+    installer,
+    shared_toolkit,
+    shared_toolkit_problem,
+)
 from dsv4_operator.backends.local.state import REMOTE, DeploymentState, StateError, deployments
 from dsv4_operator.cli.init import host_names
 from dsv4_operator.cli.machine import (
@@ -220,7 +228,7 @@ class _Client:
         moved = _check_machines(known, inventory)
         cpu = spec.topology.hardware is Hardware.CPU
         source = OwnSoftware.of(cpu=cpu, python=_minor(checks[inventory.hosts[0].target]["python"]))
-        self._judge(inventory, checks, source)
+        self._judge(inventory, checks, source, shared_toolkit(deployment, source, len(inventory.hosts)))
         name, first, found = deployment.metadata.name, checks[inventory.hosts[0].target], _secrets(deployment, root)
         _check_client(name, known, first["loops"].get(name))
         record = Record(
@@ -497,8 +505,10 @@ class _Client:
                 return {**json.loads(done.output), "sudo": True}
         return {**facts, "sudo": False}
 
-    def _judge(self, inventory: Inventory, checks: dict[str, Any], source: OwnSoftware) -> None:
-        """Report the machines.
+    def _judge(
+        self, inventory: Inventory, checks: dict[str, Any], source: OwnSoftware, cuda: Release | None = None
+    ) -> None:
+        """Report the machines. `cuda`: they need a CUDA toolkit of this release.
 
         Raises:
             CommandError: some are not suitable; one message for each reason.
@@ -508,6 +518,8 @@ class _Client:
         for host in inventory.hosts:
             facts = checks[host.target]
             found = list(_problems(host, facts, first, source, inventory.state_dir))
+            if cuda is not None and (problem := shared_toolkit_problem(facts, first, cuda)):
+                found.append(problem)
             problems += [f"{host.name}: {problem}" for problem in found]
             if not found:
                 start = "with systemd" if facts["systemd"] else "without systemd, so not started after a reboot"
@@ -515,8 +527,9 @@ class _Client:
                     start = "without root, so not started after a reboot"
                 if facts["sudo"]:
                     start += f"; sudo is used for namespaces, units and {inventory.state_dir}"
-                free = facts["free_bytes"] / 1e9
-                self.report(host.name, f"{host.address}, Python {facts['python']}, {free:.0f} GB free, {start}")
+                compiler = f"CUDA toolkit {cuda[0]}, " if cuda else ""
+                free = f"{facts['free_bytes'] / 1e9:.0f} GB free"
+                self.report(host.name, f"{host.address}, Python {facts['python']}, {compiler}{free}, {start}")
         if problems:
             raise bad_input(*problems)
 
@@ -809,9 +822,8 @@ def _problems(
     addresses = [one["address"] for one in facts["addresses"]]
     if facts["addresses"] and host.address not in addresses:
         yield f"it has not the address {host.address} of the inventory; it has {', '.join(addresses)}"
-    needed = source.bytes
-    if source.identity(facts["architecture"]) not in facts["software"] and facts["free_bytes"] < needed:
-        yield f"{facts['free_bytes'] / 1e9:.1f} GB are free at {state_dir}, and the software needs {needed / 1e9:.0f}"
+    if facts["free_bytes"] < (needed := source.missing_bytes(facts)):
+        yield f"{facts['free_bytes'] / 1e9:.1f} GB are free at {state_dir}, and the software needs {needed / 1e9:.1f}"
     if abs(facts["time"] - first["time"]) > _CLOCK_SECONDS:
         yield f"its clock differs by {facts['time'] - first['time']:.0f} s from the first machine's; set it"
 

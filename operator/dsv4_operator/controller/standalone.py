@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, Hardware, Reason
@@ -35,7 +36,7 @@ from dsv4_operator.backends.local.gateway import (
     take_listener,
 )
 from dsv4_operator.backends.local.gpus import Card, claim_card, claimed
-from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software
+from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software, needs_toolkit
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import BEAT_SECONDS, LOCK, NETWORK, OUTSIDE, STATUS, Processes
 from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, Part, wait_for
@@ -251,8 +252,11 @@ def _same_software(deployment: DSV4Deployment, state: DeploymentState, *, severa
     if deployment.spec.topology.hardware is Hardware.CPU:
         check_compilers(cpu=True)
         return Software()
-    software = cuda_software(deployment, state, gpus.find().cards)
+    cards = gpus.find().cards
+    software = cuda_software(deployment, state, cards)
     if several and Path(software.cuda_home).is_relative_to(state.root):
+        if not needs_toolkit(deployment.spec.engine, (card.capability[0] for card in cards)):
+            return replace(software, cuda_home="")
         raise StateError(
             "several machines cannot use the CUDA toolkit of Python packages; install NVIDIA's toolkit at the same "
             "path on all of them (/usr/local/cuda)"

@@ -114,3 +114,7 @@ def test_a_toolkit_of_this_machine_alone_is_refused(
     else:
         assert standalone._same_software(deployment, state, several=True) == software
     assert standalone._same_software(deployment, state, several=False) == software, "no other machine needs the path"
+    engine = deployment.spec.engine.model_copy(update={"kernels": "auto"})
+    unneeded = deployment.model_copy(update={"spec": deployment.spec.model_copy(update={"engine": engine})})
+    expected = "" if refused else software.cuda_home
+    assert standalone._same_software(unneeded, state, several=True).cuda_home == expected
