@@ -760,7 +760,8 @@ SYSTEM_CUDA = ("/usr/local/cuda", "13.0", "13.0")
         ([("/usr/local/cuda", None, None)] * 2, [SYSTEM_CUDA], {"spark-1": "it has no bin/nvcc"}),
         ([SYSTEM_CUDA], [("/usr/local/cuda", "12.8", "12.8")], {"spark-2": "/usr/local/cuda/bin/nvcc is of CUDA 12.8"}),
         ([SYSTEM_CUDA], [("/usr/local/cuda", "13.0", "13.2")], {"spark-2": "is of CUDA 13.0 and the headers beside"}),
-        ([("/opt/cuda", "13.0", None), SYSTEM_CUDA], [SYSTEM_CUDA], {"spark-2": "it is not there"}),
+        ([SYSTEM_CUDA], [("/usr/local/cuda", "13.0", None)], {"spark-2": "it has no include/cuda_runtime_api.h"}),
+        ([("/opt/cuda", "13.0", "13.0"), SYSTEM_CUDA], [SYSTEM_CUDA], {"spark-2": "it is not there"}),
     ],
 )
 def test_a_missing_toolkit_is_named_before_anything_is_installed(
@@ -1194,12 +1195,16 @@ def test_other_software_replaces_the_services(
             assert "ending the members and the loop" in capsys.readouterr().out
             assert not machine.loop_service(settings.loop).running()
             # A client between the two loops is not refused.
-            with socket.create_connection(api, 5) as early:
-                early.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                machine.apply(newer)
-                used.append(newer)
-                early.settimeout(60)
-                assert early.recv(100).startswith(b"HTTP/1.1 200")
+            for end, start in ((None, newer), (newer, settings), (settings, newer)):
+                if end is not None:
+                    machine.stop_loop(end)
+                with socket.create_connection(api, 5) as early:
+                    early.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                    machine.apply(start)
+                    used.append(start)
+                    assert json.loads((start.loop.directory / machine.BEFORE).read_text()) == {}
+                    early.settimeout(60)
+                    assert early.recv(100).startswith(b"HTTP/1.1 200")
         finally:
             holder.stdin.close()
             assert holder.wait(20) == 0

@@ -126,7 +126,7 @@ def _contents(directory: str) -> dict[str, object]:
     for record in glob.glob(os.path.join(directory, "lib", "python*", "site-packages", "*.dist-info", "RECORD")):
         name = os.path.basename(os.path.dirname(record))[: -len(".dist-info")].rpartition("-")[0]
         with contextlib.suppress(OSError, ValueError, csv.Error), open(record, newline="", encoding="utf-8") as file:
-            sizes[name.lower().replace("_", "-")] = sum(int(row[2] or 0) for row in csv.reader(file))
+            sizes[name.lower().replace("_", "-")] = sum(int(size or 0) for _, _, size in csv.reader(file))
     try:
         requirements = Path(directory, INSTALLED).read_text()
     except (OSError, UnicodeDecodeError):

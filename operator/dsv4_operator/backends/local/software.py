@@ -480,10 +480,17 @@ def shared_toolkit(deployment: DSV4Deployment, source: OwnSoftware, count: int) 
 def shared_toolkit_problem(facts: Mapping[str, Any], first: Mapping[str, Any], cuda: Release) -> str | None:
     """Return the reason why a machine lacks the CUDA toolkit that the first machine uses; None if it has it. `facts`
     and `first` are those of `bootstrap.check`."""
-    fitting = [each["home"] for each in first["toolkits"] if toolkit_problem(each, cuda) is None]
+
+    def judge(found: Mapping[str, Any] | None) -> str | None:
+        if found is None:
+            return "it is not there"
+        # An installation of the compiler alone has no headers.
+        lacks = None if found["headers"] else "it has no include/cuda_runtime_api.h"
+        return toolkit_problem(found, cuda) or lacks
+
+    fitting = [each["home"] for each in first["toolkits"] if judge(each) is None]
     home = fitting[0] if fitting else SYSTEM_CUDA
-    found = next((each for each in facts["toolkits"] if each["home"] == home), None)
-    problem = "it is not there" if found is None else toolkit_problem(found, cuda)
+    problem = judge(next((each for each in facts["toolkits"] if each["home"] == home), None))
     return problem and (
         f"engines compile kernels with the CUDA toolkit in {home}, and {problem}; install NVIDIA's toolkit of CUDA "
         f"{cuda[0]} (package cuda-toolkit-{cuda[0]}-{cuda[1]}) there, at the same path on all machines"
