@@ -519,8 +519,8 @@ BACKENDS = (
     Mutant(
         "connections are refused on the way back to the earlier software",
         f"{_OPERATOR}/cli/hosts.py",
-        "            if record.fallback and code not in (ExitCode.OK, ExitCode.INTERRUPTED):\n                raise await",
-        "        if record.fallback and code not in (ExitCode.OK, ExitCode.INTERRUPTED):\n            raise await",
+        "            if record.fallback and code not in (ExitCode.OK, ExitCode.INTERRUPTED):\n                raise",
+        "        if record.fallback and code not in (ExitCode.OK, ExitCode.INTERRUPTED):\n            raise",
         ("tests/unit/hosts/test_client.py",),
     ),
     Mutant(
