@@ -258,9 +258,7 @@ def test_an_upgrade_under_clients(tmp_path: Path) -> None:
             requests = load.stop()
         failed = [one for one in requests if one.outcome is not Outcome.ANSWERED]
         print(f"answered again after {outage(requests, begun) or 0.0:.1f} s: {counts(requests)}, {failed}")
-        # Those that the gateways of the new software held; all others waited.
-        assert len(failed) <= load.clients
-        assert not [one for one in failed if one.detail.startswith(("Connection", "RemoteDisconnected"))]
+        assert not failed
         system.ready()
         assert all(new in names for names in software(world))
         for machine in world.machines:

@@ -33,6 +33,7 @@ from dsv4_operator.backends.local.gateway import (
     check_secrets,
     endpoint,
     give_listener,
+    is_held,
     take_listener,
 )
 from dsv4_operator.backends.local.gpus import Card, claim_card, claimed
@@ -56,6 +57,8 @@ _LONGEST_BACKOFF_SECONDS = 15.0
 _STORAGE = Part("storage", _LONGEST_BACKOFF_SECONDS)
 _EXPECT_SECONDS = 10.0
 """Time after which the gateways count a loop as overdue that has stopped between two reconciles."""
+_QUEUE_SECONDS, _HELD_SECONDS = 60.0, 0.5
+"""In an upgrade, the longest time without gateways, and the interval of checks whether it still goes on."""
 _WRITE_SECONDS = 2.0
 """Interval between attempts to write the status to a full disk."""
 
@@ -207,7 +210,7 @@ def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes
     key = read_key(state.directory / HOST_KEY)
     check_secrets(deployment, state)
     software = _same_software(deployment, state, several=len(inventory.hosts) > 1)
-    if "api" not in processes.kept:
+    if fresh := "api" not in processes.kept:
         for name, listener in bind_ports(deployment, take_listener(state, deployment)).items():
             with listener:
                 processes.keep(name, listener.fileno())
@@ -233,7 +236,7 @@ def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes
         software=software,
         gateways=gateways,
     )
-    front = _Front(gateways, addresses[0], deployment)
+    front = _Front(gateways, addresses[0], deployment, held=lambda: fresh and is_held(state))
 
     def leave() -> None:
         with processes.socket("api") as listener:
@@ -291,10 +294,18 @@ class _Front:
     """The front end on this machine: gateways, and the published dashboard of the first group."""
 
     def __init__(
-        self, gateways: LocalGateways, address: str, deployment: DSV4Deployment, *, started: bool = True
+        self,
+        gateways: LocalGateways,
+        address: str,
+        deployment: DSV4Deployment,
+        *,
+        started: bool = True,
+        held: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`address` is the first head's. If not `started`, users connect to the engine directly."""
-        self._gateways = gateways
+        """`address` is the first head's. If not `started`, users connect to the engine directly. `held` returns whether
+        another process holds the listening socket, for earlier software if this one fails."""
+        self._gateways, self._held = gateways, held
+        self._opening: asyncio.Task[None] | None = None
         port = head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT
         self._publisher = Publisher(address, port)
         self._started = started
@@ -302,11 +313,28 @@ class _Front:
     async def start(self, processes: Processes) -> None:
         """Start to serve on the kept sockets."""
         if self._started:
-            await self._gateways.start("api")
+            if self._held():
+                self._opening = asyncio.create_task(self._open())
+            else:
+                await self._gateways.start("api")
             await self._publisher.start(processes.socket("dashboard"))
+
+    async def _open(self) -> None:
+        """Start the gateways once a group serves, and at the latest after `_QUEUE_SECONDS`.
+
+        Until then clients wait in the queue of the listening socket, from which earlier software can take them. Those
+        that a gateway has taken get status 503 at its end; but it keeps proxies from closing idle streams.
+        """
+        latest = time.monotonic() + _QUEUE_SECONDS
+        while time.monotonic() < latest and not self._gateways.serving.is_set() and self._held():
+            await wait_for(self._gateways.serving, _HELD_SECONDS)
+        await self._gateways.start("api")
 
     async def stop(self) -> None:
         """Drain and end the gateways."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait({self._opening})
         await self._gateways.stop()
 
     def expect(self, due: float) -> None:

@@ -36,6 +36,7 @@ from dsv4_operator.backends.local.gateway import (
     endpoint,
     give_listener,
     hold_listener,
+    is_held,
     settings,
     take_listener,
 )
@@ -174,6 +175,7 @@ def test_connections_wait_between_two_loops(tmp_path: Path) -> None:
     # Without a process that holds it, a loop binds the address.
     give_listener(state, listeners["api"])
     assert take_listener(state, wanted) is None
+    assert not is_held(state)
     ready = threading.Event()
     reading, writing = os.pipe()
     with open(reading, "rb") as until, open(writing, "wb") as held:
@@ -181,6 +183,7 @@ def test_connections_wait_between_two_loops(tmp_path: Path) -> None:
         holder.start()
         try:
             assert ready.wait(20)
+            assert is_held(state)
             give_listener(state, listeners["api"])
             listeners["api"].close()
             with socket.create_connection(address, 5) as client:

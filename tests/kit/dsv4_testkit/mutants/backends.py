@@ -524,6 +524,13 @@ BACKENDS = (
         ("tests/unit/hosts/test_client.py",),
     ),
     Mutant(
+        "gateways take requests of clients before the new software serves",
+        f"{_OPERATOR}/controller/standalone.py",
+        "            if self._held():\n",
+        "            if False:\n",
+        ("tests/unit/hosts/test_loop.py",),
+    ),
+    Mutant(
         "deaths of the earlier software end an upgrade",
         f"{_OPERATOR}/cli/up.py",
         "group.last_failure.incarnation > self.before.get(group.index, 0)",
