@@ -367,9 +367,10 @@ class OwnSoftware:
         name = self.identity(facts["architecture"])
         if name in facts["software"]:
             return 0
-        needed = self.bytes
+        needed, present = self.bytes, int(facts["partial"].get(name, 0))
         if earlier := facts["earlier"]:
-            sizes, before = earlier["sizes"], set(earlier["requirements"].splitlines())
+            sizes: Mapping[str, int] = earlier["sizes"]
+            before = set(earlier["requirements"].splitlines())
             changed = {
                 re.split(r"[\s=@\[;<>!~]", line)[0].lower().replace("_", "-")
                 for line in self.files["requirements.txt"].decode().splitlines()
@@ -378,7 +379,7 @@ class OwnSoftware:
             share = sum(sizes.get(each, 0) for each in changed) / max(sum(sizes.values()), 1)
             more = _NEW_BYTES * len(changed - sizes.keys())
             needed = min(needed, _OWN_BYTES + round(share * self.bytes) + more)
-        return min(needed, max(_OWN_BYTES, self.bytes - facts["partial"].get(name, 0)))
+        return min(needed, max(_OWN_BYTES, self.bytes - present))
 
     @property
     def cuda(self) -> Release | None:
