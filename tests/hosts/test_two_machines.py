@@ -245,11 +245,20 @@ def test_an_upgrade_under_clients(tmp_path: Path) -> None:
         assert system.group().get("totalRestarts", 0) == restarts
 
         broken = version(tmp_path / "broken", "runtime/dsv4_runtime/agent/main.py", "raise SystemExit('broken')\n")
-        begun = time.time()
-        done = world.dsv4(*words, "--timeout", "40s", program=broken, seconds=START_SECONDS)
-        print(f"going back took {time.time() - begun:.0f} s: {done.stdout}\n{done.stderr}")
-        assert done.returncode == 1
-        assert "it serves again with the earlier software" in done.stderr
+        with Load(system.api, MODEL, Shape(pause=0.2), "back") as load:
+            until(lambda: load.answered() > 8, "clients are answered", 120)
+            begun = time.time()
+            done = world.dsv4(*words, program=broken, seconds=START_SECONDS)
+            ended = time.time()
+            print(f"going back took {ended - begun:.0f} s: {done.stdout}\n{done.stderr}")
+            assert done.returncode == 1
+            assert "the start failed: " in done.stdout + done.stderr
+            assert "it serves again with the earlier software" in done.stderr
+            until(lambda: load.answered(ended) > 4, "clients are answered again", 120)
+            requests = load.stop()
+        failed = [one for one in requests if one.outcome is not Outcome.ANSWERED]
+        print(f"answered again after {outage(requests, begun) or 0.0:.1f} s: {counts(requests)}, {failed}")
+        assert not failed
         system.ready()
         assert all(new in names for names in software(world))
         for machine in world.machines:

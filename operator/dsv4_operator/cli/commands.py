@@ -74,8 +74,8 @@ def up(
         str | None,
         typer.Option(
             metavar="DURATION",
-            help="Timeout of the start, for example 90s [default: 10m with the Nano model, else 48h; the steps of a "
-            "start have limits of their own].",
+            help="Timeout of the start, for example 90s [default: 10m with the Nano model, else 48h; at most "
+            "spec.rollout.progressDeadline for an upgrade with --hosts; steps of a start have limits of their own].",
         ),
     ] = None,
     hosts: Annotated[

@@ -34,7 +34,15 @@ from dsv4_operator.backends.hosts.documents import (
 )
 from dsv4_operator.backends.hosts.ssh import CONNECTION_FAILED, Completed, ConnectionLost, Ssh, SshError, connections
 from dsv4_operator.backends.hosts.survey import CONTAINERS
-from dsv4_operator.backends.local.software import ARCHITECTURES, OwnSoftware, archive_of, installer
+from dsv4_operator.backends.local.software import (
+    ARCHITECTURES,
+    OwnSoftware,
+    Release,
+    archive_of,
+    installer,
+    shared_toolkit,
+    shared_toolkit_problem,
+)
 from dsv4_operator.backends.local.state import REMOTE, DeploymentState, StateError, deployments
 from dsv4_operator.cli.init import host_names
 from dsv4_operator.cli.machine import (
@@ -81,7 +89,8 @@ T = TypeVar("T")
 def up(file: str, hosts: str, root: Path, *, timeout: float | None) -> ExitCode:
     """Start the deployment in `file` on the machines of `hosts`, an inventory or ssh targets; return when it is ready.
 
-    The start may take `timeout` seconds after the installation; None: the default for the model.
+    The start may take `timeout` seconds after the installation; None: the default for the model, and
+    `spec.rollout.progressDeadline` for other software than that which served.
 
     Raises:
         CommandError: a machine or the file is not suitable, a step failed, or the deployment was not ready in time.
@@ -91,8 +100,7 @@ def up(file: str, hosts: str, root: Path, *, timeout: float | None) -> ExitCode:
     if state.holder() is not None and not (state.directory / INVENTORY).exists():
         raise bad_input(f"{state.name} runs on this machine alone; run `dsv4 down {state.name}` first")
     known = _records(root).get(deployment.metadata.name)
-    limit = start_limit(deployment, timeout)
-    return asyncio.run(_with_client(lambda client: client.up(deployment, hosts, known, root, limit)))
+    return asyncio.run(_with_client(lambda client: client.up(deployment, hosts, known, root, timeout)))
 
 
 def down(root: Path, record: Record, *, uninstall: bool) -> ExitCode:
@@ -194,7 +202,7 @@ class _Client:
         print_line(f"{format_elapsed(time.monotonic() - self.begun):>7}  {machine}  {text}")
 
     async def up(
-        self, deployment: DSV4Deployment, hosts: str, known: Record | None, root: Path, limit: float
+        self, deployment: DSV4Deployment, hosts: str, known: Record | None, root: Path, wanted: float | None
     ) -> ExitCode:
         named = _read_inventory(hosts)
         spec = deployment.spec
@@ -220,7 +228,7 @@ class _Client:
         moved = _check_machines(known, inventory)
         cpu = spec.topology.hardware is Hardware.CPU
         source = OwnSoftware.of(cpu=cpu, python=_minor(checks[inventory.hosts[0].target]["python"]))
-        self._judge(inventory, checks, source)
+        self._judge(inventory, checks, source, shared_toolkit(deployment, source, len(inventory.hosts)))
         name, first, found = deployment.metadata.name, checks[inventory.hosts[0].target], _secrets(deployment, root)
         _check_client(name, known, first["loops"].get(name))
         record = Record(
@@ -237,6 +245,7 @@ class _Client:
             # With other addresses, the earlier software has no settings to go back to.
             record = record.model_copy(update={"fallback": "" if moved else fallback, "unused": unused})
         await self._install(record, checks, source)
+        limit = start_limit(deployment, wanted)
         settings = [
             Settings(record=record, host=host.name, deployment=deployment, secrets=found, timeout=limit)
             for host in inventory.hosts
@@ -244,7 +253,10 @@ class _Client:
         if moved:
             await self._move(record, moved, settings)
         elif known and (record.fallback or known.software != record.software):
-            return await self._upgrade(root, settings, serving=not known.fallback)
+            if wanted is None:
+                # Nothing is downloaded: the weights of the earlier software are there.
+                limit = min(limit, spec.rollout.progress_deadline)
+            return await self._upgrade(root, settings, limit, serving=not known.fallback)
         # Not before: `down` uses the software of the record, and a refused move is checked again by the next `up`.
         _save(root, record)
         code = await self._start(settings, last=bool(moved))
@@ -273,11 +285,16 @@ class _Client:
             record = record.model_copy(update={"unused": ()})
         _save(root, record)
 
-    async def _upgrade(self, root: Path, settings: Sequence[Settings], *, serving: bool) -> ExitCode:
+    async def _upgrade(self, root: Path, settings: Sequence[Settings], limit: float, *, serving: bool) -> ExitCode:
         """Start a deployment with other software, and go back to the earlier one if it does not become ready.
 
-        `serving`: the software of `fallback` may serve now. Clients wait in the queue of the listening socket until the
-        next loop has it, then in the gateways.
+        Clients wait in the queue of the listening socket until a loop has it, then in its gateways.
+
+        Args:
+            root: state directory of this machine.
+            settings: the machines' parts.
+            limit: seconds in which the other software has to be ready, if there is one to go back to.
+            serving: the software of `fallback` may serve now.
 
         Raises:
             CommandError: it is refused, or did not become ready with the new software.
@@ -289,6 +306,10 @@ class _Client:
                 # Nothing ran, so there is nothing to go back to.
                 record = record.model_copy(update={"fallback": ""})
                 settings = [each.model_copy(update={"record": record}) for each in settings]
+            elif record.fallback:
+                # An attempt that was interrupted may have had a failure of its own.
+                changes = {"timeout": limit, "replaces": bool(ended)}
+                settings = [each.model_copy(update=changes) for each in settings]
             _save(root, record)
             try:
                 code = await self._start(settings, last=True)
@@ -298,11 +319,11 @@ class _Client:
                 code = error.code
                 for line in error.messages:
                     note(f"error: {line}")
+            if record.fallback and code not in (ExitCode.OK, ExitCode.INTERRUPTED):
+                raise await self._back(root, settings)
         if code is ExitCode.OK:
             await self._tidy(root, settings)
-        if code in (ExitCode.OK, ExitCode.INTERRUPTED) or not record.fallback:
-            return code
-        raise await self._back(root, settings)
+        return code
 
     async def _back(self, root: Path, settings: Sequence[Settings]) -> CommandError:
         """Start a deployment with the software that served before; return the error of the upgrade."""
@@ -315,7 +336,8 @@ class _Client:
         text = f"{record.name} did not become ready with the software of this dsv4 (reason above)"
         # A short limit for the new software must not end the return.
         limit = max(settings[0].timeout, Settings.model_fields["timeout"].default)
-        back = [each.model_copy(update={"record": record, "timeout": limit}) for each in settings]
+        changes = {"record": record, "timeout": limit, "replaces": False}
+        back = [each.model_copy(update=changes) for each in settings]
         outcome = await self._try(self._start(back, last=True))
         if outcome is ExitCode.OK:
             return CommandError(f"{text}; it serves again with the earlier software")
@@ -483,8 +505,10 @@ class _Client:
                 return {**json.loads(done.output), "sudo": True}
         return {**facts, "sudo": False}
 
-    def _judge(self, inventory: Inventory, checks: dict[str, Any], source: OwnSoftware) -> None:
-        """Report the machines.
+    def _judge(
+        self, inventory: Inventory, checks: dict[str, Any], source: OwnSoftware, cuda: Release | None = None
+    ) -> None:
+        """Report the machines. `cuda`: they need a CUDA toolkit of this release.
 
         Raises:
             CommandError: some are not suitable; one message for each reason.
@@ -494,6 +518,8 @@ class _Client:
         for host in inventory.hosts:
             facts = checks[host.target]
             found = list(_problems(host, facts, first, source, inventory.state_dir))
+            if cuda is not None and (problem := shared_toolkit_problem(facts, first, cuda)):
+                found.append(problem)
             problems += [f"{host.name}: {problem}" for problem in found]
             if not found:
                 start = "with systemd" if facts["systemd"] else "without systemd, so not started after a reboot"
@@ -501,8 +527,9 @@ class _Client:
                     start = "without root, so not started after a reboot"
                 if facts["sudo"]:
                     start += f"; sudo is used for namespaces, units and {inventory.state_dir}"
-                free = facts["free_bytes"] / 1e9
-                self.report(host.name, f"{host.address}, Python {facts['python']}, {free:.0f} GB free, {start}")
+                compiler = f"CUDA toolkit {cuda[0]}, " if cuda else ""
+                free = f"{facts['free_bytes'] / 1e9:.0f} GB free"
+                self.report(host.name, f"{host.address}, Python {facts['python']}, {compiler}{free}, {start}")
         if problems:
             raise bad_input(*problems)
 
@@ -795,9 +822,8 @@ def _problems(
     addresses = [one["address"] for one in facts["addresses"]]
     if facts["addresses"] and host.address not in addresses:
         yield f"it has not the address {host.address} of the inventory; it has {', '.join(addresses)}"
-    needed = source.bytes
-    if source.identity(facts["architecture"]) not in facts["software"] and facts["free_bytes"] < needed:
-        yield f"{facts['free_bytes'] / 1e9:.1f} GB are free at {state_dir}, and the software needs {needed / 1e9:.0f}"
+    if facts["free_bytes"] < (needed := source.missing_bytes(facts)):
+        yield f"{facts['free_bytes'] / 1e9:.1f} GB are free at {state_dir}, and the software needs {needed / 1e9:.1f}"
     if abs(facts["time"] - first["time"]) > _CLOCK_SECONDS:
         yield f"its clock differs by {facts['time'] - first['time']:.0f} s from the first machine's; set it"
 

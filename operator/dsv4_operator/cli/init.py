@@ -608,6 +608,7 @@ def _print_summary(
         ("build", offer.profile.title),
         *([("settings", f"as published by {row.source}, {row.date}: {_words(offer.engine)}")] if row else []),
         ("weights", weights),
+        *([("toolkit", _toolkits(found))] if len(found) > 1 and found[0].survey.needs_toolkit else []),
         ("requests", f"up to {users} at once, {context:,} tokens each at most{room}"),
         ("API", f"http://{listen}:8000/v1 of {found[0].name}, {'with a key' if key else 'without a key'}"),
         ("files", ", ".join(files)),
@@ -617,6 +618,14 @@ def _print_summary(
         print_line(f"{label:<12}{text}")
     if not offer.usual:
         note(f"warning: `dsv4 up` does not install {offer.profile.title}; install its vLLM on every machine before")
+
+
+def _toolkits(found: Sequence[_Found]) -> str:
+    """Return `CUDA 13.0 on spark-1, none on spark-2`."""
+    machines: dict[str, list[str]] = {}
+    for one in found:
+        machines.setdefault(one.survey.cuda and f"CUDA {one.survey.cuda}", []).append(one.name)
+    return ", ".join(f"{release or 'none'} on {' and '.join(names)}" for release, names in machines.items())
 
 
 def _words(engine: Mapping[str, Any]) -> str:

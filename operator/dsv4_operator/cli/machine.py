@@ -45,6 +45,8 @@ READY = "ready"
 """First line that `hold` prints."""
 APPLIED = "applied"
 """File with the digest of the settings that a machine's services were started with."""
+BEFORE = "before"
+"""File with the latest incarnation of each group before the start of the loop."""
 _UNITS = Path("/etc/systemd/system")
 _COMMAND = Path("/usr/local/bin/dsv4")
 _SYSTEMCTL_SECONDS = 60.0
@@ -127,6 +129,8 @@ class Settings(Report):
     """Contents of secrets by path below the directory of secrets."""
     timeout: float = 600.0
     """Limit of `wait`, in seconds."""
+    replaces: bool = False
+    """For `wait`: other software served until now, and serves again if this one's first start fails."""
 
     @property
     def first(self) -> bool:
@@ -144,7 +148,7 @@ class Settings(Report):
     def digest(self) -> str:
         """Return a digest of everything that a restart of the services is needed for."""
         record = self.record.model_copy(update={"client": "", "fallback": "", "unused": ()})
-        changes = {"timeout": 0.0, "record": record}
+        changes = {"timeout": 0.0, "replaces": False, "record": record}
         return hashlib.sha256(self.model_copy(update=changes).to_json().encode()).hexdigest()
 
     def message(self) -> bytes:
@@ -277,6 +281,9 @@ def apply(settings: Settings) -> ExitCode:
         for file in (processes.startup_error_file(settings.loop), settings.loop.directory / DOWN):
             file.unlink(missing_ok=True)
     if settings.first and not loop.running():
+        earlier = settings.loop.object()
+        incarnations = {group.index: group.incarnation for group in earlier.status.groups} if earlier else {}
+        replace_file(settings.loop.directory / BEFORE, json.dumps(incarnations))
         loop.start()
         # Before another client may find that no loop runs.
         _await_lock(loop)
@@ -473,7 +480,13 @@ def wait(settings: Settings) -> ExitCode:
         # Before the first report of this loop, the status is that of an earlier one, which may have been ready.
         reported = pid is not None and read_kept_status(pid) is not None
         previous = None if reported else settings.loop.object_text()
-        started = up.StartedDeployment(settings.loop, process, signals, previous, detach=True, timeout=settings.timeout)
+        before = None
+        if settings.replaces:
+            numbers = json.loads((settings.loop.directory / BEFORE).read_text())
+            before = {int(index): incarnation for index, incarnation in numbers.items()}
+        started = up.StartedDeployment(
+            settings.loop, process, signals, previous, detach=True, timeout=settings.timeout, before=before
+        )
         return started.wait_until_ready()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -168,6 +168,9 @@ class StartedDeployment:
     """The object as it was read last; before the first report, that of the previous run."""
     detach: bool
     timeout: float
+    before: Mapping[int, int] | None = None
+    """Latest incarnation of each group with the software that served before: the first death of a later one ends the
+    wait. None: recovery goes on until it is given up."""
     started: float = field(default_factory=time.monotonic)
     object: DSV4Deployment | None = None
     shown: DeploymentStatus | None = None
@@ -195,6 +198,8 @@ class StartedDeployment:
                     break
                 if outcome.stage is Stage.FAILED:
                     raise self._error(f": {outcome.message}", code=outcome.code)
+                if (death := self._death()) is not None:
+                    raise self._error(f": the start failed: {failure_text(death)}")
                 if ended:
                     raise self._early_end()
                 if self._elapsed > self.timeout:
@@ -265,6 +270,17 @@ class StartedDeployment:
         if self.object is None:
             return StartOutcome(Stage.STARTING)
         return start_outcome(self.object.status, self.object.metadata.generation)
+
+    def _death(self) -> FailureStatus | None:
+        """Return the latest death of an incarnation later than `before` that nothing has recovered from."""
+        if self.before is None or self._status is None:
+            return None
+        deaths = [
+            group.last_failure
+            for group in self._status.groups
+            if group.last_failure and group.last_failure.incarnation > self.before.get(group.index, 0)
+        ]
+        return next((death for death in deaths if death.recover_seconds is None), None)
 
     def _print_transitions(self, *, members: bool, stamp: Callable[[], str]) -> None:
         if self._status is None or self._status is self.shown:

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, Hardware, Reason
@@ -32,10 +33,11 @@ from dsv4_operator.backends.local.gateway import (
     check_secrets,
     endpoint,
     give_listener,
+    is_held,
     take_listener,
 )
 from dsv4_operator.backends.local.gpus import Card, claim_card, claimed
-from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software
+from dsv4_operator.backends.local.software import Software, check_compilers, cuda_software, needs_toolkit
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import BEAT_SECONDS, LOCK, NETWORK, OUTSIDE, STATUS, Processes
 from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, Part, wait_for
@@ -55,6 +57,8 @@ _LONGEST_BACKOFF_SECONDS = 15.0
 _STORAGE = Part("storage", _LONGEST_BACKOFF_SECONDS)
 _EXPECT_SECONDS = 10.0
 """Time after which the gateways count a loop as overdue that has stopped between two reconciles."""
+_QUEUE_SECONDS, _HELD_SECONDS = 60.0, 0.5
+"""In an upgrade, the longest time without gateways, and the interval of checks whether it still goes on."""
 _WRITE_SECONDS = 2.0
 """Interval between attempts to write the status to a full disk."""
 
@@ -206,7 +210,7 @@ def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes
     key = read_key(state.directory / HOST_KEY)
     check_secrets(deployment, state)
     software = _same_software(deployment, state, several=len(inventory.hosts) > 1)
-    if "api" not in processes.kept:
+    if fresh := "api" not in processes.kept:
         for name, listener in bind_ports(deployment, take_listener(state, deployment)).items():
             with listener:
                 processes.keep(name, listener.fileno())
@@ -232,7 +236,7 @@ def _prepare_hosts(state: DeploymentState, deployment: DSV4Deployment, processes
         software=software,
         gateways=gateways,
     )
-    front = _Front(gateways, addresses[0], deployment)
+    front = _Front(gateways, addresses[0], deployment, held=lambda: fresh and is_held(state))
 
     def leave() -> None:
         with processes.socket("api") as listener:
@@ -251,8 +255,11 @@ def _same_software(deployment: DSV4Deployment, state: DeploymentState, *, severa
     if deployment.spec.topology.hardware is Hardware.CPU:
         check_compilers(cpu=True)
         return Software()
-    software = cuda_software(deployment, state, gpus.find().cards)
+    cards = gpus.find().cards
+    software = cuda_software(deployment, state, cards)
     if several and Path(software.cuda_home).is_relative_to(state.root):
+        if not needs_toolkit(deployment.spec.engine, (card.capability[0] for card in cards)):
+            return replace(software, cuda_home="")
         raise StateError(
             "several machines cannot use the CUDA toolkit of Python packages; install NVIDIA's toolkit at the same "
             "path on all of them (/usr/local/cuda)"
@@ -287,10 +294,18 @@ class _Front:
     """The front end on this machine: gateways, and the published dashboard of the first group."""
 
     def __init__(
-        self, gateways: LocalGateways, address: str, deployment: DSV4Deployment, *, started: bool = True
+        self,
+        gateways: LocalGateways,
+        address: str,
+        deployment: DSV4Deployment,
+        *,
+        started: bool = True,
+        held: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`address` is the first head's. If not `started`, users connect to the engine directly."""
-        self._gateways = gateways
+        """`address` is the first head's. If not `started`, users connect to the engine directly. `held` returns whether
+        another process holds the listening socket, for earlier software if this one fails."""
+        self._gateways, self._held = gateways, held
+        self._opening: asyncio.Task[None] | None = None
         port = head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT
         self._publisher = Publisher(address, port)
         self._started = started
@@ -298,11 +313,28 @@ class _Front:
     async def start(self, processes: Processes) -> None:
         """Start to serve on the kept sockets."""
         if self._started:
-            await self._gateways.start("api")
+            if self._held():
+                self._opening = asyncio.create_task(self._open())
+            else:
+                await self._gateways.start("api")
             await self._publisher.start(processes.socket("dashboard"))
+
+    async def _open(self) -> None:
+        """Start the gateways once a group serves, and at the latest after `_QUEUE_SECONDS`.
+
+        Until then clients wait in the queue of the listening socket, from which earlier software can take them. Those
+        that a gateway has taken get status 503 at its end; but it keeps proxies from closing idle streams.
+        """
+        latest = time.monotonic() + _QUEUE_SECONDS
+        while time.monotonic() < latest and not self._gateways.serving.is_set() and self._held():
+            await wait_for(self._gateways.serving, _HELD_SECONDS)
+        await self._gateways.start("api")
 
     async def stop(self) -> None:
         """Drain and end the gateways."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait({self._opening})
         await self._gateways.stop()
 
     def expect(self, due: float) -> None:

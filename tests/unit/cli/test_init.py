@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,6 +153,14 @@ def test_invalid_targets(hosts: str, problem: str) -> None:
         host_names(split_hosts(hosts))
     text = "is used twice" if problem == "DUPLICATE" else problem
     assert text in str(failed.value)
+
+
+def test_the_summary_has_the_toolkits() -> None:
+    found = [
+        init._Found(f"spark-{number}", None, SimpleNamespace(cuda=release), (0.0, 0.0))  # type: ignore[arg-type]
+        for number, release in enumerate(("13.0", "13.0", ""), 1)
+    ]
+    assert init._toolkits(found) == "CUDA 13.0 on spark-1 and spark-2, none on spark-3"
 
 
 def test_names_of_targets() -> None:

@@ -40,11 +40,12 @@ RTX = (
 )
 
 
-def surveyed(machine: Machine, folder: Path, gpus: str = GB10) -> Survey:
-    """Run the program over the files of `machine`; `ip` and `nvidia-smi` print that machine's output."""
+def surveyed(machine: Machine, folder: Path, gpus: str = GB10, nvcc: str = "") -> Survey:
+    """Run the program over the files of `machine`; `ip`, `nvidia-smi` and `nvcc` print that machine's output."""
     root, tools = machine.build(folder / "m"), folder / "bin"
     tools.mkdir(exist_ok=True)
-    for name, text in (("ip", (root / "ip-addr.json").read_text()), ("nvidia-smi", gpus)):
+    outputs = {"ip": (root / "ip-addr.json").read_text(), "nvidia-smi": gpus, **({"nvcc": nvcc} if nvcc else {})}
+    for name, text in outputs.items():
         (folder / name).write_text(text + "\n")
         (tools / name).write_text(f"#!/bin/sh\ncat {folder / name}\n")
         (tools / name).chmod(0o755)
@@ -92,6 +93,10 @@ def test_facts_of_a_spark(tmp_path: Path) -> None:
     assert survey.disk == str(tmp_path / "data")
     assert survey.disk_free_bytes > 0
     assert survey.time > 1.7e9
+    assert survey.cuda == ""
+    (tmp_path / "again").mkdir()
+    nvcc = "Copyright (c) 2005-2025\nCuda compilation tools, release 13.0, V13.0.88"
+    assert surveyed(spark(), tmp_path / "again", nvcc=nvcc).cuda == "13.0"
 
 
 def test_facts_of_a_workstation(tmp_path: Path) -> None:
@@ -217,7 +222,12 @@ def test_different_mtus_and_link_local_addresses() -> None:
 
 def test_findings_of_machines(tmp_path: Path) -> None:
     good = replace(
-        surveyed(spark(), tmp_path), user_id=0, systemd=True, machine_id="1", tools=frozenset({"ip", "nvidia-smi"})
+        surveyed(spark(), tmp_path),
+        cuda="13.0",
+        user_id=0,
+        systemd=True,
+        machine_id="1",
+        tools=frozenset({"ip", "nvidia-smi"}),
     )
 
     def reasons(*changed: Survey, offset: float = 0.0) -> set[tuple[str, Severity]]:
@@ -235,6 +245,9 @@ def test_findings_of_machines(tmp_path: Path) -> None:
         ("NoSystemd", Severity.WARN),
         ("NoRoot", Severity.WARN),
     }
+    assert reasons(replace(other, cuda="")) == {("NoToolkit", Severity.WARN)}
+    alone = {"m0": replace(good, cuda="")}
+    assert not list(machine_findings(alone, {})), "one machine has that of the packages"
     failed = replace(other, gpus=(), gpu_problem="Failed to initialize NVML", driver="580.95.05")
     assert ("DriverFails", Severity.REFUSE) in reasons(failed)
     assert ("MachinesDiffer", Severity.REFUSE) in reasons(failed)

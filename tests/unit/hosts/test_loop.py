@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from dsv4_operator.api import (
     load,
 )
 from dsv4_operator.backends.hosts.documents import HOST_KEY, INVENTORY
+from dsv4_operator.backends.local.gateway import bind_loopback
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.controller import standalone
+from dsv4_operator.controller.queue import wait_for
 from dsv4_testkit.supervised import Supervised
 
 NANO = (Path(__file__).parents[3] / "examples" / "nano.yaml").read_text()
@@ -114,3 +117,48 @@ def test_a_toolkit_of_this_machine_alone_is_refused(
     else:
         assert standalone._same_software(deployment, state, several=True) == software
     assert standalone._same_software(deployment, state, several=False) == software, "no other machine needs the path"
+    engine = deployment.spec.engine.model_copy(update={"kernels": "auto"})
+    unneeded = deployment.model_copy(update={"spec": deployment.spec.model_copy(update={"engine": engine})})
+    expected = "" if refused else software.cuda_home
+    assert standalone._same_software(unneeded, state, several=True).cuda_home == expected
+
+
+class Gateways:
+    """Stand-in for the gateways of a loop."""
+
+    def __init__(self) -> None:
+        self.serving, self.started, self.stopped = asyncio.Event(), asyncio.Event(), False
+
+    async def start(self, listener: str) -> None:
+        assert listener == "api"
+        self.started.set()
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.mark.parametrize("opens", ["no upgrade", "a group serves", "the upgrade has ended", "it takes long", "never"])
+async def test_in_an_upgrade_gateways_start_when_a_group_serves(
+    opens: str, supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standalone, "_HELD_SECONDS", 0.05)
+    monkeypatch.setattr(standalone, "_QUEUE_SECONDS", 0.5 if opens == "it takes long" else 3600.0)
+    gateways, held = Gateways(), opens != "no upgrade"
+    processes = supervised.again()
+    with bind_loopback({"dashboard": 0})["dashboard"] as listener:
+        processes.keep("dashboard", listener.fileno())
+    front = standalone._Front(gateways, "127.0.0.1", load(NANO), held=lambda: held)  # type: ignore[arg-type]
+    await front.start(processes)
+    try:
+        assert gateways.started.is_set() == (opens == "no upgrade")
+        if opens == "a group serves":
+            gateways.serving.set()
+        elif opens == "the upgrade has ended":
+            held = False
+        await wait_for(gateways.started, 0.5 if opens == "never" else 60.0)
+    finally:
+        await front.stop()
+        front.close()
+        await processes.close()
+    assert gateways.started.is_set() == (opens != "never")
+    assert gateways.stopped

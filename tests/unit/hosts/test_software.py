@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import errno
 import hashlib
+import json
 import os
 import platform
 import subprocess
@@ -140,6 +141,18 @@ def test_an_environment_starts_from_an_earlier_one(tmp_path: Path) -> None:
     assert not (earlier / site / "thing.py").samefile(later / site / "thing.py")
     assert (later / bootstrap.COMPLETE).exists()
     assert not list(software.glob("*.part"))
+    # The facts from which the space for the next one is known.
+    (software / "three").mkdir()
+    (software / "three" / "file").write_bytes(b"x" * 100)
+    done = subprocess.run(
+        [sys.executable, bootstrap.__file__, "check", str(tmp_path)], capture_output=True, timeout=120, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["partial"] == {"three": 100}
+    assert found["earlier"]["requirements"] == requirements.read_text()
+    size = (later / site / "base.py").stat().st_size
+    assert set(found["earlier"]["sizes"]) == {"base", "thing"}
+    assert size < found["earlier"]["sizes"]["base"] < 10_000
 
 
 def test_without_a_package_index_only_the_own_wheels_are_installed(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from dsv4_operator.backends.local.gateway import (
     endpoint,
     give_listener,
     hold_listener,
+    is_held,
     settings,
     take_listener,
 )
@@ -174,6 +175,7 @@ def test_connections_wait_between_two_loops(tmp_path: Path) -> None:
     # Without a process that holds it, a loop binds the address.
     give_listener(state, listeners["api"])
     assert take_listener(state, wanted) is None
+    assert not is_held(state)
     ready = threading.Event()
     reading, writing = os.pipe()
     with open(reading, "rb") as until, open(writing, "wb") as held:
@@ -181,7 +183,7 @@ def test_connections_wait_between_two_loops(tmp_path: Path) -> None:
         holder.start()
         try:
             assert ready.wait(20)
-            assert take_listener(state, wanted) is None, "no loop has ended yet"
+            assert is_held(state)
             give_listener(state, listeners["api"])
             listeners["api"].close()
             with socket.create_connection(address, 5) as client:
@@ -204,6 +206,30 @@ def test_connections_wait_between_two_loops(tmp_path: Path) -> None:
     assert not (state.directory / HANDOVER).exists()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, 5)
+
+
+def test_a_loop_that_gave_nothing_finds_its_port_free_again(tmp_path: Path) -> None:
+    state = DeploymentState(tmp_path, "n")
+    state.directory.mkdir()
+    wanted = with_settings(deployment(), {"network.ports.api": free_port(), "network.ports.dashboard": free_port()})
+    ready = threading.Event()
+    reading, writing = os.pipe()
+    with open(reading, "rb") as until, open(writing, "wb") as held:
+        holder = threading.Thread(target=hold_listener, args=(state, until, ready.set))
+        holder.start()
+        try:
+            assert ready.wait(20)
+            # An upgrade from a version that binds the address itself, and back.
+            listeners = bind_ports(wanted, take_listener(state, wanted))
+            give_listener(state, listeners["api"])
+            assert take_listener(state, wanted) is None
+            for each in listeners.values():
+                each.close()
+            for each in bind_ports(wanted).values():
+                each.close()
+        finally:
+            held.close()
+            holder.join(20)
 
 
 def test_secrets_that_cannot_be_used_are_refused_before_anything_starts(tmp_path: Path) -> None:

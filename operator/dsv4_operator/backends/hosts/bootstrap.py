@@ -16,6 +16,7 @@ import io
 import json
 import os
 import platform
+import re
 import select
 import shutil
 import socket
@@ -37,6 +38,10 @@ CLIENT = "client"
 """File of a loop with user and machine of the client that started it."""
 INSTALLED = ".requirements"
 """File in it with the requirements of its packages, as they were installed."""
+SYSTEM_CUDA = "/usr/local/cuda"
+_SERVICE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Programs of units of systemd: the login of ssh may have others."""
+_NVCC_SECONDS = 5.0
 CONNECT_SECONDS = 20.0
 SILENT_SECONDS = 60.0
 _TOKEN_BYTES = 64
@@ -96,9 +101,65 @@ def check(state_dir: str) -> None:
         "uv": shutil.which("uv"),
         "compilers": [name for name in ("gcc", "g++") if shutil.which(name)],
         "software": sorted(os.path.basename(os.path.dirname(path)) for path in software),
+        "partial": _partial(f"{state_dir}/software"),
+        "earlier": _contents(_earlier(f"{state_dir}/software")),
+        "toolkits": [toolkit(home) for home in _toolkits()],
         "loops": _loops(state_dir),
     }
     print(json.dumps(facts))
+
+
+def _partial(folder: str) -> dict[str, int]:
+    """Return the bytes of each environment in `folder` whose installation was interrupted."""
+    return {
+        os.path.basename(path): _used(path)
+        for path in glob.glob(f"{folder}/*")
+        if not path.endswith((".input", ".part")) and not os.path.exists(os.path.join(path, COMPLETE))
+    }
+
+
+def _contents(directory: str) -> dict[str, object]:
+    """Return the requirements of an environment, and the bytes of each package by its name; empty without one."""
+    if not directory:
+        return {}
+    sizes: dict[str, int] = {}
+    for record in glob.glob(os.path.join(directory, "lib", "python*", "site-packages", "*.dist-info", "RECORD")):
+        name = os.path.basename(os.path.dirname(record))[: -len(".dist-info")].rpartition("-")[0]
+        with contextlib.suppress(OSError, ValueError, csv.Error), open(record, newline="", encoding="utf-8") as file:
+            sizes[name.lower().replace("_", "-")] = sum(int(size or 0) for _, _, size in csv.reader(file))
+    try:
+        requirements = Path(directory, INSTALLED).read_text()
+    except (OSError, UnicodeDecodeError):
+        requirements = ""
+    return {"requirements": requirements, "sizes": sizes}
+
+
+def _toolkits() -> list[str]:
+    """Return the directories of CUDA toolkits that a service finds, and NVIDIA's own one in any case."""
+    program = shutil.which("nvcc", path=_SERVICE_PATH)
+    homes = [os.path.dirname(os.path.dirname(os.path.realpath(program)))] if program else []
+    return list(dict.fromkeys([*homes, SYSTEM_CUDA, os.path.realpath(SYSTEM_CUDA)]))
+
+
+def toolkit(home: str) -> dict[str, object]:
+    """Return the releases of the CUDA compiler in `home` and of its headers, such as `[13, 0]`; None if unknown."""
+    nvcc, found = os.path.join(home, "bin", "nvcc"), {"home": home, "there": False, "nvcc": None, "headers": None}
+    if not os.path.isfile(nvcc):
+        return found
+    output = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = [nvcc, "--version"]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=_NVCC_SECONDS, check=False).stdout
+    release, headers = re.search(r"release (\d+)\.(\d+)", output), None
+    with contextlib.suppress(OSError):
+        text = Path(home, "include", "cuda_runtime_api.h").read_text(errors="replace")
+        headers = re.search(r"^#define\s+CUDART_VERSION\s+(\d+)", text, re.MULTILINE)
+    return {
+        **found,
+        "there": True,
+        "nvcc": [int(release[1]), int(release[2])] if release else None,
+        "headers": [int(headers[1]) // 1000, int(headers[1]) % 1000 // 10] if headers else None,
+    }
 
 
 def _loops(state_dir: str) -> dict[str, dict[str, str]]:
@@ -274,15 +335,8 @@ def _start_from_earlier(directory: str) -> None:
 
     Installers and `fetch` replace files and never write into them, so the earlier environment stays as it is.
     """
-    marks = glob.glob(os.path.join(os.path.dirname(directory), "*", COMPLETE))
-    if os.path.lexists(directory) or not marks:
-        return
-    earlier = os.path.dirname(max(marks, key=os.path.getmtime))
-    try:
-        settings = Path(earlier, "pyvenv.cfg").read_text()
-    except OSError:
-        return
-    if ".".join(map(str, sys.version_info[:3])) not in settings:
+    earlier = _earlier(os.path.dirname(directory))
+    if os.path.lexists(directory) or not earlier:
         return
     unfinished = f"{directory}.part"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -311,6 +365,16 @@ def _start_from_earlier(directory: str) -> None:
                     program.write(content.replace(earlier.encode(), directory.encode()))
                 os.chmod(path, mode)
     os.rename(unfinished, directory)
+
+
+def _earlier(folder: str) -> str:
+    """Return the latest complete environment in `folder`; empty if there is none, or it has another Python."""
+    marks = glob.glob(os.path.join(folder, "*", COMPLETE))
+    with contextlib.suppress(OSError, ValueError):
+        latest = os.path.dirname(max(marks, key=os.path.getmtime))
+        if ".".join(map(str, sys.version_info[:3])) in Path(latest, "pyvenv.cfg").read_text():
+            return latest
+    return ""
 
 
 def _used(directory: str) -> int:

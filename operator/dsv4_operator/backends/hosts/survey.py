@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_operator.api import Finding, Severity
+from dsv4_operator.backends.hosts.bootstrap import SYSTEM_CUDA
 from dsv4_operator.backends.hosts.documents import HostReport, Inventory
 from dsv4_operator.planning.catalog import GIB, Machine, machine_named, machines, product_machine
 
@@ -47,6 +48,7 @@ grep -qs '^ENABLED=yes' "$root/etc/ufw/ufw.conf" && echo ufw
 [ "$(limited systemctl is-active firewalld 2>/dev/null)" = active ] && echo firewalld
 section gpus
 limited nvidia-smi --query-gpu=index,uuid,name,driver_version,memory.total --format=csv,noheader,nounits 2>&1
+section cuda; limited nvcc --version 2>/dev/null
 section checkpoints
 hub="$HOME/.cache/huggingface/hub"
 for config in "${2:-/var/lib/dsv4}"/models/*/config.json "$hub"/models--*/snapshots/*/config.json; do
@@ -127,6 +129,8 @@ class Survey:
     driver: str
     gpu_problem: str
     """Message of nvidia-smi without GPUs; empty if it is not installed."""
+    cuda: str
+    """Release of the installed CUDA toolkit; empty if there is none."""
     checkpoints: tuple[str, ...]
     """Directories with a checkpoint."""
     files: dict[str, str] = field(repr=False)
@@ -150,6 +154,11 @@ class Survey:
         variants = [one for one in machines() if one.hardware == found.hardware]
         fitting = [one for one in variants if 0.9 * one.memory_bytes <= self.memory_bytes]
         return max(fitting, key=lambda one: one.memory_bytes, default=found)
+
+    @property
+    def needs_toolkit(self) -> bool:
+        """Return whether engines on it compile kernels with a CUDA toolkit, whatever the settings are."""
+        return self.machine is not None and self.machine.is_sm12x
 
     @property
     def devices(self) -> int:
@@ -216,6 +225,7 @@ def parse_survey(output: str) -> Survey:
         gpus=gpus,
         driver=next((cells[3] for cells in _gpu_rows(sections.get("gpus", []))), ""),
         gpu_problem="" if gpus or "nvidia-smi" not in tools else problem,
+        cuda=next(iter(re.findall(r"release (\d+\.\d+)", "\n".join(sections.get("cuda", [])))), ""),
         checkpoints=tuple(each for each in sections.get("checkpoints", []) if each.startswith("/")),
         files=files,
         links=links,
@@ -334,6 +344,12 @@ def machine_findings(
             names = ", ".join(dict.fromkeys(gpu.name for gpu in survey.gpus))
             remedy = "use DGX Sparks or RTX PRO 6000 cards"
             yield finding(name, "UnsupportedGpu", f"has {names}, which dsv4 does not support", remedy)
+        if len(machines) > 1 and survey.needs_toolkit and not survey.cuda:
+            message = (
+                f"has no CUDA toolkit in {SYSTEM_CUDA}, with which engines compile kernels; `dsv4 up` refuses that"
+            )
+            remedy = "install NVIDIA's toolkit of CUDA 13, at the same path on all machines"
+            yield finding(name, "NoToolkit", message, remedy)
         if "ip" not in survey.tools:
             remedy = "install iproute2"
             yield finding(name, "NoIp", "has no program `ip`", remedy, severity=Severity.REFUSE)

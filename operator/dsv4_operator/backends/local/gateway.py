@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus, PortsSpec
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, PortsSpec
 from dsv4_operator.api.spec import LOOPBACK
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import Child, Liveness, Processes
@@ -39,6 +39,8 @@ HANDOVER = "handover"
 """Unix socket in the state directory of a process that holds the listening socket of the API between two loops."""
 _GIVE, _TAKE = b"give", b"take"
 _HANDOVER_SECONDS = 2.0
+_WAITING = 4096
+"""Most connections that wait between two loops; the kernel may have a lower limit (`net.core.somaxconn`)."""
 
 Listeners = dict[str, socket.socket]
 """Listening sockets by the name of their field below `spec.network.ports`."""
@@ -108,10 +110,13 @@ def hold_listener(state: DeploymentState, until: IO[bytes], ready: Callable[[], 
     """Hold the listening socket of the API from the end of a loop to the start of the next one, until `until` ends:
     connections wait in its queue. `ready` is called when loops can give and take it.
 
+    Nothing is held if the first loop that asks gets none: then the loop before it gave none because its version does
+    not know this, and could not take one either if it starts again.
+
     Raises:
         OSError: the socket of this process cannot be created.
     """
-    path, held = state.directory / HANDOVER, list[socket.socket]()
+    path, held, known = state.directory / HANDOVER, list[socket.socket](), True
     path.unlink(missing_ok=True)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
@@ -122,12 +127,15 @@ def hold_listener(state: DeploymentState, until: IO[bytes], ready: Callable[[], 
                 with contextlib.suppress(OSError), server.accept()[0] as peer:
                     peer.settimeout(_HANDOVER_SECONDS)
                     data, files, _, _ = socket.recv_fds(peer, len(_GIVE), 1)
+                    unused = [socket.socket(fileno=each) for each in files]
                     if data == _TAKE:
+                        known = known and bool(held)
                         socket.send_fds(peer, [_GIVE], [each.fileno() for each in held])
-                    elif files:
-                        held, old = [socket.socket(fileno=files[0])], held
-                        for each in old:
-                            each.close()
+                    elif unused and known:
+                        held, unused = unused, held
+                        held[0].listen(_WAITING)
+                    for each in unused:
+                        each.close()
     finally:
         path.unlink(missing_ok=True)
         for each in held:
@@ -151,6 +159,13 @@ def take_listener(state: DeploymentState, deployment: DSV4Deployment) -> socket.
                 return found
             found.close()
     return None
+
+
+def is_held(state: DeploymentState) -> bool:
+    """Return whether a process holds the listening socket of the API for the next loop."""
+    with contextlib.suppress(OSError), _handover(state):
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -265,6 +280,8 @@ class LocalGateways:
         self._heads, self._token_key_file = tuple(heads), str(state.token_key)
         self._dashboard = f"http://{LOOPBACK}:{deployment.spec.network.ports.dashboard}"
         self._processes = processes
+        self.serving = asyncio.Event()
+        """Set once a group serves."""
         limits = settings(deployment, state)
         count = max(len(heads), _LEAST)
         self._all = [
@@ -316,6 +333,8 @@ class LocalGateways:
         Raises:
             OSError: a route cannot be written.
         """
+        if any(group.phase is GroupPhase.SERVING for group in status.groups):
+            self.serving.set()
         deaths = {group.index: page_failures(group) for group in status.groups}
         heads = [
             head.model_copy(

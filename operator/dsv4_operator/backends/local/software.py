@@ -27,20 +27,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution, entry_points, version
 from pathlib import Path
+from typing import Any
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import DSV4Deployment, Hardware
+from dsv4_operator.api.spec import EngineSpec
+from dsv4_operator.backends.hosts.bootstrap import SYSTEM_CUDA, toolkit
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.state import DeploymentState, StateError
+from dsv4_operator.planning.catalog import machines
 from dsv4_operator.planning.images import Device, ImageProfile, profiles
 
 LEAST = (12, 9)
 """Minimum release of nvcc for DeepGEMM."""
-_SYSTEM = Path("/usr/local/cuda")
+_SYSTEM = Path(SYSTEM_CUDA)
 _ANSWER_SECONDS = 10.0
 UV_VERSION = "0.13.8"
 _UV_SECONDS = 300.0
 _GPU_BYTES, _CPU_BYTES = 16 * 10**9, 9 * 10**9
 """Space for the software on another machine."""
+_OWN_BYTES, _NEW_BYTES = 10**9 // 2, 10**9
+"""Space for dsv4's own packages and the directories of an environment beside an earlier one, and for a package that the
+earlier one does not have."""
 ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "aarch64"}
 _PACKAGES = {"dsv4": ("dsv4_operator", "dsv4_runtime"), "dsv4-kernels": ("dsv4_kernels",)}
 _ZIP_TIME = (2020, 1, 1, 0, 0, 0)
@@ -130,33 +137,33 @@ def _python_headers() -> bool:
 
 def _problem(home: Path, torch: Release) -> str | None:
     """Return the reason why `home` is no toolkit for torch's CUDA, None if it is one."""
-    nvcc = home / "bin" / "nvcc"
-    if not nvcc.is_file():
+    return toolkit_problem(toolkit(str(home)), torch)
+
+
+def toolkit_problem(found: Mapping[str, Any], torch: Release) -> str | None:
+    """Return the reason why a toolkit as `bootstrap.toolkit` describes it does not fit torch's CUDA, None if it
+    does."""
+    nvcc = f"{found['home']}/bin/nvcc"
+    if not found["there"]:
         return "it has no bin/nvcc"
-    release = _release(nvcc)
-    if release is None:
+    if found["nvcc"] is None:
         return f"{nvcc} does not report its release"
+    release = tuple(found["nvcc"])
     if release[0] != torch[0] or release < LEAST:
         return f"{nvcc} is of CUDA {_text(release)}"
-    headers = _headers(home)
-    if headers is not None and headers != release:
+    headers = found["headers"]
+    if headers is not None and tuple(headers) != release:
         # CUDA's C++ headers reject another release.
         return f"{nvcc} is of CUDA {_text(release)} and the headers beside it of {_text(headers)}"
     return None
 
 
-def _release(nvcc: Path) -> Release | None:
-    found = re.search(r"release (\d+)\.(\d+)", _output(nvcc, "--version"))
-    return (int(found[1]), int(found[2])) if found else None
+def needs_toolkit(engine: EngineSpec, capabilities: Iterable[int]) -> bool:
+    """Return whether engines on GPUs with these major compute capabilities need a CUDA toolkit.
 
-
-def _headers(home: Path) -> Release | None:
-    try:
-        text = (home / "include" / "cuda_runtime_api.h").read_text(errors="replace")
-    except OSError:
-        return None
-    found = re.search(r"^#define\s+CUDART_VERSION\s+(\d+)", text, re.MULTILINE)
-    return (int(found[1]) // 1000, int(found[1]) % 1000 // 10) if found else None
+    Without stock kernels an engine on Hopper needs only Triton's compiler; prefill on SM12x uses FlashInfer.
+    """
+    return engine.kernels in (None, "off") or any(major >= 12 for major in capabilities)
 
 
 def _here(torch: Release) -> Iterator[Path]:
@@ -206,7 +213,7 @@ def _output(*command: str | Path) -> str:
         return ""
 
 
-def _text(release: Release) -> str:
+def _text(release: Sequence[int]) -> str:
     return f"{release[0]}.{release[1]}"
 
 
@@ -237,8 +244,7 @@ def cuda_software(deployment: DSV4Deployment, state: DeploymentState, cards: Seq
     named = {**os.environ, **{one.name: one.value for one in engine.env}}
     _, torch = _installed()
     links = state.weights.parent / "cache" / f"cuda-{torch[0]}.{torch[1]}"
-    # Without stock kernels an engine on Hopper needs only Triton's compiler; prefill on SM12x uses FlashInfer.
-    needed = engine.kernels in (None, "off") or any(card.capability[0] >= 12 for card in cards)
+    needed = needs_toolkit(engine, (card.capability[0] for card in cards))
     home = cuda_home(torch, links, named, needed=needed)
     return Software(profile, str(home or ""))
 
@@ -352,6 +358,35 @@ class OwnSoftware:
         files = {**dict(wheels), "requirements.txt": pins.read_bytes()}
         return cls(files, python, _CPU_BYTES if cpu else _GPU_BYTES)
 
+    def missing_bytes(self, facts: Mapping[str, Any]) -> int:
+        """Return the space that the software needs on a machine with these facts of `bootstrap.check`.
+
+        Files of an earlier environment that both have are links there. The sizes of changed packages are those of their
+        earlier versions.
+        """
+        name = self.identity(facts["architecture"])
+        if name in facts["software"]:
+            return 0
+        needed, present = self.bytes, int(facts["partial"].get(name, 0))
+        if earlier := facts["earlier"]:
+            sizes: Mapping[str, int] = earlier["sizes"]
+            before = set(earlier["requirements"].splitlines())
+            changed = {
+                re.split(r"[\s=@\[;<>!~]", line)[0].lower().replace("_", "-")
+                for line in self.files["requirements.txt"].decode().splitlines()
+                if line.strip() and not line.startswith("#") and line not in before
+            }
+            share = sum(sizes.get(each, 0) for each in changed) / max(sum(sizes.values()), 1)
+            more = _NEW_BYTES * len(changed - sizes.keys())
+            needed = min(needed, _OWN_BYTES + round(share * self.bytes) + more)
+        return min(needed, max(_OWN_BYTES, self.bytes - present))
+
+    @property
+    def cuda(self) -> Release | None:
+        """Return the CUDA release of the packages; None for engines on CPU."""
+        found = re.search(r"^nvidia-cuda-nvcc==(\d+)\.(\d+)", self.files["requirements.txt"].decode(), re.MULTILINE)
+        return (int(found[1]), int(found[2])) if found else None
+
     def identity(self, architecture: str) -> str:
         """Return the name of the directory of the environment; it changes with its content."""
         digest = hashlib.sha256(f"{self.python} {architecture}".encode())
@@ -428,6 +463,39 @@ def installer(architecture: str) -> bytes:
         if done.returncode or not program.is_file():
             raise StateError(f"the installer uv cannot be fetched: {done.stderr.strip()}; install uv on the machines")
         return program.read_bytes()
+
+
+def shared_toolkit(deployment: DSV4Deployment, source: OwnSoftware, count: int) -> Release | None:
+    """Return the CUDA release of the toolkit that `count` machines need beside the software; None if they need none.
+
+    One machine alone has the toolkit of the packages. A directory that the specification names is checked by the loop.
+    """
+    engine, hardware = deployment.spec.engine, deployment.spec.topology.hardware
+    named = {"CUDA_HOME", "CUDA_PATH"} & {each.name for each in engine.env}
+    if hardware is Hardware.CPU or count == 1 or named:
+        return None
+    majors = {machine.sm // 10 for machine in machines() if machine.hardware == hardware}
+    return source.cuda if needs_toolkit(engine, majors) else None
+
+
+def shared_toolkit_problem(facts: Mapping[str, Any], first: Mapping[str, Any], cuda: Release) -> str | None:
+    """Return the reason why a machine lacks the CUDA toolkit that the first machine uses; None if it has it. `facts`
+    and `first` are those of `bootstrap.check`."""
+
+    def judge(found: Mapping[str, Any] | None) -> str | None:
+        if found is None:
+            return "it is not there"
+        # An installation of the compiler alone has no headers.
+        lacks = None if found["headers"] else "it has no include/cuda_runtime_api.h"
+        return toolkit_problem(found, cuda) or lacks
+
+    fitting = [each["home"] for each in first["toolkits"] if judge(each) is None]
+    home = fitting[0] if fitting else SYSTEM_CUDA
+    problem = judge(next((each for each in facts["toolkits"] if each["home"] == home), None))
+    return problem and (
+        f"engines compile kernels with the CUDA toolkit in {home}, and {problem}; install NVIDIA's toolkit of CUDA "
+        f"{cuda[0]} (package cuda-toolkit-{cuda[0]}-{cuda[1]}) there, at the same path on all machines"
+    )
 
 
 def archive_of(files: dict[str, bytes]) -> bytes:
