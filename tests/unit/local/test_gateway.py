@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
 from dsv4_operator.api.spec import GatewaySpec
+from dsv4_operator.backends.local import supervisor
 from dsv4_operator.backends.local.gateway import (
     HANDOVER,
     MAX_DRAIN_SECONDS,
@@ -382,7 +383,7 @@ async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(
 
 
 async def test_gateways_that_the_loop_cannot_probe_are_kept(
-    tmp_path: Path, supervised: Supervised, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, supervised: Supervised, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateways, processes, url = await started(deployment(), DeploymentState(tmp_path, "n"), [AWAY], supervised)
     before = pids(gateways)
@@ -390,8 +391,9 @@ async def test_gateways_that_the_loop_cannot_probe_are_kept(
         assert await _get(url + "/healthz") == (200, b"ok\n")
         # Until every gateway has answered a probe, it may take a minute.
         await asyncio.sleep(3.0)
-        with no_descriptors():
-            # Idle processes that do not respond would be replaced after FROZEN_SECONDS.
+        with monkeypatch.context() as patched, no_descriptors():
+            # Idle processes that do not respond would be replaced after FROZEN_SECONDS, all others after this time.
+            patched.setattr(supervisor, "HUNG_SECONDS", FROZEN_SECONDS)
             await asyncio.sleep(FROZEN_SECONDS + 3.0)
             # Their files are there, and the supervisor could start a gateway.
             gateways._all[0]._write_files()
